@@ -1,0 +1,54 @@
+"""The families gptkit knows. Adding one is adding a file and a line here; nothing else asks for a family's name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ConfigError, UnknownFamily
+from .base import Architecture, BoundLeaf, Leaf
+from .bloom import BLOOM
+from .falcon import FALCON
+from .gpt2 import GPT2
+from .llama import LLAMA
+from .mistral import MISTRAL
+from .qwen2 import QWEN2
+from .qwen3 import QWEN3
+
+__all__ = ["ARCHITECTURES", "Architecture", "BoundLeaf", "Leaf", "architecture_of", "named"]
+
+ARCHITECTURES: dict[str, Architecture] = {
+    architecture.name: architecture for architecture in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, BLOOM, FALCON)
+}
+
+BY_MODEL_TYPE = {kind: architecture for architecture in ARCHITECTURES.values() for kind in architecture.model_types}
+
+
+def named(name: str) -> Architecture:
+    """The family of that name.
+
+    Raises:
+        UnknownFamily: with the list of known ones.
+    """
+    if name not in ARCHITECTURES:
+        raise UnknownFamily(f"no family is called {name!r:.60}", f"known families: {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[name]
+
+
+def architecture_of(config: Mapping[str, Any]) -> Architecture:
+    """The family of a config.json, told from its `model_type`.
+
+    Raises:
+        ConfigError: it names no model_type.
+        UnknownFamily: no architecture file knows the model_type.
+    """
+    kind = config.get("model_type")
+    known = f"known families: {', '.join(ARCHITECTURES)}"
+    if not isinstance(kind, str):
+        raise ConfigError("config.json names no model_type", known)
+    if kind not in BY_MODEL_TYPE:
+        near = difflib.get_close_matches(kind, BY_MODEL_TYPE, 1)
+        guess = f" (did you mean {near[0]}?)" if near else ""
+        raise UnknownFamily(f"the model_type {kind!r:.60} is not a family gptkit knows{guess}", known)
+    return BY_MODEL_TYPE[kind]

@@ -1,0 +1,238 @@
+"""What an architecture file declares, and the one walk that turns the declaration into a weight map for a tree.
+
+An `Architecture` says how a family's config.json becomes a ModelSpec and back, and lists its `leaves`: every tensor
+the family's checkpoints may hold, each with the shared tensors it stands for and the layout between them. A leaf is
+in use where its shared tensors exist in the tree, so optional biases and norms need no code. `bind` proves for the
+tree at hand that every shared tensor comes from exactly one leaf and that the shapes agree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import CannotExpress
+from ..spec import Block, ModelSpec, differences
+from .config import COMMON_IRRELEVANT, COMMON_REFUSED, ConfigReader
+from .layout import IDENTITY, Layout, Shape
+
+__all__ = ["Architecture", "BoundLeaf", "Leaf", "qkv"]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One checkpoint tensor: its name template and the shared names it holds, `{layer}` the block's index.
+
+    `when` narrows it to the blocks it is for, where a family names one thing differently in its variants.
+    """
+
+    checkpoint: str
+    shared: tuple[str, ...] | str
+    layout: Layout = IDENTITY
+    when: Callable[[Block], bool] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.shared,) if isinstance(self.shared, str) else self.shared
+
+
+def qkv(suffix: str) -> tuple[str, str, str]:
+    """The shared names of one block's q, k and v `suffix` ("weight" or "bias")."""
+    base = "blocks.{layer}.attention."
+    return f"{base}q_proj.{suffix}", f"{base}k_proj.{suffix}", f"{base}v_proj.{suffix}"
+
+
+@dataclass(frozen=True)
+class BoundLeaf:
+    """A leaf for one tree: names without templates, shapes, and the sizes its layout runs with."""
+
+    checkpoint: str
+    shape: Shape
+    shared: tuple[str, ...]
+    shared_shapes: tuple[Shape, ...]
+    layout: Layout
+    sizes: Mapping[str, int]
+
+    def to_shared(self, tensor: Any) -> list[Any]:
+        """The checkpoint's tensor -> the shared tensors, in the order of `shared`."""
+        return self.layout.forward(tensor, self.sizes)
+
+    def to_checkpoint(self, tensors: Sequence[Any]) -> Any:
+        """The shared tensors, in the order of `shared` -> the checkpoint's tensor."""
+        return self.layout.inverse(tensors, self.sizes)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A family of checkpoints.
+
+    name: gptkit's name for it, and the `model_type` that is written.
+    model_types: every `model_type` read as this family.
+    hf_class: the transformers class written to `architectures`; hf_config its config class, for the proofs.
+    read, write: config.json -> tree, and the tree -> the config.json fields that describe it. `write` may assume
+        that the tree is of this family: `config_for` reads the result back and refuses where it differs.
+    leaves: see Leaf.
+    head: the checkpoint name of the output matrix, which tied models may store a second time.
+    prefix: a name prefix that older files lack.
+    aliases: (old name template, name template) pairs of older files.
+    dropped: name templates of buffers that hold no weights.
+    reference: transformers' attention paths that compute this family rightly, all unless `reference_quirk` says why.
+    irrelevant, refused: config fields beside the common ones; see ConfigReader.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    hf_class: str
+    hf_config: str
+    read: Callable[[ConfigReader], ModelSpec]
+    write: Callable[[ModelSpec], dict[str, Any]]
+    leaves: tuple[Leaf, ...]
+    config_aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    head: str = "lm_head.weight"
+    prefix: str = ""
+    aliases: tuple[tuple[str, str], ...] = ()
+    dropped: tuple[str, ...] = ()
+    irrelevant: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
+    reference: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ("sdpa", "eager")
+    reference_quirk: str = ""
+
+    # --- config.json <-> tree ---
+
+    def reader(self, config: Mapping[str, Any]) -> ConfigReader:
+        """A reader that knows this family's other spellings."""
+        return ConfigReader(config, self.config_aliases)
+
+    def spec(self, config: Mapping[str, Any]) -> ModelSpec:
+        """The tree of a config.json.
+
+        Raises:
+            ConfigError: a field of the wrong type or range, or one that is refused.
+        """
+        return self.spec_and_unknown(config)[0]
+
+    def spec_and_unknown(self, config: Mapping[str, Any]) -> tuple[ModelSpec, list[str]]:
+        """The tree, and the config's fields that neither it nor transformers knows."""
+        reader = self.reader(config)
+        reader.refuse({**COMMON_REFUSED, **self.refused})
+        spec = self.read(reader)
+        return spec, reader.unknown({**COMMON_IRRELEVANT, **self.irrelevant})
+
+    def config_for(self, spec: ModelSpec) -> dict[str, Any]:
+        """A config.json for the tree.
+
+        Raises:
+            CannotExpress: this family has no config for the tree; the components in the way are listed.
+        """
+        try:
+            config = {"model_type": self.name, "architectures": [self.hf_class], **self.write(spec)}
+            back = self.spec(config)
+        except (AttributeError, TypeError) as error:
+            # `write` met a component that this family does not have at all (no rotary to ask for its base, say).
+            raise CannotExpress(f"{self.name} cannot express this tree: {error}") from error
+        found = differences(spec, back)
+        if found:
+            lines = [f"  {path}: {short(a)}; {self.name} has {short(b)}" for path, a, b in collapse(found)]
+            raise CannotExpress(
+                f"{self.name} cannot express {len(lines)} of the tree's components:\n" + "\n".join(lines[:12]),
+                "gptkit's own format holds any tree: convert --to local",
+            )
+        return config
+
+    # --- checkpoint names <-> shared names ---
+
+    def bind(self, spec: ModelSpec) -> list[BoundLeaf]:
+        """The weight map of a tree, in the order of its leaves.
+
+        Raises:
+            CannotExpress: a shared tensor has no leaf here.
+        """
+        shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
+        bound = list(self._bound(spec, shapes))
+        covered = [name for leaf in bound for name in leaf.shared]
+        missing = [name for name in shapes if name not in set(covered)]
+        if missing:
+            raise CannotExpress(
+                f"{self.name} checkpoints have no name for {len(missing)} tensors: {', '.join(missing[:8])}",
+                "gptkit's own format holds any tree: convert --to local",
+            )
+        if len(covered) != len(shapes):
+            twice = sorted({name for name in covered if covered.count(name) > 1})
+            raise AssertionError(f"{self.name}: declared twice: {twice[:8]}")
+        return bound
+
+    def _bound(self, spec: ModelSpec, shapes: Mapping[str, Shape]) -> Iterator[BoundLeaf]:
+        ends = {"hidden": spec.hidden_size}
+        for leaf in self.leaves:
+            if "{layer}" not in leaf.checkpoint:
+                yield from self._bind_one(leaf, None, shapes, ends)
+        per_block = [leaf for leaf in self.leaves if "{layer}" in leaf.checkpoint]
+        for layer, block in enumerate(spec.blocks):
+            attention = block.attention
+            sizes = {
+                "hidden": spec.hidden_size,
+                "heads": attention.heads,
+                "kv_heads": attention.kv_heads,
+                "group": attention.group,
+                "head_dim": attention.head_dim,
+                "intermediate": block.feed_forward.intermediate_size,
+            }
+            for leaf in per_block:
+                if leaf.when is None or leaf.when(block):
+                    yield from self._bind_one(leaf, layer, shapes, sizes)
+
+    def _bind_one(
+        self, leaf: Leaf, layer: int | None, shapes: Mapping[str, Shape], sizes: Mapping[str, int]
+    ) -> Iterator[BoundLeaf]:
+        names = tuple(name.format(layer=layer) for name in leaf.names)
+        if not all(name in shapes for name in names):
+            return
+        own = tuple(shapes[name] for name in names)
+        if not leaf.layout.is_identity and tuple(leaf.layout.shared_shapes(sizes)) != own:
+            raise CannotExpress(
+                f"{self.name}: {leaf.checkpoint.format(layer=layer)} cannot hold tensors of shapes {own}",
+                "gptkit's own format holds any tree: convert --to local",
+            )
+        shape = leaf.layout.checkpoint_shape(sizes, own)
+        yield BoundLeaf(leaf.checkpoint.format(layer=layer), shape, names, own, leaf.layout, sizes)
+
+    def canonical_name(self, name: str, known: Mapping[str, Any], layers: int) -> str | None:
+        """The declared name of a tensor found in a file: itself, without the prefix, or under an old name.
+
+        None for a dropped buffer. A name that is not known comes back as it is.
+        """
+        candidates = [name, self.prefix + name] if self.prefix else [name]
+        for candidate in candidates:
+            if candidate in known or candidate == self.head:
+                return candidate
+        layer = next((part for part in name.split(".") if part.isdigit()), None)
+        if layer is not None and int(layer) >= layers:
+            return name
+        for candidate in candidates:
+            for old, new in self.aliases:
+                if old.format(layer=layer) == candidate:
+                    return new.format(layer=layer)
+            if any(template.format(layer=layer) == candidate for template in self.dropped):
+                return None
+        return name
+
+
+def collapse(found: list[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
+    """The same difference in every layer, told once: blocks.0.x … blocks.11.x -> blocks.*.x."""
+    told: dict[tuple[str, str, str], tuple[str, Any, Any]] = {}
+    for path, a, b in found:
+        parts = path.split(".")
+        if parts[0] == "blocks" and len(parts) > 1:
+            parts[1] = "*"
+        told.setdefault((".".join(parts), repr(a), repr(b)), (".".join(parts), a, b))
+    return list(told.values())
+
+
+def short(value: Any) -> str:
+    """A component or field value in a few words."""
+    if hasattr(value, "__struct_fields__"):
+        return type(value).__name__
+    text = json.dumps(value) if isinstance(value, str | int | float | bool) or value is None else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,179 @@
+"""Reading config.json: every field typed and bounded, and every field accounted for.
+
+A family's parser reads fields through `ConfigReader`, which remembers what was read. What a family does not read it
+declares: irrelevant to the function (with a reason), or refused unless it has its harmless value. A field that is
+neither is reported as unknown by `load`, since transformers ignores it too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+
+__all__ = ["COMMON_IRRELEVANT", "COMMON_REFUSED", "ConfigReader", "parse_config_text", "read_config_file"]
+
+MAX_LAYERS = 100_000
+MAX_CONFIG_BYTES = 16 * 2**20
+
+COMMON_IRRELEVANT: dict[str, str] = {
+    "_name_or_path": "where the file came from",
+    "architectures": "the class to build; read where the family is told",
+    "attention_dropout": "training only",
+    "auto_map": "points at remote code, which gptkit never runs",
+    "bos_token_id": "generation",
+    "chunk_size_feed_forward": "computes the same in slices",
+    "dtype": "the stored dtype; read by the loader",
+    "eos_token_id": "generation",
+    "finetuning_task": "a label",
+    "gradient_checkpointing": "training only",
+    "id2label": "classification heads",
+    "initializer_range": "training only",
+    "keys_to_ignore_at_inference": "output format",
+    "label2id": "classification heads",
+    "model_type": "read where the family is told",
+    "num_labels": "classification heads",
+    "output_attentions": "output format",
+    "output_hidden_states": "output format",
+    "pad_token_id": "generation; the padding row of the embedding is a row like any other here",
+    "pretraining_tp": "splits matrix products in training; transformers no longer does",
+    "problem_type": "classification heads",
+    "return_dict": "output format",
+    "tokenizer_class": "tokenizer",
+    "torch_dtype": "the stored dtype; read by the loader",
+    "transformers_version": "a label",
+    "use_cache": "generation",
+}
+
+COMMON_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "quantization_config": ((None,), "quantised weights are not read yet: dequantise the checkpoint first"),
+    "is_encoder_decoder": ((False, None), "only decoder-only models have a tree here"),
+    "add_cross_attention": ((False, None), "cross-attention has no component here"),
+    "per_layer_config": ((None,), "per-layer configs are not read yet"),
+}
+
+
+def parse_config_text(text: str | bytes, where: str) -> dict[str, Any]:
+    """The object in a config.json.
+
+    Raises:
+        ConfigError: not JSON, not an object, or larger than 16 MB.
+    """
+    if len(text) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{where} has {len(text):,} bytes: not a config.json")
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where} holds a JSON {type(data).__name__}, not an object")
+    return data
+
+
+def read_config_file(path: Path) -> tuple[dict[str, Any], str]:
+    """The object in the file `path`, and its text.
+
+    Raises:
+        ConfigError: as `parse_config_text`, or the file cannot be read.
+    """
+    try:
+        raw = path.read_bytes()
+        text = raw.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    return parse_config_text(text, str(path)), text
+
+
+class ConfigReader:
+    """Typed access to a config.json that remembers which fields were asked for.
+
+    `names` maps a field to its other spellings (GPT-2's n_embd for hidden_size); the first one present wins.
+    """
+
+    def __init__(self, data: Mapping[str, Any], aliases: Mapping[str, tuple[str, ...]] | None = None) -> None:
+        self.data = data
+        self.aliases = aliases or {}
+        self.used: set[str] = set()
+
+    def raw(self, name: str, default: Any = None) -> Any:
+        """The value as it stands; `default` where the key is absent."""
+        found = default
+        for key in reversed((name, *self.aliases.get(name, ()))):
+            self.used.add(key)
+            if key in self.data:
+                found = self.data[key]
+        return found
+
+    def fail(self, name: str, value: Any, wanted: str) -> ConfigError:
+        """The error for a field that is not what it should be, to be raised by the caller."""
+        shown = repr(value)
+        return ConfigError(f"config.json: {name} is {shown[:60]}, expected {wanted}")
+
+    def integer(self, name: str, default: int | None = None, *, most: int = 2**31 - 1) -> int:
+        """A positive integer up to `most`; required when there is no default."""
+        value = self.raw(name, default)
+        if value is None:
+            raise self.fail(name, value, "a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise self.fail(name, value, f"an integer from 1 to {most:,}")
+        return value
+
+    def layers(self, name: str, default: int | None = None) -> int:
+        """A number of layers: bounded, since a tree is built from it before any weight is seen."""
+        return self.integer(name, default, most=MAX_LAYERS)
+
+    def optional_integer(self, name: str, default: int | None = None) -> int | None:
+        """A positive integer, or None where it is null or absent (and has no default)."""
+        value = self.raw(name, default)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**31 - 1:
+            raise self.fail(name, value, "a positive integer or null")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number above zero."""
+        value = self.raw(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.fail(name, value, "a number above zero")
+        if not math.isfinite(value) or value <= 0:
+            raise self.fail(name, value, "a finite number above zero")
+        return float(value)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        """true or false; null counts as absent."""
+        value = self.raw(name, default)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.fail(name, value, "true or false")
+        return value
+
+    def string(self, name: str, default: str) -> str:
+        """A string."""
+        value = self.raw(name, default)
+        if not isinstance(value, str):
+            raise self.fail(name, value, "a string")
+        return value
+
+    def choice(self, name: str, default: str, choices: Mapping[str, Any]) -> Any:
+        """What `choices` has for the string."""
+        value = self.string(name, default)
+        if value not in choices:
+            raise self.fail(name, value, "one of " + ", ".join(choices))
+        return choices[value]
+
+    def refuse(self, refusals: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
+        """Raise ConfigError for a field whose value is none of its harmless ones."""
+        for name, (harmless, reason) in refusals.items():
+            value = self.raw(name, harmless[0])
+            if not any(value is h or (type(value) is type(h) and value == h) for h in harmless):
+                raise ConfigError(f"config.json: {name} is {value!r:.60}: {reason}")
+
+    def unknown(self, irrelevant: Mapping[str, str]) -> list[str]:
+        """The fields that nobody asked for and nobody declared, in the file's order."""
+        return [key for key in self.data if key not in self.used and key not in irrelevant]

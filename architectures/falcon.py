@@ -1,0 +1,184 @@
+"""Falcon in its forms: 7b (MQA, parallel, one norm), 40b (grouped heads, parallel, two norms), 11b (one norm), rw
+(ALiBi, serial). Old checkpoints say RefinedWeb (40b) or RefinedWebModel (7b, rw).
+
+Source: transformers models/falcon/{configuration,modeling}_falcon.py. One layout serves all fused q-k-v tensors. Linears
+multiply and then add the bias, rounding twice; scores are divided by sqrt(head_dim); ALiBi is rounded to bfloat16
+even in fp32. transformers' eager path adds ALiBi twice (transformers issues 29067 and 29946), so ALiBi models are
+verified against sdpa alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..spec import (
+    ALiBi,
+    Attention,
+    Block,
+    Embedding,
+    FeedForward,
+    Head,
+    LayerNorm,
+    ModelSpec,
+    Rotary,
+)
+from .base import Architecture, Leaf, qkv
+from .bloom import GROUPED_BIAS, GROUPED_WEIGHT
+from .config import ConfigReader
+from .gpt2 import ACTIVATION_NAMES, ACTIVATIONS
+from .rope import read_rotary, write_rotary
+
+
+def read(config: ConfigReader) -> ModelSpec:
+    hidden = config.integer("hidden_size", 4544)
+    heads = config.integer("num_attention_heads", 71)
+    layers = config.layers("num_hidden_layers", 32)
+    vocab = config.integer("vocab_size", 65024)
+    context = config.integer("max_position_embeddings", 2048)
+    if hidden % heads:
+        raise config.fail("hidden_size", hidden, f"a multiple of num_attention_heads ({heads})")
+    head_dim = hidden // heads
+    # transformers ignores the two flags below in the new architecture for heads, but reads parallel_attn for norms.
+    grouped = config.boolean("new_decoder_architecture", config.data.get("model_type") == "RefinedWeb")
+    multi_query = config.boolean("multi_query", True)
+    parallel = config.boolean("parallel_attn", True)
+    stated = config.optional_integer("num_kv_heads")
+    kv_heads = (stated or heads) if grouped else (1 if multi_query else heads)
+    if not grouped and not multi_query and stated not in (None, heads):
+        raise config.fail("num_kv_heads", stated, f"{heads} (num_attention_heads) without the new decoder architecture")
+    if grouped and not parallel:
+        raise config.fail("parallel_attn", parallel, "true with the new decoder architecture")
+    norms = config.raw("num_ln_in_parallel_attn")
+    if norms not in (None, 1, 2):
+        raise config.fail("num_ln_in_parallel_attn", norms, "1, 2 or null")
+    two_norms = grouped and norms != 1
+    if norms == 2 and not grouped and parallel:
+        raise config.fail("num_ln_in_parallel_attn", norms, "1 or null without the new decoder architecture")
+    bias = config.boolean("bias", False)
+    rotary = read_rotary(config, head_dim, context)
+    alibi = config.boolean("alibi", False)
+    norm = LayerNorm(size=hidden, eps=config.number("layer_norm_epsilon", 1e-5))
+    block = Block(
+        attention_norm=norm,
+        attention=Attention(
+            hidden_size=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            position=ALiBi(scaled=True, rounding="bfloat16") if alibi else rotary,
+            qkv_bias=bias,
+            output_bias=bias,
+            arithmetic="matmul_add",
+            scaling="divide",
+            kv_expansion="projection" if grouped else "broadcast",
+            fused=True,
+            softmax="input",
+        ),
+        feed_forward_norm=norm if two_norms or not parallel else None,
+        feed_forward=FeedForward(
+            hidden_size=hidden,
+            intermediate_size=config.optional_integer("ffn_hidden_size") or 4 * hidden,
+            activation=config.choice("activation", "gelu", ACTIVATIONS),
+            up_bias=bias,
+            down_bias=bias,
+            arithmetic="matmul_add",
+        ),
+        parallel=parallel,
+    )
+    return ModelSpec(
+        embedding=Embedding(vocab_size=vocab, hidden_size=hidden),
+        blocks=(block,) * layers,
+        final_norm=norm,
+        head=Head(vocab_size=vocab, hidden_size=hidden, tied=config.boolean("tie_word_embeddings", True)),
+        context_length=context,
+    )
+
+
+def write(spec: ModelSpec) -> dict[str, Any]:
+    first = spec.blocks[0]
+    attention = first.attention
+    grouped = attention.kv_expansion == "projection"
+    rotary = attention.position
+    return {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "num_hidden_layers": len(spec.blocks),
+        "num_attention_heads": attention.heads,
+        "num_kv_heads": attention.kv_heads,
+        "new_decoder_architecture": grouped,
+        "multi_query": not grouped and attention.kv_heads == 1,
+        "parallel_attn": first.parallel,
+        "num_ln_in_parallel_attn": (2 if first.feed_forward_norm is not None else 1) if grouped else None,
+        "alibi": not isinstance(rotary, Rotary),
+        "bias": attention.qkv_bias,
+        "ffn_hidden_size": first.feed_forward.intermediate_size,
+        "activation": ACTIVATION_NAMES[first.feed_forward.activation],
+        "layer_norm_epsilon": first.attention_norm.eps,
+        "max_position_embeddings": spec.context_length,
+        "tie_word_embeddings": spec.head.tied,
+        **(write_rotary(rotary) if isinstance(rotary, Rotary) else {}),
+    }
+
+
+def two_parallel_norms(block: Block) -> bool:
+    """40b: attention and feed-forward side by side, each behind its own norm."""
+    return block.parallel and block.feed_forward_norm is not None
+
+
+def other_norms(block: Block) -> bool:
+    """7b and 11b share one norm; rw has two in a row."""
+    return not two_parallel_norms(block)
+
+
+B, T = "blocks.{layer}.", "transformer.h.{layer}."
+
+FALCON = Architecture(
+    name="falcon",
+    model_types=("falcon", "RefinedWeb", "RefinedWebModel"),
+    hf_class="FalconForCausalLM",
+    hf_config="FalconConfig",
+    read=read,
+    write=write,
+    config_aliases={
+        "hidden_size": ("n_embed",),
+        "num_hidden_layers": ("n_layer",),
+        "num_attention_heads": ("n_head",),
+        "num_kv_heads": ("n_head_kv",),
+    },
+    prefix="transformer.",
+    leaves=(
+        Leaf("transformer.word_embeddings.weight", "embedding.weight"),
+        *(
+            leaf
+            for suffix in ("weight", "bias")
+            for leaf in (
+                Leaf(f"{T}ln_attn.{suffix}", f"{B}attention_norm.{suffix}", when=two_parallel_norms),
+                Leaf(f"{T}ln_mlp.{suffix}", f"{B}feed_forward_norm.{suffix}", when=two_parallel_norms),
+                Leaf(f"{T}input_layernorm.{suffix}", f"{B}attention_norm.{suffix}", when=other_norms),
+                Leaf(f"{T}post_attention_layernorm.{suffix}", f"{B}feed_forward_norm.{suffix}", when=other_norms),
+            )
+        ),
+        Leaf(T + "self_attention.query_key_value.weight", qkv("weight"), GROUPED_WEIGHT),
+        Leaf(T + "self_attention.query_key_value.bias", qkv("bias"), GROUPED_BIAS),
+        *(
+            Leaf(f"{T}{there}.{suffix}", f"{B}{here}.{suffix}")
+            for there, here in (
+                ("self_attention.dense", "attention.o_proj"),
+                ("mlp.dense_h_to_4h", "feed_forward.up_proj"),
+                ("mlp.dense_4h_to_h", "feed_forward.down_proj"),
+            )
+            for suffix in ("weight", "bias")
+        ),
+        Leaf("transformer.ln_f.weight", "final_norm.weight"),
+        Leaf("transformer.ln_f.bias", "final_norm.bias"),
+        Leaf("lm_head.weight", "head.weight"),
+    ),
+    dropped=(T + "self_attention.rotary_emb.inv_freq", T + "self_attention.maybe_rotary.inv_freq"),
+    irrelevant={
+        "apply_residual_connection_post_layernorm": "not read by transformers",
+        "hidden_dropout": "training only",
+    },
+    reference=lambda spec: ("sdpa",) if isinstance(spec.blocks[0].attention.position, ALiBi) else ("sdpa", "eager"),
+    reference_quirk="transformers' eager falcon adds ALiBi twice (transformers issues 29067 and 29946)",
+)

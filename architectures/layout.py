@@ -1,0 +1,145 @@
+"""Layouts: how one checkpoint tensor holds one or several shared tensors, as a bijection on their elements.
+
+A layout is written as two axis patterns, in the manner of einops, and knows its own inverse:
+
+    Layout("hidden (part heads head_dim)", "(part heads head_dim) hidden", split="part", parts=("1", "1", "1"))
+
+reads: the checkpoint tensor has two dimensions, the second holds q, k and v one after the other; each shared tensor
+has the same axes with `hidden` last. Parentheses flatten axes into one dimension. `split` names the axis that is
+shared out over the shared tensors, `parts` its extent in each. Axis extents are names looked up in the sizes of the
+block (`heads`, `head_dim`, …) or plain digits.
+
+The steps are reshape, permute, split, reshape, and backwards reshape, concatenate, permute, reshape; they run on
+numpy arrays and torch tensors alike, and on shapes alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+__all__ = ["IDENTITY", "Layout"]
+
+Shape = tuple[int, ...]
+Sizes = Mapping[str, int]
+
+
+def parse(pattern: str) -> tuple[tuple[str, ...], ...]:
+    """'(heads head_dim) hidden' -> (('heads', 'head_dim'), ('hidden',))."""
+    dimensions: list[tuple[str, ...]] = []
+    group: list[str] | None = None
+    for token in pattern.replace("(", " ( ").replace(")", " ) ").split():
+        if token == "(":
+            group = []
+        elif token == ")":
+            dimensions.append(tuple(group or ()))
+            group = None
+        elif group is not None:
+            group.append(token)
+        else:
+            dimensions.append((token,))
+    return tuple(dimensions)
+
+
+def permute(array: Any, axes: Sequence[int]) -> Any:
+    """torch calls it permute, numpy transpose."""
+    return array.permute(*axes) if hasattr(array, "permute") else array.transpose(axes)
+
+
+def concatenate(arrays: Sequence[Any], axis: int) -> Any:
+    """Along `axis`, in the library the arrays come from."""
+    if hasattr(arrays[0], "permute"):
+        import torch
+
+        return torch.cat(list(arrays), dim=axis)
+    import numpy
+
+    return numpy.concatenate(list(arrays), axis=axis)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """See the module's docstring. An empty `checkpoint` pattern is the identity on one tensor of any shape."""
+
+    checkpoint: str = ""
+    shared: str = ""
+    split: str | None = None
+    parts: tuple[str, ...] = ("1",)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the one shared tensor is the checkpoint's, byte for byte."""
+        return not self.checkpoint
+
+    @cached_property
+    def _checkpoint(self) -> tuple[tuple[str, ...], ...]:
+        return parse(self.checkpoint)
+
+    @cached_property
+    def _shared(self) -> tuple[tuple[str, ...], ...]:
+        return parse(self.shared or self.checkpoint)
+
+    def _extents(self, sizes: Sizes) -> list[int]:
+        """The split axis' extent in each part."""
+        return [int(part) if part.isdigit() else sizes[part] for part in self.parts]
+
+    def _axes(self, sizes: Sizes, part: int | None = None) -> dict[str, int]:
+        """Every axis' extent: of the whole, or of one part."""
+        names = [axis for dimension in self._checkpoint for axis in dimension]
+        extents = self._extents(sizes)
+        of_split = sum(extents) if part is None else extents[part]
+        return {axis: of_split if axis == self.split else sizes[axis] for axis in names}
+
+    def checkpoint_shape(self, sizes: Sizes, shared: Sequence[Shape]) -> Shape:
+        """The checkpoint tensor's shape; `shared` are the shared tensors' shapes, used where this is the identity."""
+        if self.is_identity:
+            (shape,) = shared
+            return shape
+        axes = self._axes(sizes)
+        return tuple(math.prod(axes[a] for a in dimension) for dimension in self._checkpoint)
+
+    def shared_shapes(self, sizes: Sizes) -> list[Shape]:
+        """The shared tensors' shapes, for a layout that is not the identity."""
+        shapes = []
+        for part in range(len(self.parts)):
+            axes = self._axes(sizes, part)
+            shapes.append(tuple(math.prod(axes[a] for a in dimension) for dimension in self._shared))
+        return shapes
+
+    def forward(self, tensor: Any, sizes: Sizes) -> list[Any]:
+        """The checkpoint's tensor -> the shared tensors (views where the library can)."""
+        if self.is_identity:
+            return [tensor]
+        source = [axis for dimension in self._checkpoint for axis in dimension]
+        target = [axis for dimension in self._shared for axis in dimension]
+        axes = self._axes(sizes)
+        whole = permute(tensor.reshape([axes[a] for a in source]), [source.index(a) for a in target])
+        if self.split is None:
+            pieces = [whole]
+        else:
+            at, start, pieces = target.index(self.split), 0, []
+            for extent in self._extents(sizes):
+                pieces.append(whole[(slice(None),) * at + (slice(start, start + extent),)])
+                start += extent
+        return [piece.reshape(shape) for piece, shape in zip(pieces, self.shared_shapes(sizes), strict=True)]
+
+    def inverse(self, tensors: Sequence[Any], sizes: Sizes) -> Any:
+        """The shared tensors -> the checkpoint's tensor."""
+        if self.is_identity:
+            (tensor,) = tensors
+            return tensor
+        source = [axis for dimension in self._checkpoint for axis in dimension]
+        target = [axis for dimension in self._shared for axis in dimension]
+        pieces = []
+        for part, tensor in enumerate(tensors):
+            axes = self._axes(sizes, part)
+            pieces.append(tensor.reshape([axes[a] for a in target]))
+        whole = pieces[0] if self.split is None else concatenate(pieces, target.index(self.split))
+        whole = permute(whole, [target.index(a) for a in source])
+        return whole.reshape(self.checkpoint_shape(sizes, ()))
+
+
+IDENTITY = Layout()

@@ -1,0 +1,85 @@
+"""Qwen2 and Qwen2.5 (2407.10671): llama with biases on q, k and v, and a window on the upper layers where switched on.
+
+Source: transformers models/qwen2/{configuration,modeling}_qwen2.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..spec import ModelSpec
+from .base import Architecture
+from .config import ConfigReader
+from .llama import LEAVES, LLAMA_DROPPED, read_llama_like, write_llama_like
+
+__all__ = ["QWEN2", "read_windows", "write_windows"]
+
+DEFAULTS = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+}
+
+
+def read_windows(config: ConfigReader) -> tuple[int | None, ...]:
+    """Each layer's window: from `layer_types`, or from `max_window_layers` on where `use_sliding_window` is set."""
+    layers = config.layers("num_hidden_layers", DEFAULTS["num_hidden_layers"])
+    switched_on = config.boolean("use_sliding_window", False)
+    window = config.optional_integer("sliding_window", 4096) if switched_on else config.raw("sliding_window") and None
+    first = config.raw("max_window_layers", 28)
+    types = config.raw("layer_types")
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise config.fail("max_window_layers", first, "an integer from 0")
+    if types is None:
+        return tuple(window if layer >= first else None for layer in range(layers))
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
+        raise config.fail("layer_types", types, f"{layers} values of {' or '.join(known)}")
+    if window is None and "sliding_attention" in types:
+        raise config.fail("layer_types", types, "full_attention everywhere, since use_sliding_window is off")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def write_windows(spec: ModelSpec) -> dict[str, Any]:
+    """The config fields that say each layer's window."""
+    windows = [block.attention.window for block in spec.blocks]
+    window = next((w for w in windows if w is not None), None)
+    return {
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": windows.index(window) if window is not None else len(windows),
+        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in windows],
+    }
+
+
+def read(config: ConfigReader) -> ModelSpec:
+    # transformers' Qwen2Config has no head_dim, but its model takes one where config.json brings it along.
+    return read_llama_like(
+        config,
+        defaults=DEFAULTS,
+        head_dim=config.optional_integer("head_dim"),
+        qkv_bias=True,
+        windows=read_windows(config),
+    )
+
+
+def write(spec: ModelSpec) -> dict[str, Any]:
+    return {**write_llama_like(spec), **write_windows(spec)}
+
+
+QWEN2 = Architecture(
+    name="qwen2",
+    model_types=("qwen2",),
+    hf_class="Qwen2ForCausalLM",
+    hf_config="Qwen2Config",
+    read=read,
+    write=write,
+    leaves=LEAVES,
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+    irrelevant={"use_mrope": "multimodal positions, off in text models"},
+)

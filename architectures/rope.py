@@ -1,0 +1,161 @@
+"""Rotary positions in config.json: rope_theta with rope_scaling (before transformers 5), or rope_parameters.
+
+Source: transformers modeling_rope_utils.py, `standardize_rope_params` and the functions in ROPE_INIT_FUNCTIONS.
+Values that transformers infers at run time (attention factors, the original context) are inferred here once, so
+that the tree says what is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..errors import ConfigError
+from ..spec import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Rotary,
+    RopeScaling,
+    YarnScaling,
+)
+from .config import ConfigReader
+
+__all__ = ["read_rotary", "write_rotary"]
+
+DEFAULT_BASE = 10_000.0
+
+
+def read_rotary(config: ConfigReader, dim: int, context_length: int) -> Rotary:
+    """The rotary component of a family whose heads rotate whole (`dim` = head_dim).
+
+    Raises:
+        ConfigError: an unknown rope type, a missing or malformed parameter, or partial rotation.
+    """
+    scaling = config.raw("rope_scaling")
+    parameters = config.raw("rope_parameters")
+    for name, value in (("rope_scaling", scaling), ("rope_parameters", parameters)):
+        if value is not None and not isinstance(value, dict):
+            raise ConfigError(f"config.json: {name} is {value!r:.60}, expected an object or null")
+    found = dict(scaling or parameters or {})
+    if any(isinstance(value, dict) for value in found.values()):
+        raise ConfigError("config.json: rope parameters by layer type are not known for this family")
+    rope = ConfigReader(found)
+    base = rope.number("rope_theta") if rope.raw("rope_theta") is not None else config.number("rope_theta", DEFAULT_BASE)
+    partial = rope.raw("partial_rotary_factor", config.raw("partial_rotary_factor", 1.0))
+    if partial not in (None, 1, 1.0):
+        raise ConfigError(f"config.json: partial_rotary_factor is {partial!r:.60}: this family rotates whole heads")
+    outer = config.raw("original_max_position_embeddings")
+    if outer is not None:
+        found["original_max_position_embeddings"] = outer
+    kind = rope.raw("rope_type", rope.raw("type", "default"))
+    if not isinstance(kind, str):
+        raise ConfigError(f"config.json: rope_type is {kind!r:.60}, expected a string")
+    return Rotary(dim=dim, base=base, scaling=_read_scaling(kind, rope, dim, context_length))
+
+
+def _read_scaling(kind: str, rope: ConfigReader, dim: int, context_length: int) -> RopeScaling | None:
+    original = rope.integer("original_max_position_embeddings", context_length)
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearScaling(factor=rope.number("factor"))
+    if kind == "dynamic":
+        return DynamicScaling(factor=rope.number("factor"), original_context=context_length)
+    if kind == "llama3":
+        return Llama3Scaling(
+            factor=rope.number("factor"),
+            low_freq_factor=rope.number("low_freq_factor"),
+            high_freq_factor=rope.number("high_freq_factor"),
+            original_context=original,
+        )
+    if kind == "yarn":
+        factor = _number_or(rope, "factor", context_length / original)
+        return YarnScaling(
+            factor=factor,
+            original_context=original,
+            attention_factor=_yarn_attention_factor(rope, factor),
+            beta_fast=_number_or(rope, "beta_fast", 32.0),
+            beta_slow=_number_or(rope, "beta_slow", 1.0),
+            truncate=rope.boolean("truncate", True),
+        )
+    if kind == "longrope":
+        factor = _number_or(rope, "factor", context_length / original)
+        inferred = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+        return LongRopeScaling(
+            short_factor=_numbers(rope, "short_factor", dim // 2),
+            long_factor=_numbers(rope, "long_factor", dim // 2),
+            original_context=original,
+            attention_factor=_number_or(rope, "attention_factor", inferred),
+        )
+    raise ConfigError(
+        f"config.json: rope_type {kind!r:.60} is not known; known: default, linear, dynamic, yarn, longrope, llama3"
+    )
+
+
+def _number_or(rope: ConfigReader, name: str, inferred: float) -> float:
+    """The number at `name`, or the inferred one where it is null, zero or absent (transformers' `or`)."""
+    return rope.number(name) if rope.raw(name) else inferred
+
+
+def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
+    """Section 3.4 of YaRN, with the mscale ratio of DeepSeek where both of its numbers are given."""
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if rope.raw("attention_factor") is not None:
+        return rope.number("attention_factor")
+    if rope.raw("mscale") and rope.raw("mscale_all_dim"):
+        return mscale(rope.number("mscale")) / mscale(rope.number("mscale_all_dim"))
+    return mscale(1.0)
+
+
+def _numbers(rope: ConfigReader, name: str, length: int) -> tuple[float, ...]:
+    values = rope.raw(name)
+    if not isinstance(values, list) or len(values) != length:
+        raise ConfigError(f"config.json: rope {name} must be a list of {length} numbers")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
+            raise ConfigError(f"config.json: rope {name} holds {value!r:.60}, expected finite numbers above zero")
+    return tuple(float(value) for value in values)
+
+
+def write_rotary(rotary: Rotary) -> dict[str, Any]:
+    """config.json keys for a rotary component, in the form that transformers 4 and 5 both read."""
+    scaling: dict[str, Any] | None
+    match rotary.scaling:
+        case None:
+            scaling = None
+        case LinearScaling(factor=factor):
+            scaling = {"rope_type": "linear", "factor": factor}
+        case DynamicScaling(factor=factor):
+            scaling = {"rope_type": "dynamic", "factor": factor}
+        case Llama3Scaling() as llama3:
+            scaling = {
+                "rope_type": "llama3",
+                "factor": llama3.factor,
+                "low_freq_factor": llama3.low_freq_factor,
+                "high_freq_factor": llama3.high_freq_factor,
+                "original_max_position_embeddings": llama3.original_context,
+            }
+        case YarnScaling() as yarn:
+            scaling = {
+                "rope_type": "yarn",
+                "factor": yarn.factor,
+                "original_max_position_embeddings": yarn.original_context,
+                "attention_factor": yarn.attention_factor,
+                "beta_fast": yarn.beta_fast,
+                "beta_slow": yarn.beta_slow,
+                "truncate": yarn.truncate,
+            }
+        case LongRopeScaling() as longrope:
+            scaling = {
+                "rope_type": "longrope",
+                "short_factor": list(longrope.short_factor),
+                "long_factor": list(longrope.long_factor),
+                "original_max_position_embeddings": longrope.original_context,
+                "attention_factor": longrope.attention_factor,
+            }
+    return {"rope_theta": rotary.base, "rope_scaling": scaling}

@@ -1,0 +1,195 @@
+"""The weight files of a checkpoint: one file, or shards with an index; every tensor with its file and place."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+from ..errors import CheckpointError, InvalidInput, UntrustedInput
+from .resolve import INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE
+from .safetensors import Header, TensorInfo, parse_json_object, read_header
+
+__all__ = ["WeightFiles", "read_index", "weight_files"]
+
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+_MAX_INDEX = 100_000_000  # bytes, as for a safetensors header
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """What a checkpoint's weights lie in.
+
+    `files` in the order of their names; `tensors` maps each name to its file and place, file by file in the order of
+    the bytes; `metadata` is that of the files' headers, the first one's word standing where they differ. For pickles
+    (only with allow_pickle) `tensors` and `metadata` are empty: nothing of them was read.
+    """
+
+    format: Literal["safetensors", "pickle"]
+    files: tuple[Path, ...]
+    tensors: dict[str, tuple[Path, TensorInfo]]
+    metadata: dict[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together (0 for pickles)."""
+        return sum(info.nbytes for _, info in self.tensors.values())
+
+
+def weight_files(path: Path, allow_pickle: bool = False) -> WeightFiles:
+    """Find and check the weights of `path`: a checkpoint's folder, or one weight file. Reads headers only.
+
+    Raises UntrustedInput for pickles (unless allowed) and for an index that reaches outside of the folder,
+    CheckpointError for files that are missing, damaged or do not agree with their index, InvalidInput for a path that
+    is neither.
+    """
+    kind = _kind(path)
+    if kind is None:
+        raise InvalidInput(f"no such file or folder: {path}")
+    if kind == "folder":
+        return _folder(path, allow_pickle)
+    if kind == "file" and path.name.endswith(".safetensors"):
+        return _single(path)
+    if kind == "file" and path.name.endswith(_PICKLE_SUFFIXES):
+        return _pickles([path], allow_pickle)
+    raise InvalidInput(f"{path} is not a weight file", "Give a checkpoint's folder or a .safetensors file.")
+
+
+def _folder(folder: Path, allow_pickle: bool) -> WeightFiles:
+    # The order of transformers (modeling_utils._get_resolved_checkpoint_files): one file wins over an index, and
+    # safetensors over pickles. A folder that it and gptkit read differently would be verified against other weights.
+    if _kind(folder / SINGLE) == "file":
+        return _single(folder / SINGLE)
+    if _kind(folder / INDEX) == "file":
+        return _sharded(folder, read_index(folder / INDEX))
+    names = sorted(os.listdir(folder))
+    others = [name for name in names if name.endswith(".safetensors")]
+    if len(others) == 1:
+        return _single(folder / others[0])
+    if others:
+        raise CheckpointError(
+            f"{folder} holds {len(others)} .safetensors files and no {INDEX}: {_listed(others)}",
+            "Name one of them, or add the index.",
+        )
+    if PICKLE_SINGLE in names:
+        return _pickles([folder / PICKLE_SINGLE], allow_pickle)
+    if PICKLE_INDEX in names:
+        shards = sorted(set(read_index(folder / PICKLE_INDEX).values())) if allow_pickle else [PICKLE_INDEX]
+        _require(folder, shards)
+        return _pickles([folder / name for name in shards], allow_pickle)
+    pickles = [name for name in names if name.endswith(_PICKLE_SUFFIXES)]
+    if pickles:
+        return _pickles([folder / name for name in pickles], allow_pickle)
+    raise CheckpointError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}")
+
+
+def _kind(path: Path) -> Literal["file", "folder", "other"] | None:
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise InvalidInput(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "other"
+
+
+def _single(path: Path) -> WeightFiles:
+    header = read_header(path)
+    return WeightFiles("safetensors", (path,), {n: (path, info) for n, info in header.tensors.items()}, header.metadata)
+
+
+def _pickles(paths: Sequence[Path], allow_pickle: bool) -> WeightFiles:
+    if not allow_pickle:
+        raise UntrustedInput(
+            f"{paths[0]} is a pickle: loading it can run any code that its author put in",
+            "Use a safetensors version of this model, or pass --allow-pickle if you trust where it comes from.",
+        )
+    return WeightFiles("pickle", tuple(paths), {}, {})
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The `weight_map` of an index file: tensor name to the plain name of a file beside the index.
+
+    Raises UntrustedInput for a file name that leads out of the folder, CheckpointError for anything else that is wrong.
+    """
+    try:
+        size = os.stat(path).st_size
+        raw = path.read_bytes() if size <= _MAX_INDEX else None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    if raw is None:
+        raise CheckpointError(f"{path} has {size} bytes: no index is that long")
+    weight_map = parse_json_object(raw, str(path)).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no weight_map of tensor names to file names")
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{path}: its weight_map holds something that is not a file name")
+    mapping = cast("dict[str, str]", weight_map)
+    suffix = ".bin" if path.name == PICKLE_INDEX else ".safetensors"
+    for name in set(mapping.values()):
+        _check_plain(path, name, suffix)
+    return mapping
+
+
+def _check_plain(index: Path, name: str, suffix: str) -> None:
+    # Only the name is judged: a plain name may be a symlink, as all files are in the hub's cache.
+    if not name or name in (".", "..") or any(sign in name for sign in "/\\\0:") or not name.isprintable():
+        raise UntrustedInput(
+            f"{index} names a file outside of its folder: {name[:80]!r}",
+            "Do not use this checkpoint: no tool writes that.",
+        )
+    if not name.endswith(suffix):
+        raise UntrustedInput(f"{index} names {name[:80]!r}, which is not a {suffix} file")
+
+
+def _require(folder: Path, names: Sequence[str]) -> None:
+    try:
+        missing = [name for name in names if _kind(folder / name) != "file"]
+    except InvalidInput as error:  # a name too long for the file system, a folder that may not be read
+        raise CheckpointError(error.message) from error
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} of {len(names)} weight files missing: {_listed(missing)}", "Fetch them again."
+        )
+
+
+def _sharded(folder: Path, weight_map: dict[str, str]) -> WeightFiles:
+    names = sorted(set(weight_map.values()))
+    _require(folder, names)
+    headers = {name: read_header(folder / name) for name in names}
+    _check_agreement(folder, weight_map, headers)
+    tensors = {
+        tensor: (folder / name, info) for name, header in headers.items() for tensor, info in header.tensors.items()
+    }
+    metadata: dict[str, str] = {}
+    for header in headers.values():
+        metadata = {**header.metadata, **metadata}
+    return WeightFiles("safetensors", tuple(folder / name for name in names), tensors, metadata)
+
+
+def _check_agreement(folder: Path, weight_map: dict[str, str], headers: dict[str, Header]) -> None:
+    """Check that index and shards name the same tensors, each in one file: whichever a reader trusts."""
+    holders: dict[str, list[str]] = {}
+    for name, header in headers.items():
+        for tensor in header.tensors:
+            holders.setdefault(tensor, []).append(name)
+    twice = [f"{tensor} ({', '.join(names)})" for tensor, names in holders.items() if len(names) > 1]
+    unlisted = [f"{tensor} ({names[0]})" for tensor, names in holders.items() if tensor not in weight_map]
+    lacking = [f"{tensor} ({name})" for tensor, name in weight_map.items() if tensor not in headers[name].tensors]
+    for what, tensors in (
+        ("in more than one shard", twice),
+        ("in a shard but not in the index", unlisted),
+        ("in the index but not in the shard it names", lacking),
+    ):
+        if tensors:
+            raise CheckpointError(f"{folder}: {len(tensors)} tensors {what}: {_listed(tensors)}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    """At most 10 names, and how many more there are."""
+    more = f", and {len(names) - 10} more" if len(names) > 10 else ""
+    # Names are someone else's text: control characters must not reach the terminal.
+    return ", ".join(name if name.isprintable() else repr(name) for name in names[:10]) + more

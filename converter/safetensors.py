@@ -1,0 +1,465 @@
+"""The safetensors file format, read and written by byte position.
+
+    8 bytes   N, the header's length, little-endian
+    N bytes   JSON: {"__metadata__": {str: str}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}, padded
+    the rest  the tensors' bytes, little-endian, row-major, without holes
+
+A header is somebody else's data: every number in it is checked against the file's size before anything is allocated,
+and nothing but CheckpointError comes out of a bad one. https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import os
+import stat
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, cast
+
+import numpy as np
+
+from ..errors import CheckpointError, GptkitError
+from .publish import write_all
+
+__all__ = [
+    "DTYPES",
+    "Dtype",
+    "Header",
+    "SafetensorsFile",
+    "SafetensorsWriter",
+    "TensorInfo",
+    "build_header",
+    "parse_json_object",
+    "read_header",
+]
+
+MAX_HEADER = 100_000_000  # bytes; the library's own limit
+MAX_DIMS = 32  # what every numpy can carry; the format itself names no limit
+_MAX_BYTES = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    """One element type: its name in the format, its size, and the numpy dtype that carries its bits unchanged.
+
+    `carrier` is None for the packed types (4 and 6 bits), which numpy cannot address: they can be listed, not read.
+    """
+
+    name: str
+    bits: int
+    carrier: np.dtype[np.generic] | None
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element. Raises CheckpointError for a packed type."""
+        if self.carrier is None:
+            raise CheckpointError(f"{self.name} packs {self.bits}-bit elements, which gptkit cannot move")
+        return self.bits // 8
+
+
+def _dtype(name: str, bits: int, carrier: str | None) -> Dtype:
+    return Dtype(name, bits, None if carrier is None else np.dtype(carrier))
+
+
+# In the order of the library's own enum: save_file writes the types of this table from its end to its start.
+DTYPES: dict[str, Dtype] = {
+    dtype.name: dtype
+    for dtype in (
+        _dtype("BOOL", 8, "?"),
+        _dtype("F4", 4, None),
+        _dtype("F6_E2M3", 6, None),
+        _dtype("F6_E3M2", 6, None),
+        _dtype("U8", 8, "u1"),
+        _dtype("I8", 8, "i1"),
+        _dtype("F8_E5M2", 8, "u1"),
+        _dtype("F8_E4M3", 8, "u1"),
+        _dtype("F8_E8M0", 8, "u1"),
+        _dtype("F8_E4M3FNUZ", 8, "u1"),
+        _dtype("F8_E5M2FNUZ", 8, "u1"),
+        _dtype("I16", 16, "<i2"),
+        _dtype("U16", 16, "<u2"),
+        _dtype("F16", 16, "<f2"),
+        _dtype("BF16", 16, "<u2"),
+        _dtype("I32", 32, "<i4"),
+        _dtype("U32", 32, "<u4"),
+        _dtype("F32", 32, "<f4"),
+        _dtype("C64", 64, "<c8"),
+        _dtype("F64", 64, "<f8"),
+        _dtype("I64", 64, "<i8"),
+        _dtype("U64", 64, "<u8"),
+    )
+}
+_RANK = {name: rank for rank, name in enumerate(DTYPES)}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies: bytes `start` to `end` (exclusive) of the file, counted from the file's first byte."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A checked header: the tensors in the order of their bytes, and the metadata."""
+
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str]
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header of a safetensors file. Raises CheckpointError, whatever the bytes are."""
+    try:
+        # stat first: opening a pipe would wait for its other end.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise CheckpointError(f"{path} is not a file")
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            prefix = file.read(8)
+            length = _header_length(path, prefix, size)
+            raw = file.read(length)
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL in it
+        raise CheckpointError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    if len(raw) < length:
+        raise CheckpointError(f"{path} is truncated: its header has {length} bytes, {len(raw)} found")
+    if not raw.startswith(b"{"):
+        raise CheckpointError(f"{path} is not a safetensors file: its header does not start with '{{'")
+    entries = parse_json_object(raw, f"the header of {path}")
+    metadata = _metadata(path, entries.pop("__metadata__", None))
+    infos = [_tensor(path, name, entry, 8 + length) for name, entry in entries.items()]
+    infos.sort(key=lambda info: (info.start, info.end))
+    _check_cover(path, infos, 8 + length, size)
+    return Header({info.name: info for info in infos}, metadata)
+
+
+def _header_length(path: Path, prefix: bytes, size: int) -> int:
+    if prefix == b"version ":
+        raise CheckpointError(
+            f"{path} is a git-lfs pointer, not the file itself", "Fetch the file with `git lfs pull`."
+        )
+    if len(prefix) < 8:
+        raise CheckpointError(f"{path} is truncated: a safetensors file has at least 8 bytes, {size} found")
+    (length,) = cast("tuple[int]", struct.unpack("<Q", prefix))
+    if length > MAX_HEADER:
+        raise CheckpointError(f"{path} is not a safetensors file: it claims a header of {length} bytes")
+    if 8 + length > size:
+        raise CheckpointError(f"{path} is truncated: {8 + length} bytes expected for its header alone, {size} found")
+    return length
+
+
+def parse_json_object(raw: bytes, what: str) -> dict[str, object]:
+    """Parse one JSON object strictly: UTF-8, no key twice, no NaN, no half surrogate pair. Raises CheckpointError."""
+    try:
+        parsed: object = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+    except RecursionError:
+        raise CheckpointError(f"{what} is nested too deeply") from None
+    except ValueError as error:  # not UTF-8, not JSON, a duplicate key, a number of thousands of digits
+        raise CheckpointError(f"{what} cannot be read: {error}") from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{what} is not a JSON object")
+    return parsed
+
+
+def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    # Two readers may keep different ones of two entries: which tensor is meant then depends on who reads.
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {_short(key)} is there twice")
+            seen.add(key)
+    for text in (text for pair in pairs for text in pair if isinstance(text, str)):
+        text.encode()  # UnicodeEncodeError, a ValueError, on half of a surrogate pair
+    return result
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _metadata(path: Path, value: object) -> dict[str, str]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise CheckpointError(f"{path}: __metadata__ is not an object of strings")
+    return cast("dict[str, str]", value)
+
+
+def _tensor(path: Path, name: str, entry: object, data: int) -> TensorInfo:
+    """Check one entry of the header; `data` is where the tensors' bytes begin in the file."""
+    where = f"{path}: tensor {_short(name)}"
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        # An unknown key could change what the bytes mean: better refused than ignored.
+        raise CheckpointError(f"{where}: dtype, shape and data_offsets expected, and nothing else")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise CheckpointError(f"{where}: unknown dtype {_short(dtype)}")
+    if not _is_sizes(shape) or len(shape) > MAX_DIMS:
+        raise CheckpointError(f"{where}: shape {_short(shape)} is not a list of up to {MAX_DIMS} sizes")
+    if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointError(f"{where}: data_offsets {_short(offsets)} are not two ascending byte positions")
+    expected = _nbytes(where, dtype, shape)
+    if offsets[1] - offsets[0] != expected:
+        raise CheckpointError(
+            f"{where}: {dtype} {_short(shape)} takes {expected} bytes, its offsets span {offsets[1] - offsets[0]}"
+        )
+    return TensorInfo(name, dtype, tuple(shape), data + offsets[0], data + offsets[1])
+
+
+def _is_sizes(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(type(size) is int and 0 <= size <= _MAX_BYTES for size in value)
+
+
+def _nbytes(where: str, dtype: str, shape: Sequence[int]) -> int:
+    """The bytes of a tensor. Raises CheckpointError where they overflow, or do not fill whole bytes (packed types)."""
+    bits = DTYPES[dtype].bits
+    # With the zeros left out, because numpy refuses a shape that would overflow but for a zero in it.
+    if bits * math.prod(size for size in shape if size) > _MAX_BYTES:
+        raise CheckpointError(f"{where}: shape {_short(list(shape))} overflows")
+    total = bits * math.prod(shape)
+    if total % 8:
+        raise CheckpointError(f"{where}: {dtype} of shape {_short(list(shape))} does not end on a byte")
+    return total // 8
+
+
+def _check_cover(path: Path, infos: Sequence[TensorInfo], data: int, size: int) -> None:
+    """Check that the tensors, sorted by position, cover the file from `data` to its end without holes or overlaps."""
+    end = infos[-1].end if infos else data
+    if end > size:
+        raise CheckpointError(
+            f"{path} is truncated: {end} bytes expected, {size} found", "Fetch or copy this file again."
+        )
+    at = data
+    for info in infos:
+        if info.start != at:
+            what = "overlaps the tensor before it" if info.start < at else "leaves a hole before it"
+            raise CheckpointError(f"{path}: tensor {_short(info.name)} {what} (byte {info.start}, {at} expected)")
+        at = info.end
+    if end < size:
+        raise CheckpointError(f"{path} has trailing bytes: {end} bytes expected, {size} found")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+class SafetensorsFile:
+    """An open safetensors file, memory-mapped read-only.
+
+    The views that `read` gives stay valid after `close`. The file must not be truncated while they are in use: the
+    system answers a read past its end with SIGBUS.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError, as read_header does."""
+        header = read_header(path)
+        self.path = path
+        self.tensors = header.tensors
+        self.metadata = header.metadata
+        self._end = max((info.end for info in self.tensors.values()), default=8)
+        try:
+            with open(path, "rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"cannot map {path}: {error}") from error
+        if len(mapped) < self._end:
+            raise CheckpointError(f"{path} is truncated: {self._end} bytes expected, {len(mapped)} found")
+        self._map: mmap.mmap | None = mapped
+
+    def read(self, name: str) -> np.ndarray:
+        """A read-only view of the tensor's bytes, with its shape, in the carrier dtype (DTYPES): nothing is copied.
+
+        Raises KeyError for a name the file does not hold, CheckpointError for a packed dtype.
+        """
+        if self._map is None:
+            raise ValueError(f"{self.path} is closed")
+        info = self.tensors[name]
+        dtype = DTYPES[info.dtype]
+        count = info.nbytes // dtype.itemsize
+        flat = np.frombuffer(self._map, dtype.carrier, count, info.start) if count else np.empty(0, dtype.carrier)
+        flat.flags.writeable = False
+        return flat.reshape(info.shape)
+
+    def close(self) -> None:
+        # Not mmap.close(), which refuses while a view lives: the mapping goes with the last of them.
+        self._map = None
+
+    def __enter__(self) -> SafetensorsFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def build_header(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[TensorInfo]]:
+    """The first bytes of a file (length and header) for tensors given as (name, dtype, shape), and each tensor's place.
+
+    Byte for byte what safetensors 0.8 writes: tensors by dtype (DTYPES from its end), then by name; compact JSON,
+    padded with spaces to 8 bytes. `metadata` keeps its order (the library's is random for more than one key); None
+    leaves it out. The places are in the order of the file. Raises CheckpointError for a name given twice or that JSON
+    cannot hold, an unknown dtype, a shape that overflows, a header that is too long.
+    """
+    for name, dtype, shape in tensors:
+        if dtype not in DTYPES or not _is_sizes(shape) or len(shape) > MAX_DIMS:
+            raise CheckpointError(f"tensor {_short(name)}: {_short(dtype)} {_short(shape)} is not a dtype and a shape")
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    placed: list[TensorInfo] = []
+    at = 0
+    for name, dtype, shape in sorted(tensors, key=lambda tensor: (-_RANK[tensor[1]], tensor[0])):
+        if name in entries or name == "__metadata__":
+            raise CheckpointError(f"tensor {_short(name)}: this name is taken already")
+        end = at + _nbytes(f"tensor {_short(name)}", dtype, shape)
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+        placed.append(TensorInfo(name, dtype, shape, at, end))
+        at = end
+    try:
+        text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"a name or metadata text is not Unicode: {error}") from error
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER:
+        raise CheckpointError(f"the header would have {len(text)} bytes, readers accept {MAX_HEADER}")
+    data = 8 + len(text)
+    infos = [TensorInfo(info.name, info.dtype, info.shape, data + info.start, data + info.end) for info in placed]
+    return struct.pack("<Q", len(text)) + text, infos
+
+
+class SafetensorsWriter:
+    """Writes a new safetensors file: the header at once, then each tensor at its place, in any order, from any thread.
+
+    As a context manager it closes on success; after an exception it only lets go of the file, which then is incomplete
+    and stays for its caller to remove (Staging does).
+    """
+
+    def __init__(
+        self, path: Path, tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        """Raises CheckpointError as build_header does, GptkitError where the file exists or cannot be written."""
+        header, infos = build_header(tensors, metadata)
+        self.path = path
+        self.tensors = {info.name: info for info in infos}
+        self._digests: dict[str, str] = {}
+        self._begun: set[str] = set()
+        self._written: set[str] = set()
+        self._mutex = threading.Lock()
+        self._file_hash = hashlib.sha256(header)
+        self._hashed = len(header)  # bytes from the file's start that _file_hash has seen
+        self._sha256: str | None = None
+        try:
+            self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise GptkitError(f"could not create {path}: {error.strerror}") from error
+        try:
+            self._write_at(header, 0)
+        except BaseException:
+            self._release()
+            raise
+
+    @property
+    def sha256(self) -> str:
+        """The file's sha256 in hex, after close()."""
+        if self._sha256 is None:
+            raise RuntimeError(f"{self.path} is not closed yet")
+        return self._sha256
+
+    @property
+    def tensor_sha256(self) -> dict[str, str]:
+        """The sha256 in hex of each tensor's bytes, in the order of the file, after close()."""
+        return {name: self._digests[name] for name in self.tensors} if self.sha256 else {}
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        """Write a tensor in its carrier dtype, with the shape it was declared with.
+
+        A contiguous array is written from where it lies; any other is copied first. Raises CheckpointError for a tensor
+        that was not declared, has another dtype or shape, or was written before; GptkitError where the disk refuses.
+        """
+        info = self.tensors.get(name)
+        if info is None:
+            raise CheckpointError(f"{self.path}: tensor {_short(name)} was not declared")
+        carrier = DTYPES[info.dtype].carrier
+        if carrier is None or array.dtype != carrier or array.shape != info.shape:
+            raise CheckpointError(
+                f"{self.path}: tensor {_short(name)} was declared as {info.dtype} {info.shape} ({carrier}), "
+                f"got {array.dtype} {array.shape}"
+            )
+        with self._mutex:
+            if name in self._begun:
+                raise CheckpointError(f"{self.path}: tensor {_short(name)} was written already")
+            self._begun.add(name)
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if info.nbytes else memoryview(b"")
+        self._write_at(data, info.start)
+        digest = hashlib.sha256(data).hexdigest()
+        with self._mutex:
+            self._digests[name] = digest
+            self._written.add(name)
+            # In file order the file's own hash costs no second reading; close() reads what was written out of order.
+            if info.start == self._hashed:
+                self._file_hash.update(data)
+                self._hashed = info.end
+
+    def close(self) -> None:
+        """Check that every tensor was written, fsync, finish the hashes. Raises CheckpointError, GptkitError."""
+        if self._fd is None:
+            return
+        try:
+            missing = [name for name in self.tensors if name not in self._written]
+            if missing:
+                listed = ", ".join(map(_short, missing[:10]))
+                raise CheckpointError(
+                    f"{self.path}: {len(missing)} of {len(self.tensors)} tensors were not written: {listed}"
+                )
+            os.fsync(self._fd)
+            while chunk := os.pread(self._fd, 8 << 20, self._hashed):
+                self._file_hash.update(chunk)
+                self._hashed += len(chunk)
+            self._sha256 = self._file_hash.hexdigest()
+        except OSError as error:
+            raise GptkitError(f"could not write {self.path}: {error.strerror}") from error
+        finally:
+            self._release()
+
+    def _write_at(self, data: bytes | memoryview, offset: int) -> None:
+        if self._fd is None:
+            raise ValueError(f"{self.path} is closed")
+        try:
+            write_all(self._fd, data, offset)
+        except OSError as error:
+            raise GptkitError(f"could not write {self.path}: {error.strerror}") from error
+
+    def _release(self) -> None:
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            os.close(fd)
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._release()

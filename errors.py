@@ -1,0 +1,96 @@
+"""The exceptions gptkit raises, and the exit code the command line turns each into.
+
+    GptkitError                    1  failed
+    ├── UsageError                 2  the call itself is wrong: options that clash, an OUT that exists
+    ├── Different                  3  verified, and different
+    ├── InvalidInput               4  a file or reference that cannot be used as it is
+    │   ├── ConfigError               config.json: a field of the wrong type or range, or one that gptkit refuses
+    │   ├── UnknownFamily             no architecture file knows this config.json
+    │   ├── CheckpointError           tensors missing, extra, mis-shaped, truncated, damaged
+    │   └── UntrustedInput            pickle files, paths that leave the checkpoint's folder
+    ├── Offline                    5  needs the network, and there is none or it was forbidden
+    ├── CannotExpress              1  the target format has no place for some of the tree's components
+    └── SwapRefused                1  a swap's preconditions do not hold for this checkpoint
+
+Every message is one or two lines: what is wrong, then what to do about it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "CannotExpress",
+    "CheckpointError",
+    "ConfigError",
+    "Different",
+    "GptkitError",
+    "InvalidInput",
+    "Offline",
+    "SwapRefused",
+    "UnknownFamily",
+    "UntrustedInput",
+    "UsageError",
+]
+
+
+class GptkitError(Exception):
+    """Anything gptkit refuses or fails to do; `hint` says what to do next."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\n{self.hint}"
+
+
+class UsageError(GptkitError):
+    """The call itself is wrong: options that clash, an output that already exists."""
+
+    exit_code = 2
+
+
+class Different(GptkitError):
+    """Two models were compared and do not compute the same."""
+
+    exit_code = 3
+
+
+class InvalidInput(GptkitError):
+    """A file or a reference that cannot be used as it is."""
+
+    exit_code = 4
+
+
+class ConfigError(InvalidInput):
+    """config.json has a field of the wrong type or range, or one that gptkit refuses with a reason."""
+
+
+class UnknownFamily(InvalidInput):
+    """No architecture file knows this config.json."""
+
+
+class CheckpointError(InvalidInput):
+    """Tensors are missing, extra, mis-shaped, truncated or damaged."""
+
+
+class UntrustedInput(InvalidInput):
+    """Input that could run code or reach outside its folder: pickles, paths with `..`."""
+
+
+class Offline(GptkitError):
+    """The network is needed, and there is none or it was forbidden."""
+
+    exit_code = 5
+
+
+class CannotExpress(GptkitError):
+    """The target format has no place for some components of the tree; the message lists them."""
+
+
+class SwapRefused(GptkitError):
+    """A swap's preconditions do not hold for this checkpoint; the message says which and what is possible."""

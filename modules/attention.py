@@ -1,0 +1,128 @@
+"""Causal self-attention: one module for MHA, GQA and MQA, rotary, ALiBi or no positions, windows, two kernels.
+
+`kernel` chooses how scores become outputs: "eager" writes the formula out, "sdpa" calls torch's fused
+scaled_dot_product_attention (flash where the hardware has it). They differ in the last bits, as transformers' own two
+paths do, and each follows its counterpart there to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..spec import ALiBi, Attention, Rotary
+from .cache import LayerCache
+from .context import Context
+from .layers import FusedLinears, Linear, RMSNormModule
+from .positions import apply_rotary
+
+__all__ = ["AttentionModule", "Kernel"]
+
+Kernel = Literal["sdpa", "eager"]
+
+
+class AttentionModule(nn.Module):
+    """softmax(q·kᵀ · scale + mask)·v, heads side by side, and the output projection."""
+
+    def __init__(self, spec: Attention, kernel: Kernel = "sdpa") -> None:
+        super().__init__()
+        self.spec = spec
+        hidden, q, kv = spec.hidden_size, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        self.q_proj = Linear(hidden, q, spec.qkv_bias, spec.arithmetic)
+        self.k_proj = Linear(hidden, kv, spec.qkv_bias, spec.arithmetic)
+        self.v_proj = Linear(hidden, kv, spec.qkv_bias, spec.arithmetic)
+        self.o_proj = Linear(q, hidden, spec.output_bias, spec.arithmetic)
+        self.fused = FusedLinears((self.q_proj, self.k_proj, self.v_proj)) if spec.fused else None
+        self.q_norm = RMSNormModule(spec.q_norm) if spec.q_norm else None
+        self.k_norm = RMSNormModule(spec.k_norm) if spec.k_norm else None
+        # An ALiBi bias outside the scale has no fused kernel that rounds like BLOOM's baddbmm (2.7 logits in bf16).
+        outside = isinstance(spec.position, ALiBi) and not spec.position.scaled
+        self.kernel: Kernel = "eager" if outside else kernel
+
+    def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:  # (B, T, hidden)
+        spec = self.spec
+        heads = (*x.shape[:2], -1, spec.head_dim)
+        projected = self.fused(x) if self.fused else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q, k, v = (each.reshape(heads) for each in projected)  # (B, T, H, hd)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        if spec.kv_expansion == "projection" and cache is None:
+            k, v = k.repeat_interleave(spec.group, dim=2), v.repeat_interleave(spec.group, dim=2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, hd)
+        if isinstance(spec.position, Rotary):
+            tables = context.rotary(spec.position)
+            q, k = apply_rotary(q, tables), apply_rotary(k, tables)
+        if cache is None:
+            # As after a cache, which is what transformers' products run on by default: they sum in memory's order.
+            k, v = k.contiguous(), v.contiguous()
+        else:
+            k, v = cache.append(k, v)
+            if spec.kv_expansion == "projection":
+                k, v = repeat_heads(k, spec.group), repeat_heads(v, spec.group)
+        attend = self._sdpa if self.kernel == "sdpa" else self._eager
+        mixed = attend(q, k, v, context).transpose(1, 2).reshape(*x.shape[:2], -1)  # (B, T, H·hd)
+        out: Tensor = self.o_proj(mixed)
+        return out
+
+    def _scaled(self, scores: Tensor) -> Tensor:
+        return scores / (1 / self.spec.scale) if self.spec.scaling == "divide" else scores * self.spec.scale
+
+    def _eager(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        spec, group = self.spec, q.shape[1] // k.shape[1]
+        if spec.kv_expansion == "repeat" and group > 1:
+            k, v = repeat_heads(k, group), repeat_heads(v, group)
+        mask = context.additive_mask(spec.window)  # (B or 1, 1, T, S)
+        if isinstance(spec.position, ALiBi):
+            bias = context.alibi(spec.position, spec.heads, spec.window)  # (B, H, 1, S)
+            if spec.position.scaled:
+                scores = self._scaled(q @ k.transpose(-1, -2) + bias)
+            else:
+                batch, _, steps, _ = q.shape
+                scores = bias.flatten(0, 1).baddbmm(
+                    q.reshape(-1, steps, spec.head_dim),
+                    k.reshape(-1, k.shape[-2], spec.head_dim).transpose(-1, -2),
+                    alpha=spec.scale,
+                )
+                scores = scores.view(batch, spec.heads, steps, -1)
+        else:
+            scores = self._scaled(q @ k.transpose(-1, -2))
+        if mask is not None:
+            scores = scores + mask
+        wide = scores.dtype if spec.softmax == "input" else torch.promote_types(q.dtype, torch.float32)
+        return F.softmax(scores, dim=-1, dtype=wide).to(q.dtype) @ v
+
+    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        spec, (batch, heads, steps, _) = self.spec, q.shape
+        group = heads // k.shape[1]
+        mask: Tensor | None
+        if isinstance(spec.position, ALiBi):
+            bias = self._scaled(context.alibi(spec.position, heads, spec.window))
+            allowed = context.allowed(spec.window)
+            mask = bias if allowed is None else bias.masked_fill(~allowed, torch.finfo(q.dtype).min)
+        else:
+            # A kernel that knows "causal" needs no mask, unless the family's own code always hands it one.
+            mask = context.sdpa_mask(spec.window)
+        grouped = False
+        if spec.kv_expansion == "repeat" and group > 1:
+            if mask is None and spec.head_dim <= 256:
+                grouped = True
+            elif steps == 1 and (mask is None or mask.shape[1] == 1):
+                # One query: the group's heads are rows of one product, so keys need no copies.
+                q = q.reshape(batch, -1, group, spec.head_dim)
+            else:
+                k, v = repeat_heads(k, group), repeat_heads(v, group)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None and steps > 1, scale=spec.scale, enable_gqa=grouped
+        )
+        return out.reshape(batch, heads, steps, spec.head_dim)
+
+
+def repeat_heads(x: Tensor, times: int) -> Tensor:
+    """(B, KV, S, hd) -> (B, KV·times, S, hd), each head `times` times in a row."""
+    batch, kv_heads, length, head_dim = x.shape
+    return x[:, :, None].expand(batch, kv_heads, times, length, head_dim).reshape(batch, -1, length, head_dim)

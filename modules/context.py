@@ -1,0 +1,103 @@
+"""What all layers of one forward pass share: position tables, biases and masks, each made once and on demand."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..spec import ALiBi, Rotary
+from .positions import RotaryTables, alibi_bias, rotary_tables
+
+__all__ = ["Context"]
+
+
+class Context:
+    """One forward pass of T new tokens after `past` earlier ones.
+
+    Args:
+        batch, steps: B and T of the new tokens.
+        past: tokens already in the cache.
+        position_ids: (1 or B, T).
+        attention_mask: (B, past + T), 1 where a token is real, or None where all are.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        steps: int,
+        past: int,
+        cached: bool,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:
+        self.batch, self.steps, self.past, self.cached = batch, steps, past, cached
+        self.position_ids, self.dtype = position_ids, dtype
+        self.padded = attention_mask is not None and not bool(attention_mask.all())
+        self.attention_mask = attention_mask
+        self._rotary: dict[Rotary, RotaryTables] = {}
+        self._alibi: dict[tuple[ALiBi, int, int], Tensor] = {}
+        self._allowed: dict[int | None, Tensor] = {}
+        self._additive: dict[int | None, Tensor] = {}
+
+    def rotary(self, spec: Rotary) -> RotaryTables:
+        """cos and sin for the new tokens."""
+        if spec not in self._rotary:
+            self._rotary[spec] = rotary_tables(spec, self.position_ids, self.dtype)
+        return self._rotary[spec]
+
+    def first_key(self, window: int | None) -> int:
+        """The position of the first key there: a windowed layer's cache forgets the ones before."""
+        return max(self.past - window + 1, 0) if window is not None and self.cached else 0
+
+    def keys(self, window: int | None) -> int:
+        """S, the number of keys a layer sees."""
+        return self.past + self.steps - self.first_key(window)
+
+    def alibi(self, spec: ALiBi, heads: int, window: int | None) -> Tensor:
+        """The bias (B, heads, 1, S)."""
+        first = self.first_key(window)
+        key = (spec, heads, first)
+        if key not in self._alibi:
+            mask = self.attention_mask
+            if mask is None:
+                shape = (self.batch, self.past + self.steps)
+                mask = torch.ones(shape, dtype=torch.long, device=self.position_ids.device)
+            self._alibi[key] = alibi_bias(spec, heads, mask.long(), self.dtype)[..., first:]
+        return self._alibi[key]
+
+    def _unmasked(self, window: int | None) -> bool:
+        """Whether every new token may look at every key."""
+        return self.steps == 1 and not self.padded and (window is None or self.keys(window) < window)
+
+    def allowed(self, window: int | None) -> Tensor | None:
+        """True where query t may look at key s: (B or 1, 1, T, S). None where it may everywhere."""
+        if self._unmasked(window):
+            return None
+        if window not in self._allowed:
+            device, first = self.position_ids.device, self.first_key(window)
+            queries = torch.arange(self.past, self.past + self.steps, device=device)[:, None]
+            keys = torch.arange(first, self.past + self.steps, device=device)[None, :]
+            allowed = keys <= queries
+            if window is not None:
+                allowed &= keys > queries - window
+            allowed = allowed[None, None]
+            if self.padded and self.attention_mask is not None:
+                allowed = allowed & self.attention_mask[:, None, None, first:].bool()
+            self._allowed[window] = allowed
+        return self._allowed[window]
+
+    def sdpa_mask(self, window: int | None) -> Tensor | None:
+        """`allowed`, or None where the kernel's own causal mask says the same."""
+        first_pass = self.past == 0 and (window is None or self.steps < window)
+        return None if first_pass and not self.padded else self.allowed(window)
+
+    def additive_mask(self, window: int | None) -> Tensor | None:
+        """0 where a query may look, the dtype's minimum where not: (B or 1, 1, T, S)."""
+        allowed = self.allowed(window)
+        if allowed is None:
+            return None
+        if window not in self._additive:
+            zero = torch.zeros((), dtype=self.dtype, device=allowed.device)
+            self._additive[window] = torch.where(allowed, zero, torch.finfo(self.dtype).min)
+        return self._additive[window]

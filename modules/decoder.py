@@ -1,0 +1,168 @@
+"""The decoder: a ModelSpec as torch modules, named as the shared names are.
+
+One sitting's read of what every family computes; the parts are in layers, positions, attention and context.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import UsageError
+from ..spec import Block, Embedding, FeedForward, GatedFeedForward, Head, LearnedPositions, ModelSpec
+from .attention import AttentionModule, Kernel
+from .cache import Cache, LayerCache
+from .context import Context
+from .layers import ACTIVATIONS, Linear, build_norm
+
+__all__ = ["BlockModule", "Decoder", "FeedForwardModule", "GatedFeedForwardModule"]
+
+
+class EmbeddingModule(nn.Module):
+    """Token ids (B, T) -> (B, T, hidden)."""
+
+    def __init__(self, spec: Embedding) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
+        self.norm = build_norm(spec.norm) if spec.norm is not None else None
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = F.embedding(input_ids, self.weight)
+        return x if self.norm is None else self.norm(x)
+
+
+class PositionsModule(nn.Module):
+    """Position ids (1 or B, T) -> (1 or B, T, hidden)."""
+
+    def __init__(self, spec: LearnedPositions) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(spec.length, spec.size))
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        return F.embedding(position_ids, self.weight)
+
+
+class FeedForwardModule(nn.Module):
+    """down(activation(up(x)))."""
+
+    def __init__(self, spec: FeedForward) -> None:
+        super().__init__()
+        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.up_bias, spec.arithmetic)
+        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.down_bias, spec.arithmetic)
+        self.activation = ACTIVATIONS[spec.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.activation(self.up_proj(x)))
+        return out
+
+
+class GatedFeedForwardModule(nn.Module):
+    """down(activation(gate(x)) · up(x))."""
+
+    def __init__(self, spec: GatedFeedForward) -> None:
+        super().__init__()
+        self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.up_bias, spec.arithmetic)
+        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.up_bias, spec.arithmetic)
+        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.down_bias, spec.arithmetic)
+        self.activation = ACTIVATIONS[spec.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class BlockModule(nn.Module):
+    """One layer; see `spec.Block` for the formula."""
+
+    def __init__(self, spec: Block, kernel: Kernel = "sdpa") -> None:
+        super().__init__()
+        self.attention_norm = build_norm(spec.attention_norm)
+        self.attention = AttentionModule(spec.attention, kernel)
+        self.feed_forward_norm = build_norm(spec.feed_forward_norm) if spec.feed_forward_norm is not None else None
+        gated = isinstance(spec.feed_forward, GatedFeedForward)
+        self.feed_forward: nn.Module = (
+            GatedFeedForwardModule(spec.feed_forward) if gated else FeedForwardModule(spec.feed_forward)
+        )
+        self.parallel = spec.parallel
+        self.normed_residual = spec.residual == "normed"
+
+    def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:  # (B, T, hidden)
+        normed = self.attention_norm(x)
+        attended = self.attention(normed, context, cache)
+        if self.parallel:
+            inner = normed if self.feed_forward_norm is None else self.feed_forward_norm(x)
+            return x + (self.feed_forward(inner) + attended)
+        x = (normed if self.normed_residual else x) + attended
+        assert self.feed_forward_norm is not None
+        normed = self.feed_forward_norm(x)
+        return (normed if self.normed_residual else x) + self.feed_forward(normed)
+
+
+class HeadModule(nn.Module):
+    """Hidden states -> logits, with the embedding's matrix where they are tied."""
+
+    def __init__(self, spec: Head) -> None:
+        super().__init__()
+        self.weight = None if spec.tied else nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
+        self.bias = nn.Parameter(torch.empty(spec.vocab_size)) if spec.bias else None
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        return F.linear(x, embedding if self.weight is None else self.weight, self.bias)
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model of any tree. Parameters are empty until `load_weights` or `load_state_dict`.
+
+    Args:
+        spec: the tree.
+        attention: "sdpa" or "eager"; see `modules.attention`.
+    """
+
+    def __init__(self, spec: ModelSpec, attention: Kernel = "sdpa") -> None:
+        super().__init__()
+        if attention not in ("sdpa", "eager"):
+            raise UsageError(f"attention is {attention!r}, expected 'sdpa' or 'eager'")
+        self.spec = spec
+        self.embedding = EmbeddingModule(spec.embedding)
+        self.positions = PositionsModule(spec.positions) if spec.positions is not None else None
+        self.blocks = nn.ModuleList(BlockModule(block, attention) for block in spec.blocks)
+        self.final_norm = build_norm(spec.final_norm)
+        self.head = HeadModule(spec.head)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Logits (B, T, vocabulary) of token ids (B, T).
+
+        Args:
+            attention_mask: (B, past + T), 1 for real tokens, 0 for padding on either side; None means all real.
+                Logits at padding are meaningless.
+            position_ids: (1 or B, T); counted from the cache's length, padding included, where not given, as
+                transformers does.
+            cache: a `Cache` to read earlier tokens from and leave these in.
+
+        Raises:
+            UsageError: more tokens than the position table has rows.
+        """
+        batch, steps = input_ids.shape
+        past = 0 if cache is None else cache.length
+        if position_ids is None:
+            position_ids = torch.arange(past, past + steps, device=input_ids.device)[None]
+        x = self.embedding(input_ids)
+        if self.positions is not None:
+            length = self.positions.weight.shape[0]
+            if past + steps > length and int(position_ids.max()) >= length:
+                raise UsageError(f"{past + steps} tokens do not fit the model's table of {length} positions")
+            x = x + self.positions(position_ids)
+        context = Context(batch, steps, past, cache is not None, position_ids, attention_mask, x.dtype)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, context, None if cache is None else cache.layers[layer])
+        if cache is not None:
+            cache.length += steps
+        logits: Tensor = self.head(self.final_norm(x), self.embedding.weight)
+        return logits

@@ -1,0 +1,137 @@
+"""Positions: rotary tables and their application, ALiBi biases.
+
+Rotary frequencies follow transformers modeling_rope_utils.py to the bit in fp32 (the order of operations included);
+in an fp64 model they are computed in fp64.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..spec import (
+    ALiBi,
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Rotary,
+    YarnScaling,
+)
+
+__all__ = ["RotaryTables", "alibi_bias", "alibi_slopes", "apply_rotary", "inverse_frequencies", "rotary_tables"]
+
+
+class RotaryTables(NamedTuple):
+    """cos and sin, each (1 or B, 1, T, dim), in the model's dtype."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> RotaryTables:
+    """The tables for positions (1 or B, T)."""
+    wide = torch.promote_types(dtype, torch.float32)
+    length = int(position_ids.max()) + 1
+    inv_freq = inverse_frequencies(rotary, length, wide, position_ids.device)
+    angles = position_ids[..., None].to(wide) * inv_freq  # (B, T, dim/2)
+    angles = torch.cat((angles, angles), dim=-1)[:, None]
+    factor = getattr(rotary.scaling, "attention_factor", 1.0)
+    return RotaryTables((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype))
+
+
+def inverse_frequencies(rotary: Rotary, length: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """One angular frequency a pair, (dim/2,), for a sequence of `length` tokens (which dynamic scaling and longrope
+    look at)."""
+    dim, base, scaling = rotary.dim, rotary.base, rotary.scaling
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).to(dtype) / dim
+    match scaling:
+        case None:
+            return 1.0 / (base**exponents)
+        case LinearScaling():
+            return 1.0 / (base**exponents) / scaling.factor
+        case DynamicScaling():
+            original = scaling.original_context
+            if length <= original:
+                return 1.0 / (base**exponents)
+            tokens = torch.tensor(length, device=device)
+            growth = (scaling.factor * tokens / original) - (scaling.factor - 1)
+            grown = base * growth.to(dtype) ** (dim / (dim - 2))
+            return torch.as_tensor(1.0 / (grown**exponents))
+        case Llama3Scaling():
+            return _llama3(scaling, 1.0 / (base**exponents))
+        case YarnScaling():
+            return _yarn(scaling, dim, base, base**exponents)
+        case LongRopeScaling():
+            factors = scaling.long_factor if length > scaling.original_context else scaling.short_factor
+            return 1.0 / (torch.tensor(factors, dtype=dtype, device=device) * base**exponents)
+
+
+def _llama3(scaling: Llama3Scaling, inv_freq: Tensor) -> Tensor:
+    low, high, context = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_context
+    wavelength = 2 * math.pi / inv_freq
+    slow, fast = wavelength > context / low, wavelength < context / high
+    scaled = torch.where(slow, inv_freq / scaling.factor, inv_freq)
+    smooth = (context / wavelength - low) / (high - low)
+    between = (1 - smooth) * scaled / scaling.factor + smooth * scaled
+    return torch.where(~slow & ~fast, between, scaled)
+
+
+def _yarn(scaling: YarnScaling, dim: int, base: float, pair_periods: Tensor) -> Tensor:
+    def pair_of(rotations: float) -> float:
+        """The pair that turns `rotations` times within the original context."""
+        return (dim * math.log(scaling.original_context / (rotations * 2 * math.pi))) / (2 * math.log(base))
+
+    low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    pairs = torch.arange(dim // 2, dtype=pair_periods.dtype, device=pair_periods.device)
+    keep = 1 - torch.clamp((pairs - low) / (high - low), 0, 1)
+    return 1.0 / (scaling.factor * pair_periods) * (1 - keep) + 1.0 / pair_periods * keep
+
+
+def apply_rotary(x: Tensor, tables: RotaryTables) -> Tensor:
+    """Rotate the first dim elements of every head: x (B, H, T, head_dim)."""
+    cos, sin = tables
+    dim = cos.shape[-1]
+    turned = x[..., :dim]
+    half = dim // 2
+    other = torch.cat((-turned[..., half:], turned[..., :half]), dim=-1)
+    turned = turned * cos + other * sin
+    return turned if dim == x.shape[-1] else torch.cat((turned, x[..., dim:]), dim=-1)
+
+
+def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
+    """One slope a head (heads,), fp32: 2^(-8i/n) for a power of two n, and the odd ones of 2n for the rest.
+
+    The order is the paper's and transformers' (`_get_alibi_slopes`); MPT sorts them otherwise.
+    """
+
+    def powers(base_heads: int, exponents: range) -> Tensor:
+        base = torch.full((), 2 ** (-(2 ** -(math.log2(base_heads) - 3))), device=device, dtype=torch.float32)
+        return torch.pow(base, torch.tensor(exponents, device=device, dtype=torch.int32))
+
+    whole = 2 ** math.floor(math.log2(heads))
+    slopes = powers(whole, range(1, 1 + whole))
+    if whole != heads:
+        slopes = torch.cat([slopes, powers(2 * whole, range(1, 1 + 2 * (heads - whole), 2))])
+    return slopes
+
+
+def alibi_bias(alibi: ALiBi, heads: int, key_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bias (B, heads, 1, S) that keys add to their scores; `key_mask` (B, S) is 1 where a token is real.
+
+    The position counts real tokens from the left, so padding does not shift it; a constant for a row is as good as
+    none to the softmax.
+    """
+    slopes = alibi_slopes(heads, key_mask.device)
+    if alibi.rounding == "bfloat16":
+        slopes = slopes.bfloat16()
+    positions = ((key_mask.cumsum(dim=-1) - 1) * key_mask)[:, None, :]  # (B, 1, S)
+    return (slopes[..., None] * positions)[:, :, None, :].to(dtype)

@@ -1,0 +1,467 @@
+"""ModelSpec: a model as a tree of components, each a small frozen record. No torch.
+
+A component names its parameters by *shared name* and shape; a checkpoint family's own names and layouts live in
+`architectures/`. Each component holds only what it needs itself: a field that another family would ignore belongs
+in a component of its own. Two kinds of field:
+
+- what function it is: sizes, heads, scale, activation, eps;
+- how it rounds, where the families' code differs in the last bit (`arithmetic`, `cast`, `fused`, …): the
+  function in exact arithmetic is the same for every value of these, bf16 logits are not.
+
+Linear weights are [out, in] everywhere. Everything serialises to JSON with `to_json` and back with `from_json`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from .errors import ConfigError
+
+__all__ = [
+    "ALiBi",
+    "Activation",
+    "Arithmetic",
+    "Attention",
+    "Block",
+    "Component",
+    "DynamicScaling",
+    "Embedding",
+    "FeedForward",
+    "GatedFeedForward",
+    "Head",
+    "LayerNorm",
+    "LearnedPositions",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongRopeScaling",
+    "ModelSpec",
+    "Norm",
+    "Parameter",
+    "RMSNorm",
+    "Rotary",
+    "YarnScaling",
+    "differences",
+    "from_json",
+    "to_json",
+]
+
+SCHEMA_VERSION = 1
+
+Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Positive = Annotated[float, Meta(gt=0)]
+Shape = tuple[int, ...]
+
+Activation = Literal["gelu", "gelu_new", "gelu_tanh", "gelu_bloom", "quick_gelu", "relu", "silu"]
+"""`gelu` is x·Φ(x); `gelu_new`, `gelu_tanh` and `gelu_bloom` are its tanh approximation, evaluated in three ways."""
+
+Arithmetic = Literal["linear", "conv1d", "matmul_add"]
+"""How x·Wᵀ + b is computed: one fused linear; GPT-2's addmm on a weight that lies [in, out] in memory; Falcon's
+matmul and then, rounded once more, the bias."""
+
+
+class Component(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """A node of the tree."""
+
+    def shapes(self) -> dict[str, Shape]:
+        """This node's own parameters (not its children's): name within the node -> shape."""
+        return {}
+
+
+# --- norms -----------------------------------------------------------------------------------------------------------
+
+
+class LayerNorm(Component):
+    """(x - mean) / sqrt(var + eps) · weight + bias (Ba et al. 2016)."""
+
+    size: Size
+    eps: Positive
+    bias: bool = True
+
+    def shapes(self) -> dict[str, Shape]:
+        return {"weight": (self.size,), **({"bias": (self.size,)} if self.bias else {})}
+
+
+class RMSNorm(Component):
+    """x / sqrt(mean(x²) + eps) · weight (Zhang & Sennrich 2019), computed in fp32 at least.
+
+    `cast` says where the result returns to the model's dtype: llama multiplies by the weight after it.
+    """
+
+    size: Size
+    eps: Positive
+    cast: Literal["before_weight", "after_weight"] = "before_weight"
+
+    def shapes(self) -> dict[str, Shape]:
+        return {"weight": (self.size,)}
+
+
+Norm = LayerNorm | RMSNorm
+
+
+# --- positions -------------------------------------------------------------------------------------------------------
+
+
+class LearnedPositions(Component):
+    """A table added to the token embeddings."""
+
+    length: Size
+    size: Size
+
+    def shapes(self) -> dict[str, Shape]:
+        return {"weight": (self.length, self.size)}
+
+
+class LinearScaling(Component):
+    """Positions divided by `factor` (kaiokendev 2023)."""
+
+    factor: Positive
+
+
+class DynamicScaling(Component):
+    """NTK-aware base that grows once the sequence is longer than `original_context` (bloc97, emozilla 2023)."""
+
+    factor: Positive
+    original_context: Size
+
+
+class YarnScaling(Component):
+    """YaRN (Peng et al. 2309.00071): interpolate slow pairs, keep fast ones, a ramp between; cos and sin scaled."""
+
+    factor: Positive
+    original_context: Size
+    attention_factor: Positive
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    truncate: bool = True
+
+
+class LongRopeScaling(Component):
+    """LongRoPE (2402.13753): one divisor a pair, another set beyond `original_context`; cos and sin scaled."""
+
+    short_factor: tuple[Positive, ...]
+    long_factor: tuple[Positive, ...]
+    original_context: Size
+    attention_factor: Positive
+
+
+class Llama3Scaling(Component):
+    """Llama 3.1: slow pairs divided by `factor`, fast ones kept, a ramp in wavelength between."""
+
+    factor: Positive
+    low_freq_factor: Positive
+    high_freq_factor: Positive
+    original_context: Size
+
+
+RopeScaling = LinearScaling | DynamicScaling | YarnScaling | LongRopeScaling | Llama3Scaling
+
+
+class Rotary(Component):
+    """Rotary positions (Su et al. 2104.09864) on the first `dim` elements of a head, pairs (i, i + dim/2)."""
+
+    dim: Size
+    base: Positive
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        if self.dim % 2:
+            raise ConfigError(f"rotary positions need an even number of dimensions, not {self.dim}")
+        if isinstance(self.scaling, LongRopeScaling):
+            for name in ("short_factor", "long_factor"):
+                length = len(getattr(self.scaling, name))
+                if length != self.dim // 2:
+                    raise ConfigError(f"longrope {name} has {length} values, the rotary needs {self.dim // 2}")
+
+
+class ALiBi(Component):
+    """A bias of slope(head) · position of the key (Press et al. 2108.12409).
+
+    `scaled`: the bias is multiplied by the attention scale together with q·k (Falcon), or stands outside it (BLOOM).
+    `rounding`: the dtype in which slopes and products are rounded before they join the scores.
+    """
+
+    scaled: bool = False
+    rounding: Literal["float32", "bfloat16"] = "float32"
+
+
+# --- block -----------------------------------------------------------------------------------------------------------
+
+
+class Attention(Component):
+    """Causal self-attention with `heads` query heads and `kv_heads` key and value heads (MHA, GQA, MQA).
+
+    `scale` multiplies q·k; with `scaling` "divide" the scores are divided by its inverse instead. `window` w lets
+    position t see t-w+1 … t. `kv_expansion` says when a key head becomes one a query head: "repeat" after the cache,
+    "broadcast" inside the matrix product, "projection" before positions are applied. `fused` computes q, k and v in
+    one matrix product; `softmax` runs in fp32 at least, or in the dtype of its input.
+    """
+
+    hidden_size: Size
+    heads: Size
+    kv_heads: Size
+    head_dim: Size
+    scale: Positive
+    position: Rotary | ALiBi | None = None
+    window: Size | None = None
+    q_norm: RMSNorm | None = None
+    k_norm: RMSNorm | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    arithmetic: Arithmetic = "linear"
+    scaling: Literal["multiply", "divide"] = "multiply"
+    kv_expansion: Literal["repeat", "broadcast", "projection"] = "repeat"
+    fused: bool = False
+    softmax: Literal["float32", "input"] = "float32"
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"{self.heads} query heads cannot be shared out over {self.kv_heads} key-value heads")
+        if isinstance(self.position, Rotary) and self.position.dim > self.head_dim:
+            raise ConfigError(f"rotary dimension {self.position.dim} exceeds the head dimension {self.head_dim}")
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None and norm.size != self.head_dim:
+                raise ConfigError(f"q/k norm of size {norm.size} does not fit heads of {self.head_dim}")
+
+    @property
+    def group(self) -> int:
+        """Query heads a key-value head."""
+        return self.heads // self.kv_heads
+
+    def shapes(self) -> dict[str, Shape]:
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        shapes: dict[str, Shape] = {
+            "q_proj.weight": (q, self.hidden_size),
+            "k_proj.weight": (kv, self.hidden_size),
+            "v_proj.weight": (kv, self.hidden_size),
+            "o_proj.weight": (self.hidden_size, q),
+        }
+        if self.qkv_bias:
+            shapes |= {"q_proj.bias": (q,), "k_proj.bias": (kv,), "v_proj.bias": (kv,)}
+        if self.output_bias:
+            shapes["o_proj.bias"] = (self.hidden_size,)
+        return shapes
+
+
+class FeedForward(Component):
+    """down(activation(up(x)))."""
+
+    hidden_size: Size
+    intermediate_size: Size
+    activation: Activation
+    up_bias: bool = False
+    down_bias: bool = False
+    arithmetic: Arithmetic = "linear"
+
+    def shapes(self) -> dict[str, Shape]:
+        shapes: dict[str, Shape] = {
+            "up_proj.weight": (self.intermediate_size, self.hidden_size),
+            "down_proj.weight": (self.hidden_size, self.intermediate_size),
+        }
+        if self.up_bias:
+            shapes["up_proj.bias"] = (self.intermediate_size,)
+        if self.down_bias:
+            shapes["down_proj.bias"] = (self.hidden_size,)
+        return shapes
+
+
+class GatedFeedForward(Component):
+    """down(activation(gate(x)) · up(x)) (Shazeer 2002.05202); SwiGLU where the activation is silu."""
+
+    hidden_size: Size
+    intermediate_size: Size
+    activation: Activation
+    up_bias: bool = False
+    down_bias: bool = False
+    arithmetic: Arithmetic = "linear"
+
+    def shapes(self) -> dict[str, Shape]:
+        inner = (self.intermediate_size, self.hidden_size)
+        shapes: dict[str, Shape] = {
+            "gate_proj.weight": inner,
+            "up_proj.weight": inner,
+            "down_proj.weight": (self.hidden_size, self.intermediate_size),
+        }
+        if self.up_bias:
+            shapes |= {"gate_proj.bias": (self.intermediate_size,), "up_proj.bias": (self.intermediate_size,)}
+        if self.down_bias:
+            shapes["down_proj.bias"] = (self.hidden_size,)
+        return shapes
+
+
+class Block(Component):
+    """One layer, norms before attention and feed-forward ("pre-norm").
+
+    serial:   x = r + attention(attention_norm(x)), then x = r + feed_forward(feed_forward_norm(x))
+    parallel: x = r + (feed_forward(feed_forward_norm(x)) + attention(attention_norm(x)))
+
+    where r is x itself, or the norm's output with `residual` "normed" (BLOOM's
+    apply_residual_connection_post_layernorm). A parallel block without `feed_forward_norm` feeds both branches
+    from `attention_norm`.
+    """
+
+    attention_norm: Norm
+    attention: Attention
+    feed_forward: FeedForward | GatedFeedForward
+    feed_forward_norm: Norm | None = None
+    parallel: bool = False
+    residual: Literal["stream", "normed"] = "stream"
+
+    def __post_init__(self) -> None:
+        if self.feed_forward_norm is None and not self.parallel:
+            raise ConfigError("a serial block needs a norm before its feed-forward")
+        if self.parallel and self.residual == "normed":
+            raise ConfigError("a parallel block adds to the stream itself, not to a norm's output")
+
+
+# --- ends ------------------------------------------------------------------------------------------------------------
+
+
+class Embedding(Component):
+    """The token table; `norm` is applied to its rows before the first block (BLOOM)."""
+
+    vocab_size: Size
+    hidden_size: Size
+    norm: Norm | None = None
+
+    def shapes(self) -> dict[str, Shape]:
+        return {"weight": (self.vocab_size, self.hidden_size)}
+
+
+class Head(Component):
+    """Logits from hidden states. `tied`: its weight is the embedding's, and is stored once."""
+
+    vocab_size: Size
+    hidden_size: Size
+    tied: bool = False
+    bias: bool = False
+
+    def shapes(self) -> dict[str, Shape]:
+        shapes: dict[str, Shape] = {} if self.tied else {"weight": (self.vocab_size, self.hidden_size)}
+        return shapes | ({"bias": (self.vocab_size,)} if self.bias else {})
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """One stored tensor: its shared name, shape, the component it is counted under, and its layer if in a block."""
+
+    name: str
+    shape: Shape
+    component: str
+    layer: int | None
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+
+class ModelSpec(Component):
+    """A decoder-only language model. `context_length` is the longest sequence it was trained for, where known."""
+
+    embedding: Embedding
+    blocks: tuple[Block, ...]
+    final_norm: Norm
+    head: Head
+    positions: LearnedPositions | None = None
+    context_length: Size | None = None
+
+    def __post_init__(self) -> None:
+        if not self.blocks:
+            raise ConfigError("a model needs at least one layer")
+        for name, node in self.nodes():
+            size = getattr(node, "hidden_size", None)
+            if isinstance(node, LayerNorm | RMSNorm | LearnedPositions) and not name.endswith(("q_norm", "k_norm")):
+                size = node.size
+            if size is not None and size != self.embedding.hidden_size:
+                raise ConfigError(f"{name} is {size} wide, the embedding {self.embedding.hidden_size}")
+        if self.head.vocab_size != self.embedding.vocab_size:
+            raise ConfigError(f"head of {self.head.vocab_size} tokens on a vocabulary of {self.embedding.vocab_size}")
+
+    @property
+    def hidden_size(self) -> int:
+        return self.embedding.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.embedding.vocab_size
+
+    def nodes(self) -> Iterator[tuple[str, Component]]:
+        """Every component that may hold parameters, depth first in the order of computation: (path, node)."""
+        yield "embedding", self.embedding
+        if self.embedding.norm is not None:
+            yield "embedding.norm", self.embedding.norm
+        if self.positions is not None:
+            yield "positions", self.positions
+        for index, block in enumerate(self.blocks):
+            path = f"blocks.{index}"
+            yield f"{path}.attention_norm", block.attention_norm
+            yield f"{path}.attention", block.attention
+            if block.attention.q_norm is not None:
+                yield f"{path}.attention.q_norm", block.attention.q_norm
+            if block.attention.k_norm is not None:
+                yield f"{path}.attention.k_norm", block.attention.k_norm
+            if block.feed_forward_norm is not None:
+                yield f"{path}.feed_forward_norm", block.feed_forward_norm
+            yield f"{path}.feed_forward", block.feed_forward
+        yield "final_norm", self.final_norm
+        yield "head", self.head
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Every stored tensor once, in the order of `nodes`."""
+        for path, node in self.nodes():
+            layer = int(path.split(".")[1]) if path.startswith("blocks.") else None
+            for name, shape in node.shapes().items():
+                yield Parameter(f"{path}.{name}", shape, component_label(node), layer)
+
+
+LABELS: dict[type[Component], str] = {
+    Embedding: "embedding",
+    LearnedPositions: "positions",
+    Attention: "attention",
+    FeedForward: "feed-forward",
+    GatedFeedForward: "feed-forward",
+    LayerNorm: "norms",
+    RMSNorm: "norms",
+    Head: "head",
+}
+
+
+def component_label(node: Component) -> str:
+    """The row of a parameter table under which this node is counted."""
+    return LABELS[type(node)]
+
+
+def differences(a: Any, b: Any, path: str = "") -> list[tuple[str, Any, Any]]:
+    """Where two trees differ: (path, in a, in b), a subtree of another type reported as a whole."""
+    if type(a) is not type(b):
+        return [(path or "model", a, b)]
+    if isinstance(a, Component):
+        found = []
+        for field in a.__struct_fields__:
+            found += differences(getattr(a, field), getattr(b, field), f"{path}.{field}" if path else field)
+        return found
+    if isinstance(a, tuple):
+        if len(a) != len(b):
+            return [(path, f"{len(a)} entries", f"{len(b)} entries")]
+        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, f"{path}.{i}")]
+    return [] if a == b else [(path, a, b)]
+
+
+def to_json(spec: ModelSpec) -> Any:
+    """The tree as plain JSON values."""
+    return msgspec.to_builtins(spec)
+
+
+def from_json(data: Any) -> ModelSpec:
+    """The tree from plain JSON values.
+
+    Raises:
+        ConfigError: a field is missing, unknown, or of the wrong type or range.
+    """
+    try:
+        return msgspec.convert(data, ModelSpec)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"not a gptkit model spec: {error}") from error
