@@ -1,3 +1,51 @@
-"""gptkit: take any GPT-style checkpoint apart, change it, and prove that it still computes what it should."""
+"""gptkit: take any GPT-style checkpoint apart, change it, and prove that it still computes what it should.
+
+Every command is a function here; each imports what it needs when it is first asked for, so that counting parameters
+never waits for torch.
+
+    load(model)                  a torch module: input_ids (B, T) -> logits (B, T, vocabulary)
+    open_checkpoint(model)       the tree and where its tensors lie, without reading weights
+    convert(model, out, to)      to gptkit's own format ("local") or back to Hugging Face files ("hf")
+    swap(model, out, norm)       exchange a component, with a guarantee that is measured
+    params(model)                parameters per component, from a config alone
+    verify(model, other)         logits against transformers
+    generate(model, text)        text from a checkpoint, as an iterator of pieces
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .analysis.params import params as params
+    from .converter.checkpoint import open_checkpoint as open_checkpoint
+    from .converter.convert import convert as convert
+    from .modules.load import load as load
+    from .modules.text import generate as generate
+    from .parity.verify import verify as verify
+    from .surgery.swap import swap as swap
+
+_HOMES = {
+    "convert": ".converter.convert",
+    "generate": ".modules.text",
+    "load": ".modules.load",
+    "open_checkpoint": ".converter.checkpoint",
+    "params": ".analysis.params",
+    "swap": ".surgery.swap",
+    "verify": ".parity.verify",
+}
+
+__all__ = ["__version__", "convert", "generate", "load", "open_checkpoint", "params", "swap", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,1 +1,1 @@
-"""."""
+"""Numbers about a tree, without weights or torch."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import CannotExpress
+from ..errors import CannotExpress, ConfigError
 from ..spec import Block, ModelSpec, differences
 from .config import COMMON_IRRELEVANT, COMMON_REFUSED, ConfigReader
 from .layout import IDENTITY, Layout, Shape
@@ -74,6 +74,7 @@ class Architecture:
     read, write: config.json -> tree, and the tree -> the config.json fields that describe it. `write` may assume
         that the tree is of this family: `config_for` reads the result back and refuses where it differs.
     leaves: see Leaf.
+    foreign_fields: spellings in `config_aliases` that transformers itself ignores, so that it must not be handed them.
     head: the checkpoint name of the output matrix, which tied models may store a second time.
     prefix: a name prefix that older files lack.
     aliases: (old name template, name template) pairs of older files.
@@ -90,6 +91,7 @@ class Architecture:
     write: Callable[[ModelSpec], dict[str, Any]]
     leaves: tuple[Leaf, ...]
     config_aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    foreign_fields: tuple[str, ...] = ()
     head: str = "lm_head.weight"
     prefix: str = ""
     aliases: tuple[tuple[str, str], ...] = ()
@@ -129,8 +131,11 @@ class Architecture:
         try:
             config = {"model_type": self.name, "architectures": [self.hf_class], **self.write(spec)}
             back = self.spec(config)
-        except (AttributeError, TypeError) as error:
-            # `write` met a component that this family does not have at all (no rotary to ask for its base, say).
+        except KeyError as error:
+            raise CannotExpress(f"{self.name} cannot express this tree: it has no name for {error}") from error
+        except (AttributeError, TypeError, ConfigError) as error:
+            # `write` met a component that this family does not have at all (no rotary to ask for its base, say), or
+            # wrote a config that the family refuses (heads that do not share out its hidden size).
             raise CannotExpress(f"{self.name} cannot express this tree: {error}") from error
         found = differences(spec, back)
         if found:
@@ -140,6 +145,25 @@ class Architecture:
                 "gptkit's own format holds any tree: convert --to local",
             )
         return config
+
+    def export_config(self, spec: ModelSpec, original: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """The config.json to write for a tree that came with `original`; None where `original` says it all as it is.
+
+        Fields of `original` that do not describe the tree (token ids, labels) are kept.
+
+        Raises:
+            CannotExpress: as `config_for`.
+        """
+        config = self.config_for(spec)
+        if original is None or original.get("model_type") not in self.model_types:
+            return config
+        reader = self.reader(original)
+        same = not differences(spec, self.read(reader))
+        readable = original.get("model_type") == self.name and not any(f in original for f in self.foreign_fields)
+        if same and readable:
+            return None
+        kept = {key: value for key, value in original.items() if key not in reader.used and key != "auto_map"}
+        return {**kept, **config}
 
     # --- checkpoint names <-> shared names ---
 
@@ -207,7 +231,8 @@ class Architecture:
         for candidate in candidates:
             if candidate in known or candidate == self.head:
                 return candidate
-        layer = next((part for part in name.split(".") if part.isdigit()), None)
+        # Nine digits at most: int() itself refuses very long ones.
+        layer = next((part for part in name.split(".") if part.isascii() and part.isdigit() and len(part) < 10), None)
         if layer is not None and int(layer) >= layers:
             return name
         for candidate in candidates:

@@ -17,7 +17,7 @@ from ..errors import ConfigError
 
 __all__ = ["COMMON_IRRELEVANT", "COMMON_REFUSED", "ConfigReader", "parse_config_text", "read_config_file"]
 
-MAX_LAYERS = 100_000
+MAX_LAYERS = 10_000
 MAX_CONFIG_BYTES = 16 * 2**20
 
 COMMON_IRRELEVANT: dict[str, str] = {

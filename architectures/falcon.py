@@ -146,6 +146,7 @@ FALCON = Architecture(
         "num_attention_heads": ("n_head",),
         "num_kv_heads": ("n_head_kv",),
     },
+    foreign_fields=("n_layer", "n_head", "n_head_kv"),
     prefix="transformer.",
     leaves=(
         Leaf("transformer.word_embeddings.weight", "embedding.weight"),

@@ -1,1 +1,1 @@
-"""."""
+"""Checkpoints as bytes: resolve, open, plan, write, publish."""

@@ -289,11 +289,6 @@ def _typed_errors(hub: _Hub) -> Iterator[None]:
             f"{hub.repo} is gated: its authors grant access on request",
             f"Ask at https://huggingface.co/{hub.repo}, then log in with `hf auth login`.",
         ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise InvalidInput(
-            f"there is no model {hub.repo} on the hub, or it is private",
-            "Check the name; for a private model log in with `hf auth login`.",
-        ) from error
     except errors.RevisionNotFoundError as error:
         raise InvalidInput(
             f"{hub.repo} has no revision {hub.revision}", "Give a branch, a tag or a full commit, as in org/name@main."
@@ -304,12 +299,19 @@ def _typed_errors(hub: _Hub) -> Iterator[None]:
         status = error.response.status_code
         if status >= 500 or status in (408, 429):
             raise Offline(f"{hub}: the hub answered {status}, try again later", _WAY_ON) from error
+        # The hub answers 401 where a repository may be absent or private; only a bad token is told apart.
+        unknown = status == 401 and "invalid credentials" not in str(error).lower()
+        if unknown or status == 404:
+            raise InvalidInput(
+                f"there is no model {hub.repo} on the hub, or it is private",
+                "Check the name; for a private model log in with `hf auth login`.",
+            ) from error
         raise InvalidInput(
             f"{hub}: the hub refused ({status} {error.server_message or ''})".replace(" )", ")"),
             "Check the name and your token (`hf auth whoami`).",
         ) from error
     except (transport, OSError, RuntimeError, errors.XetDownloadError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        if isinstance(error, OSError) and (error.filename or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)):
             raise GptkitError(
                 f"could not write {hub} to the cache: {error.strerror}", "Set HF_HOME to another disk."
             ) from error

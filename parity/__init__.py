@@ -1,1 +1,1 @@
-"""."""
+"""Proof that two models compute the same."""

@@ -1,1 +1,1 @@
-"""."""
+"""Component swaps, each with its guarantee."""

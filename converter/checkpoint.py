@@ -1,0 +1,295 @@
+"""Opening a checkpoint: its tree, and where in its files every shared tensor lies. Reads headers, not weights.
+
+An HF folder and gptkit's own format open to the same thing, a `Checkpoint`: a ModelSpec, and a list of bound leaves
+whose layouts lead from the files' tensors to the shared ones. Everything after that (loading, converting, swapping)
+is a walk over the leaves. What is wrong with the files is found here, all of it at once, before anything is written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from ..architectures import Architecture, BoundLeaf, named
+from ..architectures.layout import IDENTITY
+from ..architectures.presets import repo_of
+from ..errors import CheckpointError
+from ..spec import ModelSpec
+from .dtypes import FLOATS, HF_NAMES, widest
+from .index import WeightFiles, weight_files
+from .pickles import PickleWeights
+from .resolve import Resolved, resolve
+from .safetensors import SafetensorsFile
+from .tree import LOCAL_CONFIG, Origin, is_local, read_spec
+
+__all__ = ["Checkpoint", "identity_leaves", "open_checkpoint"]
+
+class Weights(Protocol):
+    """Tensors by the name they have in the files."""
+
+    info: dict[str, tuple[str, tuple[int, ...]]]
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor in its carrier dtype."""
+        ...
+
+
+class SafetensorsWeights:
+    """Safetensors files, each opened when first read from."""
+
+    def __init__(self, files: WeightFiles) -> None:
+        self._files = files
+        self._open: dict[Path, SafetensorsFile] = {}
+        self.info = {name: (info.dtype, info.shape) for name, (_, info) in files.tensors.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        path = self._files.tensors[name][0]
+        if path not in self._open:
+            self._open[path] = SafetensorsFile(path)
+        return self._open[path].read(name)
+
+
+@dataclass
+class Checkpoint:
+    """An opened checkpoint.
+
+    Attributes:
+        reference, path, revision: what was asked for, where it lies, and the commit if it came from the hub.
+        format: "hf", or "local" for gptkit's own.
+        spec: the tree.
+        leaves: the files' tensors, each with the shared tensors it holds.
+        dtype: the dtype to compute in unless told otherwise, by safetensors' name.
+        dtypes: each leaf's stored dtype, by its checkpoint name.
+        notes: what a person should know: buffers dropped, a head stored twice, unknown config fields.
+    """
+
+    reference: str
+    path: Path
+    revision: str | None
+    format: Literal["hf", "local"]
+    spec: ModelSpec
+    leaves: list[BoundLeaf]
+    dtype: str
+    origin: Origin
+    notes: list[str] = field(default_factory=list)
+    files: tuple[Path, ...] = ()
+    _weights: Weights = field(repr=False, default=None)  # type: ignore[assignment]
+    _found: dict[str, str] = field(repr=False, default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """Where the files that travel with the weights lie."""
+        return self.path if self.path.is_dir() else self.path.parent
+
+    @property
+    def architecture(self) -> Architecture | None:
+        """The family it belongs or belonged to."""
+        return None if self.origin.family is None else named(self.origin.family)
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        return {leaf.checkpoint: self._weights.info[self._found[leaf.checkpoint]][0] for leaf in self.leaves}
+
+    def dtype_of(self, leaf: BoundLeaf) -> str:
+        """The stored dtype of a leaf's tensor."""
+        return self._weights.info[self._found[leaf.checkpoint]][0]
+
+    def read(self, leaf: BoundLeaf) -> np.ndarray:
+        """A leaf's tensor as it lies in its file, in the carrier dtype; a memory-mapped view where it can be."""
+        return self._weights.read(self._found[leaf.checkpoint])
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray, str]]:
+        """Every shared tensor in the files' order: (shared name, array in its carrier dtype, dtype)."""
+        for leaf in self.leaves:
+            dtype = self.dtype_of(leaf)
+            for name, array in zip(leaf.shared, leaf.to_shared(self.read(leaf)), strict=True):
+                yield name, array, dtype
+
+    def tensor(self, name: str) -> tuple[np.ndarray, str]:
+        """One shared tensor: (array in its carrier dtype, dtype)."""
+        leaf = self._holder[name]
+        return leaf.to_shared(self.read(leaf))[leaf.shared.index(name)], self.dtype_of(leaf)
+
+    @cached_property
+    def _holder(self) -> dict[str, BoundLeaf]:
+        """Shared name -> the leaf that holds it."""
+        return {name: leaf for leaf in self.leaves for name in leaf.shared}
+
+    def shared_dtypes(self) -> dict[str, str]:
+        """Every shared tensor's stored dtype."""
+        return {name: self.dtype_of(leaf) for leaf in self.leaves for name in leaf.shared}
+
+
+def identity_leaves(spec: ModelSpec) -> list[BoundLeaf]:
+    """The leaves of gptkit's own format: every shared tensor under its own name."""
+    return [
+        BoundLeaf(parameter.name, parameter.shape, (parameter.name,), (parameter.shape,), IDENTITY, {})
+        for parameter in spec.parameters()
+    ]
+
+
+def open_checkpoint(
+    reference: str | Path,
+    *,
+    offline: bool = False,
+    allow_pickle: bool = False,
+    allow_extra: bool = False,
+) -> Checkpoint:
+    """Open a checkpoint by reference (see `converter.resolve`) and check all of its headers.
+
+    Raises:
+        InvalidInput: files or config broken, family unknown, tensors missing, extra (unless `allow_extra`), mis-shaped
+            or not floating point; all tensors at fault are listed.
+        Offline: it is not here and there is no network.
+    """
+    found = resolve(str(reference), offline=offline, allow_pickle=allow_pickle, repo_of=repo_of)
+    spec, origin, unknown = read_spec(found.path)
+    local = is_local(found.path)
+    origin = _with_reference(origin, found)
+    files = weight_files(found.path, allow_pickle)
+    weights: Weights = SafetensorsWeights(files) if files.format == "safetensors" else PickleWeights(files.files)
+    if len(spec.blocks) > len(weights.info):
+        raise CheckpointError(
+            f"{found.path} has {len(weights.info)} tensors for {len(spec.blocks)} layers: config and weights differ"
+        )
+    architecture = None if local or origin.family is None else named(origin.family)
+    leaves = identity_leaves(spec) if architecture is None else architecture.bind(spec)
+    checkpoint = Checkpoint(
+        reference=str(reference),
+        path=found.path,
+        revision=found.revision,
+        format="local" if local else "hf",
+        spec=spec,
+        leaves=leaves,
+        dtype="F32",
+        origin=origin,
+        files=files.files,
+        _weights=weights,
+    )
+    if unknown:
+        checkpoint.notes.append(f"config.json fields that neither transformers nor gptkit reads: {', '.join(unknown)}")
+    _match(checkpoint, architecture, allow_extra)
+    checkpoint.leaves = _in_file_order(checkpoint, files)
+    checkpoint.dtype = _compute_dtype(checkpoint)
+    return checkpoint
+
+
+def _with_reference(origin: Origin, found: Resolved) -> Origin:
+    """A converted folder remembers its first source; anything else is its own."""
+    if origin.reference is not None:
+        return origin
+    # A local path says nothing on another machine: only its last part is kept.
+    reference = found.path.name if found.kind == "path" else found.ref
+    return Origin(origin.family, origin.config_text, reference, found.revision, origin.history)
+
+
+def _match(checkpoint: Checkpoint, architecture: Architecture | None, allow_extra: bool) -> None:
+    """Pair the declared leaves with the tensors in the files, or raise with everything that does not fit."""
+    declared = {leaf.checkpoint: leaf for leaf in checkpoint.leaves}
+    info = checkpoint._weights.info
+    dropped, extra, twice = [], [], []
+    for name in info:
+        known: str | None = name
+        if architecture is not None:
+            known = architecture.canonical_name(name, declared, len(checkpoint.spec.blocks))
+        if known is None:
+            dropped.append(name)
+        elif known in declared:
+            if known in checkpoint._found:
+                twice.append(f"{name} and {checkpoint._found[known]}")
+            checkpoint._found[known] = name
+        elif architecture is not None and known == architecture.head and checkpoint.spec.head.tied:
+            _check_tied(checkpoint, name)
+        else:
+            extra.append(name)
+    problems = _problems(checkpoint, declared)
+    if twice:
+        problems.append(f"{len(twice)} tensors are there under two names: {_some(twice)}")
+    if extra and not allow_extra:
+        problems.append(f"{len(extra)} tensors have no place in the model: {_some(extra)}")
+    elif extra:
+        checkpoint.notes.append(f"extra tensors left out: {_some(extra)}")
+    if problems:
+        hint = "Check that config.json belongs to these weights."
+        if extra and len(problems) == 1:
+            hint = "Pass --allow-extra to leave them out."
+        raise CheckpointError(f"{checkpoint.path}: " + "; ".join(problems), hint)
+    if dropped:
+        checkpoint.notes.append(f"buffers without weights left out: {_some(dropped)}")
+
+
+def _problems(checkpoint: Checkpoint, declared: dict[str, BoundLeaf]) -> list[str]:
+    info, problems = checkpoint._weights.info, []
+    missing = [name for name in declared if name not in checkpoint._found]
+    if missing:
+        problems.append(f"{len(missing)} of {len(declared)} tensors are missing: {_some(missing)}")
+    shaped, typed = [], []
+    for name, own in checkpoint._found.items():
+        dtype, shape = info[own]
+        if shape != declared[name].shape:
+            shaped.append(f"{own} is {list(shape)}, expected {list(declared[name].shape)}")
+        if dtype not in FLOATS:
+            typed.append(f"{own} is {dtype}")
+    if shaped:
+        problems.append(f"{len(shaped)} tensors have another shape: {_some(shaped)}")
+    if typed:
+        problems.append(f"{len(typed)} weights are not floating point: {_some(typed)}")
+    return problems
+
+
+def _check_tied(checkpoint: Checkpoint, name: str) -> None:
+    """A tied head that was stored all the same: fine if it has the embedding's bytes."""
+    leaf = next(leaf for leaf in checkpoint.leaves if leaf.shared == ("embedding.weight",))
+    names = {checkpoint._found.get(leaf.checkpoint, ""), leaf.checkpoint}
+    embedding = next((n for n in names if n in checkpoint._weights.info), None)
+    if embedding is None:  # reported as missing
+        return
+    if checkpoint._weights.info[embedding] != checkpoint._weights.info[name] or not np.array_equal(
+        _bits(checkpoint._weights.read(embedding)), _bits(checkpoint._weights.read(name))
+    ):
+        raise CheckpointError(
+            f"{checkpoint.path}: config.json ties the head to the embedding, but {name} holds other values",
+            'Set "tie_word_embeddings": false in config.json if the head is meant to be its own.',
+        )
+    checkpoint.notes.append(f"{name} repeats the embedding it is tied to: kept once")
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """The array's bytes, so that NaN equals NaN and -0 is not 0."""
+    return np.ascontiguousarray(array).view(np.uint8)
+
+
+def _some(names: list[str]) -> str:
+    """At most eight of them."""
+    return ", ".join(names[:8]) + (f", … ({len(names) - 8} more)" if len(names) > 8 else "")
+
+
+def _in_file_order(checkpoint: Checkpoint, files: WeightFiles) -> list[BoundLeaf]:
+    """The leaves as their bytes lie, so that a walk over them reads each file from front to back."""
+    if files.format != "safetensors":
+        return checkpoint.leaves
+    place = {name: index for index, name in enumerate(files.tensors)}
+    return sorted(checkpoint.leaves, key=lambda leaf: place[checkpoint._found[leaf.checkpoint]])
+
+
+def _compute_dtype(checkpoint: Checkpoint) -> str:
+    """What transformers would compute in: config.json's dtype, else the stored one.
+
+    A converted or swapped folder says it itself, since a swap stores some tensors wider than anybody computes in.
+    """
+    config: dict[str, Any] | None
+    if checkpoint.format == "local":
+        config = json.loads((checkpoint.folder / LOCAL_CONFIG).read_text(encoding="utf-8"))
+    else:
+        config = checkpoint.origin.config
+    stated = (config or {}).get("dtype", (config or {}).get("torch_dtype"))
+    for ours, name in HF_NAMES.items():
+        if stated in (name, f"torch.{name}"):
+            return ours
+    return widest(list(checkpoint.dtypes.values()))

@@ -1,0 +1,69 @@
+"""Weights in torch's pickled files (pytorch_model.bin), read only where the caller said that they are trusted.
+
+`weights_only` keeps the pickle from running code, but not from lying about sizes: a compressed archive of a megabyte
+may expand to gigabytes, and a view with stride 0 may claim any shape. Both are refused before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import CheckpointError
+
+__all__ = ["PickleWeights"]
+
+
+class PickleWeights:
+    """The tensors of one or several pickled files, memory-mapped by torch; `read` copies one."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        """Raises CheckpointError for a file that is not a torch archive, or claims more bytes than it has."""
+        self._tensors: dict[str, Any] = {}
+        self.info: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for path in files:
+            self._add(path)
+
+    def _add(self, path: Path) -> None:
+        import torch
+
+        names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+        try:
+            with zipfile.ZipFile(path) as archive:
+                members = archive.infolist()
+        except (OSError, zipfile.BadZipFile) as error:
+            raise CheckpointError(f"{path} is not an archive that torch.save writes: {error}") from error
+        if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+            raise CheckpointError(f"{path} is compressed: torch.save never does that, and it hides the real size")
+        try:
+            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, AttributeError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise CheckpointError(f"torch cannot read {path} as plain weights: {reason}") from error
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{path} holds a {type(state).__name__}, not a dictionary of tensors")
+        for name, tensor in state.items():
+            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+                raise CheckpointError(f"{path}: {name!r:.80} is not a named tensor")
+            if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+                raise CheckpointError(f"{path}: {name} claims {tensor.numel():,} elements that are not in the file")
+            if name in self._tensors:
+                raise CheckpointError(f"{name} is in two of the files")
+            self._tensors[name] = tensor
+            self.info[name] = (names.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor in its carrier dtype (bf16 as uint16), contiguous."""
+        import torch
+
+        tensor = self._tensors[name].detach().contiguous()
+        if tensor.dtype == torch.bfloat16:
+            carried: np.ndarray = tensor.view(torch.int16).numpy().view(np.uint16)
+            return carried
+        array: np.ndarray = tensor.numpy()
+        return array

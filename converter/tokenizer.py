@@ -1,0 +1,258 @@
+"""A checkpoint's tokenizer: text to ids and back, and the files it is made of.
+
+tokenizer.json is read by the `tokenizers` library, without torch or transformers. It says all there is to say: since
+version 5 transformers itself ignores `add_bos_token` and `add_eos_token` of a tokenizer_config.json beside it, and the
+file's own post-processor decides which special tokens are added. Ids are those of transformers.AutoTokenizer but for
+one case: for a llama tokenizer it rebuilds the file's pipeline, and puts no "▁" before text that directly follows a
+special token written out in the prompt ("<s>Once"), whatever the file says; here the file is followed.
+
+Older forms (tokenizer.model, vocab.json with merges.txt) are read by AutoTokenizer, from local files alone and never
+with a repository's own code.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..architectures.config import read_config_file
+from ..errors import InvalidInput, UsageError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+__all__ = ["TOKEN_FILES", "StreamDecoder", "Tokenizer", "eos_ids", "load_tokenizer", "token_files"]
+
+TOKEN_FILES = (
+    # the tokenizer: its one-file form with its settings, then the older forms
+    "tokenizer.*",  # tokenizer.json, tokenizer.model, tokenizer.model.v3, tokenizer.tiktoken, …
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "spiece.model",
+    "tekken.json",
+    "*.tiktoken",
+    # ids that stand for something other than text
+    "token_mappings.json",
+    # how the model is talked to
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    # what the weights may be used for stays true of the converted ones; a README.md describes the original alone
+    "LICENSE*",
+    "NOTICE*",
+)
+"""Names of the files that travel with a checkpoint, as shell patterns."""
+
+_NEVER = ("*.py", "*.pkl", "*.pickle")  # code does not travel, whatever its name
+_SENTENCEPIECE = ("tokenizer.model", "spiece.model")
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    Args:
+        backend: the `tokenizers` library's tokenizer. Its truncation and padding are switched off: a prompt is neither
+            cut nor filled up unasked.
+        eos_ids: the ids that end a text.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, eos_ids: Sequence[int] = ()) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.eos_ids = tuple(eos_ids)
+        self.special_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are, added ones included; a model's table may have more rows than that."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, with the special tokens (such as "<s>" in front) that the tokenizer itself adds.
+
+        Raises:
+            UsageError: half a surrogate pair, which is no text.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"the text is not valid Unicode: {error.reason} at {error.start}") from error
+        ids: list[int] = self._backend.encode(text).ids
+        return ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        """The text of ids. What no token has (a model's spare rows) is left out; half a character becomes U+FFFD."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token(self, token_id: int) -> str | None:
+        """A token as the vocabulary writes it, or None where there is none of that id."""
+        return self._backend.id_to_token(token_id)
+
+
+class StreamDecoder:
+    """Ids to text as they come: the pieces, with `finish`'s, joined are the decoding of all ids at once.
+
+    What later ids could still change is held back: bytes of an unfinished character, and byte tokens like <0xE4> until
+    another token follows, for a run of them is decoded as one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        # A decoder may treat the beginning of a text differently (drop its space), so the ids of the last piece are
+        # decoded again in front of what is new, and their text, `_given`, is cut off.
+        self._ids: list[int] = []
+        self._given_ids = 0
+        self._given = ""
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain now; often that of this id, at times nothing, or more."""
+        if token_id in self._skipped:
+            return ""
+        self._ids.append(token_id)
+        if _BYTE_TOKEN.fullmatch(self._tokenizer.token(token_id) or ""):
+            return ""
+        text = self._tokenizer.decode(self._ids)
+        if text.endswith(_REPLACEMENT) or not text.startswith(self._given):
+            return ""
+        piece = text[len(self._given) :]
+        last = self._ids[self._given_ids :]
+        last_text = self._tokenizer.decode(last)
+        # Only ids with text can stand for the text before: behind nothing, the next space would count as the first.
+        if last_text:
+            self._ids, text = last, last_text
+        self._given_ids, self._given = len(self._ids), text
+        return piece
+
+    def finish(self) -> str:
+        """What was held back, when no more ids come. The decoder then begins anew."""
+        text, given = self._tokenizer.decode(self._ids), self._given
+        self._ids, self._given_ids, self._given = [], 0, ""
+        return text[len(given) :]
+
+
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a checkpoint's folder, or None where it has none.
+
+    Raises:
+        InvalidInput: files of a tokenizer that cannot be read; the message names the file.
+    """
+    if (folder / "tokenizer.json").is_file():
+        backend = _from_json(folder / "tokenizer.json")
+    elif any((folder / name).is_file() for name in _SENTENCEPIECE) or all(
+        (folder / name).is_file() for name in ("vocab.json", "merges.txt")
+    ):
+        backend = _from_older_files(folder)
+    else:
+        return None
+    return Tokenizer(backend, eos_ids(folder, backend))
+
+
+def eos_ids(folder: Path, backend: tokenizers.Tokenizer | None = None) -> tuple[int, ...]:
+    """The ids that end a text: from generation_config.json, else config.json, else the tokenizer's `eos_token`.
+
+    `backend` looks up the `eos_token`, which tokenizer_config.json gives as text; without one, ids alone count.
+
+    Raises:
+        InvalidInput: one of these files is not JSON, or its `eos_token_id` is not an id or a list of ids.
+    """
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(folder / name).get("eos_token_id")
+        if value is not None:
+            return _ids(value, folder / name)
+    token = _read_json(folder / "tokenizer_config.json").get("eos_token")
+    if isinstance(token, dict):  # an AddedToken, written out
+        token = token.get("content")
+    found = backend.token_to_id(token) if backend is not None and isinstance(token, str) else None
+    return () if found is None else (found,)
+
+
+def token_files(folder: Path) -> list[Path]:
+    """The files that travel with a checkpoint beside config.json and weights, `TOKEN_FILES`, in the order of names.
+
+    Raises:
+        InvalidInput: the folder cannot be read.
+    """
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        raise InvalidInput(f"cannot read {folder}: {error.strerror}") from error
+    return [path for path in entries if _travels(path.name) and path.is_file()]
+
+
+def _travels(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in TOKEN_FILES) and not any(
+        fnmatchcase(name, pattern) for pattern in _NEVER
+    )
+
+
+def _from_json(path: Path) -> tokenizers.Tokenizer:
+    import tokenizers
+
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except BaseException as error:
+        # The library raises plain Exception for what it refuses; where its Rust code panics (a broken charsmap), that
+        # is a BaseException of no importable class. An interrupt by the user is neither.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise _broken(path, error) from error
+
+
+def _from_older_files(folder: Path) -> tokenizers.Tokenizer:
+    """What AutoTokenizer makes of tokenizer.model, or of vocab.json and merges.txt."""
+    model = next((folder / name for name in _SENTENCEPIECE if (folder / name).is_file()), None)
+    path = folder / "vocab.json" if model is None else model
+    if model is not None and importlib.util.find_spec("sentencepiece") is None:
+        # Asked first: without it transformers takes the file for another kind, and its error names that.
+        raise InvalidInput(
+            f"{model} is a SentencePiece model, and there is no tokenizer.json beside it",
+            "pip install sentencepiece protobuf, or add the tokenizer.json that transformers' save_pretrained writes",
+        )
+    from transformers import AutoTokenizer  # seconds, and torch
+
+    try:
+        loaded: Any = AutoTokenizer.from_pretrained(  # type: ignore[no-untyped-call, unused-ignore]
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # what a tokenizer class raises is of any kind
+        raise _broken(path, error) from error
+    backend: tokenizers.Tokenizer | None = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise InvalidInput(
+            f"{path} has no form that the tokenizers library reads ({type(loaded).__name__})",
+            "gptkit reads tokenizer.json; the tokens can still be given as ids",
+        )
+    return backend
+
+
+def _broken(path: Path, error: BaseException) -> InvalidInput:
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    # The reason may quote the file: control characters must not reach the terminal.
+    reason = "".join(sign if sign.isprintable() else " " for sign in reason)
+    return InvalidInput(f"{path} is not a tokenizer that can be read: {reason:.200}", "Fetch the file again.")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The file's object, empty where there is no such file."""
+    return read_config_file(path)[0] if path.is_file() else {}
+
+
+def _ids(value: object, path: Path) -> tuple[int, ...]:
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, int) and not isinstance(each, bool) for each in values):
+        raise InvalidInput(f"{path}: eos_token_id is {value!r:.60}, expected a token id or a list of them")
+    return tuple(values)

@@ -1,0 +1,88 @@
+"""The tree of a checkpoint, from its config alone: gptkit.json of our own format, or config.json. No numpy.
+
+gptkit.json holds the tree as JSON with a schema version, the dtype to compute in, where the checkpoint came from
+(family, reference, commit, the text of its config.json, so that converting back restores it byte for byte) and what
+was done to it since.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..architectures import architecture_of, named
+from ..architectures.config import ConfigReader, parse_config_text, read_config_file
+from ..errors import ConfigError, InvalidInput
+from ..spec import ModelSpec, from_json
+from .resolve import CONFIG
+
+__all__ = ["LOCAL_CONFIG", "LOCAL_SCHEMA", "Origin", "is_local", "read_spec"]
+
+LOCAL_CONFIG = "gptkit.json"
+LOCAL_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a tree came from: the family and config.json it had, the reference and commit, what was done to it."""
+
+    family: str | None = None
+    config_text: str | None = None
+    reference: str | None = None
+    revision: str | None = None
+    history: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """The original config.json as an object."""
+        return None if self.config_text is None else parse_config_text(self.config_text, "the original config.json")
+
+
+def read_spec(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
+    """The tree of a folder (gptkit.json or config.json) or of a config file: (spec, origin, unknown config fields).
+
+    Raises:
+        InvalidInput: it holds neither, or what it holds is broken; UnknownFamily for a family that has no file.
+    """
+    local = path / LOCAL_CONFIG if path.is_dir() else path
+    if local.name == LOCAL_CONFIG and local.is_file():
+        return _read_local(local)
+    config_path = path / CONFIG if path.is_dir() else path if path.suffix == ".json" else path.parent / CONFIG
+    if not config_path.is_file():
+        raise InvalidInput(
+            f"{path} is not a checkpoint: there is no {CONFIG} in it",
+            "Name a folder with config.json and .safetensors files, or a gptkit folder with gptkit.json.",
+        )
+    config, text = read_config_file(config_path)
+    architecture = architecture_of(config)
+    spec, unknown = architecture.spec_and_unknown(config)
+    return spec, Origin(family=architecture.name, config_text=text), unknown
+
+
+def _read_local(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
+    data, _ = read_config_file(path)
+    if data.get("schema_version") != LOCAL_SCHEMA:
+        raise ConfigError(
+            f"{path} has schema version {data.get('schema_version')!r:.40}, this gptkit reads {LOCAL_SCHEMA}",
+            "Update gptkit, or convert the original again.",
+        )
+    origin = data.get("origin")
+    reader = ConfigReader(origin if isinstance(origin, dict) else {})
+    family, text = reader.raw("family"), reader.raw("config")
+    history = data.get("history", [])
+    strings = all(value is None or isinstance(value, str) for value in (family, text, reader.raw("reference")))
+    if not isinstance(origin, dict) or not strings or not isinstance(history, list):
+        raise ConfigError(f"{path}: its origin or history is not what gptkit writes")
+    if family is not None:
+        named(family)
+    return (
+        from_json(data.get("spec")),
+        Origin(family, text, reader.raw("reference"), reader.raw("revision"), tuple(history)),
+        [],
+    )
+
+
+def is_local(path: Path) -> bool:
+    """Whether a folder, or the folder of a file, is in gptkit's own format."""
+    return (path / LOCAL_CONFIG).is_file() if path.is_dir() else (path.parent / LOCAL_CONFIG).is_file()

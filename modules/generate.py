@@ -1,0 +1,225 @@
+"""Token by token: greedy or sampled continuation of a prompt with the key-value cache.
+
+Filters, their order and the draw are transformers' own, so that greedy decoding gives its ids token for token and
+sampling with the same seed on the same device does too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import GptkitError, UsageError
+from .cache import Cache
+from .decoder import Decoder
+
+__all__ = ["Sampling", "generate", "generate_ids"]
+
+_SMALLEST_TEMPERATURE = 1e-6  # below it, logits divided by it may leave fp32's range
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen from the logits.
+
+    temperature: the logits are divided by it; 0 takes the most likely token, always (greedy).
+    top_k: keep only the k most likely tokens, and what ties with the last of them.
+    top_p: of those, keep the smallest set whose probabilities reach p (Holtzman et al. 1904.09751), one at least.
+    seed: of the draw; None takes one from the operating system.
+
+    Raises:
+        UsageError: a value out of range, or a filter on greedy decoding, where it would do nothing.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.temperature) or self.temperature < 0:
+            raise UsageError(f"the temperature is {self.temperature}, expected 0 (greedy) or more")
+        if 0 < self.temperature < _SMALLEST_TEMPERATURE:
+            raise UsageError(f"the temperature {self.temperature} is too small to divide by", "0 is greedy decoding")
+        if self.top_k is not None and self.top_k < 1:
+            raise UsageError(f"top_k is {self.top_k}, expected 1 or more")
+        if self.top_p is not None and not 0 <= self.top_p <= 1:
+            raise UsageError(f"top_p is {self.top_p}, expected a number from 0 to 1")
+        if self.greedy and (self.top_k is not None or self.top_p is not None):
+            raise UsageError("top_k and top_p do nothing at temperature 0, which is greedy", "give a temperature too")
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            raise UsageError(f"the seed is {self.seed}, expected an integer from 0 to 2**64 - 1")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken every time."""
+        return self.temperature == 0
+
+    def filtered(self, logits: Tensor) -> Tensor:
+        """The logits (B, vocabulary) in fp32 after temperature, top-k and top-p: -inf where a token is left out.
+
+        Of a temperature above 0; greedy decoding filters nothing.
+        """
+        scores = logits.float() / self.temperature
+        if self.top_k is not None:
+            smallest = scores.topk(min(self.top_k, scores.shape[-1])).values[..., -1:]
+            scores = scores.masked_fill(scores < smallest, -math.inf)
+        if self.top_p is not None and self.top_p < 1:
+            # Ascending, as transformers does: which of two equal tokens goes first is the sort's choice.
+            ordered, places = scores.sort(descending=False)
+            left_out = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - self.top_p
+            left_out[..., -1] = False
+            scores = scores.masked_fill(left_out.scatter(-1, places, left_out), -math.inf)
+        return scores
+
+
+GREEDY = Sampling()
+
+
+def generate(
+    model: Decoder,
+    input_ids: Sequence[int] | Tensor,
+    max_new_tokens: int,
+    *,
+    sampling: Sampling = GREEDY,
+    stop: Collection[int] = (),
+) -> Iterator[int]:
+    """The continuation of a prompt, one new token id at a time, computed as it is asked for.
+
+    Ends after `max_new_tokens`; after an id of `stop`, which is given out like any other, as transformers keeps the
+    end-of-sequence token; or when a model with learned positions has filled its table of L: prompt and continuation
+    then count L + 1 ids, for the last is predicted and never read. Rotary and ALiBi models know no such end.
+
+    No global state is touched: a draw has its own generator, and inference mode is left between tokens.
+
+    Args:
+        model: with its weights loaded; it computes on the device they are on.
+        input_ids: the prompt, T ids, or a tensor (T,) or (1, T).
+        max_new_tokens: 0 or more.
+        sampling: how each is chosen; greedy unless told.
+        stop: ids after which to end, such as the end-of-sequence ones; any number is allowed.
+
+    Raises:
+        UsageError: before anything is computed: an empty prompt, a batch, ids outside the vocabulary, a prompt longer
+            than the table of positions, a negative max_new_tokens.
+        GptkitError: while running: logits that are NaN.
+    """
+    prompt = _prompt(model, input_ids)
+    if max_new_tokens < 0:
+        raise UsageError(f"max_new_tokens is {max_new_tokens}, expected 0 or more")
+    positions = model.spec.positions
+    if positions is not None:
+        length = prompt.shape[1]
+        if length > positions.length:
+            raise UsageError(
+                f"the prompt of {length} tokens does not fit the model's table of {positions.length} positions",
+                "shorten the prompt",
+            )
+        max_new_tokens = min(max_new_tokens, positions.length - length + 1)
+    # A generator function runs nothing before its first token; the checks above are done by now.
+    return _stream(model, prompt, max_new_tokens, sampling, frozenset(stop))
+
+
+def generate_ids(
+    model: Decoder,
+    input_ids: Sequence[int] | Tensor,
+    max_new_tokens: int,
+    *,
+    sampling: Sampling = GREEDY,
+    stop: Collection[int] = (),
+) -> list[int]:
+    """All of `generate`'s new ids at once; same arguments, same errors."""
+    return list(generate(model, input_ids, max_new_tokens, sampling=sampling, stop=stop))
+
+
+def _prompt(model: Decoder, input_ids: Sequence[int] | Tensor) -> Tensor:
+    """The prompt as a checked tensor (1, T) of int64 on the model's device."""
+    device = model.embedding.weight.device
+    ids = input_ids if isinstance(input_ids, Tensor) else torch.tensor(_integers(input_ids), dtype=torch.long)
+    if ids.dim() == 1:
+        ids = ids[None]
+    if ids.dim() != 2 or ids.shape[0] != 1:
+        raise UsageError(f"token ids of shape {tuple(ids.shape)}, expected (T,) or (1, T)", "generate takes one prompt")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise UsageError(f"token ids of dtype {ids.dtype}, expected integers")
+    if ids.shape[1] == 0:
+        raise UsageError(
+            "the prompt is empty", "give at least one token, such as the model's beginning-of-sequence one"
+        )
+    ids = ids.to(device=device, dtype=torch.long)
+    vocab_size = model.spec.vocab_size
+    outside = ids[(ids < 0) | (ids >= vocab_size)].tolist()
+    if outside:
+        raise _outside(outside, vocab_size)
+    return ids
+
+
+def _integers(ids: Sequence[int]) -> list[int]:
+    """Python integers that fit a tensor.
+
+    Raises:
+        UsageError: one that is no integer, or no token of any vocabulary.
+    """
+    for each in ids:
+        if isinstance(each, bool) or not hasattr(each, "__index__"):
+            raise UsageError(f"{each!r:.60} is not a token id", "token ids are integers")
+    values = [each.__index__() for each in ids]
+    beyond = [value for value in values if not -(2**63) <= value < 2**63]
+    if beyond:
+        raise UsageError(f"{beyond[0]} is not a token id", "token ids are integers from 0 to the vocabulary's size")
+    return values
+
+
+def _outside(ids: list[int], vocab_size: int) -> UsageError:
+    more = f" and {len(ids) - 5} more" if len(ids) > 5 else ""
+    listed = ", ".join(map(str, ids[:5]))
+    return UsageError(
+        f"token ids outside the vocabulary of {vocab_size}: {listed}{more}", "is the tokenizer that of this model?"
+    )
+
+
+def _stream(
+    model: Decoder, prompt: Tensor, max_new_tokens: int, sampling: Sampling, stop: frozenset[int]
+) -> Iterator[int]:
+    """The loop: feed what is new, choose, give out."""
+    cache = Cache(model.spec)
+    generator = None if sampling.greedy else _generator(sampling.seed, prompt.device)
+    ids = prompt
+    for step in range(max_new_tokens):
+        ids = _next(model, ids, cache, sampling, generator)
+        token = int(ids)
+        if token < 0:
+            raise GptkitError(
+                f"the model's logits for new token {step + 1} are NaN",
+                "its weights may be damaged, or its activations too large for float16: try float32",
+            )
+        yield token
+        if token in stop:
+            return
+
+
+def _generator(seed: int | None, device: torch.device) -> torch.Generator:
+    generator = torch.Generator(device=device)
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    return generator
+
+
+# Step by step, because around a `yield` the mode would hold in the caller's code too.
+@torch.inference_mode()
+def _next(model: Decoder, ids: Tensor, cache: Cache, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
+    """Feed ids (1, T) and choose the token after them: (1, 1), or -1 where the logits are NaN."""
+    logits = model(ids, cache=cache)[:, -1].float()  # (1, vocabulary)
+    if generator is None:
+        chosen = logits.argmax(dim=-1, keepdim=True)
+        # argmax prefers a NaN to anything, so one look at what it took is enough.
+        return torch.where(logits.gather(-1, chosen).isnan(), -1, chosen)
+    if bool(logits.isnan().any()):
+        return torch.full((1, 1), -1)
+    return sampling.filtered(logits).softmax(dim=-1).multinomial(1, generator=generator)

@@ -1,0 +1,88 @@
+"""load: a checkpoint as a torch module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..converter.checkpoint import Checkpoint, open_checkpoint
+from ..converter.dtypes import HF_NAMES, parse_dtype
+from ..errors import UsageError
+from .attention import Kernel
+from .decoder import Decoder
+
+__all__ = ["load", "load_checkpoint", "torch_dtype"]
+
+
+def torch_dtype(dtype: torch.dtype | str | None, default: str = "F32") -> torch.dtype:
+    """A torch dtype from itself, its name, or safetensors' name of the default.
+
+    Raises:
+        UsageError: not one of the four floating point types gptkit computes in.
+    """
+    name = dtype if isinstance(dtype, str) else str(dtype) if dtype is not None else HF_NAMES[default]
+    found: torch.dtype = getattr(torch, HF_NAMES[parse_dtype(name)])
+    return found
+
+
+def load(
+    model: str | Path,
+    dtype: torch.dtype | str | None = None,
+    attention: Kernel = "sdpa",
+    *,
+    device: str | torch.device = "cpu",
+    offline: bool = False,
+    allow_pickle: bool = False,
+) -> Decoder:
+    """Open a checkpoint and build it: a torch module that turns `input_ids` (B, T) and an optional `attention_mask`
+    (B, T) into logits (B, T, vocabulary), in eval mode.
+
+    Args:
+        model: a reference; see `converter.resolve`.
+        dtype: what to compute in; None is what the checkpoint says, as in transformers.
+        attention: "sdpa" (torch's fused kernels) or "eager" (the formula written out).
+
+    Raises:
+        InvalidInput, Offline: as `open_checkpoint`.
+        UsageError: an unknown dtype or attention.
+    """
+    return load_checkpoint(
+        open_checkpoint(model, offline=offline, allow_pickle=allow_pickle), dtype, attention, device=device
+    )
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | str | None = None,
+    attention: Kernel = "sdpa",
+    *,
+    device: str | torch.device = "cpu",
+    progress: Callable[[int], None] | None = None,
+) -> Decoder:
+    """As `load`, for an opened checkpoint. Memory is the model's in `dtype` plus one tensor."""
+    wanted = torch_dtype(dtype, checkpoint.dtype)
+    with torch.device("meta"):
+        model = Decoder(checkpoint.spec, attention).to(wanted)
+    try:
+        model = model.to_empty(device=device)
+    except RuntimeError as error:  # no such device, or no memory for the model on it
+        raise UsageError(f"cannot place the model on {device}: {str(error).splitlines()[0]}") from error
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, array, stored in checkpoint.tensors():
+            parameters.pop(name).copy_(as_torch(array, stored))
+            if progress is not None:
+                progress(array.nbytes)
+    assert not parameters, f"never filled: {list(parameters)[:4]}"
+    return model.eval()
+
+
+def as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
+    """A tensor of its own from an array in its carrier dtype (bf16 as uint16)."""
+    own = np.array(array)  # the file's pages are read-only, and torch has no such tensors
+    if dtype == "BF16":
+        return torch.from_numpy(own.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(own)

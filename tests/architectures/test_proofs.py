@@ -1,0 +1,448 @@
+"""The four proofs that hold every family (docs: architecture), over every registered family and variant.
+
+1. every field of transformers' config class is read, declared irrelevant, or refused;
+2. every checkpoint element lands in exactly one place, and comes back;
+3. gptkit's tree, gptkit's modules and transformers' model have the same names and shapes;
+4. logits are those of transformers, to the last bit.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from families import (
+    CONFIGS,
+    REPRESENTATIVES,
+    VARIANTS,
+    VOCAB,
+    Variant,
+    decoder_from,
+    hf_config,
+    modern,
+    randomised_reference,
+    spec_of,
+    variants_of,
+)
+from gptkit.architectures import ARCHITECTURES, architecture_of
+from gptkit.architectures.config import COMMON_IRRELEVANT, COMMON_REFUSED
+from gptkit.errors import CannotExpress
+from gptkit.modules import Cache, Decoder
+from gptkit.spec import ModelSpec, Rotary
+
+families = pytest.mark.parametrize("family", ARCHITECTURES)
+variants = pytest.mark.parametrize("variant", VARIANTS, ids=str)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny products are faster on one, and several sessions may share the machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- the registry itself ---------------------------------------------------------------------------------------------
+
+
+@families
+def test_every_family_has_variants(family):
+    assert {architecture_of(variant.config).name for variant in variants_of(family)} == {family}
+
+
+def test_no_variant_is_of_an_unknown_family():
+    assert {variant.family for variant in VARIANTS} == set(ARCHITECTURES)
+
+
+@families
+def test_every_model_type_has_a_variant(family):
+    tried = {variant.config["model_type"] for variant in variants_of(family)}
+    assert tried == set(ARCHITECTURES[family].model_types)
+
+
+# --- 1: every field of the config class ------------------------------------------------------------------------------
+
+
+def fields_read(family: str) -> set[str]:
+    """What `read` asks for over all of a family's variants."""
+    architecture = ARCHITECTURES[family]
+    used: set[str] = set()
+    for variant in variants_of(family):
+        reader = architecture.reader(variant.config)
+        architecture.read(reader)
+        used |= reader.used
+    return used
+
+
+@families
+def test_every_field_of_transformers_config_is_accounted_for(family):
+    architecture = ARCHITECTURES[family]
+    config_class = getattr(transformers, architecture.hf_config)
+    theirs = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    ours = (
+        fields_read(family)
+        | COMMON_IRRELEVANT.keys()
+        | COMMON_REFUSED.keys()
+        | architecture.irrelevant.keys()
+        | architecture.refused.keys()
+    )
+    assert sorted(theirs - ours) == [], "read these in the family's file, or declare them irrelevant or refused"
+
+
+@families
+def test_what_a_saved_config_holds_is_accounted_for(family):
+    """The config class' fields are not all that config.json gets."""
+    architecture = ARCHITECTURES[family]
+    config = json.loads(getattr(transformers, architecture.hf_config)().to_json_string(use_diff=False))
+    _, unknown = architecture.spec_and_unknown(config)
+    assert unknown == []
+
+
+@families
+def test_what_is_declared_irrelevant_is_not_read(family):
+    architecture = ARCHITECTURES[family]
+    read = fields_read(family)
+    assert sorted(read & COMMON_IRRELEVANT.keys()) == []
+    assert sorted(read & architecture.irrelevant.keys()) == []
+
+
+@families
+def test_what_is_refused_is_neither_read_nor_irrelevant(family):
+    architecture = ARCHITECTURES[family]
+    refused = COMMON_REFUSED.keys() | architecture.refused.keys()
+    assert sorted(refused & fields_read(family)) == []
+    assert sorted(refused & (COMMON_IRRELEVANT.keys() | architecture.irrelevant.keys())) == []
+
+
+@families
+def test_every_declaration_has_a_reason(family):
+    architecture = ARCHITECTURES[family]
+    reasons = [*architecture.irrelevant.values(), *(reason for _, reason in architecture.refused.values())]
+    assert all(len(reason.split()) >= 2 or reason in ("generation", "tokenizer") for reason in reasons)
+
+
+@families
+def test_defaults_are_transformers_own(family):
+    """An empty config.json means what transformers' config class means by it."""
+    architecture = ARCHITECTURES[family]
+    config_class = getattr(transformers, architecture.hf_config)
+    full = json.loads(config_class().to_json_string(use_diff=False))
+    assert architecture.spec({"model_type": family}) == architecture.spec({**full, "model_type": family})
+
+
+@variants
+def test_a_variant_has_no_unknown_fields(variant):
+    _, unknown = ARCHITECTURES[variant.family].spec_and_unknown(variant.config)
+    assert unknown == []
+
+
+# --- 2: every element once, and back ---------------------------------------------------------------------------------
+
+
+@variants
+def test_every_element_lands_once_and_comes_back(variant):
+    architecture, spec = ARCHITECTURES[variant.family], spec_of(variant.config)
+    landed: dict[str, np.ndarray] = {}
+    start = 0
+    for leaf in architecture.bind(spec):
+        count = int(np.prod(leaf.shape))
+        source = np.arange(start, start + count, dtype=np.int64).reshape(leaf.shape)
+        start += count
+        shared = leaf.to_shared(source)
+        assert tuple(array.shape for array in shared) == leaf.shared_shapes
+        back = leaf.to_checkpoint(shared)
+        assert (back.shape, back.dtype) == (source.shape, source.dtype)
+        assert back.tobytes() == source.tobytes(), leaf.checkpoint
+        assert not landed.keys() & set(leaf.shared)
+        landed.update(zip(leaf.shared, shared, strict=True))
+    everything = np.concatenate([array.reshape(-1) for array in landed.values()])
+    assert np.array_equal(np.sort(everything), np.arange(start))
+    assert {name: array.shape for name, array in landed.items()} == {p.name: p.shape for p in spec.parameters()}
+    assert start == sum(parameter.count for parameter in spec.parameters())
+
+
+@variants
+def test_torch_numpy_and_shapes_alone_agree(variant):
+    architecture, spec = ARCHITECTURES[variant.family], spec_of(variant.config)
+    for leaf in architecture.bind(spec):
+        source = np.arange(np.prod(leaf.shape), dtype=np.int64).reshape(leaf.shape)
+        with_numpy = leaf.to_shared(source)
+        with_torch = leaf.to_shared(torch.from_numpy(source))
+        without_data = leaf.to_shared(torch.empty(leaf.shape, device="meta"))
+        for ours, theirs, shape in zip(with_numpy, with_torch, without_data, strict=True):
+            assert np.array_equal(ours, theirs.numpy())
+            assert ours.shape == tuple(theirs.shape) == tuple(shape.shape)
+        assert np.array_equal(leaf.to_checkpoint(with_numpy), leaf.to_checkpoint(with_torch).numpy())
+        assert tuple(leaf.to_checkpoint(without_data).shape) == leaf.shape
+
+
+# --- 3: names and shapes ---------------------------------------------------------------------------------------------
+
+
+def hf_shapes(config: transformers.PreTrainedConfig, drop: str | None) -> dict[str, tuple[int, ...]]:
+    """transformers' own names and shapes for a config, no memory taken."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name != drop}
+
+
+@variants
+def test_checkpoint_names_and_shapes_are_transformers_own(variant):
+    architecture, spec = ARCHITECTURES[variant.family], spec_of(variant.config)
+    ours = {leaf.checkpoint: leaf.shape for leaf in architecture.bind(spec)}
+    assert ours == hf_shapes(hf_config(variant.config), architecture.head if spec.head.tied else None)
+
+
+@variants
+def test_module_names_and_shapes_are_the_trees(variant):
+    spec = spec_of(variant.config)
+    with torch.device("meta"):
+        decoder = Decoder(spec)
+    modules = {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
+    assert modules == {parameter.name: parameter.shape for parameter in spec.parameters()}
+
+
+@families
+def test_the_default_config_counts_what_transformers_counts(family):
+    """The full-size defaults, where head_dim, biases and groups are the real ones."""
+    architecture = ARCHITECTURES[family]
+    config = getattr(transformers, architecture.hf_config)()
+    spec = architecture.spec({"model_type": family})
+    ours = {leaf.checkpoint: leaf.shape for leaf in architecture.bind(spec)}
+    assert ours == hf_shapes(config, architecture.head if spec.head.tied else None)
+
+
+# --- 4: logits -------------------------------------------------------------------------------------------------------
+
+LENGTHS = (1, 7, 64, 200)
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """Input ids (B, T) and, for a padded batch, their mask."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor | None
+    name: str
+
+
+def probes(length: int, batch: int, paddings: tuple[str, ...]) -> Iterator[Probe]:
+    """A batch of `length` tokens, plain and padded: the first row stays whole, later ones lose more and more."""
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(0, VOCAB, (batch, length), generator=generator)
+    yield Probe(ids, None, f"T={length} B={batch}")
+    for side in paddings if batch > 1 and length > 1 else ():
+        mask = torch.ones_like(ids)
+        for row in range(1, batch):
+            padding = row * length // 4
+            if side == "left":
+                mask[row, :padding] = 0
+            else:
+                mask[row, length - padding :] = 0
+        yield Probe(ids, mask, f"T={length} B={batch} padded {side}")
+
+
+def grid(representative: bool) -> Iterator[Probe]:
+    """Every length for a family's representative; past every window and context for all. Lengths grow, because
+    transformers' dynamic rope remembers the longest sequence it saw."""
+    for length in LENGTHS if representative else (7, 200):
+        for batch in (1, 3) if representative else (3,):
+            yield from probes(length, batch, ("left", "right"))
+
+
+def largest_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """max |Δ|, and never zero where one side is not finite."""
+    assert ours.dtype == theirs.dtype
+    assert ours.shape == theirs.shape
+    assert bool(theirs.isfinite().all())
+    return (ours.double() - theirs.double()).abs().max().item()
+
+
+def attention_paths(variant: Variant) -> tuple[str, ...]:
+    return ARCHITECTURES[variant.family].reference(spec_of(variant.config))
+
+
+LOGIT_CASES = [
+    pytest.param(variant, dtype, attention, id=f"{variant}-{str(dtype).removeprefix('torch.')}-{attention}")
+    for variant in VARIANTS
+    for dtype in (torch.float32, torch.bfloat16)
+    for attention in attention_paths(variant)
+]
+
+
+@pytest.mark.parametrize(("variant", "dtype", "attention"), LOGIT_CASES)
+def test_logits_are_transformers_to_the_bit(variant, dtype, attention):
+    reference = randomised_reference(variant.config, dtype, attention)
+    decoder = decoder_from(reference, variant.config, attention)
+    worst = {}
+    with torch.inference_mode():
+        for probe in grid(variant.representative):
+            theirs = reference(input_ids=probe.input_ids, attention_mask=probe.attention_mask).logits
+            ours = decoder(probe.input_ids, probe.attention_mask)
+            if probe.attention_mask is not None:
+                ours, theirs = (logits[probe.attention_mask.bool()] for logits in (ours, theirs))
+            worst[probe.name] = largest_difference(ours, theirs)
+    assert {name: difference for name, difference in worst.items() if difference != 0} == {}
+
+
+@pytest.mark.parametrize(("variant", "dtype", "attention"), LOGIT_CASES)
+def test_greedy_decode_is_transformers_to_the_bit(variant, dtype, attention):
+    """From a prompt shorter than the window to well past it, one token at a time."""
+    reference = randomised_reference(variant.config, dtype, attention, seed=1)
+    decoder = decoder_from(reference, variant.config, attention)
+    cache = Cache(decoder.spec)
+    ids = next(probes(10, 1, ())).input_ids
+    worst = []
+    with torch.inference_mode():
+        theirs = reference(input_ids=ids, use_cache=True)
+        ours = decoder(ids, cache=cache)
+        for _ in range(48 if variant.representative else 24):
+            worst.append(largest_difference(ours, theirs.logits))
+            ids = theirs.logits[:, -1:].argmax(-1)
+            theirs = reference(input_ids=ids, past_key_values=theirs.past_key_values, use_cache=True)
+            ours = decoder(ids, cache=cache)
+    assert worst == [0.0] * len(worst)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", REPRESENTATIVES.values(), ids=str)
+def test_padded_decode_is_transformers_to_the_bit(variant, dtype):
+    attention = attention_paths(variant)[0]
+    reference = randomised_reference(variant.config, dtype, attention, seed=2)
+    decoder = decoder_from(reference, variant.config, attention)
+    cache = Cache(decoder.spec)
+    *_, probe = probes(12, 3, ("left",))
+    ids, mask = probe.input_ids, probe.attention_mask
+    worst, past = [], None
+    with torch.inference_mode():
+        for _ in range(16):
+            outputs = reference(input_ids=ids, attention_mask=mask, past_key_values=past, use_cache=True)
+            ours, theirs, past = decoder(ids, mask, cache=cache), outputs.logits, outputs.past_key_values
+            worst.append(largest_difference(ours[:, -1], theirs[:, -1]))
+            ids = theirs[:, -1:].argmax(-1)
+            mask = torch.cat([mask, mask.new_ones(3, 1)], dim=1)
+    assert worst == [0.0] * len(worst)
+
+
+@pytest.mark.parametrize("variant", REPRESENTATIVES.values(), ids=str)
+def test_a_wrong_weight_shows(variant):
+    """The probe is not blind: every single tensor, negated, moves the logits."""
+    attention = attention_paths(variant)[0]
+    reference = randomised_reference(variant.config, torch.float32, attention)
+    decoder = decoder_from(reference, variant.config, attention)
+    ids = next(probes(32, 1, ())).input_ids
+    blind = []
+    with torch.inference_mode():
+        right = decoder(ids)
+        for name, parameter in decoder.named_parameters():
+            parameter.neg_()
+            if (decoder(ids) - right).abs().max().item() < 1e-3:
+                blind.append(name)
+            parameter.neg_()
+        assert torch.equal(decoder(ids), right)
+    # Without rotation a bias on keys adds the same to all of a query's scores: the softmax does not see it.
+    if not isinstance(decoder.spec.blocks[0].attention.position, Rotary):
+        blind = [name for name in blind if not name.endswith("k_proj.bias")]
+    assert blind == []
+
+
+# --- config.json there and back --------------------------------------------------------------------------------------
+
+
+@variants
+def test_config_round_trip(variant):
+    architecture, spec = ARCHITECTURES[variant.family], spec_of(variant.config)
+    config = architecture.config_for(spec)
+    assert config["model_type"] == variant.family
+    assert config["architectures"] == [architecture.hf_class]
+    assert architecture.spec(json.loads(json.dumps(config))) == spec
+
+
+@variants
+def test_transformers_reads_the_config_that_is_written(variant):
+    """Old forms included: what is written is today's form, and the model transformers builds from it is the same."""
+    architecture, spec = ARCHITECTURES[variant.family], spec_of(variant.config)
+    written = hf_config(architecture.config_for(spec))
+    tied = architecture.head if spec.head.tied else None
+    assert hf_shapes(written, tied) == hf_shapes(hf_config(variant.config), tied)
+    saved = json.loads(written.to_json_string(use_diff=False))
+    assert architecture.spec(saved) == spec
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_the_config_that_is_written_computes_the_same(variant):
+    """Rope scalings, windows, scales: what shapes do not show."""
+    architecture, spec = ARCHITECTURES[variant.family], spec_of(variant.config)
+    attention = attention_paths(variant)[0]
+    before = randomised_reference(variant.config, torch.float32, attention)
+    after = randomised_reference(architecture.config_for(spec), torch.float32, attention)
+    after.load_state_dict(before.state_dict())
+    ids = next(probes(200, 1, ())).input_ids
+    with torch.inference_mode():
+        assert torch.equal(before(input_ids=ids).logits, after(input_ids=ids).logits)
+
+
+def test_modern_forms_change_nothing_but_old_ones():
+    changed = {name for name, config in CONFIGS.items() if modern(config) != config}
+    assert changed == {name for name in CONFIGS if "RefinedWeb" in name}
+
+
+# --- what a family cannot express ------------------------------------------------------------------------------------
+
+
+def refusal(target: str, spec: ModelSpec) -> str:
+    with pytest.raises(CannotExpress) as caught:
+        ARCHITECTURES[target].config_for(spec)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "named"),
+    [
+        ("llama", "bloom", ["attention_norm: RMSNorm", "feed_forward: GatedFeedForward", "embedding.norm"]),
+        ("llama", "gpt2", ["attention_norm: RMSNorm", "positions"]),
+        ("llama-2", "falcon", ["attention_norm: RMSNorm", "feed_forward: GatedFeedForward"]),
+        ("llama", "falcon", ["num_kv_heads"]),
+        ("gpt2", "llama", ["rotary"]),
+        ("bloom", "llama", ["rotary"]),
+        ("bloom", "gpt2", ["gelu_bloom"]),
+        ("mistral", "llama", ["attention.window: 16"]),
+        ("llama-2", "mistral", []),
+        ("llama", "qwen2", ["output_bias"]),
+        ("llama-2", "qwen2", ["qkv_bias"]),
+        ("llama-2", "qwen3", ["q_norm", "k_norm"]),
+        ("qwen2", "llama", ["qkv_bias"]),
+        ("qwen2-layer-types", "mistral", ["window"]),
+        ("qwen3", "qwen2", ["q_norm", "qkv_bias"]),
+        ("falcon-7b", "llama", ["attention_norm: LayerNorm", "parallel"]),
+        ("falcon-40b", "bloom", ["parallel", "kv_heads"]),
+        ("falcon-rw", "bloom", ["position"]),
+        ("gpt2-by-layer", "falcon", ["positions"]),
+    ],
+)
+def test_a_tree_of_another_family_is_refused_by_its_components(source, target, named):
+    if not named:  # the one that can be said: a llama without biases is a mistral without a window
+        spec = spec_of(CONFIGS[source])
+        assert ARCHITECTURES[target].spec(ARCHITECTURES[target].config_for(spec)) == spec
+        return
+    message = refusal(target, spec_of(CONFIGS[source]))
+    assert [component for component in named if component not in message] == [], message
+
+
+@pytest.mark.parametrize("target", ARCHITECTURES)
+@variants
+def test_any_tree_is_either_expressed_or_refused(variant, target):
+    """Never another exception, and never a config that reads back as another tree."""
+    spec = spec_of(variant.config)
+    try:
+        config = ARCHITECTURES[target].config_for(spec)
+    except CannotExpress as refused:
+        assert target in refused.message  # noqa: PT017
+        assert len(str(refused)) < 2000  # noqa: PT017
+    else:
+        assert ARCHITECTURES[target].spec(config) == spec
+        ARCHITECTURES[target].bind(spec)

@@ -1,0 +1,303 @@
+"""Tiny configs of every family and every variant of it, and transformers models of them with all parameters random.
+
+A family's first variant is the one that gets the full grid of probes. `config` is what a config.json says, old forms
+included; `modern` is the same in words that transformers understands.
+"""
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from gptkit.architectures import architecture_of
+from gptkit.modules import Decoder
+from gptkit.spec import ModelSpec
+
+VOCAB = 97
+
+GPT2 = {"model_type": "gpt2", "vocab_size": VOCAB, "n_positions": 256, "n_embd": 48, "n_layer": 3, "n_head": 4}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 256,
+}
+GROUPED = {"num_hidden_layers": 3, "num_key_value_heads": 2}
+MISTRAL = {**LLAMA, **GROUPED, "model_type": "mistral"}
+QWEN2 = {**LLAMA, **GROUPED, "model_type": "qwen2"}
+QWEN3 = {**LLAMA, **GROUPED, "model_type": "qwen3", "head_dim": 16}
+WINDOWED = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+BLOOM = {"model_type": "bloom", "vocab_size": VOCAB, "hidden_size": 48, "n_layer": 3, "n_head": 6}
+FALCON = {
+    "model_type": "falcon",
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 256,
+}
+FALCON_7B = {**FALCON, "multi_query": True, "parallel_attn": True, "bias": False}
+FALCON_40B = {**FALCON, "num_kv_heads": 2, "new_decoder_architecture": True, "bias": True}
+FALCON_RW = {**FALCON, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True}
+REFINED_WEB = {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 3, "n_head": 6, "hidden_dropout": 0.0}
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 40,
+    "factor": 4.0,
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2,
+    "gpt2-by-layer": {
+        **GPT2,
+        "n_embd": 40,
+        "scale_attn_by_inverse_layer_idx": True,
+        "n_inner": 100,
+        "activation_function": "relu",
+    },
+    "gpt2-unscaled": {**GPT2, "scale_attn_weights": False, "layer_norm_epsilon": 1e-4},
+    "gpt2-untied": {**GPT2, "tie_word_embeddings": False, "activation_function": "gelu_pytorch_tanh"},
+    "gpt2-other-names": {
+        "model_type": "gpt2",
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 256,
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "n_inner": None,
+        "activation_function": "quick_gelu",
+    },
+    "llama": {
+        **LLAMA,
+        **GROUPED,
+        "head_dim": 20,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "llama-2": {**LLAMA, "head_dim": None, "num_key_value_heads": None, "rope_scaling": None, "rms_norm_eps": 1e-5},
+    "llama-3": {**LLAMA, "num_key_value_heads": 3, "rope_scaling": LLAMA3_ROPE, "rope_theta": 5e5},
+    "llama-v5": {
+        **LLAMA,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 2e5},
+    },
+    "llama-linear": {**LLAMA, "rope_scaling": {"type": "linear", "factor": 4.0}, "hidden_act": "gelu"},
+    "llama-dynamic": {
+        **LLAMA,
+        "max_position_embeddings": 40,
+        "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+    },
+    "llama-yarn": {**LLAMA, "max_position_embeddings": 160, "rope_scaling": YARN_ROPE},
+    "llama-yarn-mscale": {
+        **LLAMA,
+        "max_position_embeddings": 160,
+        "rope_scaling": {
+            **YARN_ROPE,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.3,
+            "beta_fast": 8,
+            "beta_slow": 2,
+            "truncate": False,
+        },
+    },
+    "llama-longrope": {**LLAMA, "max_position_embeddings": 160, "rope_scaling": LONG_ROPE},
+    "mistral": {**MISTRAL, "sliding_window": 16},
+    "mistral-no-window": {**MISTRAL, "sliding_window": None, "head_dim": 12},
+    "mistral-default-window": {**MISTRAL, "tie_word_embeddings": True},
+    "qwen2": {**QWEN2, **WINDOWED, "tie_word_embeddings": True},
+    "qwen2-no-window": {**QWEN2, "use_sliding_window": False, "sliding_window": 16, "max_window_layers": 1},
+    "qwen2-layer-types": {
+        **QWEN2,
+        "use_sliding_window": True,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "qwen2-yarn": {**QWEN2, "max_position_embeddings": 160, "rope_scaling": {**YARN_ROPE, "type": "yarn"}},
+    "qwen3": QWEN3,
+    "qwen3-windowed": {**QWEN3, **WINDOWED, "attention_bias": True, "tie_word_embeddings": True},
+    "bloom": BLOOM,
+    "bloom-post-norm": {
+        **BLOOM,
+        "hidden_size": 64,
+        "n_head": 8,
+        "apply_residual_connection_post_layernorm": True,
+        "seq_length": 128,
+    },
+    "bloom-old-names": {
+        "model_type": "bloom",
+        "vocab_size": VOCAB,
+        "n_embed": 48,
+        "n_layer": 2,
+        "num_attention_heads": 3,
+        "tie_word_embeddings": False,
+    },
+    "falcon-7b": FALCON_7B,
+    "falcon-40b": FALCON_40B,
+    "falcon-11b": {**FALCON_40B, "bias": False, "num_ln_in_parallel_attn": 1, "tie_word_embeddings": False},
+    "falcon-rw": FALCON_RW,
+    "falcon-mha": {**FALCON, "multi_query": False, "bias": True, "ffn_hidden_size": 100, "activation": "relu"},
+    "falcon-alibi-parallel": {**FALCON_7B, "alibi": True, "bias": True},
+    "falcon-serial": {**FALCON_7B, "parallel_attn": False, "rope_theta": 5e4},
+    "falcon-RefinedWeb": {
+        **REFINED_WEB,
+        "model_type": "RefinedWeb",
+        "n_head_kv": 2,
+        "alibi": False,
+        "bias": False,
+        "parallel_attn": True,
+    },
+    "falcon-RefinedWebModel": {
+        **REFINED_WEB,
+        "model_type": "RefinedWebModel",
+        "alibi": False,
+        "bias": False,
+        "multi_query": True,
+        "parallel_attn": True,
+    },
+    "falcon-RefinedWebModel-rw": {
+        **{key: value for key, value in REFINED_WEB.items() if key != "hidden_size"},
+        "n_embed": 48,
+        "model_type": "RefinedWebModel",
+        "alibi": True,
+        "bias": True,
+        "multi_query": False,
+        "parallel_attn": False,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A config, the family it belongs to by its name here, and whether it stands for that family in long tests."""
+
+    name: str
+    family: str
+    config: dict[str, Any]
+    representative: bool
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _variants() -> list[Variant]:
+    seen: set[str] = set()
+    variants = []
+    for name, config in CONFIGS.items():
+        family = name.split("-")[0]
+        variants.append(Variant(name, family, config, family not in seen))
+        seen.add(family)
+    return variants
+
+
+VARIANTS = _variants()
+REPRESENTATIVES = {variant.family: variant for variant in VARIANTS if variant.representative}
+
+
+def variants_of(family: str) -> list[Variant]:
+    """The variants of a registered family; a family without any is an error that says what to do."""
+    found = [variant for variant in VARIANTS if variant.family == family]
+    if not found:
+        raise AssertionError(f"the family {family!r} has no variants: add tiny configs '{family}…' to tests/families.py")
+    return found
+
+
+def modern(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` in words that transformers understands; its own copy, since transformers writes into nested ones."""
+    config = copy.deepcopy(dict(config))
+    if config["model_type"] in ("RefinedWeb", "RefinedWebModel"):
+        config["new_decoder_architecture"] = config["model_type"] == "RefinedWeb"
+        config["model_type"] = "falcon"
+        renamed = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_head_kv": "num_kv_heads"}
+        config = {renamed.get(key, key): value for key, value in config.items()}
+    return config
+
+
+def hf_config(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
+    """transformers' config of a config.json."""
+    return transformers.AutoConfig.for_model(**modern(config))
+
+
+def randomised_reference(
+    config: Mapping[str, Any], dtype: torch.dtype = torch.float32, attention: str = "sdpa", seed: int = 0
+) -> transformers.PreTrainedModel:
+    """transformers' model of a config with every parameter random, at scales such as training leaves behind.
+
+    Norms vary around one and biases around zero, so that a tensor that is dropped or put elsewhere shows.
+    """
+    model = transformers.AutoModelForCausalLM.from_config(
+        hf_config(config), dtype=dtype, attn_implementation=attention
+    ).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                is_norm_weight = name.endswith("weight")
+                parameter.copy_(1 + 0.3 * noise if is_norm_weight else 0.3 * noise)
+            elif any(part in name for part in ("wte", "wpe", "embed")):
+                parameter.copy_(0.8 * noise)
+            else:
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+    return model
+
+
+def shared_weights(reference: torch.nn.Module, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The reference's weights under shared names."""
+    architecture = architecture_of(config)
+    weights = reference.state_dict()
+    shared: dict[str, torch.Tensor] = {}
+    for leaf in architecture.bind(architecture.spec(config)):
+        tensors = leaf.to_shared(weights[leaf.checkpoint])
+        shared.update(zip(leaf.shared, tensors, strict=True))
+    return shared
+
+
+def decoder_from(reference: torch.nn.Module, config: Mapping[str, Any], attention: str = "sdpa") -> Decoder:
+    """gptkit's decoder of a config, with the reference's weights and dtype."""
+    decoder = Decoder(spec_of(config), attention=attention)  # type: ignore[arg-type]
+    decoder = decoder.to(next(reference.parameters()).dtype).eval()
+    decoder.load_state_dict(shared_weights(reference, config))
+    return decoder
+
+
+def save_hf(
+    config: Mapping[str, Any],
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    max_shard_size: str | int = "5GB",
+) -> transformers.PreTrainedModel:
+    """Write a randomised checkpoint of `config` as transformers saves it, and give the model back.
+
+    Where `config` is in an old form, config.json is put back into it.
+    """
+    attention = architecture_of(config).reference(spec_of(config))[0]
+    model = randomised_reference(config, dtype, attention, seed)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if modern(config) != config:
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return model
+
+
+def spec_of(config: Mapping[str, Any]) -> ModelSpec:
+    """gptkit's tree of a config."""
+    return architecture_of(config).spec(config)
