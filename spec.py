@@ -75,7 +75,7 @@ class Component(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 # --- norms -----------------------------------------------------------------------------------------------------------
 
 
-class LayerNorm(Component):
+class LayerNorm(Component, frozen=True):
     """(x - mean) / sqrt(var + eps) · weight + bias (Ba et al. 2016)."""
 
     size: Size
@@ -86,7 +86,7 @@ class LayerNorm(Component):
         return {"weight": (self.size,), **({"bias": (self.size,)} if self.bias else {})}
 
 
-class RMSNorm(Component):
+class RMSNorm(Component, frozen=True):
     """x / sqrt(mean(x²) + eps) · weight (Zhang & Sennrich 2019), computed in fp32 at least.
 
     `cast` says where the result returns to the model's dtype: llama multiplies by the weight after it.
@@ -106,7 +106,7 @@ Norm = LayerNorm | RMSNorm
 # --- positions -------------------------------------------------------------------------------------------------------
 
 
-class LearnedPositions(Component):
+class LearnedPositions(Component, frozen=True):
     """A table added to the token embeddings."""
 
     length: Size
@@ -116,20 +116,20 @@ class LearnedPositions(Component):
         return {"weight": (self.length, self.size)}
 
 
-class LinearScaling(Component):
+class LinearScaling(Component, frozen=True):
     """Positions divided by `factor` (kaiokendev 2023)."""
 
     factor: Positive
 
 
-class DynamicScaling(Component):
+class DynamicScaling(Component, frozen=True):
     """NTK-aware base that grows once the sequence is longer than `original_context` (bloc97, emozilla 2023)."""
 
     factor: Positive
     original_context: Size
 
 
-class YarnScaling(Component):
+class YarnScaling(Component, frozen=True):
     """YaRN (Peng et al. 2309.00071): interpolate slow pairs, keep fast ones, a ramp between; cos and sin scaled."""
 
     factor: Positive
@@ -140,7 +140,7 @@ class YarnScaling(Component):
     truncate: bool = True
 
 
-class LongRopeScaling(Component):
+class LongRopeScaling(Component, frozen=True):
     """LongRoPE (2402.13753): one divisor a pair, another set beyond `original_context`; cos and sin scaled."""
 
     short_factor: tuple[Positive, ...]
@@ -149,7 +149,7 @@ class LongRopeScaling(Component):
     attention_factor: Positive
 
 
-class Llama3Scaling(Component):
+class Llama3Scaling(Component, frozen=True):
     """Llama 3.1: slow pairs divided by `factor`, fast ones kept, a ramp in wavelength between."""
 
     factor: Positive
@@ -161,7 +161,7 @@ class Llama3Scaling(Component):
 RopeScaling = LinearScaling | DynamicScaling | YarnScaling | LongRopeScaling | Llama3Scaling
 
 
-class Rotary(Component):
+class Rotary(Component, frozen=True):
     """Rotary positions (Su et al. 2104.09864) on the first `dim` elements of a head, pairs (i, i + dim/2)."""
 
     dim: Size
@@ -178,7 +178,7 @@ class Rotary(Component):
                     raise ConfigError(f"longrope {name} has {length} values, the rotary needs {self.dim // 2}")
 
 
-class ALiBi(Component):
+class ALiBi(Component, frozen=True):
     """A bias of slope(head) · position of the key (Press et al. 2108.12409).
 
     `scaled`: the bias is multiplied by the attention scale together with q·k (Falcon), or stands outside it (BLOOM).
@@ -192,7 +192,7 @@ class ALiBi(Component):
 # --- block -----------------------------------------------------------------------------------------------------------
 
 
-class Attention(Component):
+class Attention(Component, frozen=True):
     """Causal self-attention with `heads` query heads and `kv_heads` key and value heads (MHA, GQA, MQA).
 
     `scale` multiplies q·k; with `scaling` "divide" the scores are divided by its inverse instead. `window` w lets
@@ -247,7 +247,7 @@ class Attention(Component):
         return shapes
 
 
-class FeedForward(Component):
+class FeedForward(Component, frozen=True):
     """down(activation(up(x)))."""
 
     hidden_size: Size
@@ -269,7 +269,7 @@ class FeedForward(Component):
         return shapes
 
 
-class GatedFeedForward(Component):
+class GatedFeedForward(Component, frozen=True):
     """down(activation(gate(x)) · up(x)) (Shazeer 2002.05202); SwiGLU where the activation is silu."""
 
     hidden_size: Size
@@ -293,7 +293,7 @@ class GatedFeedForward(Component):
         return shapes
 
 
-class Block(Component):
+class Block(Component, frozen=True):
     """One layer, norms before attention and feed-forward ("pre-norm").
 
     serial:   x = r + attention(attention_norm(x)), then x = r + feed_forward(feed_forward_norm(x))
@@ -321,7 +321,7 @@ class Block(Component):
 # --- ends ------------------------------------------------------------------------------------------------------------
 
 
-class Embedding(Component):
+class Embedding(Component, frozen=True):
     """The token table; `norm` is applied to its rows before the first block (BLOOM)."""
 
     vocab_size: Size
@@ -332,7 +332,7 @@ class Embedding(Component):
         return {"weight": (self.vocab_size, self.hidden_size)}
 
 
-class Head(Component):
+class Head(Component, frozen=True):
     """Logits from hidden states. `tied`: its weight is the embedding's, and is stored once."""
 
     vocab_size: Size
@@ -358,7 +358,7 @@ class Parameter(msgspec.Struct, frozen=True):
         return math.prod(self.shape)
 
 
-class ModelSpec(Component):
+class ModelSpec(Component, frozen=True):
     """A decoder-only language model. `context_length` is the longest sequence it was trained for, where known."""
 
     embedding: Embedding
@@ -460,6 +460,7 @@ def from_json(data: Any) -> ModelSpec:
 
     Raises:
         ConfigError: a field is missing, unknown, or of the wrong type or range.
+
     """
     try:
         return msgspec.convert(data, ModelSpec)

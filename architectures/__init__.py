@@ -30,6 +30,7 @@ def named(name: str) -> Architecture:
 
     Raises:
         UnknownFamily: with the list of known ones.
+
     """
     if name not in ARCHITECTURES:
         raise UnknownFamily(f"no family is called {name!r:.60}", f"known families: {', '.join(ARCHITECTURES)}")
@@ -42,6 +43,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     Raises:
         ConfigError: it names no model_type.
         UnknownFamily: no architecture file knows the model_type.
+
     """
     kind = config.get("model_type")
     known = f"known families: {', '.join(ARCHITECTURES)}"

@@ -112,6 +112,7 @@ class Architecture:
 
         Raises:
             ConfigError: a field of the wrong type or range, or one that is refused.
+
         """
         return self.spec_and_unknown(config)[0]
 
@@ -127,6 +128,7 @@ class Architecture:
 
         Raises:
             CannotExpress: this family has no config for the tree; the components in the way are listed.
+
         """
         try:
             config = {"model_type": self.name, "architectures": [self.hf_class], **self.write(spec)}
@@ -153,6 +155,7 @@ class Architecture:
 
         Raises:
             CannotExpress: as `config_for`.
+
         """
         config = self.config_for(spec)
         if original is None or original.get("model_type") not in self.model_types:
@@ -172,6 +175,7 @@ class Architecture:
 
         Raises:
             CannotExpress: a shared tensor has no leaf here.
+
         """
         shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
         bound = list(self._bound(spec, shapes))

@@ -24,6 +24,7 @@ GROUPED_BIAS = Layout("(kv_heads slot head_dim)", split="slot", parts=("group", 
 
 
 def read(config: ConfigReader) -> ModelSpec:
+    """config.json -> tree."""
     hidden = config.integer("hidden_size", 64)
     heads = config.integer("n_head", 8)
     layers = config.layers("n_layer", 2)
@@ -64,6 +65,7 @@ def read(config: ConfigReader) -> ModelSpec:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
+    """Tree -> the config.json fields that describe it."""
     first = spec.blocks[0]
     return {
         "vocab_size": spec.vocab_size,

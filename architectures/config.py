@@ -62,6 +62,7 @@ def parse_config_text(text: str | bytes, where: str) -> dict[str, Any]:
 
     Raises:
         ConfigError: not JSON, not an object, or larger than 16 MB.
+
     """
     if len(text) > MAX_CONFIG_BYTES:
         raise ConfigError(f"{where} has {len(text):,} bytes: not a config.json")
@@ -79,6 +80,7 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], str]:
 
     Raises:
         ConfigError: as `parse_config_text`, or the file cannot be read.
+
     """
     try:
         raw = path.read_bytes()
@@ -145,7 +147,7 @@ class ConfigReader:
         return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
-        """true or false; null counts as absent."""
+        """True or false; null counts as absent."""
         value = self.raw(name, default)
         if value is None:
             return default

@@ -1,8 +1,8 @@
 """Falcon in its forms: 7b (MQA, parallel, one norm), 40b (grouped heads, parallel, two norms), 11b (one norm), rw
 (ALiBi, serial). Old checkpoints say RefinedWeb (40b) or RefinedWebModel (7b, rw).
 
-Source: transformers models/falcon/{configuration,modeling}_falcon.py. One layout serves all fused q-k-v tensors. Linears
-multiply and then add the bias, rounding twice; scores are divided by sqrt(head_dim); ALiBi is rounded to bfloat16
+Source: transformers models/falcon/{configuration,modeling}_falcon.py. One layout serves all fused q-k-v tensors.
+Linears multiply and then add the bias, rounding twice; scores are divided by sqrt(head_dim); ALiBi is rounded to bfloat16
 even in fp32. transformers' eager path adds ALiBi twice (transformers issues 29067 and 29946), so ALiBi models are
 verified against sdpa alone.
 """
@@ -30,6 +30,7 @@ from .rope import read_rotary, write_rotary
 
 
 def read(config: ConfigReader) -> ModelSpec:
+    """config.json -> tree."""
     hidden = config.integer("hidden_size", 4544)
     heads = config.integer("num_attention_heads", 71)
     layers = config.layers("num_hidden_layers", 32)
@@ -96,6 +97,7 @@ def read(config: ConfigReader) -> ModelSpec:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
+    """Tree -> the config.json fields that describe it."""
     first = spec.blocks[0]
     attention = first.attention
     grouped = attention.kv_expansion == "projection"

@@ -46,6 +46,7 @@ def conv1d(outputs: str, inputs: str) -> Layout:
 
 
 def read(config: ConfigReader) -> ModelSpec:
+    """config.json -> tree."""
     hidden = config.integer("n_embd", 768)
     heads = config.integer("n_head", 12)
     layers = config.layers("n_layer", 12)
@@ -97,6 +98,7 @@ def read(config: ConfigReader) -> ModelSpec:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
+    """Tree -> the config.json fields that describe it."""
     first = spec.blocks[0]
     plain = first.attention.head_dim**-0.5
     return {

@@ -37,7 +37,8 @@ def read_llama_like(
     windows: tuple[int | None, ...] | None = None,
 ) -> ModelSpec:
     """The tree of a llama-like config. `defaults` are the config class' own for absent keys; `head_dim` None is
-    hidden / heads; `windows` one a layer."""
+    hidden / heads; `windows` one a layer.
+    """
     hidden = config.integer("hidden_size", defaults["hidden_size"])
     heads = config.integer("num_attention_heads", defaults["num_attention_heads"])
     layers = config.layers("num_hidden_layers", defaults["num_hidden_layers"])
@@ -114,6 +115,7 @@ def write_llama_like(spec: ModelSpec) -> dict[str, Any]:
 
 
 def read(config: ConfigReader) -> ModelSpec:
+    """config.json -> tree."""
     bias = config.boolean("attention_bias", False)
     return read_llama_like(
         config,
@@ -126,6 +128,7 @@ def read(config: ConfigReader) -> ModelSpec:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
+    """Tree -> the config.json fields that describe it."""
     first = spec.blocks[0]
     return {
         **write_llama_like(spec),

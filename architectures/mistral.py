@@ -25,6 +25,7 @@ DEFAULTS = {
 
 
 def read(config: ConfigReader) -> ModelSpec:
+    """config.json -> tree."""
     window = config.optional_integer("sliding_window", 4096)
     return read_llama_like(
         config,
@@ -35,6 +36,7 @@ def read(config: ConfigReader) -> ModelSpec:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
+    """Tree -> the config.json fields that describe it."""
     return {**write_llama_like(spec), "sliding_window": spec.blocks[0].attention.window}
 
 

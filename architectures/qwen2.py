@@ -57,6 +57,7 @@ def write_windows(spec: ModelSpec) -> dict[str, Any]:
 
 
 def read(config: ConfigReader) -> ModelSpec:
+    """config.json -> tree."""
     # transformers' Qwen2Config has no head_dim, but its model takes one where config.json brings it along.
     return read_llama_like(
         config,
@@ -68,6 +69,7 @@ def read(config: ConfigReader) -> ModelSpec:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
+    """Tree -> the config.json fields that describe it."""
     return {**write_llama_like(spec), **write_windows(spec)}
 
 

@@ -15,6 +15,7 @@ from .qwen2 import DEFAULTS, read_windows, write_windows
 
 
 def read(config: ConfigReader) -> ModelSpec:
+    """config.json -> tree."""
     bias = config.boolean("attention_bias", False)
     return read_llama_like(
         config,
@@ -28,6 +29,7 @@ def read(config: ConfigReader) -> ModelSpec:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
+    """Tree -> the config.json fields that describe it."""
     return {
         **write_llama_like(spec),
         **write_windows(spec),

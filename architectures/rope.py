@@ -16,8 +16,8 @@ from ..spec import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
-    Rotary,
     RopeScaling,
+    Rotary,
     YarnScaling,
 )
 from .config import ConfigReader
@@ -32,6 +32,7 @@ def read_rotary(config: ConfigReader, dim: int, context_length: int) -> Rotary:
 
     Raises:
         ConfigError: an unknown rope type, a missing or malformed parameter, or partial rotation.
+
     """
     scaling = config.raw("rope_scaling")
     parameters = config.raw("rope_parameters")
@@ -42,7 +43,9 @@ def read_rotary(config: ConfigReader, dim: int, context_length: int) -> Rotary:
     if any(isinstance(value, dict) for value in found.values()):
         raise ConfigError("config.json: rope parameters by layer type are not known for this family")
     rope = ConfigReader(found)
-    base = rope.number("rope_theta") if rope.raw("rope_theta") is not None else config.number("rope_theta", DEFAULT_BASE)
+    base = (
+        rope.number("rope_theta") if rope.raw("rope_theta") is not None else config.number("rope_theta", DEFAULT_BASE)
+    )
     partial = rope.raw("partial_rotary_factor", config.raw("partial_rotary_factor", 1.0))
     if partial not in (None, 1, 1.0):
         raise ConfigError(f"config.json: partial_rotary_factor is {partial!r:.60}: this family rotates whole heads")

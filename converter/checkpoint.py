@@ -30,6 +30,7 @@ from .tree import LOCAL_CONFIG, Origin, is_local, read_spec
 
 __all__ = ["Checkpoint", "identity_leaves", "open_checkpoint"]
 
+
 class Weights(Protocol):
     """Tensors by the name they have in the files."""
 
@@ -67,6 +68,7 @@ class Checkpoint:
         dtype: the dtype to compute in unless told otherwise, by safetensors' name.
         dtypes: each leaf's stored dtype, by its checkpoint name.
         notes: what a person should know: buffers dropped, a head stored twice, unknown config fields.
+
     """
 
     reference: str
@@ -147,6 +149,7 @@ def open_checkpoint(
         InvalidInput: files or config broken, family unknown, tensors missing, extra (unless `allow_extra`), mis-shaped
             or not floating point; all tensors at fault are listed.
         Offline: it is not here and there is no network.
+
     """
     found = resolve(str(reference), offline=offline, allow_pickle=allow_pickle, repo_of=repo_of)
     spec, origin, unknown = read_spec(found.path)

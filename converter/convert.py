@@ -57,8 +57,9 @@ def plan_output(
     Raises:
         CannotExpress: the family has no place for some components.
         UsageError: `to` is no known format, or "hf" for a tree that never had a family.
+
     """
-    companions = [path for path in token_files(folder)]
+    companions = token_files(folder)
     if to == "local":
         data = {
             "gptkit": __version__,
@@ -130,12 +131,18 @@ def convert(
         to: "local", "hf", or "hf:FAMILY" for another family that can hold the tree.
         force: replace an existing checkpoint folder, in one step.
         dry_run: plan only.
-        progress: called with the bytes of every tensor written; `on_plan` once before the first.
+        offline: use local files and the hub's cache only.
+        allow_pickle: read .bin files too (weights only).
+        allow_extra: leave out tensors that have no place in the model instead of refusing them.
+        max_shard_bytes: start another weight file beyond it.
+        progress: called with the bytes of every tensor written.
+        on_plan: called once, before the first tensor is read.
 
     Raises:
         InvalidInput, Offline: as `open_checkpoint`.
         CannotExpress: the family cannot hold the tree; nothing was written.
         UsageError: `out` exists, or its parent does not.
+
     """
     source = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
     target = Path(out) if out is not None else default_output(str(model), to)

@@ -21,10 +21,11 @@ Array = NDArray[Any]
 
 
 def parse_dtype(name: str) -> str:
-    """safetensors' name for a dtype given as torch's or its short form (bf16, float32, fp16, …).
+    """Safetensors' name for a dtype given as torch's or its short form (bf16, float32, fp16, …).
 
     Raises:
         UsageError: it is none of the four.
+
     """
     short = {"bf16": "BF16", "f16": "F16", "fp16": "F16", "f32": "F32", "fp32": "F32", "f64": "F64", "fp64": "F64"}
     known = {**short, **{torch_name: ours for ours, torch_name in HF_NAMES.items()}}
@@ -54,11 +55,13 @@ def from_float64(values: NDArray[np.float64], dtype: str) -> Array:
 
     Raises:
         CheckpointError: a finite value is beyond the dtype's range.
+
     """
     if dtype == "F64":
         return np.ascontiguousarray(values)
     with np.errstate(over="ignore"):
         narrow = values.astype(np.float16 if dtype == "F16" else np.float32)
+    rounded: Array
     if dtype == "BF16":
         # fp64 -> fp32 -> bf16 would round twice: make the fp32 step round to odd, so that the second one decides.
         bits = narrow.view(np.uint32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,7 +64,7 @@ def _folder(folder: Path, allow_pickle: bool) -> WeightFiles:
         return _single(folder / SINGLE)
     if _kind(folder / INDEX) == "file":
         return _sharded(folder, read_index(folder / INDEX))
-    names = sorted(os.listdir(folder))
+    names = sorted(entry.name for entry in folder.iterdir())
     others = [name for name in names if name.endswith(".safetensors")]
     if len(others) == 1:
         return _single(folder / others[0])
@@ -88,7 +87,7 @@ def _folder(folder: Path, allow_pickle: bool) -> WeightFiles:
 
 def _kind(path: Path) -> Literal["file", "folder", "other"] | None:
     try:
-        mode = os.stat(path).st_mode
+        mode = path.stat().st_mode
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
@@ -116,7 +115,7 @@ def read_index(path: Path) -> dict[str, str]:
     Raises UntrustedInput for a file name that leads out of the folder, CheckpointError for anything else that is wrong.
     """
     try:
-        size = os.stat(path).st_size
+        size = path.stat().st_size
         raw = path.read_bytes() if size <= _MAX_INDEX else None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error

@@ -76,8 +76,8 @@ def copy_file(src: Path, dst: Path) -> None:
     """
     try:
         with (
-            open(src, "rb", buffering=0) as source,
-            open(os.open(dst, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb", buffering=0) as sink,
+            src.open("rb", buffering=0) as source,
+            dst.open("xb", buffering=0) as sink,
         ):
             offset = _copy_in_kernel(source.fileno(), sink.fileno())
             # Also what follows a copy that the kernel ended early: at the end of the file the first read is empty.
@@ -104,7 +104,7 @@ def _copy_in_kernel(source: int, sink: int) -> int:
 
 def sha256_file(path: Path) -> str:
     """The sha256 of a file's bytes, in hex. Raises OSError."""
-    with open(path, "rb", buffering=0) as file:
+    with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -119,8 +119,8 @@ class Staging:
     """
 
     def __init__(self, target: Path, force: bool = False) -> None:
-        # Not resolve(): a target that is a symlink has to be seen as one.
-        self.target = Path(os.path.abspath(os.path.expanduser(target)))
+        # Not Path.resolve(), as ruff wants: a target that is a symlink has to be seen as one.
+        self.target = Path(os.path.abspath(os.path.expanduser(target)))  # noqa: PTH100, PTH111
         self.force = force
         self._path: Path | None = None
         self._lock: int | None = None
@@ -217,17 +217,17 @@ class Staging:
         self._check_target()  # again: it was first checked before the work, which may have taken an hour
         if not os.path.lexists(self.target):
             if not _renameat2(path, self.target, _RENAME_NOREPLACE):
-                os.rename(path, self.target)
+                path.rename(self.target)
             return None
         if _renameat2(path, self.target, _RENAME_EXCHANGE):
             return path
         aside = path.with_name(path.name.replace(".partial-", ".old-"))
         try:
-            os.rename(self.target, aside)
-            os.rename(path, self.target)
+            self.target.rename(aside)
+            path.rename(self.target)
         except BaseException:
             if not os.path.lexists(self.target):
-                os.rename(aside, self.target)
+                aside.rename(self.target)
             raise
         return aside
 
@@ -252,7 +252,7 @@ class Staging:
             raise UsageError(f"{target} exists and is {what}, not a folder", "Choose another name for the output.")
         if not self.force:
             raise UsageError(f"{target} exists", "Choose another name, or pass --force to replace it.")
-        names = set(os.listdir(target))
+        names = {entry.name for entry in target.iterdir()}
         if names and (".git" in names or not names & {"config.json", "gptkit.json"}):
             why = "is a git repository" if ".git" in names else "holds neither config.json nor gptkit.json"
             raise UsageError(
@@ -344,7 +344,7 @@ def _sweep(target: Path) -> None:
             if path.is_symlink() or not path.is_dir() or _alive(int(pid)):
                 continue
             if kind == "old" and not os.path.lexists(target):
-                os.rename(path, target)
+                path.rename(target)
             elif kind == "old" or _unowned(path):
                 _remove(path)
 
@@ -361,7 +361,8 @@ def _alive(pid: int) -> bool:
 
 def _unowned(path: Path) -> bool:
     """Whether a partial folder whose pid is dead here has no owner: that pid may live in another container, which then
-    holds the lock. Only the old side of an exchange, and a folder just created (still empty), have no lock file."""
+    holds the lock. Only the old side of an exchange, and a folder just created (still empty), have no lock file.
+    """
     try:
         fd = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -86,7 +86,7 @@ def resolve(
     if ref.startswith("sample:"):
         return Resolved(ref, _sample(ref.removeprefix("sample:")), None, "sample")
     if not ref.startswith("hf://"):
-        path = Path(os.path.expanduser(ref))
+        path = Path(os.path.expanduser(ref))  # noqa: PTH111, because Path's own raises for an unknown user
         if _exists(path):
             return Resolved(ref, path, None, "path")
     repo, revision = _parse(ref)
@@ -111,7 +111,7 @@ def _sample(name: str) -> Path:
 
 def _exists(path: Path) -> bool:
     try:
-        mode = os.stat(path).st_mode
+        mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
@@ -148,7 +148,7 @@ def _offline_by_environment() -> bool:
     return any(value is not None and value.upper() in ("1", "ON", "YES", "TRUE") for value in values)
 
 
-class _NotCached(Exception):
+class _NotCachedError(Exception):
     """The cache cannot tell whether the repository has a file."""
 
 
@@ -170,7 +170,7 @@ class _Hub:
         """The local config.json, with everything wanted beside it: from the cache if it has all, else from the hub."""
         try:
             return self._gather(self._cached)
-        except (_NotCached, InvalidInput) as reason:
+        except (_NotCachedError, InvalidInput) as reason:
             # InvalidInput too: what the cache remembers as missing or bad may have been added or mended since.
             _log.debug("not all of %s is cached: %r", self, reason)
         try:
@@ -178,14 +178,14 @@ class _Hub:
         except Offline as error:
             try:
                 return self._gather(self._cached_or_absent)
-            except (_NotCached, InvalidInput):
+            except (_NotCachedError, InvalidInput):
                 raise error from None
 
     def fetch_offline(self) -> Path:
         """The same, from the cache alone."""
         try:
             return self._gather(self._cached_or_absent)
-        except _NotCached as missing:
+        except _NotCachedError as missing:
             what = f"{self} is" if str(missing) == CONFIG else f"the weights of {self} are"
             raise Offline(f"{what} not in the local cache, and the network is off limits", _WAY_ON) from None
 
@@ -222,7 +222,7 @@ class _Hub:
         raise CheckpointError(f"{self} has no safetensors weights", hint)
 
     def _cached(self, name: str, revision: str | None = None) -> Path | None:
-        """Raises _NotCached where the cache cannot tell."""
+        """Raises _NotCachedError where the cache cannot tell."""
         from huggingface_hub import try_to_load_from_cache
 
         try:
@@ -230,7 +230,7 @@ class _Hub:
         except (OSError, ValueError) as error:  # a name the library refuses, a cache that cannot be read
             raise InvalidInput(f"{self}: {error}") from error
         if found is None:
-            raise _NotCached(name)
+            raise _NotCachedError(name)
         return Path(found) if isinstance(found, str) else None
 
     def _cached_or_absent(self, name: str) -> Path | None:
@@ -238,7 +238,7 @@ class _Hub:
         optional = (*_COMPANIONS, SINGLE, INDEX, PICKLE_SINGLE) if self.allow_pickle else (*_COMPANIONS, SINGLE)
         try:
             return self._cached(name)
-        except _NotCached:
+        except _NotCachedError:
             if name in optional:
                 return None
             raise
@@ -255,7 +255,7 @@ class _Hub:
             try:
                 if commit is not None:
                     return self._cached(name, commit)
-            except _NotCached:
+            except _NotCachedError:
                 _log.debug("fetching %s of %s", name, self)
             with _typed_errors(self):
                 try:

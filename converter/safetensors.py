@@ -127,9 +127,9 @@ def read_header(path: Path) -> Header:
     """Read and check the header of a safetensors file. Raises CheckpointError, whatever the bytes are."""
     try:
         # stat first: opening a pipe would wait for its other end.
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        if not stat.S_ISREG(path.stat().st_mode):
             raise CheckpointError(f"{path} is not a file")
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             length = _header_length(path, prefix, size)
@@ -276,7 +276,7 @@ class SafetensorsFile:
         self.metadata = header.metadata
         self._end = max((info.end for info in self.tensors.values()), default=8)
         try:
-            with open(path, "rb") as file:
+            with path.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"cannot map {path}: {error}") from error

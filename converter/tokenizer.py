@@ -63,6 +63,7 @@ class Tokenizer:
         backend: the `tokenizers` library's tokenizer. Its truncation and padding are switched off: a prompt is neither
             cut nor filled up unasked.
         eos_ids: the ids that end a text.
+
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, eos_ids: Sequence[int] = ()) -> None:
@@ -84,6 +85,7 @@ class Tokenizer:
 
         Raises:
             UsageError: half a surrogate pair, which is no text.
+
         """
         try:
             text.encode()
@@ -105,18 +107,21 @@ class Tokenizer:
 class StreamDecoder:
     """Ids to text as they come: the pieces, with `finish`'s, joined are the decoding of all ids at once.
 
+    With a `prompt` they are what follows its text: in one decoding of prompt and ids, so that the continuation keeps
+    the space it begins with.
+
     What later ids could still change is held back: bytes of an unfinished character, and byte tokens like <0xE4> until
     another token follows, for a run of them is decoded as one.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = False, prompt: Iterable[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         # A decoder may treat the beginning of a text differently (drop its space), so the ids of the last piece are
         # decoded again in front of what is new, and their text, `_given`, is cut off.
-        self._ids: list[int] = []
-        self._given_ids = 0
-        self._given = ""
+        self._ids = [token_id for token_id in prompt if token_id not in self._skipped]
+        self._given_ids = len(self._ids)
+        self._given = tokenizer.decode(self._ids)
 
     def push(self, token_id: int) -> str:
         """The text that is certain now; often that of this id, at times nothing, or more."""
@@ -149,6 +154,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
 
     Raises:
         InvalidInput: files of a tokenizer that cannot be read; the message names the file.
+
     """
     if (folder / "tokenizer.json").is_file():
         backend = _from_json(folder / "tokenizer.json")
@@ -168,6 +174,7 @@ def eos_ids(folder: Path, backend: tokenizers.Tokenizer | None = None) -> tuple[
 
     Raises:
         InvalidInput: one of these files is not JSON, or its `eos_token_id` is not an id or a list of ids.
+
     """
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name).get("eos_token_id")
@@ -185,6 +192,7 @@ def token_files(folder: Path) -> list[Path]:
 
     Raises:
         InvalidInput: the folder cannot be read.
+
     """
     try:
         entries = sorted(folder.iterdir())

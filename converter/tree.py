@@ -44,6 +44,7 @@ def read_spec(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
 
     Raises:
         InvalidInput: it holds neither, or what it holds is broken; UnknownFamily for a family that has no file.
+
     """
     local = path / LOCAL_CONFIG if path.is_dir() else path
     if local.name == LOCAL_CONFIG and local.is_file():

@@ -123,6 +123,7 @@ def execute(
     Raises:
         CheckpointError: a value does not fit the output's dtype.
         GptkitError: the disk is too small or a write fails; nothing is published.
+
     """
     staging.require_space(plan.nbytes)
     for name, text in plan.texts.items():
@@ -135,7 +136,12 @@ def execute(
         )
         for shard in plan.shards
     ]
-    home = {name: (o, w) for shard, w in zip(plan.shards, writers, strict=True) for o in shard.outputs for name in o.leaf.shared}
+    home = {
+        name: (o, w)
+        for shard, w in zip(plan.shards, writers, strict=True)
+        for o in shard.outputs
+        for name in o.leaf.shared
+    }
     pending: dict[str, tuple[np.ndarray, str]] = {}
     try:
         for name, array, dtype in tensors:

@@ -90,7 +90,7 @@ SAMPLES = {
     "gpt2": Sample("GPT-2", gpt2_config, torch.float16, 4000),
     "llama": Sample("Llama", llama_config, torch.bfloat16, 4000),
     "bloom": Sample("BLOOM", bloom_config, torch.float16, 3600),
-    "falcon": Sample("Falcon", falcon_config, torch.bfloat16, 3200),
+    "falcon": Sample("Falcon", falcon_config, torch.bfloat16, 2400),
 }
 
 

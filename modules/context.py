@@ -19,6 +19,7 @@ class Context:
         past: tokens already in the cache.
         position_ids: (1 or B, T).
         attention_mask: (B, past + T), 1 where a token is real, or None where all are.
+
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Context:
         self._additive: dict[int | None, Tensor] = {}
 
     def rotary(self, spec: Rotary) -> RotaryTables:
-        """cos and sin for the new tokens."""
+        """Cos and sin for the new tokens."""
         if spec not in self._rotary:
             self._rotary[spec] = rotary_tables(spec, self.position_ids, self.dtype)
         return self._rotary[spec]

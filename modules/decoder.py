@@ -72,6 +72,11 @@ class GatedFeedForwardModule(nn.Module):
         return out
 
 
+def build_feed_forward(spec: FeedForward | GatedFeedForward) -> FeedForwardModule | GatedFeedForwardModule:
+    """The module of a feed-forward's record."""
+    return GatedFeedForwardModule(spec) if isinstance(spec, GatedFeedForward) else FeedForwardModule(spec)
+
+
 class BlockModule(nn.Module):
     """One layer; see `spec.Block` for the formula."""
 
@@ -80,10 +85,7 @@ class BlockModule(nn.Module):
         self.attention_norm = build_norm(spec.attention_norm)
         self.attention = AttentionModule(spec.attention, kernel)
         self.feed_forward_norm = build_norm(spec.feed_forward_norm) if spec.feed_forward_norm is not None else None
-        gated = isinstance(spec.feed_forward, GatedFeedForward)
-        self.feed_forward: nn.Module = (
-            GatedFeedForwardModule(spec.feed_forward) if gated else FeedForwardModule(spec.feed_forward)
-        )
+        self.feed_forward = build_feed_forward(spec.feed_forward)
         self.parallel = spec.parallel
         self.normed_residual = spec.residual == "normed"
 
@@ -92,11 +94,13 @@ class BlockModule(nn.Module):
         attended = self.attention(normed, context, cache)
         if self.parallel:
             inner = normed if self.feed_forward_norm is None else self.feed_forward_norm(x)
-            return x + (self.feed_forward(inner) + attended)
+            both: Tensor = self.feed_forward(inner) + attended
+            return x + both
         x = (normed if self.normed_residual else x) + attended
         assert self.feed_forward_norm is not None
         normed = self.feed_forward_norm(x)
-        return (normed if self.normed_residual else x) + self.feed_forward(normed)
+        out: Tensor = (normed if self.normed_residual else x) + self.feed_forward(normed)
+        return out
 
 
 class HeadModule(nn.Module):
@@ -117,6 +121,7 @@ class Decoder(nn.Module):
     Args:
         spec: the tree.
         attention: "sdpa" or "eager"; see `modules.attention`.
+
     """
 
     def __init__(self, spec: ModelSpec, attention: Kernel = "sdpa") -> None:
@@ -140,6 +145,7 @@ class Decoder(nn.Module):
         """Logits (B, T, vocabulary) of token ids (B, T).
 
         Args:
+            input_ids: (B, T), int64.
             attention_mask: (B, past + T), 1 for real tokens, 0 for padding on either side; None means all real.
                 Logits at padding are meaningless.
             position_ids: (1 or B, T); counted from the cache's length, padding included, where not given, as
@@ -148,6 +154,7 @@ class Decoder(nn.Module):
 
         Raises:
             UsageError: more tokens than the position table has rows.
+
         """
         batch, steps = input_ids.shape
         past = 0 if cache is None else cache.length

@@ -33,6 +33,7 @@ class Sampling:
 
     Raises:
         UsageError: a value out of range, or a filter on greedy decoding, where it would do nothing.
+
     """
 
     temperature: float = 0.0
@@ -107,6 +108,7 @@ def generate(
         UsageError: before anything is computed: an empty prompt, a batch, ids outside the vocabulary, a prompt longer
             than the table of positions, a negative max_new_tokens.
         GptkitError: while running: logits that are NaN.
+
     """
     prompt = _prompt(model, input_ids)
     if max_new_tokens < 0:
@@ -163,6 +165,7 @@ def _integers(ids: Sequence[int]) -> list[int]:
 
     Raises:
         UsageError: one that is no integer, or no token of any vocabulary.
+
     """
     for each in ids:
         if isinstance(each, bool) or not hasattr(each, "__index__"):

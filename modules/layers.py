@@ -31,7 +31,7 @@ class Linear(nn.Module):
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> Tensor:
-    """x (…, in) times weight [out, in] plus bias, as `arithmetic` says."""
+    """X (…, in) times weight [out, in] plus bias, as `arithmetic` says."""
     if arithmetic == "linear" or bias is None:
         return F.linear(x, weight, bias)
     if arithmetic == "conv1d":
@@ -61,15 +61,15 @@ class FusedLinears:
                 self._fuse()
             assert self.weight is not None
             out = multiply(x, self.weight, self.bias, arithmetic)
-        return out.split(sizes, dim=-1)
+        return torch.split(out, sizes, dim=-1)
 
     def _concatenated(self) -> tuple[Tensor, Tensor | None]:
-        weights = [linear.weight for linear in self.linears]
+        weights: list[Tensor] = [linear.weight for linear in self.linears]
         if self.linears[0].arithmetic == "conv1d":
             weight = torch.cat([w.t() for w in weights], dim=1).t()  # memory [in, out]
         else:
             weight = torch.cat(weights)
-        biases = [linear.bias for linear in self.linears if linear.bias is not None]
+        biases: list[Tensor] = [linear.bias for linear in self.linears if linear.bias is not None]
         return weight, torch.cat(biases) if biases else None
 
     def _is_current(self) -> bool:

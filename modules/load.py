@@ -22,6 +22,7 @@ def torch_dtype(dtype: torch.dtype | str | None, default: str = "F32") -> torch.
 
     Raises:
         UsageError: not one of the four floating point types gptkit computes in.
+
     """
     name = dtype if isinstance(dtype, str) else str(dtype) if dtype is not None else HF_NAMES[default]
     found: torch.dtype = getattr(torch, HF_NAMES[parse_dtype(name)])
@@ -44,10 +45,14 @@ def load(
         model: a reference; see `converter.resolve`.
         dtype: what to compute in; None is what the checkpoint says, as in transformers.
         attention: "sdpa" (torch's fused kernels) or "eager" (the formula written out).
+        device: where the parameters go.
+        offline: use local files and the hub's cache only.
+        allow_pickle: read .bin files too (weights only).
 
     Raises:
         InvalidInput, Offline: as `open_checkpoint`.
         UsageError: an unknown dtype or attention.
+
     """
     return load_checkpoint(
         open_checkpoint(model, offline=offline, allow_pickle=allow_pickle), dtype, attention, device=device

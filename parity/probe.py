@@ -87,6 +87,7 @@ def text_batch(name: str, ids: Sequence[int], spec: ModelSpec) -> Batch:
 
     Raises:
         UsageError: it is empty, too long for the model's position table, or has ids beyond the vocabulary.
+
     """
     if not ids:
         raise UsageError(f"the prompt {name!r} has no tokens: nothing to compare")

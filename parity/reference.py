@@ -27,6 +27,7 @@ def reference_folder(checkpoint: Checkpoint) -> Iterator[Path]:
 
     Raises:
         CannotExpress: no transformers class computes this tree.
+
     """
     architecture = checkpoint.architecture
     if architecture is None:
@@ -57,6 +58,7 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
     Raises:
         CheckpointError: transformers left a tensor at random or had no use for one.
         GptkitError: it cannot load the folder at all.
+
     """
     import transformers
 

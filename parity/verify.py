@@ -29,7 +29,11 @@ from .reference import load_reference, reference_folder
 
 __all__ = ["BytesVerdict", "Noise", "Verification", "verify"]
 
-PROMPTS = ("KING RICHARD:\nNow is the winter", "Once upon a time, there was a little girl", "def main():\n    return 0\n")
+PROMPTS = (
+    "KING RICHARD:\nNow is the winter",
+    "Once upon a time, there was a little girl",
+    "def main():\n    return 0\n",
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,8 @@ class BytesVerdict:
 @dataclass(frozen=True)
 class Noise:
     """Largest logit differences that rounding alone makes: each side's dtype against its own fp64, the reference's two
-    attention paths against each other (None where it has one), and the two functions against each other in fp64."""
+    attention paths against each other (None where it has one), and the two functions against each other in fp64.
+    """
 
     reference: float
     candidate: float
@@ -60,7 +65,8 @@ class Noise:
 @dataclass(frozen=True)
 class Verification:
     """The result; `verdict` is "identical" (every logit to the last bit), "equal" (within the rounding noise) or
-    "different"."""
+    "different".
+    """
 
     model: str
     other: str | None
@@ -110,12 +116,15 @@ def verify(
         attention: "sdpa" or "eager" on both sides; by default the first that transformers computes rightly.
         prompts: texts to compare on, beside the probe; needs a tokenizer.
         long: probe past windows and contexts of more than 1,024 tokens too.
+        offline: use local files and the hub's cache only.
+        allow_pickle: read .bin files too (weights only).
         progress: told what is being done.
 
     Raises:
         InvalidInput, Offline: as `open_checkpoint`; vocabularies that differ; logits that are not finite.
         UsageError: a path of attention that transformers has not, a prompt without a tokenizer.
         CannotExpress: no transformers class computes the reference's tree.
+
     """
     say = progress or (lambda text: None)
     source = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle)
@@ -237,8 +246,8 @@ def _bytes(source: Checkpoint, target: Checkpoint) -> BytesVerdict | None:
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
     """Bit for bit, NaN and signed zero included."""
-    raw = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (a, b)]
-    return a.shape == b.shape and np.array_equal(*raw)
+    first, second = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (a, b))
+    return a.shape == b.shape and np.array_equal(first, second)
 
 
 def _noise(

@@ -93,7 +93,9 @@ class _Page:
         yield Text.assemble((self.clean(name), "bold"), "  ", (self.clean(family), "dim"))
         yield Text(self.clean(" · ".join(facts)), style="dim")
         yield ""
-        rows = [(label, _what(label, spec, words), number) for label, number in count.by_component.items()]
+        rows: list[tuple[str, str, int | None]] = []
+        for label, number in count.by_component.items():
+            rows.append((label, _what(label, spec, words), number))
         if count.tied and "head" not in count.by_component:
             rows.append(("head", "tied to the embedding, counted once", None))
         yield self.shares(rows, count)
@@ -160,7 +162,7 @@ class _Page:
             ("head", ["tied" if count.tied else "own" for _, _, _, count in models]),
         ]
         room = self.width - min(NARROWEST_WORDS, max(len(name) for name, _, _, _ in models))
-        shown = []
+        shown: list[tuple[str, list[str]]] = []
         for title, cells in columns:
             room -= GAP + max(map(len, [title, *cells]))
             if room < 0 and shown:
@@ -259,5 +261,5 @@ def _layer_label(first: int, last: int, layers: int) -> tuple[str, str]:
     if first == last:
         return ("layer" if layers == 1 else f"layer {first}"), ""
     if last - first + 1 == layers:
-        return "each layer", f"each of {layers:,} layers"
+        return "layer", f"each of {layers:,} layers"
     return f"layers {range_label(first, last)}", f"each of {last - first + 1:,} layers"

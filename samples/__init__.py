@@ -1,1 +1,1 @@
-"""The trained checkpoints that ship with gptkit, as data: `sample:gpt2`, `sample:llama`, `sample:bloom`, `sample:falcon`."""
+"""The trained checkpoints that ship with gptkit, as data: sample:gpt2, sample:llama, sample:bloom, sample:falcon."""

@@ -41,6 +41,7 @@ def why_not_exact(spec: ModelSpec) -> str | None:
 
     Raises:
         SwapRefused: there is no LayerNorm to replace.
+
     """
     found = layer_norms(spec)
     if not found:
@@ -64,23 +65,31 @@ def to_rms(norm: Norm) -> RMSNorm:
 
 def centred(name: str) -> Compute:
     """A writer's weight [out, in] or bias [out], with the mean over its outputs taken off."""
-    return lambda reader: (lambda w: w - w.mean(axis=0, keepdims=True))(reader.wide(name))
+
+    def compute(reader: Reader) -> Wide:
+        weight = reader.wide(name)
+        return np.subtract(weight, weight.mean(axis=0, keepdims=True))
+
+    return compute
 
 
 def centred_rows(name: str) -> Compute:
     """A table whose rows go into the stream."""
-    return lambda reader: (lambda rows: rows - rows.mean(axis=1, keepdims=True))(reader.wide(name))
+    return lambda reader: centre_rows(reader.wide(name))
+
+
+def centre_rows(rows: Wide) -> Wide:
+    """Each row without its mean."""
+    return np.subtract(rows, rows.mean(axis=1, keepdims=True))
 
 
 def normed_rows(table: str, norm: str, eps: float, bias: bool) -> Compute:
     """centre(LayerNorm(row)) for every row of a table."""
 
     def compute(reader: Reader) -> Wide:
-        rows = reader.wide(table)
-        rows = rows - rows.mean(axis=1, keepdims=True)
+        rows = centre_rows(reader.wide(table))
         rows = rows / np.sqrt((rows**2).mean(axis=1, keepdims=True) + eps) * reader.wide(f"{norm}.weight")
-        rows = rows + reader.wide(f"{norm}.bias") if bias else rows
-        return rows - rows.mean(axis=1, keepdims=True)
+        return centre_rows(rows + reader.wide(f"{norm}.bias") if bias else rows)
 
     return compute
 
@@ -90,7 +99,7 @@ def shifted(weight: str, bias: str | None, beta: str) -> Compute:
 
     def compute(reader: Reader) -> Wide:
         moved: Wide = reader.wide(weight) @ reader.wide(beta)
-        return moved if bias is None else moved + reader.wide(bias)
+        return moved if bias is None else np.add(moved, reader.wide(bias))
 
     return compute
 
@@ -100,6 +109,7 @@ def layernorm_to_rmsnorm(spec: ModelSpec) -> Swapped:
 
     Raises:
         SwapRefused: there is no exact form for this tree; the message says why.
+
     """
     reason = why_not_exact(spec)
     if reason is not None:
@@ -175,6 +185,7 @@ def replace_layernorm(spec: ModelSpec) -> Swapped:
 
     Raises:
         SwapRefused: there is no LayerNorm to replace.
+
     """
     why_not_exact(spec)
 
@@ -198,4 +209,10 @@ def replace_layernorm(spec: ModelSpec) -> Swapped:
 
 def summary(spec: ModelSpec, guarantee: str) -> dict[str, Any]:
     """The record of the swap that the output carries."""
-    return {"swap": "norm", "from": "layernorm", "to": "rmsnorm", "guarantee": guarantee, "norms": len(layer_norms(spec))}
+    return {
+        "swap": "norm",
+        "from": "layernorm",
+        "to": "rmsnorm",
+        "guarantee": guarantee,
+        "norms": len(layer_norms(spec)),
+    }

@@ -66,12 +66,16 @@ def swap(
         approximate: replace plainly instead of exactly, and report what it costs.
         dtype: how the tensors that the swap computes are stored; the others keep their dtype. Anything narrower than
             float64 rounds them once, and an exact swap is then exact up to that rounding.
+        force: replace an existing checkpoint folder, in one step.
         measured: compare logits before and after, in fp32 and fp64, from the files that were written.
+        offline: use local files and the hub's cache only.
+        progress: called with the bytes of every tensor written.
 
     Raises:
         SwapRefused: a precondition does not hold; nothing was written.
         GptkitError: an exact swap came out above its bound; nothing was published.
         InvalidInput, Offline, UsageError: as `convert`.
+
     """
     if norm is None:
         raise UsageError("nothing to swap", "say what: --norm rmsnorm")
@@ -111,9 +115,7 @@ def _dtypes(source: Checkpoint, swapped: Swapped, stored: str) -> Mapping[str, s
     }
 
 
-def _tensors(
-    source: Checkpoint, swapped: Swapped, dtypes: Mapping[str, str]
-) -> Iterator[tuple[str, np.ndarray, str]]:
+def _tensors(source: Checkpoint, swapped: Swapped, dtypes: Mapping[str, str]) -> Iterator[tuple[str, np.ndarray, str]]:
     """The output's tensors, computed one at a time."""
     reader = Reader(source)
     for parameter in swapped.spec.parameters():

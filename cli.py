@@ -1,0 +1,423 @@
+"""The command line: parse, call, print. Every command is a function of the package.
+
+Imports of torch, transformers and rich wait inside the commands, so that --help and params answer at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+
+import typer
+
+from . import __version__
+from .errors import GptkitError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["app", "main"]
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="gptkit",
+    help="Take any GPT-style checkpoint apart, change it, and prove that it still computes what it should.",
+    epilog="Try: gptkit params qwen3-8b  ·  gptkit demo  ·  gptkit verify sample:llama",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+F = TypeVar("F", bound=Callable[..., None])
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="org/name[@revision], a preset's name, a folder, a .safetensors file, or sample:gpt2."
+    ),
+]
+Offline = Annotated[bool, typer.Option("--offline", help="Use local files and the hub's cache only.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint folder, in one step.")]
+AllowPickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Read .bin files too (weights only); safetensors need no trust.")
+]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print nothing but errors.")]
+
+
+def guarded(function: F) -> F:
+    """Turn gptkit's errors into a line or two on stderr and their exit codes."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except GptkitError as error:
+            fail(str(error), error.exit_code)
+        except KeyboardInterrupt:
+            fail("interrupted", INTERRUPTED)
+        except BrokenPipeError:
+            # The reader (head, less) has gone; anything else written at exit would fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+        except MemoryError:
+            fail("not enough memory", 1)
+        except (typer.Exit, typer.Abort):
+            raise
+        except Exception as error:
+            fail(f"{type(error).__name__}: {error}\nThis is a bug in gptkit; GPTKIT_DEBUG=1 shows where.", 1)
+
+    return run  # type: ignore[return-value]
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """Say why on stderr and exit. The traceback only with GPTKIT_DEBUG=1."""
+    if os.environ.get("GPTKIT_DEBUG") == "1":
+        traceback.print_exc()
+    first, _, rest = message.partition("\n")
+    lines = [f"gptkit: {first}", *(f"  {line}" for line in rest.splitlines())]
+    # A name out of a file may hold anything, terminal commands included.
+    clean = ("".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines)
+    typer.echo("\n".join(clean), err=True)
+    raise typer.Exit(code)
+
+
+def console() -> Console:
+    """Standard output, as wide as the terminal or COLUMNS says, 80 where it is no terminal."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 80
+    return Console(width=width, highlight=False, soft_wrap=False)
+
+
+@contextmanager
+def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr where a person is looking; yields (bytes done now, bytes in all)."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, advance=done, total=total)
+
+
+def version(value: bool) -> None:
+    """--version."""
+    if value:
+        typer.echo(f"gptkit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=version, is_eager=True)
+    ] = False,
+) -> None:
+    """The group itself does nothing."""
+
+
+@app.command(epilog="Example: gptkit params qwen3-8b llama-3-8b --by-layer")
+@guarded
+def params(
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL...", help="Presets, samples, folders, config.json files or org/name.")
+    ],
+    by_layer: Annotated[bool, typer.Option("--by-layer", help="Add each layer.")] = False,
+    json: Json = False,
+    offline: Offline = False,
+) -> None:
+    """Count parameters per component, from a config alone."""
+    from .analysis.params import params as count_params
+    from .report.tables import parameter_table, print_json
+
+    counts = count_params(*models, offline=offline)
+    if json:
+        print_json({"schema_version": 1, "models": [each.as_json() for each in counts]})
+    else:
+        console().print(parameter_table([(c.name, c.family, c.spec, c.count) for c in counts], by_layer))
+
+
+@app.command(epilog="Example: gptkit presets")
+@guarded
+def presets(json: Json = False) -> None:
+    """List the models that params knows by name."""
+    from .architectures.presets import presets as known
+    from .report.summaries import preset_table
+    from .report.tables import print_json
+
+    if json:
+        print_json(
+            [{"name": p.name, "aliases": list(p.aliases), "repo": p.repo, "source": p.source} for p in known().values()]
+        )
+    else:
+        console().print(preset_table(list(known().values())))
+
+
+@app.command(epilog="Example: gptkit load sample:llama")
+@guarded
+def load(
+    model: ModelArgument,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or float64.")] = None,
+    offline: Offline = False,
+    allow_pickle: AllowPickle = False,
+    allow_extra: Annotated[bool, typer.Option("--allow-extra", help="Leave out tensors with no place.")] = False,
+    json: Json = False,
+) -> None:
+    """Open, map and build a checkpoint; report what it is and anything unexpected."""
+    from .converter.checkpoint import open_checkpoint
+    from .report.summaries import load_json, load_summary
+    from .report.tables import print_json
+
+    checkpoint = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
+    from .modules.load import load_checkpoint, torch_dtype
+
+    total = sum(path.stat().st_size for path in checkpoint.files)
+    with progress_bar("loading") as advance:
+        module = load_checkpoint(checkpoint, dtype, progress=lambda done: advance(done, total))
+    built = f"{sum(p.numel() for p in module.parameters()):,} parameters as {torch_dtype(dtype, checkpoint.dtype)}"
+    if json:
+        print_json(load_json(checkpoint))
+        return
+    console().print(load_summary(checkpoint))
+    console().print(f"built         {built}", soft_wrap=True)
+
+
+@app.command(epilog="Example: gptkit convert gpt2 --to local  ·  gptkit convert gpt2-local --to hf back")
+@guarded
+def convert(
+    model: ModelArgument,
+    out: Annotated[Path | None, typer.Argument(metavar="[OUT]", help="The folder to make [MODEL-FORMAT].")] = None,
+    to: Annotated[str, typer.Option(help="local (gptkit's own), hf, or hf:FAMILY.")] = "local",
+    force: Force = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; read no weight.")] = False,
+    offline: Offline = False,
+    allow_pickle: AllowPickle = False,
+    allow_extra: Annotated[bool, typer.Option("--allow-extra", help="Leave out tensors with no place.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Convert to gptkit's own format, or back to Hugging Face files."""
+    from .converter.convert import Conversion
+    from .converter.convert import convert as run
+    from .report.summaries import conversion_lines
+
+    total = 0
+
+    def planned(conversion: Conversion) -> None:
+        nonlocal total
+        total = conversion.plan.nbytes
+
+    with progress_bar("converting", quiet) as advance:
+        done = run(
+            model,
+            out,
+            to,
+            force=force,
+            dry_run=dry_run,
+            offline=offline,
+            allow_pickle=allow_pickle,
+            allow_extra=allow_extra,
+            progress=lambda nbytes: advance(nbytes, total),
+            on_plan=planned,
+        )
+    say(conversion_lines(done), quiet)
+
+
+@app.command(epilog="Example: gptkit swap sample:gpt2 --norm rmsnorm gpt2-rms")
+@guarded
+def swap(
+    model: ModelArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
+    norm: Annotated[str | None, typer.Option(help="rmsnorm: turn every LayerNorm into an RMSNorm.")] = None,
+    approximate: Annotated[
+        bool, typer.Option("--approximate", help="Replace plainly, biases and means dropped, and say what it costs.")
+    ] = False,
+    dtype: Annotated[str, typer.Option(help="How computed tensors are stored; narrower rounds them.")] = "float64",
+    measure: Annotated[bool, typer.Option("--measure/--no-measure", help="Compare logits before and after.")] = True,
+    force: Force = False,
+    offline: Offline = False,
+    quiet: Quiet = False,
+) -> None:
+    """Exchange a component, with a guarantee measured from the files that were written."""
+    from .report.summaries import swap_lines
+    from .surgery.swap import swap as run
+
+    with progress_bar("swapping", quiet) as advance:
+        done = run(
+            model,
+            out,
+            norm=norm,
+            approximate=approximate,
+            dtype=dtype,
+            force=force,
+            measured=measure,
+            offline=offline,
+            progress=lambda nbytes: advance(nbytes, 0),
+        )
+    say(swap_lines(done), quiet)
+
+
+@app.command(epilog="Example: gptkit verify sample:gpt2 gpt2-local  ·  exit 0: the same, 3: different")
+@guarded
+def verify(
+    model: ModelArgument,
+    local: Annotated[
+        str | None, typer.Argument(metavar="[LOCAL]", help="What to hold against it [MODEL itself].")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="What both sides compute in.")] = "float32",
+    attention: Annotated[str | None, typer.Option(help="sdpa or eager, on both sides.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A text to compare on, beside the probe.")] = None,
+    long: Annotated[bool, typer.Option("--long", help="Also probe past windows of more than 1,024 tokens.")] = False,
+    json: Json = False,
+    offline: Offline = False,
+    allow_pickle: AllowPickle = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare logits with transformers."""
+    from .parity.verify import verify as run
+    from .report.summaries import verification_report
+    from .report.tables import print_json
+
+    with status("verifying", quiet or json) as tell:
+        result = run(
+            model,
+            local,
+            dtype=dtype,
+            attention=attention,
+            prompts=prompt or (),
+            long=long,
+            offline=offline,
+            allow_pickle=allow_pickle,
+            progress=tell,
+        )
+    if json:
+        print_json(result.as_json())
+    elif not quiet:
+        console().print(verification_report(result))
+    if not result.passed:
+        raise typer.Exit(3)
+
+
+@app.command(epilog="Example: gptkit generate sample:gpt2 'ROMEO:' -n 80 --temperature 0.8 --seed 1")
+@guarded
+def generate(
+    model: ModelArgument,
+    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="The prompt; - reads standard input.")] = None,
+    ids: Annotated[str | None, typer.Option(help="Token ids instead of a text: '1 5 9'.")] = None,
+    max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Where to stop.")] = 100,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens that make up p.")] = None,
+    seed: Annotated[int | None, typer.Option(help="For the same text twice.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="What to compute in [the checkpoint's].")] = None,
+    attention: Annotated[str, typer.Option(help="sdpa or eager.")] = "sdpa",
+    offline: Offline = False,
+) -> None:
+    """Write on from a prompt."""
+    from .modules.attention import Kernel
+    from .modules.text import generate as run
+
+    if (text is None) == (ids is None):
+        raise UsageError("give a prompt: either TEXT or --ids", "gptkit generate sample:gpt2 'ROMEO:'")
+    if attention not in ("sdpa", "eager"):
+        raise UsageError(f"unknown attention {attention!r}", "known: sdpa, eager")
+    kernel: Kernel = "eager" if attention == "eager" else "sdpa"
+    prompt: str | list[int]
+    if ids is not None:
+        prompt = parse_ids(ids)
+    else:
+        prompt = sys.stdin.read() if text == "-" else text or ""
+    pieces = run(
+        model,
+        prompt,
+        max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        dtype=dtype,
+        attention=kernel,
+        offline=offline,
+    )
+    if isinstance(prompt, str):
+        typer.echo(prompt, nl=False)
+    for piece in pieces:
+        typer.echo(piece, nl=False)
+        sys.stdout.flush()
+    typer.echo()
+
+
+@app.command(epilog="Example: gptkit check gpt2-local")
+@guarded
+def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder that gptkit wrote.")]) -> None:
+    """Hash a folder's files again and compare with its manifest."""
+    from .converter.publish import check_manifest
+    from .errors import CheckpointError
+
+    problems = check_manifest(folder)
+    if problems:
+        raise CheckpointError(f"{folder}: {len(problems)} problems", "\n".join(problems[:10]))
+    typer.echo(f"{folder}: every file has the bytes that its manifest says")
+
+
+@app.command(epilog="Example: gptkit demo --keep tour")
+@guarded
+def demo(
+    keep: Annotated[Path | None, typer.Option(help="Keep the converted checkpoints in this folder.")] = None,
+) -> None:
+    """A tour on the trained samples: count, convert, verify, swap, verify again, generate."""
+    from .report.demo import tour
+
+    if not tour(console(), keep):
+        raise typer.Exit(3)
+
+
+def parse_ids(text: str) -> list[int]:
+    """'1 5 9' or '1,5,9' as numbers.
+
+    Raises:
+        UsageError: something in it is not a number.
+
+    """
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise UsageError(f"--ids takes numbers, not {text!r:.60}") from error
+
+
+def say(lines: list[str], quiet: bool) -> None:
+    """Lines on standard output, never cut or wrapped: they name files."""
+    if not quiet:
+        typer.echo("\n".join(lines))
+
+
+@contextmanager
+def status(what: str, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A line on stderr that says what is going on, where a person is looking."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what) as live:
+        yield lambda text: live.update(f"{what}: {text}")
+
+
+def main() -> None:
+    """The `gptkit` command."""
+    app(prog_name="gptkit")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""generate: text from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from ..converter.checkpoint import Checkpoint, open_checkpoint
+from ..converter.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
+from ..errors import UsageError
+from .attention import Kernel
+from .generate import Sampling
+from .generate import generate as generate_tokens
+from .load import load_checkpoint
+
+__all__ = ["generate", "prompt_ids"]
+
+
+def generate(
+    model: str | Path | Checkpoint,
+    prompt: str | Sequence[int],
+    max_new_tokens: int = 100,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    dtype: torch.dtype | str | None = None,
+    attention: Kernel = "sdpa",
+    stop_at_eos: bool = True,
+    offline: bool = False,
+) -> Iterator[str]:
+    """The continuation of a prompt, piece by piece, without the prompt itself.
+
+    Args:
+        model: a reference, or an opened checkpoint.
+        prompt: a text, or token ids, which is what a checkpoint without a tokenizer takes; it then gives out ids,
+            separated by spaces.
+        max_new_tokens: where to stop at the latest.
+        temperature: 0 takes the most likely token; see `modules.generate.Sampling` for all four.
+        top_k: keep the k most likely tokens.
+        top_p: keep the most likely tokens that together reach this probability.
+        seed: the same seed gives the same text.
+        dtype: what to compute in; the checkpoint's by default.
+        attention: "sdpa" or "eager".
+        stop_at_eos: end where the model says that its text ends.
+        offline: use local files and the hub's cache only.
+
+    Raises:
+        InvalidInput, Offline: as `open_checkpoint`.
+        UsageError: a text and no tokenizer, a prompt that is empty or too long, sampling values out of range.
+
+    """
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model, offline=offline)
+    tokenizer = load_tokenizer(checkpoint.folder)
+    ids = prompt_ids(checkpoint, tokenizer, prompt)
+    decoder = load_checkpoint(checkpoint, dtype, attention)
+    stop = tokenizer.eos_ids if tokenizer is not None and stop_at_eos else ()
+    return _pieces(generate_tokens(decoder, ids, max_new_tokens, sampling=sampling, stop=stop), tokenizer, ids)
+
+
+def prompt_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None, prompt: str | Sequence[int]) -> list[int]:
+    """The token ids of a prompt.
+
+    Raises:
+        UsageError: a text for a checkpoint without a tokenizer.
+
+    """
+    if not isinstance(prompt, str):
+        return list(prompt)
+    if tokenizer is None:
+        raise UsageError(
+            f"{checkpoint.reference} has no tokenizer to read a text with", "give token ids: --ids '1 5 9'"
+        )
+    return tokenizer.encode(prompt)
+
+
+def _pieces(ids: Iterator[int], tokenizer: Tokenizer | None, prompt: Sequence[int]) -> Iterator[str]:
+    if tokenizer is None:
+        for token in ids:
+            yield f"{token} "
+        return
+    stream = StreamDecoder(tokenizer, skip_special_tokens=True)
+    # The decoder sees the prompt first, so that the continuation keeps the space it begins with.
+    for token in prompt:
+        stream.push(token)
+    for token in ids:
+        yield stream.push(token)
+    yield stream.finish()

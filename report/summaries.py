@@ -1,0 +1,197 @@
+"""What the commands say about what they did, as rich renderables or plain lines; 80 columns are enough for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..analysis.parameters import count, describe
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from ..architectures.presets import Preset
+    from ..converter.checkpoint import Checkpoint
+    from ..converter.convert import Conversion
+    from ..parity.verify import Verification
+    from ..surgery.swap import SwapResult
+
+__all__ = [
+    "conversion_lines",
+    "human_bytes",
+    "load_json",
+    "load_summary",
+    "preset_table",
+    "swap_lines",
+    "verification_report",
+]
+
+
+def human_bytes(nbytes: float) -> str:
+    """1,234 bytes, 1.2 MB, 16.4 GB: decimal units, as disks are sold and the hub counts."""
+    if nbytes < 10_000:
+        return f"{nbytes:,.0f} bytes"
+    for unit in ("kB", "MB", "GB", "TB"):
+        nbytes /= 1000
+        if nbytes < 1000 or unit == "TB":
+            return f"{nbytes:,.1f} {unit}"
+    raise AssertionError
+
+
+def plain_table(*columns: tuple[str, str]) -> Table:
+    """A table of (heading, justification) columns without frames, as all of ours."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+    for heading, justify in columns:
+        table.add_column(heading, justify="right" if justify == "right" else "left", no_wrap=justify == "right")
+    return table
+
+
+def load_summary(checkpoint: Checkpoint) -> RenderableType:
+    """Family, components, dtypes, files, and anything unexpected."""
+    from rich.console import Group
+    from rich.text import Text
+
+    spec = checkpoint.spec
+    table = plain_table(("", "left"), ("", "left"))
+    table.show_header = False
+    stored = sorted(set(checkpoint.dtypes.values()))
+    total = sum(path.stat().st_size for path in checkpoint.files)
+    where = f"{len(checkpoint.files)} file{'s' if len(checkpoint.files) > 1 else ''}, {human_bytes(total)}"
+    table.add_row("family", f"{checkpoint.origin.family or 'none'} ({checkpoint.format} format)")
+    if checkpoint.revision:
+        table.add_row("revision", checkpoint.revision)
+    table.add_row("parameters", f"{count(spec).total:,}")
+    table.add_row("stored as", f"{', '.join(stored)}, {len(checkpoint.leaves)} tensors in {where}")
+    for aspect, words in describe(spec).items():
+        if words not in ("none", ""):
+            table.add_row(aspect, words)
+    for record in checkpoint.origin.history:
+        table.add_row("history", ", ".join(f"{key} {value}" for key, value in record.items()))
+    notes = [Text(f"note: {note}") for note in checkpoint.notes]
+    return Group(Text(str(checkpoint.reference), style="bold"), table, *notes)
+
+
+def load_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What `load_summary` says, for programs."""
+    return {
+        "schema_version": 1,
+        "model": checkpoint.reference,
+        "family": checkpoint.origin.family,
+        "format": checkpoint.format,
+        "revision": checkpoint.revision,
+        "parameters": count(checkpoint.spec).total,
+        "dtype": checkpoint.dtype,
+        "tensors": len(checkpoint.leaves),
+        "files": [path.name for path in checkpoint.files],
+        "components": describe(checkpoint.spec),
+        "history": list(checkpoint.origin.history),
+        "notes": checkpoint.notes,
+    }
+
+
+def preset_table(presets: Sequence[Preset]) -> RenderableType:
+    """A row a preset: its name, what else it is called, and where it lies on the hub."""
+    table = plain_table(("preset", "left"), ("family", "left"), ("repository", "left"), ("also", "left"))
+    for preset in presets:
+        table.add_row(preset.name, str(preset.config["model_type"]), preset.repo or "-", ", ".join(preset.aliases))
+    return table
+
+
+def conversion_lines(conversion: Conversion) -> list[str]:
+    """What was written, or would be."""
+    source, plan = conversion.source, conversion.plan
+    done = "wrote" if conversion.published else "would write"
+    lines = [
+        f"{done} {conversion.target}: {source.origin.family or 'a tree'} as {conversion.to}, {plan.tensors} tensors in "
+        f"{len(plan.shards)} file{'s' if len(plan.shards) > 1 else ''}, {human_bytes(plan.nbytes)}"
+    ]
+    if not conversion.published:
+        for shard in plan.shards:
+            lines.append(f"  {shard.name}  {human_bytes(shard.nbytes)}, {len(shard.outputs)} tensors")
+        for name in [*plan.texts, *(path.name for path in plan.companions)]:
+            lines.append(f"  {name}")
+        lines.append(f"  the largest tensor, and so the memory needed: {human_bytes(plan.largest)}")
+    return lines + [f"note: {note}" for note in source.notes]
+
+
+def number(value: float) -> str:
+    """An error: 0 where it is 0 to the last bit, else two digits."""
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def verification_report(result: Verification) -> RenderableType:
+    """A row a prompt, then the two verdicts."""
+    from rich.console import Group
+    from rich.text import Text
+
+    table = plain_table(
+        ("probe", "left"),
+        ("tokens", "right"),
+        ("max Δ", "right"),
+        ("mean Δ", "right"),
+        ("KL", "right"),
+        ("top-1", "right"),
+    )
+    for prompt in result.prompts:
+        name = prompt.name if prompt.name.isprintable() else repr(prompt.name)
+        table.add_row(
+            Text(name if len(name) <= 30 else name[:29] + "…"),
+            f"{prompt.positions:,}",
+            number(prompt.maximum),
+            number(prompt.mean),
+            number(prompt.kl),
+            f"{prompt.top1:.1%}",
+        )
+    return Group(table, Text(), *(Text(line) for line in verdict_lines(result)))
+
+
+def verdict_lines(result: Verification) -> list[str]:
+    """The verdicts in words."""
+    lines = []
+    if result.bytes is not None:
+        bad, compared = result.bytes.different, result.bytes.compared
+        lines.append(f"bytes     {compared - len(bad)} of {compared} tensors equal {result.bytes.against}")
+        lines += [f"          differs: {name}" for name in bad[:5]]
+    where = f"transformers, {result.dtype}, {result.attention} attention"
+    if result.verdict == "identical":
+        lines.append(f"function  identical to the last bit: {where}")
+    else:
+        verb = "the same function" if result.verdict == "equal" else "DIFFERENT"
+        worst = max(prompt.maximum for prompt in result.prompts)
+        lines.append(f"function  {verb}: {where}, max Δ {number(worst)}")
+    if result.noise is not None:
+        noise = result.noise
+        lines.append(
+            f"          in float64 they differ by {number(noise.functions)}; rounding alone explains up to "
+            f"{number(noise.allowed)}"
+        )
+        paths = "" if noise.paths is None else f", its two attention paths {number(noise.paths)}"
+        lines.append(
+            f"          (transformers {result.dtype} against float64 {number(noise.reference)}{paths}, gptkit's"
+            f" {number(noise.candidate)})"
+        )
+    return lines + [f"note: {note}" for note in result.notes]
+
+
+def swap_lines(result: SwapResult) -> list[str]:
+    """What was exchanged, at what price, and how well the guarantee held."""
+    before, after = result.parameters
+    lines = [
+        f"wrote {result.target}: {result.guarantee} swap, computed tensors stored as {result.dtype}",
+        f"parameters  {before:,} -> {after:,}" + (f" ({after - before:+,})" if after != before else ""),
+    ]
+    if result.source.spec.head.tied and not result.spec.head.tied:
+        lines.append("            the head was untied from the embedding: it needs the table uncentred")
+    found = result.measured
+    if found is None:
+        return [*lines, "not measured"]
+    for dtype in ("float32", "float64"):
+        lines.append(
+            f"{dtype}     logits before against after: max Δ {number(found.maximum[dtype])}, relative"
+            f" {number(found.relative[dtype])}"
+        )
+    lines.append(f"            KL {number(found.kl)} nats a token, top-1 {found.top1:.1%}, {found.positions} positions")
+    return lines

@@ -1,0 +1,155 @@
+"""The presets: each is a config.json that gptkit and transformers read alike, and each can be found by its names."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gptkit.analysis.parameters import count
+from gptkit.architectures import ARCHITECTURES, architecture_of
+from gptkit.architectures.presets import PATH, Preset, find, nearest, presets, repo_of
+
+UNKNOWN_FIELDS = {"max_sequence_length"}
+"""In huggyllama's config.json files, a copy of max_position_embeddings that nothing reads."""
+
+PUBLISHED = {
+    # As the hub counts the stored tensors, tied ones once.
+    "gpt2": 124_439_808,
+    "gpt2-xl": 1_557_611_200,
+    "llama-2-7b": 6_738_415_616,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-8b": 8_190_735_360,
+    "bloom-560m": 559_214_592,
+    "bloom-176b": 176_247_271_424,
+    "falcon-7b": 6_921_720_704,
+}
+
+every_preset = pytest.mark.parametrize("preset", presets().values(), ids=presets())
+
+
+@every_preset
+def test_parameters_are_those_of_the_transformers_model(preset: Preset, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    (tmp_path / "config.json").write_text(json.dumps(preset.config))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    # named_parameters names a tied weight once, by the embedding's name
+    theirs = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+    architecture = architecture_of(preset.config)
+    spec = architecture.spec(preset.config)
+    assert {leaf.checkpoint: leaf.shape for leaf in architecture.bind(spec)} == theirs
+    assert count(spec).total == model.num_parameters()
+    assert [type(model).__name__] == [architecture.hf_class] == preset.config["architectures"]
+
+
+@every_preset
+def test_every_field_is_known(preset: Preset) -> None:
+    _, unknown = architecture_of(preset.config).spec_and_unknown(preset.config)
+    assert set(unknown) <= UNKNOWN_FIELDS
+
+
+@every_preset
+def test_the_tree_goes_back_into_a_config(preset: Preset) -> None:
+    architecture = architecture_of(preset.config)
+    spec = architecture.spec(preset.config)
+    assert architecture.spec(architecture.config_for(spec)) == spec
+
+
+@pytest.mark.parametrize(("name", "total"), PUBLISHED.items())
+def test_published_totals(name: str, total: int) -> None:
+    assert count(spec_of(name)).total == total
+
+
+def spec_of(name: str):
+    preset = find(name)
+    assert preset is not None
+    return architecture_of(preset.config).spec(preset.config)
+
+
+def test_every_family_has_presets() -> None:
+    assert {architecture_of(preset.config).name for preset in presets().values()} == set(ARCHITECTURES)
+
+
+def test_the_file_holds_no_other_fields() -> None:
+    data = json.loads(PATH.read_text(encoding="utf-8"))
+    assert set(data) == {"schema", "presets"}
+    assert data["schema"] == 1
+    for entry in data["presets"]:
+        assert set(entry) == {"name", "aliases", "repo", "source", "config"}
+    assert len(data["presets"]) == len(presets())
+
+
+def test_names_are_unique_and_in_lower_case() -> None:
+    names = [name for preset in presets().values() for name in (preset.name, *preset.aliases)]
+    assert all(name == name.lower() and name.isprintable() and "/" not in name for name in names)
+    everything = [name.lower() for preset in presets().values() for name in preset.known_as]
+    assert len(everything) == len(set(everything))
+
+
+def test_repositories_and_sources_are_well_formed() -> None:
+    for preset in presets().values():
+        assert preset.source.startswith("https://")
+        if preset.repo is not None:
+            assert preset.repo.count("/") == 1
+            assert preset.repo in preset.source
+
+
+def test_find_takes_names_aliases_and_repositories_in_any_case() -> None:
+    qwen = presets()["qwen3-8b"]
+    for name in ("qwen3-8b", "Qwen3-8B", "qwen-3-8b", "Qwen/Qwen3-8B", "qwen/qwen3-8b"):
+        assert find(name) is qwen
+    for preset in presets().values():
+        assert all(find(name.upper()) is preset for name in preset.known_as)
+
+
+@pytest.mark.parametrize("name", ["", "qwen3", "nobody/qwen3-8b", "qwen3-8b ", "x" * 10_000, "\0"])
+def test_find_knows_no_other_names(name: str) -> None:
+    assert find(name) is None
+    assert repo_of(name) is None
+
+
+def test_repo_of() -> None:
+    assert repo_of("gpt2") == "openai-community/gpt2"
+    assert repo_of("QWEN/qwen3-8b") == "Qwen/Qwen3-8B"
+    assert repo_of("gpt3-175b") is None  # never published
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [("qwen3-8", "qwen3-8b"), ("gtp2", "gpt2"), ("mistral", "mistral-7b"), ("lama-2-7b", "llama-2-7b")],
+)
+def test_nearest_guesses_typos(typo: str, meant: str) -> None:
+    assert meant in nearest(typo)
+
+
+def test_nearest_tells_few_names_each_once() -> None:
+    for name in ("qwen3", "llama", "gpt", *presets()):
+        found = nearest(name)
+        assert 1 <= len(found) <= 5
+        assert len(set(found)) == len(found)
+        assert set(found) <= set(presets())
+    assert nearest("Qwen3-8B")[0] == "qwen3-8b"
+    assert all(name.startswith("qwen3-") for name in nearest("Qwen3"))
+
+
+@pytest.mark.parametrize("name", ["", "zzzzzzzzzz", "llama" * 1_000_000])
+def test_nearest_may_find_nothing(name: str) -> None:
+    assert nearest(name) == []
+
+
+def test_counting_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, gptkit.architectures.presets, gptkit.analysis.parameters, gptkit.report.tables\n"
+        "print(*{'torch', 'transformers', 'numpy', 'rich', 'huggingface_hub', 'safetensors'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

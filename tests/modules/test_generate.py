@@ -1,0 +1,312 @@
+"""generate: transformers' tokens one for one, its filters value for value, and an end where there is one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from families import (
+    BLOOM,
+    FALCON_7B,
+    FALCON_RW,
+    GPT2,
+    LLAMA,
+    LONG_ROPE,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    VOCAB,
+    WINDOWED,
+    decoder_from,
+    randomised_reference,
+    shared_weights,
+    spec_of,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from gptkit.architectures import architecture_of
+from gptkit.errors import GptkitError, UsageError
+from gptkit.modules import Decoder
+from gptkit.modules.generate import Sampling, generate, generate_ids
+
+SHARED = Path(__file__).parents[2].parent / "shared"
+STORIES = SHARED / "checkpoints" / "stories260K-llama"
+GOLDEN = (
+    # expected_stdout of llama2.c's test_all.py: 200 steps of its own C code
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw a "
+    "big, red ball. She wanted to play with it, but it was too high.\n"
+    "Lily's mom said, \"Lily, let's go to the park.\" Lily was sad and didn't know what to do. She said, \"I want to "
+    "play with your ball, but I can't find it.\"\n"
+    "Lily was sad and didn't know what to do. She said, \"I'm sorry, Lily. I didn't know what to do.\"\n"
+    "Lily didn't want to help her mom, so she"
+)
+
+# Heads of their own: a random model that shares its embedding with its head answers every token with itself.
+UNTIED = {"tie_word_embeddings": False}
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {**LLAMA, "num_key_value_heads": 2},
+    "llama-dynamic": {**LLAMA, "max_position_embeddings": 40, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    "llama-longrope": {**LLAMA, "max_position_embeddings": 160, "rope_scaling": LONG_ROPE},
+    "gpt2": {**GPT2, **UNTIED},
+    "bloom": {**BLOOM, **UNTIED},
+    "falcon-7b": {**FALCON_7B, **UNTIED},
+    "falcon-rw": {**FALCON_RW, **UNTIED},
+    "mistral-window-8": {**MISTRAL, "sliding_window": 8},
+    "qwen2-window": {**QWEN2, **WINDOWED},
+    "qwen3": QWEN3,
+}
+DTYPES = [torch.float32, torch.bfloat16]
+PROMPT = [5, 90, 17, 3, 44, 44, 61, 8, 23, 72, 1, 35, 50]
+
+
+def pair(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple[Any, Decoder]:
+    """transformers' random model and gptkit's with the same weights, on an attention path that both compute."""
+    attention = architecture_of(config).reference(spec_of(config))[0]
+    reference = randomised_reference(config, dtype, attention)
+    return reference, decoder_from(reference, config, attention)
+
+
+def expected(reference: Any, prompt: list[int], count: int, **options: Any) -> list[int]:
+    """transformers' own continuation, past any end-of-sequence token."""
+    ids = torch.tensor([prompt])
+    out = reference.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        use_cache=True,
+        **{"do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options},
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Decoder:
+    return pair({**GPT2, **UNTIED})[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_tokens_are_those_of_transformers(name: str, dtype: torch.dtype) -> None:
+    reference, decoder = pair(CASES[name], dtype)
+    ours = generate_ids(decoder, PROMPT, 64)
+    assert len(ours) == 64
+    assert ours == expected(reference, PROMPT, 64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_sampled_tokens_are_those_of_transformers(name: str, dtype: torch.dtype) -> None:
+    # Greedy continuations of random models soon turn in circles; these do not, so a cache that forgets must show.
+    reference, decoder = pair(CASES[name], dtype)
+    sampling = Sampling(temperature=3.0, top_k=60, top_p=0.95, seed=7)
+    ours = generate_ids(decoder, torch.tensor([PROMPT]), 64, sampling=sampling)
+    torch.manual_seed(7)
+    options = {"do_sample": True, "temperature": 3.0, "top_k": 60, "top_p": 0.95}
+    assert len(set(ours)) > 10
+    assert ours == expected(reference, PROMPT, 64, **options)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    temperature=st.floats(0.05, 20),
+    top_k=st.none() | st.integers(1, 80),
+    top_p=st.none() | st.floats(0, 1),
+    rounded=st.booleans(),
+)
+def test_filters_are_those_of_transformers(
+    seed: int, temperature: float, top_k: int | None, top_p: float | None, rounded: bool
+) -> None:
+    logits = 4 * torch.randn(2, 64, generator=torch.Generator().manual_seed(seed))
+    if rounded:
+        logits = logits.round()  # many ties
+    scores = TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k is not None:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p is not None and top_p < 1:  # transformers leaves the warper out at 1
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    before = logits.clone()
+    assert torch.equal(Sampling(temperature, top_k, top_p).filtered(logits), scores)
+    assert torch.equal(logits, before)
+
+
+def test_filters_run_in_single_precision() -> None:
+    logits = torch.randn(1, 64, dtype=torch.bfloat16)
+    filtered = Sampling(0.7, top_p=0.5).filtered(logits)
+    assert filtered.dtype == torch.float32
+    assert torch.equal(filtered, Sampling(0.7, top_p=0.5).filtered(logits.float()))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": 1e-30},
+        {"temperature": 1, "top_k": 0},
+        {"temperature": 1, "top_k": -3},
+        {"temperature": 1, "top_p": 1.5},
+        {"temperature": 1, "top_p": -0.1},
+        {"temperature": 1, "top_p": float("nan")},
+        {"top_k": 5},
+        {"top_p": 0.9},
+        {"seed": -1},
+        {"seed": 2**64},
+    ],
+)
+def test_sampling_out_of_range_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        Sampling(**fields)
+
+
+def test_a_seed_repeats_and_another_does_not(gpt2: Decoder) -> None:
+    def drawn(seed: int | None) -> list[int]:
+        return generate_ids(gpt2, PROMPT, 40, sampling=Sampling(3.0, seed=seed))
+
+    assert drawn(2**64 - 1) == drawn(2**64 - 1)
+    assert drawn(1) != drawn(2)
+    assert drawn(None) != drawn(None)
+
+
+def test_global_state_is_left_alone(gpt2: Decoder) -> None:
+    before = torch.random.get_rng_state()
+    stream = generate(gpt2, PROMPT, 5, sampling=Sampling(1.0))
+    next(stream)
+    assert not torch.is_inference_mode_enabled()
+    assert torch.is_grad_enabled()
+    generate_ids(gpt2, PROMPT, 5, sampling=Sampling(1.0, seed=3))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(parameter.grad is None and not parameter.is_inference() for parameter in gpt2.parameters())
+
+
+def test_two_streams_do_not_disturb_each_other(gpt2: Decoder) -> None:
+    def stream(seed: int) -> Any:
+        return generate(gpt2, PROMPT, 20, sampling=Sampling(3.0, seed=seed))
+
+    together = list(zip(stream(1), stream(2), strict=True))
+    assert [a for a, _ in together] == list(stream(1))
+    assert [b for _, b in together] == list(stream(2))
+
+
+def test_tokens_are_computed_as_they_are_asked_for(gpt2: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    fed: list[int] = []
+    forward = Decoder.forward
+
+    def counted(self: Decoder, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        fed.append(input_ids.shape[1])
+        return forward(self, input_ids, **options)
+
+    monkeypatch.setattr(Decoder, "forward", counted)
+    stream = generate(gpt2, PROMPT, 10)
+    assert fed == []
+    next(stream)
+    assert fed == [len(PROMPT)]
+    next(stream)
+    assert fed == [len(PROMPT), 1]
+
+
+def test_stop_ids_end_the_stream_and_are_given_out(gpt2: Decoder) -> None:
+    free = generate_ids(gpt2, PROMPT, 30, sampling=Sampling(3.0, seed=1))
+    end = free.index(free[9])
+    stopped = generate_ids(gpt2, PROMPT, 30, sampling=Sampling(3.0, seed=1), stop=[free[9], 50256])
+    assert stopped == free[: end + 1]
+
+
+def test_end_of_sequence_ends_as_in_transformers() -> None:
+    reference, decoder = pair(CASES["llama"])
+    eos = generate_ids(decoder, PROMPT, 12)[11]
+    assert generate_ids(decoder, PROMPT, 64, stop={eos}) == expected(reference, PROMPT, 64, eos_token_id=eos)
+
+
+def test_learned_positions_end_the_stream(gpt2: Decoder) -> None:
+    length = GPT2["n_positions"]
+    prompt = (PROMPT * 30)[: length - 3]
+    assert len(generate_ids(gpt2, prompt, 100)) == 4  # three are read, the fourth is predicted from a full table
+    full = (PROMPT * 30)[:length]
+    assert len(generate_ids(gpt2, full, 100)) == 1
+    with pytest.raises(UsageError, match=f"{length + 1} tokens.*{length} positions"):
+        generate(gpt2, [*full, 1], 1)
+
+
+def test_rotary_positions_do_not() -> None:
+    config = {**LLAMA, "max_position_embeddings": 16}
+    assert len(generate_ids(pair(config)[1], PROMPT, 30)) == 30
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "empty"),
+        (torch.empty(1, 0, dtype=torch.long), "empty"),
+        ([1, VOCAB], f"vocabulary of {VOCAB}: {VOCAB}"),
+        ([-1], "-1"),
+        ([1, 2**70], str(2**70)),
+        (list(range(VOCAB, VOCAB + 20)), "and 15 more"),
+        (torch.ones(2, 4, dtype=torch.long), "shape"),
+        (torch.ones(1, 1, 4, dtype=torch.long), "shape"),
+        (torch.ones(1, 4), "float32"),
+        (["a"], "'a'"),
+        ([1.0], "1.0"),
+        ([True], "True"),
+    ],
+)
+def test_unusable_prompts_are_refused_before_anything_is_computed(gpt2: Decoder, prompt: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        generate(gpt2, prompt, 5)
+
+
+def test_forms_of_a_prompt(gpt2: Decoder) -> None:
+    forms = [PROMPT, tuple(PROMPT), torch.tensor(PROMPT), torch.tensor([PROMPT], dtype=torch.int32)]
+    assert len({tuple(generate_ids(gpt2, form, 6)) for form in forms}) == 1
+
+
+def test_how_many(gpt2: Decoder) -> None:
+    assert generate_ids(gpt2, PROMPT, 0) == []
+    with pytest.raises(UsageError, match="max_new_tokens"):
+        generate(gpt2, PROMPT, -1)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=0)], ids=["greedy", "sampled"])
+def test_logits_that_are_not_numbers_are_an_error(sampling: Sampling) -> None:
+    decoder = pair(CASES["llama"])[1]
+    with torch.no_grad():
+        decoder.head.weight[7].fill_(float("nan"))
+    with pytest.raises(GptkitError, match="NaN"):
+        generate_ids(decoder, PROMPT, 3, sampling=sampling)
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="needs the project's shared checkpoints")
+def test_stories_are_token_for_token_those_of_transformers() -> None:
+    reference = transformers.AutoModelForCausalLM.from_pretrained(STORIES).eval()
+    config = reference.config.to_dict()
+    decoder = decoder_from(reference, {**config, "rope_theta": 10000.0})
+    ours = generate_ids(decoder, [1], 200)
+    assert ours == expected(reference, [1], 200)
+    sampling = Sampling(1.0, top_k=100, top_p=0.9, seed=11)
+    torch.manual_seed(11)
+    theirs = expected(reference, [1], 200, do_sample=True, temperature=1.0, top_k=100, top_p=0.9)
+    assert generate_ids(decoder, [1], 200, sampling=sampling) == theirs
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="needs the project's shared checkpoints")
+def test_the_golden_story() -> None:
+    from gptkit.architectures.config import read_config_file
+    from gptkit.converter.tokenizer import StreamDecoder, load_tokenizer
+
+    # Without transformers: gptkit's own reading of config, weights and tokenizer.
+    config, _ = read_config_file(STORIES / "config.json")
+    weights = torch.nn.Module()
+    weights.state_dict = lambda: load_file(STORIES / "model.safetensors")  # type: ignore[assignment, method-assign]
+    decoder = Decoder(spec_of(config)).eval()
+    decoder.load_state_dict(shared_weights(weights, config))
+    tokenizer = load_tokenizer(STORIES)
+    assert tokenizer is not None
+    stream = StreamDecoder(tokenizer, skip_special_tokens=True)
+    # llama2.c's 200 steps begin with the beginning-of-sequence token, and print what they read
+    pieces = [stream.push(token) for token in generate(decoder, tokenizer.encode("")[:1], 199)]
+    assert "".join(pieces) + stream.finish() == GOLDEN
