@@ -2,9 +2,9 @@
 (ALiBi, serial). Old checkpoints say RefinedWeb (40b) or RefinedWebModel (7b, rw).
 
 Source: transformers models/falcon/{configuration,modeling}_falcon.py. One layout serves all fused q-k-v tensors.
-Linears multiply and then add the bias, rounding twice; scores are divided by sqrt(head_dim); ALiBi is rounded to bfloat16
-even in fp32. transformers' eager path adds ALiBi twice (transformers issues 29067 and 29946), so ALiBi models are
-verified against sdpa alone.
+Linears multiply and then add the bias, rounding twice; scores are divided by sqrt(head_dim); ALiBi is rounded to
+bfloat16 even in fp32. transformers' eager path adds ALiBi twice (transformers issues 29067 and 29946), so ALiBi
+models are verified against sdpa alone.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def parse(pattern: str) -> tuple[tuple[str, ...], ...]:
 
 
 def permute(array: Any, axes: Sequence[int]) -> Any:
-    """Torch calls it permute, numpy transpose."""
+    """The axes in another order: torch calls it permute, numpy transpose."""
     return array.permute(*axes) if hasattr(array, "permute") else array.transpose(axes)
 
 

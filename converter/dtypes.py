@@ -21,7 +21,7 @@ Array = NDArray[Any]
 
 
 def parse_dtype(name: str) -> str:
-    """Safetensors' name for a dtype given as torch's or its short form (bf16, float32, fp16, …).
+    """The name in safetensors of a dtype given as torch's or its short form (bf16, float32, fp16, …).
 
     Raises:
         UsageError: it is none of the four.

@@ -13,6 +13,7 @@ with a repository's own code.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -131,9 +132,9 @@ class StreamDecoder:
         if _BYTE_TOKEN.fullmatch(self._tokenizer.token(token_id) or ""):
             return ""
         text = self._tokenizer.decode(self._ids)
-        if text.endswith(_REPLACEMENT) or not text.startswith(self._given):
+        if text.endswith(_REPLACEMENT):
             return ""
-        piece = text[len(self._given) :]
+        piece = _after(self._given, text)
         last = self._ids[self._given_ids :]
         last_text = self._tokenizer.decode(last)
         # Only ids with text can stand for the text before: behind nothing, the next space would count as the first.
@@ -144,9 +145,18 @@ class StreamDecoder:
 
     def finish(self) -> str:
         """What was held back, when no more ids come. The decoder then begins anew."""
-        text, given = self._tokenizer.decode(self._ids), self._given
+        piece = _after(self._given, self._tokenizer.decode(self._ids))
         self._ids, self._given_ids, self._given = [], 0, ""
-        return text[len(given) :]
+        return piece
+
+
+def _after(given: str, text: str) -> str:
+    """What is new in a text: all of it behind `given`, but for the end of a prompt that turned into something else.
+
+    Such a prompt ends within a character, whose other bytes came now.
+    """
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(given, text, strict=False))
+    return text[sum(1 for _ in same) :]
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:

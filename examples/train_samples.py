@@ -225,7 +225,7 @@ A small genuine checkpoint for trying things out, in the Hugging Face format: no
 - Text: tiny Shakespeare (public domain), the first 90 % for training, the last 10 % held out.
 - Tokenizer: byte-level BPE, {VOCAB_SIZE} tokens, trained on the training part.
 - Training: from random weights, {result.steps} steps of {args.batch} x {CONTEXT} tokens, AdamW, peak rate {args.lr:g},
-  cosine, {result.seconds / 60:.1f} minutes of CPU; float32, stored as {str(sample.dtype).removeprefix("torch.")}.
+  cosine, {result.seconds / 60:.1f} minutes on a CPU; float32, stored as {str(sample.dtype).removeprefix("torch.")}.
 - Held-out loss as stored: {result.nats_per_token:.4f} nats per token, {result.bits_per_byte:.4f} bits per byte.
 - Licence of the weights: MIT.
 

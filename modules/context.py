@@ -42,7 +42,7 @@ class Context:
         self._additive: dict[int | None, Tensor] = {}
 
     def rotary(self, spec: Rotary) -> RotaryTables:
-        """Cos and sin for the new tokens."""
+        """The tables, cos and sin, for the new tokens."""
         if spec not in self._rotary:
             self._rotary[spec] = rotary_tables(spec, self.position_ids, self.dtype)
         return self._rotary[spec]

@@ -31,7 +31,7 @@ class Linear(nn.Module):
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> Tensor:
-    """X (…, in) times weight [out, in] plus bias, as `arithmetic` says."""
+    """Return x (…, in) · weight [out, in] + bias, as `arithmetic` says."""
     if arithmetic == "linear" or bias is None:
         return F.linear(x, weight, bias)
     if arithmetic == "conv1d":

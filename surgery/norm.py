@@ -68,7 +68,8 @@ def centred(name: str) -> Compute:
 
     def compute(reader: Reader) -> Wide:
         weight = reader.wide(name)
-        return np.subtract(weight, weight.mean(axis=0, keepdims=True))
+        result: Wide = weight - weight.mean(axis=0, keepdims=True)
+        return result
 
     return compute
 
@@ -80,7 +81,8 @@ def centred_rows(name: str) -> Compute:
 
 def centre_rows(rows: Wide) -> Wide:
     """Each row without its mean."""
-    return np.subtract(rows, rows.mean(axis=1, keepdims=True))
+    result: Wide = rows - rows.mean(axis=1, keepdims=True)
+    return result
 
 
 def normed_rows(table: str, norm: str, eps: float, bias: bool) -> Compute:

@@ -1,0 +1,473 @@
+"""config.json is untrusted: whatever it holds, the answer is a tree or a GptkitError, at once and in little memory."""
+
+import json
+import math
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from families import REPRESENTATIVES, VARIANTS, spec_of, variants_of
+from gptkit.architectures import ARCHITECTURES, architecture_of, named
+from gptkit.architectures.config import (
+    COMMON_IRRELEVANT,
+    COMMON_REFUSED,
+    ConfigReader,
+    parse_config_text,
+    read_config_file,
+)
+from gptkit.errors import ConfigError, GptkitError, UnknownFamily
+from gptkit.spec import ModelSpec
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+families = pytest.mark.parametrize("family", ARCHITECTURES)
+
+ROPE_FIELDS = (
+    "rope_type",
+    "type",
+    "factor",
+    "rope_theta",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "beta_fast",
+    "beta_slow",
+    "truncate",
+    "short_factor",
+    "long_factor",
+    "partial_rotary_factor",
+)
+
+NUMBERS = st.one_of(
+    st.integers(-3, 200),
+    st.integers(),
+    st.sampled_from([2**31 - 1, 2**31, 2**63, 10**30, 10**400, -(10**400), 0, 1, -1, 10_000, 10_001]),
+    st.floats(),
+    st.sampled_from([0.0, -0.0, 1e-320, 1e-300, 1e300, math.inf, -math.inf, math.nan, 0.5, 1.0, 2.0]),
+)
+STRINGS = st.one_of(
+    st.text(max_size=8),
+    st.sampled_from(
+        ["silu", "gelu", "default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "8", "None", "nan"]
+    ),
+)
+SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, STRINGS)
+
+
+@st.composite
+def rope_values(draw: st.DrawFn) -> dict[str, Any]:
+    """A rope dictionary that is nearly right, so that the formulas behind the checks are reached."""
+    rope: dict[str, Any] = draw(
+        st.fixed_dictionaries(
+            {"rope_type": st.sampled_from(["default", "linear", "dynamic", "yarn", "longrope", "llama3"])},
+            optional={name: st.one_of(NUMBERS, st.sampled_from([1, 4.0, 40])) for name in ROPE_FIELDS[2:12]},
+        )
+    )
+    if rope["rope_type"] == "longrope":
+        for name in ("short_factor", "long_factor"):
+            rope[name] = draw(st.lists(st.one_of(st.just(1.5), NUMBERS), min_size=4, max_size=4))
+    return rope
+
+
+VALUES = st.one_of(
+    SCALARS,
+    st.lists(SCALARS, max_size=4),
+    st.lists(st.sampled_from(["full_attention", "sliding_attention"]), max_size=4),
+    st.dictionaries(st.one_of(st.sampled_from(ROPE_FIELDS), st.text(max_size=4)), SCALARS, max_size=6),
+    rope_values(),
+    st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner)),
+)
+
+
+def fields_of(family: str) -> list[str]:
+    """Every field a family's files may hold, rope ones last."""
+    architecture = ARCHITECTURES[family]
+    fields: set[str] = set()
+    for variant in variants_of(family):
+        reader = architecture.reader(variant.config)
+        architecture.read(reader)
+        fields |= reader.used
+    return sorted(fields | COMMON_REFUSED.keys() | architecture.refused.keys()) + sorted(architecture.irrelevant)
+
+
+def tree_or_error(config: dict[str, Any]) -> ModelSpec | None:
+    """The tree, or None where the config is refused as it should be: another exception passes through."""
+    started = time.perf_counter()
+    try:
+        architecture = architecture_of(config)
+        spec, _ = architecture.spec_and_unknown(config)
+    except (ConfigError, UnknownFamily) as error:
+        assert 0 < len(str(error)) < 500
+        spec = None
+    else:
+        # What was let through is finite and can be written and read again.
+        json.dumps(architecture.config_for(spec), allow_nan=False)
+        assert sum(p.count for p in spec.parameters()) > 0
+    assert time.perf_counter() - started < 2
+    return spec
+
+
+# --- hostile values --------------------------------------------------------------------------------------------------
+
+QUICK = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@families
+@QUICK
+@given(data=st.data())
+def test_any_values_give_a_tree_or_an_error(family, data):
+    """One to four fields of a good config replaced by anything."""
+    variant = data.draw(st.sampled_from(variants_of(family)))
+    changes = data.draw(st.dictionaries(st.sampled_from(fields_of(family)), VALUES, min_size=1, max_size=4))
+    tree_or_error({**variant.config, **changes})
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "falcon"])
+@settings(QUICK, max_examples=400)
+@given(
+    rope=rope_values(),
+    context=st.sampled_from([1, 2, 40, 256, 2**31 - 1]),
+    theta=st.one_of(st.just(1e4), NUMBERS),
+    key=st.sampled_from(["rope_scaling", "rope_parameters"]),
+)
+def test_any_rope_gives_a_tree_or_an_error(family, rope, context, theta, key):
+    config = {**REPRESENTATIVES[family].config, "max_position_embeddings": context, "head_dim": 8}
+    tree_or_error({**config, "rope_theta": theta, key: rope})
+
+
+@settings(QUICK, max_examples=500)
+@given(st.dictionaries(st.one_of(st.just("model_type"), st.text(max_size=6)), VALUES, max_size=4))
+def test_any_object_gives_an_error(config):
+    assert tree_or_error(config) is None or config["model_type"] in ARCHITECTURES
+
+
+BAD = {
+    "true": True,
+    "a string": "8",
+    "zero": 0,
+    "negative": -1,
+    "a fraction": 8.5,
+    "infinity": math.inf,
+    "nan": math.nan,
+    "a list": [8],
+    "an object": {"value": 8},
+    "huge": 10**400,
+    "very huge": 10**5000,
+}
+
+
+@pytest.mark.parametrize("value", BAD.values(), ids=BAD.keys())
+@pytest.mark.parametrize("variant", REPRESENTATIVES.values(), ids=str)
+def test_every_size_refuses_what_is_no_size(variant, value):
+    sizes = [key for key, good in variant.config.items() if type(good) is int]
+    assert len(sizes) >= 4
+    for key in sizes:
+        with pytest.raises(ConfigError, match=key):
+            spec_of({**variant.config, key: value})
+
+
+@pytest.mark.parametrize("value", [v for k, v in BAD.items() if k != "a fraction"], ids=[k for k in BAD if k != "a fraction"])
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [("gpt2", "layer_norm_epsilon"), ("llama", "rms_norm_eps"), ("llama", "rope_theta"), ("bloom", "layer_norm_epsilon")],
+)
+def test_every_number_refuses_what_is_no_number_above_zero(family, key, value):
+    with pytest.raises(ConfigError, match=key):
+        spec_of({**REPRESENTATIVES[family].config, key: value})
+
+
+@pytest.mark.parametrize("value", [0, 1, "true", "", [], 1.0])
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("gpt2", "tie_word_embeddings"),
+        ("gpt2", "scale_attn_weights"),
+        ("llama", "attention_bias"),
+        ("qwen2", "use_sliding_window"),
+        ("falcon", "alibi"),
+        ("falcon", "multi_query"),
+    ],
+)
+def test_every_switch_refuses_what_is_neither_true_nor_false(family, key, value):
+    with pytest.raises(ConfigError, match=key):
+        spec_of({**REPRESENTATIVES[family].config, key: value})
+
+
+@pytest.mark.parametrize("layers", [10**5, 10**7, 2**31 - 1, 2**31, 10**18, 10**400])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_too_many_layers_are_refused_at_once(variant, layers):
+    (key,) = variant.config.keys() & {"n_layer", "num_hidden_layers"}
+    tracemalloc.start()
+    try:
+        started = time.perf_counter()
+        with pytest.raises(ConfigError, match="layer"):
+            spec_of({**variant.config, key: layers})
+        assert time.perf_counter() - started < 0.5
+        assert tracemalloc.get_traced_memory()[1] < 10 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@families
+def test_the_most_layers_allowed_take_seconds_at_most(family):
+    config = REPRESENTATIVES[family].config
+    (key,) = config.keys() & {"n_layer", "num_hidden_layers"}
+    started = time.perf_counter()
+    spec = spec_of({**config, key: 10_000})
+    assert len(spec.blocks) == 10_000
+    assert time.perf_counter() - started < 5
+
+
+def test_the_largest_sizes_are_only_counted():
+    spec = spec_of({**REPRESENTATIVES["llama"].config, "vocab_size": 2**31 - 1, "intermediate_size": 2**31 - 1})
+    assert max(p.count for p in spec.parameters()) == 48 * (2**31 - 1)
+
+
+@families
+def test_what_is_refused_says_why(family):
+    architecture = ARCHITECTURES[family]
+    for name, (harmless, reason) in {**COMMON_REFUSED, **architecture.refused}.items():
+        for value in harmless:
+            spec_of({**REPRESENTATIVES[family].config, name: value})
+        for value in (True, {"bits": 4}, "yes", [1]):
+            with pytest.raises(ConfigError) as caught:
+                spec_of({**REPRESENTATIVES[family].config, name: value})
+            assert name in str(caught.value)
+            assert reason in str(caught.value)
+
+
+@families
+def test_what_is_irrelevant_changes_nothing(family):
+    architecture, config = ARCHITECTURES[family], REPRESENTATIVES[family].config
+    declared = {**COMMON_IRRELEVANT, **architecture.irrelevant}
+    extra = {name: ["anything", math.nan] for name in declared if name != "model_type"}
+    assert architecture.spec_and_unknown({**config, **extra}) == (architecture.spec(config), [])
+
+
+@families
+def test_a_field_that_nobody_knows_is_reported(family):
+    config = {**REPRESENTATIVES[family].config, "softcap_everything": 3, "zz": None}
+    _, unknown = ARCHITECTURES[family].spec_and_unknown(config)
+    assert unknown == ["softcap_everything", "zz"]
+
+
+# --- contradictions and combinations ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("gpt2", {"n_head": 5}, "multiple of n_head"),
+        ("llama", {"num_key_value_heads": 4}, "cannot be shared out"),
+        ("llama", {"head_dim": 7}, "even number"),
+        ("llama", {"head_dim": None, "num_attention_heads": 7}, "multiple of num_attention_heads"),
+        ("llama", {"hidden_act": "gelu_of_tomorrow"}, "one of"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("llama", {"rope_scaling": {"rope_type": "proportional"}}, "not known"),
+        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ("llama", {"rope_scaling": {"rope_type": 3}}, "rope_type"),
+        ("llama", {"rope_scaling": "linear"}, "rope_scaling"),
+        ("llama", {"rope_parameters": [1]}, "rope_parameters"),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "by layer type"),
+        ("llama", {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "short_factor"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "layer_types"),
+        ("qwen2", {"layer_types": [[]] * 3}, "layer_types"),
+        ("qwen2", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, "layer_types"),
+        ("qwen2", {"max_window_layers": -1}, "max_window_layers"),
+        ("qwen2", {"max_window_layers": True}, "max_window_layers"),
+        ("mistral", {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
+        ("mistral", {"sliding_window": 0}, "sliding_window"),
+        ("bloom", {"slow_but_exact": True}, "slow_but_exact"),
+        ("falcon", {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn"),
+        ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn"),
+        ("falcon", {"multi_query": False, "num_kv_heads": 2}, "num_kv_heads"),
+        ("falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn"),
+    ],
+)
+def test_combinations_that_mean_nothing_are_refused(family, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        spec_of({**REPRESENTATIVES[family].config, **changes})
+
+
+SPELLINGS = [
+    (family, name, other)
+    for family, architecture in ARCHITECTURES.items()
+    for name, others in architecture.config_aliases.items()
+    for other in others
+]
+
+
+@pytest.mark.parametrize(("family", "name", "other"), SPELLINGS)
+def test_two_spellings_of_one_field_must_agree(family, name, other):
+    """transformers takes now the one, now the other: nobody can know which was meant."""
+    config = dict(REPRESENTATIVES[family].config)
+    value = config.pop(name, config.get(other, 6))
+    expected = spec_of({**config, name: value})
+    assert spec_of({**config, other: value}) == expected
+    assert spec_of({**config, name: value, other: value}) == expected
+    assert spec_of({**config, name: value, other: None}) == expected
+    assert spec_of({**config, name: None, other: value}) == expected
+    with pytest.raises(ConfigError, match=f"{name}.*{other}"):
+        spec_of({**config, name: value, other: 2 * value})
+
+
+# --- which family ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [None, 3, True, [], {}, ["gpt2"], math.nan])
+def test_a_model_type_that_is_no_name(kind):
+    with pytest.raises(ConfigError, match="model_type"):
+        architecture_of({"model_type": kind})
+
+
+def test_no_model_type():
+    with pytest.raises(ConfigError, match="model_type"):
+        architecture_of({"architectures": ["GPT2LMHeadModel"]})
+
+
+def test_an_unknown_family_gets_a_guess_and_the_list():
+    with pytest.raises(UnknownFamily) as caught:
+        architecture_of({"model_type": "lama"})
+    assert "did you mean llama?" in str(caught.value)
+    assert all(name in str(caught.value) for name in ARCHITECTURES)
+    with pytest.raises(UnknownFamily, match="'nothing-near'"):
+        architecture_of({"model_type": "nothing-near"})
+
+
+@pytest.mark.parametrize("kind", ["g" * 10**6, "llama" * 10**5, "\0", "GPT2", "gpt2 ", "../gpt2", "ł" * 10**6])
+def test_an_odd_model_type_is_refused_quickly_and_briefly(kind):
+    started = time.perf_counter()
+    with pytest.raises(UnknownFamily) as caught:
+        architecture_of({"model_type": kind})
+    assert time.perf_counter() - started < 1
+    assert len(str(caught.value)) < 300
+
+
+def test_named():
+    assert all(named(name) is architecture for name, architecture in ARCHITECTURES.items())
+    with pytest.raises(UnknownFamily, match="gpt5"):
+        named("gpt5")
+
+
+# --- the file --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "nul",
+        "{'a': 1}",
+        '{"a": 1}}',
+        '{"a": }',
+        "[]",
+        '["model_type"]',
+        "3",
+        '"gpt2"',
+        "null",
+        "\ufeff{}",
+        "\0",
+        "[" * 10**5,
+        '{"a":' * 10**5,
+        '{"a": ' + "9" * 10**5 + "}",
+        '{"a": "\\ud800',
+    ],
+    ids=range(17),
+)
+def test_broken_json_is_a_config_error(text):
+    with pytest.raises(ConfigError, match="where it came from"):
+        parse_config_text(text, "where it came from")
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.one_of(st.text(max_size=30), st.binary(max_size=30)))
+def test_any_text_is_an_object_or_a_config_error(text):
+    try:
+        assert isinstance(parse_config_text(text, "there"), dict)
+    except ConfigError:
+        pass
+
+
+def test_a_huge_text_is_refused_before_it_is_parsed():
+    with pytest.raises(ConfigError, match="not a config"):
+        parse_config_text(" " * (16 * 2**20 + 1), "there")
+
+
+def depths() -> Iterator[int]:
+    yield from (1, 50, 300)
+    yield from range(sys.getrecursionlimit() - 150, sys.getrecursionlimit() + 10, 5)
+
+
+@pytest.mark.parametrize("shape", [("[", "]"), ('{"a":', "}")], ids=["lists", "objects"])
+@pytest.mark.parametrize("key", ["n_embd", "n_layer", "activation_function", "tie_word_embeddings", "quantization_config"])
+def test_deep_nesting_is_a_config_error(shape, key):
+    """Parsing may just succeed where showing the value would not."""
+    opening, closing = shape
+    for depth in depths():
+        text = f'{{"model_type": "gpt2", "{key}": {opening * depth}1{closing * depth}}}'
+        with pytest.raises(ConfigError):
+            spec_of(parse_config_text(text, "there"))
+
+
+def test_numbers_that_json_allows():
+    """1e999 is JSON, and infinity to Python; NaN is not JSON, and Python reads it."""
+    for text in ("1e999", "-1e999", "NaN", "Infinity"):
+        config = parse_config_text(f'{{"model_type": "gpt2", "layer_norm_epsilon": {text}}}', "there")
+        with pytest.raises(ConfigError, match="layer_norm_epsilon"):
+            spec_of(config)
+
+
+def test_reading_a_file(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "gpt2"}')
+    assert read_config_file(path) == ({"model_type": "gpt2"}, '{"model_type": "gpt2"}')
+    path.write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(ConfigError, match="config.json"):
+        read_config_file(path)
+    path.unlink()
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_config_file(path)
+    path.mkdir()
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_config_file(path)
+
+
+# --- the reader ------------------------------------------------------------------------------------------------------
+
+READS: dict[str, Callable[[ConfigReader], Any]] = {
+    "integer": lambda reader: reader.integer("x"),
+    "layers": lambda reader: reader.layers("x"),
+    "optional_integer": lambda reader: reader.optional_integer("x"),
+    "number": lambda reader: reader.number("x"),
+    "boolean": lambda reader: reader.boolean("x", True),
+    "string": lambda reader: reader.string("x", ""),
+    "choice": lambda reader: reader.choice("x", "a", {"a": 1}),
+    "refuse": lambda reader: reader.refuse({"x": ((None, False), "it is so")}),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
+@settings(max_examples=100, deadline=None)
+@given(value=VALUES)
+def test_every_way_to_read_answers_or_refuses(read, value):
+    reader = ConfigReader({"x": value})
+    try:
+        read(reader)
+    except ConfigError as error:
+        assert "x" in str(error)
+        assert len(str(error)) < 300
+    assert reader.used == {"x"}
+
+
+def test_all_refusals_are_gptkits_own():
+    assert issubclass(ConfigError, GptkitError)
+    assert issubclass(UnknownFamily, GptkitError)
+    assert ConfigError("x").exit_code == UnknownFamily("x").exit_code == 4
