@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import ConfigError
 
-__all__ = ["COMMON_IRRELEVANT", "COMMON_REFUSED", "ConfigReader", "parse_config_text", "read_config_file"]
+__all__ = ["COMMON_IRRELEVANT", "COMMON_REFUSED", "ConfigReader", "parse_config_text", "read_config_file", "shown"]
 
 MAX_LAYERS = 10_000
 MAX_CONFIG_BYTES = 16 * 2**20
@@ -90,10 +90,18 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], str]:
     return parse_config_text(text, str(path)), text
 
 
+def shown(value: Any) -> str:
+    """The value in at most 60 characters, for a message."""
+    try:
+        return repr(value)[:60]
+    except (RecursionError, ValueError):  # nested nearly too deep to parse, or an integer of thousands of digits
+        return f"a {type(value).__name__} too large to show"
+
+
 class ConfigReader:
     """Typed access to a config.json that remembers which fields were asked for.
 
-    `names` maps a field to its other spellings (GPT-2's n_embd for hidden_size); the first one present wins.
+    `aliases` maps a field to its other spellings (GPT-2's n_embd for hidden_size).
     """
 
     def __init__(self, data: Mapping[str, Any], aliases: Mapping[str, tuple[str, ...]] | None = None) -> None:
@@ -102,18 +110,26 @@ class ConfigReader:
         self.used: set[str] = set()
 
     def raw(self, name: str, default: Any = None) -> Any:
-        """The value as it stands; `default` where the key is absent."""
-        found = default
-        for key in reversed((name, *self.aliases.get(name, ()))):
+        """The value as it stands; `default` where the key is absent.
+
+        Raises:
+            ConfigError: two spellings of the field have two values (transformers takes now the one, now the other).
+
+        """
+        found, told = default, ""
+        for key in (name, *self.aliases.get(name, ())):
             self.used.add(key)
-            if key in self.data:
-                found = self.data[key]
+            if key not in self.data or (told and self.data[key] is None):
+                continue
+            value = self.data[key]
+            if told and found is not None and value != found:
+                raise ConfigError(f"config.json: {told} is {shown(found)} but {key} is {shown(value)}: they are one field")
+            found, told = value, key
         return found
 
     def fail(self, name: str, value: Any, wanted: str) -> ConfigError:
         """The error for a field that is not what it should be, to be raised by the caller."""
-        shown = repr(value)
-        return ConfigError(f"config.json: {name} is {shown[:60]}, expected {wanted}")
+        return ConfigError(f"config.json: {name} is {shown(value)}, expected {wanted}")
 
     def integer(self, name: str, default: int | None = None, *, most: int = 2**31 - 1) -> int:
         """A positive integer up to `most`; required when there is no default."""
@@ -142,9 +158,13 @@ class ConfigReader:
         value = self.raw(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.fail(name, value, "a number above zero")
-        if not math.isfinite(value) or value <= 0:
+        try:
+            number = float(value)
+        except OverflowError:  # an integer of more than 308 digits
+            number = math.inf
+        if not math.isfinite(number) or number <= 0:
             raise self.fail(name, value, "a finite number above zero")
-        return float(value)
+        return number
 
     def boolean(self, name: str, default: bool) -> bool:
         """True or false; null counts as absent."""
@@ -174,7 +194,7 @@ class ConfigReader:
         for name, (harmless, reason) in refusals.items():
             value = self.raw(name, harmless[0])
             if not any(value is h or (type(value) is type(h) and value == h) for h in harmless):
-                raise ConfigError(f"config.json: {name} is {value!r:.60}: {reason}")
+                raise ConfigError(f"config.json: {name} is {shown(value)}: {reason}")
 
     def unknown(self, irrelevant: Mapping[str, str]) -> list[str]:
         """The fields that nobody asked for and nobody declared, in the file's order."""

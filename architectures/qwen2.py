@@ -29,7 +29,8 @@ def read_windows(config: ConfigReader) -> tuple[int | None, ...]:
     """Each layer's window: from `layer_types`, or from `max_window_layers` on where `use_sliding_window` is set."""
     layers = config.layers("num_hidden_layers", DEFAULTS["num_hidden_layers"])
     switched_on = config.boolean("use_sliding_window", False)
-    window = config.optional_integer("sliding_window", 4096) if switched_on else config.raw("sliding_window") and None
+    stated = config.optional_integer("sliding_window", 4096)
+    window = stated if switched_on else None
     first = config.raw("max_window_layers", 28)
     types = config.raw("layer_types")
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:

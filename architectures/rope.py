@@ -8,6 +8,7 @@ that the tree says what is computed.
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 from ..errors import ConfigError
@@ -20,7 +21,7 @@ from ..spec import (
     Rotary,
     YarnScaling,
 )
-from .config import ConfigReader
+from .config import ConfigReader, shown
 
 __all__ = ["read_rotary", "write_rotary"]
 
@@ -38,7 +39,7 @@ def read_rotary(config: ConfigReader, dim: int, context_length: int) -> Rotary:
     parameters = config.raw("rope_parameters")
     for name, value in (("rope_scaling", scaling), ("rope_parameters", parameters)):
         if value is not None and not isinstance(value, dict):
-            raise ConfigError(f"config.json: {name} is {value!r:.60}, expected an object or null")
+            raise ConfigError(f"config.json: {name} is {shown(value)}, expected an object or null")
     found = dict(scaling or parameters or {})
     if any(isinstance(value, dict) for value in found.values()):
         raise ConfigError("config.json: rope parameters by layer type are not known for this family")
@@ -48,13 +49,13 @@ def read_rotary(config: ConfigReader, dim: int, context_length: int) -> Rotary:
     )
     partial = rope.raw("partial_rotary_factor", config.raw("partial_rotary_factor", 1.0))
     if partial not in (None, 1, 1.0):
-        raise ConfigError(f"config.json: partial_rotary_factor is {partial!r:.60}: this family rotates whole heads")
+        raise ConfigError(f"config.json: partial_rotary_factor is {shown(partial)}: this family rotates whole heads")
     outer = config.raw("original_max_position_embeddings")
     if outer is not None:
         found["original_max_position_embeddings"] = outer
     kind = rope.raw("rope_type", rope.raw("type", "default"))
     if not isinstance(kind, str):
-        raise ConfigError(f"config.json: rope_type is {kind!r:.60}, expected a string")
+        raise ConfigError(f"config.json: rope_type is {shown(kind)}, expected a string")
     return Rotary(dim=dim, base=base, scaling=_read_scaling(kind, rope, dim, context_length))
 
 
@@ -85,7 +86,9 @@ def _read_scaling(kind: str, rope: ConfigReader, dim: int, context_length: int) 
         )
     if kind == "longrope":
         factor = _number_or(rope, "factor", context_length / original)
-        inferred = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+        if factor > 1.0 and original == 1 and rope.raw("attention_factor") is None:
+            raise rope.fail("original_max_position_embeddings", original, "more than 1 for longrope")
+        inferred = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(max(original, 2)))
         return LongRopeScaling(
             short_factor=_numbers(rope, "short_factor", dim // 2),
             long_factor=_numbers(rope, "long_factor", dim // 2),
@@ -93,7 +96,7 @@ def _read_scaling(kind: str, rope: ConfigReader, dim: int, context_length: int) 
             attention_factor=_number_or(rope, "attention_factor", inferred),
         )
     raise ConfigError(
-        f"config.json: rope_type {kind!r:.60} is not known; known: default, linear, dynamic, yarn, longrope, llama3"
+        f"config.json: rope_type {shown(kind)} is not known; known: default, linear, dynamic, yarn, longrope, llama3"
     )
 
 
@@ -120,8 +123,8 @@ def _numbers(rope: ConfigReader, name: str, length: int) -> tuple[float, ...]:
     if not isinstance(values, list) or len(values) != length:
         raise ConfigError(f"config.json: rope {name} must be a list of {length} numbers")
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
-            raise ConfigError(f"config.json: rope {name} holds {value!r:.60}, expected finite numbers above zero")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+            raise ConfigError(f"config.json: rope {name} holds {shown(value)}, expected finite numbers above zero")
     return tuple(float(value) for value in values)
 
 

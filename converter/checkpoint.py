@@ -196,7 +196,7 @@ def _match(checkpoint: Checkpoint, architecture: Architecture | None, allow_extr
     """Pair the declared leaves with the tensors in the files, or raise with everything that does not fit."""
     declared = {leaf.checkpoint: leaf for leaf in checkpoint.leaves}
     info = checkpoint._weights.info
-    dropped, extra, twice = [], [], []
+    dropped, extra, twice, heads = [], [], [], []
     for name in info:
         known: str | None = name
         if architecture is not None:
@@ -208,10 +208,17 @@ def _match(checkpoint: Checkpoint, architecture: Architecture | None, allow_extr
                 twice.append(f"{name} and {checkpoint._found[known]}")
             checkpoint._found[known] = name
         elif architecture is not None and known == architecture.head and checkpoint.spec.head.tied:
-            _check_tied(checkpoint, name)
+            heads.append(name)
         else:
             extra.append(name)
+    # Only now: the embedding may come after the head, and under an old name.
+    untied = [name for name in heads if not _is_tied(checkpoint, name)]
     problems = _problems(checkpoint, declared)
+    hint = "Check that config.json belongs to these weights."
+    if untied:
+        problems.append(f"config.json ties the head to the embedding, but {_some(untied)} holds other values")
+        if len(problems) == 1:
+            hint = 'Set "tie_word_embeddings": false in config.json if the head is meant to be its own.'
     if twice:
         problems.append(f"{len(twice)} tensors are there under two names: {_some(twice)}")
     if extra and not allow_extra:
@@ -219,10 +226,10 @@ def _match(checkpoint: Checkpoint, architecture: Architecture | None, allow_extr
     elif extra:
         checkpoint.notes.append(f"extra tensors left out: {_some(extra)}")
     if problems:
-        hint = "Check that config.json belongs to these weights."
         if extra and len(problems) == 1:
             hint = "Pass --allow-extra to leave them out."
         raise CheckpointError(f"{checkpoint.path}: " + "; ".join(problems), hint)
+    checkpoint.notes += [f"{name} repeats the embedding it is tied to: kept once" for name in heads]
     if dropped:
         checkpoint.notes.append(f"buffers without weights left out: {_some(dropped)}")
 
@@ -246,21 +253,20 @@ def _problems(checkpoint: Checkpoint, declared: dict[str, BoundLeaf]) -> list[st
     return problems
 
 
-def _check_tied(checkpoint: Checkpoint, name: str) -> None:
-    """A tied head that was stored all the same: fine if it has the embedding's bytes."""
+def _is_tied(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a tied head that was stored all the same has the embedding's bytes."""
     leaf = next(leaf for leaf in checkpoint.leaves if leaf.shared == ("embedding.weight",))
-    names = {checkpoint._found.get(leaf.checkpoint, ""), leaf.checkpoint}
-    embedding = next((n for n in names if n in checkpoint._weights.info), None)
+    embedding = checkpoint._found.get(leaf.checkpoint)
     if embedding is None:  # reported as missing
-        return
-    if checkpoint._weights.info[embedding] != checkpoint._weights.info[name] or not np.array_equal(
-        _bits(checkpoint._weights.read(embedding)), _bits(checkpoint._weights.read(name))
-    ):
-        raise CheckpointError(
-            f"{checkpoint.path}: config.json ties the head to the embedding, but {name} holds other values",
-            'Set "tie_word_embeddings": false in config.json if the head is meant to be its own.',
-        )
-    checkpoint.notes.append(f"{name} repeats the embedding it is tied to: kept once")
+        return True
+    info = checkpoint._weights.info
+    if info[embedding] != info[name]:
+        return False
+    if info[name][1] != leaf.shape or info[name][0] not in FLOATS:  # reported as such
+        return True
+    a, b = checkpoint._weights.read(embedding), checkpoint._weights.read(name)
+    rows = 4096  # a few MB at a time: neither tensor is ever in memory as a whole
+    return all(np.array_equal(_bits(a[i : i + rows]), _bits(b[i : i + rows])) for i in range(0, len(a), rows))
 
 
 def _bits(array: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ class Conversion:
 def default_output(reference: str, to: str) -> Path:
     """gpt2, org/gpt2@main, sample:gpt2, ./gpt2/ -> gpt2-local in the working directory."""
     name = reference.rstrip("/").split("/")[-1].split(":")[-1].split("@")[0]
+    if name in (".", "..", "~"):  # a folder that does not say its name
+        name = os.path.basename(os.path.abspath(os.path.expanduser(reference)))  # noqa: PTH100, PTH111, PTH119
     for suffix in ("-local", "-hf", ".safetensors", ".json"):
         name = name.removesuffix(suffix)
     return Path(f"{name or 'model'}-{to.replace(':', '-')}")
@@ -80,11 +83,17 @@ def plan_output(
     return plan(architecture.bind(spec), dtypes, {CONFIG: text}, companions, max_shard_bytes)
 
 
-def _target_family(origin: Origin, to: str) -> Architecture:
-    kind, _, family = to.partition(":")
-    if kind != "hf" or (family == "" and ":" in to):
+def _check_format(to: str) -> str | None:
+    """The FAMILY of "hf:FAMILY", None where `to` has none. Raises UsageError, UnknownFamily."""
+    kind, colon, family = to.partition(":")
+    if to != "local" and (kind != "hf" or (colon and not family)):
         raise UsageError(f"unknown format {to!r}", "known: local, hf, hf:FAMILY")
-    if family:
+    return named(family).name if family else None
+
+
+def _target_family(origin: Origin, to: str) -> Architecture:
+    family = _check_format(to)
+    if family is not None:
         return named(family)
     if origin.family is None:
         raise UsageError("this tree never had a family", "say which: --to hf:llama")
@@ -144,8 +153,12 @@ def convert(
         UsageError: `out` exists, or its parent does not.
 
     """
-    source = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
     target = Path(out) if out is not None else default_output(str(model), to)
+    _check_format(to)
+    if not dry_run:
+        with Staging(target, force):
+            pass  # what cannot be written is refused here, before gigabytes are fetched
+    source = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
     conversion = Conversion(source, target, to, plan_conversion(source, to, max_shard_bytes), published=not dry_run)
     if dry_run:
         return conversion

@@ -46,8 +46,9 @@ def widest(dtypes: list[str]) -> str:
 def to_float64(array: Array, dtype: str) -> NDArray[np.float64]:
     """The values of an array in its carrier dtype, exactly."""
     if dtype == "BF16":
-        return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return array.astype(np.float64)
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    with np.errstate(invalid="ignore"):  # what a signalling NaN makes the processor say
+        return array.astype(np.float64)
 
 
 def from_float64(values: NDArray[np.float64], dtype: str) -> Array:
@@ -59,7 +60,7 @@ def from_float64(values: NDArray[np.float64], dtype: str) -> Array:
     """
     if dtype == "F64":
         return np.ascontiguousarray(values)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         narrow = values.astype(np.float16 if dtype == "F16" else np.float32)
     rounded: Array
     if dtype == "BF16":

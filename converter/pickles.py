@@ -6,7 +6,6 @@ may expand to gigabytes, and a view with stride 0 may claim any shape. Both are 
 
 from __future__ import annotations
 
-import pickle
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,18 +41,26 @@ class PickleWeights:
             raise CheckpointError(f"{path} is compressed: torch.save never does that, and it hides the real size")
         try:
             state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, AttributeError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise CheckpointError(f"torch cannot read {path} as plain weights: {reason}") from error
+        except Exception as error:  # mutated pickles raise of every kind
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise CheckpointError(
+                f"torch cannot read {path} as plain weights: {reason:.200}",
+                "Do not use this file: it is damaged, or holds more than tensors.",
+            ) from error
         if not isinstance(state, dict):
             raise CheckpointError(f"{path} holds a {type(state).__name__}, not a dictionary of tensors")
         for name, tensor in state.items():
             if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
                 raise CheckpointError(f"{path}: {name!r:.80} is not a named tensor")
+            # Before the storage is asked for, which the others have not.
+            if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+                raise CheckpointError(f"{path}: {name!r:.80} is not a plain tensor (sparse, quantised or without data)")
             if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-                raise CheckpointError(f"{path}: {name} claims {tensor.numel():,} elements that are not in the file")
+                raise CheckpointError(
+                    f"{path}: {name!r:.80} claims {tensor.numel():,} elements that are not in the file"
+                )
             if name in self._tensors:
-                raise CheckpointError(f"{name} is in two of the files")
+                raise CheckpointError(f"{name!r:.80} is in two of the files")
             self._tensors[name] = tensor
             self.info[name] = (names.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
 

@@ -126,10 +126,11 @@ class StreamDecoder:
 
     def push(self, token_id: int) -> str:
         """The text that is certain now; often that of this id, at times nothing, or more."""
-        if token_id in self._skipped:
-            return ""
+        token = self._tokenizer.token(token_id)
+        if token is None or token_id in self._skipped:
+            return ""  # decoding leaves it out, so a run of byte tokens goes on across it
         self._ids.append(token_id)
-        if _BYTE_TOKEN.fullmatch(self._tokenizer.token(token_id) or ""):
+        if _BYTE_TOKEN.fullmatch(token):
             return ""
         text = self._tokenizer.decode(self._ids)
         if text.endswith(_REPLACEMENT):

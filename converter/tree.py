@@ -7,6 +7,7 @@ was done to it since.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,23 +47,36 @@ def read_spec(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
         InvalidInput: it holds neither, or what it holds is broken; UnknownFamily for a family that has no file.
 
     """
-    local = path / LOCAL_CONFIG if path.is_dir() else path
-    if local.name == LOCAL_CONFIG and local.is_file():
-        return _read_local(local)
-    config_path = path / CONFIG if path.is_dir() else path if path.suffix == ".json" else path.parent / CONFIG
-    if not config_path.is_file():
+    described = _description(path)
+    if not described.is_file():
+        where = "in" if path.is_dir() else "beside"
         raise InvalidInput(
-            f"{path} is not a checkpoint: there is no {CONFIG} in it",
+            f"{path} is not a checkpoint: there is no {CONFIG} {where} it",
             "Name a folder with config.json and .safetensors files, or a gptkit folder with gptkit.json.",
         )
-    config, text = read_config_file(config_path)
+    if described.name == LOCAL_CONFIG:
+        return _read_local(described)
+    config, text = read_config_file(described)
     architecture = architecture_of(config)
     spec, unknown = architecture.spec_and_unknown(config)
     return spec, Origin(family=architecture.name, config_text=text), unknown
 
 
+def _description(path: Path) -> Path:
+    """The file that describes a folder or a weight file: gptkit.json where there is one, else config.json.
+
+    A .json file describes itself.
+    """
+    folder = path if path.is_dir() else path.parent
+    if path.suffix == ".json" and folder != path:
+        return path
+    local = folder / LOCAL_CONFIG
+    return local if local.is_file() else folder / CONFIG
+
+
 def _read_local(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
     data, _ = read_config_file(path)
+    _require_plain(data, path)
     if data.get("schema_version") != LOCAL_SCHEMA:
         raise ConfigError(
             f"{path} has schema version {data.get('schema_version')!r:.40}, this gptkit reads {LOCAL_SCHEMA}",
@@ -72,18 +86,28 @@ def _read_local(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
     reader = ConfigReader(origin if isinstance(origin, dict) else {})
     family, text = reader.raw("family"), reader.raw("config")
     history = data.get("history", [])
-    strings = all(value is None or isinstance(value, str) for value in (family, text, reader.raw("reference")))
-    if not isinstance(origin, dict) or not strings or not isinstance(history, list):
+    reference, revision = reader.raw("reference"), reader.raw("revision")
+    strings = all(value is None or isinstance(value, str) for value in (family, text, reference, revision))
+    records = isinstance(history, list) and all(isinstance(record, dict) for record in history)
+    if not isinstance(origin, dict) or not strings or not records:
         raise ConfigError(f"{path}: its origin or history is not what gptkit writes")
     if family is not None:
         named(family)
-    return (
-        from_json(data.get("spec")),
-        Origin(family, text, reader.raw("reference"), reader.raw("revision"), tuple(history)),
-        [],
-    )
+    try:
+        spec = from_json(data.get("spec"))
+    except (OverflowError, RecursionError) as error:  # an integer that no float holds
+        raise ConfigError(f"{path} is not a gptkit model spec: {error}") from error
+    return spec, Origin(family, text, reference, revision, tuple(history)), []
+
+
+def _require_plain(data: dict[str, Any], path: Path) -> None:
+    """Refuse what Python's parser takes and JSON has not: NaN, numbers beyond fp64, half a surrogate pair."""
+    try:
+        json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} holds what JSON cannot: {error}") from error
 
 
 def is_local(path: Path) -> bool:
-    """Whether a folder, or the folder of a file, is in gptkit's own format."""
-    return (path / LOCAL_CONFIG).is_file() if path.is_dir() else (path.parent / LOCAL_CONFIG).is_file()
+    """Whether `read_spec` reads gptkit's own format there, and the weights have shared names."""
+    return _description(path).name == LOCAL_CONFIG

@@ -171,5 +171,8 @@ def cast(array: np.ndarray, dtype: str, target: str) -> np.ndarray:
 
 
 def json_bytes(data: Any) -> bytes:
-    """JSON as transformers writes its config files."""
-    return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()
+    """JSON as transformers writes its config files, but for half a surrogate pair, which UTF-8 has no bytes for."""
+    try:
+        return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:
+        return (json.dumps(data, indent=2) + "\n").encode()

@@ -287,6 +287,16 @@ def test_pieces_of_any_ids_are_their_decoding(path: Path, data: st.DataObject, s
     assert "".join(streamed(tokenizer, ids, skip)) == tokenizer.decode(ids, skip)
 
 
+@needs_stories
+def test_a_run_of_byte_tokens_goes_on_across_what_is_left_out() -> None:
+    tokenizer = loaded(STORIES)
+    lead, *rest = tokenizer.encode("你")[-3:]
+    for left_out in (2, tokenizer.vocab_size + 3):  # the end-of-sequence token; a spare row of the model's table
+        ids = [lead, left_out, *rest, left_out, *tokenizer.encode("a")[1:]]
+        assert streamed(tokenizer, ids, True)[:5] == [""] * 5
+        assert "".join(streamed(tokenizer, ids, True)) == tokenizer.decode(ids, True) == "你 a"
+
+
 _LOADED: dict[Path, Tokenizer] = {}
 
 

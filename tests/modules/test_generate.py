@@ -144,6 +144,14 @@ def test_filters_are_those_of_transformers(
     assert torch.equal(logits, before)
 
 
+@pytest.mark.parametrize("top_p", [0.0, 0.25, 0.5, 0.75, 1.0])
+def test_the_set_that_reaches_top_p_exactly_is_enough(top_p: float) -> None:
+    logits = torch.zeros(1, 4)
+    kept = Sampling(1.0, top_p=top_p).filtered(logits)
+    assert int(kept.isfinite().sum()) == max(1, round(4 * top_p))
+    assert torch.equal(kept, TopPLogitsWarper(top_p)(None, logits))
+
+
 def test_filters_run_in_single_precision() -> None:
     logits = torch.randn(1, 64, dtype=torch.bfloat16)
     filtered = Sampling(0.7, top_p=0.5).filtered(logits)
