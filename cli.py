@@ -6,28 +6,56 @@ Imports of torch, transformers and rich wait inside the commands, so that --help
 from __future__ import annotations
 
 import functools
+import io
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
+import typer.core
 
 from . import __version__
 from .errors import GptkitError, UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
 
 __all__ = ["app", "main"]
 
 INTERRUPTED = 130
 
+# What typer raises for a wrong call. Of its classes typer names a subclass alone, and has moved the others.
+WrongCall: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+class Commands(typer.core.TyperGroup):
+    """The commands; a wrong call is told in gptkit's own two lines instead of a page."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            code = super().main(*args, **{**kwargs, "standalone_mode": False})
+        except WrongCall as error:
+            call: Any = error
+            message = str(call.format_message()).strip()
+            if message:  # none where there was no argument at all: the help was printed
+                command = call.ctx.command_path if call.ctx is not None else "gptkit"
+                complain(f"{message[0].lower()}{message[1:].rstrip('.')}\n{command} -h says what it takes")
+            code = call.exit_code
+        except typer.Abort:
+            complain("interrupted")
+            code = INTERRUPTED
+        sys.exit(code or 0)
+
+
 app = typer.Typer(
     name="gptkit",
+    cls=Commands,
     help="Take any GPT-style checkpoint apart, change it, and prove that it still computes what it should.",
     epilog="Try: gptkit params qwen3-8b  ·  gptkit demo  ·  gptkit verify sample:llama",
     no_args_is_help=True,
@@ -40,7 +68,7 @@ F = TypeVar("F", bound=Callable[..., None])
 ModelArgument = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="org/name[@revision], a preset's name, a folder, a .safetensors file, or sample:gpt2."
+        metavar="MODEL", help="org/name or org/name@revision, a preset, a folder, a .safetensors file, or sample:gpt2."
     ),
 ]
 Offline = Annotated[bool, typer.Option("--offline", help="Use local files and the hub's cache only.")]
@@ -59,14 +87,18 @@ def guarded(function: F) -> F:
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             function(*args, **kwargs)
+            sys.stdout.flush()  # here, where a reader that has gone is known what to do about
         except GptkitError as error:
             fail(str(error), error.exit_code)
         except KeyboardInterrupt:
             fail("interrupted", INTERRUPTED)
         except BrokenPipeError:
-            # The reader (head, less) has gone; anything else written at exit would fail again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            give_up_stdout()  # the reader (head, less) has gone
             raise typer.Exit(0) from None
+        except OSError as error:
+            give_up_stdout()
+            where = f"{error.filename}: " if isinstance(error.filename, str) else ""
+            fail(f"{where}{error.strerror or error}", 1)
         except MemoryError:
             fail("not enough memory", 1)
         except (typer.Exit, typer.Abort):
@@ -81,25 +113,63 @@ def fail(message: str, code: int) -> NoReturn:
     """Say why on stderr and exit. The traceback only with GPTKIT_DEBUG=1."""
     if os.environ.get("GPTKIT_DEBUG") == "1":
         traceback.print_exc()
-    first, _, rest = message.partition("\n")
-    lines = [f"gptkit: {first}", *(f"  {line}" for line in rest.splitlines())]
-    # A name out of a file may hold anything, terminal commands included.
-    clean = ("".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines)
-    typer.echo("\n".join(clean), err=True)
+    complain(message)
     raise typer.Exit(code)
 
 
+def complain(message: str) -> None:
+    """Lines on stderr: the first behind our name, what is below it set in."""
+    first, _, rest = message.partition("\n")
+    typer.echo(
+        "\n".join(printable(line) for line in [f"gptkit: {first}", *(f"  {x}" for x in rest.split("\n") if x)]),
+        err=True,
+    )
+
+
+def printable(line: str) -> str:
+    """A line without control characters: a name out of a file may hold anything, terminal commands included."""
+    return line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+
+
+def give_up_stdout() -> None:
+    """Nothing more can be written there; what is still buffered would fail again at exit."""
+    with suppress(OSError):
+        sys.stdout.flush()
+        return
+    with suppress(OSError):  # no file at all, in a notebook or a test
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def console() -> Console:
-    """Standard output, as wide as the terminal or COLUMNS says, 80 where it is no terminal."""
-    from rich.console import Console
+    """Standard output, as wide as the terminal or COLUMNS says, 80 where it is no terminal; without control characters
+    but its own, and with NO_COLOR without those.
+    """
+    from rich.console import Console, RenderHook
+    from rich.segment import Segment
+
+    @dataclass
+    class Clean:
+        renderable: ConsoleRenderable
+
+        def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+            for text, style, control in console.render(self.renderable, options):
+                # One for one, for the widths are settled.
+                yield Segment("".join(c if c.isprintable() or c == "\n" else "?" for c in text), style, control)
+
+    class Cleaning(RenderHook):
+        def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+            return [Clean(renderable) for renderable in renderables]
 
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 80
-    return Console(width=width, highlight=False, soft_wrap=False)
+    colours: Any = None if os.environ.get("NO_COLOR") else "auto"
+    made = Console(width=width, highlight=False, soft_wrap=False, color_system=colours)
+    made.push_render_hook(Cleaning())
+    return made
 
 
 @contextmanager
 def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr where a person is looking; yields (bytes done now, bytes in all)."""
+    """A bar on stderr where a person is looking; takes (bytes done now, bytes in all, 0 where nobody knows)."""
     if quiet or not sys.stderr.isatty():
         yield lambda done, total: None
         return
@@ -109,7 +179,7 @@ def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int]
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, advance=done, total=total)
+        yield lambda done, total: bar.update(task, advance=done, total=total or None)
 
 
 def version(value: bool) -> None:
@@ -132,7 +202,7 @@ def root(
 @guarded
 def params(
     models: Annotated[
-        list[str], typer.Argument(metavar="MODEL...", help="Presets, samples, folders, config.json files or org/name.")
+        list[str], typer.Argument(metavar="MODEL", help="Presets, samples, folders, config.json files or org/name.")
     ],
     by_layer: Annotated[bool, typer.Option("--by-layer", help="Add each layer.")] = False,
     json: Json = False,
@@ -198,7 +268,7 @@ def load(
 @guarded
 def convert(
     model: ModelArgument,
-    out: Annotated[Path | None, typer.Argument(metavar="[OUT]", help="The folder to make [MODEL-FORMAT].")] = None,
+    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="The folder to make [MODEL-FORMAT].")] = None,
     to: Annotated[str, typer.Option(help="local (gptkit's own), hf, or hf:FAMILY.")] = "local",
     force: Force = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; read no weight.")] = False,
@@ -273,7 +343,7 @@ def swap(
 def verify(
     model: ModelArgument,
     local: Annotated[
-        str | None, typer.Argument(metavar="[LOCAL]", help="What to hold against it [MODEL itself].")
+        str | None, typer.Argument(metavar="LOCAL", help="What to hold against it [MODEL itself].")
     ] = None,
     dtype: Annotated[str, typer.Option(help="What both sides compute in.")] = "float32",
     attention: Annotated[str | None, typer.Option(help="sdpa or eager, on both sides.")] = None,
@@ -313,7 +383,7 @@ def verify(
 @guarded
 def generate(
     model: ModelArgument,
-    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="The prompt; - reads standard input.")] = None,
+    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="The prompt; - reads standard input.")] = None,
     ids: Annotated[str | None, typer.Option(help="Token ids instead of a text: '1 5 9'.")] = None,
     max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Where to stop.")] = 100,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -337,7 +407,7 @@ def generate(
     if ids is not None:
         prompt = parse_ids(ids)
     else:
-        prompt = sys.stdin.read() if text == "-" else text or ""
+        prompt = read_stdin() if text == "-" else text or ""
     pieces = run(
         model,
         prompt,
@@ -350,10 +420,12 @@ def generate(
         attention=kernel,
         offline=offline,
     )
-    if isinstance(prompt, str):
-        typer.echo(prompt, nl=False)
-    for piece in pieces:
-        typer.echo(piece, nl=False)
+    watched = sys.stdout.isatty()
+    for piece in chain([prompt] if isinstance(prompt, str) else [], pieces):
+        # What a model says is somebody else's text; a file or a program gets all of it.
+        typer.echo(
+            "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in piece) if watched else piece, nl=False
+        )
         sys.stdout.flush()
     typer.echo()
 
@@ -362,13 +434,19 @@ def generate(
 @guarded
 def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder that gptkit wrote.")]) -> None:
     """Hash a folder's files again and compare with its manifest."""
-    from .converter.publish import check_manifest
-    from .errors import CheckpointError
+    from .converter.publish import MANIFEST, check_manifest
+    from .errors import CheckpointError, InvalidInput
 
+    if not folder.is_dir():
+        raise InvalidInput(f"no such folder: {folder}", "Name a folder that gptkit wrote.")
+    if not (folder / MANIFEST).exists():
+        raise InvalidInput(f"{folder} has no {MANIFEST}: gptkit did not write it", "gptkit load checks any checkpoint.")
     problems = check_manifest(folder)
     if problems:
-        raise CheckpointError(f"{folder}: {len(problems)} problems", "\n".join(problems[:10]))
-    typer.echo(f"{folder}: every file has the bytes that its manifest says")
+        some = [*problems[:10], *([f"… and {len(problems) - 10} more"] if len(problems) > 10 else [])]
+        count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+        raise CheckpointError(f"{folder}: {count}", "\n".join(some))
+    say([f"{folder}: every file has the bytes that its manifest says"], quiet=False)
 
 
 @app.command(epilog="Example: gptkit demo --keep tour")
@@ -396,10 +474,23 @@ def parse_ids(text: str) -> list[int]:
         raise UsageError(f"--ids takes numbers, not {text!r:.60}") from error
 
 
+def read_stdin() -> str:
+    """Standard input.
+
+    Raises:
+        UsageError: it is not text.
+
+    """
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"standard input is not text: {error}") from error
+
+
 def say(lines: list[str], quiet: bool) -> None:
     """Lines on standard output, never cut or wrapped: they name files."""
     if not quiet:
-        typer.echo("\n".join(lines))
+        typer.echo("\n".join(map(printable, lines)))
 
 
 @contextmanager
@@ -416,6 +507,9 @@ def status(what: str, quiet: bool) -> Iterator[Callable[[str], None]]:
 
 def main() -> None:
     """The `gptkit` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal may lack a character
     app(prog_name="gptkit")
 
 

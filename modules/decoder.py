@@ -141,6 +141,7 @@ class Decoder(nn.Module):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
+        last_only: bool = False,
     ) -> Tensor:
         """Logits (B, T, vocabulary) of token ids (B, T).
 
@@ -151,6 +152,7 @@ class Decoder(nn.Module):
             position_ids: (1 or B, T); counted from the cache's length, padding included, where not given, as
                 transformers does.
             cache: a `Cache` to read earlier tokens from and leave these in.
+            last_only: logits of the last token alone, (B, 1, vocabulary), which is all that decoding needs.
 
         Raises:
             UsageError: more tokens than the position table has rows.
@@ -171,5 +173,6 @@ class Decoder(nn.Module):
             x = block(x, context, None if cache is None else cache.layers[layer])
         if cache is not None:
             cache.length += steps
-        logits: Tensor = self.head(self.final_norm(x), self.embedding.weight)
+        x = self.final_norm(x)
+        logits: Tensor = self.head(x[:, -1:] if last_only else x, self.embedding.weight)
         return logits

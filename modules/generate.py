@@ -218,7 +218,7 @@ def _generator(seed: int | None, device: torch.device) -> torch.Generator:
 @torch.inference_mode()
 def _next(model: Decoder, ids: Tensor, cache: Cache, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
     """Feed ids (1, T) and choose the token after them: (1, 1), or -1 where the logits are NaN."""
-    logits = model(ids, cache=cache)[:, -1].float()  # (1, vocabulary)
+    logits = model(ids, cache=cache, last_only=True)[:, -1].float()  # (1, vocabulary)
     if generator is None:
         chosen = logits.argmax(dim=-1, keepdim=True)
         # argmax prefers a NaN to anything, so one look at what it took is enough.

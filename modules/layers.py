@@ -89,7 +89,8 @@ class FusedLinears:
 
     def _fuse(self) -> None:
         """Make the matrix and let the parameters be views of it, so that nothing is held twice."""
-        with torch.no_grad():
+        # Not as inference tensors, even when first used to generate: those could never be trained through again.
+        with torch.inference_mode(False), torch.no_grad():
             self.weight, self.bias = self._concatenated()
             start = 0
             for linear in self.linears:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ..converter.checkpoint import Checkpoint, open_checkpoint
-from ..converter.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
+from ..converter.tokenizer import StreamDecoder, Tokenizer, eos_ids, load_tokenizer
 from ..errors import UsageError
 from .attention import Kernel
 from .generate import Sampling
@@ -58,7 +58,7 @@ def generate(
     tokenizer = load_tokenizer(checkpoint.folder)
     ids = prompt_ids(checkpoint, tokenizer, prompt)
     decoder = load_checkpoint(checkpoint, dtype, attention)
-    stop = tokenizer.eos_ids if tokenizer is not None and stop_at_eos else ()
+    stop = stop_ids(checkpoint, tokenizer) if stop_at_eos else ()
     return _pieces(generate_tokens(decoder, ids, max_new_tokens, sampling=sampling, stop=stop), tokenizer, ids)
 
 
@@ -78,15 +78,23 @@ def prompt_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None, prompt: str 
     return tokenizer.encode(prompt)
 
 
+def stop_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> Sequence[int]:
+    """The ids after which a text ends: by the checkpoint's files, else by the config.json that it once had."""
+    found = tokenizer.eos_ids if tokenizer is not None else eos_ids(checkpoint.folder)
+    if found or checkpoint.format == "hf":
+        return found
+    value = (checkpoint.origin.config or {}).get("eos_token_id")
+    values = value if isinstance(value, list) else [value]
+    return [each for each in values if isinstance(each, int) and not isinstance(each, bool)]
+
+
 def _pieces(ids: Iterator[int], tokenizer: Tokenizer | None, prompt: Sequence[int]) -> Iterator[str]:
     if tokenizer is None:
         for token in ids:
             yield f"{token} "
         return
-    stream = StreamDecoder(tokenizer, skip_special_tokens=True)
     # The decoder sees the prompt first, so that the continuation keeps the space it begins with.
-    for token in prompt:
-        stream.push(token)
+    stream = StreamDecoder(tokenizer, skip_special_tokens=True, prompt=prompt)
     for token in ids:
         yield stream.push(token)
     yield stream.finish()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from families import REPRESENTATIVES, VARIANTS, spec_of, variants_of
 from gptkit.architectures import ARCHITECTURES, architecture_of, named
 from gptkit.architectures.config import (
@@ -19,7 +20,8 @@ from gptkit.architectures.config import (
     read_config_file,
 )
 from gptkit.errors import ConfigError, GptkitError, UnknownFamily
-from gptkit.spec import ModelSpec
+from gptkit.modules.positions import inverse_frequencies
+from gptkit.spec import ModelSpec, Rotary
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -134,11 +136,17 @@ def test_any_values_give_a_tree_or_an_error(family, data):
     rope=rope_values(),
     context=st.sampled_from([1, 2, 40, 256, 2**31 - 1]),
     theta=st.one_of(st.just(1e4), NUMBERS),
+    head_dim=st.sampled_from([2, 8, 8, 8]),
     key=st.sampled_from(["rope_scaling", "rope_parameters"]),
 )
-def test_any_rope_gives_a_tree_or_an_error(family, rope, context, theta, key):
-    config = {**REPRESENTATIVES[family].config, "max_position_embeddings": context, "head_dim": 8}
-    tree_or_error({**config, "rope_theta": theta, key: rope})
+def test_any_rope_gives_frequencies_or_an_error(family, rope, context, theta, head_dim, key):
+    config = {**REPRESENTATIVES[family].config, "max_position_embeddings": context, "head_dim": head_dim}
+    spec = tree_or_error({**config, "rope_theta": theta, key: rope})
+    if spec is not None:
+        rotary = spec.blocks[0].attention.position
+        assert isinstance(rotary, Rotary)
+        for length in (1, 41, 300):
+            assert inverse_frequencies(rotary, length, torch.float32).shape == (rotary.dim // 2,)
 
 
 @settings(QUICK, max_examples=500)

@@ -223,7 +223,9 @@ def test_frozen_weights_pass_gradients_on_to_their_input(module):
     torch.testing.assert_close(x.grad, expected.expand_as(x), rtol=1e-5, atol=1e-5)  # type: ignore[union-attr]
 
 
-BIAS_ONLY = pytest.mark.xfail(strict=True, reason="FusedLinears asks for requires_grad of weights alone: the bias gets none")
+BIAS_ONLY = pytest.mark.xfail(
+    strict=True, reason="FusedLinears asks for requires_grad of weights alone: the bias gets none"
+)
 
 
 @pytest.mark.parametrize(
