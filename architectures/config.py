@@ -123,7 +123,8 @@ class ConfigReader:
                 continue
             value = self.data[key]
             if told and found is not None and value != found:
-                raise ConfigError(f"config.json: {told} is {shown(found)} but {key} is {shown(value)}: they are one field")
+                both = f"{told} is {shown(found)} but {key} is {shown(value)}"
+                raise ConfigError(f"config.json: {both}, and they are one field")
             found, told = value, key
         return found
 

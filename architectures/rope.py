@@ -56,16 +56,18 @@ def read_rotary(config: ConfigReader, dim: int, context_length: int) -> Rotary:
     kind = rope.raw("rope_type", rope.raw("type", "default"))
     if not isinstance(kind, str):
         raise ConfigError(f"config.json: rope_type is {shown(kind)}, expected a string")
-    return Rotary(dim=dim, base=base, scaling=_read_scaling(kind, rope, dim, context_length))
+    return Rotary(dim=dim, base=base, scaling=_read_scaling(kind, rope, dim, base, context_length))
 
 
-def _read_scaling(kind: str, rope: ConfigReader, dim: int, context_length: int) -> RopeScaling | None:
+def _read_scaling(kind: str, rope: ConfigReader, dim: int, base: float, context_length: int) -> RopeScaling | None:
     original = rope.integer("original_max_position_embeddings", context_length)
     if kind == "default":
         return None
     if kind == "linear":
         return LinearScaling(factor=rope.number("factor"))
     if kind == "dynamic":
+        if dim == 2:
+            raise ConfigError("config.json: dynamic rope scaling divides by head_dim - 2, which is 0 here")
         return DynamicScaling(factor=rope.number("factor"), original_context=context_length)
     if kind == "llama3":
         return Llama3Scaling(
@@ -75,13 +77,15 @@ def _read_scaling(kind: str, rope: ConfigReader, dim: int, context_length: int) 
             original_context=original,
         )
     if kind == "yarn":
+        if base == 1:
+            raise ConfigError("config.json: yarn divides by the logarithm of rope_theta, which is 0 for 1")
         factor = _number_or(rope, "factor", context_length / original)
         return YarnScaling(
             factor=factor,
             original_context=original,
             attention_factor=_yarn_attention_factor(rope, factor),
-            beta_fast=_number_or(rope, "beta_fast", 32.0),
-            beta_slow=_number_or(rope, "beta_slow", 1.0),
+            beta_fast=_rotations(rope, "beta_fast", 32.0),
+            beta_slow=_rotations(rope, "beta_slow", 1.0),
             truncate=rope.boolean("truncate", True),
         )
     if kind == "longrope":
@@ -105,6 +109,14 @@ def _number_or(rope: ConfigReader, name: str, inferred: float) -> float:
     return rope.number(name) if rope.raw(name) else inferred
 
 
+def _rotations(rope: ConfigReader, name: str, default: float) -> float:
+    """YaRN's beta: a number of turns, of which a logarithm is taken."""
+    value = _number_or(rope, name, default)
+    if not 1e-9 <= value <= 1e9:
+        raise rope.fail(name, value, "a number of rotations from 1e-9 to 1e9")
+    return value
+
+
 def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
     """Section 3.4 of YaRN, with the mscale ratio of DeepSeek where both of its numbers are given."""
 
@@ -114,7 +126,10 @@ def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
     if rope.raw("attention_factor") is not None:
         return rope.number("attention_factor")
     if rope.raw("mscale") and rope.raw("mscale_all_dim"):
-        return mscale(rope.number("mscale")) / mscale(rope.number("mscale_all_dim"))
+        ratio = mscale(rope.number("mscale")) / mscale(rope.number("mscale_all_dim"))
+        if not 0 < ratio < math.inf:
+            raise rope.fail("mscale", rope.raw("mscale"), "a ratio to mscale_all_dim that is finite and above zero")
+        return ratio
     return mscale(1.0)
 
 

@@ -1,0 +1,489 @@
+"""Conversion there and back: the bytes that transformers wrote, and checkpoints that transformers reads."""
+
+import json
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, modern, save_hf
+from safetensors.torch import save_file
+
+from gptkit.architectures import architecture_of
+from gptkit.converter.checkpoint import open_checkpoint
+from gptkit.converter.convert import convert, default_output
+from gptkit.converter.publish import check_manifest
+from gptkit.errors import CheckpointError, GptkitError, UsageError
+
+SHARDED = 20_000  # bytes a file: some ten shards for these models
+OLD_FORMS = [variant for variant in VARIANTS if "RefinedWeb" in variant.name]
+GRID = [
+    pytest.param(
+        variant, dtype, size, id=f"{variant}-{str(dtype).removeprefix('torch.')}-{'shards' if size else 'one'}"
+    )
+    for variant in VARIANTS
+    for dtype, size in ((torch.float32, 0), (torch.bfloat16, SHARDED), (torch.float32, SHARDED), (torch.bfloat16, 0))
+    # Every variant in both dtypes and both forms; a family's representative in all four of their pairs.
+    if variant.representative or (dtype is torch.bfloat16) == bool(size)
+]
+
+
+def raw_tensors(folder: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    """Name -> (dtype, shape, bytes) of all safetensors files, read with nothing but the format's definition."""
+    found: dict[str, tuple[str, list[int], bytes]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        data = path.read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        for name, entry in json.loads(data[8 : 8 + length]).items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                assert name not in found
+                found[name] = (entry["dtype"], entry["shape"], data[8 + length + begin : 8 + length + end])
+    return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Change fields of config.json; None takes one out."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def rewrite(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Replace a folder's weights."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def reload(folder: Path, like: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """transformers' model of a folder, which must fill every parameter and use every tensor."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=like.dtype,
+        attn_implementation=like.config._attn_implementation,
+        output_loading_info=True,
+        local_files_only=True,
+    )
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def assert_same_logits(a: torch.nn.Module, b: torch.nn.Module, vocabulary: int = 97) -> None:
+    ids = torch.randint(vocabulary, (2, 21), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        assert torch.equal(a(ids).logits, b(ids).logits)
+
+
+@pytest.fixture
+def gpt2(tmp_path: Path) -> tuple[Path, transformers.PreTrainedModel]:
+    """A tiny GPT-2 in one file, in a folder of its own."""
+    model = save_hf(CONFIGS["gpt2"], tmp_path / "gpt2")
+    return tmp_path / "gpt2", model
+
+
+# --- there and back ---
+
+
+@pytest.mark.parametrize(("variant", "dtype", "size"), GRID)
+def test_there_and_back(variant: Variant, dtype: torch.dtype, size: int, tmp_path: Path) -> None:
+    source, local, back = tmp_path / "source", tmp_path / "local", tmp_path / "back"
+    model = save_hf(variant.config, source, dtype, max_shard_size=size or "5GB")
+    assert (len(list(source.glob("*.safetensors"))) > 1) == bool(size)
+
+    convert(source, local)
+    assert (local / "gptkit.json").is_file() and not (local / "config.json").exists()
+    assert check_manifest(local) == []
+    convert(local, back, "hf")
+    assert check_manifest(back) == []
+
+    assert raw_tensors(back) == raw_tensors(source)
+    if not size:
+        assert (back / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    if modern(variant.config) == variant.config:
+        assert (back / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    assert_same_logits(model, reload(back, model))
+
+
+@pytest.mark.parametrize("variant", OLD_FORMS, ids=str)
+def test_old_falcons_come_back_as_falcons(variant: Variant, tmp_path: Path) -> None:
+    source, back = tmp_path / "source", tmp_path / "back"
+    model = save_hf(variant.config, source)
+    edit_config(
+        source,
+        auto_map={"AutoConfig": "configuration_RW.RWConfig"},
+        architectures=["RWForCausalLM"],
+        torch_dtype="bfloat16",
+        bos_token_id=7,
+    )
+    convert(source, back, "hf")
+
+    config = json.loads((back / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("falcon", ["FalconForCausalLM"])
+    assert "auto_map" not in config and "n_layer" not in config and "torch_dtype" not in config
+    assert config["bos_token_id"] == 7, "what does not describe the tree is kept"
+    assert config["dtype"] == "float32", "what is stored, not what the old file claimed"
+    assert type(transformers.AutoConfig.from_pretrained(back)).__name__ == "FalconConfig"
+    assert_same_logits(model, reload(back, model))
+
+
+def test_straight_to_hf_is_the_same_files(gpt2: tuple[Path, Any], tmp_path: Path) -> None:
+    convert(gpt2[0], tmp_path / "again", "hf")
+    for name in ("config.json", "model.safetensors", "generation_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (gpt2[0] / name).read_bytes()
+
+
+def test_local_of_local_is_the_same_but_for_its_manifest(gpt2: tuple[Path, Any], tmp_path: Path) -> None:
+    convert(gpt2[0], tmp_path / "one")
+    convert(tmp_path / "one", tmp_path / "two")
+    one, two = contents(tmp_path / "one"), contents(tmp_path / "two")
+    assert one.pop("manifest.json") and two.pop("manifest.json")
+    assert one == two
+
+
+def test_another_family_that_can_hold_the_tree(tmp_path: Path) -> None:
+    model = save_hf(CONFIGS["mistral-no-window"], tmp_path / "mistral")
+    convert(tmp_path / "mistral", tmp_path / "llama", "hf:llama")
+    assert json.loads((tmp_path / "llama" / "config.json").read_text())["model_type"] == "llama"
+    assert raw_tensors(tmp_path / "llama") == raw_tensors(tmp_path / "mistral")
+    assert_same_logits(model, reload(tmp_path / "llama", model))
+
+
+def test_mixed_dtypes_stay_as_they_are(gpt2: tuple[Path, Any], tmp_path: Path) -> None:
+    source, model = gpt2
+    rewrite(
+        source,
+        {
+            name: t.bfloat16() if "attn" in name else t
+            for name, t in model.state_dict().items()
+            if name != "lm_head.weight"
+        },
+    )
+    convert(source, tmp_path / "local")
+    convert(tmp_path / "local", tmp_path / "back", "hf")
+    assert {dtype for dtype, _, _ in raw_tensors(source).values()} == {"BF16", "F32"}
+    assert raw_tensors(tmp_path / "back") == raw_tensors(source)
+
+
+def test_one_weight_file_of_a_gptkit_folder_can_be_named(gpt2: tuple[Path, Any], tmp_path: Path) -> None:
+    convert(gpt2[0], tmp_path / "local")
+    assert open_checkpoint(tmp_path / "local" / "model.safetensors").format == "local"
+    # Both descriptions in one folder: the weights' names are those of gptkit.json.
+    shutil.copy(gpt2[0] / "config.json", tmp_path / "local")
+    convert(tmp_path / "local" / "model.safetensors", tmp_path / "back", "hf")
+    assert raw_tensors(tmp_path / "back") == raw_tensors(gpt2[0])
+
+
+def test_config_text_survives_in_every_detail(gpt2: tuple[Path, Any], tmp_path: Path) -> None:
+    source = gpt2[0]
+    text = (source / "config.json").read_text().replace("\n", "\r\n").replace("{", '{ "note": "ß\\ud800\\u00e9 💾",', 1)
+    (source / "config.json").write_bytes(text.encode())
+    convert(source, tmp_path / "local")
+    convert(tmp_path / "local", tmp_path / "back", "hf")
+    assert (tmp_path / "back" / "config.json").read_bytes() == text.encode()
+
+
+def test_half_a_surrogate_pair_in_a_config_that_is_rewritten(tmp_path: Path) -> None:
+    save_hf(OLD_FORMS[0].config, tmp_path / "source")
+    edit_config(tmp_path / "source", note="\ud800")
+    convert(tmp_path / "source", tmp_path / "back", "hf")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["note"] == "\ud800"
+
+
+# --- names that older files have ---
+
+
+def test_names_without_their_prefix(gpt2: tuple[Path, Any], tmp_path: Path) -> None:
+    source, model = gpt2
+    expected = raw_tensors(source)
+    rewrite(source, {name.removeprefix("transformer."): t for name, t in model.transformer.state_dict().items()})
+    convert(source, tmp_path / "back", "hf")
+    assert raw_tensors(tmp_path / "back") == expected
+    assert_same_logits(model, reload(tmp_path / "back", model))
+
+
+def test_gamma_and_beta(gpt2: tuple[Path, Any], tmp_path: Path) -> None:
+    source, model = gpt2
+    expected = raw_tensors(source)
+
+    def old(name: str) -> str:
+        if ".ln_" not in name:
+            return name
+        return name.replace(".weight", ".gamma").replace(".bias", ".beta").removeprefix("transformer.")
+
+    rewrite(source, {old(name): t for name, t in model.state_dict().items() if name != "lm_head.weight"})
+    convert(source, tmp_path / "back", "hf")
+    assert raw_tensors(tmp_path / "back") == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "buffers"),
+    [
+        ("gpt2", {"transformer.h.0.attn.bias": (1, 1, 8, 8), "h.1.attn.masked_bias": ()}),
+        ("llama", {"model.layers.1.self_attn.rotary_emb.inv_freq": (10,)}),
+        ("falcon-7b", {"transformer.h.2.self_attention.maybe_rotary.inv_freq": (4,)}),
+    ],
+)
+def test_buffers_are_left_out_and_told(config: str, buffers: dict[str, tuple[int, ...]], tmp_path: Path) -> None:
+    model = save_hf(CONFIGS[config], tmp_path / "source")
+    expected = raw_tensors(tmp_path / "source")
+    weights = {n: t for n, t in model.state_dict().items() if n in expected}
+    masks = {name: torch.ones(shape, dtype=torch.uint8) for name, shape in buffers.items()}
+    rewrite(tmp_path / "source", {**weights, **masks})
+    conversion = convert(tmp_path / "source", tmp_path / "back", "hf")
+    assert raw_tensors(tmp_path / "back") == expected
+    (note,) = conversion.source.notes
+    assert all(name in note for name in buffers)
+
+
+def test_a_buffer_of_a_layer_that_is_not_there_is_no_buffer(gpt2: tuple[Path, Any], tmp_path: Path) -> None:
+    rewrite(
+        gpt2[0],
+        {**gpt2[1].state_dict(), "transformer.h.3.attn.bias": torch.ones(8, 8)} | {"lm_head.weight": torch.ones(1)},
+    )
+    with pytest.raises(CheckpointError, match=r"transformer\.h\.3\.attn\.bias"):
+        convert(gpt2[0], tmp_path / "back", "hf")
+
+
+# --- a tied head that was stored ---
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+def test_a_stored_tied_head_is_kept_once(prefix: str, gpt2: tuple[Path, Any], tmp_path: Path) -> None:
+    source, model = gpt2
+    expected = raw_tensors(source)
+    # Without the prefix the head comes before the embedding in the file.
+    rewrite(source, {n.replace("transformer.", prefix): t.clone() for n, t in model.state_dict().items()})
+    assert "lm_head.weight" in raw_tensors(source)
+    conversion = convert(source, tmp_path / "back", "hf")
+    assert raw_tensors(tmp_path / "back") == expected
+    assert any("lm_head.weight" in note and "kept once" in note for note in conversion.source.notes)
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+@pytest.mark.parametrize("change", ["value", "sign of zero", "dtype", "shape"])
+def test_a_stored_tied_head_of_other_values_is_refused(
+    prefix: str, change: str, gpt2: tuple[Path, Any], tmp_path: Path
+) -> None:
+    source, model = gpt2
+    state = {n.replace("transformer.", prefix): t.clone() for n, t in model.state_dict().items()}
+    state[f"{prefix}wte.weight"][96, 47] = 0.0
+    head = state[f"{prefix}wte.weight"].clone()
+    if change == "dtype":
+        head = head.bfloat16()
+    elif change == "shape":
+        head = head[:-1]
+    else:
+        head[96, 47] = 1e-30 if change == "value" else -0.0
+    rewrite(source, {**state, "lm_head.weight": head})
+    with pytest.raises(CheckpointError, match="ties the head to the embedding") as caught:
+        convert(source, tmp_path / "back", "hf")
+    assert "tie_word_embeddings" in str(caught.value)
+    assert not (tmp_path / "back").exists()
+
+
+def test_nan_in_a_stored_tied_head_equals_itself(gpt2: tuple[Path, Any], tmp_path: Path) -> None:
+    source, model = gpt2
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name in ("lm_head.weight", "transformer.wte.weight"):
+        state[name][3, 3] = torch.nan
+    rewrite(source, state)
+    convert(source, tmp_path / "back", "hf")
+
+
+# --- shards ---
+
+
+@pytest.mark.parametrize("variant", REPRESENTATIVES.values(), ids=str)
+def test_shards_that_transformers_reads(variant: Variant, tmp_path: Path) -> None:
+    model = save_hf(variant.config, tmp_path / "source")
+    for to, name in (("local", "local"), ("hf", "back")):
+        conversion = convert(tmp_path / "source", tmp_path / name, to, max_shard_bytes=SHARDED)
+        written = sorted(path.name for path in (tmp_path / name).glob("*.safetensors"))
+        assert [shard.name for shard in conversion.plan.shards] == written
+        assert len(written) > 2
+        assert all(shard.nbytes <= SHARDED or len(shard.outputs) == 1 for shard in conversion.plan.shards)
+        index = json.loads((tmp_path / name / "model.safetensors.index.json").read_text())
+        tensors = raw_tensors(tmp_path / name)
+        assert index["weight_map"].keys() == tensors.keys()
+        assert set(index["weight_map"].values()) == set(written)
+        assert index["metadata"]["total_size"] == sum(len(data) for _, _, data in tensors.values())
+        assert check_manifest(tmp_path / name) == []
+    assert raw_tensors(tmp_path / "back") == raw_tensors(tmp_path / "source")
+    assert_same_logits(model, reload(tmp_path / "back", model))
+    convert(tmp_path / "local", tmp_path / "one", "hf")
+    assert (tmp_path / "one" / "model.safetensors").read_bytes() == (
+        tmp_path / "source" / "model.safetensors"
+    ).read_bytes()
+
+
+# --- outputs ---
+
+
+@pytest.mark.parametrize(
+    ("reference", "to", "expected"),
+    [
+        ("gpt2", "local", "gpt2-local"),
+        ("org/gpt2@main", "local", "gpt2-local"),
+        ("hf://org/gpt2", "hf", "gpt2-hf"),
+        ("sample:gpt2", "hf:llama", "gpt2-hf-llama"),
+        ("./some/gpt2/", "local", "gpt2-local"),
+        ("gpt2-local", "hf", "gpt2-hf"),
+        ("/a/b/model.safetensors", "local", "model-local"),
+        ("llama-3.1-8b", "local", "llama-3.1-8b-local"),
+        ("/", "local", "model-local"),
+    ],
+)
+def test_default_output(reference: str, to: str, expected: str) -> None:
+    assert default_output(reference, to) == Path(expected)
+
+
+@pytest.mark.parametrize(("reference", "expected"), [(".", "here-local"), ("./", "here-local"), ("..", "above-local")])
+def test_default_output_of_a_folder_that_does_not_say_its_name(
+    reference: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "above" / "here").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "above" / "here")
+    assert default_output(reference, "local") == Path(expected)
+
+
+def test_the_default_output_lies_in_the_working_directory(
+    gpt2: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    convert(gpt2[0])
+    assert [path.name for path in Path().iterdir()] == ["gpt2-local"]
+
+
+def test_an_existing_output_is_refused_and_left_alone(gpt2: tuple[Path, Any], tmp_path: Path) -> None:
+    convert(gpt2[0], tmp_path / "out")
+    before = contents(tmp_path)
+    for to in ("local", "hf"):
+        with pytest.raises(UsageError, match="exists") as caught:
+            convert(gpt2[0], tmp_path / "out", to)
+        assert caught.value.exit_code == 2
+    assert contents(tmp_path) == before
+
+
+def test_an_existing_output_is_refused_before_the_model_is_looked_for(tmp_path: Path) -> None:
+    """Which may be a download of gigabytes."""
+    (tmp_path / "out").mkdir()
+    for out, to, message in (
+        (tmp_path / "out", "local", "exists"),
+        (tmp_path / "no" / "out", "local", "does not exist"),
+        (tmp_path / "new", "gguf", "unknown format"),
+        (tmp_path / "new", "hf:", "unknown format"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            convert("no-such-org/no-such-model", out, to, offline=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_force_replaces(gpt2: tuple[Path, Any], tmp_path: Path) -> None:
+    save_hf(CONFIGS["llama"], tmp_path / "out")
+    (tmp_path / "out" / "stray.txt").write_text("old")
+    convert(gpt2[0], tmp_path / "out", force=True)
+    assert check_manifest(tmp_path / "out") == []
+    assert not (tmp_path / "out" / "stray.txt").exists() and not (tmp_path / "out" / "config.json").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt2", "out"]
+
+
+def test_force_in_place(gpt2: tuple[Path, Any]) -> None:
+    """The source is read while its folder is replaced in one step at the end."""
+    source = gpt2[0]
+    before = contents(source)
+    convert(source, source, force=True)
+    convert(source, source, "hf", force=True)
+    after = contents(source)
+    assert after.pop("manifest.json")
+    assert after == before
+
+
+def test_force_with_a_bad_source_leaves_the_old_output(gpt2: tuple[Path, Any], tmp_path: Path) -> None:
+    convert(gpt2[0], tmp_path / "out")
+    before = contents(tmp_path / "out")
+    edit_config(gpt2[0], n_layer=2)
+    with pytest.raises(CheckpointError):
+        convert(gpt2[0], tmp_path / "out", force=True)
+    assert contents(tmp_path / "out") == before
+
+
+def test_a_failure_half_way_leaves_nothing(gpt2: tuple[Path, Any], tmp_path: Path) -> None:
+    def full(nbytes: int) -> None:
+        raise GptkitError("the disk is full")
+
+    before = contents(tmp_path)
+    with pytest.raises(GptkitError, match="full"):
+        convert(gpt2[0], tmp_path / "out", progress=full)
+    assert contents(tmp_path) == before
+
+
+def test_dry_run_writes_nothing_and_reads_no_weights(
+    gpt2: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(*_: Any) -> np.ndarray:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr("gptkit.converter.safetensors.SafetensorsFile.read", unreadable)
+    before = contents(tmp_path)
+    planned = convert(gpt2[0], tmp_path / "no" / "such" / "parent", dry_run=True)
+    assert contents(tmp_path) == before
+    assert not planned.published
+    monkeypatch.undo()
+    done = convert(gpt2[0], tmp_path / "out")
+    assert done.published
+    assert done.plan.shards == planned.plan.shards and done.plan.texts == planned.plan.texts
+    small = (
+        sum(path.stat().st_size for path in (tmp_path / "out").glob("*.json"))
+        - (tmp_path / "out" / "manifest.json").stat().st_size
+    )
+    tensors = sum(len(data) for _, _, data in raw_tensors(tmp_path / "out").values())
+    assert planned.plan.nbytes == small + tensors
+    assert planned.plan.largest == max(len(data) for _, _, data in raw_tensors(tmp_path / "out").values())
+
+
+def test_progress_adds_up(gpt2: tuple[Path, Any], tmp_path: Path) -> None:
+    told: list[int] = []
+    done = convert(gpt2[0], tmp_path / "out", progress=told.append)
+    assert sum(told) == sum(shard.nbytes for shard in done.plan.shards)
+
+
+def test_what_travels_with_the_weights(gpt2: tuple[Path, Any], tmp_path: Path) -> None:
+    source = gpt2[0]
+    files = {
+        "tokenizer.json": b'{"version":"1.0"}\r\n\x00',
+        "tokenizer_config.json": b"{}",
+        "generation_config.json": b'{ "eos_token_id" : 5 }',
+        "chat_template.jinja": "{{ naïve }}".encode(),
+        "vocab.json": b"{",
+        "merges.txt": b"#version: 0.2\n",
+        "LICENSE.txt": b"\xff\xfe",
+    }
+    stays = {
+        "README.md": b"x",
+        "modeling_gpt2.py": b"x",
+        "tokenizer.py": b"x",
+        "optimizer.pt": b"x",
+        "notes.json": b"x",
+    }
+    for name, data in {**files, **stays}.items():
+        (source / name).write_bytes(data)
+    (source / "tokenizer.json").chmod(0o600)
+    convert(source, tmp_path / "local")
+    convert(tmp_path / "local", tmp_path / "back", "hf")
+    for folder, description in ((tmp_path / "local", "gptkit.json"), (tmp_path / "back", "config.json")):
+        assert {path.name for path in folder.iterdir()} == {*files, description, "model.safetensors", "manifest.json"}
+        for name, data in files.items():
+            assert (folder / name).read_bytes() == data
+
+
+def test_every_registered_family_is_tried() -> None:
+    assert {architecture_of(variant.config).name for variant in VARIANTS} == set(REPRESENTATIVES)
