@@ -140,12 +140,16 @@ def give_up_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def console() -> Console:
+def console(markup: bool = False) -> Console:
     """Standard output, as wide as the terminal or COLUMNS says, 80 where it is no terminal; without control characters
-    but its own, and with NO_COLOR without those.
+    but its own, and with NO_COLOR without those. `markup` only for words that are all gptkit's.
     """
     from rich.console import Console, RenderHook
     from rich.segment import Segment
+
+    class StandardOutput(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich would exit with 1; see `guarded`
 
     @dataclass
     class Clean:
@@ -162,7 +166,7 @@ def console() -> Console:
 
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 80
     colours: Any = None if os.environ.get("NO_COLOR") else "auto"
-    made = Console(width=width, highlight=False, soft_wrap=False, color_system=colours)
+    made = StandardOutput(width=width, highlight=False, markup=markup, emoji=False, color_system=colours)
     made.push_render_hook(Cleaning())
     return made
 
@@ -261,7 +265,7 @@ def load(
         print_json(load_json(checkpoint))
         return
     console().print(load_summary(checkpoint))
-    console().print(f"built         {built}", soft_wrap=True)
+    console().print(f"built          {built}", soft_wrap=True)
 
 
 @app.command(epilog="Example: gptkit convert gpt2 --to local  ·  gptkit convert gpt2-local --to hf back")
@@ -422,10 +426,9 @@ def generate(
     )
     watched = sys.stdout.isatty()
     for piece in chain([prompt] if isinstance(prompt, str) else [], pieces):
-        # What a model says is somebody else's text; a file or a program gets all of it.
-        typer.echo(
-            "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in piece) if watched else piece, nl=False
-        )
+        # What a model says is somebody else's text. A file or a program gets all of it, a terminal what it can show.
+        shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in piece) if watched else piece
+        sys.stdout.write(shown)  # not typer.echo, which drops what looks like a colour
         sys.stdout.flush()
     typer.echo()
 
@@ -457,7 +460,7 @@ def demo(
     """A tour on the trained samples: count, convert, verify, swap, verify again, generate."""
     from .report.demo import tour
 
-    if not tour(console(), keep):
+    if not tour(console(markup=True), keep):
         raise typer.Exit(3)
 
 

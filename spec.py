@@ -14,6 +14,7 @@ Linear weights are [out, in] everywhere. Everything serialises to JSON with `to_
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -53,7 +54,7 @@ __all__ = [
 SCHEMA_VERSION = 1
 
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-Positive = Annotated[float, Meta(gt=0)]
+Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 Shape = tuple[int, ...]
 
 Activation = Literal["gelu", "gelu_new", "gelu_tanh", "gelu_bloom", "quick_gelu", "relu", "silu"]
@@ -451,18 +452,24 @@ def differences(a: Any, b: Any, path: str = "") -> list[tuple[str, Any, Any]]:
 
 
 def to_json(spec: ModelSpec) -> Any:
-    """The tree as plain JSON values."""
-    return msgspec.to_builtins(spec)
+    """The tree as plain JSON values, with the schema's version."""
+    return {"schema_version": SCHEMA_VERSION, **msgspec.json.decode(msgspec.json.encode(spec))}
 
 
 def from_json(data: Any) -> ModelSpec:
     """The tree from plain JSON values.
 
     Raises:
-        ConfigError: a field is missing, unknown, or of the wrong type or range.
+        ConfigError: another schema version; a field that is missing, unknown, or of the wrong type or range.
 
     """
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ConfigError(
+            f"not a model spec of schema version {SCHEMA_VERSION}, which this gptkit reads: {version!r:.40}",
+            "Update gptkit, or convert the original again.",
+        )
     try:
-        return msgspec.convert(data, ModelSpec)
+        return msgspec.convert({key: value for key, value in data.items() if key != "schema_version"}, ModelSpec)
     except msgspec.ValidationError as error:
         raise ConfigError(f"not a gptkit model spec: {error}") from error

@@ -89,7 +89,6 @@ BLOOM = Architecture(
     read=read,
     write=write,
     config_aliases={
-        # transformers lets n_embed win over hidden_size where both are there.
         "n_head": ("num_attention_heads",),
         "n_layer": ("num_hidden_layers",),
         "hidden_size": ("n_embed",),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..errors import CannotExpress
 from ..spec import (
     Attention,
     Block,
@@ -130,6 +131,9 @@ def read(config: ConfigReader) -> ModelSpec:
 def write(spec: ModelSpec) -> dict[str, Any]:
     """Tree -> the config.json fields that describe it."""
     first = spec.blocks[0]
+    if spec.hidden_size % first.attention.heads:
+        # Needless beside head_dim, but LlamaConfig.validate_architecture refuses it.
+        raise CannotExpress(f"transformers' llama refuses {spec.hidden_size} wide with {first.attention.heads} heads")
     return {
         **write_llama_like(spec),
         "attention_bias": first.attention.qkv_bias,

@@ -212,6 +212,7 @@ def _match(checkpoint: Checkpoint, architecture: Architecture | None, allow_extr
         else:
             extra.append(name)
     # Only now: the embedding may come after the head, and under an old name.
+    heads = _embedding_from_head(checkpoint, heads)
     untied = [name for name in heads if not _is_tied(checkpoint, name)]
     problems = _problems(checkpoint, declared)
     hint = "Check that config.json belongs to these weights."
@@ -253,12 +254,20 @@ def _problems(checkpoint: Checkpoint, declared: dict[str, BoundLeaf]) -> list[st
     return problems
 
 
+def _embedding_from_head(checkpoint: Checkpoint, heads: list[str]) -> list[str]:
+    """The stored tied heads but for one that stands for the embedding, as safetensors' save_model leaves it."""
+    leaf = next(leaf for leaf in checkpoint.leaves if leaf.shared == ("embedding.weight",))
+    if not heads or leaf.checkpoint in checkpoint._found:
+        return heads
+    checkpoint._found[leaf.checkpoint] = heads[0]
+    checkpoint.notes.append(f"{heads[0]} is there for the embedding it is tied to")
+    return heads[1:]
+
+
 def _is_tied(checkpoint: Checkpoint, name: str) -> bool:
     """Whether a tied head that was stored all the same has the embedding's bytes."""
     leaf = next(leaf for leaf in checkpoint.leaves if leaf.shared == ("embedding.weight",))
-    embedding = checkpoint._found.get(leaf.checkpoint)
-    if embedding is None:  # reported as missing
-        return True
+    embedding = checkpoint._found[leaf.checkpoint]
     info = checkpoint._weights.info
     if info[embedding] != info[name]:
         return False

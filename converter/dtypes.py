@@ -59,7 +59,7 @@ def from_float64(values: NDArray[np.float64], dtype: str) -> Array:
 
     """
     if dtype == "F64":
-        return np.ascontiguousarray(values)
+        return np.asarray(values, order="C")
     with np.errstate(over="ignore", invalid="ignore"):
         narrow = values.astype(np.float16 if dtype == "F16" else np.float32)
     rounded: Array
@@ -79,4 +79,4 @@ def from_float64(values: NDArray[np.float64], dtype: str) -> Array:
         rounded, overflow = narrow, np.isfinite(values) & ~np.isfinite(narrow)
     if overflow.any():
         raise CheckpointError(f"{int(overflow.sum())} values do not fit {HF_NAMES[dtype]}")
-    return np.ascontiguousarray(rounded)
+    return np.asarray(rounded, order="C")

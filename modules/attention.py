@@ -35,7 +35,7 @@ class AttentionModule(nn.Module):
         self.k_proj = Linear(hidden, kv, spec.qkv_bias, spec.arithmetic)
         self.v_proj = Linear(hidden, kv, spec.qkv_bias, spec.arithmetic)
         self.o_proj = Linear(q, hidden, spec.output_bias, spec.arithmetic)
-        self.fused = FusedLinears((self.q_proj, self.k_proj, self.v_proj)) if spec.fused else None
+        self.fused = FusedLinears() if spec.fused else None
         self.q_norm = RMSNormModule(spec.q_norm) if spec.q_norm else None
         self.k_norm = RMSNormModule(spec.k_norm) if spec.k_norm else None
         # An ALiBi bias outside the scale has no fused kernel that rounds like BLOOM's baddbmm (2.7 logits in bf16).
@@ -45,7 +45,8 @@ class AttentionModule(nn.Module):
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:  # (B, T, hidden)
         spec = self.spec
         heads = (*x.shape[:2], -1, spec.head_dim)
-        projected = self.fused(x) if self.fused else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        linears = (self.q_proj, self.k_proj, self.v_proj)
+        projected = self.fused(linears, x) if self.fused else [each(x) for each in linears]
         q, k, v = (each.reshape(heads) for each in projected)  # (B, T, H, hd)
         if self.q_norm is not None:
             q = self.q_norm(q)

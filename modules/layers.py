@@ -44,39 +44,43 @@ class FusedLinears:
 
     The parameters become views of one matrix, made again whenever they were replaced (another dtype or device, new
     weights); in-place changes show through. Where gradients are needed the matrix is concatenated every time, since
-    a view's gradient would not reach the parameter.
+    a view's gradient would not reach the parameter. A linear that is no longer a plain one (an adapter in its place,
+    a hook on it) is called for itself, and so are its neighbours.
     """
 
-    def __init__(self, linears: Sequence[Linear]) -> None:
-        self.linears = list(linears)
+    def __init__(self) -> None:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        arithmetic, sizes = self.linears[0].arithmetic, [linear.weight.shape[0] for linear in self.linears]
-        if torch.is_grad_enabled() and any(linear.weight.requires_grad for linear in self.linears):
-            out = multiply(x, *self._concatenated(), arithmetic)
+    def __call__(self, linears: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
+        plain = [each for each in linears if type(each) is Linear and not each._forward_hooks]
+        if len(plain) < len(linears) or any(each._forward_pre_hooks for each in plain):
+            return tuple(each(x) for each in linears)
+        sizes = [linear.weight.shape[0] for linear in plain]
+        if torch.is_grad_enabled() and any(p.requires_grad for linear in plain for p in linear.parameters()):
+            weight, bias = self._concatenated(plain)
         else:
-            if not self._is_current():
-                self._fuse()
+            if not self._is_current(plain):
+                self._fuse(plain)
             assert self.weight is not None
-            out = multiply(x, self.weight, self.bias, arithmetic)
-        return torch.split(out, sizes, dim=-1)
+            weight, bias = self.weight, self.bias
+        return torch.split(multiply(x, weight, bias, plain[0].arithmetic), sizes, dim=-1)
 
-    def _concatenated(self) -> tuple[Tensor, Tensor | None]:
-        weights: list[Tensor] = [linear.weight for linear in self.linears]
-        if self.linears[0].arithmetic == "conv1d":
+    @staticmethod
+    def _concatenated(linears: Sequence[Linear]) -> tuple[Tensor, Tensor | None]:
+        weights: list[Tensor] = [linear.weight for linear in linears]
+        if linears[0].arithmetic == "conv1d":
             weight = torch.cat([w.t() for w in weights], dim=1).t()  # memory [in, out]
         else:
             weight = torch.cat(weights)
-        biases: list[Tensor] = [linear.bias for linear in self.linears if linear.bias is not None]
+        biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
         return weight, torch.cat(biases) if biases else None
 
-    def _is_current(self) -> bool:
+    def _is_current(self, linears: Sequence[Linear]) -> bool:
         if self.weight is None:
             return False
         start = 0
-        for linear in self.linears:
+        for linear in linears:
             rows = linear.weight.shape[0]
             parts = [(linear.weight, self.weight)]
             if self.bias is not None and linear.bias is not None:
@@ -87,13 +91,13 @@ class FusedLinears:
             start += rows
         return True
 
-    def _fuse(self) -> None:
+    def _fuse(self, linears: Sequence[Linear]) -> None:
         """Make the matrix and let the parameters be views of it, so that nothing is held twice."""
         # Not as inference tensors, even when first used to generate: those could never be trained through again.
         with torch.inference_mode(False), torch.no_grad():
-            self.weight, self.bias = self._concatenated()
+            self.weight, self.bias = self._concatenated(linears)
             start = 0
-            for linear in self.linears:
+            for linear in linears:
                 rows = linear.weight.shape[0]
                 linear.weight.data = self.weight[start : start + rows]
                 if self.bias is not None and linear.bias is not None:

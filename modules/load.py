@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +11,11 @@ import torch
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.dtypes import HF_NAMES, parse_dtype
 from ..errors import UsageError
+from ..spec import ModelSpec
 from .attention import Kernel
 from .decoder import Decoder
 
-__all__ = ["load", "load_checkpoint", "torch_dtype"]
+__all__ = ["build", "load", "load_checkpoint", "torch_dtype"]
 
 
 def torch_dtype(dtype: torch.dtype | str | None, default: str = "F32") -> torch.dtype:
@@ -69,15 +70,28 @@ def load_checkpoint(
 ) -> Decoder:
     """As `load`, for an opened checkpoint. Memory is the model's in `dtype` plus one tensor."""
     wanted = torch_dtype(dtype, checkpoint.dtype)
+    return build(checkpoint.spec, checkpoint.tensors(), wanted, attention, device=device, progress=progress)
+
+
+def build(
+    spec: ModelSpec,
+    tensors: Iterable[tuple[str, np.ndarray, str]],
+    dtype: torch.dtype,
+    attention: Kernel = "sdpa",
+    *,
+    device: str | torch.device = "cpu",
+    progress: Callable[[int], None] | None = None,
+) -> Decoder:
+    """A tree as a module in eval mode, filled with all of its tensors: (shared name, array in its carrier, dtype)."""
     with torch.device("meta"):
-        model = Decoder(checkpoint.spec, attention).to(wanted)
+        model = Decoder(spec, attention).to(dtype)
     try:
         model = model.to_empty(device=device)
-    except RuntimeError as error:  # no such device, or no memory for the model on it
+    except (RuntimeError, AssertionError) as error:  # no such device, or no memory for the model on it
         raise UsageError(f"cannot place the model on {device}: {str(error).splitlines()[0]}") from error
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, array, stored in checkpoint.tensors():
+        for name, array, stored in tensors:
             parameters.pop(name).copy_(as_torch(array, stored))
             if progress is not None:
                 progress(array.nbytes)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Difference", "compare", "kl_divergence"]
+from ..errors import GptkitError
+
+__all__ = ["Difference", "compare", "kl_divergence", "largest_gap", "mean_gap"]
+
+ROWS = 128
+"""Positions that are widened to fp64 at once: a vocabulary is large."""
 
 
 @dataclass(frozen=True)
@@ -34,23 +40,47 @@ class Difference:
 
 def kl_divergence(reference: Tensor, candidate: Tensor) -> Tensor:
     """KL(reference ‖ candidate) a position, (N,), in fp64, from logits (N, V)."""
-    p, q = F.log_softmax(reference.double(), -1), F.log_softmax(candidate.double(), -1)
-    return F.kl_div(q, p, reduction="none", log_target=True).sum(-1).clamp_min(0)
+    found = []
+    for a, b in zip(reference.split(ROWS), candidate.split(ROWS), strict=True):
+        p, q = F.log_softmax(a.double(), -1), F.log_softmax(b.double(), -1)
+        found.append(F.kl_div(q, p, reduction="none", log_target=True).sum(-1).clamp_min(0))
+    return torch.cat(found)
 
 
 def compare(name: str, reference: Tensor, candidate: Tensor) -> Difference:
-    """Logits (N, V) of the same positions."""
-    difference = (reference.double() - candidate.double()).abs()
+    """Logits (N, V) of the same positions.
+
+    Raises:
+        GptkitError: there are none, or not of the same positions and vocabulary.
+
+    """
+    if reference.shape != candidate.shape:
+        raise GptkitError(f"{name}: logits of shapes {tuple(reference.shape)} and {tuple(candidate.shape)}")
+    if reference.numel() == 0:
+        raise GptkitError(f"{name}: there is nothing to compare")
     return Difference(
         name=name,
         positions=reference.shape[0],
-        maximum=difference.max().item(),
-        mean=difference.mean().item(),
+        maximum=largest_gap([reference], [candidate]),
+        mean=mean_gap([reference], [candidate]),
         kl=kl_divergence(reference, candidate).mean().item(),
         top1=(reference.argmax(-1) == candidate.argmax(-1)).double().mean().item(),
     )
 
 
-def largest_gap(a: list[Tensor], b: list[Tensor]) -> float:
-    """The largest absolute difference over several sets of logits."""
-    return max(torch.max((x.double() - y.double()).abs()).item() for x, y in zip(a, b, strict=True))
+def largest_gap(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """The largest absolute difference over several sets of logits; NaN where there is one anywhere."""
+    # Not Python's max, which loses a NaN that does not come first.
+    return torch.stack([gap.max() for gap in _gaps(a, b)]).max().item()
+
+
+def mean_gap(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """The mean absolute difference over several sets of logits."""
+    return torch.stack([gap.sum() for gap in _gaps(a, b)]).sum().item() / sum(each.numel() for each in a)
+
+
+def _gaps(a: Sequence[Tensor], b: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Absolute differences in fp64, some rows at a time."""
+    for x, y in zip(a, b, strict=True):
+        for part, other in zip(x.split(ROWS), y.split(ROWS), strict=True):
+            yield (part.double() - other.double()).abs()

@@ -14,10 +14,15 @@ from torch import Tensor
 from ..errors import UsageError
 from ..spec import DynamicScaling, Llama3Scaling, LongRopeScaling, ModelSpec, Rotary, YarnScaling
 
-__all__ = ["Batch", "limits", "longest", "probe", "text_batch"]
+__all__ = ["Batch", "Limit", "limits", "longest", "passed", "probe", "text_batch"]
 
 AFFORDABLE = 1024
 """Tokens: a window or context beyond it is only probed when asked for, since attention grows with the square."""
+LONG = 200
+"""Tokens of the longest batch at least, where the tree takes as many: far pairs of positions, many keys."""
+REGIONS = 64
+KEPT = 256
+"""Positions whose logits are compared in one row: far more tokens than that times the vocabulary is much memory."""
 
 
 @dataclass(frozen=True)
@@ -29,41 +34,71 @@ class Batch:
     attention_mask: Tensor | None = None
 
     def valid(self, logits: Tensor) -> Tensor:
-        """The logits of real tokens, (N, V): what a model says at padding means nothing."""
-        flat = logits.reshape(-1, logits.shape[-1])
-        return flat if self.attention_mask is None else flat[self.attention_mask.reshape(-1).bool()]
+        """The logits of real tokens, (N, V): what a model says at padding means nothing. Of a long row every so many,
+        the first and the last among them; each has seen all tokens before it.
+        """
+        steps = logits.shape[1]
+        keep = torch.linspace(0, steps - 1, min(steps, KEPT), dtype=torch.float64).round().long()
+        kept = logits[:, keep].flatten(0, 1)
+        return kept if self.attention_mask is None else kept[self.attention_mask[:, keep].reshape(-1).bool()]
 
 
-def limits(spec: ModelSpec) -> dict[str, int]:
-    """Lengths at which the tree starts to compute something else: its windows and original contexts."""
-    found: dict[str, int] = {}
-    for block in spec.blocks:
+@dataclass(frozen=True)
+class Limit:
+    """A length beyond which a tree computes something else: a window, or the context its positions were made for."""
+
+    name: str
+    tokens: int
+
+    @property
+    def beyond(self) -> int:
+        """A length well past it."""
+        return self.tokens + self.tokens // 4 + 8
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.tokens:,}"
+
+
+def limits(*specs: ModelSpec) -> list[Limit]:
+    """Every limit of any of the trees, the shortest first."""
+    found = set()
+    for block in (block for spec in specs for block in spec.blocks):
         if block.attention.window is not None:
-            found["window"] = max(block.attention.window, found.get("window", 0))
+            found.add(Limit("window", block.attention.window))
         position = block.attention.position
         scaling = position.scaling if isinstance(position, Rotary) else None
         if isinstance(scaling, DynamicScaling | Llama3Scaling | LongRopeScaling | YarnScaling):
-            found["original context"] = scaling.original_context
-    return found
+            found.add(Limit("original context", scaling.original_context))
+    return sorted(found, key=lambda limit: (limit.tokens, limit.name))
 
 
-def longest(spec: ModelSpec) -> int | None:
-    """The most tokens the tree can take at all; None where there is no such number."""
-    return None if spec.positions is None else spec.positions.length
+def longest(*specs: ModelSpec) -> int | None:
+    """The most tokens that all of the trees can take; None where there is no such number."""
+    return min((spec.positions.length for spec in specs if spec.positions is not None), default=None)
 
 
-def probe(spec: ModelSpec, *, long: bool = False, seed: int = 0) -> list[Batch]:
-    """The batches for a tree. `long` goes past windows and contexts of more than 1,024 tokens too."""
+def passed(limit: Limit, most: int | None, long: bool) -> bool:
+    """Whether the probe goes past a limit."""
+    return (most is None or limit.beyond <= most) and (long or limit.tokens <= AFFORDABLE)
+
+
+def probe(spec: ModelSpec, *others: ModelSpec, long: bool = False, seed: int = 0) -> list[Batch]:
+    """The batches for a tree, or for several over one vocabulary that are compared: past the limits of each, and no
+    longer than any can take. `long` goes past windows and contexts of more than 1,024 tokens too.
+    """
     generator = torch.Generator().manual_seed(seed)
-    most = longest(spec) or 10**9
+    most = longest(spec, *others) or 10**9
 
     def tokens(batch: int, length: int) -> Tensor:
         return torch.randint(spec.vocab_size, (batch, min(length, most)), generator=generator)
 
     batches = [Batch("one token", tokens(1, 1)), Batch("random tokens", tokens(1, 64))]
     # Every region of the vocabulary: strides over it, so that a row shifted or a block swapped shows.
-    regions = torch.linspace(0, spec.vocab_size - 1, min(64, spec.vocab_size, most)).long()
-    batches.append(Batch("vocabulary regions", regions[None]))
+    regions = torch.linspace(0, spec.vocab_size - 1, min(REGIONS, spec.vocab_size), dtype=torch.float64).round().long()
+    width = min(len(regions), most)
+    # Several rows where a short table of positions does not take them in one; the last one is filled up.
+    rows = torch.nn.functional.pad(regions, (0, -len(regions) % width), value=spec.vocab_size - 1)
+    batches.append(Batch("vocabulary regions", rows.reshape(-1, width)))
     batches.append(Batch("one token repeated", tokens(1, 1).expand(1, min(32, most)).clone()))
     padded = tokens(3, 48)
     for side in ("left", "right"):
@@ -73,27 +108,25 @@ def probe(spec: ModelSpec, *, long: bool = False, seed: int = 0) -> list[Batch]:
                 mask[row, slice(0, width) if side == "left" else slice(-width, None)] = 0
         if int(mask.min()) == 0:
             batches.append(Batch(f"{side} padding", padded, mask))
-    for name, limit in limits(spec).items():
-        length = limit + limit // 4 + 8
-        if length <= most and (long or length <= AFFORDABLE):
-            batches.append(Batch(f"past the {name} of {limit}", tokens(1, length)))
-    if not limits(spec):
-        batches.append(Batch("long", tokens(1, min(200, spec.context_length or 200))))
+    reached = [limit for limit in limits(spec, *others) if passed(limit, most, long)]
+    batches += [Batch(f"past the {limit}", tokens(1, limit.beyond)) for limit in reached]
+    if all(limit.beyond < LONG for limit in reached):
+        batches.append(Batch("long", tokens(1, min(LONG, spec.context_length or LONG))))
     return batches
 
 
-def text_batch(name: str, ids: Sequence[int], spec: ModelSpec) -> Batch:
-    """A prompt as a batch.
+def text_batch(name: str, ids: Sequence[int], spec: ModelSpec, *others: ModelSpec) -> Batch:
+    """A prompt as a batch, for the trees that are compared.
 
     Raises:
         UsageError: it is empty, too long for the model's position table, or has ids beyond the vocabulary.
 
     """
     if not ids:
-        raise UsageError(f"the prompt {name!r} has no tokens: nothing to compare")
+        raise UsageError(f"the prompt {name!r:.40} has no tokens: nothing to compare")
     if max(ids) >= spec.vocab_size:
-        raise UsageError(f"the prompt {name!r} has token {max(ids)}, the vocabulary {spec.vocab_size}")
-    most = longest(spec)
+        raise UsageError(f"the prompt {name!r:.40} has token {max(ids)}, the vocabulary {spec.vocab_size}")
+    most = longest(spec, *others)
     if most is not None and len(ids) > most:
         raise UsageError(f"the prompt {name!r:.40} has {len(ids)} tokens, the model takes {most}")
     return Batch(name, torch.tensor([list(ids)]))

@@ -17,7 +17,7 @@ from ..converter.publish import Staging
 from ..converter.write import execute
 from ..errors import CannotExpress, CheckpointError, GptkitError
 
-__all__ = ["load_reference", "reference_folder"]
+__all__ = ["forget_lengths", "load_reference", "reference_folder"]
 
 
 @contextlib.contextmanager
@@ -82,8 +82,32 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
     finally:
         transformers.logging.set_verbosity(level)
         transformers.logging.enable_progress_bar()
-    for kind in ("missing_keys", "mismatched_keys"):
+    for kind, what in (
+        ("missing_keys", "left tensors at random (missing)"),
+        ("mismatched_keys", "left tensors at random (mismatched)"),
+        ("unexpected_keys", "has no use for tensors"),
+    ):
         if info.get(kind):
             names = ", ".join(str(name) for name in list(info[kind])[:5])
-            raise CheckpointError(f"transformers left tensors at random ({kind.split('_')[0]}): {names}")
-    return model.eval()
+            raise CheckpointError(f"transformers {what}: {names}")
+    return _in_own_memory(model).eval()
+
+
+def forget_lengths(model: Any) -> None:
+    """Let a model with dynamic rotary scaling forget how long the sequences before were: it keeps the base that the
+    longest of them needed until one shorter than the original context comes.
+    """
+    if "dynamic" in str(getattr(model.config, "rope_parameters", None)):
+        with torch.inference_mode():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long))
+
+
+def _in_own_memory(model: Any) -> Any:
+    """The model with parameters where torch would allocate them.
+
+    from_pretrained leaves them where they lie in the mapped file, at any multiple of 8 bytes, and fp32 products sum in
+    another order there than on torch's 64 (up to 1e-5 in logits): a difference of files, not of models.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model

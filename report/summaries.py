@@ -170,9 +170,14 @@ def verdict_lines(result: Verification) -> list[str]:
         )
         paths = "" if noise.paths is None else f", its two attention paths {number(noise.paths)}"
         lines.append(
-            f"          (transformers {result.dtype} against float64 {number(noise.reference)}{paths}, gptkit's"
+            f"          (transformers' float32 against float64 {number(noise.reference)}{paths}, gptkit's"
             f" {number(noise.candidate)})"
         )
+        for dtype in noise.imprecise:
+            theirs, ours = noise.errors[dtype]
+            lines.append(
+                f"          {dtype} rounds worse: mean error {number(ours)}, transformers' own {number(theirs)}"
+            )
     return lines + [f"note: {note}" for note in result.notes]
 
 

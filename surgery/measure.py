@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from ..converter.checkpoint import Checkpoint
+from ..modules.decoder import Decoder
 from ..modules.load import load_checkpoint
 from ..parity.compare import kl_divergence
 from ..parity.probe import probe
 
-__all__ = ["Measurement", "measure"]
+__all__ = ["Measurement", "measure", "relative_error"]
 
 
 @dataclass(frozen=True)
@@ -62,3 +63,15 @@ def measure(before: Checkpoint, after: Checkpoint) -> Measurement:
                     positions += a.shape[0]
         maximum[dtype], relative[dtype] = worst, worst / largest if largest else worst
     return Measurement(maximum, relative, kl / positions, agreed / positions, positions)
+
+
+def relative_error(before: Decoder, after: Decoder) -> float:
+    """The largest difference of logits on the probe, over the largest logit."""
+    worst, largest = [], []
+    with torch.inference_mode():
+        for batch in probe(before.spec):
+            a = batch.valid(before(batch.input_ids, batch.attention_mask))
+            worst.append((a - batch.valid(after(batch.input_ids, batch.attention_mask))).abs().max())
+            largest.append(a.abs().max())
+    # Not Python's max, which loses a NaN that does not come first.
+    return float(torch.stack(worst).max() / torch.stack(largest).max())

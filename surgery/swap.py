@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from .. import __version__
 from ..analysis.parameters import count
@@ -17,9 +18,10 @@ from ..converter.dtypes import HF_NAMES, from_float64, parse_dtype, widest
 from ..converter.publish import Staging
 from ..converter.write import execute
 from ..errors import GptkitError, UsageError
+from ..modules.load import build, load_checkpoint
 from ..spec import ModelSpec
 from .base import Reader, Swapped
-from .measure import Measurement, measure
+from .measure import Measurement, measure, relative_error
 from .norm import layernorm_to_rmsnorm, replace_layernorm
 
 __all__ = ["SwapResult", "swap"]
@@ -65,7 +67,8 @@ def swap(
         norm: "rmsnorm" turns every LayerNorm into an RMSNorm.
         approximate: replace plainly instead of exactly, and report what it costs.
         dtype: how the tensors that the swap computes are stored; the others keep their dtype. Anything narrower than
-            float64 rounds them once, and an exact swap is then exact up to that rounding.
+            float64 rounds them once, and an exact swap is then exact up to that rounding: what the rounding costs is
+            measured from the files, exactness from the same tensors before it.
         force: replace an existing checkpoint folder, in one step.
         measured: compare logits before and after, in fp32 and fp64, from the files that were written.
         offline: use local files and the hub's cache only.
@@ -93,8 +96,8 @@ def swap(
     with Staging(Path(out), force) as staging:
         files, digests = execute(plan, _tensors(source, swapped, dtypes), staging, progress)
         found = measure(source, open_checkpoint(staging.path)) if measured else None
-        if found is not None:
-            _hold_to(swapped.guarantee, stored, found)
+        if found is not None and swapped.guarantee == "exact":
+            _hold_to_exact(source, swapped, stored, found)
         manifest: dict[str, Any] = {
             "gptkit": __version__,
             "format": "local",
@@ -128,13 +131,22 @@ def _tensors(source: Checkpoint, swapped: Swapped, dtypes: Mapping[str, str]) ->
             yield name, array, dtype
 
 
-def _hold_to(guarantee: str, stored: str, found: Measurement) -> None:
-    """Raise GptkitError where an exact swap is not; a narrow dtype leaves only the bound that its rounding allows."""
-    if guarantee != "exact" or stored not in ("F32", "F64"):
-        return
-    bounds = {"float32": EXACT_FP32, **({"float64": EXACT_FP64} if stored == "F64" else {})}
-    for name, bound in bounds.items():
-        error = found.relative[name]
+def _hold_to_exact(source: Checkpoint, swapped: Swapped, stored: str, found: Measurement) -> None:
+    """Raise GptkitError where an exact swap is not.
+
+    The files say so themselves where they hold all that was computed. Where storing rounds, exactness in fp64 is that
+    of the tensors before; fp32 files must still be right to fp32.
+    """
+    errors = dict(found.relative)
+    if stored != "F64":
+        wide = dict.fromkeys(swapped.computed, "F64")
+        tensors = _tensors(source, swapped, wide)
+        exact = build(swapped.spec, tensors, torch.float64)
+        errors["float64"] = relative_error(load_checkpoint(source, "float64"), exact)
+    if stored not in ("F32", "F64"):
+        del errors["float32"]
+    for name, bound in (("float64", EXACT_FP64), ("float32", EXACT_FP32)):
+        error = errors.get(name, 0.0)
         if not error <= bound:
             raise GptkitError(
                 f"the swap is not exact on this checkpoint: relative error {error:.1e} in {name}, at most {bound:.0e}"

@@ -1,0 +1,544 @@
+"""The commands as they are called: exit codes, what is said where, and nothing that a terminal would obey."""
+
+import io
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import CONFIGS, save_hf
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner, Result
+
+import gptkit
+from gptkit import cli
+from gptkit.cli import app
+
+runner = CliRunner()
+SAMPLE = Path(gptkit.__file__).parent / "samples" / "gpt2"
+HEAVY = ("torch", "transformers", "numpy", "huggingface_hub", "tokenizers")
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\ud800-\udfff]")
+PLAIN = {"NO_COLOR": None, "FORCE_COLOR": None, "COLUMNS": None, "GPTKIT_DEBUG": None, "TERM": "xterm-256color"}
+
+
+@pytest.fixture(autouse=True)
+def _surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory of its own, no network, no cache, no settings of whoever runs the tests."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in PLAIN.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint without a tokenizer."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    save_hf(CONFIGS["gpt2"], folder)
+    return folder
+
+
+@pytest.fixture
+def tiny(tiny_model: Path, tmp_path: Path) -> Path:
+    """A copy of it that may be spoilt."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    for path in tiny_model.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def run(*args: str | Path, code: int = 0, **options: Any) -> Result:
+    """A command in this process, which must exit with `code` and keep stdout and stderr apart."""
+    result = runner.invoke(app, [str(arg) for arg in args], **options)
+    assert result.exit_code == code, (result.output, result.exception)
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert not CONTROL.search(result.output)
+    if code not in (0, 3):
+        assert result.stdout == ""
+        lines = result.stderr.splitlines()
+        assert 1 <= len(lines) <= 2, result.stderr
+        assert lines[0].startswith("gptkit: ") and all(line.startswith("  ") for line in lines[1:])
+        assert "Traceback" not in result.stderr and "bug in gptkit" not in result.stderr
+    else:
+        assert result.stderr == ""
+    return result
+
+
+def command(*args: str | Path, env: dict[str, str] | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The real command, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "gptkit", *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **(env or {})},
+        check=False,
+        **options,
+    )
+
+
+def on_terminal(*args: str | Path, env: dict[str, str] | None = None) -> str:
+    """What the real command writes on a terminal."""
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gptkit", *map(str, args)],
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        env={**os.environ, **(env or {})},
+    )
+    os.close(follower)
+    written = b""
+    while True:
+        try:
+            part = os.read(leader, 65536)
+        except OSError:  # how Linux says that the other end is closed
+            break
+        if not part:
+            break
+        written += part
+    os.close(leader)
+    assert process.wait(60) == 0, written
+    return written.decode()
+
+
+# --- the real command ---
+
+
+def test_version_and_help() -> None:
+    done = command("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"gptkit {gptkit.__version__}\n", "")
+    done = command("-h")
+    assert done.returncode == 0 and "\x1b" not in done.stdout
+    for name in ("params", "presets", "load", "convert", "swap", "verify", "generate", "check", "demo"):
+        assert name in done.stdout
+
+
+@pytest.mark.parametrize(
+    "args", [["--help"], ["convert", "--help"], ["params", "qwen3-8b"], ["params", "--json", "gpt2"], ["presets"]]
+)
+def test_nothing_heavy_is_imported(args: list[str]) -> None:
+    code = (
+        "import sys\nfrom gptkit.cli import app\n"
+        f"try:\n    app({args!r}, prog_name='gptkit')\nexcept SystemExit as e:\n    assert not e.code, e.code\n"
+        f"found = [name for name in {HEAVY!r} if name in sys.modules]\nassert not found, found\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_traceback_only_when_asked(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    done = command("load", "empty")
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr.startswith("gptkit: empty is not a checkpoint") and "Traceback" not in done.stderr
+    done = command("load", "empty", env={"GPTKIT_DEBUG": "1"})
+    assert done.returncode == 4
+    assert "Traceback" in done.stderr and "InvalidInput" in done.stderr and "gptkit: empty is not" in done.stderr
+
+
+def test_interrupted() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gptkit", "generate", "sample:gpt2", "ROMEO:", "-n", "1000000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(12).startswith("ROMEO:")  # the prompt, and what came after
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert said == "gptkit: interrupted\n"
+
+
+def test_interrupted_while_converting_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gptkit.converter.safetensors.SafetensorsFile.read", interrupt)
+    result = run("convert", "sample:gpt2", "out", code=130)
+    assert result.stderr == "gptkit: interrupted\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "args", [["presets", "--json"], ["params", "gpt2"], ["generate", "sample:gpt2", "a", "-n", "9"]]
+)
+def test_a_reader_that_has_gone(args: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "gptkit", *args], stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_cannot_be_written() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "gptkit", "presets"], stdout=full, stderr=subprocess.PIPE, timeout=60, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr == b"gptkit: No space left on device\n"
+
+
+def test_a_terminal_that_lacks_characters() -> None:
+    done = command("swap", "sample:gpt2", "out", "--norm", "rmsnorm", env={"PYTHONIOENCODING": "iso8859-1"})
+    assert done.returncode == 0, done.stderr
+    assert "max \\u0394" in done.stdout
+
+
+# --- exit codes ---
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["convert"], "missing argument"),
+        (["frobnicate"], "no such command"),
+        (["--frobnicate"], "no such option"),
+        (["load", "sample:gpt2", "--dtype"], "requires an argument"),
+        (["convert", "a", "b", "c"], "unexpected extra argument"),
+        (["generate", "sample:gpt2", "a", "-n", "many"], "--max-new-tokens"),
+        (["generate", "sample:gpt2"], "give a prompt"),
+        (["generate", "sample:gpt2", "a", "--ids", "1"], "give a prompt"),
+        (["generate", "sample:gpt2", "--ids", "1 x"], "takes numbers"),
+        (["generate", "sample:gpt2", "--ids", "1 99999"], "outside the vocabulary"),
+        (["generate", "sample:gpt2", "--ids", "-1"], "outside the vocabulary"),
+        (["generate", "sample:gpt2", ""], "empty"),
+        (["generate", "sample:gpt2", "a", "--attention", "flash"], "unknown attention"),
+        (["generate", "sample:gpt2", "a", "--dtype", "int8"], "unknown dtype"),
+        (["generate", "sample:gpt2", "a", "-n", "-1"], "max_new_tokens"),
+        (["generate", "sample:gpt2", "a", "--temperature", "nan"], "temperature"),
+        (["generate", "sample:gpt2", "a", "--temperature", "1", "--seed", "-1"], "seed"),
+        (["load", "sample:gpt2", "--dtype", "float8"], "unknown dtype"),
+        (["verify", "sample:gpt2", "--attention", "flash"], "unknown attention"),
+        (["verify", "sample:gpt2", "--dtype", "int8"], "unknown dtype"),
+        (["verify", "sample:bloom", "--attention", "sdpa"], "--attention eager"),
+        (["swap", "sample:gpt2", "out"], "--norm rmsnorm"),
+        (["swap", "sample:gpt2", "out", "--norm", "batchnorm"], "unknown norm"),
+        (["swap", "sample:gpt2", "out", "--norm", "rmsnorm", "--dtype", "int8"], "unknown dtype"),
+        (["convert", "sample:gpt2", "--to", "gguf"], "known: local, hf, hf:FAMILY"),
+        (["convert", "sample:gpt2", "no/such/parent"], "does not exist"),
+    ],
+)
+def test_usage_is_2(args: list[str], message: str, tmp_path: Path) -> None:
+    assert re.search(message, run(*args, code=2).stderr)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_arguments_are_help_and_2() -> None:
+    result = runner.invoke(app, [])
+    assert result.exit_code == 2 and "Usage" in result.output and result.stderr == ""
+
+
+@pytest.mark.parametrize("command", ["convert", "swap"])
+def test_an_output_that_exists(command: str, tmp_path: Path) -> None:
+    args = ["--norm", "rmsnorm", "--no-measure"] if command == "swap" else []
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.txt").write_text("mine")
+    (tmp_path / "link").symlink_to("folder")
+    for out in ("file", "link"):
+        for force in ([], ["--force"]):
+            assert "exists and is" in run(command, "sample:gpt2", out, *args, *force, code=2).stderr
+    assert "--force" in run(command, "sample:gpt2", "folder", *args, code=2).stderr
+    assert "only a checkpoint" in run(command, "sample:gpt2", "folder", *args, "--force", code=2).stderr
+    assert (tmp_path / "folder" / "notes.txt").read_text() == "mine" and (tmp_path / "file").read_text() == "x"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "link"]
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["swap", "sample:llama", "out", "--norm", "rmsnorm"], 1, "already"),
+        (["convert", "sample:gpt2", "--to", "hf:llama"], 1, "cannot express"),
+        (["convert", "sample:gpt2", "--to", "hf:nope"], 4, "known families"),
+        (["convert", "sample:nope"], 4, "sample:llama"),
+        (["load", "no/such/folder"], 4, "no such file or folder"),
+        (["load", "https://huggingface.co/gpt2"], 4, "web address"),
+        (["load", "no-such.safetensors"], 4, "no such file"),
+        (["load", ""], 4, "not a model reference"),
+        (["params", "no-such-folder/"], 4, "no such file or folder"),
+        (["check", "no-such-folder"], 4, "no such folder"),
+        (["check", str(SAMPLE)], 4, "gptkit did not write it"),
+        (["convert", str(SAMPLE / "config.json"), "out"], 4, "not a weight file"),
+        (["load", "org/name"], 5, "sample:gpt2"),
+        (["convert", "org/name"], 5, "sample:gpt2"),
+        (["params", "org/name"], 5, "sample:gpt2"),
+        (["verify", "sample:gpt2", "org/name"], 5, "sample:gpt2"),
+    ],
+)
+def test_other_exit_codes(args: list[str], code: int, message: str, tmp_path: Path) -> None:
+    assert re.search(message, run(*args, code=code).stderr)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_typo_is_helped() -> None:
+    assert "did you mean qwen3-8b" in run("params", "qwne3-8b", code=4).stderr
+
+
+def test_offline_by_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    assert "sample:gpt2" in run("load", "org/name", "--offline", code=5).stderr
+
+
+def test_a_bug_is_called_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("some \x1b[31mreason")
+
+    monkeypatch.setattr("gptkit.analysis.params.params", broken)
+    result = runner.invoke(app, ["params", "gpt2"])
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "gptkit: ZeroDivisionError: some \\x1b[31mreason\n  This is a bug in gptkit; GPTKIT_DEBUG=1 shows where.\n"
+    )
+
+
+def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hungry(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr("gptkit.analysis.params.params", hungry)
+    assert "not enough memory" in run("params", "gpt2", code=1).stderr
+
+
+# --- each command ---
+
+
+def test_params() -> None:
+    data = json.loads(run("params", "--json", "qwen3-8b", "sample:gpt2", SAMPLE, SAMPLE / "config.json").stdout)
+    assert data["schema_version"] == 1
+    totals = [model["total"] for model in data["models"]]
+    assert totals[0] == 8_190_735_360 and type(totals[0]) is int
+    assert (
+        totals[1] == totals[2] == totals[3] == sum(t.numel() for t in load_file(SAMPLE / "model.safetensors").values())
+    )
+    assert "8,190,735,360" in run("params", "qwen3-8b").stdout
+
+
+def test_presets() -> None:
+    names = [preset["name"] for preset in json.loads(run("presets", "--json").stdout)]
+    shown = run("presets").stdout
+    assert len(names) > 20 and all(name in shown for name in names)
+
+
+def test_load() -> None:
+    text = run("load", "sample:gpt2").stdout
+    data = json.loads(run("load", "sample:gpt2", "--json", "--dtype", "bf16").stdout)
+    assert (data["family"], data["format"], data["files"]) == ("gpt2", "hf", ["model.safetensors"])
+    assert f"{data['parameters']:,} parameters as torch.float" in text
+
+
+def test_convert_there_and_back(tmp_path: Path) -> None:
+    assert "would write gpt2-local" in run("convert", "sample:gpt2", "--dry-run").stdout
+    assert list(tmp_path.iterdir()) == []
+    assert "wrote gpt2-local" in run("convert", "sample:gpt2").stdout
+    assert "wrote gpt2-hf" in run("convert", "gpt2-local", "--to", "hf").stdout
+    for path in SAMPLE.iterdir():
+        if path.suffix in (".json", ".safetensors"):
+            assert (tmp_path / "gpt2-hf" / path.name).read_bytes() == path.read_bytes()
+    assert "exists" in run("convert", "sample:gpt2", code=2).stderr
+    assert run("convert", "sample:gpt2", "--force", "--quiet").stdout == ""
+    assert "every file" in run("check", "gpt2-local").stdout
+    run("verify", "sample:gpt2", "gpt2-local", "-q")
+
+
+@pytest.mark.parametrize(
+    "name", ["with space", "mödèl 你好", "-dash", "a'quote\"", "[bold]x", "100%", "{x}", ":smile:"]
+)
+def test_odd_names(name: str, tiny: Path, tmp_path: Path) -> None:
+    home = tiny.rename(tmp_path / name)
+    local = f"./{name}-out"
+    assert f"wrote {name}-out" in run("convert", f"./{name}", local).stdout
+    assert f"./{name}-out" in run("load", local).stdout
+    assert f"{name}-out: every file" in run("check", local).stdout
+    run("convert", f"{local}/model.safetensors", "--to", "hf", "--", f"./{name}-back")
+    assert (tmp_path / f"{name}-back" / "model.safetensors").read_bytes() == (home / "model.safetensors").read_bytes()
+
+
+def test_here(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tiny)
+    assert "would write tiny-local" in run("convert", ".", "--dry-run").stdout
+
+
+def test_swap_and_verify(tmp_path: Path) -> None:
+    text = run("swap", "sample:gpt2", "rms", "--norm", "rmsnorm").stdout
+    assert "exact swap" in text and "top-1 100.0%" in text
+    assert "the same function" in run("verify", "sample:gpt2", "rms").stdout
+    assert "history" in run("load", "rms").stdout
+    run("swap", "sample:gpt2", "naive", "--norm", "rmsnorm", "--approximate", "--no-measure", "-q")
+    assert "DIFFERENT" in run("verify", "sample:gpt2", "naive", code=3).stdout
+    data = json.loads(run("verify", "sample:gpt2", "naive", "--json", code=3).stdout)
+    assert (data["verdict"], data["passed"]) == ("different", False)
+
+
+def test_verify_counts_bytes(tiny: Path) -> None:
+    run("convert", tiny, "local")
+    tensors = load_file("local/model.safetensors")
+    tensors["blocks.0.attention.k_proj.bias"] += 1.0  # which no logit shows: softmax cancels it
+    save_file(tensors, "local/model.safetensors", {"format": "pt"})
+    text = run("verify", tiny, "local", code=3).stdout
+    assert "differs: blocks.0.attention.k_proj.bias" in text
+    assert "bytes changed" in run("check", "local", code=4).stderr
+
+
+def test_generate(tiny: Path) -> None:
+    args = ["-n", "20", "--temperature", "0.8", "--top-k", "40", "--seed", "7"]
+    text = run("generate", "sample:gpt2", "ROMEO:", *args).stdout
+    assert text.startswith("ROMEO:") and len(text) > 20
+    assert run("generate", "sample:gpt2", "-", *args, input="ROMEO:").stdout == text
+    assert run("generate", "sample:gpt2", "ROMEO:", "-n", "0").stdout == "ROMEO:\n"
+    ids = run("generate", tiny, "--ids", "1, 5 9", "-n", "4").stdout.split()
+    assert len(ids) == 4 and all(0 <= int(token) < 97 for token in ids)
+    assert "--ids" in run("generate", tiny, "a text", code=2).stderr
+    assert "not text" in run("generate", "sample:gpt2", "-", code=2, input=b"\xff\xfe").stderr
+
+
+def test_check(tiny: Path) -> None:
+    run("convert", tiny, "out")
+    Path("out/gptkit.json").unlink()
+    assert "1 problem\n  gptkit.json is missing" in run("check", "out", code=4).stderr
+    for number in range(20):
+        Path(f"out/{number}").write_text("")
+    result = runner.invoke(app, ["check", "out"])
+    assert result.exit_code == 4
+    assert "21 problems" in result.stderr and "and 11 more" in result.stderr
+    Path("out/manifest.json").write_text("{")
+    assert "cannot be read" in run("check", "out", code=4).stderr
+
+
+def test_pickles(tiny: Path) -> None:
+    torch.save(load_file(tiny / "model.safetensors"), tiny / "pytorch_model.bin")
+    (tiny / "model.safetensors").unlink()
+    for args in (["load", tiny], ["convert", tiny, "out"], ["verify", tiny]):
+        assert "--allow-pickle" in run(*args, code=4).stderr
+        run(*args, "--allow-pickle")
+
+
+def test_extra_tensors(tiny: Path) -> None:
+    save_file({**load_file(tiny / "model.safetensors"), "score": torch.ones(1)}, tiny / "model.safetensors")
+    assert "--allow-extra" in run("load", tiny, code=4).stderr
+    assert "note: extra tensors left out: score" in run("load", tiny, "--allow-extra").stdout
+    assert "note: extra tensors left out: score" in run("convert", tiny, "out", "--allow-extra").stdout
+
+
+# --- what reaches the terminal ---
+
+
+HOSTILE = "x\x1b[31m\x1b]0;title\x07\x9b2J\u202e[/bold]:smile:"
+
+
+@pytest.fixture
+def hostile(tiny: Path) -> Path:
+    """A checkpoint with terminal commands and markup wherever a file may hold words."""
+    config = json.loads((tiny / "config.json").read_text())
+    (tiny / "config.json").write_text(json.dumps({**config, HOSTILE: HOSTILE, "half \ud800": 1}))
+    save_file({**load_file(tiny / "model.safetensors"), HOSTILE: torch.ones(1)}, tiny / "model.safetensors")
+    return tiny
+
+
+def test_control_characters_of_files_stay_there(hostile: Path, tmp_path: Path) -> None:
+    run("load", hostile, code=4)  # which all look for control characters
+    run("load", hostile, "--allow-extra")
+    run("load", hostile, "--allow-extra", "--json")
+    run("convert", hostile, "out", "--allow-extra")
+    run("convert", hostile, "--allow-extra", "--dry-run")
+    data = json.loads((tmp_path / "out" / "gptkit.json").read_text())
+    data["history"] = [{HOSTILE: HOSTILE, "swap": [HOSTILE]}]
+    (tmp_path / "out" / "gptkit.json").write_text(json.dumps(data))
+    run("load", "out")
+    run("load", "out", "--json")
+    Path("out", "a\x1b[31m\n").write_text("")
+    result = runner.invoke(app, ["check", "out"])
+    assert result.exit_code == 4 and not CONTROL.search(result.output)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("model_type", HOSTILE), ("activation_function", HOSTILE), ("n_layer", HOSTILE)]
+)
+def test_control_characters_in_errors(field: str, value: str, hostile: Path) -> None:
+    config = json.loads((hostile / "config.json").read_text())
+    (hostile / "config.json").write_text(json.dumps({**config, field: value}))
+    run("load", hostile, code=4)
+    run("params", hostile, code=4)
+
+
+@pytest.mark.parametrize("args", [["load"], ["params"], ["convert"], ["check"], ["generate", "--ids", "1"], ["verify"]])
+def test_control_characters_in_arguments(args: list[str]) -> None:
+    run(*args, "no\x1b[31msuch", code=4)
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="its file names are Unicode")
+def test_names_that_are_not_utf8(tiny: Path) -> None:
+    out = os.fsdecode(b"out-\xff")
+    assert "wrote out-\\udcff" in run("convert", tiny, out).stdout
+    assert "out-\\udcff: every file" in run("check", out).stdout
+
+
+def test_a_models_own_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    def speak(*_: Any, **__: Any) -> Iterator[str]:
+        yield from ("a\n", "\x1b[31m", "b\tü")
+
+    monkeypatch.setattr("gptkit.modules.text.generate", speak)
+    result = runner.invoke(app, ["generate", "sample:gpt2", "p"])
+    assert result.stdout == "pa\n\x1b[31mb\tü\n", "a program gets every character"
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    cli.generate("sample:gpt2", "p")
+    assert terminal.getvalue() == "pa\n�[31mb\tü\n"
+
+
+@pytest.mark.parametrize(
+    "args", [["params", "gpt2", "--by-layer"], ["presets"], ["load", "sample:gpt2"], ["verify", "sample:gpt2"]]
+)
+def test_no_escape_codes_where_nobody_looks(args: list[str]) -> None:
+    done = command(*args)
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_escape_codes_on_a_terminal_unless_no_color() -> None:
+    assert "\x1b[1m" in on_terminal("params", "gpt2")
+    for env in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        assert "\x1b" not in on_terminal("params", "gpt2", env=env)
+    assert "\x1b[3" not in on_terminal("convert", "sample:gpt2", env={"NO_COLOR": "1"})
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["-h"],
+        ["convert", "-h"],
+        ["presets"],
+        ["params", "qwen3-8b", "--by-layer"],
+        ["params", "gpt2", "gpt2-xl", "llama-3-8b", "qwen3-8b", "bloom-560m"],
+        ["load", "sample:llama"],
+        ["verify", "sample:bloom"],
+        ["swap", "sample:gpt2", "rms", "--norm", "rmsnorm"],
+    ],
+)
+def test_80_columns(args: list[str]) -> None:
+    for line in run(*args).stdout.splitlines():
+        assert len(line) <= 80, line
