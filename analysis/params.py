@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..architectures import architecture_of
 from ..architectures.presets import find, nearest, repo_of
-from ..converter.resolve import resolve
+from ..converter.resolve import exists, resolve
 from ..converter.tree import read_spec
 from ..errors import InvalidInput
 from ..spec import ModelSpec
@@ -52,7 +53,7 @@ def params(*models: str | Path, offline: bool = False) -> list[ModelCount]:
 
 def spec_of(reference: str, *, offline: bool = False) -> tuple[str, ModelSpec]:
     """The family ("" for a tree that never had one) and tree behind a reference; raises as `params`."""
-    if not Path(reference).expanduser().exists():
+    if not exists(Path(os.path.expanduser(reference))):  # noqa: PTH111 (its own expanduser raises for ~nobody)
         preset = find(reference)
         if preset is not None:
             architecture = architecture_of(preset.config)

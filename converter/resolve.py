@@ -23,7 +23,7 @@ from typing import Literal, cast
 
 from ..errors import CheckpointError, GptkitError, InvalidInput, Offline
 
-__all__ = ["Resolved", "resolve"]
+__all__ = ["Resolved", "exists", "resolve"]
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +48,10 @@ _COMPANIONS = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "spiece.model",
+    "tekken.json",
+    "LICENSE",
 )
 _FILE_SUFFIXES = (".safetensors", ".gguf", ".json", ".bin", ".pt", ".pth")
 _WAY_ON = "Go online, name a local folder, or try one that needs no network: sample:gpt2, sample:llama."
@@ -87,7 +91,7 @@ def resolve(
         return Resolved(ref, _sample(ref.removeprefix("sample:")), None, "sample")
     if not ref.startswith("hf://"):
         path = Path(os.path.expanduser(ref))  # noqa: PTH111, because Path's own raises for an unknown user
-        if _exists(path):
+        if exists(path):
             return Resolved(ref, path, None, "path")
     repo, revision = _parse(ref)
     repo = (repo_of(repo) if repo_of is not None else None) or repo
@@ -109,7 +113,8 @@ def _sample(name: str) -> Path:
     return path
 
 
-def _exists(path: Path) -> bool:
+def exists(path: Path) -> bool:
+    """Whether a local file or folder is there; raises InvalidInput where that cannot be told, or it is neither."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):

@@ -41,7 +41,7 @@ class Difference:
 def kl_divergence(reference: Tensor, candidate: Tensor) -> Tensor:
     """KL(reference ‖ candidate) a position, (N,), in fp64, from logits (N, V)."""
     found = []
-    for a, b in zip(reference.split(ROWS), candidate.split(ROWS), strict=True):
+    for a, b in zip(torch.split(reference, ROWS), torch.split(candidate, ROWS), strict=True):
         p, q = F.log_softmax(a.double(), -1), F.log_softmax(b.double(), -1)
         found.append(F.kl_div(q, p, reduction="none", log_target=True).sum(-1).clamp_min(0))
     return torch.cat(found)
@@ -82,5 +82,5 @@ def mean_gap(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
 def _gaps(a: Sequence[Tensor], b: Sequence[Tensor]) -> Iterator[Tensor]:
     """Absolute differences in fp64, some rows at a time."""
     for x, y in zip(a, b, strict=True):
-        for part, other in zip(x.split(ROWS), y.split(ROWS), strict=True):
+        for part, other in zip(torch.split(x, ROWS), torch.split(y, ROWS), strict=True):
             yield (part.double() - other.double()).abs()

@@ -39,7 +39,7 @@ from .compare import Difference, compare, largest_gap, mean_gap
 from .probe import AFFORDABLE, Batch, limits, longest, passed, probe, text_batch
 from .reference import forget_lengths, load_reference, reference_folder
 
-__all__ = ["BytesVerdict", "Noise", "Verification", "verify"]
+__all__ = ["BytesVerdict", "Noise", "Verification", "require_finite_weights", "verify"]
 
 PROMPTS = (
     "KING RICHARD:\nNow is the winter",
@@ -170,7 +170,7 @@ def verify(
     batches, notes = _batches(source, target, prompts, long)
     say("comparing bytes")
     for checkpoint in (source,) if target is source else (source, target):
-        _require_finite_weights(checkpoint)
+        require_finite_weights(checkpoint)
     bytes_verdict = _bytes(source, target)
     with reference_folder(source) as folder:
         say("transformers")
@@ -290,7 +290,7 @@ def _require_finite(logits: Sequence[Tensor], whose: str, dtype: torch.dtype) ->
         )
 
 
-def _require_finite_weights(checkpoint: Checkpoint) -> None:
+def require_finite_weights(checkpoint: Checkpoint) -> None:
     """Raise InvalidInput with the tensors that hold NaN or infinity, whether or not the probe would meet them."""
     bad = []
     for name, array, dtype in checkpoint.tensors():

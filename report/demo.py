@@ -115,5 +115,5 @@ def one_line(name: str, result: Verification) -> str:
     """A verification in a line."""
     worst = max(prompt.maximum for prompt in result.prompts)
     tokens = sum(prompt.positions for prompt in result.prompts)
-    tensors = "" if result.bytes is None else f"; {result.bytes.compared} tensors back to the same bytes"
-    return f"{name}: max Δ {number(worst)} over {tokens:,} positions, {result.attention} attention{tensors}"
+    tensors = "" if result.bytes is None else f"; {result.bytes.compared} tensors to the same bytes"
+    return f"{name}: max Δ {number(worst)}, {tokens:,} positions, {result.attention}{tensors}"

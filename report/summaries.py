@@ -155,24 +155,24 @@ def verdict_lines(result: Verification) -> list[str]:
         bad, compared = result.bytes.different, result.bytes.compared
         lines.append(f"bytes     {compared - len(bad)} of {compared} tensors equal {result.bytes.against}")
         lines += [f"          differs: {name}" for name in bad[:5]]
+        lines += [f"          … ({len(bad) - 5} more)"] if len(bad) > 5 else []
     where = f"transformers, {result.dtype}, {result.attention} attention"
     if result.verdict == "identical":
         lines.append(f"function  identical to the last bit: {where}")
     else:
-        verb = "the same function" if result.verdict == "equal" else "DIFFERENT"
+        verb = "the same" if result.verdict == "equal" else "DIFFERENT"
         worst = max(prompt.maximum for prompt in result.prompts)
         lines.append(f"function  {verb}: {where}, max Δ {number(worst)}")
     if result.noise is not None:
         noise = result.noise
         lines.append(
-            f"          in float64 they differ by {number(noise.functions)}; rounding alone explains up to "
-            f"{number(noise.allowed)}"
+            f"          in float64 they differ by {number(noise.functions)}; rounding explains up to"
+            f" {number(noise.allowed)}:"
         )
-        paths = "" if noise.paths is None else f", its two attention paths {number(noise.paths)}"
-        lines.append(
-            f"          (transformers' float32 against float64 {number(noise.reference)}{paths}, gptkit's"
-            f" {number(noise.candidate)})"
-        )
+        sides = f"transformers {number(noise.reference)}, gptkit {number(noise.candidate)}"
+        lines.append(f"          float32 against float64: {sides}")
+        if noise.paths is not None:
+            lines.append(f"          sdpa against eager in float32: transformers {number(noise.paths)}")
         for dtype in noise.imprecise:
             theirs, ours = noise.errors[dtype]
             lines.append(

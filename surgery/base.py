@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ..converter.checkpoint import Checkpoint
 from ..converter.dtypes import to_float64
+from ..errors import InvalidInput
 from ..spec import ModelSpec
 
 __all__ = ["Guarantee", "Reader", "Swapped"]
@@ -37,8 +38,17 @@ class Reader:
         return self.checkpoint.tensor(name)
 
     def wide(self, name: str) -> Wide:
-        """In fp64."""
-        return to_float64(*self.raw(name))
+        """In fp64.
+
+        Raises:
+            InvalidInput: it holds NaN or infinity, which nothing can be computed from.
+
+        """
+        values = to_float64(*self.raw(name))
+        bad = int((~np.isfinite(values)).sum())
+        if bad:
+            raise InvalidInput(f"{self.checkpoint.reference}: weights are not finite: {name} ({bad:,} values)")
+        return values
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +18,9 @@ from ..converter.convert import plan_output
 from ..converter.dtypes import HF_NAMES, from_float64, parse_dtype, widest
 from ..converter.publish import Staging
 from ..converter.write import execute
-from ..errors import GptkitError, UsageError
+from ..errors import GptkitError, InvalidInput, UsageError
 from ..modules.load import build, load_checkpoint
+from ..parity.verify import require_finite_weights
 from ..spec import ModelSpec
 from .base import Reader, Swapped
 from .measure import Measurement, measure, relative_error
@@ -77,7 +79,7 @@ def swap(
     Raises:
         SwapRefused: a precondition does not hold; nothing was written.
         GptkitError: an exact swap came out above its bound; nothing was published.
-        InvalidInput, Offline, UsageError: as `convert`.
+        InvalidInput, Offline, UsageError: as `convert`; weights or logits that are not finite.
 
     """
     if norm is None:
@@ -85,6 +87,8 @@ def swap(
     if norm != "rmsnorm":
         raise UsageError(f"unknown norm {norm!r}", "known: rmsnorm")
     stored = parse_dtype(dtype)
+    with Staging(Path(out), force):
+        pass  # what cannot be written is refused here, before anything is fetched or computed
     source = open_checkpoint(model, offline=offline)
     swapped = (replace_layernorm if approximate else layernorm_to_rmsnorm)(source.spec)
     dtypes = _dtypes(source, swapped, stored)
@@ -96,8 +100,10 @@ def swap(
     with Staging(Path(out), force) as staging:
         files, digests = execute(plan, _tensors(source, swapped, dtypes), staging, progress)
         found = measure(source, open_checkpoint(staging.path)) if measured else None
-        if found is not None and swapped.guarantee == "exact":
-            _hold_to_exact(source, swapped, stored, found)
+        if found is not None:
+            _require_numbers(source, found)
+            if swapped.guarantee == "exact":
+                _hold_to_exact(source, swapped, stored, found)
         manifest: dict[str, Any] = {
             "gptkit": __version__,
             "format": "local",
@@ -129,6 +135,13 @@ def _tensors(source: Checkpoint, swapped: Swapped, dtypes: Mapping[str, str]) ->
         else:
             array, dtype = reader.raw(swapped.copied.get(name, name))
             yield name, array, dtype
+
+
+def _require_numbers(source: Checkpoint, found: Measurement) -> None:
+    """Raise InvalidInput where the logits are not numbers, with the weights to blame if the source has such."""
+    if not all(math.isfinite(value) for value in (*found.maximum.values(), found.kl)):
+        require_finite_weights(source)
+        raise InvalidInput(f"{source.reference}: logits before or after the swap are not finite. Nothing was written.")
 
 
 def _hold_to_exact(source: Checkpoint, swapped: Swapped, stored: str, found: Measurement) -> None:

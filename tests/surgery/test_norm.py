@@ -1,4 +1,4 @@
-"""LayerNorm -> RMSNorm as algebra: exact on any pre-norm tree through the written files, and measured where it is not."""
+"""LayerNorm -> RMSNorm: exact on any pre-norm tree through the written files; a wrong formula is not published."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

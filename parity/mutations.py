@@ -1,0 +1,322 @@
+"""Bugs that porting a model really makes, as changes of a tree and its weights.
+
+A parity check is worth what it would have caught. Each mutation makes one mistake on purpose, in all layers, as a wrong
+line of a weight map or a forgotten field would; `applicable` leaves out those that change nothing in the tree at hand
+(no bias to drop, no window to ignore). A mutation is also a repair tried by `bisect`: most undo themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ..modules.positions import alibi_slopes
+from ..spec import (
+    Activation,
+    ALiBi,
+    Attention,
+    Block,
+    Component,
+    FeedForward,
+    GatedFeedForward,
+    Head,
+    LayerNorm,
+    ModelSpec,
+    RMSNorm,
+    Rotary,
+)
+
+__all__ = ["MUTATIONS", "Mutant", "Mutation", "Weights", "applicable"]
+
+Weights = Mapping[str, Tensor]
+"""Every parameter of a tree by shared name."""
+
+Mutant = tuple[ModelSpec, dict[str, Tensor]]
+
+replace = msgspec.structs.replace
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One mistake.
+
+    name: in the words of who makes it. component: the part of a layer, or of the model, where its effect is first
+    seen. repair: what undoes it, for a diagnosis. apply: the changed tree and weights; None where it has no object.
+    """
+
+    name: str
+    component: str
+    repair: str
+    apply: Callable[[ModelSpec, Weights], Mutant | None]
+
+
+def applicable(spec: ModelSpec, weights: Weights) -> Iterator[tuple[Mutation, Mutant]]:
+    """The mutations that change this tree or these weights, each with its mutant."""
+    for mutation in MUTATIONS:
+        mutant = mutation.apply(spec, weights)
+        if mutant is not None and _changed(spec, weights, mutant):
+            yield mutation, mutant
+
+
+def _changed(spec: ModelSpec, weights: Weights, mutant: Mutant) -> bool:
+    return mutant[0] != spec or any(not torch.equal(weights[name], tensor) for name, tensor in mutant[1].items())
+
+
+# --- weights in each other's place -----------------------------------------------------------------------------------
+
+
+def _paths(spec: ModelSpec, kind: type[Component] | tuple[type[Component], ...]) -> Iterator[tuple[str, Any]]:
+    return ((path, node) for path, node in spec.nodes() if isinstance(node, kind))
+
+
+def _exchange(first: str, second: str, kind: type[Component]) -> Callable[[ModelSpec, Weights], Mutant | None]:
+    """Swap two projections of every `kind`; of unequal ones (grouped heads) the rows that both have."""
+
+    def apply(spec: ModelSpec, weights: Weights) -> Mutant | None:
+        new = dict(weights)
+        for path, _ in _paths(spec, kind):
+            for suffix in ("weight", "bias"):
+                a, b = f"{path}.{first}.{suffix}", f"{path}.{second}.{suffix}"
+                if a in weights and b in weights:
+                    rows = min(weights[a].shape[0], weights[b].shape[0])
+                    new[a] = torch.cat([weights[b][:rows], weights[a][rows:]])
+                    new[b] = torch.cat([weights[a][:rows], weights[b][rows:]])
+        return spec, new
+
+    return apply
+
+
+def _norms_exchanged(spec: ModelSpec, weights: Weights) -> Mutant | None:
+    new = dict(weights)
+    for layer, block in enumerate(spec.blocks):
+        if block.feed_forward_norm is None:
+            continue
+        for suffix in ("weight", "bias"):
+            a, b = (f"blocks.{layer}.{norm}.{suffix}" for norm in ("attention_norm", "feed_forward_norm"))
+            if a in weights and b in weights:
+                new[a], new[b] = weights[b], weights[a]
+    return spec, new
+
+
+def _other_layer(spec: ModelSpec, weights: Weights) -> Mutant | None:
+    if len(spec.blocks) < 2:
+        return None
+    name = "blocks.{}.attention.o_proj.weight"
+    new = dict(weights)
+    if weights[name.format(0)].shape != weights[name.format(1)].shape:
+        return None
+    new[name.format(0)], new[name.format(1)] = weights[name.format(1)], weights[name.format(0)]
+    return spec, new
+
+
+def _square_transposed(spec: ModelSpec, weights: Weights) -> Mutant | None:
+    new = dict(weights)
+    for path, _ in _paths(spec, Attention):
+        name = f"{path}.o_proj.weight"
+        if weights[name].shape[0] == weights[name].shape[1]:
+            new[name] = weights[name].t()
+    return spec, new
+
+
+def _biases_dropped(spec: ModelSpec, weights: Weights) -> Mutant | None:
+    new = dict(weights)
+    for path, _ in _paths(spec, Attention):
+        for projection in ("q_proj", "k_proj", "v_proj"):
+            name = f"{path}.{projection}.bias"
+            if name in weights:
+                new[name] = torch.zeros_like(weights[name])
+    return spec, new
+
+
+def _rows_of_heads(weight: Tensor, heads: int, order: Callable[[Tensor], Tensor]) -> Tensor:
+    """The rows (heads · head_dim, …) after `order` was applied to (heads, head_dim, …)."""
+    return order(weight.unflatten(0, (heads, -1))).flatten(0, 1)
+
+
+def _interleave(by_head: Tensor) -> Tensor:
+    """Half-split rotary pairs (i, i + n/2) -> neighbours (2i, 2i + 1)."""
+    return torch.stack(by_head.chunk(2, dim=1), dim=2).flatten(1, 2)
+
+
+def _split_halves(by_head: Tensor) -> Tensor:
+    """The inverse of `_interleave`."""
+    return torch.cat([by_head[:, 0::2], by_head[:, 1::2]], dim=1)
+
+
+def _rope_rows(order: Callable[[Tensor], Tensor]) -> Callable[[ModelSpec, Weights], Mutant | None]:
+    """Re-order the rows of q and k within each head, their norms included."""
+
+    def apply(spec: ModelSpec, weights: Weights) -> Mutant | None:
+        new = dict(weights)
+        for path, attention in _paths(spec, Attention):
+            if not isinstance(attention.position, Rotary):
+                continue
+            for name, heads in ((f"{path}.q_proj", attention.heads), (f"{path}.k_proj", attention.kv_heads)):
+                for suffix in ("weight", "bias"):
+                    if f"{name}.{suffix}" in weights:
+                        new[f"{name}.{suffix}"] = _rows_of_heads(weights[f"{name}.{suffix}"], heads, order)
+        return spec, new
+
+    return apply
+
+
+def _sorted_slopes(spec: ModelSpec, weights: Weights) -> Mutant | None:
+    """Slopes in descending order instead of the power-of-two order: the same as heads in that order."""
+    new = dict(weights)
+    for path, attention in _paths(spec, Attention):
+        if not isinstance(attention.position, ALiBi) or attention.kv_heads not in (1, attention.heads):
+            continue
+        order = torch.argsort(alibi_slopes(attention.heads), descending=True).argsort()
+        for projection in ("q_proj", "k_proj", "v_proj"):
+            for suffix in ("weight", "bias"):
+                name = f"{path}.{projection}.{suffix}"
+                if name in weights and (projection == "q_proj" or attention.kv_heads > 1):
+                    new[name] = _rows_of_heads(weights[name], attention.heads, lambda rows, o=order: rows[o])  # type: ignore[misc]
+        out = f"{path}.o_proj.weight"
+        new[out] = _rows_of_heads(weights[out].t(), attention.heads, lambda rows, o=order: rows[o]).t()  # type: ignore[misc]
+    return spec, new
+
+
+def _heads_in_other_groups(spec: ModelSpec, weights: Weights) -> Mutant | None:
+    """Query heads dealt out over the key-value heads in turn instead of in runs."""
+    new = dict(weights)
+    for path, attention in _paths(spec, Attention):
+        if attention.kv_heads in (1, attention.heads):
+            continue
+        order = torch.arange(attention.heads).view(attention.kv_heads, attention.group).t().reshape(-1)
+        for suffix in ("weight", "bias"):
+            name = f"{path}.q_proj.{suffix}"
+            if name in weights:
+                new[name] = _rows_of_heads(weights[name], attention.heads, lambda rows, o=order: rows[o])  # type: ignore[misc]
+        out = f"{path}.o_proj.weight"
+        new[out] = _rows_of_heads(weights[out].t(), attention.heads, lambda rows, o=order: rows[o]).t()  # type: ignore[misc]
+    return spec, new
+
+
+def _head_not_tied(spec: ModelSpec, weights: Weights) -> Mutant | None:
+    """The head at random, as a class leaves what it does not find and does not tie."""
+    if not spec.head.tied:
+        return None
+    table = weights["embedding.weight"]
+    noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(0)).to(table) * 0.02
+    return replace(spec, head=replace(spec.head, tied=False)), {**weights, "head.weight": noise}
+
+
+def _positions_shifted(spec: ModelSpec, weights: Weights) -> Mutant | None:
+    if spec.positions is None:
+        return None
+    return spec, {**weights, "positions.weight": weights["positions.weight"].roll(-1, dims=0)}
+
+
+# --- fields of components --------------------------------------------------------------------------------------------
+
+
+def _rebuilt(spec: ModelSpec, change: Callable[[Any], Any]) -> ModelSpec:
+    """The tree with `change` applied to every component, children first."""
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, tuple):
+            done: dict[Any, Any] = {}
+            return tuple(done[each] if each in done else done.setdefault(each, walk(each)) for each in node)
+        if not isinstance(node, Component):
+            return node
+        fields = {name: walk(getattr(node, name)) for name in node.__struct_fields__}
+        return change(replace(node, **fields))
+
+    rebuilt: ModelSpec = walk(spec)
+    return rebuilt
+
+
+def _field(change: Callable[[Any], Any]) -> Callable[[ModelSpec, Weights], Mutant | None]:
+    def apply(spec: ModelSpec, weights: Weights) -> Mutant | None:
+        return _rebuilt(spec, change), dict(weights)
+
+    return apply
+
+
+def _eps(factor: float) -> Callable[[Any], Any]:
+    norms = (LayerNorm, RMSNorm)
+    return lambda node: replace(node, eps=node.eps * factor) if isinstance(node, norms) else node
+
+
+def _rotary(**fields: Callable[[Rotary], Any]) -> Callable[[Any], Any]:
+    def change(node: Any) -> Any:
+        return replace(node, **{k: v(node) for k, v in fields.items()}) if isinstance(node, Rotary) else node
+
+    return change
+
+
+OTHER_GELU: dict[Activation, Activation] = {
+    "gelu": "gelu_tanh",
+    "gelu_new": "gelu",
+    "gelu_tanh": "gelu",
+    "gelu_bloom": "gelu",
+    "silu": "gelu",
+    "quick_gelu": "gelu",
+}
+
+
+def _activation(node: Any) -> Any:
+    if isinstance(node, FeedForward | GatedFeedForward) and node.activation in OTHER_GELU:
+        return replace(node, activation=OTHER_GELU[node.activation])
+    return node
+
+
+def _no_window(node: Any) -> Any:
+    return replace(node, window=None) if isinstance(node, Attention) else node
+
+
+def _no_scale(node: Any) -> Any:
+    return replace(node, scale=1.0) if isinstance(node, Attention) else node
+
+
+def _serial_for_parallel(node: Any) -> Any:
+    if isinstance(node, Block) and node.parallel and node.feed_forward_norm is not None:
+        return replace(node, parallel=False)
+    return node
+
+
+def _head_bias_dropped(spec: ModelSpec, weights: Weights) -> Mutant | None:
+    if not isinstance(spec.head, Head) or not spec.head.bias:
+        return None
+    return spec, {**weights, "head.bias": torch.zeros_like(weights["head.bias"])}
+
+
+MUTATIONS: tuple[Mutation, ...] = (
+    Mutation("q and k swapped", "q", "swapping q and k", _exchange("q_proj", "k_proj", Attention)),
+    Mutation("k and v swapped", "k", "swapping k and v", _exchange("k_proj", "v_proj", Attention)),
+    Mutation(
+        "gate and up swapped", "gate", "swapping gate and up", _exchange("gate_proj", "up_proj", GatedFeedForward)
+    ),
+    Mutation("rope permute missing", "q", "undoing an interleaved RoPE layout", _rope_rows(_interleave)),
+    Mutation("rope permute done twice", "q", "undoing a half-split RoPE layout", _rope_rows(_split_halves)),
+    Mutation("query heads in other groups", "q", "re-grouping the query heads", _heads_in_other_groups),
+    Mutation(
+        "wrong rope base", "attention mix", "another RoPE base", _field(_rotary(base=lambda rotary: rotary.base * 10))
+    ),
+    Mutation("rope scaling dropped", "attention mix", "the RoPE scaling", _field(_rotary(scaling=lambda rotary: None))),
+    Mutation("norms swapped", "attention norm", "swapping a layer's two norms", _norms_exchanged),
+    Mutation("QKV bias dropped", "q", "the q, k and v biases", _biases_dropped),
+    Mutation("eps ten times as large", "norm", "a norm's eps ten times smaller", _field(_eps(10.0))),
+    Mutation("eps ten times as small", "norm", "a norm's eps ten times larger", _field(_eps(0.1))),
+    Mutation("another activation", "activation", "another activation", _field(_activation)),
+    Mutation("window ignored", "attention mix", "the sliding window", _field(_no_window)),
+    Mutation("scores not scaled", "attention mix", "the scale of the scores", _field(_no_scale)),
+    Mutation("ALiBi slopes in descending order", "q", "ALiBi slopes in the paper's order", _sorted_slopes),
+    Mutation("tied head ignored", "head", "tying the head to the embedding", _head_not_tied),
+    Mutation("head bias dropped", "head", "the head's bias", _head_bias_dropped),
+    Mutation("another layer's tensor", "output projection", "exchanging layers 0 and 1", _other_layer),
+    Mutation("square matrix transposed", "output projection", "transposing a square matrix", _square_transposed),
+    Mutation("positions off by one", "positions", "positions shifted by one", _positions_shifted),
+    Mutation(
+        "parallel block run in series",
+        "feed-forward norm",
+        "running the block in parallel",
+        _field(_serial_for_parallel),
+    ),
+)

@@ -1,0 +1,181 @@
+"""load: the same module from either format, in the dtype asked for, ready to run and ready to train."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, save_hf
+from torch import Tensor, nn
+
+import gptkit
+from gptkit.architectures import ARCHITECTURES
+from gptkit.errors import UsageError
+from gptkit.modules.generate import generate_ids
+from gptkit.modules.load import as_torch, build, load_checkpoint, torch_dtype
+
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4]])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small wait for other threads longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def dtypes(model: nn.Module) -> set[torch.dtype]:
+    return {parameter.dtype for parameter in model.parameters()}
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_dtype_is_the_checkpoints_or_the_one_asked_for(stored: torch.dtype, tmp_path: Path) -> None:
+    save_hf(CONFIGS["llama"], tmp_path / "hf", stored)
+    gptkit.convert(tmp_path / "hf", tmp_path / "local")
+    for folder in (tmp_path / "hf", tmp_path / "local"):
+        assert dtypes(gptkit.load(folder)) == {stored}
+        for asked in (torch.float64, "float64", "torch.float64", "fp64"):
+            assert dtypes(gptkit.load(folder, asked)) == {torch.float64}
+        assert dtypes(gptkit.load(folder, "bf16")) == {torch.bfloat16}
+        wide = gptkit.load(folder, torch.float64)(IDS)
+        assert wide.dtype == torch.float64
+        assert torch.equal(gptkit.load(folder)(IDS).dtype == stored and wide, wide)
+
+
+def test_the_samples_dtype() -> None:
+    stated = gptkit.open_checkpoint("sample:gpt2").origin.config
+    assert stated is not None
+    assert dtypes(gptkit.load("sample:gpt2")) == {getattr(torch, stated["dtype"])}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "double", "", "float8", torch.int64, torch.complex64, 32])
+def test_other_dtypes(dtype: Any) -> None:
+    with pytest.raises(UsageError, match="unknown dtype"):
+        gptkit.load("sample:llama", dtype)
+
+
+def test_dtypes_by_any_name() -> None:
+    assert torch_dtype(None) == torch.float32
+    assert torch_dtype(None, "BF16") == torch.bfloat16
+    assert torch_dtype("Float16") == torch_dtype(torch.float16) == torch_dtype("fp16") == torch.float16
+
+
+@pytest.mark.parametrize("attention", ["flash", "", "SDPA", None])
+def test_other_attention(attention: Any) -> None:
+    with pytest.raises(UsageError, match="expected 'sdpa' or 'eager'"):
+        gptkit.load("sample:llama", attention=attention)
+
+
+@pytest.mark.parametrize("device", ["cuda:77", "nowhere", "xpu:5"])
+def test_other_devices(device: str) -> None:
+    with pytest.raises(UsageError, match="cannot place the model on"):
+        gptkit.load("sample:llama", device=device)
+
+
+def test_attention_paths_compute_the_same_function() -> None:
+    sdpa, eager = (gptkit.load("sample:llama", "float64", attention=path) for path in ("sdpa", "eager"))
+    with torch.inference_mode():
+        assert (sdpa(IDS) - eager(IDS)).abs().max() < 1e-11
+    assert sdpa.blocks[0].attention.kernel == "sdpa"
+    assert eager.blocks[0].attention.kernel == "eager"
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_local_and_hf_are_one(variant: Variant, tmp_path: Path) -> None:
+    save_hf(variant.config, tmp_path / "hf")
+    gptkit.convert(tmp_path / "hf", tmp_path / "local")
+    checkpoint = gptkit.open_checkpoint(tmp_path / "hf")
+    models = [gptkit.load(tmp_path / name) for name in ("hf", "local")]
+    names = [parameter.name for parameter in checkpoint.spec.parameters()]
+    shapes = [parameter.shape for parameter in checkpoint.spec.parameters()]
+    for model in models:
+        assert not model.training
+        assert sorted(model.state_dict()) == sorted(names)
+        assert [tuple(model.state_dict()[name].shape) for name in names] == shapes
+    hf, local = models
+    for name in names:
+        assert torch.equal(hf.state_dict()[name], local.state_dict()[name])
+    with torch.inference_mode():
+        assert torch.equal(hf(IDS), local(IDS))
+
+
+def step(model: nn.Module) -> None:
+    """One of AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loss(model).backward()
+    optimizer.step()
+
+
+def loss(model: nn.Module) -> Tensor:
+    logits = model(IDS)
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+
+
+# A key's bias adds the same to all scores of a query, which softmax does not see unless a rotation comes between.
+UNSEEN = {"gpt2": "k_proj.bias", "bloom": "k_proj.bias"}
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("used_before", [False, True], ids=["fresh", "after generating"])
+def test_it_can_be_trained(family: str, used_before: bool, tmp_path: Path) -> None:
+    """Fused families too, and after inference, which turns their parameters into views of one matrix."""
+    save_hf(REPRESENTATIVES[family].config, tmp_path / "hf")
+    model = gptkit.load(tmp_path / "hf")
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    with torch.inference_mode():
+        before = model(IDS)
+    if used_before:
+        generate_ids(model, [1, 2], 3)
+    assert torch.equal(model(IDS).detach(), before)
+    first = loss(model).item()
+    step(model)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert torch.isfinite(parameter.grad).all()
+        if not name.endswith(UNSEEN.get(family, "nothing")):
+            assert parameter.grad.abs().max() > 1e-7, name
+    with torch.inference_mode():
+        after = model(IDS)
+    assert (after - before).abs().max() > 1e-3
+    for _ in range(5):
+        model.zero_grad()
+        step(model)
+    assert loss(model).item() < first
+    with torch.no_grad():
+        assert torch.equal(model(IDS), model(IDS))
+    fresh = gptkit.load(tmp_path / "hf")
+    fresh.load_state_dict(model.state_dict())
+    with torch.inference_mode():
+        assert torch.equal(fresh(IDS), model(IDS))
+
+
+def test_what_is_trained_is_not_the_file(tmp_path: Path) -> None:
+    save_hf(CONFIGS["llama"], tmp_path / "hf")
+    bytes_before = (tmp_path / "hf" / "model.safetensors").read_bytes()
+    model = gptkit.load(tmp_path / "hf")
+    step(model)
+    assert (tmp_path / "hf" / "model.safetensors").read_bytes() == bytes_before
+
+
+def test_progress_counts_the_bytes() -> None:
+    told: list[int] = []
+    checkpoint = gptkit.open_checkpoint("sample:bloom")
+    load_checkpoint(checkpoint, progress=told.append)
+    assert sum(told) == sum(array.nbytes for _, array, _ in checkpoint.tensors())
+
+
+def test_a_tensor_that_is_not_there_is_no_module() -> None:
+    checkpoint = gptkit.open_checkpoint("sample:llama")
+    with pytest.raises(AssertionError, match=r"never filled: .*embedding.weight"):
+        build(checkpoint.spec, (t for t in checkpoint.tensors() if t[0] != "embedding.weight"), torch.float32)
+
+
+def test_arrays_as_tensors_have_their_own_memory() -> None:
+    checkpoint = gptkit.open_checkpoint("sample:llama")
+    name, array, dtype = next(checkpoint.tensors())
+    tensor = as_torch(array, dtype)
+    tensor.zero_()
+    assert array.any(), name

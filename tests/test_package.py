@@ -1,0 +1,44 @@
+"""The package itself: what `import gptkit` offers, and what it does not wait for."""
+
+import subprocess
+import sys
+
+import pytest
+
+import gptkit
+
+
+@pytest.mark.parametrize("name", gptkit.__all__)
+def test_every_name_is_there(name: str) -> None:
+    assert getattr(gptkit, name) is not None
+    assert name in dir(gptkit)
+
+
+def test_names_are_sorted_and_documented() -> None:
+    assert gptkit.__all__ == sorted(gptkit.__all__)
+    assert gptkit.__doc__ is not None
+    for name in set(gptkit.__all__) - {"__version__"}:
+        assert f"    {name}(" in gptkit.__doc__
+        assert callable(getattr(gptkit, name))
+        assert getattr(gptkit, name).__doc__
+
+
+def test_other_names_are_not() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'surgeon'"):
+        _ = gptkit.surgeon
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import gptkit; dir(gptkit); gptkit.__version__",
+        "import gptkit; gptkit.params('qwen3-8b')",
+        "import gptkit; gptkit.params('sample:gpt2')",
+        "import gptkit.cli",
+    ],
+)
+def test_what_needs_no_torch_imports_none(code: str) -> None:
+    heavy = ["torch", "transformers", "tokenizers", "safetensors"]
+    check = f"{code}; import sys; sys.exit(', '.join(m for m in {heavy!r} if m in sys.modules) or 0)"
+    run = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
