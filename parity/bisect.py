@@ -28,6 +28,7 @@ from ..spec import ModelSpec, differences
 from .compare import largest_gap
 from .mutations import MUTATIONS, Mutant, Weights
 from .probe import Batch
+from .reference import reference_logits
 
 __all__ = ["Cause", "Divergence", "Part", "bisect", "find_causes", "taps"]
 
@@ -172,7 +173,7 @@ def _watching(model: nn.Module, watched: Sequence[Tap], ours: bool) -> Iterator[
     hooks = []
 
     def keep(index: int, tap: Tap) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        def hook(_: nn.Module, inputs: Any, output: Any) -> None:
             value = inputs[0] if (tap.ours if ours else tap.theirs)[1] == "input" else output
             value = value[0] if isinstance(value, tuple) else value
             if tap.rows is not None and not ours:
@@ -225,7 +226,7 @@ def bisect(
                     if ours:
                         out = model(batch.input_ids, batch.attention_mask)
                     else:
-                        out = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+                        out = reference_logits(model, batch.input_ids, batch.attention_mask)
                 rows.append(seen)
                 logits.append(batch.valid(out).double())
             for index in range(len(watched)):

@@ -135,7 +135,7 @@ def _biases_dropped(spec: ModelSpec, weights: Weights) -> Mutant | None:
 
 def _rows_of_heads(weight: Tensor, heads: int, order: Callable[[Tensor], Tensor]) -> Tensor:
     """The rows (heads · head_dim, …) after `order` was applied to (heads, head_dim, …)."""
-    return order(weight.unflatten(0, (heads, -1))).flatten(0, 1)
+    return order(weight.reshape(heads, -1, *weight.shape[1:])).flatten(0, 1)
 
 
 def _interleave(by_head: Tensor) -> Tensor:

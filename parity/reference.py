@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..converter.checkpoint import Checkpoint
 from ..converter.convert import plan_conversion
@@ -17,7 +18,7 @@ from ..converter.publish import Staging
 from ..converter.write import execute
 from ..errors import CannotExpress, CheckpointError, GptkitError
 
-__all__ = ["forget_lengths", "load_reference", "reference_folder"]
+__all__ = ["forget_lengths", "load_reference", "reference_folder", "reference_logits"]
 
 
 @contextlib.contextmanager
@@ -50,6 +51,31 @@ def reference_folder(checkpoint: Checkpoint) -> Iterator[Path]:
         yield target
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' advice to its own users, its progress bars and its warnings."""
+    import transformers
+
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(level)
+        transformers.logging.enable_progress_bar()
+
+
+def reference_logits(model: Any, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """The logits (B, T, V) of transformers' model, as if it had seen no sequence before."""
+    with quiet():
+        forget_lengths(model)
+        logits: Tensor = model(input_ids=input_ids, attention_mask=attention_mask).logits
+    return logits
+
+
 def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
     """The transformers model in `folder`, in eval mode.
 
@@ -62,12 +88,8 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
     """
     import transformers
 
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # transformers' advice to its own users
+        with quiet():
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype,
@@ -79,9 +101,6 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
     except (OSError, ValueError, RuntimeError, TypeError, KeyError, ImportError) as error:
         reason = str(error).strip().splitlines()
         raise GptkitError(f"transformers cannot load {folder.name}: {reason[0] if reason else error!r}") from error
-    finally:
-        transformers.logging.set_verbosity(level)
-        transformers.logging.enable_progress_bar()
     for kind, what in (
         ("missing_keys", "left tensors at random (missing)"),
         ("mismatched_keys", "left tensors at random (mismatched)"),

@@ -37,7 +37,7 @@ from ..modules.load import load_checkpoint, torch_dtype
 from ..spec import ModelSpec, differences
 from .compare import Difference, compare, largest_gap, mean_gap
 from .probe import AFFORDABLE, Batch, limits, longest, passed, probe, text_batch
-from .reference import forget_lengths, load_reference, reference_folder
+from .reference import load_reference, reference_folder, reference_logits
 
 __all__ = ["BytesVerdict", "Noise", "Verification", "require_finite_weights", "verify"]
 
@@ -257,8 +257,7 @@ def _run(model: Any, batches: Sequence[Batch], transformers: bool = False) -> li
     with torch.inference_mode():
         for batch in batches:
             if transformers:
-                forget_lengths(model)
-                logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+                logits = reference_logits(model, batch.input_ids, batch.attention_mask)
             else:
                 logits = model(batch.input_ids, batch.attention_mask)
             results.append(batch.valid(logits))

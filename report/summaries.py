@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..analysis.parameters import count, describe
+from ..architectures import architecture_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -93,10 +94,12 @@ def load_json(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def preset_table(presets: Sequence[Preset]) -> RenderableType:
-    """A row a preset: its name, what else it is called, and where it lies on the hub."""
-    table = plain_table(("preset", "left"), ("family", "left"), ("repository", "left"), ("also", "left"))
+    """A row a preset: its name, its parameters, and where it lies on the hub (other spellings are in the JSON)."""
+    table = plain_table(("preset", "left"), ("family", "left"), ("parameters", "right"), ("repository", "left"))
     for preset in presets:
-        table.add_row(preset.name, str(preset.config["model_type"]), preset.repo or "-", ", ".join(preset.aliases))
+        architecture = architecture_of(preset.config)
+        total = count(architecture.spec(preset.config)).total
+        table.add_row(preset.name, architecture.name, f"{total:,}", preset.repo or "-")
     return table
 
 
