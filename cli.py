@@ -353,6 +353,10 @@ def verify(
     attention: Annotated[str | None, typer.Option(help="sdpa or eager, on both sides.")] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="A text to compare on, beside the probe.")] = None,
     long: Annotated[bool, typer.Option("--long", help="Also probe past windows of more than 1,024 tokens.")] = False,
+    mutations: Annotated[
+        bool | None,
+        typer.Option("--mutations/--no-mutations", help="Make mistakes on purpose and count those caught."),
+    ] = None,
     json: Json = False,
     offline: Offline = False,
     allow_pickle: AllowPickle = False,
@@ -371,6 +375,7 @@ def verify(
             attention=attention,
             prompts=prompt or (),
             long=long,
+            mutations=mutations,
             offline=offline,
             allow_pickle=allow_pickle,
             progress=tell,

@@ -29,6 +29,7 @@ from .compare import largest_gap
 from .mutations import MUTATIONS, Mutant, Weights
 from .probe import Batch
 from .reference import reference_logits
+from .score import run_tree
 
 __all__ = ["Cause", "Divergence", "Part", "bisect", "find_causes", "taps"]
 
@@ -162,7 +163,7 @@ def _rows(leaf: BoundLeaf, part: int) -> Tensor:
     features = leaf.shape[1] if transposed else leaf.shape[0]
     numbers = np.arange(features)
     whole = np.broadcast_to(numbers[None, :] if transposed else numbers[:, None], leaf.shape)
-    return torch.from_numpy(np.ascontiguousarray(leaf.to_shared(whole)[part][:, 0]))
+    return torch.from_numpy(np.array(leaf.to_shared(whole)[part][:, 0]))
 
 
 @contextmanager
@@ -229,6 +230,8 @@ def bisect(
                         out = reference_logits(model, batch.input_ids, batch.attention_mask)
                 rows.append(seen)
                 logits.append(batch.valid(out).double())
+            if not bool(torch.isfinite(logits[0]).all()):
+                continue  # transformers' eager bloom in fp64 where a padded row may look at nothing
             for index in range(len(watched)):
                 if any(index not in each for each in rows):
                     continue
@@ -335,15 +338,5 @@ def _in_layer(spec: ModelSpec, weights: Weights, mutant: Mutant, layer: int) -> 
     return msgspec.structs.replace(spec, blocks=tuple(blocks)), new
 
 
-def run_mutant(mutant: Mutant, batches: Sequence[Batch]) -> list[Tensor]:
-    """The logits of real tokens, (N, V) a batch, of a tree with these weights."""
-    spec, weights = mutant
-    with torch.device("meta"):
-        model = Decoder(spec)
-    model.load_state_dict(weights, assign=True)
-    with torch.inference_mode():
-        return [batch.valid(model.eval()(batch.input_ids, batch.attention_mask)) for batch in batches]
-
-
 def _gap(spec: ModelSpec, weights: Weights, batches: Sequence[Batch], reference: Sequence[Tensor]) -> float:
-    return largest_gap(reference, run_mutant((spec, dict(weights)), batches))
+    return largest_gap(reference, run_tree(spec, weights, batches))

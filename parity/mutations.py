@@ -45,8 +45,9 @@ replace = msgspec.structs.replace
 class Mutation:
     """One mistake.
 
-    name: in the words of who makes it. component: the part of a layer, or of the model, where its effect is first
-    seen. repair: what undoes it, for a diagnosis. apply: the changed tree and weights; None where it has no object.
+    name: in the words of who makes it. component: where its effect is first seen, as the beginning of a label in
+    `parity.bisect`; "norm" is whichever norm comes first. repair: what undoes it, for a diagnosis. apply: the changed
+    tree and weights; None where it has no object.
     """
 
     name: str
@@ -288,30 +289,35 @@ def _head_bias_dropped(spec: ModelSpec, weights: Weights) -> Mutant | None:
 
 
 MUTATIONS: tuple[Mutation, ...] = (
-    Mutation("q and k swapped", "q", "swapping q and k", _exchange("q_proj", "k_proj", Attention)),
-    Mutation("k and v swapped", "k", "swapping k and v", _exchange("k_proj", "v_proj", Attention)),
+    Mutation("q and k swapped", "attention q", "swapping q and k", _exchange("q_proj", "k_proj", Attention)),
+    Mutation("k and v swapped", "attention k", "swapping k and v", _exchange("k_proj", "v_proj", Attention)),
     Mutation(
-        "gate and up swapped", "gate", "swapping gate and up", _exchange("gate_proj", "up_proj", GatedFeedForward)
+        "gate and up swapped",
+        "feed-forward gate",
+        "swapping gate and up",
+        _exchange("gate_proj", "up_proj", GatedFeedForward),
     ),
-    Mutation("rope permute missing", "q", "undoing an interleaved RoPE layout", _rope_rows(_interleave)),
-    Mutation("rope permute done twice", "q", "undoing a half-split RoPE layout", _rope_rows(_split_halves)),
-    Mutation("query heads in other groups", "q", "re-grouping the query heads", _heads_in_other_groups),
+    Mutation("rope permute missing", "attention q", "undoing an interleaved RoPE layout", _rope_rows(_interleave)),
+    Mutation("rope permute done twice", "attention q", "undoing a half-split RoPE layout", _rope_rows(_split_halves)),
+    Mutation("query heads in other groups", "attention q", "re-grouping the query heads", _heads_in_other_groups),
     Mutation(
         "wrong rope base", "attention mix", "another RoPE base", _field(_rotary(base=lambda rotary: rotary.base * 10))
     ),
     Mutation("rope scaling dropped", "attention mix", "the RoPE scaling", _field(_rotary(scaling=lambda rotary: None))),
     Mutation("norms swapped", "attention norm", "swapping a layer's two norms", _norms_exchanged),
-    Mutation("QKV bias dropped", "q", "the q, k and v biases", _biases_dropped),
+    Mutation("QKV bias dropped", "attention q", "the q, k and v biases", _biases_dropped),
     Mutation("eps ten times as large", "norm", "a norm's eps ten times smaller", _field(_eps(10.0))),
     Mutation("eps ten times as small", "norm", "a norm's eps ten times larger", _field(_eps(0.1))),
-    Mutation("another activation", "activation", "another activation", _field(_activation)),
+    Mutation("another activation", "feed-forward activation", "another activation", _field(_activation)),
     Mutation("window ignored", "attention mix", "the sliding window", _field(_no_window)),
     Mutation("scores not scaled", "attention mix", "the scale of the scores", _field(_no_scale)),
-    Mutation("ALiBi slopes in descending order", "q", "ALiBi slopes in the paper's order", _sorted_slopes),
+    Mutation("ALiBi slopes in descending order", "attention q", "ALiBi slopes in the paper's order", _sorted_slopes),
     Mutation("tied head ignored", "head", "tying the head to the embedding", _head_not_tied),
     Mutation("head bias dropped", "head", "the head's bias", _head_bias_dropped),
-    Mutation("another layer's tensor", "output projection", "exchanging layers 0 and 1", _other_layer),
-    Mutation("square matrix transposed", "output projection", "transposing a square matrix", _square_transposed),
+    Mutation("another layer's tensor", "attention output projection", "exchanging layers 0 and 1", _other_layer),
+    Mutation(
+        "square matrix transposed", "attention output projection", "transposing a square matrix", _square_transposed
+    ),
     Mutation("positions off by one", "positions", "positions shifted by one", _positions_shifted),
     Mutation(
         "parallel block run in series",

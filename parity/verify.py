@@ -35,9 +35,11 @@ from ..errors import GptkitError, InvalidInput, UsageError
 from ..modules.attention import Kernel
 from ..modules.load import load_checkpoint, torch_dtype
 from ..spec import ModelSpec, differences
+from .bisect import Divergence, bisect, find_causes
 from .compare import Difference, compare, largest_gap, mean_gap
 from .probe import AFFORDABLE, Batch, limits, longest, passed, probe, text_batch
 from .reference import load_reference, reference_folder, reference_logits
+from .score import Score, score
 
 __all__ = ["BytesVerdict", "Noise", "Verification", "require_finite_weights", "verify"]
 
@@ -97,6 +99,9 @@ class Noise:
 class Verification:
     """The result; `verdict` is "identical" (every logit to the last bit), "equal" (within the rounding noise) or
     "different".
+
+    score: the mistakes that this probe would have caught, None where they were not tried. divergence: where the models
+    part and why, where they are different.
     """
 
     model: str
@@ -106,6 +111,8 @@ class Verification:
     prompts: tuple[Difference, ...]
     bytes: BytesVerdict | None
     noise: Noise | None
+    score: Score | None = None
+    divergence: Divergence | None = None
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -116,8 +123,9 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Function and, where they were compared, bytes."""
-        return self.verdict != "different" and not (self.bytes is not None and self.bytes.different)
+        """Function and, where they were compared, bytes; on a probe that would have caught every mistake tried."""
+        bytes_hold = self.bytes is None or not self.bytes.different
+        return self.verdict != "different" and bytes_hold and not (self.score is not None and self.score.missed)
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values, with the verdicts."""
@@ -133,6 +141,7 @@ def verify(
     attention: str | None = None,
     prompts: Sequence[str] = (),
     long: bool = False,
+    mutations: bool | None = None,
     offline: bool = False,
     allow_pickle: bool = False,
     progress: Callable[[str], None] | None = None,
@@ -146,6 +155,8 @@ def verify(
         attention: "sdpa" or "eager" on both sides; by default the first that transformers computes rightly.
         prompts: texts to compare on, beside the probe; needs a tokenizer.
         long: probe past windows and contexts of more than 1,024 tokens too.
+        mutations: make mistakes on purpose and count those that the probe catches; by default for up to 50 million
+            parameters.
         offline: use local files and the hub's cache only.
         allow_pickle: read .bin files too (weights only).
         progress: told what is being done.
@@ -187,6 +198,14 @@ def verify(
         if not all(difference.identical for difference in found):
             say("measuring the noise of rounding")
             noise = _noise(source, target, folder, batches, path, wanted, reference, candidate)
+        divergence = None
+        if noise is not None and not noise.explains:
+            say("looking for the place and the cause")
+            divergence = _diagnosis(source, target, folder, batches, path, noise, notes)
+    marks = None
+    if _worth_trying(source, mutations, notes):
+        say("making mistakes on purpose")
+        marks = score(source.spec, _wide(source), batches, _unprobed(source, batches))
     return Verification(
         model=str(model),
         other=None if other is None else str(other),
@@ -195,8 +214,76 @@ def verify(
         prompts=found,
         bytes=bytes_verdict,
         noise=noise,
+        score=marks,
+        divergence=divergence,
         notes=tuple(source.notes + ([] if target is source else target.notes) + notes),
     )
+
+
+SMALL = 50_000_000
+"""Parameters up to which mistakes are made on purpose, and causes looked for, unasked: each takes a pass in fp64."""
+
+
+def _worth_trying(source: Checkpoint, asked: bool | None, notes: list[str]) -> bool:
+    """Whether to make mistakes on purpose; a note where the model is too large to do so unasked."""
+    if asked is None and _count(source) > SMALL:
+        notes.append("mistakes on purpose were not tried: more than 50 million parameters (--mutations does)")
+        return False
+    return asked is not False
+
+
+def _count(checkpoint: Checkpoint) -> int:
+    return sum(parameter.count for parameter in checkpoint.spec.parameters())
+
+
+def _wide(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The parameters in fp64 by shared name."""
+    model = load_checkpoint(checkpoint, torch.float64)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _unprobed(source: Checkpoint, batches: Sequence[Batch]) -> list[str]:
+    """Mutations that only show beyond a length that the probe does not go to; a note says that it does not."""
+    tokens = max(batch.input_ids.shape[1] for batch in batches)
+    beyond = {limit.name for limit in limits(source.spec) if tokens <= limit.tokens}
+    shows = {"window": "window ignored", "original context": "rope scaling dropped"}
+    return [shows[name] for name in beyond]
+
+
+def _diagnosis(
+    source: Checkpoint,
+    target: Checkpoint,
+    folder: Path,
+    batches: Sequence[Batch],
+    path: Kernel,
+    noise: Noise,
+    notes: list[str],
+) -> Divergence | None:
+    """Where the two part, and what would put it right."""
+    architecture = source.architecture
+    assert architecture is not None
+    if max(_count(source), _count(target)) > SMALL or len(source.spec.blocks) != len(target.spec.blocks):
+        notes.append("not bisected: more than 50 million parameters, or another number of layers")
+        return None
+    exact = load_reference(folder, torch.float64, path)
+    candidate = load_checkpoint(target, torch.float64, path)
+    places = bisect(architecture, source.spec, batches, exact, load_reference(folder, torch.float32, path), candidate)
+    first = next((place for place in places if place.parts), None)
+    finite = [
+        (batch, logits)
+        for batch, logits in zip(batches, _run(exact, batches, transformers=True), strict=True)
+        if bool(torch.isfinite(logits).all())
+    ]
+    causes = find_causes(
+        [logits for _, logits in finite],
+        noise.allowed,
+        [batch for batch, _ in finite],
+        source.spec,
+        candidate,
+        None if first is None else first.layer,
+        _wide(source),
+    )
+    return Divergence(tuple(places), tuple(causes))
 
 
 def _attention(source: Checkpoint, asked: str | None) -> Kernel:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..architectures.presets import Preset
     from ..converter.checkpoint import Checkpoint
     from ..converter.convert import Conversion
+    from ..parity.bisect import Divergence
     from ..parity.verify import Verification
     from ..surgery.swap import SwapResult
 
@@ -148,7 +149,20 @@ def verification_report(result: Verification) -> RenderableType:
             number(prompt.kl),
             f"{prompt.top1:.1%}",
         )
-    return Group(table, Text(), *(Text(line) for line in verdict_lines(result)))
+    parts: list[RenderableType] = [table, Text(), *(Text(line) for line in verdict_lines(result))]
+    if result.divergence is not None and result.divergence.first is not None:
+        parts += [Text(), divergence_table(result.divergence)]
+    return Group(*parts)
+
+
+def divergence_table(divergence: Divergence) -> Table:
+    """The components around the first that parts, in the order of computation."""
+    table = plain_table(("component", "left"), ("relative Δ", "right"), ("rounding there", "right"), ("", "left"))
+    first = next(index for index, place in enumerate(divergence.places) if place.parts)
+    for place in divergence.places[max(first - 3, 0) : first + 6]:
+        mark = "<- parts here" if place is divergence.first else "differs" if place.parts else "equal"
+        table.add_row(place.name, number(place.relative), number(place.noise), mark)
+    return table
 
 
 def verdict_lines(result: Verification) -> list[str]:
@@ -181,6 +195,23 @@ def verdict_lines(result: Verification) -> list[str]:
             lines.append(
                 f"          {dtype} rounds worse: mean error {number(ours)}, transformers' own {number(theirs)}"
             )
+    marks = result.score
+    if marks is not None:
+        seen = marks.tried - len(marks.missed)
+        lines.append(f"probe     {seen} of {marks.tried} mistakes made on purpose were caught")
+        if marks.caught_random:
+            lines.append(f"          with random weights only: {', '.join(marks.caught_random)}")
+        lines += [f"          MISSED: {name}" for name in marks.missed]
+    if result.divergence is not None:
+        first = result.divergence.first
+        if first is not None:
+            lines.append(f"place     {first.name}: the first component that differs")
+        causes = result.divergence.causes
+        for number_of, cause in enumerate(causes):
+            verb = "restores parity" if cause.restores else f"leaves {number(cause.left)}"
+            lines.append(f"{'cause     ' if number_of == 0 else '          '}{cause.repair} {verb}")
+        if not causes:
+            lines.append("cause     not found among the repairs tried")
     return lines + [f"note: {note}" for note in result.notes]
 
 
