@@ -7,12 +7,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Two processes of one thread each beat one of two on the small models of the tests.
 JOBS ?= 2
 
-.PHONY: help demo test test-slow lint types format wheel samples clean
+.PHONY: help demo test pytest test-slow lint types format wheel samples parity bench clean
 
 help:
 	@echo "make demo       the tour on the trained samples"
 	@echo "make test       lint, types and tests"
 	@echo "make test-slow  the tests that take minutes"
+	@echo "make parity     docs/parity.md, from a run against transformers"
+	@echo "make bench      speed against transformers, as ratios"
 	@echo "make format     let ruff rewrite the code"
 	@echo "make samples    train the samples again (TEXT=tinyshakespeare.txt)"
 
@@ -51,6 +53,13 @@ wheel: $(STAMP)
 	rm -rf dist build/lib build/bdist*
 	$(BIN)/python -m build --wheel --outdir dist . > build.log 2>&1 || { cat build.log; exit 1; }
 	@rm -f build.log
+
+# docs/parity.md, from a run against transformers.
+parity: $(STAMP)
+	$(BIN)/python benchmarks/parity.py
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/run.py
 
 TEXT ?= tinyshakespeare.txt
 samples: $(STAMP)

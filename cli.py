@@ -357,12 +357,21 @@ def verify(
         bool | None,
         typer.Option("--mutations/--no-mutations", help="Make mistakes on purpose and count those caught."),
     ] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="MODULE:CALLABLE", help="A port of your own: what returns your torch module.")
+    ] = None,
+    card: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a card, FILE.json and FILE.md.")] = None,
     json: Json = False,
     offline: Offline = False,
     allow_pickle: AllowPickle = False,
     quiet: Quiet = False,
 ) -> None:
     """Compare logits with transformers."""
+    if against is not None:
+        if local is not None or card is not None:
+            raise UsageError("--against takes a MODEL alone", "gptkit verify sample:llama --against my_port:build")
+        verify_against(model, against, json, quiet, offline)
+        return
     from .parity.verify import verify as run
     from .report.summaries import verification_report
     from .report.tables import print_json
@@ -384,6 +393,28 @@ def verify(
         print_json(result.as_json())
     elif not quiet:
         console().print(verification_report(result))
+    if card is not None:
+        from .parity.card import write_card
+
+        written = write_card(result, card, offline=offline, allow_pickle=allow_pickle)
+        if not json:
+            say([f"card: {', '.join(str(path) for path in written)}"], quiet)
+    if not result.passed:
+        raise typer.Exit(3)
+
+
+def verify_against(model: str, against: str, json: bool, quiet: bool, offline: bool) -> None:
+    """`verify --against`: exit 3 where the port is not the model."""
+    from .parity.port import verify_port
+    from .report.summaries import port_report
+    from .report.tables import print_json
+
+    with status("verifying", quiet or json):
+        result = verify_port(model, against, offline=offline)
+    if json:
+        print_json(result.as_json())
+    elif not quiet:
+        console().print(port_report(result))
     if not result.passed:
         raise typer.Exit(3)
 

@@ -31,7 +31,18 @@ from .probe import Batch
 from .reference import reference_logits
 from .score import run_tree
 
-__all__ = ["Cause", "Divergence", "Part", "bisect", "find_causes", "taps"]
+__all__ = [
+    "Cause",
+    "Divergence",
+    "Part",
+    "Tap",
+    "bisect",
+    "find_causes",
+    "relative_gap",
+    "taps",
+    "valid_rows",
+    "watching",
+]
 
 FACTOR = 16.0
 """Times the reference's own rounding at a component that a difference there must be to count."""
@@ -167,7 +178,7 @@ def _rows(leaf: BoundLeaf, part: int) -> Tensor:
 
 
 @contextmanager
-def _watching(model: nn.Module, watched: Sequence[Tap], ours: bool) -> Iterator[dict[int, Tensor]]:
+def watching(model: nn.Module, watched: Sequence[Tap], ours: bool) -> Iterator[dict[int, Tensor]]:
     """While open, every forward pass leaves what each tap saw."""
     modules = dict(model.named_modules())
     seen: dict[int, Tensor] = {}
@@ -223,7 +234,7 @@ def bisect(
             rows: list[dict[int, Tensor]] = []
             logits = []
             for model, ours in ((reference, False), (reference32, False), (candidate, True)):
-                with _watching(model, watched, ours) as seen:
+                with watching(model, watched, ours) as seen:
                     if ours:
                         out = model(batch.input_ids, batch.attention_mask)
                     else:
@@ -235,20 +246,20 @@ def bisect(
             for index in range(len(watched)):
                 if any(index not in each for each in rows):
                     continue
-                exact, rounded, other = (_valid(each[index], batch) for each in rows)
+                exact, rounded, other = (valid_rows(each[index], batch) for each in rows)
                 if exact.shape != other.shape:
                     continue
                 looked[index] = True
-                worst[index] = max(worst[index], _relative(exact, other))
-                noise[index] = max(noise[index], _relative(exact, rounded))
-            head = [max(head[0], _relative(logits[0], logits[2])), max(head[1], _relative(logits[0], logits[1]))]
+                worst[index] = max(worst[index], relative_gap(exact, other))
+                noise[index] = max(noise[index], relative_gap(exact, rounded))
+            head = [max(head[0], relative_gap(logits[0], logits[2])), max(head[1], relative_gap(logits[0], logits[1]))]
     places = [Part(tap.name, tap.label, tap.layer, worst[i], noise[i]) for i, tap in enumerate(watched) if looked[i]]
     if not any(place.label == "head" for place in places):
         places.append(Part("head", "head", None, *head))
     return places
 
 
-def _valid(value: Tensor, batch: Batch) -> Tensor:
+def valid_rows(value: Tensor, batch: Batch) -> Tensor:
     """The rows of real tokens, (N, features), in fp64; what has no batch of its own (positions) as it is."""
     shape = batch.input_ids.shape
     if value.shape[:2] == shape:
@@ -258,7 +269,8 @@ def _valid(value: Tensor, batch: Batch) -> Tensor:
     return value.reshape(-1, value.shape[-1]).double()
 
 
-def _relative(a: Tensor, b: Tensor) -> float:
+def relative_gap(a: Tensor, b: Tensor) -> float:
+    """The largest difference over the largest value of `a`; infinite where there is a NaN."""
     difference = (a - b).abs().max().item()
     if difference != difference:
         return float("inf")

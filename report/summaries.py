@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ..converter.checkpoint import Checkpoint
     from ..converter.convert import Conversion
     from ..parity.bisect import Divergence
+    from ..parity.compare import Difference
+    from ..parity.port import PortVerification
     from ..parity.verify import Verification
     from ..surgery.swap import SwapResult
 
@@ -24,6 +26,7 @@ __all__ = [
     "human_bytes",
     "load_json",
     "load_summary",
+    "port_report",
     "preset_table",
     "swap_lines",
     "verification_report",
@@ -131,6 +134,20 @@ def verification_report(result: Verification) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
+    parts: list[RenderableType] = [
+        prompt_table(result.prompts),
+        Text(),
+        *(Text(line) for line in verdict_lines(result)),
+    ]
+    if result.divergence is not None and result.divergence.first is not None:
+        parts += [Text(), divergence_table(result.divergence)]
+    return Group(*parts)
+
+
+def prompt_table(prompts: Sequence[Difference]) -> Table:
+    """A row a prompt: how far the logits are apart."""
+    from rich.text import Text
+
     table = plain_table(
         ("probe", "left"),
         ("tokens", "right"),
@@ -139,7 +156,7 @@ def verification_report(result: Verification) -> RenderableType:
         ("KL", "right"),
         ("top-1", "right"),
     )
-    for prompt in result.prompts:
+    for prompt in prompts:
         name = prompt.name if prompt.name.isprintable() else repr(prompt.name)
         table.add_row(
             Text(name if len(name) <= 30 else name[:29] + "…"),
@@ -149,10 +166,31 @@ def verification_report(result: Verification) -> RenderableType:
             number(prompt.kl),
             f"{prompt.top1:.1%}",
         )
-    parts: list[RenderableType] = [table, Text(), *(Text(line) for line in verdict_lines(result))]
-    if result.divergence is not None and result.divergence.first is not None:
-        parts += [Text(), divergence_table(result.divergence)]
-    return Group(*parts)
+    return table
+
+
+def port_report(result: PortVerification) -> RenderableType:
+    """A port's verdict: a row a prompt, then where it leaves the reference."""
+    from rich.console import Group
+    from rich.text import Text
+
+    words = {"identical": "identical to the last bit", "equal": "the same", "different": "DIFFERENT"}
+    lines = [
+        f"function  {words[result.verdict]}: {result.against} against transformers",
+        f"          in float64 they differ by {number(result.functions)}; rounding explains up to"
+        f" {number(result.allowed)}",
+    ]
+    if result.first is not None:
+        near = result.first.module or "no module has an output of its size"
+        lines.append(f"place     {result.first.place.name}")
+        lines.append("          the first component that no module of yours computes")
+        lines.append(f"          nearest: {near}, off by {number(result.first.place.relative)}")
+    table = plain_table(("component", "left"), ("relative Δ", "right"), ("your module", "left"))
+    start = max(next((i for i, m in enumerate(result.matches) if m.place.parts), 0) - 4, 0)
+    for match in result.matches[start : start + 9]:
+        table.add_row(match.place.name, number(match.place.relative), Text(match.module or "-"))
+    tail: list[RenderableType] = [Text(), table] if result.matches else []
+    return Group(prompt_table(result.prompts), Text(), *(Text(line) for line in lines), *tail)
 
 
 def divergence_table(divergence: Divergence) -> Table:

@@ -1,0 +1,129 @@
+"""The verification card: what was checked, on which files, with which versions, every figure, and how to repeat it.
+
+Written as JSON for programs and as Markdown fit for a model's page.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..converter.checkpoint import Checkpoint, open_checkpoint
+from ..converter.publish import sha256_file
+from ..errors import UsageError
+from .verify import Verification
+
+__all__ = ["card", "markdown", "write_card"]
+
+SCHEMA_VERSION = 1
+
+
+def card(result: Verification, *, offline: bool = False, allow_pickle: bool = False) -> dict[str, Any]:
+    """The card of a verification as plain JSON values; hashes the weight files of both sides.
+
+    Raises:
+        InvalidInput, Offline: a checkpoint that was verified is no longer there.
+
+    """
+    checkpoints = {"model": result.model, **({"other": result.other} if result.other is not None else {})}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "checkpoints": {
+            role: _describe(open_checkpoint(reference, offline=offline, allow_pickle=allow_pickle))
+            for role, reference in checkpoints.items()
+        },
+        "verdict": {
+            "function": result.verdict,
+            "bytes": None if result.bytes is None else "equal" if not result.bytes.different else "different",
+            "passed": result.passed,
+        },
+        "versions": {
+            "gptkit": __version__,
+            "transformers": version("transformers"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "hardware": {"machine": platform.machine(), "threads": torch.get_num_threads(), "device": "cpu"},
+        "dtype": result.dtype,
+        "attention": result.attention,
+        "prompts": [asdict(prompt) for prompt in result.prompts],
+        "bytes": None if result.bytes is None else {**asdict(result.bytes), "different": list(result.bytes.different)},
+        "noise": None if result.noise is None else {**asdict(result.noise), "allowed": result.noise.allowed},
+        "mutations": None if result.score is None else {**asdict(result.score), "tried": result.score.tried},
+        "divergence": None if result.divergence is None else asdict(result.divergence),
+        "notes": list(result.notes),
+        "command": command(result),
+    }
+
+
+def command(result: Verification) -> str:
+    """What repeats the verification."""
+    parts = ["gptkit", "verify", result.model, *([result.other] if result.other is not None else [])]
+    return " ".join([*parts, "--dtype", result.dtype, "--attention", result.attention])
+
+
+def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "reference": checkpoint.reference,
+        "revision": checkpoint.revision,
+        "family": checkpoint.origin.family,
+        "format": checkpoint.format,
+        "parameters": sum(parameter.count for parameter in checkpoint.spec.parameters()),
+        "sha256": {path.name: sha256_file(path) for path in checkpoint.files},
+        "history": list(checkpoint.origin.history),
+    }
+
+
+def markdown(data: dict[str, Any]) -> str:
+    """The card for a model's page."""
+    verdicts = {
+        "identical": "identical to transformers to the last bit",
+        "equal": "the same function as transformers; what differs is rounding",
+        "different": "**different from transformers**",
+    }
+    bytes_words = {None: "not compared (the trees differ)", "equal": "equal", "different": "**different**"}
+    lines = ["## Verification", "", f"- function: {verdicts[data['verdict']['function']]}"]
+    lines.append(f"- bytes: {bytes_words[data['verdict']['bytes']]}")
+    marks = data["mutations"]
+    if marks is not None:
+        lines.append(f"- probe: {marks['tried'] - len(marks['missed'])} of {marks['tried']} deliberate mistakes caught")
+    lines.append(f"- computed in {data['dtype']} with {data['attention']} attention, on {data['hardware']['machine']}")
+    lines.append("- versions: " + ", ".join(f"{name} {number}" for name, number in data["versions"].items()))
+    if data["noise"] is not None:
+        noise = data["noise"]
+        lines.append(f"- in float64 they differ by {noise['functions']:.1e}; rounding explains {noise['allowed']:.1e}")
+    lines += ["", "| probe | tokens | max Δ | mean Δ | KL | top-1 |", "|---|---:|---:|---:|---:|---:|"]
+    for prompt in data["prompts"]:
+        name = prompt["name"].replace("|", "\\|").replace("\n", "\\n")
+        figures = (f"{prompt[key]:.1e}" if prompt[key] else "0" for key in ("maximum", "mean", "kl"))
+        lines.append(f"| {name} | {prompt['positions']} | {' | '.join(figures)} | {prompt['top1']:.1%} |")
+    lines += ["", "| file | sha256 |", "|---|---|"]
+    for role, described in data["checkpoints"].items():
+        where = described["reference"] + (f"@{described['revision']}" if described["revision"] else "")
+        lines += [f"| {role}: {where}/{name} | `{digest}` |" for name, digest in described["sha256"].items()]
+    lines += [f"\n{note}" for note in data["notes"]]
+    return "\n".join([*lines, "", "```", data["command"], "```", ""])
+
+
+def write_card(result: Verification, path: Path, **options: bool) -> tuple[Path, Path]:
+    """Write the card beside `path` as .json and .md (whatever ending it has); returns both.
+
+    Raises:
+        UsageError: they cannot be written.
+
+    """
+    data = card(result, **options)
+    targets = path.with_suffix(".json"), path.with_suffix(".md")
+    try:
+        targets[0].write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        targets[1].write_text(markdown(data), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {error.filename}: {error.strerror}") from error
+    return targets
