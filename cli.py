@@ -361,6 +361,7 @@ def verify(
         str | None, typer.Option(metavar="MODULE:CALLABLE", help="A port of your own: what returns your torch module.")
     ] = None,
     card: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a card, FILE.json and FILE.md.")] = None,
+    stream: Annotated[bool, typer.Option("--stream", help="A layer at a time, for models larger than memory.")] = False,
     json: Json = False,
     offline: Offline = False,
     allow_pickle: AllowPickle = False,
@@ -385,6 +386,7 @@ def verify(
             prompts=prompt or (),
             long=long,
             mutations=mutations,
+            stream=stream,
             offline=offline,
             allow_pickle=allow_pickle,
             progress=tell,

@@ -49,6 +49,10 @@ class SafetensorsWeights:
         self._open: dict[Path, SafetensorsFile] = {}
         self.info = {name: (info.dtype, info.shape) for name, (_, info) in files.tensors.items()}
 
+    def release(self) -> None:
+        for file in self._open.values():
+            file.release()
+
     def read(self, name: str) -> np.ndarray:
         path = self._files.tensors[name][0]
         if path not in self._open:
@@ -105,6 +109,11 @@ class Checkpoint:
     def read(self, leaf: BoundLeaf) -> np.ndarray:
         """A leaf's tensor as it lies in its file, in the carrier dtype; a memory-mapped view where it can be."""
         return self._weights.read(self._found[leaf.checkpoint])
+
+    def release(self) -> None:
+        """Give pages of the files that were read back to the system, where memory is short."""
+        if isinstance(self._weights, SafetensorsWeights):
+            self._weights.release()
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray, str]]:
         """Every shared tensor in the files' order: (shared name, array in its carrier dtype, dtype)."""

@@ -298,6 +298,11 @@ class SafetensorsFile:
         flat.flags.writeable = False
         return flat.reshape(info.shape)
 
+    def release(self) -> None:
+        """Give the pages that were read back to the system; views stay valid and read them again."""
+        if self._map is not None and hasattr(self._map, "madvise"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
     def close(self) -> None:
         # Not mmap.close(), which refuses while a view lives: the mapping goes with the last of them.
         self._map = None

@@ -33,13 +33,14 @@ from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.tokenizer import load_tokenizer
 from ..errors import GptkitError, InvalidInput, UsageError
 from ..modules.attention import Kernel
-from ..modules.load import load_checkpoint, torch_dtype
+from ..modules.load import torch_dtype
 from ..spec import ModelSpec, differences
-from .bisect import Divergence, bisect, find_causes
+from .bisect import Divergence
 from .compare import Difference, compare, largest_gap, mean_gap
+from .diagnose import diagnose, unprobed, wide_weights, worth_trying
 from .probe import AFFORDABLE, Batch, limits, longest, passed, probe, text_batch
-from .reference import load_reference, reference_folder, reference_logits
 from .score import Score, score
+from .sides import Sides, sides
 
 __all__ = ["BytesVerdict", "Noise", "Verification", "require_finite_weights", "verify"]
 
@@ -142,6 +143,7 @@ def verify(
     prompts: Sequence[str] = (),
     long: bool = False,
     mutations: bool | None = None,
+    stream: bool = False,
     offline: bool = False,
     allow_pickle: bool = False,
     progress: Callable[[str], None] | None = None,
@@ -157,6 +159,7 @@ def verify(
         long: probe past windows and contexts of more than 1,024 tokens too.
         mutations: make mistakes on purpose and count those that the probe catches; by default for up to 50 million
             parameters.
+        stream: run both sides a layer at a time from their files, in the memory of about two layers.
         offline: use local files and the hub's cache only.
         allow_pickle: read .bin files too (weights only).
         progress: told what is being done.
@@ -183,13 +186,13 @@ def verify(
     for checkpoint in (source,) if target is source else (source, target):
         require_finite_weights(checkpoint)
     bytes_verdict = _bytes(source, target)
-    with reference_folder(source) as folder:
+    with sides(source, target, stream) as both:
         say("transformers")
-        reference = _run(load_reference(folder, wanted, path), batches, transformers=True)
+        reference = both.reference(batches, wanted, path)
         batches, reference, dropped = _finite_batches(batches, reference, source, wanted)
         notes += dropped
         say("gptkit")
-        candidate = _run(load_checkpoint(target, wanted, path), batches)
+        candidate = both.candidate(batches, wanted, path)
         _require_finite(candidate, f"gptkit's logits of {target.reference}", wanted)
         found = tuple(compare(b.name, r, c) for b, r, c in zip(batches, reference, candidate, strict=True))
         if not found:
@@ -197,15 +200,15 @@ def verify(
         noise = None
         if not all(difference.identical for difference in found):
             say("measuring the noise of rounding")
-            noise = _noise(source, target, folder, batches, path, wanted, reference, candidate)
+            noise = _noise(both, batches, path, wanted, reference, candidate)
         divergence = None
         if noise is not None and not noise.explains:
             say("looking for the place and the cause")
-            divergence = _diagnosis(source, target, folder, batches, path, noise, notes)
+            divergence = diagnose(both, batches, path, noise.allowed, notes)
     marks = None
-    if _worth_trying(source, mutations, notes):
+    if worth_trying(source, mutations, stream, notes):
         say("making mistakes on purpose")
-        marks = score(source.spec, _wide(source), batches, _unprobed(source, batches))
+        marks = score(source.spec, wide_weights(source), batches, unprobed(source, batches))
     return Verification(
         model=str(model),
         other=None if other is None else str(other),
@@ -218,72 +221,6 @@ def verify(
         divergence=divergence,
         notes=tuple(source.notes + ([] if target is source else target.notes) + notes),
     )
-
-
-SMALL = 50_000_000
-"""Parameters up to which mistakes are made on purpose, and causes looked for, unasked: each takes a pass in fp64."""
-
-
-def _worth_trying(source: Checkpoint, asked: bool | None, notes: list[str]) -> bool:
-    """Whether to make mistakes on purpose; a note where the model is too large to do so unasked."""
-    if asked is None and _count(source) > SMALL:
-        notes.append("mistakes on purpose were not tried: more than 50 million parameters (--mutations does)")
-        return False
-    return asked is not False
-
-
-def _count(checkpoint: Checkpoint) -> int:
-    return sum(parameter.count for parameter in checkpoint.spec.parameters())
-
-
-def _wide(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The parameters in fp64 by shared name."""
-    model = load_checkpoint(checkpoint, torch.float64)
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def _unprobed(source: Checkpoint, batches: Sequence[Batch]) -> list[str]:
-    """Mutations that only show beyond a length that the probe does not go to; a note says that it does not."""
-    tokens = max(batch.input_ids.shape[1] for batch in batches)
-    beyond = {limit.name for limit in limits(source.spec) if tokens <= limit.tokens}
-    shows = {"window": "window ignored", "original context": "rope scaling dropped"}
-    return [shows[name] for name in beyond]
-
-
-def _diagnosis(
-    source: Checkpoint,
-    target: Checkpoint,
-    folder: Path,
-    batches: Sequence[Batch],
-    path: Kernel,
-    noise: Noise,
-    notes: list[str],
-) -> Divergence | None:
-    """Where the two part, and what would put it right."""
-    architecture = source.architecture
-    assert architecture is not None
-    if max(_count(source), _count(target)) > SMALL or len(source.spec.blocks) != len(target.spec.blocks):
-        notes.append("not bisected: more than 50 million parameters, or another number of layers")
-        return None
-    exact = load_reference(folder, torch.float64, path)
-    candidate = load_checkpoint(target, torch.float64, path)
-    places = bisect(architecture, source.spec, batches, exact, load_reference(folder, torch.float32, path), candidate)
-    first = next((place for place in places if place.parts), None)
-    finite = [
-        (batch, logits)
-        for batch, logits in zip(batches, _run(exact, batches, transformers=True), strict=True)
-        if bool(torch.isfinite(logits).all())
-    ]
-    causes = find_causes(
-        [logits for _, logits in finite],
-        noise.allowed,
-        [batch for batch, _ in finite],
-        source.spec,
-        candidate,
-        None if first is None else first.layer,
-        _wide(source),
-    )
-    return Divergence(tuple(places), tuple(causes))
 
 
 def _attention(source: Checkpoint, asked: str | None) -> Kernel:
@@ -338,19 +275,6 @@ def _tree_notes(spec: ModelSpec, other: ModelSpec | None = None) -> list[str]:
     return [f"the trees differ: {', '.join(told[:SHOWN])}{more}"] if told else []
 
 
-def _run(model: Any, batches: Sequence[Batch], transformers: bool = False) -> list[Tensor]:
-    """The logits of real tokens, (N, V) a batch."""
-    results = []
-    with torch.inference_mode():
-        for batch in batches:
-            if transformers:
-                logits = reference_logits(model, batch.input_ids, batch.attention_mask)
-            else:
-                logits = model(batch.input_ids, batch.attention_mask)
-            results.append(batch.valid(logits))
-    return results
-
-
 def _finite_batches(
     batches: list[Batch], reference: list[Tensor], source: Checkpoint, dtype: torch.dtype
 ) -> tuple[list[Batch], list[Tensor], list[str]]:
@@ -383,6 +307,7 @@ def require_finite_weights(checkpoint: Checkpoint) -> None:
         finite = np.isfinite(array) if dtype != "BF16" else (array & 0x7F80) != 0x7F80
         if not finite.all():
             bad.append(f"{name} ({int((~finite).sum()):,} values)")
+        checkpoint.release()
     if bad:
         more = f", … ({len(bad) - SHOWN} more)" if len(bad) > SHOWN else ""
         raise InvalidInput(f"{checkpoint.reference}: weights are not finite: {', '.join(bad[:SHOWN])}{more}")
@@ -391,11 +316,12 @@ def require_finite_weights(checkpoint: Checkpoint) -> None:
 def _bytes(source: Checkpoint, target: Checkpoint) -> BytesVerdict | None:
     """Source and target tensor by tensor where they are one tree, else None; a source alone, forth and back."""
     if source is target:
-        different = [
-            leaf.checkpoint
-            for leaf in source.leaves
-            if not _same(leaf.to_checkpoint(leaf.to_shared(source.read(leaf))), source.read(leaf))
-        ]
+        different = []
+        for leaf in source.leaves:
+            stored = source.read(leaf)
+            if not _same(leaf.to_checkpoint(leaf.to_shared(stored)), stored):
+                different.append(leaf.checkpoint)
+            source.release()
         return BytesVerdict(len(source.leaves), "the source, after its layout forth and back", tuple(different))
     if source.spec != target.spec:
         return None
@@ -405,6 +331,8 @@ def _bytes(source: Checkpoint, target: Checkpoint) -> BytesVerdict | None:
         (a, a_dtype), (b, b_dtype) = source.tensor(name), target.tensor(name)
         if a_dtype != b_dtype or not _same(a, b):
             different.append(name)
+        source.release()
+        target.release()
     return BytesVerdict(len(names), str(source.reference), tuple(different))
 
 
@@ -415,9 +343,7 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _noise(
-    source: Checkpoint,
-    target: Checkpoint,
-    folder: Path,
+    both: Sides,
     batches: Sequence[Batch],
     path: Kernel,
     dtype: torch.dtype,
@@ -425,27 +351,23 @@ def _noise(
     candidate: list[Tensor],
 ) -> Noise:
     """See `Noise`; `reference` and `candidate` were computed in `dtype`. One model in memory at a time."""
-
-    def transformers(dtype: torch.dtype, path: str) -> list[Tensor]:
-        return _run(load_reference(folder, dtype, path), batches, transformers=True)
-
     computed = {dtype: (reference, candidate)}
     if dtype != torch.float32:
-        reference = transformers(torch.float32, path)
-        candidate = _run(load_checkpoint(target, torch.float32, path), batches)
+        reference = both.reference(batches, torch.float32, path)
+        candidate = both.candidate(batches, torch.float32, path)
         computed[torch.float32] = (reference, candidate)
     # transformers' eager bloom has NaN in fp64 where a padded row may look at nothing: there its fp32 stands in.
     exact = [
         wide if bool(torch.isfinite(wide).all()) else narrow
-        for wide, narrow in zip(transformers(torch.float64, path), reference, strict=True)
+        for wide, narrow in zip(both.reference(batches, torch.float64, path), reference, strict=True)
     ]
-    exact_candidate = _run(load_checkpoint(target, torch.float64, path), batches)
-    architecture = source.architecture
-    others = [p for p in (architecture.reference(source.spec) if architecture else ()) if p != path]
+    exact_candidate = both.candidate(batches, torch.float64, path)
+    architecture = both.source.architecture
+    others = [p for p in (architecture.reference(both.source.spec) if architecture else ()) if p != path]
     return Noise(
         reference=largest_gap(reference, exact),
         candidate=largest_gap(candidate, exact_candidate),
-        paths=largest_gap(reference, transformers(torch.float32, others[0])) if others else None,
+        paths=largest_gap(reference, both.reference(batches, torch.float32, others[0])) if others else None,
         functions=largest_gap(exact, exact_candidate),
         errors={
             str(each).removeprefix("torch."): (mean_gap(ours, exact), mean_gap(theirs, exact_candidate))

@@ -1,0 +1,234 @@
+"""Models larger than memory: forward passes with one layer's weights present at a time.
+
+Both sides run their own, unchanged forward: parameters are on the meta device, and just before a layer (or the
+embedding, the last norm, the head) is called its weights are read from the files, and dropped right after. All batches
+go through a layer before the next is read: each batch's pass runs in a thread of its own, the threads meet at every
+layer, and one at a time computes. Memory is the largest layer's, twice while it is converted, and the activations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..converter.checkpoint import Checkpoint
+from ..errors import CannotExpress
+from ..modules.attention import Kernel
+from ..modules.decoder import Decoder
+from ..modules.load import as_torch
+from .probe import Batch
+from .reference import quiet
+
+__all__ = ["Stream", "stream_candidate", "stream_reference"]
+
+Read = Callable[[str], Tensor]
+"""A parameter's values by the module tree's own name for it."""
+
+
+class Stream:
+    """A model on the meta device whose units (see `units_of`) are filled while they compute."""
+
+    def __init__(
+        self, model: nn.Module, read: Read, dtype: torch.dtype, call: Callable[[nn.Module, Batch], Tensor]
+    ) -> None:
+        self.model, self.read, self.dtype, self.call = model, read, dtype, call
+        self.peak = 0
+        """The most bytes of parameters that were present at once."""
+
+    def run(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """The logits of real tokens, (N, V) a batch."""
+        results: list[Tensor | None] = [None] * len(batches)
+        errors: list[BaseException] = []
+        turn = threading.Lock()
+        gates = [_Gate(self, unit, names, len(batches)) for unit, names in units_of(self.model)]
+        hooks = [hook for gate in gates for hook in gate.hooks(turn)]
+
+        def pass_(index: int) -> None:
+            try:
+                with turn, torch.inference_mode():
+                    batch = batches[index]
+                    results[index] = batch.valid(self.call(self.model, batch))
+            except threading.BrokenBarrierError:
+                return  # another pass failed, and says why
+            except BaseException as error:
+                errors.append(error)
+                for gate in gates:
+                    gate.abort()
+
+        threads = [threading.Thread(target=pass_, args=(index,), daemon=True) for index in range(len(batches))]
+        try:
+            with quiet():
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if errors:
+            raise errors[0]
+        return [logits for logits in results if logits is not None]
+
+
+class _Gate:
+    """One unit: all passes wait before it, its weights come, each computes in turn, its weights go."""
+
+    def __init__(self, stream: Stream, unit: nn.Module, names: dict[str, str], passes: int) -> None:
+        self.stream, self.unit, self.names = stream, unit, names
+        self.entry = threading.Barrier(passes, action=self._fill)
+        self.exit = threading.Barrier(passes, action=self._drop)
+
+    def hooks(self, turn: threading.Lock) -> list[Any]:
+        """Pre- and post-forward hooks; `turn` is held by whoever computes and given up while waiting."""
+
+        def meet(barrier: threading.Barrier) -> None:
+            turn.release()
+            try:
+                barrier.wait()
+            finally:
+                turn.acquire()
+
+        def before(*_: Any) -> None:
+            meet(self.entry)
+
+        def after(*_: Any) -> None:
+            meet(self.exit)
+
+        return [self.unit.register_forward_pre_hook(before), self.unit.register_forward_hook(after)]
+
+    def abort(self) -> None:
+        self.entry.abort()
+        self.exit.abort()
+
+    def _owners(self) -> Iterator[tuple[nn.Module, str, str]]:
+        """(module, the parameter's name in it, its full name)."""
+        for local, full in self.names.items():
+            path, _, name = local.rpartition(".")
+            yield self.unit.get_submodule(path), name, full
+
+    def _fill(self) -> None:
+        total = 0
+        with torch.inference_mode(False):
+            for module, name, full in self._owners():
+                held = module._parameters[name]
+                assert held is not None
+                # Laid out as the module had it: GPT-2's products read their weights [in, out] in memory.
+                value = torch.empty_strided(held.shape, held.stride(), dtype=self.stream.dtype)
+                value.copy_(self.stream.read(full))
+                module._parameters[name] = nn.Parameter(value, requires_grad=False)
+                total += value.nbytes
+        self.stream.peak = max(self.stream.peak, total)
+
+    def _drop(self) -> None:
+        for module, name, _ in self._owners():
+            held = module._parameters[name]
+            assert held is not None
+            empty = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="meta")
+            module._parameters[name] = nn.Parameter(empty, requires_grad=False)
+
+
+def units_of(model: nn.Module) -> list[tuple[nn.Module, dict[str, str]]]:
+    """What is filled at once: every layer of a module list, and every module outside of them that has parameters of its
+    own. Each with its parameters' names: (name within the unit -> name in the model).
+    """
+    found: list[tuple[nn.Module, dict[str, str]]] = []
+
+    def walk(module: nn.Module, path: str, in_list: bool) -> None:
+        own = [name for name, parameter in module._parameters.items() if parameter is not None]
+        if in_list or own:
+            names = {name: f"{path}.{name}" for name, _ in module.named_parameters(remove_duplicate=False)}
+            found.append((module, names))
+            return
+        for name, child in module.named_children():
+            walk(child, f"{path}.{name}" if path else name, isinstance(module, nn.ModuleList))
+
+    walk(model, "", False)
+    return found
+
+
+def stream_candidate(checkpoint: Checkpoint, dtype: torch.dtype, attention: Kernel) -> Stream:
+    """gptkit's decoder, fed from the checkpoint's files."""
+    with torch.device("meta"):
+        model = Decoder(checkpoint.spec, attention).to(dtype).eval()
+    if checkpoint.spec.head.tied:
+        # The head computes with the embedding's table; it gets the same values when its turn comes.
+        model.head.weight = nn.Parameter(torch.empty_like(model.embedding.weight), requires_grad=False)
+
+    def read(name: str) -> Tensor:
+        tied = name == "head.weight" and checkpoint.spec.head.tied
+        return _read(checkpoint, "embedding.weight" if tied else name)
+
+    return Stream(model, read, dtype, lambda m, batch: m(batch.input_ids, batch.attention_mask))
+
+
+def _read(checkpoint: Checkpoint, name: str) -> Tensor:
+    array, dtype = checkpoint.tensor(name)
+    tensor = as_torch(array, dtype)
+    checkpoint.release()
+    return tensor
+
+
+def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str) -> Stream:
+    """transformers' own class, fed from the checkpoint's files.
+
+    Raises:
+        CannotExpress: no transformers class computes this tree.
+
+    """
+    import transformers
+
+    architecture = checkpoint.architecture
+    if architecture is None:
+        raise CannotExpress("this tree never had a transformers class to compare with")
+    original = checkpoint.origin.config
+    config = architecture.export_config(checkpoint.spec, original) or original
+    leaves = {leaf.checkpoint: leaf for leaf in architecture.bind(checkpoint.spec)}
+    table = next(leaf for leaf in leaves.values() if leaf.shared == ("embedding.weight",))
+    with quiet(), _parameters_on_meta():
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**dict(config or {})), dtype=dtype, attn_implementation=attention
+        ).eval()
+
+    def read(name: str) -> Tensor:
+        leaf = table if name == architecture.head and checkpoint.spec.head.tied else leaves[name]
+        parts = [checkpoint.tensor(shared) for shared in leaf.shared]
+        tensor = as_torch(leaf.to_checkpoint([array for array, _ in parts]), parts[0][1])
+        checkpoint.release()
+        return tensor
+
+    def call(model: Any, batch: Batch) -> Tensor:
+        logits: Tensor = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+        return logits
+
+    for module in model.modules():
+        if hasattr(module, "original_inv_freq") and "dynamic" in str(getattr(module, "rope_type", "")):
+            module.register_forward_pre_hook(_forget_length)
+    return Stream(model, read, dtype, call)
+
+
+def _forget_length(module: Any, *_: Any) -> None:
+    """Dynamic rotary scaling keeps the base that the longest sequence so far needed; every pass is a first one."""
+    module.inv_freq = module.original_inv_freq.clone()
+    module.max_seq_len_cached = module.original_max_seq_len
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Models built here have their parameters on the meta device and their buffers (rotary frequencies) in memory."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(parameter.data.to("meta"), requires_grad=False)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -1,0 +1,82 @@
+"""A layer at a time gives the same bits as all at once, in the memory of a layer."""
+
+import pytest
+import torch
+from families import VARIANTS, save_hf
+
+from gptkit.converter.checkpoint import open_checkpoint
+from gptkit.converter.convert import convert
+from gptkit.modules.load import load_checkpoint
+from gptkit.parity.probe import Batch, probe
+from gptkit.parity.sides import sides
+from gptkit.parity.stream import stream_candidate, stream_reference, units_of
+from gptkit.parity.verify import verify
+
+QUICK = [variant for variant in VARIANTS if variant.name != "mistral-default-window"]
+
+
+@pytest.mark.parametrize("variant", QUICK, ids=str)
+def test_streamed_logits_are_those_in_memory(variant, tmp_path):
+    save_hf(variant.config, tmp_path / "hf", torch.bfloat16)
+    checkpoint = open_checkpoint(tmp_path / "hf")
+    path = checkpoint.architecture.reference(checkpoint.spec)[0]  # type: ignore[union-attr]
+    batches = probe(checkpoint.spec)
+    found = []
+    for stream in (False, True):
+        with sides(checkpoint, checkpoint, stream) as both:
+            found.append(both.reference(batches, torch.float32, path) + both.candidate(batches, torch.float32, path))  # type: ignore[arg-type]
+    for whole, streamed in zip(*found, strict=True):
+        assert torch.equal(whole, streamed)
+
+
+def test_verdicts_are_the_same(tmp_path):
+    convert("sample:gpt2", tmp_path / "local")
+    for other, verdict in ((None, "identical"), (tmp_path / "local", "identical"), ("sample:falcon", "different")):
+        result = verify("sample:gpt2", other, stream=True)
+        assert result.verdict == verify("sample:gpt2", other, mutations=False).verdict == verdict
+        assert any("mistakes on purpose were not tried" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bloom", "falcon"])
+def test_one_unit_is_present_at_a_time(name):
+    checkpoint = open_checkpoint(f"sample:{name}")
+    batches = probe(checkpoint.spec)
+    for stream in (
+        stream_reference(checkpoint, torch.float32, "eager"),
+        stream_candidate(checkpoint, torch.float32, "eager"),
+    ):
+        stream.run(batches)
+        sizes = [sum(p.numel() for p in unit.parameters()) * 4 for unit, _ in units_of(stream.model)]
+        assert stream.peak == max(sizes)
+        assert all(parameter.device.type == "meta" for parameter in stream.model.parameters())
+
+
+def test_a_failure_in_one_pass_ends_all():
+    checkpoint = open_checkpoint("sample:gpt2")
+    stream = stream_candidate(checkpoint, torch.float32, "sdpa")
+    wrong = Batch("beyond the vocabulary", torch.tensor([[5000]]))
+    with pytest.raises(IndexError):
+        stream.run([*probe(checkpoint.spec), wrong])
+
+
+def test_a_missing_tensor_is_no_deadlock(monkeypatch):
+    checkpoint = open_checkpoint("sample:gpt2")
+    stream = stream_candidate(checkpoint, torch.float32, "sdpa")
+
+    def broken(name):
+        raise OSError(f"{name} went away")
+
+    monkeypatch.setattr(stream, "read", broken)
+    with pytest.raises(OSError, match="went away"):
+        stream.run(probe(checkpoint.spec))
+
+
+def test_streaming_can_be_repeated():
+    checkpoint = open_checkpoint("sample:llama")
+    stream = stream_candidate(checkpoint, torch.float32, "sdpa")
+    batches = probe(checkpoint.spec)[:3]
+    model = load_checkpoint(checkpoint, torch.float32)
+    with torch.inference_mode():
+        expected = [batch.valid(model(batch.input_ids, batch.attention_mask)) for batch in batches]
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(stream.run(batches), expected, strict=True))
