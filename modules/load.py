@@ -38,6 +38,7 @@ def load(
     device: str | torch.device = "cpu",
     offline: bool = False,
     allow_pickle: bool = False,
+    allow_extra: bool = False,
 ) -> Decoder:
     """Open a checkpoint and build it: a torch module that turns `input_ids` (B, T) and an optional `attention_mask`
     (B, T) into logits (B, T, vocabulary), in eval mode.
@@ -49,15 +50,15 @@ def load(
         device: where the parameters go.
         offline: use local files and the hub's cache only.
         allow_pickle: read .bin files too (weights only).
+        allow_extra: leave out tensors that have no place in the model instead of refusing them.
 
     Raises:
         InvalidInput, Offline: as `open_checkpoint`.
         UsageError: an unknown dtype or attention.
 
     """
-    return load_checkpoint(
-        open_checkpoint(model, offline=offline, allow_pickle=allow_pickle), dtype, attention, device=device
-    )
+    checkpoint = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
+    return load_checkpoint(checkpoint, dtype, attention, device=device)
 
 
 def load_checkpoint(
@@ -101,7 +102,11 @@ def build(
 
 def as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
     """A tensor of its own from an array in its carrier dtype (bf16 as uint16)."""
-    own = np.array(array)  # the file's pages are read-only, and torch has no such tensors
+    return view_as_torch(np.array(array), dtype)  # the file's pages are read-only, and torch has no such tensors
+
+
+def view_as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
+    """The array's own memory as a tensor, to be read only (torch warns of memory that cannot be written)."""
     if dtype == "BF16":
-        return torch.from_numpy(own.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(own)
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
