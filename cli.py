@@ -77,6 +77,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace an existing checkp
 AllowPickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Read .bin files too (weights only); safetensors need no trust.")
 ]
+AllowExtra = Annotated[bool, typer.Option("--allow-extra", help="Leave out tensors with no place.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print nothing but errors.")]
 
 
@@ -246,7 +247,7 @@ def load(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or float64.")] = None,
     offline: Offline = False,
     allow_pickle: AllowPickle = False,
-    allow_extra: Annotated[bool, typer.Option("--allow-extra", help="Leave out tensors with no place.")] = False,
+    allow_extra: AllowExtra = False,
     json: Json = False,
 ) -> None:
     """Open, map and build a checkpoint; report what it is and anything unexpected."""
@@ -260,6 +261,9 @@ def load(
     total = sum(path.stat().st_size for path in checkpoint.files)
     with progress_bar("loading") as advance:
         module = load_checkpoint(checkpoint, dtype, progress=lambda done: advance(done, total))
+    for name, parameter in module.named_parameters():
+        if bad := int((~parameter.isfinite()).sum()):
+            checkpoint.notes.append(f"{name}: {bad:,} of its values are NaN or infinite")
     built = f"{sum(p.numel() for p in module.parameters()):,} parameters as {torch_dtype(dtype, checkpoint.dtype)}"
     if json:
         print_json(load_json(checkpoint))
@@ -278,7 +282,7 @@ def convert(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; read no weight.")] = False,
     offline: Offline = False,
     allow_pickle: AllowPickle = False,
-    allow_extra: Annotated[bool, typer.Option("--allow-extra", help="Leave out tensors with no place.")] = False,
+    allow_extra: AllowExtra = False,
     quiet: Quiet = False,
 ) -> None:
     """Convert to gptkit's own format, or back to Hugging Face files."""
@@ -321,6 +325,8 @@ def swap(
     measure: Annotated[bool, typer.Option("--measure/--no-measure", help="Compare logits before and after.")] = True,
     force: Force = False,
     offline: Offline = False,
+    allow_pickle: AllowPickle = False,
+    allow_extra: AllowExtra = False,
     quiet: Quiet = False,
 ) -> None:
     """Exchange a component, with a guarantee measured from the files that were written."""
@@ -337,6 +343,8 @@ def swap(
             force=force,
             measured=measure,
             offline=offline,
+            allow_pickle=allow_pickle,
+            allow_extra=allow_extra,
             progress=lambda nbytes: advance(nbytes, 0),
         )
     say(swap_lines(done), quiet)
@@ -432,9 +440,11 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens that make up p.")] = None,
     seed: Annotated[int | None, typer.Option(help="For the same text twice.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="What to compute in [the checkpoint's].")] = None,
+    dtype: Annotated[str | None, typer.Option(help="What to compute in; the checkpoint's unless told.")] = None,
     attention: Annotated[str, typer.Option(help="sdpa or eager.")] = "sdpa",
     offline: Offline = False,
+    allow_pickle: AllowPickle = False,
+    allow_extra: AllowExtra = False,
 ) -> None:
     """Write on from a prompt."""
     from .modules.attention import Kernel
@@ -461,14 +471,18 @@ def generate(
         dtype=dtype,
         attention=kernel,
         offline=offline,
+        allow_pickle=allow_pickle,
+        allow_extra=allow_extra,
     )
     watched = sys.stdout.isatty()
-    for piece in chain([prompt] if isinstance(prompt, str) else [], pieces):
-        # What a model says is somebody else's text. A file or a program gets all of it, a terminal what it can show.
-        shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in piece) if watched else piece
-        sys.stdout.write(shown)  # not typer.echo, which drops what looks like a colour
-        sys.stdout.flush()
-    typer.echo()
+    try:
+        for piece in chain([prompt] if isinstance(prompt, str) else [], pieces):
+            # What a model says is somebody else's text. A program gets all of it, a terminal what it can show.
+            shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in piece) if watched else piece
+            sys.stdout.write(shown)  # not typer.echo, which drops what looks like a colour
+            sys.stdout.flush()
+    finally:
+        typer.echo()  # after an interruption too: what is said about it gets a line of its own
 
 
 @app.command(epilog="Example: gptkit check gpt2-local")

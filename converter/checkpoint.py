@@ -100,7 +100,8 @@ class Checkpoint:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        return {leaf.checkpoint: self._weights.info[self._found[leaf.checkpoint]][0] for leaf in self.leaves}
+        """Each leaf's stored dtype, by its checkpoint name."""
+        return {leaf.checkpoint: self.dtype_of(leaf) for leaf in self.leaves}
 
     def dtype_of(self, leaf: BoundLeaf) -> str:
         """The stored dtype of a leaf's tensor."""
@@ -315,7 +316,7 @@ def _compute_dtype(checkpoint: Checkpoint) -> str:
         config = json.loads((checkpoint.folder / LOCAL_CONFIG).read_text(encoding="utf-8"))
     else:
         config = checkpoint.origin.config
-    stated = (config or {}).get("dtype", (config or {}).get("torch_dtype"))
+    stated = (config or {}).get("dtype") or (config or {}).get("torch_dtype")
     for ours, name in HF_NAMES.items():
         if stated in (name, f"torch.{name}"):
             return ours

@@ -42,7 +42,10 @@ class PickleWeights:
         try:
             state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:  # mutated pickles raise of every kind
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            # Of a refusal the first line is torch's advice how to load it all the same; the second says what it met.
+            refused = len(lines) > 1 and lines[0].startswith("Weights only load failed")
+            reason = next(iter(lines[1:] if refused else lines), type(error).__name__)
             raise CheckpointError(
                 f"torch cannot read {path} as plain weights: {reason:.200}",
                 "Do not use this file: it is damaged, or holds more than tensors.",

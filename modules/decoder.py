@@ -116,7 +116,8 @@ class HeadModule(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model of any tree. Parameters are empty until `load_weights` or `load_state_dict`.
+    """A decoder-only language model of any tree. Parameters hold nothing until `modules.load.build` or
+    `load_state_dict` fills them.
 
     Args:
         spec: the tree.
@@ -155,11 +156,18 @@ class Decoder(nn.Module):
             last_only: logits of the last token alone, (B, 1, vocabulary), which is all that decoding needs.
 
         Raises:
-            UsageError: more tokens than the position table has rows.
+            UsageError: more tokens than the position table has rows, or ids or a mask of another shape.
 
         """
+        if input_ids.dim() != 2 or not input_ids.shape[1]:
+            raise UsageError(f"token ids of shape {tuple(input_ids.shape)}, expected (B, T) with T of 1 or more")
         batch, steps = input_ids.shape
         past = 0 if cache is None else cache.length
+        if attention_mask is not None and attention_mask.shape != (batch, past + steps):
+            raise UsageError(
+                f"attention_mask of shape {tuple(attention_mask.shape)}, expected {(batch, past + steps)}:"
+                " a column for every token, those in the cache included"
+            )
         if position_ids is None:
             position_ids = torch.arange(past, past + steps, device=input_ids.device)[None]
         x = self.embedding(input_ids)

@@ -31,6 +31,8 @@ def generate(
     attention: Kernel = "sdpa",
     stop_at_eos: bool = True,
     offline: bool = False,
+    allow_pickle: bool = False,
+    allow_extra: bool = False,
 ) -> Iterator[str]:
     """The continuation of a prompt, piece by piece, without the prompt itself.
 
@@ -47,6 +49,8 @@ def generate(
         attention: "sdpa" or "eager".
         stop_at_eos: end where the model says that its text ends.
         offline: use local files and the hub's cache only.
+        allow_pickle: read .bin files too (weights only).
+        allow_extra: leave out tensors that have no place in the model instead of refusing them.
 
     Raises:
         InvalidInput, Offline: as `open_checkpoint`.
@@ -54,7 +58,11 @@ def generate(
 
     """
     sampling = Sampling(temperature, top_k, top_p, seed)
-    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model, offline=offline)
+    checkpoint = (
+        model
+        if isinstance(model, Checkpoint)
+        else open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
+    )
     tokenizer = load_tokenizer(checkpoint.folder)
     ids = prompt_ids(checkpoint, tokenizer, prompt)
     decoder = load_checkpoint(checkpoint, dtype, attention)

@@ -427,7 +427,8 @@ def test_check(tiny: Path) -> None:
 def test_pickles(tiny: Path) -> None:
     torch.save(load_file(tiny / "model.safetensors"), tiny / "pytorch_model.bin")
     (tiny / "model.safetensors").unlink()
-    for args in (["load", tiny], ["convert", tiny, "out"], ["verify", tiny]):
+    swap, generate = ["swap", tiny, "rms", "--norm", "rmsnorm"], ["generate", tiny, "--ids", "1 5 9", "-n", "2"]
+    for args in (["load", tiny], ["convert", tiny, "out"], ["verify", tiny], swap, generate):
         assert "--allow-pickle" in run(*args, code=4).stderr
         run(*args, "--allow-pickle")
 
@@ -437,6 +438,24 @@ def test_extra_tensors(tiny: Path) -> None:
     assert "--allow-extra" in run("load", tiny, code=4).stderr
     assert "note: extra tensors left out: score" in run("load", tiny, "--allow-extra").stdout
     assert "note: extra tensors left out: score" in run("convert", tiny, "out", "--allow-extra").stdout
+    for args in (["swap", tiny, "rms", "--norm", "rmsnorm"], ["generate", tiny, "--ids", "1 5 9", "-n", "2"]):
+        assert "--allow-extra" in run(*args, code=4).stderr
+        run(*args, "--allow-extra")
+
+
+def test_weights_that_are_no_numbers(tiny: Path) -> None:
+    weights = load_file(tiny / "model.safetensors")
+    weights["transformer.h.1.ln_1.weight"][:3] = torch.tensor([float("nan"), float("inf"), 1.0])
+    save_file(weights, tiny / "model.safetensors")
+    said = "blocks.1.attention_norm.weight: 2 of its values are NaN or infinite"
+    assert said in " ".join(run("load", tiny).stdout.split())
+    assert json.loads(run("load", tiny, "--json").stdout)["notes"] == [said]
+
+
+def test_help_keeps_its_words() -> None:
+    """Small letters in brackets are markup to rich, and gone."""
+    for command in ("load", "convert", "swap", "params", "verify", "generate", "check", "demo", "presets"):
+        assert not re.search(r"\w \.(\s|$)", run(command, "--help").stdout), command
 
 
 # --- what reaches the terminal ---

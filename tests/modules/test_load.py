@@ -1,5 +1,6 @@
 """load: the same module from either format, in the dtype asked for, ready to run and ready to train."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,15 @@ def test_the_dtype_is_the_checkpoints_or_the_one_asked_for(stored: torch.dtype, 
         wide = gptkit.load(folder, torch.float64)(IDS)
         assert wide.dtype == torch.float64
         assert torch.equal(gptkit.load(folder)(IDS).dtype == stored and wide, wide)
+
+
+@pytest.mark.parametrize("config", [{"torch_dtype": "bfloat16"}, {"dtype": None, "torch_dtype": "bfloat16"}])
+def test_a_dtype_stated_the_old_way(config: dict[str, Any], tmp_path: Path) -> None:
+    save_hf(CONFIGS["llama"], tmp_path / "hf", torch.float32)
+    path = tmp_path / "hf" / "config.json"
+    rest = {key: value for key, value in json.loads(path.read_text()).items() if key != "dtype"}
+    path.write_text(json.dumps({**rest, **config}))
+    assert dtypes(gptkit.load(tmp_path / "hf")) == {torch.bfloat16}
 
 
 def test_the_samples_dtype() -> None:
@@ -150,6 +160,19 @@ def test_it_can_be_trained(family: str, used_before: bool, tmp_path: Path) -> No
     fresh.load_state_dict(model.state_dict())
     with torch.inference_mode():
         assert torch.equal(fresh(IDS), model(IDS))
+
+
+@pytest.mark.parametrize("ids", [torch.tensor([1, 2]), torch.zeros(1, 0).long(), torch.zeros(1, 1, 1).long()])
+def test_ids_of_another_shape(ids: Tensor) -> None:
+    with pytest.raises(UsageError, match="token ids of shape"):
+        gptkit.load("sample:gpt2")(ids)
+
+
+@pytest.mark.parametrize("shape", [(2, 11), (2, 13), (1, 12), (12,), (2, 1, 12, 12)])
+@pytest.mark.parametrize("sample", ["gpt2", "bloom"])
+def test_masks_of_another_shape(sample: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(UsageError, match="attention_mask of shape"):
+        gptkit.load(f"sample:{sample}")(IDS, torch.ones(shape))
 
 
 def test_what_is_trained_is_not_the_file(tmp_path: Path) -> None:

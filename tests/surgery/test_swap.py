@@ -20,7 +20,7 @@ from gptkit.errors import CannotExpress, CheckpointError, InvalidInput, SwapRefu
 from gptkit.parity.probe import probe
 from gptkit.report.summaries import swap_lines
 from gptkit.spec import LayerNorm, RMSNorm
-from gptkit.surgery.swap import SwapResult
+from gptkit.surgery.swap import EXACT_FP32, EXACT_FP64, SwapResult
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -103,6 +103,18 @@ def test_what_is_computed_is_wide_and_the_rest_as_it_was(hf: Path, tmp_path: Pat
         assert result.measured is not None
     errors = [gap(hf, tmp_path / asked, torch.float64) for asked in ("float64", "float32", "bf16")]
     assert errors[0] < 1e-12 < errors[1] < 1e-4 < errors[2] < 0.5
+
+
+def test_fp32_is_judged_by_the_originals_own_rounding(tmp_path: Path) -> None:
+    """A stream with a large mean, which LayerNorm takes off in fp32: the original rounds more than the bound."""
+    save_hf(CONFIGS["gpt2"], tmp_path / "hf")
+    weights = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
+    weights["transformer.wte.weight"] += 200
+    safetensors.torch.save_file(weights, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    result = gptkit.swap(tmp_path / "hf", tmp_path / "out", norm="rmsnorm")
+    assert result.measured is not None
+    assert result.measured.relative["float32"] > EXACT_FP32
+    assert result.measured.relative["float64"] < EXACT_FP64
 
 
 def test_float16_that_does_not_hold_the_values(tmp_path: Path) -> None:
