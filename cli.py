@@ -373,6 +373,7 @@ def verify(
     json: Json = False,
     offline: Offline = False,
     allow_pickle: AllowPickle = False,
+    allow_extra: AllowExtra = False,
     quiet: Quiet = False,
 ) -> None:
     """Compare logits with transformers."""
@@ -397,6 +398,7 @@ def verify(
             stream=stream,
             offline=offline,
             allow_pickle=allow_pickle,
+            allow_extra=allow_extra,
             progress=tell,
         )
     if json:
@@ -436,7 +438,9 @@ def generate(
     text: Annotated[str | None, typer.Argument(metavar="TEXT", help="The prompt; - reads standard input.")] = None,
     ids: Annotated[str | None, typer.Option(help="Token ids instead of a text: '1 5 9'.")] = None,
     max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Where to stop.")] = 100,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy, which is the default unless --top-k or --top-p is given.")
+    ] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens that make up p.")] = None,
     seed: Annotated[int | None, typer.Option(help="For the same text twice.")] = None,

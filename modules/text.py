@@ -23,7 +23,7 @@ def generate(
     prompt: str | Sequence[int],
     max_new_tokens: int = 100,
     *,
-    temperature: float = 0.0,
+    temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int | None = None,
@@ -41,7 +41,8 @@ def generate(
         prompt: a text, or token ids, which is what a checkpoint without a tokenizer takes; it then gives out ids,
             separated by spaces.
         max_new_tokens: where to stop at the latest.
-        temperature: 0 takes the most likely token; see `modules.generate.Sampling` for all four.
+        temperature: 0 takes the most likely token; see `modules.generate.Sampling` for all four. By default 0, or 1
+            where top_k or top_p is given.
         top_k: keep the k most likely tokens.
         top_p: keep the most likely tokens that together reach this probability.
         seed: the same seed gives the same text.
@@ -57,6 +58,8 @@ def generate(
         UsageError: a text and no tokenizer, a prompt that is empty or too long, sampling values out of range.
 
     """
+    if temperature is None:
+        temperature = 0.0 if top_k is None and top_p is None else 1.0
     sampling = Sampling(temperature, top_k, top_p, seed)
     checkpoint = (
         model

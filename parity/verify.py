@@ -30,8 +30,9 @@ from torch import Tensor
 
 from ..architectures.base import collapse, short
 from ..converter.checkpoint import Checkpoint, open_checkpoint
+from ..converter.publish import MANIFEST, check_manifest
 from ..converter.tokenizer import load_tokenizer
-from ..errors import GptkitError, InvalidInput, UsageError
+from ..errors import CheckpointError, GptkitError, InvalidInput, UsageError
 from ..modules.attention import Kernel
 from ..modules.load import torch_dtype
 from ..spec import ModelSpec, differences
@@ -146,6 +147,7 @@ def verify(
     stream: bool = False,
     offline: bool = False,
     allow_pickle: bool = False,
+    allow_extra: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Verification:
     """Compare gptkit's logits with transformers'.
@@ -162,6 +164,7 @@ def verify(
         stream: run both sides a layer at a time from their files, in the memory of about two layers.
         offline: use local files and the hub's cache only.
         allow_pickle: read .bin files too (weights only).
+        allow_extra: leave out tensors that have no place in the model instead of refusing them.
         progress: told what is being done.
 
     Raises:
@@ -171,8 +174,9 @@ def verify(
 
     """
     say = progress or (lambda text: None)
-    source = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle)
-    target = source if other is None else open_checkpoint(other, offline=offline, allow_pickle=allow_pickle)
+    options = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
+    source = open_checkpoint(model, **options)
+    target = source if other is None else open_checkpoint(other, **options)
     if source.spec.vocab_size != target.spec.vocab_size:
         raise InvalidInput(
             f"vocabularies differ: {source.spec.vocab_size} tokens in {source.reference}, {target.spec.vocab_size} in"
@@ -322,6 +326,14 @@ def _bytes(source: Checkpoint, target: Checkpoint) -> BytesVerdict | None:
             if not _same(leaf.to_checkpoint(leaf.to_shared(stored)), stored):
                 different.append(leaf.checkpoint)
             source.release()
+        if source.format == "local" and (source.folder / MANIFEST).is_file():
+            # Nothing else could tell here: the reference is made of the same files.
+            problems = check_manifest(source.folder)
+            if problems:
+                raise CheckpointError(
+                    f"{source.reference} is not as it was written: {'; '.join(problems[:3])}",
+                    "Convert it again, or compare it with its original: gptkit verify ORIGINAL THIS",
+                )
         return BytesVerdict(len(source.leaves), "the source, after its layout forth and back", tuple(different))
     if source.spec != target.spec:
         return None

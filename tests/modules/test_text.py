@@ -88,7 +88,7 @@ def test_ids_for_a_checkpoint_without_a_tokenizer(ids_only: Path) -> None:
         ([-1], {}),
         ([1], {"max_new_tokens": -1}),
         ([1], {"temperature": -1.0}),
-        ([1], {"top_k": 5}),
+        ([1], {"top_k": 5, "temperature": 0.0}),
         ([1], {"dtype": "int8"}),
         ([1], {"attention": "flash"}),
     ],
@@ -157,3 +157,10 @@ def test_an_opened_checkpoint_and_another_dtype() -> None:
     assert texts[0] == texts[1] != ""
     eager = "".join(generate(checkpoint, PROMPT, 20, dtype=torch.float32, attention="eager"))
     assert eager == texts[0]
+
+
+def test_a_filter_alone_samples():
+    """--top-k without a temperature is sampling at 1, not an error or greedy."""
+    texts = {"".join(generate("sample:gpt2", "ROMEO:", 20, top_k=40, seed=seed)) for seed in (1, 2, 3)}
+    assert len(texts) == 3
+    assert "".join(generate("sample:gpt2", "ROMEO:", 20, top_k=40, seed=1)) in texts

@@ -17,7 +17,7 @@ import gptkit
 from gptkit.architectures import ARCHITECTURES
 from gptkit.cli import app
 from gptkit.converter.resolve import SAMPLES
-from gptkit.errors import CannotExpress, GptkitError, InvalidInput, UsageError
+from gptkit.errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, UsageError
 from gptkit.modules import layers
 from gptkit.parity import verify as module
 from gptkit.parity.compare import compare, kl_divergence, largest_gap, mean_gap
@@ -420,8 +420,19 @@ def test_activations_that_overflow_are_no_verdict(tmp_path: Path) -> None:
     bad = damaged(tmp_path / "local", tmp_path / "bad", scale("head.weight", 1e38))
     with pytest.raises(InvalidInput, match=r"gptkit's logits of .*bad are not finite"):
         verify(tmp_path / "hf", bad)
+    loud = damaged(tmp_path / "local", tmp_path / "loud", scale("head.weight", 1e5))
+    (loud / "manifest.json").unlink()
     with pytest.raises(InvalidInput, match="overflows in float16"):
-        verify(damaged(tmp_path / "local", tmp_path / "loud", scale("head.weight", 1e5)), dtype="float16")
+        verify(loud, dtype="float16")
+
+
+def test_a_folder_that_was_tampered_with_is_no_reference(tmp_path: Path) -> None:
+    """Alone it would be compared with itself: only the manifest knows what was written."""
+    gptkit.convert("sample:llama", tmp_path / "local")
+    bad = damaged(tmp_path / "local", tmp_path / "bad", scale("head.weight", 1.001))
+    with pytest.raises(CheckpointError, match="not as it was written"):
+        verify(bad)
+    assert verify("sample:llama", bad, mutations=False).verdict == "different"
 
 
 def test_other_vocabularies(pair: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
@@ -524,7 +535,7 @@ def test_json_holds_everything(pair: Callable[[str], tuple[Path, Path]], tmp_pat
 def test_progress_is_told(pair: Callable[[str], tuple[Path, Path]]) -> None:
     told: list[str] = []
     verify(pair("llama")[0], progress=told.append)
-    assert told == ["comparing bytes", "transformers", "gptkit"]
+    assert told == ["comparing bytes", "transformers", "gptkit", "making mistakes on purpose"]
 
 
 def noise(functions: float, errors: tuple[float, float] = (1.0, 1.0)) -> Noise:
