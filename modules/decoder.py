@@ -68,7 +68,9 @@ class GatedFeedForwardModule(nn.Module):
         self.activation = ACTIVATIONS[spec.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        gate = self.activation(self.gate_proj(x))
+        inner = gate * self.up_proj(x) if torch.is_grad_enabled() else gate.mul_(self.up_proj(x))
+        out: Tensor = self.down_proj(inner)
         return out
 
 

@@ -133,6 +133,8 @@ class RMSNormModule(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if not torch.is_grad_enabled():  # in place, which a gradient of the weight would not survive
+            return wide.to(x.dtype).mul_(self.weight) if self.cast_first else wide.mul_(self.weight).to(x.dtype)
         return self.weight * wide.to(x.dtype) if self.cast_first else (self.weight * wide).to(x.dtype)
 
 
