@@ -369,6 +369,9 @@ def verify(
         str | None, typer.Option(metavar="MODULE:CALLABLE", help="A port of your own: what returns your torch module.")
     ] = None,
     card: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a card, FILE.json and FILE.md.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page: a heatmap by layer and component.")
+    ] = None,
     stream: Annotated[bool, typer.Option("--stream", help="A layer at a time, for models larger than memory.")] = False,
     json: Json = False,
     offline: Offline = False,
@@ -377,10 +380,14 @@ def verify(
     quiet: Quiet = False,
 ) -> None:
     """Compare logits with transformers."""
+    if html is not None:
+        from .report.pages import ready
+
+        ready(html)
     if against is not None:
         if local is not None or card is not None:
             raise UsageError("--against takes a MODEL alone", "gptkit verify sample:llama --against my_port:build")
-        verify_against(model, against, json, quiet, offline)
+        verify_against(model, against, html, json, quiet, offline)
         return
     from .parity.verify import verify as run
     from .report.summaries import verification_report
@@ -396,6 +403,7 @@ def verify(
             long=long,
             mutations=mutations,
             stream=stream,
+            bisected=None if html is None else True,
             offline=offline,
             allow_pickle=allow_pickle,
             allow_extra=allow_extra,
@@ -408,14 +416,20 @@ def verify(
     if card is not None:
         from .parity.card import write_card
 
-        written = write_card(result, card, offline=offline, allow_pickle=allow_pickle)
+        written = write_card(result, card, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
         if not json:
             say([f"card: {', '.join(str(path) for path in written)}"], quiet)
+    if html is not None:
+        from .report.pages import write_page
+        from .report.verification import verification_page
+
+        write_page(verification_page(result), html)
+        say([f"page: {html}"], quiet or json)
     if not result.passed:
         raise typer.Exit(3)
 
 
-def verify_against(model: str, against: str, json: bool, quiet: bool, offline: bool) -> None:
+def verify_against(model: str, against: str, html: Path | None, json: bool, quiet: bool, offline: bool) -> None:
     """`verify --against`: exit 3 where the port is not the model."""
     from .parity.port import verify_port
     from .report.summaries import port_report
@@ -427,6 +441,12 @@ def verify_against(model: str, against: str, json: bool, quiet: bool, offline: b
         print_json(result.as_json())
     elif not quiet:
         console().print(port_report(result))
+    if html is not None:
+        from .report.pages import write_page
+        from .report.verification import port_page
+
+        write_page(port_page(result), html)
+        say([f"page: {html}"], quiet or json)
     if not result.passed:
         raise typer.Exit(3)
 

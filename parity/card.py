@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -20,12 +21,14 @@ from ..converter.publish import sha256_file
 from ..errors import UsageError
 from .verify import Verification
 
-__all__ = ["card", "markdown", "write_card"]
+__all__ = ["card", "command", "markdown", "write_card"]
 
 SCHEMA_VERSION = 1
 
 
-def card(result: Verification, *, offline: bool = False, allow_pickle: bool = False) -> dict[str, Any]:
+def card(
+    result: Verification, *, offline: bool = False, allow_pickle: bool = False, allow_extra: bool = False
+) -> dict[str, Any]:
     """The card of a verification as plain JSON values; hashes the weight files of both sides.
 
     Raises:
@@ -36,7 +39,9 @@ def card(result: Verification, *, offline: bool = False, allow_pickle: bool = Fa
     return {
         "schema_version": SCHEMA_VERSION,
         "checkpoints": {
-            role: _describe(open_checkpoint(reference, offline=offline, allow_pickle=allow_pickle))
+            role: _describe(
+                open_checkpoint(reference, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
+            )
             for role, reference in checkpoints.items()
         },
         "verdict": {
@@ -64,9 +69,8 @@ def card(result: Verification, *, offline: bool = False, allow_pickle: bool = Fa
 
 
 def command(result: Verification) -> str:
-    """What repeats the verification."""
-    parts = ["gptkit", "verify", result.model, *([result.other] if result.other is not None else [])]
-    return " ".join([*parts, "--dtype", result.dtype, "--attention", result.attention])
+    """What repeats the verification, for a shell."""
+    return shlex.join(["gptkit", "verify", *result.arguments])
 
 
 def _describe(checkpoint: Checkpoint) -> dict[str, Any]:

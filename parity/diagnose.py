@@ -53,7 +53,7 @@ def unprobed(source: Checkpoint, batches: Sequence[Batch]) -> list[str]:
 
 
 def diagnose(
-    both: Sides, batches: Sequence[Batch], path: Kernel, allowed: float, notes: list[str]
+    both: Sides, batches: Sequence[Batch], path: Kernel, allowed: float | None, notes: list[str], *, asked: bool = False
 ) -> Divergence | None:
     """Where the two sides part, and what would put it right; None, with a note, where they cannot be laid side by side.
 
@@ -61,13 +61,14 @@ def diagnose(
         both: the sides.
         batches: the probe.
         path: the attention they computed with.
-        allowed: the difference of logits that rounding explains.
+        allowed: the difference of logits that rounding explains; None looks for no cause, since the models are one.
         notes: gets the reason why not.
+        asked: whatever the size.
 
     """
     source, target, architecture = both.source, both.target, both.source.architecture
     assert architecture is not None
-    if both.folder is None or max(_count(source), _count(target)) > SMALL:
+    if both.folder is None or (not asked and max(_count(source), _count(target)) > SMALL):
         notes.append("not bisected: that needs both models in memory, and is done up to 50 million parameters")
         return None
     if len(source.spec.blocks) != len(target.spec.blocks):
@@ -76,6 +77,8 @@ def diagnose(
     exact, rounded = (load_reference(both.folder, dtype, path) for dtype in (torch.float64, torch.float32))
     candidate = load_checkpoint(target, torch.float64, path)
     places = bisect(architecture, source.spec, batches, exact, rounded, candidate)
+    if allowed is None:
+        return Divergence(tuple(places), ())
     first = next((place for place in places if place.parts), None)
     pairs = zip(batches, reference_run(exact, batches), strict=True)
     finite = [(batch, logits) for batch, logits in pairs if bool(torch.isfinite(logits).all())]

@@ -102,8 +102,9 @@ class Verification:
     """The result; `verdict` is "identical" (every logit to the last bit), "equal" (within the rounding noise) or
     "different".
 
-    score: the mistakes that this probe would have caught, None where they were not tried. divergence: where the models
-    part and why, where they are different.
+    score: the mistakes that this probe would have caught, None where they were not tried. divergence: the models
+    component by component, None where they were not laid side by side; with causes where they are different. arguments:
+    what was asked, as the words of a command line that asks it again.
     """
 
     model: str
@@ -116,6 +117,7 @@ class Verification:
     score: Score | None = None
     divergence: Divergence | None = None
     notes: tuple[str, ...] = field(default=())
+    arguments: tuple[str, ...] = field(default=())
 
     @property
     def verdict(self) -> Literal["identical", "equal", "different"]:
@@ -144,6 +146,7 @@ def verify(
     prompts: Sequence[str] = (),
     long: bool = False,
     mutations: bool | None = None,
+    bisected: bool | None = None,
     stream: bool = False,
     offline: bool = False,
     allow_pickle: bool = False,
@@ -161,6 +164,8 @@ def verify(
         long: probe past windows and contexts of more than 1,024 tokens too.
         mutations: make mistakes on purpose and count those that the probe catches; by default for up to 50 million
             parameters.
+        bisected: lay the two component by component, whatever the verdict and the size; never, where False. By default
+            where they are different, for up to 50 million parameters.
         stream: run both sides a layer at a time from their files, in the memory of about two layers.
         offline: use local files and the hub's cache only.
         allow_pickle: read .bin files too (weights only).
@@ -206,9 +211,11 @@ def verify(
             say("measuring the noise of rounding")
             noise = _noise(both, batches, path, wanted, reference, candidate)
         divergence = None
-        if noise is not None and not noise.explains:
-            say("looking for the place and the cause")
-            divergence = diagnose(both, batches, path, noise.allowed, notes)
+        different = noise is not None and not noise.explains
+        if bisected or (different and bisected is None):
+            say("looking for the place and the cause" if different else "laying the components side by side")
+            allowed = noise.allowed if noise is not None and different else None
+            divergence = diagnose(both, batches, path, allowed, notes, asked=bool(bisected))
     marks = None
     if worth_trying(source, mutations, stream, notes):
         say("making mistakes on purpose")
@@ -224,7 +231,29 @@ def verify(
         score=marks,
         divergence=divergence,
         notes=tuple(source.notes + ([] if target is source else target.notes) + notes),
+        arguments=(
+            *(resolved(checkpoint) for checkpoint in ((source,) if other is None else (source, target))),
+            *("--dtype", str(wanted).removeprefix("torch."), "--attention", path),
+            *(f"--prompt={text}" for text in prompts),  # a text may begin with dashes
+            *(() if mutations is None else ("--mutations",) if mutations else ("--no-mutations",)),
+            *(
+                f"--{name}"
+                for name, asked in {
+                    "long": long,
+                    "stream": stream,
+                    "allow-pickle": allow_pickle,
+                    "allow-extra": allow_extra,
+                }.items()
+                if asked
+            ),
+        ),
     )
+
+
+def resolved(checkpoint: Checkpoint) -> str:
+    """The checkpoint's reference, at the commit that it was taken from where it came from the hub."""
+    revision = checkpoint.revision
+    return checkpoint.reference if revision is None else f"{checkpoint.reference.partition('@')[0]}@{revision}"
 
 
 def _attention(source: Checkpoint, asked: str | None) -> Kernel:

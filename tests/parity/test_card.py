@@ -2,14 +2,17 @@
 
 import hashlib
 import json
+import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from typer.testing import CliRunner
 
 from gptkit.cli import app
+from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert
-from gptkit.parity.card import card, markdown
-from gptkit.parity.verify import verify
+from gptkit.parity.card import card, command, markdown
+from gptkit.parity.verify import resolved, verify
 
 SAMPLE = Path(__file__).parents[2] / "samples" / "llama"
 
@@ -31,6 +34,29 @@ def test_a_card_says_what_was_checked(tmp_path):
     assert data["command"] in page
     # The command repeats it.
     assert CliRunner().invoke(app, [*data["command"].split()[1:], "-q"]).exit_code == 0
+
+
+def test_the_command_repeats_everything_that_was_asked():
+    prompt = '--long \'tis; "so"'
+    asked = {"long": True, "stream": True, "mutations": False, "allow_pickle": True, "allow_extra": True}
+    result = verify("sample:llama", "sample:llama", dtype="bfloat16", attention="eager", prompts=[prompt], **asked)
+    words = shlex.split(command(result))
+    assert words[:4] == ["gptkit", "verify", "sample:llama", "sample:llama"]
+    for option in ("--long", "--stream", "--no-mutations", "--allow-pickle", "--allow-extra", f"--prompt={prompt}"):
+        assert option in words
+    again = CliRunner().invoke(app, [*words[1:], "--json"])
+    assert again.exit_code == 0, again.output
+    data = json.loads(again.stdout)
+    assert data["arguments"] == list(result.arguments)
+    assert [each["name"] for each in data["prompts"]] == [each.name for each in result.prompts]
+
+
+def test_the_command_names_the_commit():
+    checkpoint = open_checkpoint("sample:llama")
+    for reference in ("org/name", "org/name@main", "hf://org/name@main", "llama-3-8b"):
+        found = resolved(replace(checkpoint, reference=reference, revision="c0ffee"))
+        assert found == f"{reference.partition('@')[0]}@c0ffee"
+    assert resolved(checkpoint) == "sample:llama"
 
 
 def test_a_card_tells_a_failure(tmp_path):

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import gptkit
 from gptkit.architectures import ARCHITECTURES
 from gptkit.cli import app
+from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.resolve import SAMPLES
 from gptkit.errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, UsageError
 from gptkit.modules import layers
@@ -389,6 +390,42 @@ def test_one_layout_that_loses_something_shows_in_bytes(
     assert result.bytes is not None
     assert result.bytes.different == tuple(f"transformer.h.{layer}.attn.c_attn.weight" for layer in range(3))
     assert (result.verdict, result.passed) == ("identical", False)
+
+
+# --- component by component -------------------------------------------------------------------------------------------
+
+
+def test_right_models_are_laid_side_by_side_when_asked(
+    pair: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    hf, local = pair("gpt2")
+    assert verify(hf, mutations=False).divergence is None
+    same = verify(hf, local, mutations=False, bisected=True)
+    other = with_spec(local, tmp_path / "other", setting(arithmetic="linear"))
+    near = verify(hf, other, mutations=False, bisected=True)
+    for result, verdict in ((same, "identical"), (near, "equal")):
+        assert result.verdict == verdict
+        assert result.divergence is not None
+        assert (result.divergence.first, result.divergence.causes) == (None, ())
+        layers = {place.layer for place in result.divergence.places}
+        assert layers == {None, *range(len(open_checkpoint(hf).spec.blocks))}
+        assert any(place.noise for place in result.divergence.places)
+
+
+def test_sides_are_laid_beside_each_other_never_always_or_up_to_a_size(
+    pair: Callable[[str], tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf, local = pair("llama")
+    bad = with_spec(local, tmp_path / "bad", setting(eps=1e-3))
+    assert verify(hf, bad, mutations=False, bisected=False).divergence is None
+    monkeypatch.setattr("gptkit.parity.diagnose.SMALL", 10)
+    unasked = verify(hf, bad, mutations=False)
+    assert unasked.divergence is None
+    assert any(note.startswith("not bisected") for note in unasked.notes)
+    asked = verify(hf, bad, mutations=False, bisected=True).divergence
+    assert asked is not None and asked.first is not None
+    assert asked.first.name == "layer 0 attention norm"
+    assert asked.causes[0].restores
 
 
 # --- what cannot be compared ------------------------------------------------------------------------------------------
