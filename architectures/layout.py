@@ -109,18 +109,36 @@ class Layout:
             shapes.append(tuple(math.prod(axes[a] for a in dimension) for dimension in self._shared))
         return shapes
 
+    @cached_property
+    def _runs(self) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+        """The axes of both sides, each run of them that both have in this order taken as one (`split` stays alone).
+
+        Fewer axes move the same elements in longer stretches, and more of the reshapes are views.
+        """
+        source = [axis for dimension in self._checkpoint for axis in dimension]
+        target = [axis for dimension in self._shared for axis in dimension]
+        runs: list[tuple[str, ...]] = []
+        for axis in source:
+            last = runs[-1][-1] if runs else None
+            follows = last is not None and target.index(axis) == target.index(last) + 1
+            if follows and self.split not in (axis, last):
+                runs[-1] = (*runs[-1], axis)
+            else:
+                runs.append((axis,))
+        return runs, sorted(runs, key=lambda run: target.index(run[0]))
+
     def forward(self, tensor: Any, sizes: Sizes) -> list[Any]:
         """The checkpoint's tensor -> the shared tensors (views where the library can)."""
         if self.is_identity:
             return [tensor]
-        source = [axis for dimension in self._checkpoint for axis in dimension]
-        target = [axis for dimension in self._shared for axis in dimension]
+        source, target = self._runs
         axes = self._axes(sizes)
-        whole = permute(tensor.reshape([axes[a] for a in source]), [source.index(a) for a in target])
+        extents = [math.prod(axes[a] for a in run) for run in source]
+        whole = permute(tensor.reshape(extents), [source.index(run) for run in target])
         if self.split is None:
             pieces = [whole]
         else:
-            at, start, pieces = target.index(self.split), 0, []
+            at, start, pieces = target.index((self.split,)), 0, []
             for extent in self._extents(sizes):
                 pieces.append(whole[(slice(None),) * at + (slice(start, start + extent),)])
                 start += extent
@@ -131,14 +149,13 @@ class Layout:
         if self.is_identity:
             (tensor,) = tensors
             return tensor
-        source = [axis for dimension in self._checkpoint for axis in dimension]
-        target = [axis for dimension in self._shared for axis in dimension]
+        source, target = self._runs
         pieces = []
         for part, tensor in enumerate(tensors):
             axes = self._axes(sizes, part)
-            pieces.append(tensor.reshape([axes[a] for a in target]))
-        whole = pieces[0] if self.split is None else concatenate(pieces, target.index(self.split))
-        whole = permute(whole, [target.index(a) for a in source])
+            pieces.append(tensor.reshape([math.prod(axes[a] for a in run) for run in target]))
+        whole = pieces[0] if self.split is None else concatenate(pieces, target.index((self.split,)))
+        whole = permute(whole, [target.index(run) for run in source])
         return whole.reshape(self.checkpoint_shape(sizes, ()))
 
 
