@@ -61,8 +61,8 @@ def build(folder: Path, gigabytes: float) -> int:
 
     texts = {"config.json": json.dumps(config, indent=2).encode()}
     with Staging(folder) as staging:
-        files, digests = execute(plan(llama.bind(spec), dtypes, texts, [], SHARD), tensors(), staging)
-        staging.commit({}, files=files, tensors=digests)
+        files = execute(plan(llama.bind(spec), dtypes, texts, [], SHARD), tensors(), staging)
+        staging.commit({}, files=files)
     return count(spec).total
 
 

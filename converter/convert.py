@@ -156,8 +156,7 @@ def convert(
     target = Path(out) if out is not None else default_output(str(model), to)
     _check_format(to)
     if not dry_run:
-        with Staging(target, force):
-            pass  # what cannot be written is refused here, before gigabytes are fetched
+        Staging(target, force).check()  # what cannot be written is refused here, before gigabytes are fetched
     source = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
     conversion = Conversion(source, target, to, plan_conversion(source, to, max_shard_bytes), published=not dry_run)
     if dry_run:
@@ -165,11 +164,11 @@ def convert(
     with Staging(target, force) as staging:
         if on_plan is not None:
             on_plan(conversion)
-        files, tensors = execute(conversion.plan, source.tensors(), staging, progress)
+        files = execute(conversion.plan, source.tensors(), staging, progress)
         manifest = {
             "gptkit": __version__,
             "format": to,
             "source": {"reference": source.origin.reference, "revision": source.revision},
         }
-        staging.commit(manifest, files=files, tensors=tensors)
+        staging.commit(manifest, files=files)
     return conversion

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..architectures import BoundLeaf
 from .dtypes import FLOATS, from_float64, to_float64, widest
-from .publish import Staging, copy_file, write_bytes
+from .publish import FileRecord, Staging, TensorRecord, copy_file, write_bytes
 from .resolve import INDEX
 from .safetensors import DTYPES, SafetensorsWriter
 
@@ -114,11 +114,11 @@ def execute(
     tensors: Iterable[tuple[str, np.ndarray, str]],
     staging: Staging,
     progress: Callable[[int], None] | None = None,
-) -> tuple[dict[str, str], dict[str, str]]:
+) -> dict[str, FileRecord]:
     """Write the plan into an open staging folder, `tensors` being (shared name, array, dtype) in any order.
 
     Returns:
-        sha256 by file name and by tensor name, for the manifest.
+        What is known of the weight files by name, for the manifest.
 
     Raises:
         CheckpointError: a value does not fit the output's dtype.
@@ -158,8 +158,13 @@ def execute(
         raise
     for writer in writers:
         writer.close()
-    files = {shard.name: writer.sha256 for shard, writer in zip(plan.shards, writers, strict=True)}
-    return files, {name: digest for writer in writers for name, digest in writer.tensor_sha256.items()}
+    return {writer.path.name: _record(writer) for writer in writers}
+
+
+def _record(writer: SafetensorsWriter) -> FileRecord:
+    digests = writer.tensor_sha256
+    places = writer.tensors.items()
+    return FileRecord(writer.sha256, {name: TensorRecord(at.start, at.end, digests[name]) for name, at in places})
 
 
 def cast(array: np.ndarray, dtype: str, target: str) -> np.ndarray:

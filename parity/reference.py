@@ -46,8 +46,8 @@ def reference_folder(checkpoint: Checkpoint) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="gptkit-reference-") as parent:
         target = Path(parent) / "hf"
         with Staging(target) as staging:
-            files, tensors = execute(plan, checkpoint.tensors(), staging)
-            staging.commit({}, files=files, tensors=tensors)
+            files = execute(plan, checkpoint.tensors(), staging)
+            staging.commit({}, files=files)
         yield target
 
 

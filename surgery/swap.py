@@ -91,8 +91,7 @@ def swap(
     if norm != "rmsnorm":
         raise UsageError(f"unknown norm {norm!r}", "known: rmsnorm")
     stored = parse_dtype(dtype)
-    with Staging(Path(out), force):
-        pass  # what cannot be written is refused here, before anything is fetched or computed
+    Staging(Path(out), force).check()  # what cannot be written is refused here, before anything is fetched or computed
     source = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
     swapped = (replace_layernorm if approximate else layernorm_to_rmsnorm)(source.spec)
     dtypes = _dtypes(source, swapped, stored)
@@ -102,7 +101,7 @@ def swap(
     compute = widest([source.dtype, "F32"]) if swapped.computed else source.dtype
     plan = plan_output(swapped.spec, origin, "local", dtypes, compute, source.folder)
     with Staging(Path(out), force) as staging:
-        files, digests = execute(plan, _tensors(source, swapped, dtypes), staging, progress)
+        files = execute(plan, _tensors(source, swapped, dtypes), staging, progress)
         found = measure(source, open_checkpoint(staging.path)) if measured else None
         if found is not None:
             _require_numbers(source, found)
@@ -114,7 +113,7 @@ def swap(
             "source": {"reference": source.origin.reference, "revision": source.revision},
             "swap": {**record, "measured": None if found is None else found.as_json()},
         }
-        staging.commit(manifest, files=files, tensors=digests)
+        staging.commit(manifest, files=files)
     totals = (count(source.spec).total, count(swapped.spec).total)
     return SwapResult(source, Path(out), swapped.spec, swapped.guarantee, HF_NAMES[stored], found, totals)
 

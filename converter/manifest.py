@@ -1,0 +1,177 @@
+"""manifest.json: what a published folder holds, by sha256, and whether it still does.
+
+Of every file the manifest has the sha256, the size, and of every tensor in it the bytes it takes and their sha256. So
+whatever the format, a file that changed can be told apart by tensor without being parsed: a damaged header may say
+anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+__all__ = [
+    "JOURNAL",
+    "MANIFEST",
+    "SCHEMA_VERSION",
+    "FileRecord",
+    "TensorRecord",
+    "check_manifest",
+    "file_entry",
+    "read_entry",
+    "sha256_file",
+    "walk",
+]
+
+MANIFEST = "manifest.json"
+SCHEMA_VERSION = 2
+"""1 had the tensors' sha256 by name alone, with nothing to say where they lie."""
+JOURNAL = ".journal"
+"""What `publish` notes finished files in, in a folder that is not published yet."""
+
+_SHOWN = 20  # damaged tensors a file, before the rest is counted
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """Bytes `start` to `end` (exclusive) of its file, and their sha256 in hex."""
+
+    start: int
+    end: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file's sha256 in hex, and its tensors by name. Bytes of no tensor are its header and padding."""
+
+    sha256: str
+    tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
+
+
+def file_entry(record: FileRecord, nbytes: int) -> dict[str, object]:
+    """A file as the manifest says it, in JSON values."""
+    tensors = {name: {"start": t.start, "end": t.end, "sha256": t.sha256} for name, t in record.tensors.items()}
+    return {"sha256": record.sha256, "bytes": nbytes, **({"tensors": tensors} if tensors else {})}
+
+
+def read_entry(entry: object) -> tuple[FileRecord, int] | None:
+    """The record and the bytes of what `file_entry` made; None where the entry holds anything else."""
+    if not isinstance(entry, dict) or not _is_digest(entry.get("sha256")):
+        return None
+    nbytes, tensors = entry.get("bytes"), entry.get("tensors", {})
+    if type(nbytes) is not int or not isinstance(tensors, dict):
+        return None
+    records: dict[str, TensorRecord] = {}
+    for name, each in tensors.items():
+        if not isinstance(each, dict) or not _is_digest(each.get("sha256")):
+            return None
+        start, end = each.get("start"), each.get("end")
+        if type(start) is not int or type(end) is not int or not 0 <= start <= end <= nbytes:
+            return None
+        records[name] = TensorRecord(start, end, each["sha256"])
+    return FileRecord(entry["sha256"], records), nbytes
+
+
+def _is_digest(value: object) -> bool:
+    return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
+
+
+def sha256_file(path: Path) -> str:
+    """The sha256 of a file's bytes, in hex. Raises OSError."""
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def walk(folder: Path) -> Iterator[str]:
+    """The names of all files and links below `folder`, relative to it with `/`: not manifest and journal."""
+    for at, folders, names in os.walk(folder):
+        for name in names + [name for name in folders if (Path(at) / name).is_symlink()]:
+            relative = (Path(at) / name).relative_to(folder).as_posix()
+            if relative not in (JOURNAL, MANIFEST):
+                yield relative
+
+
+def check_manifest(folder: Path) -> list[str]:
+    """Hash the files of a published folder again; returns what differs from manifest.json, in words.
+
+    A file that changed is told by tensor: which of them changed and at which bytes, or that its header or padding did.
+    """
+    try:
+        record: Any = json.loads((folder / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return [f"{MANIFEST} is missing"]
+    except (OSError, ValueError, RecursionError) as error:
+        return [f"{MANIFEST} cannot be read: {error}"]
+    if not isinstance(record, dict) or not isinstance(record.get("files"), dict):
+        return [f"{MANIFEST} is not a gptkit manifest: it has no object named files"]
+    version = record.get("schema_version")
+    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
+        return [f"{MANIFEST} has schema version {version!r}, this gptkit knows 1 to {SCHEMA_VERSION}"]
+    listed = cast("dict[str, object]", record["files"])
+    from concurrent.futures import ThreadPoolExecutor  # here, because most commands never check anything
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets the other threads run
+        found = pool.map(lambda name: _check_file(folder, name, listed[name]), sorted(listed))
+        problems = [problem for each in found for problem in each]
+    return problems + [f"{name} is not in the manifest" for name in sorted(walk(folder)) if name not in listed]
+
+
+def _check_file(folder: Path, name: str, entry: object) -> list[str]:
+    if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str):
+        return [f"{name}: its entry in the manifest holds no sha256"]
+    if name.startswith("/") or ".." in name.split("/") or "\0" in name:
+        return [f"{name!r}: the manifest names a file outside of its folder"]
+    known = read_entry(entry)
+    if known is None:
+        return [f"{name}: its entry in the manifest is damaged"]
+    record, nbytes = known
+    path = folder / name
+    try:
+        info = path.stat()
+        if not stat.S_ISREG(info.st_mode):
+            return [f"{name} is not a file"]
+        if info.st_size != nbytes:
+            cut = sum(tensor.end > info.st_size for tensor in record.tensors.values())
+            return [
+                f"{name}: {nbytes} bytes expected, {info.st_size} found"
+                + (f"; {cut} of its {len(record.tensors)} tensors are cut off" if cut else "")
+            ]
+        found = sha256_file(path)
+        if found == record.sha256:
+            return []
+        changed = _changed_tensors(path, record)
+    except FileNotFoundError:
+        return [f"{name} is missing"]
+    except OSError as error:
+        return [f"{name} cannot be read: {error.strerror}"]
+    if changed:
+        told = [f"{name}: tensor {each} changed (bytes {t.start} to {t.end})" for each, t in changed[:_SHOWN]]
+        return told + ([f"{name}: {len(changed) - _SHOWN} more tensors changed"] if len(changed) > _SHOWN else [])
+    if record.tensors:
+        return [f"{name}: its header or padding changed; its {len(record.tensors)} tensors' own bytes did not"]
+    return [f"{name}: its bytes changed (sha256 {record.sha256[:12]}… expected, {found[:12]}… found)"]
+
+
+def _changed_tensors(path: Path, record: FileRecord) -> list[tuple[str, TensorRecord]]:
+    """The tensors whose bytes are no longer what they were, in the order of the file. Raises OSError."""
+    with path.open("rb") as file:
+        return [
+            (name, tensor)
+            for name, tensor in sorted(record.tensors.items(), key=lambda item: item[1].start)
+            if _sha256_range(file.fileno(), tensor.start, tensor.end) != tensor.sha256
+        ]
+
+
+def _sha256_range(fd: int, start: int, end: int) -> str:
+    digest = hashlib.sha256()
+    while start < end and (chunk := os.pread(fd, min(1 << 20, end - start), start)):
+        digest.update(chunk)
+        start += len(chunk)
+    return digest.hexdigest()
