@@ -26,11 +26,13 @@ from ..errors import InvalidInput, UsageError
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["TOKEN_FILES", "StreamDecoder", "Tokenizer", "eos_ids", "load_tokenizer", "token_files"]
+__all__ = ["TOKEN_FILES", "StreamDecoder", "Tokenizer", "eos_ids", "load_tokenizer", "token_files", "travels"]
 
 TOKEN_FILES = (
     # the tokenizer: its one-file form with its settings, then the older forms
-    "tokenizer.*",  # tokenizer.json, tokenizer.model, tokenizer.model.v3, tokenizer.tiktoken, …
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer.*",  # tokenizer.model.v3, tokenizer.tiktoken, …
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -46,10 +48,14 @@ TOKEN_FILES = (
     "chat_template.json",
     "generation_config.json",
     # what the weights may be used for stays true of the converted ones; a README.md describes the original alone
+    "LICENSE",
     "LICENSE*",
     "NOTICE*",
 )
-"""Names of the files that travel with a checkpoint, as shell patterns."""
+"""Names of the files that travel with a checkpoint, as shell patterns.
+
+The plain names are all that can be asked of a hub that does not list a repository's files.
+"""
 
 _NEVER = ("*.py", "*.pkl", "*.pickle")  # code does not travel, whatever its name
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model")
@@ -209,10 +215,11 @@ def token_files(folder: Path) -> list[Path]:
         entries = sorted(folder.iterdir())
     except OSError as error:
         raise InvalidInput(f"cannot read {folder}: {error.strerror}") from error
-    return [path for path in entries if _travels(path.name) and path.is_file()]
+    return [path for path in entries if travels(path.name) and path.is_file()]
 
 
-def _travels(name: str) -> bool:
+def travels(name: str) -> bool:
+    """Whether a file of that name is one of `TOKEN_FILES`."""
     return any(fnmatchcase(name, pattern) for pattern in TOKEN_FILES) and not any(
         fnmatchcase(name, pattern) for pattern in _NEVER
     )

@@ -1,26 +1,22 @@
 """What references mean, against a hub of our own on 127.0.0.1."""
 
-import hashlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from urllib.parse import unquote
 
 import pytest
+from hubserver import NEW, OLD, Big, Hub, Repo
 
 from gptkit.converter import resolve as module
 from gptkit.converter.resolve import Resolved, resolve
 from gptkit.errors import CheckpointError, GptkitError, InvalidInput, Offline, UntrustedInput
 
-OLD, NEW = "a" * 40, "b" * 40
 SHARDED = {
     "config.json": b"{}",
     "model.safetensors.index.json": json.dumps(
@@ -33,96 +29,6 @@ SHARDED = {
     "README.md": b"never",
 }
 SINGLE = {"config.json": b"{}", "model.safetensors": b"weights", "chat_template.jinja": b"{{ messages }}"}
-
-
-@dataclass
-class Repo:
-    files: dict[str, bytes]
-    commit: str = NEW
-    refs: dict[str, str] = field(default_factory=dict)
-    status: int = 200
-    error_code: str = ""
-    message: str = ""
-
-
-@dataclass
-class Hub:
-    """The part of the hub's HTTP interface that a download of single files uses."""
-
-    repos: dict[str, Repo] = field(default_factory=dict)
-    moved: dict[str, str] = field(default_factory=dict)
-    asked: list[str] = field(default_factory=list)
-    url: str = ""
-    server: ThreadingHTTPServer | None = None
-
-    def start(self) -> None:
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler(self))
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-
-    def stop(self) -> None:
-        """After this, connections are refused."""
-        if self.server is not None:
-            self.server.shutdown()
-            self.server.server_close()
-            self.server = None
-
-
-def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *arguments: object) -> None:
-            """Nothing: the test's output is not the server's log."""
-
-        def do_HEAD(self) -> None:
-            name, marker, rest = self.path.lstrip("/").partition("/resolve/")
-            revision, _, file = rest.partition("/")
-            revision, file = unquote(revision), unquote(file)
-            hub.asked.append(f"{self.command} {name} {revision} {file}")
-            if not marker or (name not in hub.repos and name not in hub.moved):
-                return self.answer(401, {"X-Error-Message": "Invalid username or password."})
-            if name in hub.moved:
-                return self.answer(307, {"Location": f"/{hub.moved[name]}/resolve/{rest}"})
-            repo = hub.repos[name]
-            if repo.status != 200:
-                told = {"X-Error-Code": repo.error_code, "X-Error-Message": repo.message}
-                return self.answer(repo.status, {key: value for key, value in told.items() if value})
-            commits = {repo.commit, *repo.refs.values()}
-            commit = revision if revision in commits else {"main": repo.commit, **repo.refs}.get(revision)
-            if commit is None:
-                return self.answer(404, {"X-Error-Code": "RevisionNotFound"})
-            if file not in repo.files:
-                return self.answer(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
-            body = repo.files[file]
-            return self.answer(200, {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(body).hexdigest()}"'}, body)
-
-        do_GET = do_HEAD  # noqa: N815, http.server looks the name up
-
-        def answer(self, status: int, headers: dict[str, str], body: bytes = b"") -> None:
-            self.send_response(status)
-            for key, value in {**headers, "Content-Length": str(len(body))}.items():
-                self.send_header(key, value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
-
-    return Handler
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    constants = pytest.importorskip("huggingface_hub.constants")
-    hub = Hub()
-    hub.start()
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    yield hub
-    hub.stop()
 
 
 def names(resolved: Resolved) -> set[str]:
@@ -242,22 +148,207 @@ def test_a_single_file_and_the_chat_template(hub: Hub) -> None:
 def test_config_alone(hub: Hub) -> None:
     hub.repos["org/name"] = Repo(SHARDED)
     assert names(resolve("org/name", weights=False)) == {"config.json"}
-    asked = len(hub.asked)
+    hub.asked.clear()
     resolve("org/name", weights=False)
-    assert len(hub.asked) == asked
+    assert hub.asked == ["HEAD org/name main config.json"]
     assert "m-1.safetensors" in names(resolve("org/name"))
 
 
-def test_the_cache_is_used_before_the_network_and_without_it(hub: Hub) -> None:
+def test_the_cache_is_asked_first_but_a_branch_may_have_moved(hub: Hub) -> None:
     hub.repos["org/name"] = Repo(SHARDED)
     first = resolve("org/name")
-    asked = len(hub.asked)
+    assert first.notes == ()
+    hub.asked.clear()
     assert resolve("org/name") == first
-    assert len(hub.asked) == asked
+    assert hub.asked == ["HEAD org/name main config.json", f"LIST org/name {NEW}"]
+    hub.asked.clear()
+    assert resolve(f"org/name@{NEW}").path == first.path
+    assert hub.asked == [f"LIST org/name {NEW}"]
+    hub.asked.clear()
+    assert resolve(f"org/name@{NEW}", weights=False).path == first.path
+    assert hub.asked == []
     hub.stop()
-    assert resolve("org/name") == first
-    assert resolve("org/name", offline=True) == first
-    assert resolve(f"org/name@{NEW}", offline=True).revision == NEW
+    for ref in ("org/name", f"org/name@{NEW}"):
+        again = resolve(ref)
+        assert again.path == first.path
+        assert again.notes == (f"the hub could not be reached: {ref} is read from the cache, at commit {NEW}",)
+        assert resolve(ref, offline=True).notes == ()
+
+
+def test_a_branch_that_moved(hub: Hub) -> None:
+    repo = hub.repos["org/name"] = Repo(SHARDED, commit=OLD)
+    assert resolve("org/name").revision == OLD
+    hub.repos["org/name"] = Repo({**SHARDED, "m-1.safetensors": b"ONE"}, history={OLD: repo.files})
+    hub.asked.clear()
+    moved = resolve("org/name")
+    assert moved.revision == NEW
+    assert (moved.path / "m-1.safetensors").read_bytes() == b"ONE"
+    assert "m-2.safetensors" not in hub.fetched()  # the same bytes: one blob
+    assert resolve("org/name", offline=True) == moved
+    hub.asked.clear()
+    assert (resolve(f"org/name@{OLD}").path / "m-1.safetensors").read_bytes() == b"one"
+    assert hub.fetched() == []
+
+
+@pytest.mark.parametrize("step", range(12))
+def test_one_commit_whenever_the_branch_moves(hub: Hub, step: int) -> None:
+    """The branch moves, and every file with it, just before the request of that number."""
+    new: dict[str, bytes | Big] = {name: body.replace(b"o", b"0") for name, body in SHARDED.items()}
+    new["config.json"] = b'{"new": 1}'
+    new["model.safetensors.index.json"] = SHARDED["model.safetensors.index.json"]
+    repo = hub.repos["org/name"] = Repo(SHARDED, commit=OLD, history={OLD: SHARDED, NEW: new})
+
+    def move(line: str) -> None:
+        if len(hub.asked) > step:
+            repo.commit = NEW
+
+    hub.before = move
+    found = resolve("org/name")
+    expected = {OLD: SHARDED, NEW: new}[found.revision]
+    for name in ("config.json", "m-1.safetensors", "m-2.safetensors", "tokenizer.json"):
+        assert (found.path / name).read_bytes() == expected[name]
+    assert found.revision == (OLD if step else NEW)
+
+
+def test_a_server_that_answers_with_another_commit(hub: Hub) -> None:
+    repo = hub.repos["org/name"] = Repo(SINGLE, commit=OLD)
+
+    def lie(line: str) -> None:
+        repo.lies = NEW if "model.safetensors" in line else ""
+
+    hub.before = lie
+    with pytest.raises(InvalidInput, match=f"asked for model.safetensors at commit {OLD} and gave it at {NEW}"):
+        resolve("org/name")
+
+
+def test_an_interrupted_move_leaves_what_worked_offline(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repos["org/name"] = Repo(SHARDED, commit=OLD)
+    old = resolve("org/name")
+    hub.repos["org/name"] = Repo({**SHARDED, "m-2.safetensors": b"other"}, short={"m-2.safetensors": 3})
+    with pytest.raises(Offline, match=r"fetching m-2\.safetensors of org/name broke off"):
+        resolve("org/name")
+    assert resolve("org/name", offline=True) == old
+
+
+def test_the_files_are_listed_with_one_question(hub: Hub) -> None:
+    more = {"token_mappings.json": b"{}", "LICENSE.md": b"l", "NOTICE": b"n", "tokenizer.model.v3": b"t"}
+    never = {"modeling.py": b"", "tokenizer.py": b"", "onnx/model.onnx": b"", "sub/tokenizer.json": b"", "a.gguf": b""}
+    never["tokenizer.\x1b[31m"] = b""
+    hub.repos["org/name"] = Repo({**SHARDED, **more, **never})
+    assert names(resolve("org/name")) == {*SHARDED, *more} - {"pytorch_model.bin", "README.md"}
+    assert sum("LIST" in line for line in hub.asked) == 1
+    assert not any("merges.txt" in line for line in hub.asked)
+
+
+def test_a_hub_that_does_not_list(hub: Hub) -> None:
+    hub.repos["org/name"] = Repo(SHARDED, listed=False)
+    hub.repos["org/single"] = Repo({**SINGLE, "LICENSE": b"", "token_mappings.json": b"{}"}, listed=False)
+    assert names(resolve("org/name")) == SHARDED.keys() - {"pytorch_model.bin", "README.md"}
+    assert names(resolve("org/single")) == {*SINGLE, "LICENSE", "token_mappings.json"}
+    hub.repos["org/lacks"] = Repo({k: v for k, v in SHARDED.items() if k != "m-2.safetensors"}, listed=False)
+    with pytest.raises(CheckpointError, match=r"lacks m-2\.safetensors"):
+        resolve("org/lacks")
+
+
+def test_one_weight_file_of_another_name(hub: Hub) -> None:
+    hub.repos["org/name"] = Repo({"config.json": b"{}", "consolidated.safetensors": b"w"})
+    assert names(resolve("org/name")) == {"config.json", "consolidated.safetensors"}
+    assert "consolidated.safetensors" in names(resolve("org/name", offline=True))
+
+
+def test_config_comes_first_and_may_end_it(hub: Hub) -> None:
+    hub.repos["org/name"] = Repo(SHARDED)
+
+    def refuse(folder: Path) -> None:
+        assert {path.name for path in folder.iterdir()} == {"config.json"}
+        raise InvalidInput("no such family")
+
+    with pytest.raises(InvalidInput, match="no such family"):
+        resolve("org/name", check=refuse)
+    assert hub.fetched() == ["config.json"]
+
+
+def test_companions_without_weights(hub: Hub) -> None:
+    hub.repos["org/name"] = Repo(SHARDED)
+    found = resolve("org/name", weights=False, companions=True)
+    assert names(found) == {"config.json", "tokenizer.json"}
+    assert found.repository is not None and found.repository.commit == NEW
+
+
+def test_a_broken_connection_is_picked_up_where_it_broke(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 10_000)
+    body = bytes(range(256)) * 1000
+    repo = hub.repos["org/name"] = Repo({**SINGLE, "model.safetensors": body}, cut={"model.safetensors": [70_000, 99]})
+    assert (resolve("org/name").path / "model.safetensors").read_bytes() == body
+    assert any("bytes=70000-" in line for line in hub.asked)
+    # It breaks for good in the second of two files: an error that says so, and the first is not fetched again.
+    repo = hub.repos["org/name2"] = Repo({**SHARDED, "m-2.safetensors": body}, cut={"m-2.safetensors": [0] * 20})
+    with pytest.raises(Offline, match=r"fetching m-2\.safetensors of org/name2 broke off") as caught:
+        resolve("org/name2")
+    assert "run the same again" in str(caught.value)
+    assert caught.value.exit_code == 5
+    assert not list((Path("cache") / "models--org--name2").rglob("*.incomplete"))
+    repo.cut.clear()
+    hub.asked.clear()
+    assert (resolve("org/name2").path / "m-2.safetensors").read_bytes() == body
+    assert hub.fetched() == ["m-2.safetensors"]
+
+
+def test_a_file_cut_short_in_the_cache_is_fetched_again(hub: Hub) -> None:
+    hub.repos["org/name"] = Repo(SINGLE)
+    file = resolve("org/name").path / "model.safetensors"
+    os.truncate(file, 3)
+    assert (resolve("org/name").path / "model.safetensors").read_bytes() == SINGLE["model.safetensors"]
+
+
+def test_a_disk_too_small_is_told_before_the_first_weight(hub: Hub) -> None:
+    hub.repos["org/name"] = Repo({**SINGLE, "model.safetensors": Big(b"", 1 << 60)})
+    with pytest.raises(GptkitError, match=f"needs {(1 << 60) + 14:,} bytes in the hub's cache") as caught:
+        resolve("org/name")
+    assert caught.value.exit_code == 1
+    assert "HF_HOME" in str(caught.value)
+    assert hub.fetched() == ["config.json"]
+
+
+def test_tokens_go_to_the_hub_alone(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repos["org/name"] = Repo(SINGLE, token="hf_secret", cdn=True)
+    with pytest.raises(InvalidInput, match="or it is private"):
+        resolve("org/name")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert (resolve("org/name").path / "model.safetensors").read_bytes() == b"weights"
+    assert any(line.startswith("CDN") for line in hub.asked)
+
+
+def test_a_repository_that_was_closed_since(hub: Hub) -> None:
+    hub.repos["org/name"] = Repo(SINGLE)
+    resolve("org/name")
+    hub.repos["org/name"].status, hub.repos["org/name"].error_code = 403, "GatedRepo"
+    with pytest.raises(InvalidInput, match="is gated") as caught:
+        resolve("org/name")
+    assert "--offline" in str(caught.value)
+    assert resolve("org/name", offline=True).revision == NEW
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_hub_that_fails_is_not_waited_for_where_the_cache_has_it(hub: Hub, status: int) -> None:
+    hub.repos["org/name"] = Repo(SINGLE)
+    first = resolve("org/name")
+    hub.repos["org/name"].status = status
+    started = time.monotonic()
+    again = resolve("org/name")
+    assert time.monotonic() - started < 3
+    assert again == first
+    assert "could not be reached" in again.notes[0]
+
+
+def test_a_local_path_that_hides_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("gpt2").mkdir()
+    found = resolve("gpt2", repo_of={"gpt2": "openai-community/gpt2"}.get)
+    assert found.kind == "path"
+    assert found.notes == ("gpt2 is a local path here; the model of that name is hf://openai-community/gpt2",)
+    assert resolve("./gpt2", repo_of={"gpt2": "openai-community/gpt2"}.get).notes == ()
 
 
 def test_another_cache(hub: Hub, tmp_path: Path) -> None:
@@ -386,9 +477,8 @@ def test_offline_by_wish(hub: Hub, monkeypatch: pytest.MonkeyPatch, variable: st
 def test_a_cache_that_others_filled_lacks_only_answers(hub: Hub, tmp_path: Path) -> None:
     hub.repos["org/name"] = Repo(SHARDED)
     resolved = resolve("org/name")
-    # As snapshot_download leaves it: files, but no record of what the repository does not have.
-    for marker in (tmp_path / "cache" / "models--org--name" / ".no_exist").rglob("*.*"):
-        marker.unlink()
+    # As other tools leave it: files, but no record of what the repository does not have.
+    shutil.rmtree(tmp_path / "cache" / "models--org--name" / ".no_exist", ignore_errors=True)
     assert resolve("org/name", offline=True) == resolved
     hub.stop()
     assert resolve("org/name") == resolved

@@ -1,0 +1,386 @@
+"""One repository of the Hugging Face hub, at one commit: which files it has, and those files, fetched where the cache
+lacks them.
+
+The commit is settled first, with one question that costs no more than a HEAD request, and every file is then asked for
+at that commit: a branch that moves meanwhile cannot mix two revisions. Cache, tokens, progress bars and resumption are
+huggingface_hub's own.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from ..errors import CheckpointError, GptkitError, InvalidInput, Offline
+from .resolve import CONFIG, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE
+
+__all__ = ["File", "Repository", "typed_errors"]
+
+_log = logging.getLogger(__name__)
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_ANSWER_SECONDS = 10.0
+WAY_ON = "Go online, name a local folder, or try one that needs no network: sample:gpt2, sample:llama."
+_AGAIN = "Files that were complete are kept: run the same again to go on from there."
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """What a repository's listing says of a file: its bytes, and the name of its blob in the cache."""
+
+    size: int | None = None
+    blob: str | None = None
+
+
+@dataclass(slots=True)
+class Repository:
+    """A repository at a commit.
+
+    Attributes:
+        repo, revision: as they were asked for (None: the default branch).
+        commit: the commit that stands for.
+        online: whether files may be fetched.
+        files: the files at its top level; None where the hub does not list them. Of an offline one, what the cache has.
+        cache: the hub cache's folder (None: the hub library's own).
+        notes: what a person should know.
+        why_offline: what an error says of the network.
+
+    """
+
+    repo: str
+    revision: str | None
+    commit: str
+    online: bool
+    files: Mapping[str, File] | None = None
+    cache: Path | None = None
+    notes: list[str] = field(default_factory=list)
+    why_offline: str = "the network is off limits"
+
+    def __str__(self) -> str:
+        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+
+    @classmethod
+    def open(cls, repo: str, revision: str | None, *, offline: bool = False, cache: Path | None = None) -> Repository:
+        """Settle the commit: the hub's where it can be asked, else the cache's, which a note says.
+
+        Raises InvalidInput for what is not there or not for this user, Offline where neither can tell.
+        """
+        asked = cls(repo, revision, "", online=not offline, cache=cache)
+        if offline:
+            return asked.as_cached()
+        if revision is not None and _COMMIT.fullmatch(revision):
+            asked.commit = revision
+            return asked
+        try:
+            asked.commit = asked._ask_commit()
+        except Offline as error:
+            try:
+                cached = asked.as_cached()
+            except (Offline, InvalidInput):
+                raise error from None
+            return cached
+        except InvalidInput as error:
+            if asked._cached(CONFIG, revision) is None:
+                raise
+            hint = f"{error.hint or ''} The copy in the cache still works with --offline.".strip()
+            raise InvalidInput(error.message, hint) from error
+        return asked
+
+    def as_cached(self) -> Repository:
+        """The same from the cache alone, at the commit if it is known; a note where the network was not ruled out."""
+        config = self._cached(CONFIG) if self.commit else self._cached(CONFIG, self.revision)
+        why = "the hub could not be reached" if self.online else self.why_offline
+        if config is None:
+            raise Offline(f"{self} is not in the local cache, and {why}", WAY_ON)
+        # The cache names a snapshot's folder by its commit.
+        commit, files = config.parent.name, {path.name: File() for path in config.parent.iterdir()}
+        notes = [f"{why}: {self} is read from the cache, at commit {commit}"] if self.online else self.notes
+        return Repository(self.repo, self.revision, commit, False, files, self.cache, [*notes], why)
+
+    def list_files(self) -> None:
+        """Ask once for the names of all files; where the hub does not tell, `has` asks for each name by itself.
+
+        Raises Offline where it cannot be reached.
+        """
+        if not self.online or self.files is not None:
+            return
+        from huggingface_hub import HfApi
+
+        try:
+            with typed_errors(self):
+                info = HfApi().model_info(self.repo, revision=self.commit, timeout=_ANSWER_SECONDS, files_metadata=True)
+            found = {
+                each.rfilename: File(each.size, each.lfs.sha256 if each.lfs is not None else each.blob_id)
+                for each in info.siblings or ()
+            }
+        except Offline:
+            raise
+        except Exception as error:  # a mirror may answer anything at an address that it does not have
+            _log.debug("%s cannot be listed: %r", self, error)
+            return
+        # Names are somebody else's text, and become file names: only plain ones count.
+        plain = {name: each for name, each in found.items() if name.isprintable() and not set(name) & set("/\\:")}
+        self.files = plain if CONFIG in plain else None
+
+    def has(self, name: str) -> bool:
+        """Whether it has a file of that name at its top level."""
+        if self.files is not None:
+            return name in self.files
+        if self._cached(name) is not None:
+            return True
+        from huggingface_hub import get_hf_file_metadata
+        from huggingface_hub.errors import EntryNotFoundError
+
+        with typed_errors(self):
+            try:
+                get_hf_file_metadata(self.url(name))
+            except EntryNotFoundError:
+                return False
+        return True
+
+    def url(self, name: str) -> str:
+        """Where a file is, at the commit."""
+        from huggingface_hub import hf_hub_url
+
+        return hf_hub_url(self.repo, name, revision=self.commit)
+
+    def cached(self, name: str) -> Path | None:
+        """The file in the cache, if it is there as a whole."""
+        path = self._cached(name)
+        size = (self.files or {}).get(name, File()).size
+        return None if path is None or (size is not None and path.stat().st_size != size) else path
+
+    def fetch(self, name: str) -> Path | None:
+        """The local copy of a file, fetched where the cache lacks it; None where the repository has no such file."""
+        path = self.cached(name)
+        if path is not None or not self.online:
+            return path
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+        # The library takes what lies in the cache for whole; here it was found too short, or is not there.
+        broken = self._cached(name) is not None
+        with typed_errors(self, name):
+            try:
+                path = Path(
+                    hf_hub_download(self.repo, name, revision=self.commit, cache_dir=self.cache, force_download=broken)
+                )
+            except EntryNotFoundError as error:
+                if isinstance(error, LocalEntryNotFoundError):  # "no connection", in spite of its name
+                    raise
+                return None
+        if path.parent.name != self.commit:
+            raise InvalidInput(
+                f"{self}: the hub was asked for {name} at commit {self.commit} and gave it at {path.parent.name}",
+                "Try again; if it persists, the server at HF_ENDPOINT is at fault.",
+            )
+        return path
+
+    def config(self) -> Path:
+        """The local config.json. Raises InvalidInput where there is none."""
+        path = self.fetch(CONFIG)
+        if path is None:
+            raise InvalidInput(f"{self} has no config.json", "It may hold another kind of file (GGUF, an adapter).")
+        return path
+
+    def weight_names(self, allow_pickle: bool = False) -> list[str]:
+        """The weight files, an index before its shards, as transformers and `index.weight_files` choose them."""
+        from .index import read_index  # here, because it imports numpy
+
+        # One file, then shards, and pickles after both.
+        kinds = [(SINGLE, INDEX), (PICKLE_SINGLE, PICKLE_INDEX)]
+        for single, index in kinds if allow_pickle else kinds[:1]:
+            if self.has(single):
+                return [single]
+            if self.has(index):
+                listing = self.fetch(index)
+                assert listing is not None
+                shards = sorted(set(read_index(listing).values()))
+                missing = [name for name in shards if self.files is not None and name not in self.files]
+                if missing and self.online:
+                    raise CheckpointError(f"{self} lacks {missing[0]}, which its {index} names")
+                if missing:
+                    raise self._lacks_weights()
+                return [index, *shards]
+        others = [name for name in self.files or () if name.endswith(".safetensors")]
+        if len(others) == 1:
+            return others
+        if not self.online:
+            raise self._lacks_weights()
+        hint = "gptkit reads safetensors; look for a converted copy" + (
+            "." if allow_pickle else ", or pass --allow-pickle for .bin files that you trust."
+        )
+        raise CheckpointError(f"{self} has no safetensors weights", hint)
+
+    def companion_names(self) -> list[str]:
+        """The tokenizer's files and the others that travel with weights (`tokenizer.TOKEN_FILES`)."""
+        from .tokenizer import TOKEN_FILES, travels
+
+        if self.files is not None:
+            return sorted(filter(travels, self.files))
+        return [name for name in TOKEN_FILES if "*" not in name]  # to be asked for one by one
+
+    def require_space(self, names: Collection[str]) -> None:
+        """Raise GptkitError where the disk cannot hold what is still to be fetched."""
+        if not self.online or self.files is None:
+            return
+        from huggingface_hub import constants
+
+        config = self._cached(CONFIG)
+        blobs = None if config is None else config.parent.parent.parent / "blobs"
+        needed = 0
+        for name in names:
+            file = self.files.get(name, File())
+            # A commit that changed another file: the bytes are there, under the blob's name.
+            shared = blobs is not None and file.blob is not None and (blobs / file.blob).exists()
+            if file.size is not None and not shared and self.cached(name) is None:
+                needed += file.size
+        folder = Path(self.cache or constants.HF_HUB_CACHE)
+        where = next((each for each in (folder, *folder.parents) if each.is_dir()), folder)
+        try:
+            free = shutil.disk_usage(where).free
+        except OSError:
+            return
+        if needed > free:
+            raise GptkitError(
+                f"{self} needs {needed:,} bytes in the hub's cache, and {folder} has {free:,} left",
+                "Make room, or set HF_HOME to a folder on another disk.",
+            )
+
+    def record(self) -> None:
+        """Let the cache know which commit the branch stands for, so that it answers offline.
+
+        Last, when everything is there: until then, what it had before is still what works offline.
+        """
+        if not self.online or self.revision == self.commit:
+            return
+        config = self._cached(CONFIG, self.revision)
+        if config is not None and config.parent.name == self.commit:
+            return
+        from huggingface_hub import hf_hub_download
+
+        with suppress(GptkitError), typed_errors(self):
+            hf_hub_download(self.repo, CONFIG, revision=self.revision, cache_dir=self.cache)
+
+    def _ask_commit(self) -> str:
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+        from huggingface_hub.errors import EntryNotFoundError
+
+        with typed_errors(self):
+            try:
+                commit = get_hf_file_metadata(hf_hub_url(self.repo, CONFIG, revision=self.revision)).commit_hash
+            except EntryNotFoundError:
+                raise InvalidInput(
+                    f"{self} has no config.json", "It may hold another kind of file (GGUF, an adapter)."
+                ) from None
+        if commit is None or not _COMMIT.fullmatch(commit):
+            raise Offline(f"{self}: what answers for the hub does not name a commit", WAY_ON)
+        return commit
+
+    def _cached(self, name: str, revision: str | None = "") -> Path | None:
+        """The file as the cache has it, at the commit unless told otherwise (None: the default branch)."""
+        from huggingface_hub import try_to_load_from_cache
+
+        try:
+            found = try_to_load_from_cache(self.repo, name, self.cache, self.commit if revision == "" else revision)
+        except (OSError, ValueError) as error:  # a name the library refuses, a cache that cannot be read
+            raise InvalidInput(f"{self}: {error}") from error
+        return Path(found) if isinstance(found, str) else None
+
+    def _lacks_weights(self) -> Offline:
+        return Offline(f"the weights of {self} are not in the local cache, and {self.why_offline}", WAY_ON)
+
+
+def gather(
+    repository: Repository,
+    *,
+    weights: bool,
+    companions: bool,
+    allow_pickle: bool,
+    check: Callable[[Path], object] | None = None,
+) -> Path:
+    """Have what is wanted of a repository, config first; returns the folder that it lies in.
+
+    `check` gets the folder while config.json alone is new in it: what it raises costs no download.
+    """
+    folder = repository.config().parent
+    if check is not None:
+        check(folder)
+    if weights or companions:
+        repository.list_files()
+    small = repository.companion_names() if companions else []
+    large = repository.weight_names(allow_pickle) if weights else []
+    repository.require_space([*small, *large])
+    for name in small:
+        repository.fetch(name)
+    for name in large:
+        if repository.fetch(name) is None:
+            raise CheckpointError(f"{repository} lacks {name}, which its index names")
+    repository.record()
+    return folder
+
+
+@contextmanager
+def typed_errors(repository: Repository, fetching: str | None = None) -> Iterator[None]:
+    """Turn what the hub library and the network raise into gptkit's errors; `fetching` names the file on its way."""
+    from huggingface_hub import errors
+
+    # The base of the HTTP library's errors, connection failures included; the hub has changed that library twice.
+    transport = cast("type[Exception]", errors.HfHubHTTPError.__bases__[0])
+    repo = repository.repo
+    try:
+        yield
+    except GptkitError:
+        raise
+    except errors.GatedRepoError as error:
+        raise InvalidInput(
+            f"{repo} is gated: its authors grant access on request",
+            f"Ask at https://huggingface.co/{repo}, then log in with `hf auth login`.",
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise InvalidInput(
+            f"{repo} has no revision {repository.revision}",
+            "Give a branch, a tag or a full commit, as in org/name@main.",
+        ) from error
+    except errors.HFValidationError as error:
+        raise InvalidInput(
+            f"not a model reference: {repository}", "Give org/name, a folder, or sample:gpt2."
+        ) from error
+    except errors.HfHubHTTPError as error:
+        raise _refused(repository, error.response.status_code, str(error), error.server_message) from error
+    except (transport, OSError, RuntimeError, errors.XetDownloadError) as error:
+        if isinstance(error, OSError) and (error.filename or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)):
+            raise GptkitError(
+                f"could not write {repository} to the cache: {error.strerror}", "Set HF_HOME to another disk."
+            ) from error
+        answer = error.__cause__
+        if isinstance(answer, errors.HfHubHTTPError):  # asked again and again, to no avail
+            raise _refused(repository, answer.response.status_code, str(answer), answer.server_message) from error
+        if fetching is not None and not isinstance(error, errors.LocalEntryNotFoundError):
+            reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+            raise Offline(f"fetching {fetching} of {repository} broke off: {reason:.200}", _AGAIN) from error
+        raise Offline(f"{repository} is not in the local cache, and the hub could not be reached", WAY_ON) from error
+
+
+def _refused(repository: Repository, status: int, text: str, told: str | None) -> GptkitError:
+    """What an answer that is no success means."""
+    if status >= 500 or status in (408, 429):
+        return Offline(f"{repository}: the hub answered {status}, try again later", WAY_ON)
+    # The hub answers 401 where a repository may be absent or private; only a bad token is told apart.
+    unknown = status == 401 and "invalid credentials" not in text.lower()
+    if unknown or status == 404:
+        return InvalidInput(
+            f"there is no model {repository.repo} on the hub, or it is private",
+            "Check the name; for a private model log in with `hf auth login`.",
+        )
+    return InvalidInput(
+        f"{repository}: the hub refused ({status} {told or ''})".replace(" )", ")"),
+        "Check the name and your token (`hf auth whoami`).",
+    )
