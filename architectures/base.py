@@ -18,7 +18,7 @@ from ..spec import Block, ModelSpec, differences
 from .config import COMMON_IRRELEVANT, COMMON_REFUSED, ConfigReader
 from .layout import IDENTITY, Layout, Shape
 
-__all__ = ["Architecture", "BoundLeaf", "Leaf", "qkv"]
+__all__ = ["Architecture", "BoundLeaf", "Leaf", "bind", "qkv"]
 
 
 @dataclass(frozen=True)
@@ -177,54 +177,7 @@ class Architecture:
             CannotExpress: a shared tensor has no leaf here.
 
         """
-        shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
-        bound = list(self._bound(spec, shapes))
-        covered = [name for leaf in bound for name in leaf.shared]
-        missing = [name for name in shapes if name not in set(covered)]
-        if missing:
-            raise CannotExpress(
-                f"{self.name} checkpoints have no name for {len(missing)} tensors: {', '.join(missing[:8])}",
-                "gptkit's own format holds any tree: convert --to local",
-            )
-        if len(covered) != len(shapes):
-            twice = sorted({name for name in covered if covered.count(name) > 1})
-            raise AssertionError(f"{self.name}: declared twice: {twice[:8]}")
-        return bound
-
-    def _bound(self, spec: ModelSpec, shapes: Mapping[str, Shape]) -> Iterator[BoundLeaf]:
-        ends = {"hidden": spec.hidden_size}
-        for leaf in self.leaves:
-            if "{layer}" not in leaf.checkpoint:
-                yield from self._bind_one(leaf, None, shapes, ends)
-        per_block = [leaf for leaf in self.leaves if "{layer}" in leaf.checkpoint]
-        for layer, block in enumerate(spec.blocks):
-            attention = block.attention
-            sizes = {
-                "hidden": spec.hidden_size,
-                "heads": attention.heads,
-                "kv_heads": attention.kv_heads,
-                "group": attention.group,
-                "head_dim": attention.head_dim,
-                "intermediate": block.feed_forward.intermediate_size,
-            }
-            for leaf in per_block:
-                if leaf.when is None or leaf.when(block):
-                    yield from self._bind_one(leaf, layer, shapes, sizes)
-
-    def _bind_one(
-        self, leaf: Leaf, layer: int | None, shapes: Mapping[str, Shape], sizes: Mapping[str, int]
-    ) -> Iterator[BoundLeaf]:
-        names = tuple(name.format(layer=layer) for name in leaf.names)
-        if not all(name in shapes for name in names):
-            return
-        own = tuple(shapes[name] for name in names)
-        if not leaf.layout.is_identity and tuple(leaf.layout.shared_shapes(sizes)) != own:
-            raise CannotExpress(
-                f"{self.name}: {leaf.checkpoint.format(layer=layer)} cannot hold tensors of shapes {own}",
-                "gptkit's own format holds any tree: convert --to local",
-            )
-        shape = leaf.layout.checkpoint_shape(sizes, own)
-        yield BoundLeaf(leaf.checkpoint.format(layer=layer), shape, names, own, leaf.layout, sizes)
+        return bind(self.name, self.leaves, spec)
 
     def canonical_name(self, name: str, known: Mapping[str, Any], layers: int) -> str | None:
         """The declared name of a tensor found in a file: itself, without the prefix, or under an old name.
@@ -246,6 +199,67 @@ class Architecture:
             if any(template.format(layer=layer) == candidate for template in self.dropped):
                 return None
         return name
+
+
+def bind(owner: str, leaves: Sequence[Leaf], spec: ModelSpec) -> list[BoundLeaf]:
+    """The weight map of a tree by these declarations, in their order; `owner` names them in errors.
+
+    Raises:
+        CannotExpress: a shared tensor has no leaf here, or its shape does not fit the leaf's layout.
+
+    """
+    shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
+    bound = list(_bound(owner, leaves, spec, shapes))
+    covered = [name for leaf in bound for name in leaf.shared]
+    missing = [name for name in shapes if name not in set(covered)]
+    if missing:
+        raise CannotExpress(
+            f"{owner} checkpoints have no name for {len(missing)} tensors: {', '.join(missing[:8])}",
+            "gptkit's own format holds any tree: convert --to local",
+        )
+    if len(covered) != len(shapes):
+        twice = sorted({name for name in covered if covered.count(name) > 1})
+        raise AssertionError(f"{owner}: declared twice: {twice[:8]}")
+    return bound
+
+
+def _bound(
+    owner: str, leaves: Sequence[Leaf], spec: ModelSpec, shapes: Mapping[str, Shape]
+) -> Iterator[BoundLeaf]:
+    ends = {"hidden": spec.hidden_size}
+    for leaf in leaves:
+        if "{layer}" not in leaf.checkpoint:
+            yield from _bind_one(owner, leaf, None, shapes, ends)
+    per_block = [leaf for leaf in leaves if "{layer}" in leaf.checkpoint]
+    for layer, block in enumerate(spec.blocks):
+        attention = block.attention
+        sizes = {
+            "hidden": spec.hidden_size,
+            "heads": attention.heads,
+            "kv_heads": attention.kv_heads,
+            "group": attention.group,
+            "head_dim": attention.head_dim,
+            "intermediate": block.feed_forward.intermediate_size,
+        }
+        for leaf in per_block:
+            if leaf.when is None or leaf.when(block):
+                yield from _bind_one(owner, leaf, layer, shapes, sizes)
+
+
+def _bind_one(
+    owner: str, leaf: Leaf, layer: int | None, shapes: Mapping[str, Shape], sizes: Mapping[str, int]
+) -> Iterator[BoundLeaf]:
+    names = tuple(name.format(layer=layer) for name in leaf.names)
+    if not all(name in shapes for name in names):
+        return
+    own = tuple(shapes[name] for name in names)
+    if not leaf.layout.is_identity and tuple(leaf.layout.shared_shapes(sizes)) != own:
+        raise CannotExpress(
+            f"{owner}: {leaf.checkpoint.format(layer=layer)} cannot hold tensors of shapes {own}",
+            "gptkit's own format holds any tree: convert --to local",
+        )
+    shape = leaf.layout.checkpoint_shape(sizes, own)
+    yield BoundLeaf(leaf.checkpoint.format(layer=layer), shape, names, own, leaf.layout, sizes)
 
 
 def collapse(found: list[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:

@@ -8,11 +8,12 @@ is a walk over the leaves. What is wrong with the files is found here, all of it
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,11 +23,12 @@ from ..architectures.presets import repo_of
 from ..errors import CheckpointError
 from ..spec import ModelSpec
 from .dtypes import FLOATS, HF_NAMES, widest
+from .formats import Opened, format_name
 from .index import WeightFiles, weight_files
 from .pickles import PickleWeights
 from .resolve import Resolved, resolve
-from .safetensors import SafetensorsFile
-from .tree import LOCAL_CONFIG, Origin, is_local, read_spec
+from .safetensors import DTYPES, SafetensorsFile
+from .tree import LOCAL_CONFIG, Origin, foreign_format, is_local, read_spec
 
 __all__ = ["Checkpoint", "identity_leaves", "open_checkpoint"]
 
@@ -38,6 +40,10 @@ class Weights(Protocol):
 
     def read(self, name: str) -> np.ndarray:
         """The tensor in its carrier dtype."""
+        ...
+
+    def span(self, name: str) -> tuple[Path, int] | None:
+        """The file that holds the tensor's bytes as `info` says they are, and where; None where none does."""
         ...
 
 
@@ -59,6 +65,10 @@ class SafetensorsWeights:
             self._open[path] = SafetensorsFile(path)
         return self._open[path].read(name)
 
+    def span(self, name: str) -> tuple[Path, int] | None:
+        path, info = self._files.tensors[name]
+        return path, info.start
+
 
 @dataclass
 class Checkpoint:
@@ -66,25 +76,27 @@ class Checkpoint:
 
     Attributes:
         reference, path, revision: what was asked for, where it lies, and the commit if it came from the hub.
-        format: "hf", or "local" for gptkit's own.
+        format: "hf", "local" for gptkit's own, or the name of another (`converter.formats`).
         spec: the tree.
         leaves: the files' tensors, each with the shared tensors it holds.
         dtype: the dtype to compute in unless told otherwise, by safetensors' name.
         dtypes: each leaf's stored dtype, by its checkpoint name.
         notes: what a person should know: buffers dropped, a head stored twice, unknown config fields.
+        texts: small files that the weight file holds inside (a tokenizer in a GGUF), by name.
 
     """
 
     reference: str
     path: Path
     revision: str | None
-    format: Literal["hf", "local"]
+    format: str
     spec: ModelSpec
     leaves: list[BoundLeaf]
     dtype: str
     origin: Origin
     notes: list[str] = field(default_factory=list)
     files: tuple[Path, ...] = ()
+    texts: Mapping[str, bytes] = field(default_factory=dict)
     _weights: Weights = field(repr=False, default=None)  # type: ignore[assignment]
     _found: dict[str, str] = field(repr=False, default_factory=dict)
 
@@ -106,6 +118,14 @@ class Checkpoint:
     def dtype_of(self, leaf: BoundLeaf) -> str:
         """The stored dtype of a leaf's tensor."""
         return self._weights.info[self._found[leaf.checkpoint]][0]
+
+    def nbytes_of(self, leaf: BoundLeaf) -> int:
+        """The bytes of a leaf's tensor in its carrier dtype."""
+        return math.prod(leaf.shape) * DTYPES[self.dtype_of(leaf)].itemsize
+
+    def span(self, leaf: BoundLeaf) -> tuple[Path, int] | None:
+        """The file that holds a leaf's tensor byte for byte, and where it begins; None where it is made on reading."""
+        return self._weights.span(self._found[leaf.checkpoint])
 
     def read(self, leaf: BoundLeaf) -> np.ndarray:
         """A leaf's tensor as it lies in its file, in the carrier dtype; a memory-mapped view where it can be."""
@@ -162,6 +182,9 @@ def open_checkpoint(
 
     """
     found = resolve(str(reference), offline=offline, allow_pickle=allow_pickle, repo_of=repo_of)
+    other = foreign_format(found.path)
+    if other is not None and other.read is not None:
+        return _open_foreign(str(reference), found, other.read(found.path, allow_pickle), format_name(other), allow_extra)
     spec, origin, unknown = read_spec(found.path)
     local = is_local(found.path)
     origin = _with_reference(origin, found)
@@ -189,6 +212,27 @@ def open_checkpoint(
         checkpoint.notes.append(f"config.json fields that neither transformers nor gptkit reads: {', '.join(unknown)}")
     _match(checkpoint, architecture, allow_extra)
     checkpoint.leaves = _in_file_order(checkpoint, files)
+    checkpoint.dtype = _compute_dtype(checkpoint)
+    return checkpoint
+
+
+def _open_foreign(reference: str, found: Resolved, opened: Opened, name: str, allow_extra: bool) -> Checkpoint:
+    """The checkpoint in a file of another format."""
+    checkpoint = Checkpoint(
+        reference=reference,
+        path=found.path,
+        revision=found.revision,
+        format=name,
+        spec=opened.spec,
+        leaves=opened.leaves,
+        dtype="F32",
+        origin=_with_reference(opened.origin, found),
+        notes=list(opened.notes),
+        files=opened.files,
+        texts=opened.texts,
+        _weights=opened.weights,
+    )
+    _match(checkpoint, None, allow_extra)
     checkpoint.dtype = _compute_dtype(checkpoint)
     return checkpoint
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,28 @@ from numpy.typing import NDArray
 
 from ..errors import CheckpointError, UsageError
 
-__all__ = ["FLOATS", "HF_NAMES", "from_float64", "parse_dtype", "to_float64", "widest"]
+__all__ = [
+    "FLOATS",
+    "HF_NAMES",
+    "INTEGERS",
+    "Rounding",
+    "cast",
+    "from_float64",
+    "not_finite",
+    "parse_dtype",
+    "rounding",
+    "to_float64",
+    "widest",
+]
 
 FLOATS = ("BF16", "F16", "F32", "F64")
 """The types a weight may have, from narrow to wide (bf16 has fp32's range, fp16 has more bits)."""
 
 HF_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 """safetensors' names -> torch's, which config.json uses."""
+
+INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32")
+"""Types that are no weights as they stand, but whose every value fp64 holds: cast where somebody asks for it."""
 
 Array = NDArray[Any]
 
@@ -80,3 +96,91 @@ def from_float64(values: NDArray[np.float64], dtype: str) -> Array:
     if overflow.any():
         raise CheckpointError(f"{int(overflow.sum())} values do not fit {HF_NAMES[dtype]}")
     return np.asarray(rounded, order="C")
+
+
+def cast(array: Array, dtype: str, target: str) -> Array:
+    """The array in another floating point type, both in their carrier dtypes, rounded to nearest even where narrower.
+
+    Raises:
+        CheckpointError: a finite value is beyond the target's range.
+
+    """
+    if dtype == target:
+        return array
+    if dtype in ("F64", "I32", "U32"):
+        return from_float64(to_float64(array, dtype), target)
+    single = _to_float32(array, dtype)
+    if target == "F32":
+        return single
+    if target == "F64":
+        with np.errstate(invalid="ignore"):
+            return single.astype(np.float64)
+    if target == "F16":
+        with np.errstate(over="ignore", invalid="ignore"):
+            narrow: Array = single.astype(np.float16)
+        overflow = np.isinf(narrow) & np.isfinite(single)
+    else:
+        bits = np.ascontiguousarray(single).view(np.uint32)
+        narrow = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+        if (odd := not_finite(single, "F32")) or not_finite(narrow, "BF16"):
+            special = ~np.isfinite(single)
+            overflow = ((narrow & 0x7F80) == 0x7F80) & ~special
+            if odd:  # the sum may carry a NaN's payload over into a number
+                narrow = np.where(np.isnan(single), np.uint16(0x7FC0), narrow)
+                narrow = np.where(np.isinf(single), (bits >> 16).astype(np.uint16), narrow)
+        else:
+            overflow = np.zeros((), bool)
+    if overflow.any():
+        raise CheckpointError(f"{int(overflow.sum())} values do not fit {HF_NAMES[target]}")
+    return narrow
+
+
+def _to_float32(array: Array, dtype: str) -> Array:
+    """The values, exactly: of all types but F64 and the 32-bit integers."""
+    if dtype == "F32":
+        return array
+    if dtype == "BF16":
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    with np.errstate(invalid="ignore"):
+        return array.astype(np.float32)
+
+
+_EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000), "F64": ("<u8", 0x7FF << 52)}
+
+
+def not_finite(array: Array, dtype: str) -> int:
+    """How many values are NaN or infinite, told from their bits; `array` contiguous, of any type with these bytes."""
+    if dtype not in _EXPONENTS or not array.size:
+        return 0
+    carrier, mask = _EXPONENTS[dtype]
+    exponents = array.reshape(-1).view(carrier) & np.dtype(carrier).type(mask)
+    # The maximum alone first: it is all that is needed of a sound tensor, and much cheaper than counting.
+    return int(np.count_nonzero(exponents == mask)) if exponents.max() == mask else 0
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What a cast cost: how many values changed, how many of them became zero, and the largest relative change."""
+
+    changed: int = 0
+    zeroed: int = 0
+    relative: float = 0.0
+
+    def __add__(self, other: Rounding) -> Rounding:
+        return Rounding(
+            self.changed + other.changed, self.zeroed + other.zeroed, max(self.relative, other.relative)
+        )
+
+
+def rounding(before: Array, dtype: str, after: Array, target: str) -> Rounding:
+    """Compare an array with its cast, both in their carrier dtypes; values that were not finite do not count."""
+    if dtype in FLOATS and widest([dtype, target]) == target:
+        return Rounding()
+    exact, rounded = to_float64(before, dtype), to_float64(after, target)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        change = np.abs(rounded - exact)
+        changed = change > 0
+        if not changed.any():
+            return Rounding()
+        relative = float((change[changed] / np.abs(exact[changed])).max())
+    return Rounding(int(changed.sum()), int((changed & (rounded == 0)).sum()), relative)

@@ -67,6 +67,10 @@ class PickleWeights:
             self._tensors[name] = tensor
             self.info[name] = (names.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
 
+    def span(self, name: str) -> tuple[Path, int] | None:
+        """None: a pickle may hold a tensor in any order."""
+        return None
+
     def read(self, name: str) -> np.ndarray:
         """The tensor in its carrier dtype (bf16 as uint16), contiguous."""
         import torch

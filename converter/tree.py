@@ -16,9 +16,10 @@ from ..architectures import architecture_of, named
 from ..architectures.config import ConfigReader, parse_config_text, read_config_file
 from ..errors import ConfigError, InvalidInput
 from ..spec import ModelSpec, from_json
+from .formats import Format, format_of
 from .resolve import CONFIG
 
-__all__ = ["LOCAL_CONFIG", "LOCAL_SCHEMA", "Origin", "is_local", "read_spec"]
+__all__ = ["LOCAL_CONFIG", "LOCAL_SCHEMA", "Origin", "foreign_format", "is_local", "read_spec"]
 
 LOCAL_CONFIG = "gptkit.json"
 LOCAL_SCHEMA = 1
@@ -47,6 +48,9 @@ def read_spec(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
         InvalidInput: it holds neither, or what it holds is broken; UnknownFamily for a family that has no file.
 
     """
+    other = foreign_format(path)
+    if other is not None and other.describe is not None:
+        return other.describe(path)
     described = _description(path)
     if not described.is_file():
         where = "in" if path.is_dir() else "beside"
@@ -60,6 +64,13 @@ def read_spec(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
     architecture = architecture_of(config)
     spec, unknown = architecture.spec_and_unknown(config)
     return spec, Origin(family=architecture.name, config_text=text), unknown
+
+
+def foreign_format(path: Path) -> Format | None:
+    """The format of what is neither a Hugging Face folder nor gptkit's own: a .gguf file, a llama2.c model, …"""
+    if path.suffix in (".json", ".safetensors") or _description(path).is_file() and path.is_dir():
+        return None
+    return format_of(path)
 
 
 def _description(path: Path) -> Path:

@@ -1,0 +1,106 @@
+"""File formats beside Hugging Face folders and gptkit's own: a module each, imported when one is met or asked for.
+
+A format that can be read tells whether a path is one of its files, what tree lies there (from headers alone), and where
+each tensor is. One that can be written turns a tree into a plan: the files, their headers, every tensor's place. How its
+tensors are named and laid out is declared as leaves, as the families' own checkpoints are (`architectures`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from ...architectures import BoundLeaf
+from ...errors import UsageError
+from ...spec import ModelSpec
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint, Weights
+    from ..publish import FileRecord, Staging
+    from ..tree import Origin
+    from ..write import Plan
+
+__all__ = ["Format", "Opened", "Request", "format_name", "format_named", "format_of", "writable"]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a format finds in its files.
+
+    origin: family, and a config.json for it made from what the files say, so that every other command can go on.
+    leaves: the files' tensors by their own names; texts: small files that lie inside (tokenizer.json, …), by name.
+    """
+
+    spec: ModelSpec
+    origin: Origin
+    leaves: list[BoundLeaf]
+    weights: Weights
+    files: tuple[Path, ...]
+    texts: Mapping[str, bytes] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a format is asked to write.
+
+    dtypes: each shared tensor's stored dtype as safetensors names it; asked: --dtype in the user's words, which may be
+    one that only this format knows (q8_0); dtype: what the model is to be computed in.
+    companions: tokenizer files and the like that lie beside the source; texts: such files that the source held inside.
+    """
+
+    source: Checkpoint
+    spec: ModelSpec
+    origin: Origin
+    dtypes: Mapping[str, str]
+    dtype: str
+    asked: str | None
+    companions: tuple[Path, ...]
+    texts: Mapping[str, bytes]
+    max_shard_bytes: int
+
+
+class Format(Protocol):
+    """A module of this folder. `plan` is None for formats that are only read, `read` for those only written.
+
+    `write` is None where the plan says all; else it writes the planned files itself (formats whose files are not a
+    header and tensors at known places) and returns their hashes.
+    """
+
+    matches: Callable[[Path], bool] | None
+    """Whether a file or folder is of this format: by its name and its first bytes."""
+    describe: Callable[[Path], tuple[ModelSpec, Origin, list[str]]] | None
+    """The tree, where it came from, and fields that are not understood; without numpy or torch where that can be."""
+    read: Callable[[Path, bool], Opened] | None
+    """Opens it, reading headers alone; the second argument is allow_pickle."""
+    plan: Callable[[Request], Plan] | None
+    write: Callable[[Request, Plan, Staging, Callable[[int], None] | None], dict[str, FileRecord]] | None
+
+
+NAMES = ("gguf", "llama2c", "nanogpt", "dcp")
+
+
+def format_named(name: str) -> Format:
+    """A format by its name. Raises UsageError for one that is not there."""
+    if name not in NAMES:
+        raise UsageError(f"unknown format {name!r}", f"known: local, hf, hf:FAMILY, {', '.join(NAMES)}")
+    module: Format = importlib.import_module(f"{__name__}.{name}")  # type: ignore[assignment]
+    return module
+
+
+def format_name(module: Format) -> str:
+    """Its name, as `--to` has it."""
+    return str(module.__name__).rsplit(".", 1)[-1]  # type: ignore[attr-defined]
+
+
+def writable(name: str) -> bool:
+    """Whether `convert --to` knows the name."""
+    return name in NAMES and format_named(name).plan is not None
+
+
+def format_of(path: Path) -> Format | None:
+    """The format of a file or folder, None for Hugging Face's and gptkit's own."""
+    return next((f for f in map(format_named, NAMES) if f.matches is not None and f.matches(path)), None)

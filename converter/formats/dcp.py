@@ -1,0 +1,7 @@
+"""Placeholder until dcp is written."""
+
+matches = None
+describe = None
+read = None
+plan = None
+write = None
