@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import io
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -29,6 +30,12 @@ if TYPE_CHECKING:
 __all__ = ["app", "main"]
 
 INTERRUPTED = 130
+TERMINATED = 143
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: what Ctrl-C would do, with an exit code of its own."""
+
 
 # What typer raises for a wrong call. Of its classes typer names a subclass alone, and has moved the others.
 WrongCall: type[Exception] = typer.BadParameter.__mro__[1]
@@ -91,8 +98,10 @@ def guarded(function: F) -> F:
             sys.stdout.flush()  # here, where a reader that has gone is known what to do about
         except GptkitError as error:
             fail(str(error), error.exit_code)
-        except KeyboardInterrupt:
-            fail("interrupted", INTERRUPTED)
+        except KeyboardInterrupt as error:
+            # A note says what is kept, where something is.
+            told = "\n".join(["interrupted", *getattr(error, "__notes__", [])])
+            fail(told, TERMINATED if isinstance(error, Terminated) else INTERRUPTED)
         except BrokenPipeError:
             give_up_stdout()  # the reader (head, less) has gone
             raise typer.Exit(0) from None
@@ -512,7 +521,7 @@ def generate(
 @app.command(epilog="Example: gptkit check gpt2-local")
 @guarded
 def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder that gptkit wrote.")]) -> None:
-    """Hash a folder's files again and compare with its manifest."""
+    """Hash a folder's files again and compare with its manifest; say which tensor changed, and where."""
     from .converter.publish import MANIFEST, check_manifest
     from .errors import CheckpointError, InvalidInput
 
@@ -584,8 +593,16 @@ def status(what: str, quiet: bool) -> Iterator[Callable[[str], None]]:
         yield lambda text: live.update(f"{what}: {text}")
 
 
+def terminate(*_: object) -> NoReturn:
+    """Leave in order at the first SIGTERM, at once at the second. Raises Terminated."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise Terminated
+
+
 def main() -> None:
     """The `gptkit` command."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # else whoever started us decided on it
+        signal.signal(signal.SIGTERM, terminate)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal may lack a character

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from .files import sha256_file
+
 __all__ = [
     "JOURNAL",
     "MANIFEST",
@@ -25,7 +27,6 @@ __all__ = [
     "check_manifest",
     "file_entry",
     "read_entry",
-    "sha256_file",
     "walk",
 ]
 
@@ -33,7 +34,7 @@ MANIFEST = "manifest.json"
 SCHEMA_VERSION = 2
 """1 had the tensors' sha256 by name alone, with nothing to say where they lie."""
 JOURNAL = ".journal"
-"""What `publish` notes finished files in, in a folder that is not published yet."""
+"""What finished files are noted in while a folder is not published yet (see `journal`)."""
 
 _SHOWN = 20  # damaged tensors a file, before the rest is counted
 
@@ -81,12 +82,6 @@ def read_entry(entry: object) -> tuple[FileRecord, int] | None:
 
 def _is_digest(value: object) -> bool:
     return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
-
-
-def sha256_file(path: Path) -> str:
-    """The sha256 of a file's bytes, in hex. Raises OSError."""
-    with path.open("rb", buffering=0) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def walk(folder: Path) -> Iterator[str]:

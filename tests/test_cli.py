@@ -396,7 +396,8 @@ def test_verify_counts_bytes(tiny: Path) -> None:
     save_file(tensors, "local/model.safetensors", {"format": "pt"})
     text = run("verify", tiny, "local", code=3).stdout
     assert "differs: blocks.0.attention.k_proj.bias" in text
-    assert "bytes changed" in run("check", "local", code=4).stderr
+    told = run("check", "local", code=4).stderr
+    assert "model.safetensors: tensor blocks.0.attention.k_proj.bias changed (bytes " in told and "1 problem" in told
 
 
 def test_generate(tiny: Path) -> None:

@@ -1,0 +1,131 @@
+"""Files written, copied, hashed and put on the disk, with errors that name them."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import os
+import stat
+from pathlib import Path
+
+from ..errors import GptkitError
+
+__all__ = [
+    "UNSUPPORTED",
+    "copy_file",
+    "failed",
+    "fsync",
+    "open_own",
+    "seal",
+    "sha256_file",
+    "write_all",
+    "write_bytes",
+]
+
+UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EXDEV, errno.EPERM, errno.EBADF)
+"""What "this file system or kernel cannot do that" looks like, as opposed to "it failed"."""
+
+_CHUNK = 8 << 20
+
+
+def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """Write every byte of `data` at byte `offset` of `fd`; the kernel may take fewer than asked. Raises OSError."""
+    view = memoryview(data).cast("B")
+    while view.nbytes:
+        # Linux takes at most 2 GiB - 4 KiB a call, macOS fails above 2 GiB - 1: stay below both.
+        done = os.pwrite(fd, view[: 1 << 30], offset)
+        if done == 0:
+            raise OSError(errno.EIO, "the write stopped short")
+        view, offset = view[done:], offset + done
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Create `path` (mode by the umask) holding `data`. Raises GptkitError where that fails or the file exists."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            write_all(fd, data, 0)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise failed("write", path, error) from error
+
+
+def copy_file(src: Path, dst: Path) -> None:
+    """Copy the bytes of `src` into a new file `dst`, inside the kernel where it can; mode by the umask, not src's.
+
+    Raises GptkitError where that fails or `dst` exists.
+    """
+    try:
+        with (
+            src.open("rb", buffering=0) as source,
+            dst.open("xb", buffering=0) as sink,
+        ):
+            offset = _copy_in_kernel(source.fileno(), sink.fileno())
+            # Also what follows a copy that the kernel ended early: at the end of the file the first read is empty.
+            while chunk := os.pread(source.fileno(), _CHUNK, offset):
+                write_all(sink.fileno(), chunk, offset)
+                offset += len(chunk)
+    except OSError as error:
+        raise failed(f"copy {src} to", dst, error) from error
+
+
+def _copy_in_kernel(source: int, sink: int) -> int:
+    """Copy from the start of `source` to the start of `sink`; returns the bytes copied, 0 where the kernel cannot."""
+    offset = 0
+    if not hasattr(os, "copy_file_range"):  # macOS
+        return offset
+    try:
+        while done := os.copy_file_range(source, sink, 1 << 30, offset, offset):
+            offset += done
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+    return offset
+
+
+def sha256_file(path: Path) -> str:
+    """The sha256 of a file's bytes, in hex. Raises OSError."""
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fsync(path: Path) -> None:
+    """Put a file or a folder on the disk. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def seal(path: Path) -> int:
+    """fsync a file, opened anew; returns its bytes. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        os.fsync(fd)
+        return os.fstat(fd).st_size
+    finally:
+        os.close(fd)
+
+
+def open_own(path: Path) -> io.BufferedReader:
+    """Open a plain file of this user's, under this name alone, for reading. Raises OSError for anything else.
+
+    What a link or a pipe of that name leads to is not touched.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_nlink != 1:
+        os.close(fd)
+        raise OSError(errno.EPERM, "not a plain file of this user's own", str(path))
+    return os.fdopen(fd, "rb")
+
+
+def failed(what: str, path: Path, error: OSError) -> GptkitError:
+    """The error that says what could not be done, and what helps against it."""
+    hint = None
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "Free some space, or write to another disk."
+    return GptkitError(f"could not {what} {path}: {error.strerror or error}", hint)

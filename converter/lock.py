@@ -1,0 +1,87 @@
+"""At most one writer of a folder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import stat
+from pathlib import Path
+
+from ..errors import GptkitError, UsageError
+from .files import UNSUPPORTED, write_all
+
+__all__ = ["Lock"]
+
+_log = logging.getLogger(__name__)
+
+
+class Lock:
+    """At most one writer a target: flock on a sibling `.<name>.lock`, which goes when its holder does.
+
+    After a kill -9 the file stays, without a holder, for the next run to take.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.path = target.parent / f".{target.name}.lock"
+        self.held = False
+        self._fd: int | None = None
+
+    def acquire(self) -> None:
+        """Take the lock, or go on without (`held` stays False) where the file system has none.
+
+        Raises GptkitError where another process holds it, OSError.
+        """
+        while self._fd is None:
+            # Neither through a planted link, nor waiting for the other end of a planted pipe.
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            fd = os.open(self.path, flags, 0o666)
+            try:
+                locked = self._flock(fd)
+                # The holder before may have removed the file between our open and our lock: then it guards nothing.
+                if _same_file(fd, self.path):
+                    self._fd, self.held = fd, locked
+            finally:
+                if self._fd is None:
+                    os.close(fd)
+        if self.held:
+            os.ftruncate(self._fd, 0)
+            write_all(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def _flock(self, fd: int) -> bool:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise UsageError(f"{self.path} is in the way: gptkit keeps its lock under this name", "Remove it.")
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            pid = os.pread(fd, 20, 0).decode("ascii", "replace").strip()
+            who = f"pid {pid}" if pid.isdigit() else "it has just begun"
+            raise GptkitError(
+                f"{self.target} is being written by another gptkit ({who})", "Wait for it, or choose another name."
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, *UNSUPPORTED):
+                raise
+            _log.warning("no locks in %s: nothing keeps another writer of %s away", self.path.parent, self.target.name)
+            return False
+        return True
+
+    def release(self) -> None:
+        if self._fd is None:
+            return
+        try:
+            self.path.unlink(missing_ok=True)  # while it is held: nobody else's
+        except OSError as error:
+            _log.debug("could not remove %s: %s", self.path, error)
+        finally:
+            os.close(self._fd)
+            self._fd, self.held = None, False
+
+
+def _same_file(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except FileNotFoundError:
+        return False
