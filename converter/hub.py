@@ -349,6 +349,8 @@ def typed_errors(repository: Repository, fetching: str | None = None) -> Iterato
             f"{repo} has no revision {repository.revision}",
             "Give a branch, a tag or a full commit, as in org/name@main.",
         ) from error
+    except errors.RemoteEntryNotFoundError as error:
+        raise CheckpointError(f"{repository} lacks {fetching or CONFIG}") from error
     except errors.HFValidationError as error:
         raise InvalidInput(
             f"not a model reference: {repository}", "Give org/name, a folder, or sample:gpt2."

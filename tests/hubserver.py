@@ -31,7 +31,8 @@ class Repo:
     listed: whether the API tells the names of its files.   ranges: whether Range is heeded.   gzip: a proxy's whim.
     cut: by file, after how many bytes of the body the connection breaks, one entry an answer.
     short: by file, how many bytes it has when it is fetched, whatever HEAD said.
-    lies: X-Repo-Commit to give whatever was asked.   cdn: bodies come from another origin.   token: what to ask for.
+    lies: X-Repo-Commit to give whatever was asked.   range_says: what is in Content-Range.
+    cdn: bodies come from another origin.   token: what to ask for.
     """
 
     files: dict[str, bytes | Big]
@@ -47,6 +48,7 @@ class Repo:
     cut: dict[str, list[int]] = field(default_factory=dict)
     short: dict[str, int] = field(default_factory=dict)
     lies: str = ""
+    range_says: str | None = None
     cdn: bool = False
     token: str = ""
 
@@ -150,7 +152,8 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 begin, end = int(wanted[1]), min(size, int(wanted[2] or size) + 1)
                 if begin >= size:
                     return self.answer(416, {"Content-Range": f"bytes */{size}"})
-                headers["Content-Range"], status = f"bytes {begin}-{end - 1}/{size}", 206
+                says = f"bytes {begin}-{end - 1}/{size}" if repo.range_says is None else repo.range_says
+                headers["Content-Range"], status = says, 206
             if repo.gzip:
                 headers["Content-Encoding"] = "gzip"
             cuts = repo.cut.get(name)
