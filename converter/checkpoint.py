@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,15 +22,16 @@ from ..architectures.layout import IDENTITY
 from ..architectures.presets import repo_of
 from ..errors import CheckpointError
 from ..spec import ModelSpec
-from .dtypes import FLOATS, HF_NAMES, widest
+from .dtypes import FLOATS, HF_NAMES, INTEGERS, widest
 from .formats import Opened, format_name
 from .index import WeightFiles, weight_files
 from .pickles import PickleWeights
-from .resolve import Resolved, resolve
+from .remote import HeaderWeights, weight_headers
+from .resolve import INDEX, Resolved, resolve
 from .safetensors import DTYPES, SafetensorsFile
 from .tree import LOCAL_CONFIG, Origin, foreign_format, is_local, read_spec
 
-__all__ = ["Checkpoint", "identity_leaves", "open_checkpoint"]
+__all__ = ["Checkpoint", "identity_leaves", "open_checkpoint", "stated_dtype"]
 
 
 class Weights(Protocol):
@@ -56,7 +57,7 @@ class SafetensorsWeights:
         self.info = {name: (info.dtype, info.shape) for name, (_, info) in files.tensors.items()}
 
     def release(self) -> None:
-        for file in self._open.values():
+        for file in list(self._open.values()):  # other threads may open more
             file.release()
 
     def read(self, name: str) -> np.ndarray:
@@ -172,8 +173,13 @@ def open_checkpoint(
     offline: bool = False,
     allow_pickle: bool = False,
     allow_extra: bool = False,
+    headers_only: bool = False,
+    integers: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint by reference (see `converter.resolve`) and check all of its headers.
+
+    With `headers_only` the weights of a hub repository are not fetched, and nothing can be read from the checkpoint.
+    With `integers` weights may be stored as integers too.
 
     Raises:
         InvalidInput: files or config broken, family unknown, tensors missing, extra (unless `allow_extra`), mis-shaped
@@ -181,15 +187,21 @@ def open_checkpoint(
         Offline: it is not here and there is no network.
 
     """
-    found = resolve(str(reference), offline=offline, allow_pickle=allow_pickle, repo_of=repo_of)
+    found, remote = _find(str(reference), offline, allow_pickle, headers_only)
     other = foreign_format(found.path)
     if other is not None and other.read is not None:
-        return _open_foreign(str(reference), found, other.read(found.path, allow_pickle), format_name(other), allow_extra)
+        return _open_foreign(
+            str(reference), found, other.read(found.path, allow_pickle), format_name(other), allow_extra
+        )
     spec, origin, unknown = read_spec(found.path)
     local = is_local(found.path)
     origin = _with_reference(origin, found)
-    files = weight_files(found.path, allow_pickle)
-    weights: Weights = SafetensorsWeights(files) if files.format == "safetensors" else PickleWeights(files.files)
+    files = remote or weight_files(found.path, allow_pickle)
+    weights: Weights
+    if remote is not None:
+        weights = HeaderWeights(remote)
+    else:
+        weights = SafetensorsWeights(files) if files.format == "safetensors" else PickleWeights(files.files)
     if len(spec.blocks) > len(weights.info):
         raise CheckpointError(
             f"{found.path} has {len(weights.info)} tensors for {len(spec.blocks)} layers: config and weights differ"
@@ -205,15 +217,42 @@ def open_checkpoint(
         leaves=leaves,
         dtype="F32",
         origin=origin,
+        notes=list(found.notes),
         files=files.files,
         _weights=weights,
     )
     if unknown:
         checkpoint.notes.append(f"config.json fields that neither transformers nor gptkit reads: {', '.join(unknown)}")
-    _match(checkpoint, architecture, allow_extra)
+    _match(checkpoint, architecture, allow_extra, integers)
     checkpoint.leaves = _in_file_order(checkpoint, files)
+    if architecture is not None and files.headers:
+        index = found.path / INDEX
+        texts = {INDEX: index.read_text(encoding="utf-8")} if len(files.headers) > 1 else {}
+        checkpoint.origin = replace(checkpoint.origin, files={**files.headers, **texts})
     checkpoint.dtype = _compute_dtype(checkpoint)
     return checkpoint
+
+
+def _find(reference: str, offline: bool, allow_pickle: bool, headers_only: bool) -> tuple[Resolved, WeightFiles | None]:
+    """What a reference stands for, and with `headers_only` the headers of weights that were left on the hub."""
+
+    def find(weights: bool) -> Resolved:
+        # read_spec: a config that cannot be used is told before gigabytes are fetched.
+        return resolve(
+            reference,
+            offline=offline,
+            weights=weights,
+            companions=True,
+            allow_pickle=allow_pickle,
+            repo_of=repo_of,
+            check=read_spec,
+        )
+
+    found = find(weights=not headers_only)
+    if not headers_only or found.repository is None:
+        return found, None
+    remote = weight_headers(found.repository, allow_pickle)
+    return (find(weights=True) if remote is None else found), remote
 
 
 def _open_foreign(reference: str, found: Resolved, opened: Opened, name: str, allow_extra: bool) -> Checkpoint:
@@ -227,7 +266,7 @@ def _open_foreign(reference: str, found: Resolved, opened: Opened, name: str, al
         leaves=opened.leaves,
         dtype="F32",
         origin=_with_reference(opened.origin, found),
-        notes=list(opened.notes),
+        notes=[*found.notes, *opened.notes],
         files=opened.files,
         texts=opened.texts,
         _weights=opened.weights,
@@ -243,10 +282,12 @@ def _with_reference(origin: Origin, found: Resolved) -> Origin:
         return origin
     # A local path says nothing on another machine: only its last part is kept.
     reference = found.path.name if found.kind == "path" else found.ref
-    return Origin(origin.family, origin.config_text, reference, found.revision, origin.history)
+    return replace(origin, reference=reference, revision=found.revision)
 
 
-def _match(checkpoint: Checkpoint, architecture: Architecture | None, allow_extra: bool) -> None:
+def _match(
+    checkpoint: Checkpoint, architecture: Architecture | None, allow_extra: bool, integers: bool = False
+) -> None:
     """Pair the declared leaves with the tensors in the files, or raise with everything that does not fit."""
     declared = {leaf.checkpoint: leaf for leaf in checkpoint.leaves}
     info = checkpoint._weights.info
@@ -267,8 +308,9 @@ def _match(checkpoint: Checkpoint, architecture: Architecture | None, allow_extr
             extra.append(name)
     # Only now: the embedding may come after the head, and under an old name.
     heads = _embedding_from_head(checkpoint, heads)
-    untied = [name for name in heads if not _is_tied(checkpoint, name)]
-    problems = _problems(checkpoint, declared)
+    unread = isinstance(checkpoint._weights, HeaderWeights)
+    untied = [name for name in heads if not unread and not _is_tied(checkpoint, name)]
+    problems = _problems(checkpoint, declared, FLOATS + INTEGERS if integers else FLOATS)
     hint = "Check that config.json belongs to these weights."
     if untied:
         problems.append(f"config.json ties the head to the embedding, but {_some(untied)} holds other values")
@@ -284,12 +326,17 @@ def _match(checkpoint: Checkpoint, architecture: Architecture | None, allow_extr
         if extra and len(problems) == 1:
             hint = "Pass --allow-extra to leave them out."
         raise CheckpointError(f"{checkpoint.path}: " + "; ".join(problems), hint)
-    checkpoint.notes += [f"{name} repeats the embedding it is tied to: kept once" for name in heads]
+    how = (
+        "is tied to the embedding: not compared, since no weight was fetched"
+        if unread
+        else ("repeats the embedding it is tied to: kept once")
+    )
+    checkpoint.notes += [f"{name} {how}" for name in heads]
     if dropped:
         checkpoint.notes.append(f"buffers without weights left out: {_some(dropped)}")
 
 
-def _problems(checkpoint: Checkpoint, declared: dict[str, BoundLeaf]) -> list[str]:
+def _problems(checkpoint: Checkpoint, declared: dict[str, BoundLeaf], allowed: tuple[str, ...]) -> list[str]:
     info, problems = checkpoint._weights.info, []
     missing = [name for name in declared if name not in checkpoint._found]
     if missing:
@@ -299,7 +346,7 @@ def _problems(checkpoint: Checkpoint, declared: dict[str, BoundLeaf]) -> list[st
         dtype, shape = info[own]
         if shape != declared[name].shape:
             shaped.append(f"{own} is {list(shape)}, expected {list(declared[name].shape)}")
-        if dtype not in FLOATS:
+        if dtype not in allowed:
             typed.append(f"{own} is {dtype}")
     if shaped:
         problems.append(f"{len(shaped)} tensors have another shape: {_some(shaped)}")
@@ -360,8 +407,11 @@ def _compute_dtype(checkpoint: Checkpoint) -> str:
         config = json.loads((checkpoint.folder / LOCAL_CONFIG).read_text(encoding="utf-8"))
     else:
         config = checkpoint.origin.config
+    stored = [dtype for dtype in checkpoint.dtypes.values() if dtype in FLOATS]
+    return stated_dtype(config) or widest(stored or ["F32"])
+
+
+def stated_dtype(config: Mapping[str, Any] | None) -> str | None:
+    """The dtype that a config.json names, as safetensors has it; None where it names none of ours."""
     stated = (config or {}).get("dtype") or (config or {}).get("torch_dtype")
-    for ours, name in HF_NAMES.items():
-        if stated in (name, f"torch.{name}"):
-            return ours
-    return widest(list(checkpoint.dtypes.values()))
+    return next((ours for ours, name in HF_NAMES.items() if stated in (name, f"torch.{name}")), None)

@@ -1,10 +1,11 @@
-"""convert: a checkpoint from one format to another, bytes unchanged wherever the format allows."""
+"""convert: a checkpoint from one format to another, bytes unchanged wherever the formats allow."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +13,36 @@ from .. import __version__
 from ..architectures import Architecture, named
 from ..errors import UsageError
 from ..spec import ModelSpec, to_json
-from .checkpoint import Checkpoint, identity_leaves, open_checkpoint
-from .dtypes import HF_NAMES, widest
+from .checkpoint import Checkpoint, identity_leaves, open_checkpoint, stated_dtype
+from .dtypes import HF_NAMES, parse_dtype, widest
+from .formats import NAMES, Request, format_named, writable
 from .publish import Staging
 from .resolve import CONFIG
 from .tokenizer import token_files
+from .transfer import Transferred, jobs_of, memory_of, transfer
 from .tree import LOCAL_CONFIG, LOCAL_SCHEMA, Origin
-from .write import DEFAULT_SHARD_BYTES, Plan, execute, json_bytes, plan
+from .write import DEFAULT_SHARD_BYTES, Plan, as_it_was, json_bytes, plan
 
 __all__ = ["Conversion", "convert", "default_output", "plan_conversion", "plan_output"]
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion did, or would do: `published` is False for a dry run."""
+    """What a conversion did, or would do.
+
+    plan: the files. memory: bytes of tensors that it holds at once. transferred: None for a dry run.
+    """
 
     source: Checkpoint
     target: Path
     to: str
     plan: Plan
-    published: bool
+    memory: int
+    transferred: Transferred | None = None
+
+    @property
+    def published(self) -> bool:
+        return self.transferred is not None
 
 
 def default_output(reference: str, to: str) -> Path:
@@ -50,19 +61,21 @@ def plan_output(
     to: str,
     dtypes: Mapping[str, str],
     compute_dtype: str,
-    folder: Path,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    folder: Path | None,
+    max_shard_bytes: int | None = None,
+    texts: Mapping[str, bytes] | None = None,
 ) -> Plan:
     """The plan for a tree in the format `to` ("local", "hf" or "hf:FAMILY").
 
-    `dtypes` by shared name, `compute_dtype` what it is to be run in, `folder` where tokenizer files lie.
+    `dtypes` by shared name, `compute_dtype` what it is to be run in, `folder` where tokenizer files lie, `texts` such
+    files by name and content, `max_shard_bytes` by default as the original was sharded, or else 5 GB.
 
     Raises:
         CannotExpress: the family has no place for some components.
         UsageError: `to` is no known format, or "hf" for a tree that never had a family.
 
     """
-    companions = token_files(folder)
+    companions = token_files(folder) if folder is not None else []
     if to == "local":
         data = {
             "gptkit": __version__,
@@ -74,20 +87,26 @@ def plan_output(
                 "reference": origin.reference,
                 "revision": origin.revision,
                 "config": origin.config_text,
+                "files": dict(origin.files),
             },
             "history": list(origin.history),
         }
-        return plan(identity_leaves(spec), dtypes, {LOCAL_CONFIG: json_bytes(data)}, companions, max_shard_bytes)
+        small = {**(texts or {}), LOCAL_CONFIG: json_bytes(data)}
+        return plan(identity_leaves(spec), dtypes, small, companions, max_shard_bytes or DEFAULT_SHARD_BYTES)
     architecture = _target_family(origin, to)
-    text = _hf_config(architecture, spec, origin, widest(list(dtypes.values())))
-    return plan(architecture.bind(spec), dtypes, {CONFIG: text}, companions, max_shard_bytes)
+    config = _hf_config(architecture, spec, origin, widest(list(dtypes.values())), compute_dtype)
+    small = {**(texts or {}), CONFIG: config}
+    leaves = architecture.bind(spec)
+    if max_shard_bytes is None and (again := as_it_was(leaves, dtypes, origin.files)) is not None:
+        return Plan(again[0], {**small, **again[1]}, tuple(companions))
+    return plan(leaves, dtypes, small, companions, max_shard_bytes or DEFAULT_SHARD_BYTES)
 
 
 def _check_format(to: str) -> str | None:
     """The FAMILY of "hf:FAMILY", None where `to` has none. Raises UsageError, UnknownFamily."""
     kind, colon, family = to.partition(":")
-    if to != "local" and (kind != "hf" or (colon and not family)):
-        raise UsageError(f"unknown format {to!r}", "known: local, hf, hf:FAMILY")
+    if to != "local" and (kind != "hf" or (colon and not family)) and not writable(to):
+        raise UsageError(f"unknown format {to!r}", f"known: {', '.join(('local', 'hf', 'hf:FAMILY', *NAMES))}")
     return named(family).name if family else None
 
 
@@ -100,21 +119,50 @@ def _target_family(origin: Origin, to: str) -> Architecture:
     return named(origin.family)
 
 
-def _hf_config(architecture: Architecture, spec: ModelSpec, origin: Origin, stored: str) -> bytes:
-    """The original config.json byte for byte where it still describes the tree, else a new one."""
+def _hf_config(architecture: Architecture, spec: ModelSpec, origin: Origin, stored: str, compute: str) -> bytes:
+    """The original config.json byte for byte where it still describes the tree and its dtype, else a new one."""
     original = origin.config
     config: dict[str, Any] | None = architecture.export_config(spec, original)
     if config is None and origin.config_text is not None:
-        return origin.config_text.encode()
+        stated = stated_dtype(original)
+        if stated in (None, compute):
+            return origin.config_text.encode()
+        config = dict(original or {})
+        stored = compute
     assert config is not None
     config.pop("torch_dtype", None)
     return json_bytes({**config, "dtype": HF_NAMES[stored]})
 
 
-def plan_conversion(source: Checkpoint, to: str, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> Plan:
-    """The plan for an opened checkpoint in the format `to`; raises as `plan_output`."""
-    return plan_output(
-        source.spec, source.origin, to, source.shared_dtypes(), source.dtype, source.folder, max_shard_bytes
+def plan_conversion(source: Checkpoint, to: str, dtype: str | None = None, max_shard_bytes: int | None = None) -> Plan:
+    """The plan for an opened checkpoint in the format `to`, every tensor as `dtype` (see `convert`) or as it is.
+
+    Raises as `plan_output`.
+    """
+    name, _, _ = to.partition(":")
+    companions = source.folder if source.format in ("hf", "local") else None
+    if name not in ("local", "hf"):
+        fmt = format_named(name)
+        assert fmt.plan is not None
+        return fmt.plan(_request(source, dtype, companions, max_shard_bytes))
+    dtypes, compute = source.shared_dtypes(), source.dtype
+    if dtype is not None:
+        compute = parse_dtype(dtype)
+        dtypes = dict.fromkeys(dtypes, compute)
+    return plan_output(source.spec, source.origin, to, dtypes, compute, companions, max_shard_bytes, source.texts)
+
+
+def _request(source: Checkpoint, dtype: str | None, folder: Path | None, max_shard_bytes: int | None) -> Request:
+    return Request(
+        source=source,
+        spec=source.spec,
+        origin=source.origin,
+        dtypes=source.shared_dtypes(),
+        dtype=source.dtype,
+        asked=dtype,
+        companions=tuple(token_files(folder)) if folder is not None else (),
+        texts=source.texts,
+        max_shard_bytes=max_shard_bytes or DEFAULT_SHARD_BYTES,
     )
 
 
@@ -128,47 +176,74 @@ def convert(
     offline: bool = False,
     allow_pickle: bool = False,
     allow_extra: bool = False,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    dtype: str | None = None,
+    max_shard_bytes: int | None = None,
+    workers: int | None = None,
+    max_memory: int | None = None,
     progress: Callable[[int], None] | None = None,
     on_plan: Callable[[Conversion], None] | None = None,
 ) -> Conversion:
-    """Convert a checkpoint to gptkit's own format, or back to Hugging Face files of the same or another family.
+    """Convert a checkpoint to gptkit's own format, back to Hugging Face files of the same or another family, or to
+    another format.
 
     Args:
         model: a reference; see `converter.resolve`.
         out: the folder to make; by default the model's name with the format behind it, in the working directory.
-        to: "local", "hf", or "hf:FAMILY" for another family that can hold the tree.
+        to: "local", "hf", "hf:FAMILY" for another family that can hold the tree, or a name of `converter.formats`.
         force: replace an existing checkpoint folder, in one step.
         dry_run: plan only.
         offline: use local files and the hub's cache only.
         allow_pickle: read .bin files too (weights only).
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
-        max_shard_bytes: start another weight file beyond it.
+        dtype: store every tensor as this, rounded to nearest even where it is narrower; weights stored as integers are
+            then taken for the numbers they are. By default nothing is cast.
+        max_shard_bytes: start another weight file beyond it; by default as the original was sharded, or 5 GB.
+        workers: threads; by default one a core.
+        max_memory: bytes of tensors held at once.
         progress: called with the bytes of every tensor written.
         on_plan: called once, before the first tensor is read.
 
     Raises:
-        InvalidInput, Offline: as `open_checkpoint`.
-        CannotExpress: the family cannot hold the tree; nothing was written.
-        UsageError: `out` exists, or its parent does not.
+        InvalidInput, Offline: as `open_checkpoint`; CheckpointError also where a value does not fit `dtype`.
+        CannotExpress: the family or format cannot hold the tree; nothing was written.
+        UsageError: `out` exists, or its parent does not; an unknown format or dtype; too little memory allowed.
 
     """
     target = Path(out) if out is not None else default_output(str(model), to)
     _check_format(to)
     if not dry_run:
         Staging(target, force).check()  # what cannot be written is refused here, before gigabytes are fetched
-    source = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
-    conversion = Conversion(source, target, to, plan_conversion(source, to, max_shard_bytes), published=not dry_run)
+    source = open_checkpoint(
+        model,
+        offline=offline,
+        allow_pickle=allow_pickle,
+        allow_extra=allow_extra,
+        headers_only=dry_run,
+        integers=dtype is not None,
+    )
+    planned = plan_conversion(source, to, dtype, max_shard_bytes)
+    conversion = Conversion(source, target, to, planned, memory_of(jobs_of(planned, source), max_memory))
     if dry_run:
         return conversion
-    with Staging(target, force) as staging:
+    with Staging(target, force, _key(planned, source)) as staging:
         if on_plan is not None:
             on_plan(conversion)
-        files = execute(conversion.plan, source.tensors(), staging, progress)
+        done = transfer(planned, source, staging, workers=workers, max_memory=max_memory, progress=progress)
         manifest = {
             "gptkit": __version__,
             "format": to,
             "source": {"reference": source.origin.reference, "revision": source.revision},
         }
-        staging.commit(manifest, files=files)
-    return conversion
+        staging.commit(manifest, files=done.files)
+    return replace(conversion, transferred=done)
+
+
+def _key(plan: Plan, source: Checkpoint) -> str:
+    """What makes two runs the same work: every byte planned, and the files that the rest comes from as they are now."""
+    digest = hashlib.sha256(__version__.encode())
+    for shard in plan.shards:
+        digest.update(repr((shard.name, shard.size)).encode() + shard.header)
+    for path in source.files:
+        about = path.stat()
+        digest.update(repr((str(path), about.st_size, about.st_mtime_ns, about.st_ino)).encode())
+    return digest.hexdigest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast
 
@@ -12,7 +12,7 @@ from ..errors import CheckpointError, InvalidInput, UntrustedInput
 from .resolve import INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE
 from .safetensors import Header, TensorInfo, parse_json_object, read_header
 
-__all__ = ["WeightFiles", "read_index", "weight_files"]
+__all__ = ["WeightFiles", "assembled", "read_index", "single", "weight_files"]
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _MAX_INDEX = 100_000_000  # bytes, as for a safetensors header
@@ -31,6 +31,8 @@ class WeightFiles:
     files: tuple[Path, ...]
     tensors: dict[str, tuple[Path, TensorInfo]]
     metadata: dict[str, str]
+    headers: dict[str, str] = field(default_factory=dict)
+    """The text of every file's header, by the file's name."""
 
     @property
     def nbytes(self) -> int:
@@ -96,8 +98,13 @@ def _kind(path: Path) -> Literal["file", "folder", "other"] | None:
 
 
 def _single(path: Path) -> WeightFiles:
-    header = read_header(path)
-    return WeightFiles("safetensors", (path,), {n: (path, info) for n, info in header.tensors.items()}, header.metadata)
+    return single(path, read_header(path))
+
+
+def single(path: Path, header: Header) -> WeightFiles:
+    """The weights in one file."""
+    tensors = {name: (path, info) for name, info in header.tensors.items()}
+    return WeightFiles("safetensors", (path,), tensors, header.metadata, {path.name: header.text})
 
 
 def _pickles(paths: Sequence[Path], allow_pickle: bool) -> WeightFiles:
@@ -158,15 +165,19 @@ def _require(folder: Path, names: Sequence[str]) -> None:
 def _sharded(folder: Path, weight_map: dict[str, str]) -> WeightFiles:
     names = sorted(set(weight_map.values()))
     _require(folder, names)
-    headers = {name: read_header(folder / name) for name in names}
+    return assembled(folder, weight_map, {name: read_header(folder / name) for name in names})
+
+
+def assembled(folder: Path, weight_map: dict[str, str], headers: dict[str, Header]) -> WeightFiles:
+    """The weights of shards, `headers` by file name, checked against their index. Raises CheckpointError."""
+    names = sorted(headers)
     _check_agreement(folder, weight_map, headers)
-    tensors = {
-        tensor: (folder / name, info) for name, header in headers.items() for tensor, info in header.tensors.items()
-    }
+    tensors = {tensor: (folder / name, info) for name in names for tensor, info in headers[name].tensors.items()}
     metadata: dict[str, str] = {}
-    for header in headers.values():
-        metadata = {**header.metadata, **metadata}
-    return WeightFiles("safetensors", tuple(folder / name for name in names), tensors, metadata)
+    for name in names:
+        metadata = {**headers[name].metadata, **metadata}
+    texts = {name: headers[name].text for name in names}
+    return WeightFiles("safetensors", tuple(folder / name for name in names), tensors, metadata, texts)
 
 
 def _check_agreement(folder: Path, weight_map: dict[str, str], headers: dict[str, Header]) -> None:

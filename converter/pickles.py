@@ -67,7 +67,7 @@ class PickleWeights:
             self._tensors[name] = tensor
             self.info[name] = (names.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
 
-    def span(self, name: str) -> tuple[Path, int] | None:
+    def span(self, name: str) -> tuple[Path, int] | None:  # noqa: ARG002
         """None: a pickle may hold a tensor in any order."""
         return None
 

@@ -8,7 +8,8 @@ was done to it since.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ class Origin:
     reference: str | None = None
     revision: str | None = None
     history: tuple[dict[str, Any], ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+    """The original's weight files by name, each with its header's text, and the text of its index: what is needed to
+    write the very same files again."""
 
     @property
     def config(self) -> dict[str, Any] | None:
@@ -68,7 +72,7 @@ def read_spec(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
 
 def foreign_format(path: Path) -> Format | None:
     """The format of what is neither a Hugging Face folder nor gptkit's own: a .gguf file, a llama2.c model, …"""
-    if path.suffix in (".json", ".safetensors") or _description(path).is_file() and path.is_dir():
+    if path.suffix in (".json", ".safetensors") or (_description(path).is_file() and path.is_dir()):
         return None
     return format_of(path)
 
@@ -108,7 +112,10 @@ def _read_local(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
         spec = from_json(data.get("spec"))
     except (OverflowError, RecursionError) as error:  # an integer that no float holds
         raise ConfigError(f"{path} is not a gptkit model spec: {error}") from error
-    return spec, Origin(family, text, reference, revision, tuple(history)), []
+    files = origin.get("files", {})
+    if not isinstance(files, dict) or not all(isinstance(value, str) for value in files.values()):
+        raise ConfigError(f"{path}: the files of its origin are not what gptkit writes")
+    return spec, Origin(family, text, reference, revision, tuple(history), files), []
 
 
 def _require_plain(data: dict[str, Any], path: Path) -> None:

@@ -1,14 +1,15 @@
-"""Writing a checkpoint: a plan made from shapes alone, then one walk that fills it.
+"""What a conversion writes: a plan made from shapes alone, and the plain walk that fills it.
 
-`plan` says every file, tensor, dtype and place without reading a weight; it is what --dry-run prints. `execute` takes
-the shared tensors as they come, holds a part only until the output tensor it belongs to is whole, writes that at its
-place, and publishes the folder in one step (see `publish`).
+`plan` says every file, tensor, dtype and byte position without reading a weight; it is what --dry-run prints.
+`transfer` carries a checkpoint's tensors over by it; `execute` here takes tensors that somebody computes (a swap), as
+they come, and holds a part only until the output tensor it belongs to is whole.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,39 +18,60 @@ from typing import Any
 import numpy as np
 
 from ..architectures import BoundLeaf
-from .dtypes import FLOATS, from_float64, to_float64, widest
-from .publish import FileRecord, Staging, TensorRecord, copy_file, write_bytes
+from ..errors import CheckpointError
+from .dtypes import cast, widest
+from .placed import Block, PlacedWriter
+from .publish import FileRecord, Staging, copy_file, write_bytes
 from .resolve import INDEX
-from .safetensors import DTYPES, SafetensorsWriter
+from .safetensors import DTYPES, build_header, parse_header
 
-__all__ = ["DEFAULT_SHARD_BYTES", "Output", "Plan", "Shard", "execute", "plan"]
+__all__ = [
+    "DEFAULT_SHARD_BYTES",
+    "Encode",
+    "Output",
+    "Plan",
+    "Shard",
+    "execute",
+    "lay_out",
+    "plan",
+    "prepare",
+    "writer",
+]
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 METADATA = {"format": "pt"}
 """What save_pretrained writes, and transformers asks for."""
 
+Encode = Callable[[np.ndarray, str], np.ndarray]
+"""Some whole rows of a tensor in their carrier dtype, and that dtype -> the bytes to be stored."""
+
 
 @dataclass(frozen=True)
 class Output:
-    """One tensor to be written."""
+    """One tensor to be written, and its place in its file.
+
+    encode: for element types that are none of numpy's (blocks of quantised values); otherwise values are cast.
+    """
 
     leaf: BoundLeaf
     dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.leaf.shape) * DTYPES[self.dtype].itemsize
+    start: int
+    nbytes: int
+    encode: Encode | None = None
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One weight file."""
+    """One weight file: its header, its tensors, and its size; what neither covers is padding."""
 
     name: str
+    header: bytes
     outputs: tuple[Output, ...]
+    size: int
 
     @property
     def nbytes(self) -> int:
+        """Bytes of tensors."""
         return sum(output.nbytes for output in self.outputs)
 
 
@@ -63,9 +85,9 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on disk, headers aside."""
+        """Bytes on disk, all but the manifest's."""
         files = sum(path.stat().st_size for path in self.companions)
-        return sum(s.nbytes for s in self.shards) + sum(len(t) for t in self.texts.values()) + files
+        return sum(s.size for s in self.shards) + sum(len(t) for t in self.texts.values()) + files
 
     @property
     def tensors(self) -> int:
@@ -73,8 +95,16 @@ class Plan:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest tensor, which is what a conversion holds in memory."""
+        """Bytes of the largest tensor."""
         return max(output.nbytes for shard in self.shards for output in shard.outputs)
+
+
+def lay_out(name: str, tensors: Sequence[tuple[BoundLeaf, str]]) -> Shard:
+    """A safetensors file of these leaves, each with its dtype, as the safetensors library would write it."""
+    header, infos = build_header([(leaf.checkpoint, dtype, leaf.shape) for leaf, dtype in tensors], METADATA)
+    leaves = {leaf.checkpoint: leaf for leaf, _ in tensors}
+    outputs = tuple(Output(leaves[info.name], info.dtype, info.start, info.nbytes) for info in infos)
+    return Shard(name, header, outputs, max([len(header), *(info.end for info in infos)]))
 
 
 def plan(
@@ -84,29 +114,93 @@ def plan(
     companions: Sequence[Path],
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> Plan:
-    """A plan for the target's leaves, `dtypes` by shared name. An output made of several has the widest's dtype."""
-    outputs = [Output(leaf, widest([dtypes[name] for name in leaf.shared])) for leaf in leaves]
-    groups: list[list[Output]] = [[]]
+    """A plan of safetensors files for the target's leaves, `dtypes` by shared name.
+
+    An output made of several has the widest's dtype. Tensors are dealt out over shards as transformers does
+    (huggingface_hub's split_state_dict_into_shards_factory): one larger than a shard has a shard to itself.
+    """
+    tensors = [(leaf, widest([dtypes[name] for name in leaf.shared])) for leaf in leaves]
+    groups: list[list[tuple[BoundLeaf, str]]] = []
+    group: list[tuple[BoundLeaf, str]] = []
     filled = 0
-    for output in outputs:
-        if groups[-1] and filled + output.nbytes > max_shard_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(output)
-        filled += output.nbytes
-    if len(groups) == 1:
-        return Plan((Shard("model.safetensors", tuple(outputs)),), texts, tuple(companions))
+    for leaf, dtype in tensors:
+        nbytes = math.prod(leaf.shape) * DTYPES[dtype].itemsize
+        if nbytes > max_shard_bytes:
+            groups.append([(leaf, dtype)])
+            continue
+        if filled + nbytes > max_shard_bytes:
+            groups.append(group)
+            group, filled = [], 0
+        group.append((leaf, dtype))
+        filled += nbytes
+    if group:
+        groups.append(group)
     count = len(groups)
-    shards = tuple(Shard(f"model-{i:05}-of-{count:05}.safetensors", tuple(g)) for i, g in enumerate(groups, 1))
+    if count == 1:
+        return Plan((lay_out("model.safetensors", groups[0]),), texts, tuple(companions))
+    shards = tuple(lay_out(f"model-{i:05}-of-{count:05}.safetensors", group) for i, group in enumerate(groups, 1))
     index = {
         "metadata": {
-            "total_parameters": sum(math.prod(output.leaf.shape) for output in outputs),
-            "total_size": sum(output.nbytes for output in outputs),
+            "total_parameters": sum(math.prod(leaf.shape) for leaf, _ in tensors),
+            "total_size": sum(shard.nbytes for shard in shards),
         },
         "weight_map": {output.leaf.checkpoint: shard.name for shard in shards for output in shard.outputs},
     }
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"
     return Plan(shards, {**texts, INDEX: text.encode()}, tuple(companions))
+
+
+def as_it_was(
+    leaves: Sequence[BoundLeaf], dtypes: Mapping[str, str], files: Mapping[str, str]
+) -> tuple[tuple[Shard, ...], dict[str, bytes]] | None:
+    """The shards and the index that `files` (see Origin) describe, None where these are not their tensors any more.
+
+    Every header comes from a folder that anybody may have edited: it is checked as if it were read from a file.
+    """
+    here = {leaf.checkpoint: (leaf, widest([dtypes[name] for name in leaf.shared])) for leaf in leaves}
+    index = {name: text.encode() for name, text in files.items() if name == INDEX}
+    shards, seen = [], 0
+    for name, text in files.items():
+        if name in index:
+            continue
+        if not _is_weight_file(name):
+            return None
+        raw = text.encode()
+        try:
+            header = parse_header(name, raw)
+        except CheckpointError:
+            return None
+        infos = header.tensors.values()
+        if any(i.name not in here or (i.shape, i.dtype) != (here[i.name][0].shape, here[i.name][1]) for i in infos):
+            return None
+        outputs = tuple(Output(here[i.name][0], i.dtype, i.start, i.nbytes) for i in infos)
+        start = struct.pack("<Q", len(raw)) + raw
+        shards.append(Shard(name, start, outputs, max([len(start), *(i.end for i in infos)])))
+        seen += len(outputs)
+    # Parsed one by one, so that a name in two files is only seen here.
+    whole = seen == len(here) == len({o.leaf.checkpoint for shard in shards for o in shard.outputs})
+    return (tuple(shards), index) if whole and (len(shards) == 1 or index) else None
+
+
+def _is_weight_file(name: str) -> bool:
+    """A plain name, as `index` would take it, that nothing else in a checkpoint's folder has."""
+    return name.endswith(".safetensors") and name.isprintable() and not any(sign in name for sign in "/\\:")
+
+
+def prepare(plan: Plan, staging: Staging) -> None:
+    """Write all but the weights into an open staging folder. Raises GptkitError where the disk is too small."""
+    left = sum(shard.size for shard in plan.shards if shard.name not in staging.finished)
+    staging.require_space(left + plan.nbytes - sum(shard.size for shard in plan.shards))
+    for name, text in plan.texts.items():
+        write_bytes(staging.path / name, text)
+    for path in plan.companions:
+        copy_file(path, staging.path / path.name)
+
+
+def writer(shard: Shard, staging: Staging) -> PlacedWriter:
+    """The open file of a shard, its header written."""
+    blocks = [Block(o.leaf.checkpoint, o.start, o.start + o.nbytes) for o in shard.outputs]
+    return PlacedWriter(staging.path / shard.name, shard.header, blocks, shard.size)
 
 
 def execute(
@@ -118,24 +212,15 @@ def execute(
     """Write the plan into an open staging folder, `tensors` being (shared name, array, dtype) in any order.
 
     Returns:
-        What is known of the weight files by name, for the manifest.
+        The hashes of every weight file, for the manifest.
 
     Raises:
         CheckpointError: a value does not fit the output's dtype.
         GptkitError: the disk is too small or a write fails; nothing is published.
 
     """
-    staging.require_space(plan.nbytes)
-    for name, text in plan.texts.items():
-        write_bytes(staging.path / name, text)
-    for path in plan.companions:
-        copy_file(path, staging.path / path.name)
-    writers = [
-        SafetensorsWriter(
-            staging.path / shard.name, [(o.leaf.checkpoint, o.dtype, o.leaf.shape) for o in shard.outputs], METADATA
-        )
-        for shard in plan.shards
-    ]
+    prepare(plan, staging)
+    writers = [writer(shard, staging) for shard in plan.shards]
     home = {
         name: (o, w)
         for shard, w in zip(plan.shards, writers, strict=True)
@@ -146,33 +231,19 @@ def execute(
     try:
         for name, array, dtype in tensors:
             pending[name] = (array, dtype)
-            output, writer = home[name]
+            output, file = home[name]
             if all(part in pending for part in output.leaf.shared):
                 parts = [cast(*pending.pop(part), output.dtype) for part in output.leaf.shared]
-                writer.write(output.leaf.checkpoint, output.leaf.to_checkpoint(parts))
+                file.write(output.leaf.checkpoint, np.ascontiguousarray(output.leaf.to_checkpoint(parts)))
                 if progress is not None:
                     progress(output.nbytes)
+        for file in writers:
+            file.close()
     except BaseException as error:
-        for writer in writers:
-            writer.__exit__(type(error), error, error.__traceback__)
+        for file in writers:
+            file.__exit__(type(error), error, error.__traceback__)
         raise
-    for writer in writers:
-        writer.close()
-    return {writer.path.name: _record(writer) for writer in writers}
-
-
-def _record(writer: SafetensorsWriter) -> FileRecord:
-    digests = writer.tensor_sha256
-    places = writer.tensors.items()
-    return FileRecord(writer.sha256, {name: TensorRecord(at.start, at.end, digests[name]) for name, at in places})
-
-
-def cast(array: np.ndarray, dtype: str, target: str) -> np.ndarray:
-    """The array in another floating point type, rounded to nearest even where that is narrower."""
-    if dtype == target:
-        return array
-    assert dtype in FLOATS and target in FLOATS
-    return from_float64(to_float64(array, dtype), target)
+    return {shard.name: file.record for shard, file in zip(plan.shards, writers, strict=True)}
 
 
 def json_bytes(data: Any) -> bytes:

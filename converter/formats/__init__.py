@@ -1,8 +1,8 @@
 """File formats beside Hugging Face folders and gptkit's own: a module each, imported when one is met or asked for.
 
-A format that can be read tells whether a path is one of its files, what tree lies there (from headers alone), and where
-each tensor is. One that can be written turns a tree into a plan: the files, their headers, every tensor's place. How its
-tensors are named and laid out is declared as leaves, as the families' own checkpoints are (`architectures`).
+A format that can be read tells whether a path is one of its files, what tree lies there (from headers alone), and
+where each tensor is. One that can be written turns a tree into a plan: the files, their headers, every tensor's place.
+How its tensors are named and laid out is declared as leaves, as the families' own checkpoints are (`architectures`).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def format_named(name: str) -> Format:
     """A format by its name. Raises UsageError for one that is not there."""
     if name not in NAMES:
         raise UsageError(f"unknown format {name!r}", f"known: local, hf, hf:FAMILY, {', '.join(NAMES)}")
-    module: Format = importlib.import_module(f"{__name__}.{name}")  # type: ignore[assignment]
+    module: Format = importlib.import_module(f"{__name__}.{name}")
     return module
 
 

@@ -1,0 +1,295 @@
+"""A file whose every byte has its place before the first is written: a header, then blocks, each at its position.
+
+safetensors, GGUF and llama2.c files are all of this kind. Blocks are written in any order, from any thread; each is
+read back and compared with what it was made of, hashed, and looked through for values that are not finite. The file's
+own sha256 follows behind the blocks as they become whole from the front, so that it costs no pass of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from ..errors import CheckpointError, GptkitError
+from .publish import UNSUPPORTED, FileRecord, TensorRecord, write_all
+
+__all__ = ["Block", "PlacedWriter"]
+
+CHUNK = 1 << 20
+"""Bytes read back and hashed at a time: few enough to stay in the processor's cache between the steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A named stretch of a file: bytes `start` to `end` (exclusive)."""
+
+    name: str
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+class PlacedWriter:
+    """Writes one new file. After the last block `close()` finishes its hash and fsyncs it; `record` then describes it.
+
+    As a context manager it closes on success; after an exception it only lets go of the file, which then is incomplete
+    and stays for its caller to remove (Staging does). What no block covers (padding) is zero.
+    """
+
+    def __init__(self, path: Path, header: bytes, blocks: Sequence[Block], nbytes: int | None = None) -> None:
+        """`blocks` in the order of the file; `nbytes` the file's size, by default up to the last block's end.
+
+        Raises GptkitError where the file exists or cannot be written.
+        """
+        self.path = path
+        self.blocks = {block.name: block for block in blocks}
+        self._size = nbytes if nbytes is not None else max([len(header), *(block.end for block in blocks)])
+        self._order = [block for block in blocks if block.nbytes]
+        nothing = hashlib.sha256().hexdigest()
+        self._digests: dict[str, str] = {block.name: nothing for block in blocks if not block.nbytes}
+        self._begun: set[str] = set()
+        self._whole: set[str] = set(self._digests)
+        self._mutex = threading.Lock()
+        self._hashing = threading.Lock()
+        self._hash = hashlib.sha256(header)
+        self._hashed = len(header)  # bytes from the file's start that _hash has seen
+        self._next = 0  # the first block in the order of the file that _hash has not seen
+        self._sha256: str | None = None
+        try:
+            self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise GptkitError(f"could not create {path}: {error.strerror}") from error
+        try:
+            with self._disk() as fd:
+                os.ftruncate(fd, self._size)
+                write_all(fd, header, 0)
+        except BaseException:
+            self._release()
+            raise
+
+    @property
+    def done(self) -> bool:
+        """Whether every block was written."""
+        return len(self._whole) == len(self.blocks)
+
+    @property
+    def record(self) -> FileRecord:
+        """The hashes of the file and of its blocks, after close()."""
+        if self._sha256 is None:
+            raise RuntimeError(f"{self.path} is not closed yet")
+        tensors = {b.name: TensorRecord(b.start, b.end, self._digests[b.name]) for b in self.blocks.values()}
+        return FileRecord(self._sha256, tensors)
+
+    def write(self, name: str, data: Any) -> None:
+        """Write a whole block from a contiguous buffer. Raises GptkitError where the disk refuses."""
+        with self.pieces(name) as piece:
+            if memoryview(data).nbytes:
+                piece(data)
+
+    @contextlib.contextmanager
+    def pieces(self, name: str) -> Iterator[Callable[[Any], None]]:
+        """Gives a function that takes the block's bytes piece after piece; on leaving, all must have come.
+
+        Raises CheckpointError for a block that was not declared, was begun before, or is not filled exactly;
+        GptkitError where the disk refuses.
+        """
+        block = self._begin(name)
+        digest = hashlib.sha256()
+        at = block.start
+
+        def piece(data: Any) -> None:
+            nonlocal at
+            view = memoryview(data).cast("B")
+            if at + view.nbytes > block.end:
+                raise CheckpointError(f"{self.path}: more than the {block.nbytes} bytes of {name} were given")
+            back = np.empty(min(CHUNK, view.nbytes), np.uint8)
+            for begin in range(0, view.nbytes, CHUNK):
+                chunk = view[begin : begin + CHUNK]
+                with self._disk() as fd:
+                    write_all(fd, chunk, at)
+                    _read(fd, back[: chunk.nbytes], at)
+                self._require_equal(back[: chunk.nbytes], np.frombuffer(chunk, np.uint8), at)
+                digest.update(chunk)
+                at += chunk.nbytes
+
+        yield piece
+        if at != block.end:
+            raise CheckpointError(f"{self.path}: {at - block.start} of the {block.nbytes} bytes of {name} were given")
+        self._end(block, digest.hexdigest())
+
+    def copy(self, name: str, source: int, start: int, look: Callable[[np.ndarray], None] = lambda chunk: None) -> None:
+        """Fill a block with the bytes from `start` on of the open file `source`, inside the kernel where it can.
+
+        `look` sees every chunk (uint8) as it was read back. Raises as `pieces`, and where the source ends early.
+        """
+        block = self._begin(name)
+        with self._disk() as fd:
+            copied = _copy_range(source, fd, start, block.start, block.nbytes)
+        digest = hashlib.sha256()
+        ours, theirs = np.empty(CHUNK, np.uint8), np.empty(CHUNK, np.uint8)
+        for at in range(0, block.nbytes, CHUNK):
+            size = min(CHUNK, block.nbytes - at)
+            try:
+                _read(source, theirs[:size], start + at)
+            except OSError as error:
+                raise CheckpointError(f"cannot read {name} for {self.path}: {error.strerror}") from error
+            with self._disk() as fd:
+                if at + size > copied:
+                    write_all(fd, theirs[:size].data, block.start + at)
+                _read(fd, ours[:size], block.start + at)
+            self._require_equal(ours[:size], theirs[:size], block.start + at)
+            digest.update(ours[:size].data)
+            look(ours[:size])
+        self._end(block, digest.hexdigest())
+
+    def close(self) -> None:
+        """Check that every block was written, finish the hash, fsync. Raises CheckpointError, GptkitError."""
+        if self._fd is None:
+            return
+        try:
+            missing = [name for name in self.blocks if name not in self._whole]
+            if missing:
+                listed = ", ".join(map(repr, missing[:10]))
+                raise CheckpointError(
+                    f"{self.path}: {len(missing)} of {len(self.blocks)} tensors were not written: {listed}"
+                )
+            with self._disk() as fd:
+                os.fsync(fd)
+                with self._hashing:
+                    self._advance(fd, self._size)
+                self._sha256 = self._hash.hexdigest()
+        finally:
+            self._release()
+
+    def _begin(self, name: str) -> Block:
+        block = self.blocks.get(name)
+        if block is None:
+            raise CheckpointError(f"{self.path}: tensor {name!r} was not declared")
+        with self._mutex:
+            if name in self._begun:
+                raise CheckpointError(f"{self.path}: tensor {name!r} was written already")
+            self._begun.add(name)
+        return block
+
+    def _end(self, block: Block, digest: str) -> None:
+        with self._disk() as fd:
+            _start_writeback(fd, block.start, block.nbytes)
+        with self._mutex:
+            self._digests[block.name] = digest
+            self._whole.add(block.name)
+        # One thread at a time hashes; who finds it busy goes on with other blocks, and leaves the rest to it or close.
+        while self._ready() and self._hashing.acquire(blocking=False):
+            try:
+                while (end := self._ready()) is not None:
+                    with self._disk() as fd:
+                        self._advance(fd, end)
+                    self._next += 1
+            finally:
+                self._hashing.release()
+
+    def _ready(self) -> int | None:
+        """Where the next block to be hashed ends, if it is whole."""
+        with self._mutex:
+            if self._next < len(self._order) and self._order[self._next].name in self._whole:
+                return self._order[self._next].end
+        return None
+
+    def _advance(self, fd: int, end: int) -> None:
+        buffer = np.empty(CHUNK, np.uint8)
+        while self._hashed < end:
+            chunk = buffer[: min(CHUNK, end - self._hashed)]
+            _read(fd, chunk, self._hashed)
+            self._hash.update(chunk.data)
+            self._hashed += chunk.nbytes
+
+    def _require_equal(self, found: np.ndarray, expected: np.ndarray, at: int) -> None:
+        if not np.array_equal(found, expected):
+            raise GptkitError(
+                f"{self.path} does not hold what was written to it, from byte {at} on",
+                "The disk or the memory of this machine may be failing.",
+            )
+
+    @contextlib.contextmanager
+    def _disk(self) -> Iterator[int]:
+        if self._fd is None:
+            raise ValueError(f"{self.path} is closed")
+        try:
+            yield self._fd
+        except OSError as error:
+            raise GptkitError(f"could not write {self.path}: {error.strerror}") from error
+
+    def _release(self) -> None:
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            os.close(fd)
+
+    def __enter__(self) -> PlacedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._release()
+
+
+def _read(fd: int, into: np.ndarray, offset: int) -> None:
+    """Fill `into` (uint8) from byte `offset`. Raises OSError where the file ends before."""
+    view = into.data
+    while view.nbytes:
+        done = os.preadv(fd, [view], offset)
+        if done == 0:
+            raise OSError(0, "the file ends early")
+        view, offset = view[done:], offset + done
+
+
+def _copy_range(source: int, sink: int, start: int, at: int, nbytes: int) -> int:
+    """copy_file_range(2); returns how many of the bytes were copied, 0 where the kernel cannot."""
+    done = 0
+    if not hasattr(os, "copy_file_range"):  # macOS
+        return done
+    try:
+        while done < nbytes:
+            step = os.copy_file_range(source, sink, min(nbytes - done, 1 << 30), start + done, at + done)
+            if step == 0:
+                break
+            done += step
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+    return done
+
+
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+def _start_writeback(fd: int, start: int, nbytes: int) -> None:
+    """Have the kernel begin to write these bytes to the disk (Linux), so that the fsync at the end finds little to do.
+
+    It is a hint: what fails here fails again, and is reported, in the fsync.
+    """
+    call = _sync_file_range()
+    if call is not None:
+        call(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
+
+
+def _sync_file_range() -> Callable[..., int] | None:
+    return getattr(_LIBC, "sync_file_range", None)
+
+
+_LIBC = ctypes.CDLL(None)

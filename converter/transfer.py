@@ -1,0 +1,377 @@
+"""Carrying a checkpoint's tensors into the files of a plan, at the speed of copying.
+
+What is stored in the target as it was in the source is copied by the kernel; everything else is read through its
+layouts as a view of the mapped file and written a few rows at a time. A job is the least that can be done on its own:
+the source tensors and the outputs that depend on one another. Jobs run in the source's order, a worker a core, no more
+at once than the memory allowed for them holds.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..architectures import BoundLeaf
+from ..errors import CheckpointError, UsageError
+from .checkpoint import Checkpoint
+from .dtypes import Rounding, cast, not_finite, rounding, widest
+from .placed import CHUNK, PlacedWriter
+from .publish import FileRecord, Staging
+from .write import Output, Plan, Shard, prepare, writer
+
+__all__ = ["Job", "Transferred", "jobs_of", "memory_of", "transfer"]
+
+IN_FLIGHT = 128 * 2**20
+"""Bytes of tensors held at once by all workers together, unless a single job needs more."""
+ROWS = 1 << 20
+"""Bytes of a view that are gathered, cast and written at a time."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Outputs that are made of the same source tensors, which are made into nothing else.
+
+    memory: bytes that it holds, the mapped source's included. copied: the output is the source's bytes.
+    """
+
+    sources: tuple[BoundLeaf, ...]
+    outputs: tuple[tuple[Shard, Output], ...]
+    copied: bool
+    memory: int
+
+
+@dataclass
+class Transferred:
+    """What was carried over: hashes by file, what rounding did by tensor, and the values found that are not finite."""
+
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    rounded: dict[str, Rounding] = field(default_factory=dict)
+    not_finite: dict[str, int] = field(default_factory=dict)
+    resumed: int = 0
+    """Bytes of files that an earlier, interrupted run had finished."""
+
+
+def jobs_of(plan: Plan, source: Checkpoint) -> list[Job]:
+    """The plan's work in the order in which the source's tensors lie."""
+    holder = {name: index for index, leaf in enumerate(source.leaves) for name in leaf.shared}
+    outputs = [(shard, output) for shard in plan.shards for output in shard.outputs]
+    # Union of leaves over the outputs they share: the first leaf of a group stands for it.
+    group = list(range(len(source.leaves)))
+
+    def root(index: int) -> int:
+        while group[index] != index:
+            group[index] = group[group[index]]
+            index = group[index]
+        return index
+
+    for _, output in outputs:
+        roots = sorted({root(holder[name]) for name in output.leaf.shared})
+        for other in roots[1:]:
+            group[other] = roots[0]
+    members: dict[int, tuple[list[BoundLeaf], list[tuple[Shard, Output]]]] = {}
+    for index, leaf in enumerate(source.leaves):
+        members.setdefault(root(index), ([], []))[0].append(leaf)
+    for shard, output in outputs:
+        members[root(holder[output.leaf.shared[0]])][1].append((shard, output))
+    return [_job(source, leaves, made) for _, (leaves, made) in sorted(members.items()) if made]
+
+
+def _job(source: Checkpoint, leaves: Sequence[BoundLeaf], outputs: Sequence[tuple[Shard, Output]]) -> Job:
+    copied = len(leaves) == len(outputs) == 1 and _same_bytes(source, leaves[0], outputs[0][1])
+    if copied:
+        memory = 2 * CHUNK
+    else:
+        memory = sum(source.nbytes_of(leaf) for leaf in leaves) + 4 * ROWS
+        if any(not o.leaf.layout.is_identity for _, o in outputs) or any(
+            not leaf.layout.is_identity for leaf in leaves
+        ):
+            memory += max(output.nbytes for _, output in outputs)  # where a reshape or a joining has to copy
+    return Job(tuple(leaves), tuple(outputs), copied, memory)
+
+
+def _same_bytes(source: Checkpoint, leaf: BoundLeaf, output: Output) -> bool:
+    """Whether the output is stored as the source's tensor is."""
+    if output.encode is not None or source.dtype_of(leaf) != output.dtype or source.span(leaf) is None:
+        return False
+    ours, theirs = leaf.layout, output.leaf.layout
+    if leaf.shared != output.leaf.shared or leaf.shape != output.leaf.shape:
+        return False
+    return (ours.is_identity and theirs.is_identity) or (ours == theirs and leaf.sizes == output.leaf.sizes)
+
+
+def memory_of(jobs: Sequence[Job], max_memory: int | None = None) -> int:
+    """The bytes of tensors that a transfer holds at once.
+
+    Raises:
+        UsageError: a single job needs more than `max_memory`.
+
+    """
+    worst = max(jobs, key=lambda job: job.memory)
+    if max_memory is not None and worst.memory > max_memory:
+        names = ", ".join(output.leaf.checkpoint for _, output in worst.outputs[:3])
+        raise UsageError(
+            f"--max-memory {max_memory:,}: {names} alone needs {worst.memory:,} bytes",
+            f"Allow at least {-(-worst.memory // 2**20)} MiB.",
+        )
+    return min(sum(job.memory for job in jobs), max_memory or max(IN_FLIGHT, worst.memory))
+
+
+def transfer(
+    plan: Plan,
+    source: Checkpoint,
+    staging: Staging,
+    *,
+    workers: int | None = None,
+    max_memory: int | None = None,
+    only: Collection[str] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Transferred:
+    """Write the plan's files into an open staging folder.
+
+    Args:
+        plan: what to write.
+        source: the checkpoint to take it from.
+        staging: where; files that it has from an earlier run of the same work are kept.
+        workers: threads; by default one a core that this process may use.
+        max_memory: bytes of tensors held at once.
+        only: the names of the shards to write, where others write the rest; then the small files are theirs too.
+        progress: called with the bytes of every tensor that is done, one call at a time.
+
+    Raises:
+        CheckpointError: a value does not fit the output's dtype, or the source ended early.
+        GptkitError: the disk is too small or a write fails; nothing is published.
+        UsageError: `max_memory` is too little for one tensor.
+
+    """
+    done = Transferred()
+    jobs = jobs_of(plan, source)
+    limit = memory_of(jobs, max_memory)
+    if only is None:
+        prepare(plan, staging)
+    todo = [s for s in plan.shards if (only is None or s.name in only) and s.name not in staging.finished]
+    for shard in plan.shards:
+        if shard.name in staging.finished and (only is None or shard.name in only):
+            done.files[shard.name] = staging.finished[shard.name]
+            done.resumed += shard.size
+            if progress is not None:
+                progress(shard.nbytes)
+    with ExitStack() as stack:
+        carrier = _Carrier(source, staging, stack, done, progress)
+        for shard in todo:
+            carrier.open(shard)
+        wanted = [job for job in jobs if any(shard.name in carrier.writers for shard, _ in job.outputs)]
+        carrier.run(wanted, workers or available_cores(), limit)
+    return done
+
+
+class _Carrier:
+    """The state of one transfer that its workers share."""
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        staging: Staging,
+        stack: ExitStack,
+        done: Transferred,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        self.source, self.staging, self.stack, self.done = source, staging, stack, done
+        self.progress = progress
+        self.writers: dict[str, PlacedWriter] = {}
+        self.left: dict[str, int] = {}
+        self.sources: dict[Path, int] = {}
+        self.lock = threading.Lock()
+        self.stop = threading.Event()
+
+    def open(self, shard: Shard) -> None:
+        file = writer(shard, self.staging)
+        # As after an exception: a shard that is finished has closed itself by then.
+        self.stack.callback(file.__exit__, GeneratorExit, None, None)
+        self.writers[shard.name] = file
+        self.left[shard.name] = len(shard.outputs)
+        if not shard.outputs:
+            self._finish(shard.name)
+
+    def run(self, jobs: Sequence[Job], workers: int, limit: int) -> None:
+        """All jobs; the first error stops the rest."""
+        gate = _Gate(limit)
+        running: list[Future[None]] = []
+        try:
+            with ThreadPoolExecutor(workers, thread_name_prefix="transfer") as pool:
+                try:
+                    for job in jobs:
+                        gate.enter(job.memory)
+                        if self.stop.is_set():
+                            break
+                        running.append(pool.submit(self._carry, job, gate))
+                    wait(running)
+                finally:  # Ctrl-C in this thread included
+                    self.stop.set()
+        finally:
+            for fd in self.sources.values():
+                os.close(fd)
+        errors = [error for future in running if (error := future.exception()) is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, _StoppedError)):
+            raise error
+
+    def _carry(self, job: Job, gate: _Gate) -> None:
+        try:
+            if self.stop.is_set():
+                return
+            if job.copied:
+                self._copy(job)
+            else:
+                self._rewrite(job)
+            for shard, output in job.outputs:
+                if shard.name in self.writers:
+                    self._count(shard, output)
+        except BaseException:
+            self.stop.set()
+            raise
+        finally:
+            gate.leave(job.memory)
+
+    def _count(self, shard: Shard, output: Output) -> None:
+        with self.lock:
+            self.left[shard.name] -= 1
+            last = self.left[shard.name] == 0
+            if self.progress is not None:
+                self.progress(output.nbytes)
+        if last:
+            self._finish(shard.name)
+
+    def _finish(self, name: str) -> None:
+        self.writers[name].close()
+        record = self.writers[name].record
+        self.staging.finish(name, record)
+        with self.lock:
+            self.done.files[name] = record
+
+    def _copy(self, job: Job) -> None:
+        (shard, output), leaf = job.outputs[0], job.sources[0]
+        span = self.source.span(leaf)
+        assert span is not None
+        path, start = span
+        bad = 0
+
+        def look(chunk: np.ndarray) -> None:
+            nonlocal bad
+            bad += not_finite(chunk, output.dtype)
+            if self.stop.is_set():
+                raise _StoppedError
+
+        self.writers[shard.name].copy(output.leaf.checkpoint, self._fd(path), start, look)
+        self._note(output, bad, Rounding())
+
+    def _rewrite(self, job: Job) -> None:
+        held = {
+            name: (array, self.source.dtype_of(leaf))
+            for leaf in job.sources
+            for name, array in zip(leaf.shared, leaf.to_shared(self.source.read(leaf)), strict=True)
+        }
+        for shard, output in job.outputs:
+            if shard.name not in self.writers:
+                continue
+            dtypes = [held[name][1] for name in output.leaf.shared]
+            dtype = dtypes[0] if len(set(dtypes)) == 1 else widest(dtypes)
+            array = output.leaf.to_checkpoint([cast(*held[name], dtype) for name in output.leaf.shared])
+            self._write(self.writers[shard.name], output, array, dtype)
+        del held
+        self.source.release()
+
+    def _write(self, file: PlacedWriter, output: Output, array: np.ndarray, dtype: str) -> None:
+        """A view, some rows at a time."""
+        bad, cost = 0, Rounding()
+        with file.pieces(output.leaf.checkpoint) as piece:
+            for rows in row_slices(array):
+                if self.stop.is_set():
+                    raise _StoppedError
+                chunk = contiguous(array[rows] if array.ndim else array)
+                bad += not_finite(chunk, dtype)
+                if output.encode is not None:
+                    piece(output.encode(chunk, dtype).reshape(-1).view(np.uint8))
+                    continue
+                try:
+                    narrow = cast(chunk, dtype, output.dtype)
+                except CheckpointError as error:
+                    raise CheckpointError(
+                        f"{output.leaf.checkpoint}: {error.message}",
+                        "Choose a dtype with more range: bfloat16, float32.",
+                    ) from error
+                if dtype != output.dtype:
+                    cost += rounding(chunk, dtype, narrow, output.dtype)
+                piece(narrow.reshape(-1).view(np.uint8))
+        self._note(output, bad, cost)
+
+    def _note(self, output: Output, bad: int, cost: Rounding) -> None:
+        with self.lock:
+            if bad:
+                self.done.not_finite[output.leaf.checkpoint] = bad
+            if cost.changed:
+                self.done.rounded[output.leaf.checkpoint] = cost
+
+    def _fd(self, path: Path) -> int:
+        with self.lock:
+            if path not in self.sources:
+                try:
+                    self.sources[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+            return self.sources[path]
+
+
+def available_cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _StoppedError(Exception):
+    """Another worker failed, and its error is the one to be told."""
+
+
+class _Gate:
+    """Lets jobs in while the memory that they need together stays below a limit; one alone always."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._held, self._changed = limit, 0, threading.Condition()
+
+    def enter(self, memory: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._held == 0 or self._held + memory <= self._limit)
+            self._held += memory
+
+    def leave(self, memory: int) -> None:
+        with self._changed:
+            self._held -= memory
+            self._changed.notify_all()
+
+
+def row_slices(array: np.ndarray) -> Iterator[Any]:
+    """Slices of the first axis that take about ROWS bytes each; one that takes all of a scalar or an empty array."""
+    if array.ndim == 0 or array.size == 0:
+        yield ...
+        return
+    rows = max(1, ROWS // max(array.nbytes // array.shape[0], 1))
+    for start in range(0, array.shape[0], rows):
+        yield slice(start, start + rows)
+
+
+def contiguous(array: np.ndarray) -> np.ndarray:
+    """The array with its elements in order. A transposed matrix is gathered in strips of a cache line, since numpy's
+    own copy of one reads a line for every element.
+    """
+    if array.ndim != 2 or array.flags.c_contiguous or array.strides[0] != array.itemsize:
+        return np.ascontiguousarray(array)
+    out = np.empty(array.shape, array.dtype)
+    strip = max(1, 64 // array.itemsize)
+    for start in range(0, array.shape[1], strip):
+        out[:, start : start + strip] = array[:, start : start + strip]
+    return out
