@@ -93,6 +93,9 @@ def guarded(function: F) -> F:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
+        if kwargs.get("quiet"):
+            # Read by the hub's library when it is imported, which is not yet; without a terminal it is quiet by itself.
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         try:
             function(*args, **kwargs)
             sys.stdout.flush()  # here, where a reader that has gone is known what to do about
@@ -191,9 +194,17 @@ def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int]
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, advance=done, total=total or None)
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task(what, total=None)
+
+    def advance(done: int, total: int) -> None:
+        bar.start()  # not before: downloads have bars of their own, and two at a time overwrite each other
+        bar.update(task, advance=done, total=total or None)
+
+    try:
+        yield advance
+    finally:
+        bar.stop()
 
 
 def version(value: bool) -> None:
@@ -219,6 +230,9 @@ def params(
         list[str], typer.Argument(metavar="MODEL", help="Presets, samples, folders, config.json files or org/name.")
     ],
     by_layer: Annotated[bool, typer.Option("--by-layer", help="Add each layer.")] = False,
+    stored: Annotated[
+        bool, typer.Option("--stored", help="Add dtypes and bytes, from the headers of the weight files.")
+    ] = False,
     json: Json = False,
     offline: Offline = False,
 ) -> None:
@@ -226,11 +240,15 @@ def params(
     from .analysis.params import params as count_params
     from .report.tables import parameter_table, print_json
 
-    counts = count_params(*models, offline=offline)
+    counts = count_params(*models, offline=offline, stored=stored)
     if json:
         print_json({"schema_version": 1, "models": [each.as_json() for each in counts]})
     else:
         console().print(parameter_table([(c.name, c.family, c.spec, c.count) for c in counts], by_layer))
+        if any(each.revision or each.notes or each.stored for each in counts):
+            from .report.summaries import source_lines
+
+            say(["", *source_lines(counts)], quiet=False)
 
 
 @app.command(epilog="Example: gptkit presets")

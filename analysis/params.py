@@ -1,7 +1,12 @@
-"""params: the parameters of a model known by name or by its config, without weights, network (for presets) or torch."""
+"""params: the parameters of a model known by name or by its config, without weights, network (for presets) or torch.
+
+What is stored, dtypes and bytes, is told from the headers of the weight files, which of a hub repository are a few
+kilobytes.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,49 +20,137 @@ from ..errors import InvalidInput
 from ..spec import ModelSpec
 from .parameters import ParameterCount, count, to_json
 
-__all__ = ["ModelCount", "params", "spec_of"]
+__all__ = ["Described", "ModelCount", "Stored", "StoredTensor", "describe_reference", "params", "stored"]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as it lies in its file: its dtype by safetensors' name, its shape there, its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a checkpoint's weight files hold of the model: the names of the files, and the tensors in their order."""
+
+    files: tuple[str, ...]
+    tensors: tuple[StoredTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def by_dtype(self) -> dict[str, tuple[int, int, int]]:
+        """For each dtype (tensors, parameters, bytes), the one with most bytes first."""
+        found: dict[str, tuple[int, int, int]] = {}
+        for tensor in self.tensors:
+            tensors, parameters, nbytes = found.get(tensor.dtype, (0, 0, 0))
+            size = math.prod(tensor.shape)
+            found[tensor.dtype] = (tensors + 1, parameters + size, nbytes + tensor.nbytes)
+        return dict(sorted(found.items(), key=lambda item: -item[1][2]))
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values; every figure is an integer."""
+        return {
+            "bytes": self.nbytes,
+            "files": list(self.files),
+            "dtypes": {
+                dtype: {"tensors": tensors, "parameters": parameters, "bytes": nbytes}
+                for dtype, (tensors, parameters, nbytes) in self.by_dtype().items()
+            },
+            "tensors": [
+                {"name": each.name, "dtype": each.dtype, "shape": list(each.shape), "bytes": each.nbytes}
+                for each in self.tensors
+            ],
+        }
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a reference says of a model: its family ("" for a tree that never had one) and tree.
+
+    `revision` is the hub's commit, where it came from there; `notes` are for a person.
+    """
+
+    family: str
+    spec: ModelSpec
+    revision: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class ModelCount:
-    """A model's name as it was given, its family, tree and count."""
+    """A model's name as it was given, its family, tree and count.
+
+    `revision` is the hub's commit, where it came from there; `stored` what its files hold, where that was asked for.
+    """
 
     name: str
     family: str
     spec: ModelSpec
     count: ParameterCount
+    revision: str | None = None
+    notes: tuple[str, ...] = ()
+    stored: Stored | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values; every figure is an integer."""
-        return to_json(self.name, self.family, self.count)
+        data = {**to_json(self.name, self.family, self.count), "revision": self.revision, "notes": list(self.notes)}
+        return data if self.stored is None else {**data, "stored": self.stored.as_json()}
 
 
-def params(*models: str | Path, offline: bool = False) -> list[ModelCount]:
+def params(*models: str | Path, offline: bool = False, stored: bool = False) -> list[ModelCount]:
     """Count the parameters of each model, tied weights once.
 
     Args:
         models: presets (`qwen3-8b`), samples, folders, config.json files, hub repositories.
         offline: use local files and the hub's cache only.
+        stored: tell also what the weight files hold, from their headers, which must fit the config; of a preset, those
+            of its repository. No weight is fetched.
 
     Raises:
-        InvalidInput: nothing of that name, or a broken config.
+        InvalidInput: nothing of that name, or a broken config; with `stored` also what `open_checkpoint` raises.
         Offline: a repository whose config is not in the cache, and no network.
 
     """
     counts = []
     for model in models:
-        family, spec = spec_of(str(model), offline=offline)
-        counts.append(ModelCount(str(model), family, spec, count(spec)))
+        found, files = (
+            _stored(str(model), offline) if stored else (describe_reference(str(model), offline=offline), None)
+        )
+        counted = count(found.spec)
+        counts.append(ModelCount(str(model), found.family, found.spec, counted, found.revision, found.notes, files))
     return counts
 
 
-def spec_of(reference: str, *, offline: bool = False) -> tuple[str, ModelSpec]:
-    """The family ("" for a tree that never had one) and tree behind a reference; raises as `params`."""
+def stored(reference: str, *, offline: bool = False) -> Stored:
+    """What the weight files behind a reference hold, from their headers alone; raises as `params`."""
+    return _stored(reference, offline)[1]
+
+
+def _stored(reference: str, offline: bool) -> tuple[Described, Stored]:
+    from ..converter.checkpoint import open_checkpoint  # here, because it imports numpy
+
+    checkpoint = open_checkpoint(reference, offline=offline, headers_only=True)
+    tensors = tuple(
+        StoredTensor(leaf.checkpoint, checkpoint.dtype_of(leaf), leaf.shape, checkpoint.nbytes_of(leaf))
+        for leaf in checkpoint.leaves
+    )
+    described = Described(checkpoint.origin.family or "", checkpoint.spec, checkpoint.revision, tuple(checkpoint.notes))
+    return described, Stored(tuple(path.name for path in checkpoint.files), tensors)
+
+
+def describe_reference(reference: str, *, offline: bool = False) -> Described:
+    """The family and tree behind a reference; raises as `params`."""
     if not exists(Path(os.path.expanduser(reference))):  # noqa: PTH111 (its own expanduser raises for ~nobody)
         preset = find(reference)
         if preset is not None:
             architecture = architecture_of(preset.config)
-            return architecture.name, architecture.spec(preset.config)
+            return Described(architecture.name, architecture.spec(preset.config))
         near = nearest(reference)
         plain = not any(sign in reference for sign in "/:@\\")
         if plain and near:
@@ -67,4 +160,4 @@ def spec_of(reference: str, *, offline: bool = False) -> tuple[str, ModelSpec]:
             )
     found = resolve(reference, offline=offline, weights=False, repo_of=repo_of)
     spec, origin, _ = read_spec(found.path)
-    return origin.family or "", spec
+    return Described(origin.family or "", spec, found.revision, found.notes)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+    from ..analysis.params import ModelCount
     from ..architectures.presets import Preset
     from ..converter.checkpoint import Checkpoint
     from ..converter.convert import Conversion
@@ -28,6 +29,7 @@ __all__ = [
     "load_summary",
     "port_report",
     "preset_table",
+    "source_lines",
     "swap_lines",
     "verification_report",
 ]
@@ -115,6 +117,8 @@ def conversion_lines(conversion: Conversion) -> list[str]:
         f"{done} {conversion.target}: {source.origin.family or 'a tree'} as {conversion.to}, {plan.tensors} tensors in "
         f"{len(plan.shards)} file{'s' if len(plan.shards) > 1 else ''}, {human_bytes(plan.nbytes)}"
     ]
+    if source.revision is not None:
+        lines.append(f"  from {source.reference} at commit {source.revision}")
     if not conversion.published:
         for shard in plan.shards:
             lines.append(f"  {shard.name}  {human_bytes(shard.nbytes)}, {len(shard.outputs)} tensors")
@@ -122,6 +126,24 @@ def conversion_lines(conversion: Conversion) -> list[str]:
             lines.append(f"  {name}")
         lines.append(f"  the largest tensor, and so the memory needed: {human_bytes(plan.largest)}")
     return lines + [f"note: {note}" for note in source.notes]
+
+
+def source_lines(counts: Sequence[ModelCount]) -> list[str]:
+    """Where counted models came from, what their files hold, and what else there is to know."""
+    lines = []
+    for each in counts:
+        name = f"{each.name}: " if len(counts) > 1 else ""
+        if each.revision is not None:
+            lines.append(f"{name}at commit {each.revision}")
+        if each.stored is not None:
+            files = f"{len(each.stored.files)} file{'s' if len(each.stored.files) > 1 else ''}"
+            kinds = ", ".join(
+                f"{dtype} {human_bytes(nbytes)} in {tensors} tensor{'s' if tensors > 1 else ''}"
+                for dtype, (tensors, _, nbytes) in each.stored.by_dtype().items()
+            )
+            lines.append(f"{name}stored as {kinds}, {files}")
+        lines += [f"note: {name}{note}" for note in each.notes]
+    return lines
 
 
 def number(value: float) -> str:
