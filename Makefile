@@ -7,16 +7,17 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Two processes of one thread each beat one of two on the small models of the tests.
 JOBS ?= 2
 
-.PHONY: help demo test pytest test-slow lint types format wheel samples parity bench clean
+.PHONY: help demo test pytest test-slow test-browser lint types format wheel samples parity bench clean
 
 help:
-	@echo "make demo       the tour on the trained samples"
-	@echo "make test       lint, types and tests"
-	@echo "make test-slow  the tests that take minutes"
-	@echo "make parity     docs/parity.md, from a run against transformers"
-	@echo "make bench      speed against transformers, as ratios"
-	@echo "make format     let ruff rewrite the code"
-	@echo "make samples    train the samples again (TEXT=tinyshakespeare.txt)"
+	@echo "make demo          the tour on the trained samples"
+	@echo "make test          lint, types and tests"
+	@echo "make test-slow     the tests that take minutes"
+	@echo "make test-browser  the pages of --html in headless Chromium"
+	@echo "make parity        docs/parity.md, from a run against transformers"
+	@echo "make bench         speed against transformers, as ratios"
+	@echo "make format        let ruff rewrite the code"
+	@echo "make samples       train the samples again (TEXT=tinyshakespeare.txt)"
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("gptkit needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
@@ -34,6 +35,14 @@ pytest: $(STAMP)
 
 test-slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m slow
+
+# The system's Chromium where there is one, else playwright's own. Without either, `make test` leaves these tests out.
+test-browser: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt playwright
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || $(BIN)/playwright install chromium
+	@mkdir -p build/screenshots
+	OMP_NUM_THREADS=1 GPTKIT_SCREENSHOTS=build/screenshots $(BIN)/python -m pytest tests/report/test_pages.py -rs
+	@echo "screenshots: build/screenshots"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

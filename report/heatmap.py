@@ -1,0 +1,233 @@
+"""A heatmap over a model: a row a component, a column a layer, and what stands outside of layers before and after them.
+
+Made for how far two models are apart at each place. Exactly 0 has a colour of its own, since no logarithm has a place
+for it, and so has what rounding explains, whatever its size. What counts as a difference is coloured by a logarithmic
+scale, always the same, so that two pages can be compared.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .pages import Figure, Key, Table, plain
+
+__all__ = ["Cell", "heatmap"]
+
+DECADES = range(-8, 1, 2)
+"""Powers of ten that the colours mark. What is beyond the ends has their colour, and its own figure."""
+ROW, MARGIN, SCALE = 32, 50, 70
+"""Pixels: of a row, of the axis above, of the colour scale below."""
+LABELS, COLUMN, NARROW = 132, 30, 14
+"""Pixels: of the components' names, of a column at least with figures in it, and without."""
+MOST_FIGURES = 16
+"""Columns up to which the cells have figures in them."""
+LONGEST = 17
+"""Characters of a component's name on one line."""
+BEFORE, AFTER = "in", "out"
+KINDS = {"zero": "exactly 0", "rounding": "within rounding", "counts": "more than rounding explains"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One place: its component in words, its layer (None outside of layers), the figure (0 or more; infinite where a
+    side is no number), lines for whoever points at it, and whether it counts as a difference.
+    """
+
+    component: str
+    layer: int | None
+    value: float
+    told: tuple[str, ...]
+    counts: bool
+
+    @property
+    def kind(self) -> Literal["zero", "rounding", "counts"]:
+        """Which of the three it is coloured as."""
+        return "zero" if self.value == 0 else "counts" if self.counts else "rounding"
+
+
+def heatmap(
+    cells: Sequence[Cell], *, title: str, summary: str, measure: str, table: Table, marked: Cell | None = None
+) -> Figure:
+    """The figure of cells in the order of computation.
+
+    Args:
+        cells: at least one.
+        title: the figure's name.
+        summary: what it shows, in a sentence.
+        measure: what the colours are, in two or three words.
+        table: the same figures.
+        marked: the cell that gets a frame.
+
+    """
+    import plotly.graph_objects as go
+
+    rows = _components(cells)
+    columns = _columns(cells)
+    at = {(cell.component, column): cell for cell, column in _placed(cells)}
+    grid = [[at.get((row, column)) for column in columns] for row in rows]
+    kinds = [kind for kind in KINDS if any(cell.kind == kind for cell in cells)]
+    written = len(columns) <= MOST_FIGURES
+    below = SCALE if "counts" in kinds else SCALE // 5
+    height = ROW * len(rows) + MARGIN + below
+    frames = [
+        _frame(columns.index(column), rows.index(cell.component)) for cell, column in _placed(cells) if cell is marked
+    ]
+    figure = go.Figure(
+        [go.Heatmap(x=columns, **_trace(kind, grid, written, measure)) for kind in kinds],
+        _layout(height, below, [_folded(row) for row in rows], frames),
+    )
+    keys = [Key(kind, KINDS[kind]) for kind in kinds]
+    return Figure(
+        title=title,
+        summary=summary,
+        spec=json.loads(figure.to_json()),
+        height=height,
+        width=LABELS + (COLUMN if written else NARROW) * len(columns),
+        keys=tuple(keys if marked is None else [*keys, Key("mark", "the first place that parts")]),
+        table=table,
+    )
+
+
+def _trace(kind: str, grid: Sequence[Sequence[Cell | None]], written: bool, measure: str) -> dict[str, Any]:
+    """The cells of one kind; `grid` has a row a component, a column a layer."""
+    mine = [[cell if cell is not None and cell.kind == kind else None for cell in line] for line in grid]
+    scaled = kind == "counts"
+    return {
+        "z": [[None if cell is None else _log(cell.value) if scaled else 0 for cell in line] for line in mine],
+        "hovertext": [["" if cell is None else _hover(cell) for cell in line] for line in mine],
+        "text": [["" if cell is None else _short(cell.value) for cell in line] for line in mine],
+        "texttemplate": "%{text}" if written else None,
+        "hoverinfo": "text",
+        "hoverongaps": False,
+        "xgap": 2,
+        "ygap": 2,
+        **(
+            _scale(measure) if scaled else {"colorscale": [[at, f"var(--{kind})"] for at in (0, 1)], "showscale": False}
+        ),
+    }
+
+
+def _scale(measure: str) -> dict[str, Any]:
+    """The colours of what counts, and their scale below."""
+    return {
+        "zmin": DECADES[0],
+        "zmax": DECADES[-1],
+        "colorscale": [[step / 4, f"var(--cell-{step})"] for step in range(5)],
+        "textfont": {"weight": "bold"},
+        "colorbar": {
+            "orientation": "h",
+            "y": 0,
+            "yanchor": "top",
+            "thickness": 12,
+            "outlinewidth": 0,
+            "title": {"text": measure, "side": "top", "font": {"size": 12}},
+            "tickvals": list(DECADES),
+            "ticktext": [_power(power) for power in DECADES],
+        },
+    }
+
+
+def _layout(height: int, below: int, names: list[str], shapes: list[dict[str, Any]]) -> dict[str, Any]:
+    axis = {"showgrid": False, "zeroline": False, "showline": False, "ticks": ""}
+    return {
+        "template": "none",
+        "height": height,
+        "margin": {"t": MARGIN, "b": below, "r": 4, "l": 8},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"color": "var(--text)", "size": 12, "family": "system-ui, sans-serif"},
+        "hoverlabel": {
+            "bgcolor": "var(--raised)",
+            "bordercolor": "var(--line)",
+            "font": {"color": "var(--text)", "size": 13},
+            "align": "left",
+        },
+        "xaxis": {**axis, "type": "category", "side": "top", "title": {"text": "layer", "standoff": 4}, "tickangle": 0},
+        "yaxis": {
+            **axis,
+            "autorange": "reversed",
+            "automargin": True,
+            "tickvals": list(range(len(names))),
+            "ticktext": names,
+        },
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "var(--quiet)", "activecolor": "var(--text)"},
+        "shapes": shapes,
+    }
+
+
+def _components(cells: Sequence[Cell]) -> list[str]:
+    """The rows in the order of computation; what one layer alone has stands behind what it follows there."""
+    rows: list[str] = []
+    before: Cell | None = None
+    for cell in cells:
+        if cell.component not in rows:
+            same = before is not None and before.layer == cell.layer
+            rows.insert(rows.index(before.component) + 1 if before is not None and same else len(rows), cell.component)
+        before = cell
+    return rows
+
+
+def _placed(cells: Sequence[Cell]) -> list[tuple[Cell, str]]:
+    """Each cell with its column."""
+    seen = False
+    found = []
+    for cell in cells:
+        seen = seen or cell.layer is not None
+        found.append((cell, str(cell.layer) if cell.layer is not None else AFTER if seen else BEFORE))
+    return found
+
+
+def _columns(cells: Sequence[Cell]) -> list[str]:
+    layers = sorted({cell.layer for cell in cells if cell.layer is not None})
+    used = {column for _, column in _placed(cells)}
+    ends = ([BEFORE] if BEFORE in used else []), ([AFTER] if AFTER in used else [])
+    return [*ends[0], *map(str, layers), *ends[1]]
+
+
+def _folded(component: str) -> str:
+    """A name without what stands in brackets, on two lines where it is long: phones are narrow."""
+    name = component.split(" (")[0]
+    first, _, rest = name.partition(" ")
+    return f"{_safe(first)}<br>{_safe(rest)}" if len(name) > LONGEST and rest else _safe(name)
+
+
+def _safe(text: str) -> str:
+    """For plotly, which takes some HTML."""
+    return html.escape(plain(text))
+
+
+def _hover(cell: Cell) -> str:
+    name, bracket, more = cell.component.partition(" (")
+    where = name if cell.layer is None else f"layer {cell.layer} {name}"
+    return "<br>".join([f"<b>{_safe(where)}</b>", *([_safe(f"({more}")] if bracket else []), *map(_safe, cell.told)])
+
+
+def _short(value: float) -> str:
+    """A figure as a cell has room for."""
+    if value == 0:
+        return "0"
+    if not math.isfinite(value):
+        return "–"
+    digits, _, power = f"{value:.0e}".partition("e")
+    return f"{digits}e{int(power)}"
+
+
+def _log(value: float) -> float:
+    return math.log10(min(max(value, 10.0 ** DECADES[0]), 10.0 ** DECADES[-1]))
+
+
+def _power(power: int) -> str:
+    """A power of ten on the scale; its ends are for all that is beyond too."""
+    end = {DECADES[0]: "≤", DECADES[-1]: "≥"}.get(power, "")
+    return end + (f"1e{power}" if power else "1")
+
+
+def _frame(x: int, y: int) -> dict[str, Any]:
+    """A frame around the cell in this column and row."""
+    line = {"color": "var(--mark)", "width": 3}
+    return {"type": "rect", "x0": x - 0.5, "x1": x + 0.5, "y0": y - 0.5, "y1": y + 0.5, "line": line}

@@ -1,0 +1,203 @@
+"""A page: text, tables and figures in one HTML file that opens offline.
+
+The page asks no server for anything: plotly's script lies inside it, and a content security policy forbids requests and
+every script but the page's own two. What is on it is data (`Page` and its blocks); page.html, page.css and page.js say
+how it looks. Text is escaped by the template, since names of models and prompts are somebody else's.
+
+Colours in a figure are names, "var(--cell-high)", which page.css gives a value for light and for dark.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ..errors import UsageError
+
+__all__ = [
+    "Code",
+    "Figure",
+    "Key",
+    "Lines",
+    "Page",
+    "Section",
+    "Table",
+    "counted",
+    "listing",
+    "plain",
+    "ready",
+    "render",
+    "write_page",
+]
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Paragraphs, or a list of things of one kind."""
+
+    kind: ClassVar[str] = "lines"
+    lines: tuple[str, ...]
+    listed: bool = False
+
+
+@dataclass(frozen=True)
+class Code:
+    """A command, to be copied."""
+
+    kind: ClassVar[str] = "code"
+    text: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of words and figures; `columns` are (heading, whether it holds figures), `lit` the rows that stand out."""
+
+    kind: ClassVar[str] = "table"
+    caption: str
+    columns: tuple[tuple[str, bool], ...]
+    rows: tuple[tuple[str, ...], ...]
+    lit: frozenset[int] = frozenset()
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a colour means: `style` is one of page.css's."""
+
+    style: str
+    words: str
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plotly figure, what it shows in a sentence, and the same figures as a table, for those who cannot see it.
+
+    spec: plotly's data and layout as JSON values; width: what it needs at least, in pixels, and scrolls where a screen
+    is narrower.
+    """
+
+    kind: ClassVar[str] = "figure"
+    title: str
+    summary: str
+    spec: dict[str, Any]
+    height: int
+    width: int
+    keys: tuple[Key, ...]
+    table: Table
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading and what is below it."""
+
+    title: str
+    blocks: tuple[Lines | Code | Table | Figure, ...]
+
+
+@dataclass(frozen=True)
+class Page:
+    """All of it. good: whether what `verdict` says is good news; facts: (what, value) in a line below."""
+
+    title: str
+    subtitle: str
+    verdict: str
+    good: bool
+    facts: tuple[tuple[str, str], ...]
+    sections: tuple[Section, ...]
+    footer: str = ""
+
+
+def ready(path: Path) -> None:
+    """Raise UsageError where a page could not be made or not be written at `path`: before the work, not after it."""
+    missing = [name for name in ("jinja2", "plotly") if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"--html needs {' and '.join(missing)}", 'pip install "gptkit[html]"')
+    try:
+        special = path.exists() and not stat.S_ISREG(path.stat().st_mode)
+        folder = path.resolve().parent
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    if special:
+        raise UsageError(f"cannot write {path}: it is no file", "Name a file for the page: --html page.html")
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"cannot write {path}: {'no permission' if folder.is_dir() else 'no such folder'}")
+
+
+def plain(text: str) -> str:
+    """Text without control characters and what turns the direction of writing: as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def render(page: Page) -> str:
+    """The page as HTML."""
+    import jinja2
+    from markupsafe import Markup
+
+    def shown(value: object) -> object:
+        return plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+    def own(name: str) -> str:
+        return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+    drawn = any(isinstance(block, Figure) for section in page.sections for block in section.blocks)
+    scripts = [_plotly(), own("page.js")] if drawn else []
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, finalize=shown, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(own("page.html")).render(
+        page=page,
+        style=Markup(own("page.css")),  # noqa: S704 (our own files, and plotly's script)
+        scripts=[Markup(script) for script in scripts],  # noqa: S704
+        allowed=Markup(" ".join(map(_hash, scripts)) or "'none'"),  # noqa: S704
+    )
+
+
+def _plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    script: str = get_plotlyjs()
+    return script
+
+
+def _hash(script: str) -> str:
+    """A script's name in a content security policy."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+def write_page(page: Page, path: Path) -> None:
+    """Write the page at `path`, all of it or nothing; what is there is replaced.
+
+    Raises:
+        UsageError: it cannot be written, or a package is missing.
+
+    """
+    ready(path)
+    target = path.resolve()  # where a link leads, not the link
+    part = target.with_name(f".gptkit-{os.getpid()}.part")
+    try:
+        part.write_bytes(render(page).encode("utf-8", "replace"))
+        part.replace(target)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def counted(number: int, what: str, many: str | None = None) -> str:
+    """1 tensor, 2 tensors."""
+    return f"{number:,} {what if number == 1 else many or what + 's'}"
+
+
+def listing(words: Sequence[str], caption: str) -> Table:
+    """Names one below the other, folded away."""
+    return Table(caption, ((caption, False),), tuple((word,) for word in words), folded=True)
