@@ -37,7 +37,12 @@ class Lock:
         while self._fd is None:
             # Neither through a planted link, nor waiting for the other end of a planted pipe.
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            fd = os.open(self.path, flags, 0o666)
+            try:
+                fd = os.open(self.path, flags, 0o666)
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.EISDIR):
+                    raise self._in_the_way() from error
+                raise
             try:
                 locked = self._flock(fd)
                 # The holder before may have removed the file between our open and our lock: then it guards nothing.
@@ -50,9 +55,12 @@ class Lock:
             os.ftruncate(self._fd, 0)
             write_all(self._fd, f"{os.getpid()}\n".encode(), 0)
 
+    def _in_the_way(self) -> UsageError:
+        return UsageError(f"{self.path} is in the way: gptkit keeps its lock under this name", "Remove it.")
+
     def _flock(self, fd: int) -> bool:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise UsageError(f"{self.path} is in the way: gptkit keeps its lock under this name", "Remove it.")
+            raise self._in_the_way()
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
