@@ -239,6 +239,8 @@ def _bound(
             "kv_heads": attention.kv_heads,
             "group": attention.group,
             "head_dim": attention.head_dim,
+            "half": attention.head_dim // 2,
+            "two": 2,
             "intermediate": block.feed_forward.intermediate_size,
         }
         for leaf in per_block:

@@ -1,0 +1,233 @@
+"""Rotary scaling in GGUF: metadata for linear and YaRN, a tensor of divisors for Llama 3.1 and LongRoPE.
+
+Source: llama.cpp, llama-model.cpp (load_hparams), llama-context.cpp (YaRN's factor of cos and sin: `attn_factor` times
+1 + 0.1 ln(factor)), conversion/llama.py (rope_freqs.weight). Of Llama 3.1's scaling the file keeps only what each pair
+is divided by; `fit_llama3` finds numbers that give these divisors again, with low_freq_factor 1, since scaling both
+factors and the original context alike changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from ..errors import ConfigError
+from ..spec import LinearScaling, Llama3Scaling, LongRopeScaling, Rotary, YarnScaling
+from .gguf_facts import Facts, Value, fp32, shortest
+
+__all__ = ["fit_llama3", "llama3_divisors", "read_rope", "refitted", "rope_tensors", "write_rope"]
+
+FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+MAX_PAIRS = 2**16
+
+
+def read_rope(facts: Facts, head_dim: int, context: int) -> dict[str, Any]:
+    """config.json's rope_theta and rope_scaling.
+
+    Raises:
+        ConfigError: a scaling that is not known, or a tensor that is none.
+
+    """
+    base = facts.number("rope.freq_base", 10_000.0)
+    return {"rope_theta": base, "rope_scaling": _read_scaling(facts, head_dim, base, context)}
+
+
+def _read_scaling(facts: Facts, head_dim: int, base: float, context: int) -> dict[str, Any] | None:
+    kind = facts.string("rope.scaling.type", "linear")
+    key = "rope.scaling.factor" if facts.raw("rope.scaling.factor") is not None else "rope.scale_linear"
+    factor = 1.0 if facts.raw(key) in (None, 0) else facts.number(key)
+    original = facts.integer("rope.scaling.original_context_length", context)
+    if kind not in ("none", "linear", "yarn", "longrope"):
+        raise facts.fail("rope.scaling.type", kind, "none, linear, yarn or longrope")
+    if LONG in facts.shapes or SHORT in facts.shapes:
+        return {
+            "rope_type": "longrope",
+            "long_factor": _values(facts, LONG, head_dim),
+            "short_factor": _values(facts, SHORT, head_dim),
+            "original_max_position_embeddings": original,
+            "attention_factor": facts.number("rope.scaling.attn_factor", 1.0),
+        }
+    if kind == "longrope":
+        raise ConfigError(f"GGUF: rope.scaling.type is longrope, and there is no {LONG}")
+    if FREQS in facts.shapes:
+        divisors = _values(facts, FREQS, head_dim)
+        if kind == "yarn" or (kind == "linear" and factor != 1.0):
+            raise ConfigError(f"GGUF: {FREQS} beside a rope.scaling.type of {kind} is not understood")
+        found = fit_llama3(divisors, base)
+        return None if found is None else _llama3(found)
+    if kind == "yarn":
+        return _read_yarn(facts, factor, original)
+    if kind == "none" or factor == 1.0:
+        return None
+    return {"rope_type": "linear", "factor": factor}
+
+
+def _read_yarn(facts: Facts, factor: float, original: int) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "beta_fast": facts.number("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": facts.number("rope.scaling.yarn_beta_slow", 1.0),
+    }
+    # convert_hf_to_gguf.py writes transformers' attention_factor, the whole of it, under a key that llama.cpp does not
+    # read for these architectures; what it reads is a further factor.
+    if facts.raw("rope.scaling.yarn_attn_factor") is not None:
+        found["attention_factor"] = facts.number("rope.scaling.yarn_attn_factor")
+    elif facts.raw("rope.scaling.attn_factor") is not None:
+        found["attention_factor"] = facts.number("rope.scaling.attn_factor") * yarn_mscale(factor)
+    return found
+
+
+def _llama3(scaling: Llama3Scaling) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_context,
+    }
+
+
+def _values(facts: Facts, name: str, head_dim: int) -> list[float]:
+    if head_dim > 2 * MAX_PAIRS or facts.shapes.get(name) != (head_dim // 2,):
+        raise ConfigError(f"GGUF: {name} has shape {facts.shapes.get(name)}, expected {(head_dim // 2,)}")
+    values = [shortest(value) for value in facts.floats(name)]
+    if not all(0 < value < math.inf for value in values):
+        raise ConfigError(f"GGUF: {name} holds values that are not finite and above zero")
+    return values
+
+
+def write_rope(rotary: Rotary) -> dict[str, Value]:
+    """The metadata of a rotary component; what it cannot say, reading it back will show."""
+    found: dict[str, Value] = {"rope.dimension_count": rotary.dim, "rope.freq_base": rotary.base}
+    match rotary.scaling:
+        case LinearScaling(factor=factor):
+            found |= {"rope.scaling.type": "linear", "rope.scaling.factor": factor}
+        case YarnScaling() as yarn:
+            found |= {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": yarn.factor,
+                "rope.scaling.original_context_length": yarn.original_context,
+            }
+            usual = yarn_mscale(yarn.factor)
+            if yarn.attention_factor != usual:
+                found["rope.scaling.attn_factor"] = yarn.attention_factor / usual
+        case LongRopeScaling() as longrope:
+            found |= {
+                "rope.scaling.type": "longrope",
+                "rope.scaling.original_context_length": longrope.original_context,
+                "rope.scaling.attn_factor": longrope.attention_factor,
+            }
+        case _:
+            pass
+    return found
+
+
+def rope_tensors(rotary: Rotary) -> dict[str, tuple[float, ...]]:
+    """The tensors that a rotary component needs beside its metadata, their values in fp64."""
+    match rotary.scaling:
+        case Llama3Scaling() as llama3:
+            return {FREQS: tuple(llama3_divisors(llama3, rotary.base, rotary.dim // 2))}
+        case LongRopeScaling() as longrope:
+            return {LONG: longrope.long_factor, SHORT: longrope.short_factor}
+        case _:
+            return {}
+
+
+def yarn_mscale(factor: float) -> float:
+    """What YaRN multiplies cos and sin with unless told otherwise (2309.00071, section 3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+
+
+# --- Llama 3.1 ---
+
+
+def wavelengths(base: float, pairs: int) -> list[float]:
+    """Each pair's wavelength, in tokens."""
+    return [2 * math.pi * base ** (pair / pairs) for pair in range(pairs)]
+
+
+def llama3_divisors(scaling: Llama3Scaling, base: float, pairs: int) -> list[float]:
+    """What each pair's frequency is divided by."""
+    low, high, factor = scaling.low_freq_factor, scaling.high_freq_factor, scaling.factor
+    divisors = []
+    for wavelength in wavelengths(base, pairs):
+        turns = scaling.original_context / wavelength
+        if turns > high:
+            divisors.append(1.0)
+        elif turns < low:
+            divisors.append(factor)
+        else:
+            smooth = (turns - low) / (high - low)
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return divisors
+
+
+def fit_llama3(divisors: list[float], base: float) -> Llama3Scaling | None:
+    """The scaling that gives these divisors, None where all are 1.
+
+    Raises:
+        ConfigError: there is none.
+
+    """
+    factor = shortest(max(divisors, default=1.0))
+    if all(value == 1 for value in divisors):
+        return None
+    if min(divisors) < 1:
+        raise ConfigError(f"GGUF: {FREQS} holds values below 1, which no scaling in the manner of Llama 3.1 gives")
+    for high, original in _candidates(divisors, base, factor):
+        if not (1 < high < math.inf and 1 <= original < 2**31):
+            continue
+        try:
+            found = Llama3Scaling(factor=factor, low_freq_factor=1.0, high_freq_factor=high, original_context=original)
+        except ConfigError:
+            continue
+        again = llama3_divisors(found, base, len(divisors))
+        if all(math.isclose(a, b, rel_tol=2e-6) for a, b in zip(again, divisors, strict=True)):
+            return found
+    raise ConfigError(f"GGUF: no scaling in the manner of Llama 3.1 gives the values of {FREQS}")
+
+
+def _candidates(divisors: list[float], base: float, factor: float) -> list[tuple[float, int]]:
+    """(high_freq_factor, original context) that may have made the divisors: the usual ones, then what they solve to."""
+    usual = [(4.0, 8192), *((4.0, 2**power) for power in range(6, 18))]
+    waves = wavelengths(base, len(divisors))
+    ramp = [(wave, _smooth(v, factor)) for wave, v in zip(waves, divisors, strict=True) if 1 < v < factor]
+    if len(ramp) > 1:
+        # smooth = original / ((high - 1) wavelength) - 1 / (high - 1): two points of a line
+        (wave, smooth), (other, less) = ramp[0], ramp[-1]
+        slope = (smooth - less) / (1 / wave - 1 / other)
+        offset = slope / wave - smooth
+        if offset > 0 and math.isfinite(slope):
+            high = 1 + 1 / offset
+            return [*usual, (float(f"{high:.4g}"), _nearest(slope / offset)), (high, _nearest(slope / offset))]
+        return usual
+    if ramp:
+        ((wave, smooth),) = ramp
+        return [*usual, *((high, _nearest(wave * (smooth * (high - 1) + 1))) for high in (4.0, 2.0, 8.0, 16.0, 1.5))]
+    # No pair between: any original context between the two wavelengths, and a narrow ramp.
+    slow = [wave for wave, value in zip(waves, divisors, strict=True) if value == factor]
+    original = max(1, math.ceil(min(slow)) - 1)
+    return [*usual, *((high, original) for high in (4.0, 2.0, 1.5, 1.1, 1.01))]
+
+
+def _smooth(divisor: float, factor: float) -> float:
+    return (1 / divisor - 1 / factor) / (1 - 1 / factor)
+
+
+def _nearest(value: float) -> int:
+    return round(value) if 0 < value < 2**31 else 0
+
+
+def refitted(rotary: Rotary) -> Rotary:
+    """The component with Llama 3.1's numbers as they are found again from their divisors."""
+    if not isinstance(rotary.scaling, Llama3Scaling):
+        return rotary
+    divisors = [shortest(fp32(v)) for v in llama3_divisors(rotary.scaling, rotary.base, rotary.dim // 2)]
+    try:
+        return msgspec.structs.replace(rotary, scaling=fit_llama3(divisors, shortest(fp32(rotary.base))))
+    except ConfigError:
+        return rotary
