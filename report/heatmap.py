@@ -22,7 +22,7 @@ DECADES = range(-8, 1, 2)
 """Powers of ten that the colours mark. What is beyond the ends has their colour, and its own figure."""
 ROW, MARGIN, SCALE = 32, 50, 70
 """Pixels: of a row, of the axis above, of the colour scale below."""
-LABELS, COLUMN, NARROW = 132, 30, 14
+LABELS, COLUMN, NARROW = 132, 30, 18
 """Pixels: of the components' names, of a column at least with figures in it, and without."""
 MOST_FIGURES = 16
 """Columns up to which the cells have figures in them."""
@@ -197,8 +197,8 @@ def _folded(component: str) -> str:
 
 
 def _safe(text: str) -> str:
-    """For plotly, which takes some HTML."""
-    return html.escape(plain(text))
+    """For plotly, which takes some HTML in texts, never in attributes, and knows no escaped quotes in all of them."""
+    return html.escape(plain(text), quote=False)
 
 
 def _hover(cell: Cell) -> str:

@@ -189,7 +189,7 @@ def _places_table(places: Sequence[Part], modules: Sequence[str] | None = None) 
     columns = [("component", False), ("relative Δ", True), ("rounding there", True), ("", False)]
     columns += [] if modules is None else [("your module", False)]
     lit = frozenset() if first is None else frozenset([first])
-    return Table(f"All {counted(len(rows), 'place')} as a table", tuple(columns), tuple(rows), lit, folded=True)
+    return Table(f"{counted(len(rows), 'place')} as a table", tuple(columns), tuple(rows), lit, folded=True)
 
 
 def _probe(prompts: Sequence[Difference]) -> Section:
