@@ -26,6 +26,7 @@ __all__ = ["File", "Repository", "typed_errors"]
 _log = logging.getLogger(__name__)
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_BLOB = re.compile(r"[0-9a-f]{40,64}")  # it becomes a file name
 _ANSWER_SECONDS = 10.0
 WAY_ON = "Go online, name a local folder, or try one that needs no network: sample:gpt2, sample:llama."
 _AGAIN = "Files that were complete are kept: run the same again to go on from there."
@@ -117,17 +118,17 @@ class Repository:
             with typed_errors(self):
                 info = HfApi().model_info(self.repo, revision=self.commit, timeout=_ANSWER_SECONDS, files_metadata=True)
             found = {
-                each.rfilename: File(each.size, each.lfs.sha256 if each.lfs is not None else each.blob_id)
+                each.rfilename: _file(each.size, each.lfs.sha256 if each.lfs is not None else each.blob_id)
                 for each in info.siblings or ()
+                # Names are somebody else's text, and become file names: only plain ones count.
+                if each.rfilename.isprintable() and not set(each.rfilename) & set("/\\:")
             }
         except Offline:
             raise
         except Exception as error:  # a mirror may answer anything at an address that it does not have
             _log.debug("%s cannot be listed: %r", self, error)
             return
-        # Names are somebody else's text, and become file names: only plain ones count.
-        plain = {name: each for name, each in found.items() if name.isprintable() and not set(name) & set("/\\:")}
-        self.files = plain if CONFIG in plain else None
+        self.files = found if CONFIG in found else None
 
     def has(self, name: str) -> bool:
         """Whether it has a file of that name at its top level."""
@@ -296,6 +297,14 @@ class Repository:
 
     def _lacks_weights(self) -> Offline:
         return Offline(f"the weights of {self} are not in the local cache, and {self.why_offline}", WAY_ON)
+
+
+def _file(size: object, blob: object) -> File:
+    """What a listing says of a file, as far as it can be meant."""
+    return File(
+        size if isinstance(size, int) and size >= 0 else None,
+        blob if isinstance(blob, str) and _BLOB.fullmatch(blob) else None,
+    )
 
 
 def gather(

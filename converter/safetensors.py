@@ -37,6 +37,8 @@ __all__ = [
     "SafetensorsWriter",
     "TensorInfo",
     "build_header",
+    "header_length",
+    "parse_header",
     "parse_json_object",
     "read_header",
 ]
@@ -117,10 +119,11 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A checked header: the tensors in the order of their bytes, and the metadata."""
+    """A checked header: the tensors in the order of their bytes, the metadata, and the JSON text that says so."""
 
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
+    text: str = ""
 
 
 def read_header(path: Path) -> Header:
@@ -132,34 +135,44 @@ def read_header(path: Path) -> Header:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
-            length = _header_length(path, prefix, size)
+            length = header_length(path, prefix, size)
             raw = file.read(length)
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL in it
         raise CheckpointError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     if len(raw) < length:
         raise CheckpointError(f"{path} is truncated: its header has {length} bytes, {len(raw)} found")
+    return parse_header(path, raw, size)
+
+
+def parse_header(where: Path | str, raw: bytes, size: int | None = None) -> Header:
+    """Check a header's bytes, `raw` (what follows the first 8), against the file's size, where there is a file.
+
+    Raises CheckpointError.
+    """
     if not raw.startswith(b"{"):
-        raise CheckpointError(f"{path} is not a safetensors file: its header does not start with '{{'")
-    entries = parse_json_object(raw, f"the header of {path}")
-    metadata = _metadata(path, entries.pop("__metadata__", None))
-    infos = [_tensor(path, name, entry, 8 + length) for name, entry in entries.items()]
+        raise CheckpointError(f"{where} is not a safetensors file: its header does not start with '{{'")
+    entries = parse_json_object(raw, f"the header of {where}")
+    metadata = _metadata(where, entries.pop("__metadata__", None))
+    infos = [_tensor(where, name, entry, 8 + len(raw)) for name, entry in entries.items()]
     infos.sort(key=lambda info: (info.start, info.end))
-    _check_cover(path, infos, 8 + length, size)
-    return Header({info.name: info for info in infos}, metadata)
+    data = 8 + len(raw)
+    _check_cover(where, infos, data, size if size is not None else max([data, *(info.end for info in infos)]))
+    return Header({info.name: info for info in infos}, metadata, raw.decode())
 
 
-def _header_length(path: Path, prefix: bytes, size: int) -> int:
+def header_length(where: Path | str, prefix: bytes, size: int) -> int:
+    """The header's bytes by the first 8 of a file of `size` bytes. Raises CheckpointError where that cannot be true."""
     if prefix == b"version ":
         raise CheckpointError(
-            f"{path} is a git-lfs pointer, not the file itself", "Fetch the file with `git lfs pull`."
+            f"{where} is a git-lfs pointer, not the file itself", "Fetch the file with `git lfs pull`."
         )
     if len(prefix) < 8:
-        raise CheckpointError(f"{path} is truncated: a safetensors file has at least 8 bytes, {size} found")
+        raise CheckpointError(f"{where} is truncated: a safetensors file has at least 8 bytes, {size} found")
     (length,) = cast("tuple[int]", struct.unpack("<Q", prefix))
     if length > MAX_HEADER:
-        raise CheckpointError(f"{path} is not a safetensors file: it claims a header of {length} bytes")
+        raise CheckpointError(f"{where} is not a safetensors file: it claims a header of {length} bytes")
     if 8 + length > size:
-        raise CheckpointError(f"{path} is truncated: {8 + length} bytes expected for its header alone, {size} found")
+        raise CheckpointError(f"{where} is truncated: {8 + length} bytes expected for its header alone, {size} found")
     return length
 
 
@@ -194,17 +207,17 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _metadata(path: Path, value: object) -> dict[str, str]:
+def _metadata(where: Path | str, value: object) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise CheckpointError(f"{path}: __metadata__ is not an object of strings")
+        raise CheckpointError(f"{where}: __metadata__ is not an object of strings")
     return cast("dict[str, str]", value)
 
 
-def _tensor(path: Path, name: str, entry: object, data: int) -> TensorInfo:
+def _tensor(file: Path | str, name: str, entry: object, data: int) -> TensorInfo:
     """Check one entry of the header; `data` is where the tensors' bytes begin in the file."""
-    where = f"{path}: tensor {_short(name)}"
+    where = f"{file}: tensor {_short(name)}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         # An unknown key could change what the bytes mean: better refused than ignored.
         raise CheckpointError(f"{where}: dtype, shape and data_offsets expected, and nothing else")
@@ -239,21 +252,21 @@ def _nbytes(where: str, dtype: str, shape: Sequence[int]) -> int:
     return total // 8
 
 
-def _check_cover(path: Path, infos: Sequence[TensorInfo], data: int, size: int) -> None:
+def _check_cover(where: Path | str, infos: Sequence[TensorInfo], data: int, size: int) -> None:
     """Check that the tensors, sorted by position, cover the file from `data` to its end without holes or overlaps."""
     end = infos[-1].end if infos else data
     if end > size:
         raise CheckpointError(
-            f"{path} is truncated: {end} bytes expected, {size} found", "Fetch or copy this file again."
+            f"{where} is truncated: {end} bytes expected, {size} found", "Fetch or copy this file again."
         )
     at = data
     for info in infos:
         if info.start != at:
             what = "overlaps the tensor before it" if info.start < at else "leaves a hole before it"
-            raise CheckpointError(f"{path}: tensor {_short(info.name)} {what} (byte {info.start}, {at} expected)")
+            raise CheckpointError(f"{where}: tensor {_short(info.name)} {what} (byte {info.start}, {at} expected)")
         at = info.end
     if end < size:
-        raise CheckpointError(f"{path} has trailing bytes: {end} bytes expected, {size} found")
+        raise CheckpointError(f"{where} has trailing bytes: {end} bytes expected, {size} found")
 
 
 def _short(value: object) -> str:

@@ -250,6 +250,20 @@ def test_a_hub_that_does_not_list(hub: Hub) -> None:
         resolve("org/lacks")
 
 
+@pytest.mark.parametrize(
+    "listing",
+    [
+        *(b"", b"<html>", b"[]", b"{}", b'{"id": 5, "siblings": 3}', b'{"id": "x", "siblings": [{"rfilename": 3}]}'),
+        b'{"id": "x", "siblings": [{"rfilename": "config.json", "size": "big", "lfs": 3}]}',
+        b'{"id": "x", "siblings": [{"size": 3}]}',
+        b'{"id": "x", "siblings": [{"rfilename": "a/b"}, {"rfilename": "README.md"}]}',
+    ],
+)
+def test_a_listing_that_makes_no_sense_is_none(hub: Hub, listing: bytes) -> None:
+    hub.repos["org/name"] = Repo(SHARDED, listing=listing)
+    assert names(resolve("org/name")) == SHARDED.keys() - {"pytorch_model.bin", "README.md"}
+
+
 def test_one_weight_file_of_another_name(hub: Hub) -> None:
     hub.repos["org/name"] = Repo({"config.json": b"{}", "consolidated.safetensors": b"w"})
     assert names(resolve("org/name")) == {"config.json", "consolidated.safetensors"}
