@@ -2,7 +2,8 @@
 
 A parity check is worth what it would have caught. Each mutation makes one mistake on purpose, in all layers, as a wrong
 line of a weight map or a forgotten field would; `applicable` leaves out those that change nothing in the tree at hand
-(no bias to drop, no window to ignore). A mutation is also a repair tried by `bisect`: most undo themselves.
+(no bias to drop, no window to ignore). Where a mistake can be undone without knowing what is right, that is a repair to
+try on a model that is wrong: most undo themselves.
 """
 
 from __future__ import annotations
@@ -47,13 +48,19 @@ class Mutation:
 
     name: in the words of who makes it. component: where its effect is first seen, as the beginning of a label in
     `parity.bisect`; "norm" is whichever norm comes first. repair: what undoes it, for a diagnosis. apply: the changed
-    tree and weights; None where it has no object.
+    tree and weights; None where it has no object. undo: the same the other way; None where making the mistake again
+    does it, or where what it lost can only come from the reference.
     """
 
     name: str
     component: str
     repair: str
     apply: Callable[[ModelSpec, Weights], Mutant | None]
+    undo: Callable[[ModelSpec, Weights], Mutant | None] | None = None
+
+    def mend(self, spec: ModelSpec, weights: Weights) -> Mutant | None:
+        """The tree and weights after the repair; None where it has no object."""
+        return (self.undo or self.apply)(spec, weights)
 
 
 def applicable(spec: ModelSpec, weights: Weights) -> Iterator[tuple[Mutation, Mutant]]:
@@ -150,7 +157,7 @@ def _split_halves(by_head: Tensor) -> Tensor:
 
 
 def _rope_rows(order: Callable[[Tensor], Tensor]) -> Callable[[ModelSpec, Weights], Mutant | None]:
-    """Re-order the rows of q and k within each head, their norms included."""
+    """Re-order the rows of q and k within each head; a norm over heads (qwen3) stays as it is."""
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant | None:
         new = dict(weights)
@@ -166,37 +173,51 @@ def _rope_rows(order: Callable[[Tensor], Tensor]) -> Callable[[ModelSpec, Weight
     return apply
 
 
-def _sorted_slopes(spec: ModelSpec, weights: Weights) -> Mutant | None:
-    """Slopes in descending order instead of the power-of-two order: the same as heads in that order."""
-    new = dict(weights)
-    for path, attention in _paths(spec, Attention):
-        if not isinstance(attention.position, ALiBi) or attention.kv_heads not in (1, attention.heads):
-            continue
-        order = torch.argsort(alibi_slopes(attention.heads), descending=True).argsort()
-        for projection in ("q_proj", "k_proj", "v_proj"):
-            for suffix in ("weight", "bias"):
-                name = f"{path}.{projection}.{suffix}"
-                if name in weights and (projection == "q_proj" or attention.kv_heads > 1):
-                    new[name] = _rows_of_heads(weights[name], attention.heads, lambda rows, o=order: rows[o])  # type: ignore[misc]
-        out = f"{path}.o_proj.weight"
-        new[out] = _rows_of_heads(weights[out].t(), attention.heads, lambda rows, o=order: rows[o]).t()  # type: ignore[misc]
-    return spec, new
-
-
-def _heads_in_other_groups(spec: ModelSpec, weights: Weights) -> Mutant | None:
-    """Query heads dealt out over the key-value heads in turn instead of in runs."""
-    new = dict(weights)
-    for path, attention in _paths(spec, Attention):
-        if attention.kv_heads in (1, attention.heads):
-            continue
-        order = torch.arange(attention.heads).view(attention.kv_heads, attention.group).t().reshape(-1)
+def _heads_reordered(
+    path: str, weights: Weights, heads: int, order: Tensor, projections: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """One attention's weights with its heads in another order; the output projection follows its inputs."""
+    found: dict[str, Tensor] = {}
+    for projection in projections:
         for suffix in ("weight", "bias"):
-            name = f"{path}.q_proj.{suffix}"
+            name = f"{path}.{projection}.{suffix}"
             if name in weights:
-                new[name] = _rows_of_heads(weights[name], attention.heads, lambda rows, o=order: rows[o])  # type: ignore[misc]
-        out = f"{path}.o_proj.weight"
-        new[out] = _rows_of_heads(weights[out].t(), attention.heads, lambda rows, o=order: rows[o]).t()  # type: ignore[misc]
-    return spec, new
+                found[name] = _rows_of_heads(weights[name], heads, lambda rows: rows[order])
+    out = f"{path}.o_proj.weight"
+    found[out] = _rows_of_heads(weights[out].t(), heads, lambda rows: rows[order]).t()
+    return found
+
+
+def _sorted_slopes(back: bool) -> Callable[[ModelSpec, Weights], Mutant | None]:
+    """Slopes in descending order instead of the power-of-two order: the same as heads in that order."""
+
+    def apply(spec: ModelSpec, weights: Weights) -> Mutant | None:
+        new = dict(weights)
+        for path, attention in _paths(spec, Attention):
+            if not isinstance(attention.position, ALiBi) or attention.kv_heads not in (1, attention.heads):
+                continue
+            order = torch.argsort(alibi_slopes(attention.heads), descending=True)
+            moved = ("q_proj", "k_proj", "v_proj") if attention.kv_heads > 1 else ("q_proj",)
+            new |= _heads_reordered(path, weights, attention.heads, order if back else order.argsort(), moved)
+        return spec, new
+
+    return apply
+
+
+def _heads_in_other_groups(back: bool) -> Callable[[ModelSpec, Weights], Mutant | None]:
+    """Query heads dealt out over the key-value heads in turn instead of in runs."""
+
+    def apply(spec: ModelSpec, weights: Weights) -> Mutant | None:
+        new = dict(weights)
+        for path, attention in _paths(spec, Attention):
+            if attention.kv_heads in (1, attention.heads):
+                continue
+            order = torch.arange(attention.heads).view(attention.kv_heads, attention.group).t().reshape(-1)
+            order = order.argsort() if back else order
+            new |= _heads_reordered(path, weights, attention.heads, order, ("q_proj",))
+        return spec, new
+
+    return apply
 
 
 def _head_not_tied(spec: ModelSpec, weights: Weights) -> Mutant | None:
@@ -208,10 +229,15 @@ def _head_not_tied(spec: ModelSpec, weights: Weights) -> Mutant | None:
     return replace(spec, head=replace(spec.head, tied=False)), {**weights, "head.weight": noise}
 
 
-def _positions_shifted(spec: ModelSpec, weights: Weights) -> Mutant | None:
-    if spec.positions is None:
-        return None
-    return spec, {**weights, "positions.weight": weights["positions.weight"].roll(-1, dims=0)}
+def _positions_shifted(rows: int) -> Callable[[ModelSpec, Weights], Mutant | None]:
+    """Of a table; rotary positions and ALiBi say how far two tokens are apart, whatever the first one's number."""
+
+    def apply(spec: ModelSpec, weights: Weights) -> Mutant | None:
+        if spec.positions is None:
+            return None
+        return spec, {**weights, "positions.weight": weights["positions.weight"].roll(rows, dims=0)}
+
+    return apply
 
 
 # --- fields of components --------------------------------------------------------------------------------------------
@@ -245,11 +271,12 @@ def _eps(factor: float) -> Callable[[Any], Any]:
     return lambda node: replace(node, eps=node.eps * factor) if isinstance(node, norms) else node
 
 
-def _rotary(**fields: Callable[[Rotary], Any]) -> Callable[[Any], Any]:
-    def change(node: Any) -> Any:
-        return replace(node, **{k: v(node) for k, v in fields.items()}) if isinstance(node, Rotary) else node
+def _base(factor: float) -> Callable[[Any], Any]:
+    return lambda node: replace(node, base=node.base * factor) if isinstance(node, Rotary) else node
 
-    return change
+
+def _not_scaled(node: Any) -> Any:
+    return replace(node, scaling=None) if isinstance(node, Rotary) else node
 
 
 OTHER_GELU: dict[Activation, Activation] = {
@@ -259,6 +286,7 @@ OTHER_GELU: dict[Activation, Activation] = {
     "gelu_bloom": "gelu",
     "silu": "gelu",
     "quick_gelu": "gelu",
+    "relu": "gelu",
 }
 
 
@@ -297,28 +325,54 @@ MUTATIONS: tuple[Mutation, ...] = (
         "swapping gate and up",
         _exchange("gate_proj", "up_proj", GatedFeedForward),
     ),
-    Mutation("rope permute missing", "attention q", "undoing an interleaved RoPE layout", _rope_rows(_interleave)),
-    Mutation("rope permute done twice", "attention q", "undoing a half-split RoPE layout", _rope_rows(_split_halves)),
-    Mutation("query heads in other groups", "attention q", "re-grouping the query heads", _heads_in_other_groups),
     Mutation(
-        "wrong rope base", "attention mix", "another RoPE base", _field(_rotary(base=lambda rotary: rotary.base * 10))
+        "rope permute missing",
+        "attention q",
+        "undoing an interleaved RoPE layout",
+        _rope_rows(_interleave),
+        _rope_rows(_split_halves),
     ),
-    Mutation("rope scaling dropped", "attention mix", "the RoPE scaling", _field(_rotary(scaling=lambda rotary: None))),
+    Mutation(
+        "rope permute done twice",
+        "attention q",
+        "undoing a RoPE permutation too many",
+        _rope_rows(_split_halves),
+        _rope_rows(_interleave),
+    ),
+    Mutation(
+        "query heads in other groups",
+        "attention q",
+        "re-grouping the query heads",
+        _heads_in_other_groups(back=False),
+        _heads_in_other_groups(back=True),
+    ),
+    Mutation(
+        "wrong rope base", "attention mix", "a RoPE base ten times smaller", _field(_base(10.0)), _field(_base(0.1))
+    ),
+    Mutation("rope scaling dropped", "attention mix", "the RoPE scaling", _field(_not_scaled)),
     Mutation("norms swapped", "attention norm", "swapping a layer's two norms", _norms_exchanged),
     Mutation("QKV bias dropped", "attention q", "the q, k and v biases", _biases_dropped),
-    Mutation("eps ten times as large", "norm", "a norm's eps ten times smaller", _field(_eps(10.0))),
-    Mutation("eps ten times as small", "norm", "a norm's eps ten times larger", _field(_eps(0.1))),
+    Mutation("eps ten times as large", "norm", "norms' eps ten times smaller", _field(_eps(10.0)), _field(_eps(0.1))),
+    Mutation("eps ten times as small", "norm", "norms' eps ten times larger", _field(_eps(0.1)), _field(_eps(10.0))),
     Mutation("another activation", "feed-forward activation", "another activation", _field(_activation)),
     Mutation("window ignored", "attention mix", "the sliding window", _field(_no_window)),
     Mutation("scores not scaled", "attention mix", "the scale of the scores", _field(_no_scale)),
-    Mutation("ALiBi slopes in descending order", "attention q", "ALiBi slopes in the paper's order", _sorted_slopes),
+    Mutation(
+        "ALiBi slopes in descending order",
+        "attention q",
+        "ALiBi slopes in the paper's order",
+        _sorted_slopes(back=False),
+        _sorted_slopes(back=True),
+    ),
     Mutation("tied head ignored", "head", "tying the head to the embedding", _head_not_tied),
     Mutation("head bias dropped", "head", "the head's bias", _head_bias_dropped),
     Mutation("another layer's tensor", "attention output projection", "exchanging layers 0 and 1", _other_layer),
     Mutation(
         "square matrix transposed", "attention output projection", "transposing a square matrix", _square_transposed
     ),
-    Mutation("positions off by one", "positions", "positions shifted by one", _positions_shifted),
+    Mutation(
+        "positions off by one", "positions", "shifting positions by one", _positions_shifted(-1), _positions_shifted(1)
+    ),
     Mutation(
         "parallel block run in series",
         "feed-forward norm",

@@ -212,6 +212,32 @@ def _variants() -> list[Variant]:
 VARIANTS = _variants()
 REPRESENTATIVES = {variant.family: variant for variant in VARIANTS if variant.representative}
 
+DISTINCT = (
+    "gpt2",
+    "gpt2-by-layer",
+    "llama",
+    "llama-3",
+    "llama-linear",
+    "llama-dynamic",
+    "llama-yarn",
+    "llama-longrope",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "bloom",
+    "falcon-7b",
+    "falcon-40b",
+    "falcon-11b",
+    "falcon-rw",
+)
+"""The variants that differ in which mistakes can be made in them, and in what code of transformers sees them."""
+
+
+def shallow(config: Mapping[str, Any], layers: int = 2) -> dict[str, Any]:
+    """A config with fewer layers: two are enough for what is in one layer, or goes wrong between two."""
+    name = next(key for key in ("n_layer", "num_hidden_layers") if key in config)
+    return {**config, name: layers}
+
 
 def variants_of(family: str) -> list[Variant]:
     """The variants of a registered family; a family without any is an error that says what to do."""

@@ -1,99 +1,254 @@
 """Every mistake, made by hand in a converted checkpoint: verify fails, names the component, and finds the repair."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from families import CONFIGS, REPRESENTATIVES, decoder_from, randomised_reference
+import transformers
+from families import (
+    CONFIGS,
+    DISTINCT,
+    REPRESENTATIVES,
+    VARIANTS,
+    decoder_from,
+    randomised_reference,
+    save_hf,
+    shallow,
+    spec_of,
+)
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from typer.testing import CliRunner
 
+from gptkit.architectures import ARCHITECTURES, architecture_of
 from gptkit.cli import app
 from gptkit.converter.checkpoint import open_checkpoint
-from gptkit.converter.convert import plan_output
-from gptkit.converter.publish import Staging
+from gptkit.converter.convert import convert
+from gptkit.converter.publish import MANIFEST, Staging
 from gptkit.converter.resolve import SAMPLES
-from gptkit.converter.write import execute
-from gptkit.modules.load import load
+from gptkit.modules.positions import alibi_slopes
 from gptkit.parity.bisect import LABELS, MIXED, taps
-from gptkit.parity.mutations import MUTATIONS, Mutant, applicable
+from gptkit.parity.mutations import MUTATIONS, Mutant, Mutation, applicable
 from gptkit.parity.probe import probe
 from gptkit.parity.score import score
-from gptkit.parity.verify import verify
-
-CAUSELESS = {"QKV bias dropped", "another layer's tensor", "positions off by one", "head bias dropped"}
-"""Mistakes whose repair is to put the reference's own values back."""
+from gptkit.spec import ALiBi, GatedFeedForward, ModelSpec, Rotary, differences, from_json, to_json
 
 BY_NAME = {mutation.name: mutation for mutation in MUTATIONS}
 
-
-def parameters_of(sample: str) -> tuple[object, dict[str, Tensor]]:
-    model = load(f"sample:{sample}", torch.float64)
-    return model.spec, {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def mutants() -> Iterator[tuple[str, str]]:
-    for sample in SAMPLES:
-        spec, weights = parameters_of(sample)
-        for mutation, _ in applicable(spec, weights):  # type: ignore[arg-type]
-            yield sample, mutation.name
+FROM_THE_REFERENCE = {
+    "rope scaling dropped": "the reference's scaling",
+    "QKV bias dropped": "the reference's values of attention.q_proj.bias, attention.k_proj.bias, attention.v_proj.bias",
+    "another activation": "the reference's activation",
+    "window ignored": "the reference's window",
+    "scores not scaled": "the reference's scale",
+    "parallel block run in series": "the reference's parallel",
+}
+"""Mistakes that lose something: what puts it back."""
 
 
-def write_local(sample: str, mutant: Mutant, target: Path) -> None:
-    """The mutated tree as a converted checkpoint, in the sample's own dtype where it holds the values."""
-    source = open_checkpoint(f"sample:{sample}")
+def _attentions(spec: ModelSpec) -> list[Any]:
+    return [block.attention for block in spec.blocks]
+
+
+def _rotaries(spec: ModelSpec) -> list[Rotary]:
+    return [each.position for each in _attentions(spec) if isinstance(each.position, Rotary)]
+
+
+def _slopes_in_order(spec: ModelSpec) -> bool:
+    heads = [each.heads for each in _attentions(spec) if isinstance(each.position, ALiBi)]
+    return all(bool((alibi_slopes(each).diff() < 0).all()) for each in heads)
+
+
+DOES_NOT_APPLY: dict[str, tuple[str, Callable[[ModelSpec], bool]]] = {
+    "gate and up swapped": (
+        "there is no gate",
+        lambda spec: not any(isinstance(block.feed_forward, GatedFeedForward) for block in spec.blocks),
+    ),
+    "rope permute missing": ("positions are not rotary", lambda spec: not _rotaries(spec)),
+    "rope permute done twice": ("positions are not rotary", lambda spec: not _rotaries(spec)),
+    "wrong rope base": ("positions are not rotary", lambda spec: not _rotaries(spec)),
+    "rope scaling dropped": ("there is none", lambda spec: not any(each.scaling for each in _rotaries(spec))),
+    "query heads in other groups": (
+        "a key-value head a query head, or one for all",
+        lambda spec: all(each.kv_heads in (1, each.heads) for each in _attentions(spec)),
+    ),
+    "norms swapped": ("a layer has one norm", lambda spec: all(b.feed_forward_norm is None for b in spec.blocks)),
+    "QKV bias dropped": ("there is none", lambda spec: not any(each.qkv_bias for each in _attentions(spec))),
+    "window ignored": ("there is none", lambda spec: all(each.window is None for each in _attentions(spec))),
+    "scores not scaled": ("the scale is 1", lambda spec: all(each.scale == 1 for each in _attentions(spec))),
+    "ALiBi slopes in descending order": ("no ALiBi, or slopes that descend anyway", _slopes_in_order),
+    "tied head ignored": ("the head is not tied", lambda spec: not spec.head.tied),
+    "head bias dropped": ("there is none", lambda spec: not spec.head.bias),
+    "square matrix transposed": (
+        "the output projection is not square",
+        lambda spec: all(each.heads * each.head_dim != each.hidden_size for each in _attentions(spec)),
+    ),
+    "positions off by one": ("positions are relative", lambda spec: spec.positions is None),
+    "parallel block run in series": (
+        "blocks are serial, or have one norm for both branches",
+        lambda spec: all(not block.parallel or block.feed_forward_norm is None for block in spec.blocks),
+    ),
+}
+"""The only reasons for which a mistake is not made in a family."""
+
+
+def made_in(spec: ModelSpec, name: str) -> bool:
+    """Whether a mistake can be made in a tree."""
+    return name not in DOES_NOT_APPLY or not DOES_NOT_APPLY[name][1](spec)
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Every mistake in every variant that it can be made in."""
+    specs = {name: spec_of(shallow(CONFIGS[name])) for name in DISTINCT}
+    return [(name, each.name) for name, spec in specs.items() for each in MUTATIONS if made_in(spec, each.name)]
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, Path]]:
+    """name -> (what transformers loads, the folder that gptkit made of it), each made once."""
+
+    @cache
+    def make(name: str) -> tuple[str, Path]:
+        folder = tmp_path_factory.mktemp("converted")
+        reference = name if name.startswith("sample:") else str(folder / "hf")
+        if reference != name:
+            save_hf(shallow(CONFIGS[name]), folder / "hf")
+        convert(reference, folder / "local")
+        return reference, folder / "local"
+
+    return make
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_once() -> Iterator[None]:
+    """transformers loads a reference once for all mistakes that are held against it."""
+    with pytest.MonkeyPatch.context() as patch:
+        original = transformers.AutoModelForCausalLM.from_pretrained
+        load = cache(lambda folder, options: original(folder, **dict(options)))
+        patch.setattr(
+            transformers.AutoModelForCausalLM,
+            "from_pretrained",
+            lambda folder, **options: load(folder, tuple(sorted(options.items()))),
+        )
+        yield
+
+
+def read_local(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
+    """A converted folder's tree and tensors, without gptkit's own reader."""
+    spec = from_json(json.loads((folder / "gptkit.json").read_text())["spec"])
+    return spec, load_file(folder / "model.safetensors")
+
+
+def write_wrong(right: Path, mutant: Mutant, target: Path) -> None:
+    """A converted folder with another tree and other tensors, and a manifest that says so."""
     spec, weights = mutant
-    dtypes = dict.fromkeys((parameter.name for parameter in spec.parameters()), "F64")
-    plan = plan_output(spec, source.origin, "local", dtypes, "F32", source.folder)
-
-    def tensors() -> Iterator[tuple[str, np.ndarray, str]]:
-        for name in dtypes:
-            yield name, weights[name].contiguous().numpy(), "F64"
-
+    record = json.loads((right / "gptkit.json").read_text())
     with Staging(target) as staging:
-        files = execute(plan, tensors(), staging)
-        staging.commit({}, files=files)
+        for path in right.iterdir():
+            if path.name not in (MANIFEST, "gptkit.json", "model.safetensors"):
+                (staging.path / path.name).write_bytes(path.read_bytes())
+        (staging.path / "gptkit.json").write_text(json.dumps({**record, "spec": to_json(spec)}))
+        tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
+        save_file(tensors, staging.path / "model.safetensors", {"format": "pt"})
+        staging.commit({})
 
 
-@pytest.mark.parametrize(("sample", "name"), list(mutants()))
-def test_a_mistake_is_seen_placed_and_repaired(sample, name, tmp_path):
-    spec, weights = parameters_of(sample)
+def place_of(mutation: Mutation, spec: ModelSpec, weights: dict[str, Tensor], mutant: Mutant) -> str:
+    """Where a mistake shows first, as the beginning of what the report says."""
+    label = mutation.component
+    if label == "norm":
+        label = "attention norm" if spec.embedding.norm is None else "embedding norm"
+    if not label.startswith(("attention", "feed-forward")):
+        return label
+    moved = {int(name.split(".")[1]) for name, each in mutant[1].items() if not torch.equal(each, weights[name])}
+    moved |= {i for i, (a, b) in enumerate(zip(spec.blocks, mutant[0].blocks, strict=True)) if a != b}
+    return f"layer {min(moved)} {label}"
+
+
+def sample_pairs() -> Iterator[Any]:
+    """The same for the trained samples, which take longer; one of them every time."""
+    for sample in SAMPLES:
+        spec = open_checkpoint(f"sample:{sample}").spec
+        for mutation in MUTATIONS:
+            if made_in(spec, mutation.name):
+                marks = () if sample == "gpt2" else (pytest.mark.slow,)
+                yield pytest.param(f"sample:{sample}", mutation.name, marks=marks)
+
+
+@pytest.mark.parametrize(("checkpoint", "name"), [*pairs(), *sample_pairs()])
+def test_a_mistake_is_seen_placed_and_repaired(checkpoint, name, converted, tmp_path):
+    reference, right = converted(checkpoint)
+    spec, weights = read_local(right)
     mutation = BY_NAME[name]
-    mutant = mutation.apply(spec, weights)  # type: ignore[arg-type]
+    mutant = mutation.apply(spec, weights)
     assert mutant is not None
-    write_local(sample, mutant, tmp_path / "wrong")
-    result = verify(f"sample:{sample}", tmp_path / "wrong", mutations=False)
-    assert result.verdict == "different"
-    assert not result.passed
-    assert result.divergence is not None
-    first = result.divergence.first
-    assert first is not None
-    if mutation.component == "norm":
-        assert first.label.endswith("norm")
-    else:
-        assert first.label.startswith(mutation.component)
-    assert first.layer in (0, None)
-    best = result.divergence.causes[0]
-    assert best.restores
-    repairs = [cause.repair for cause in result.divergence.causes if cause.restores]
-    if name not in CAUSELESS:
-        assert any(mutation.repair in repair or repair.startswith("the reference's") for repair in repairs)
+    write_wrong(right, mutant, tmp_path / "wrong")
+    run = CliRunner().invoke(app, ["verify", reference, str(tmp_path / "wrong"), "--no-mutations"])
+    assert run.exit_code == 3, run.output
+    said = " ".join(run.stdout.split())  # as one line, however wide the terminal
+    place = said.split(" place ")[1].split(": the first component that differs")[0]
+    assert place.startswith(place_of(mutation, spec, weights, mutant))
+    causes = said.split(" cause ")[1]
+    assert f"{FROM_THE_REFERENCE.get(name, mutation.repair)} restores parity" in causes
+    assert causes.index("restores parity") < causes.find(" leaves ") % len(said)
 
 
-def test_the_command_says_so_and_exits_with_3(tmp_path):
-    from typer.testing import CliRunner
+def test_no_mistake_drops_out(converted):
+    """What is made above is what `applicable` makes in the converted checkpoints, and of every kind there is."""
+    made = {(name, each.name) for name in DISTINCT for each, _ in applicable(*read_local(converted(name)[1]))}
+    assert made == set(pairs())
+    assert {name for _, name in pairs()} | {"head bias dropped"} == set(BY_NAME)  # for that one see below
+    assert {variant.family for variant in VARIANTS if variant.name in DISTINCT} == set(ARCHITECTURES)
+    assert set(DOES_NOT_APPLY) | set(FROM_THE_REFERENCE) <= set(BY_NAME)
 
-    spec, weights = parameters_of("llama")
-    mutant = BY_NAME["rope permute missing"].apply(spec, weights)  # type: ignore[arg-type]
-    write_local("llama", mutant, tmp_path / "wrong")  # type: ignore[arg-type]
-    run = CliRunner().invoke(app, ["verify", "sample:llama", str(tmp_path / "wrong")])
+
+def test_a_head_bias_dropped_is_seen_in_what_only_a_swap_makes(converted, tmp_path):
+    """No family has one: it is the final norm's bias, moved."""
+    reference, _ = converted("gpt2")
+    swapped, wrong = tmp_path / "swapped", tmp_path / "wrong"
+    assert CliRunner().invoke(app, ["swap", reference, str(swapped), "--norm", "rmsnorm"]).exit_code == 0
+    mutant = BY_NAME["head bias dropped"].apply(*read_local(swapped))
+    assert mutant is not None
+    write_wrong(swapped, mutant, wrong)
+    for folder, code in ((swapped, 0), (wrong, 3)):
+        run = CliRunner().invoke(app, ["verify", reference, str(folder), "--no-mutations"])
+        assert run.exit_code == code, run.output
+
+
+def test_the_command_counts_mistakes_and_names_the_cause(converted, tmp_path):
+    reference, right = converted("llama")
+    mutant = BY_NAME["rope permute missing"].apply(*read_local(right))
+    assert mutant is not None
+    write_wrong(right, mutant, tmp_path / "wrong")
+    run = CliRunner().invoke(app, ["verify", reference, str(tmp_path / "wrong"), "--json"])
     assert run.exit_code == 3
-    assert "place     layer 0 attention q: the first component that differs" in run.stdout
-    assert "undoing a half-split RoPE layout restores parity" in run.stdout
-    data = CliRunner().invoke(app, ["verify", "sample:llama", str(tmp_path / "wrong"), "--json"])
-    assert json.loads(data.stdout)["divergence"]["causes"][0]["restores"] is True
+    data = json.loads(run.stdout)
+    assert data["divergence"]["causes"][0]["repair"] == "undoing an interleaved RoPE layout"
+    assert data["divergence"]["causes"][0]["restores"] is True
+    assert data["score"]["missed"] == []
+    assert len(data["score"]["caught"]) == sum(name == "llama" for name, _ in pairs())
+
+
+@pytest.mark.parametrize("name", sorted(set(BY_NAME) - set(FROM_THE_REFERENCE) - {"tied head ignored"}))
+def test_a_repair_undoes_the_mistake(name):
+    """Applied to what the mistake made, nothing of it is left."""
+    mutation = BY_NAME[name]
+    for spec in (spec_of(shallow(CONFIGS[variant])) for variant in DISTINCT):
+        if not made_in(spec, name):
+            continue
+        generator = torch.Generator().manual_seed(0)
+        weights = {each.name: torch.randn(each.shape, generator=generator) for each in spec.parameters()}
+        wrong = mutation.apply(spec, weights)
+        assert wrong is not None
+        mended = mutation.mend(*wrong)
+        assert mended is not None
+        assert all(torch.equal(mended[1][each], weights[each]) for each in weights)
+        for _, a, b in differences(spec, mended[0]):
+            assert a == pytest.approx(b, rel=1e-12)  # a number, times ten and divided by it
 
 
 @pytest.mark.parametrize("variant", REPRESENTATIVES.values(), ids=str)
@@ -125,8 +280,6 @@ def test_what_is_unprobed_is_not_counted():
 
 @pytest.mark.parametrize("variant", REPRESENTATIVES.values(), ids=str)
 def test_every_component_with_a_weight_is_looked_at(variant):
-    from gptkit.architectures import architecture_of
-
     architecture = architecture_of(variant.config)
     spec = architecture.spec(variant.config)
     watched = {tap.label for tap in taps(architecture, spec)}
