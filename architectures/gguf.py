@@ -27,7 +27,7 @@ from .gguf_facts import Facts, Value, fp32, is_close
 from .gguf_rope import read_rope, refitted, rope_tensors, write_rope
 from .layout import Layout, Shape
 
-__all__ = ["GGUF", "Expressed", "GgufArchitecture", "expressed", "gguf_architecture", "spec_of"]
+__all__ = ["ALWAYS_FP32", "GGUF", "Expressed", "GgufArchitecture", "expressed", "gguf_architecture", "spec_of"]
 
 FUSED_WEIGHT = Layout("(slot head_dim) hidden", split="slot", parts=("heads", "kv_heads", "kv_heads"))
 """All queries, then all keys, then all values, whatever the family's own order."""
@@ -40,6 +40,10 @@ Q_BIAS = Layout("(heads half two)", "(heads two half)")
 K_BIAS = Layout("(kv_heads half two)", "(kv_heads two half)")
 
 B, T = "blocks.{layer}.", "blk.{layer}."
+
+POSITIONS = "position_embd.weight"
+ALWAYS_FP32 = (POSITIONS,)
+"""Matrices that llama.cpp's converter writes as fp32 whatever was asked for, as everything of one dimension."""
 
 ENDS = (
     Leaf("token_embd.weight", "embedding.weight"),
@@ -64,6 +68,16 @@ GATED = pairs(
     ("ffn_gate", "feed_forward.gate_proj"),
     ("ffn_up", "feed_forward.up_proj"),
     ("ffn_down", "feed_forward.down_proj"),
+)
+# llama.cpp loads these of a "qwen2" or "qwen3" file, and refuses a file with others.
+QWEN = (
+    *ENDS,
+    *(
+        leaf
+        for leaf in GATED
+        if not leaf.checkpoint.endswith(("attn_output.bias", "gate.bias", "up.bias", "down.bias"))
+    ),
+    *pairs(("attn_q", "attention.q_proj"), ("attn_k", "attention.k_proj")),
 )
 PERMUTED = (
     Leaf(T + "attn_q.weight", B + "attention.q_proj.weight", Q_WEIGHT),
@@ -313,7 +327,7 @@ GGUF: dict[str, GgufArchitecture] = {
             name="qwen2",
             family="qwen2",
             written=("qwen2",),
-            leaves=(*ENDS, *GATED, *pairs(("attn_q", "attention.q_proj"), ("attn_k", "attention.k_proj"))),
+            leaves=QWEN,
             read=read_qwen2,
             write=write_gated,
             dropped=ROPE_BUFFERS,
@@ -322,7 +336,7 @@ GGUF: dict[str, GgufArchitecture] = {
             name="qwen3",
             family="qwen3",
             written=("qwen3",),
-            leaves=(*ENDS, *GATED, *pairs(("attn_q", "attention.q_proj"), ("attn_k", "attention.k_proj"))),
+            leaves=QWEN,
             read=read_qwen3,
             write=write_gated,
             square=False,
@@ -332,7 +346,7 @@ GGUF: dict[str, GgufArchitecture] = {
             name="gpt2",
             family="gpt2",
             written=("gpt2",),
-            leaves=(*ENDS, Leaf("position_embd.weight", "positions.weight"), *NORMS, *FUSED, *PLAIN),
+            leaves=(*ENDS, Leaf(POSITIONS, "positions.weight"), *NORMS, *FUSED, *PLAIN),
             read=read_gpt2,
             write=write_normed,
         ),
@@ -447,7 +461,7 @@ def _express(kind: GgufArchitecture, spec: ModelSpec) -> Expressed:
     return Expressed(kind, metadata, leaves, extras)
 
 
-ROUNDING = (".arithmetic", ".fused", ".kv_expansion", ".cast", ".attention.scaling", ".softmax")
+ROUNDING = (".arithmetic", ".fused", ".kv_expansion", ".cast", ".attention.scaling", ".scores", ".softmax")
 TANH_GELU = ("gelu_new", "gelu_tanh", "gelu_bloom")
 
 

@@ -106,6 +106,11 @@ class Tokenizer:
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
+    def to_json(self) -> str:
+        """The tokenizer as a tokenizer.json, whatever it was read from."""
+        text: str = self._backend.to_str()
+        return text
+
     def token(self, token_id: int) -> str | None:
         """A token as the vocabulary writes it, or None where there is none of that id."""
         return self._backend.id_to_token(token_id)

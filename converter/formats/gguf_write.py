@@ -1,0 +1,275 @@
+"""GGUF files: one that holds everything llama.cpp needs, planned from the tree, the tokenizer's files and a dtype.
+
+A file is its metadata and the list of its tensors, then the tensors, each at a multiple of 32 bytes. All but the
+weights is known beforehand, tensors that stand for numbers of the tree (`rope_freqs.weight`) included: that is the
+header here, and the same for the same checkpoint. Names, layouts and sizes are declared in `architectures.gguf`, the
+tokenizer's part is in `gguf_vocab`. What stays fp32 whatever was asked for, and F16 in place of Q8_0 where rows do not
+divide into its blocks, are llama.cpp's conventions (conversion/base.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...architectures import BoundLeaf
+from ...architectures.gguf import ALWAYS_FP32, expressed
+from ...errors import CheckpointError, InvalidInput, UsageError
+from ..dtypes import HF_NAMES, cast, not_finite, parse_dtype, widest
+from ..tokenizer import load_tokenizer
+from ..write import Encode, Output, Plan, Shard
+from . import Request
+from .gguf_vocab import Value, vocabulary
+
+__all__ = ["ALIGNMENT", "plan"]
+
+MAGIC, VERSION = b"GGUF", 3
+ALIGNMENT = 32
+QUANTIZATION_VERSION = 2
+"""ggml's, of the block formats."""
+
+TYPES = {"F32": 0, "F16": 1, "Q8_0": 8, "BF16": 30}
+"""Tensor types by ggml's number; F64 has one too, which llama.cpp computes nothing with."""
+FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
+"""The same of most of a file, by llama.cpp's number."""
+BLOCK, BLOCK_BYTES = 32, 34
+"""Q8_0: 32 values as an fp16 scale and a signed byte each."""
+
+
+def plan(request: Request) -> Plan:
+    """One GGUF file, and the companions of the source beside it.
+
+    Notes about what the file does not say go to the source's notes.
+
+    Raises:
+        CannotExpress: llama.cpp computes no such tree; the components in the way are listed.
+        InvalidInput: the tokenizer's files are broken.
+        UsageError: a dtype that GGUF files are not written in.
+
+    """
+    asked = _parse(request.asked)
+    tree = expressed(request.spec, request.origin.family)
+    types = {leaf.checkpoint: _type_of(leaf, request.dtypes, asked) for leaf in tree.leaves}
+    stored = _most([(leaf, types[leaf.checkpoint]) for leaf in tree.leaves])
+    notes = []
+    narrow = sum(asked == "Q8_0" and kind == "F16" for kind in types.values())
+    if narrow:
+        notes.append(f"{narrow} tensors whose rows are no multiple of {BLOCK} values are stored as F16, not Q8_0")
+    vocab = vocabulary(_token_files(request), request.spec.vocab_size, _numbered(request))
+    name = _name(request.origin.reference or request.source.path.name)
+    metadata: dict[str, Value] = {
+        "general.architecture": tree.architecture.name,
+        "general.type": "model",
+        "general.name": name,
+        **tree.metadata,
+        f"{tree.architecture.name}.vocab_size": request.spec.vocab_size,
+        "general.file_type": FILE_TYPES[stored],
+        "general.quantization_version": QUANTIZATION_VERSION,
+        **vocab.metadata,
+    }
+    shard = _lay_out(
+        f"{name}-{stored}.gguf", metadata, tree.extras, [(leaf, types[leaf.checkpoint]) for leaf in tree.leaves]
+    )
+    known = request.source.notes
+    known += [note for note in (*notes, *vocab.notes) if note not in known]
+    return Plan((shard,), {}, request.companions)
+
+
+# --- element types ---------------------------------------------------------------------------------------------------
+
+
+def _parse(asked: str | None) -> str | None:
+    """--dtype as a tensor type. Raises UsageError."""
+    if asked is None:
+        return None
+    if asked.lower() in ("q8_0", "q8"):
+        return "Q8_0"
+    try:
+        kind = parse_dtype(asked)
+    except UsageError as error:
+        raise UsageError(
+            error.message, f"known for GGUF: {', '.join(HF_NAMES[t] for t in TYPES if t in HF_NAMES)}, q8_0"
+        ) from error
+    if kind not in TYPES:
+        raise UsageError(f"llama.cpp computes nothing in {HF_NAMES[kind]}", "Choose float32.")
+    return kind
+
+
+def _type_of(leaf: BoundLeaf, dtypes: Mapping[str, str], asked: str | None) -> str:
+    """A tensor's type in the file: as asked, else as it is stored, where the file can hold that."""
+    if len(leaf.shape) < 2 or leaf.checkpoint in ALWAYS_FP32:
+        return "F32"
+    if asked == "Q8_0":
+        return "Q8_0" if leaf.shape[-1] % BLOCK == 0 else "F16"
+    if asked is not None:
+        return asked
+    kind = widest([dtypes[name] for name in leaf.shared])
+    return "F32" if kind == "F64" else kind
+
+
+def _most(types: Sequence[tuple[BoundLeaf, str]]) -> str:
+    """The type that most values of the matrices have: what the file is called."""
+    values: dict[str, int] = {}
+    for leaf, kind in types:
+        if len(leaf.shape) > 1 and leaf.checkpoint not in ALWAYS_FP32:
+            values[kind] = values.get(kind, 0) + math.prod(leaf.shape)
+    return max(values, key=lambda kind: (values[kind], -TYPES[kind]))
+
+
+def _nbytes(leaf: BoundLeaf, kind: str) -> int:
+    count = math.prod(leaf.shape)
+    return count // BLOCK * BLOCK_BYTES if kind == "Q8_0" else count * (4 if kind == "F32" else 2)
+
+
+def q8_0(name: str) -> Encode:
+    """Rows of a tensor of that name -> their Q8_0 blocks, bit for bit as ggml's quantize_row_q8_0_ref."""
+
+    def encode(rows: np.ndarray, dtype: str) -> np.ndarray:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import quantize
+
+        values = cast(rows, dtype, "F32")
+        if bad := not_finite(np.ascontiguousarray(values), "F32"):
+            raise CheckpointError(f"{name}: {bad} values are NaN or infinite, and Q8_0 has no such values")
+        # The scale is the largest value's 127th part, as fp16.
+        if values.size and np.abs(values).max() / 127 >= 65520:
+            raise CheckpointError(
+                f"{name}: values do not fit Q8_0", "Choose a dtype with more range: bfloat16, float32."
+            )
+        blocks: np.ndarray = quantize(values, GGMLQuantizationType.Q8_0)
+        return blocks
+
+    return encode
+
+
+# --- the file --------------------------------------------------------------------------------------------------------
+
+
+def _lay_out(
+    name: str,
+    metadata: Mapping[str, Value],
+    extras: Mapping[str, tuple[float, ...]],
+    tensors: Sequence[tuple[BoundLeaf, str]],
+) -> Shard:
+    """The file: its header, extras in it, and every tensor's place."""
+    data = [struct.pack(f"<{len(values)}f", *values) for values in extras.values()]
+    places, at = [], 0
+    for nbytes in [*map(len, data), *(_nbytes(leaf, kind) for leaf, kind in tensors)]:
+        places.append(at)
+        at += _padded(nbytes)
+    infos = [
+        _info(extra, (len(values),), "F32", place)
+        for (extra, values), place in zip(extras.items(), places, strict=False)
+    ]
+    infos += [
+        _info(leaf.checkpoint, leaf.shape, kind, place)
+        for (leaf, kind), place in zip(tensors, places[len(data) :], strict=True)
+    ]
+    header = b"".join(
+        [
+            MAGIC,
+            struct.pack("<IQQ", VERSION, len(infos), len(metadata)),
+            *(_string(key) + _value(value) for key, value in metadata.items()),
+            *infos,
+        ]
+    )
+    start = _padded(len(header))
+    header = b"".join(part.ljust(_padded(len(part)), b"\0") for part in (header, *data))
+    outputs = tuple(
+        Output(
+            leaf,
+            kind,
+            start + place,
+            _nbytes(leaf, kind),
+            q8_0(leaf.checkpoint) if kind == "Q8_0" else None,
+        )
+        for (leaf, kind), place in zip(tensors, places[len(data) :], strict=True)
+    )
+    return Shard(name, header, outputs, start + at)
+
+
+def _padded(nbytes: int) -> int:
+    """Up to where the next tensor may begin."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _info(name: str, shape: tuple[int, ...], kind: str, place: int) -> bytes:
+    """A tensor's entry; GGUF counts dimensions from the one that lies closest."""
+    sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+    return _string(name) + sizes + struct.pack("<IQ", TYPES[kind], place)
+
+
+def _string(text: str) -> bytes:
+    try:
+        data = text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInput(f"the tokenizer holds {text!r:.40}, which is not valid Unicode") from error
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(value: Value) -> bytes:
+    """A metadata value with its type in front."""
+    if isinstance(value, bool):
+        return struct.pack("<IB", 7, value)
+    if isinstance(value, int):
+        return struct.pack("<II", 4, value)
+    if isinstance(value, float):
+        return struct.pack("<If", 6, value)
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _string(value)
+    if isinstance(value, bytes):
+        return struct.pack("<IIQ", 9, 0, len(value)) + value
+    head = struct.pack("<I", 9)
+    if value and isinstance(value[0], int):
+        return head + struct.pack(f"<IQ{len(value)}i", 5, len(value), *value)
+    if value and isinstance(value[0], float):
+        return head + struct.pack(f"<IQ{len(value)}f", 6, len(value), *value)
+    return head + struct.pack("<IQ", 8, len(value)) + b"".join(_string(str(text)) for text in value)
+
+
+# --- what the file is called, and the files that it takes up ---------------------------------------------------------
+
+
+def _name(reference: str) -> str:
+    """org/name@rev, sample:name, folder/name-F16.gguf -> name."""
+    name = reference.rstrip("/").split("/")[-1].split(":")[-1].split("@")[0]
+    for suffix in (".gguf", ".safetensors", "-local", "-hf", "-gguf"):
+        name = name.removesuffix(suffix)
+    name = re.sub(r"[-.](BF16|F16|F32|Q\d\w*|IQ\d\w*)$", "", name, flags=re.IGNORECASE)
+    return re.sub(r"[^\w.+-]+", "-", name).strip("-.") or "model"
+
+
+def _token_files(request: Request) -> dict[str, bytes]:
+    """The files that say how text is tokenized, by name; those that the source held inside are the model's for sure."""
+    wanted = re.compile(r"(tokenizer|tokenizer_config|special_tokens_map|chat_template|spiece)\.(json|model|jinja)")
+    files = {path.name: path.read_bytes() for path in request.companions if wanted.fullmatch(path.name)}
+    files |= {name: text for name, text in request.texts.items() if wanted.fullmatch(name)}
+    if not any(name in files for name in ("tokenizer.json", "tokenizer.model", "spiece.model")) and request.companions:
+        # vocab.json and merges.txt say nothing of how text is split: transformers knows it for each class.
+        tokenizer = load_tokenizer(request.companions[0].parent)
+        if tokenizer is not None:
+            files["tokenizer.json"] = tokenizer.to_json().encode()
+    return files
+
+
+def _numbered(request: Request) -> dict[str, Any]:
+    """Special tokens by id: config.json's, over it generation_config.json's."""
+    found = dict(request.origin.config or {})
+    beside = {path.name: path for path in request.companions}
+    text = request.texts.get("generation_config.json")
+    if text is None and "generation_config.json" in beside:
+        text = beside["generation_config.json"].read_bytes()
+    if text is not None:
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise InvalidInput(f"generation_config.json is not valid JSON: {error}") from error
+        if isinstance(data, dict):
+            found |= {key: value for key, value in data.items() if value is not None}
+    return found
