@@ -7,13 +7,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Two processes of one thread each beat one of two on the small models of the tests.
 JOBS ?= 2
 
-.PHONY: help demo test pytest test-slow test-browser lint types format wheel samples parity bench clean
+.PHONY: help demo test pytest test-slow test-browser soak lint types format wheel samples parity bench clean
 
 help:
 	@echo "make demo          the tour on the trained samples"
 	@echo "make test          lint, types and tests"
 	@echo "make test-slow     the tests that take minutes"
 	@echo "make test-browser  the pages of --html in headless Chromium"
+	@echo "make soak          thousands of kills, every I/O call refused (KILLS=3000)"
 	@echo "make parity        docs/parity.md, from a run against transformers"
 	@echo "make bench         speed against transformers, as ratios"
 	@echo "make format        let ruff rewrite the code"
@@ -31,7 +32,7 @@ demo: $(STAMP)
 test: lint types pytest
 
 pytest: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not soak"
 
 test-slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m slow
@@ -43,6 +44,11 @@ test-browser: $(STAMP)
 	@mkdir -p build/screenshots
 	OMP_NUM_THREADS=1 GPTKIT_SCREENSHOTS=build/screenshots $(BIN)/python -m pytest tests/report/test_pages.py -rs
 	@echo "screenshots: build/screenshots"
+
+# The long runs of the tests that pass by luck on a short one: KILLS conversions are killed.
+KILLS ?= 3000
+soak: $(STAMP)
+	KILLS=$(KILLS) $(BIN)/python -m pytest -m soak
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

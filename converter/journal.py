@@ -15,7 +15,7 @@ from typing import TypeGuard
 from .files import open_own, write_all
 from .manifest import JOURNAL, MANIFEST, FileRecord, file_entry, read_entry
 
-__all__ = ["Journal", "is_plain"]
+__all__ = ["Journal", "is_plain", "read_journal"]
 
 _MAX_BYTES = 1 << 30  # a journal is read whole
 
@@ -62,7 +62,7 @@ class Journal:
 
     def resume(self) -> dict[str, FileRecord]:
         """The files that are finished and still right; removes everything else from the folder. Raises OSError."""
-        noted = _read_journal(self.folder)[1:]
+        noted = read_journal(self.folder)[1:]
         self.count = len(noted)  # what an interruption of the hashing would still leave
         known = {name: found for entry in noted if is_plain(name := entry.get("name")) and (found := read_entry(entry))}
         from concurrent.futures import ThreadPoolExecutor  # here, because few runs resume anything
@@ -103,7 +103,7 @@ class Journal:
     @staticmethod
     def key_of(folder: Path) -> str | None:
         """The key of a folder with a journal of this user's, else None."""
-        lines = _read_journal(folder)
+        lines = read_journal(folder)
         key = lines[0].get("key") if lines else None
         return key if isinstance(key, str) else None
 
@@ -113,7 +113,7 @@ def _journal_line(entry: Mapping[str, object]) -> bytes:
     return f"{hashlib.sha256(text.encode()).hexdigest()} {text}\n".encode()
 
 
-def _read_journal(folder: Path) -> list[dict[str, object]]:
+def read_journal(folder: Path) -> list[dict[str, object]]:
     """The lines of a folder's journal up to the first that is torn or strange."""
     try:
         with open_own(folder / JOURNAL) as file:
