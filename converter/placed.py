@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -76,6 +77,9 @@ class PlacedWriter:
             with self._disk() as fd:
                 os.ftruncate(fd, self._size)
                 write_all(fd, header, 0)
+                # Read through a mapping: what was written is hashed and compared where it lies.
+                self._map = mmap.mmap(fd, self._size, access=mmap.ACCESS_READ)
+                self._view = np.frombuffer(self._map, np.uint8)
         except BaseException:
             self._release()
             raise
@@ -115,14 +119,12 @@ class PlacedWriter:
             view = memoryview(data).cast("B")
             if at + view.nbytes > block.end:
                 raise CheckpointError(f"{self.path}: more than the {block.nbytes} bytes of {name} were given")
-            back = np.empty(min(CHUNK, view.nbytes), np.uint8)
             for begin in range(0, view.nbytes, CHUNK):
-                chunk = view[begin : begin + CHUNK]
+                chunk = np.frombuffer(view[begin : begin + CHUNK], np.uint8)
                 with self._disk() as fd:
-                    write_all(fd, chunk, at)
-                    _read(fd, back[: chunk.nbytes], at)
-                self._require_equal(back[: chunk.nbytes], np.frombuffer(chunk, np.uint8), at)
-                digest.update(chunk)
+                    write_all(fd, chunk.data, at)
+                self._require_equal(self._view[at : at + chunk.nbytes], chunk, at)
+                digest.update(chunk.data)
                 at += chunk.nbytes
 
         yield piece
@@ -139,20 +141,21 @@ class PlacedWriter:
         with self._disk() as fd:
             copied = _copy_range(source, fd, start, block.start, block.nbytes)
         digest = hashlib.sha256()
-        ours, theirs = np.empty(CHUNK, np.uint8), np.empty(CHUNK, np.uint8)
+        buffer = np.empty(min(CHUNK, block.nbytes), np.uint8)
         for at in range(0, block.nbytes, CHUNK):
-            size = min(CHUNK, block.nbytes - at)
+            theirs = buffer[: min(CHUNK, block.nbytes - at)]
+            place = block.start + at
             try:
-                _read(source, theirs[:size], start + at)
+                _read(source, theirs, start + at)
             except OSError as error:
                 raise CheckpointError(f"cannot read {name} for {self.path}: {error.strerror}") from error
-            with self._disk() as fd:
-                if at + size > copied:
-                    write_all(fd, theirs[:size].data, block.start + at)
-                _read(fd, ours[:size], block.start + at)
-            self._require_equal(ours[:size], theirs[:size], block.start + at)
-            digest.update(ours[:size].data)
-            look(ours[:size])
+            if at + theirs.nbytes > copied:
+                with self._disk() as fd:
+                    write_all(fd, theirs.data, place)
+            ours = self._view[place : place + theirs.nbytes]
+            self._require_equal(ours, theirs, place)
+            digest.update(ours.data)
+            look(ours)
         self._end(block, digest.hexdigest())
 
     def close(self) -> None:
@@ -169,7 +172,7 @@ class PlacedWriter:
             with self._disk() as fd:
                 os.fsync(fd)
                 with self._hashing:
-                    self._advance(fd, self._size)
+                    self._advance(self._size)
                 self._sha256 = self._hash.hexdigest()
         finally:
             self._release()
@@ -187,6 +190,7 @@ class PlacedWriter:
     def _end(self, block: Block, digest: str) -> None:
         with self._disk() as fd:
             _start_writeback(fd, block.start, block.nbytes)
+        self._forget(block.start, block.end)
         with self._mutex:
             self._digests[block.name] = digest
             self._whole.add(block.name)
@@ -194,8 +198,7 @@ class PlacedWriter:
         while self._ready() and self._hashing.acquire(blocking=False):
             try:
                 while (end := self._ready()) is not None:
-                    with self._disk() as fd:
-                        self._advance(fd, end)
+                    self._advance(end)
                     self._next += 1
             finally:
                 self._hashing.release()
@@ -207,16 +210,22 @@ class PlacedWriter:
                 return self._order[self._next].end
         return None
 
-    def _advance(self, fd: int, end: int) -> None:
-        buffer = np.empty(CHUNK, np.uint8)
+    def _advance(self, end: int) -> None:
+        begin = self._hashed
         while self._hashed < end:
-            chunk = buffer[: min(CHUNK, end - self._hashed)]
-            _read(fd, chunk, self._hashed)
-            self._hash.update(chunk.data)
-            self._hashed += chunk.nbytes
+            stop = min(self._hashed + CHUNK, end)
+            self._hash.update(self._view[self._hashed : stop].data)
+            self._hashed = stop
+        self._forget(begin, end)
+
+    def _forget(self, start: int, end: int) -> None:
+        """Give the mapped pages of these bytes back to the system: they count as this process's memory."""
+        start -= start % mmap.PAGESIZE
+        if end > start and hasattr(self._map, "madvise"):
+            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def _require_equal(self, found: np.ndarray, expected: np.ndarray, at: int) -> None:
-        if not np.array_equal(found, expected):
+        if _LIBC.memcmp(found.ctypes.data_as(_VOID), expected.ctypes.data_as(_VOID), ctypes.c_size_t(expected.nbytes)):
             raise GptkitError(
                 f"{self.path} does not hold what was written to it, from byte {at} on",
                 "The disk or the memory of this machine may be failing.",
@@ -293,3 +302,4 @@ def _sync_file_range() -> Callable[..., int] | None:
 
 
 _LIBC = ctypes.CDLL(None)
+_VOID = ctypes.c_void_p
