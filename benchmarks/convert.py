@@ -1,0 +1,186 @@
+"""gptkit convert against copying and hashing, and against transformers, alternating in one run.
+
+    python benchmarks/convert.py [--rounds 5] [--folder DIR] [--only llama|gpt2-large|four-times] [--peers mergekit]
+
+Builds a bf16 llama of 1.1 billion parameters in three shards (2.2 GB; pure renames) and a GPT-2 large shape in fp32
+(3.1 GB; transposes and splits). Every contender is a process of its own, timed from start to end, with the peak memory
+that the system counted for it:
+
+- gptkit: `gptkit convert SOURCE OUT`: the converted folder, synced, with the sha256 of every file and every tensor.
+- copy: `cp -r`, then `sync` of the copied files, then `openssl dgst -sha256` of them, one after another.
+- transformers: from_pretrained, then save_pretrained.
+
+Figures are medians. Outputs are removed, and the disk is left to settle, outside of the time that is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import synthetic
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+GPT2_LARGE: dict[str, Any] = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 50257,
+    "n_positions": 1024,
+    "n_embd": 1280,
+    "n_layer": 36,
+    "n_head": 20,
+    "dtype": "float32",
+}
+TRANSFORMERS = """
+import sys, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
+model.save_pretrained(sys.argv[2], max_shard_size="1GB")
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One process: seconds from start to end, seconds of processor time, and the most memory, in bytes."""
+
+    wall: float
+    processor: float
+    peak: int
+
+
+def measured(command: Sequence[str]) -> Run:
+    """Run a command. The largest of its processes counts for memory, as the system reports it."""
+    start = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        errors = process.stderr.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{command[0]} failed: {errors.decode()[-2000:]}")
+    return Run(time.perf_counter() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+
+
+def gptkit(source: Path, out: Path) -> list[str]:
+    """The conversion to gptkit's own format."""
+    return [sys.executable, "-m", "gptkit", "convert", str(source), str(out), "--quiet"]
+
+
+def copy(source: Path, out: Path) -> list[str]:
+    """Copy, sync, hash."""
+    script = 'cp -r "$0" "$1" && sync "$1"/* "$1" && openssl dgst -sha256 "$1"/*'
+    return ["sh", "-c", script, str(source), str(out)]
+
+
+def transformers(source: Path, out: Path) -> list[str]:
+    """Load and save."""
+    return [sys.executable, "-c", TRANSFORMERS, str(source), str(out)]
+
+
+def compare(
+    source: Path, contenders: dict[str, Callable[[Path, Path], list[str]]], rounds: int
+) -> dict[str, list[Run]]:
+    """Each contender `rounds` times, in turns, after a round that warms up (files in the page cache, code compiled)."""
+    runs: dict[str, list[Run]] = {name: [] for name in contenders}
+    for number in range(rounds + 1):
+        names = list(contenders) if number % 2 else list(reversed(contenders))
+        for name in names:
+            out = source.parent / "out"
+            os.sync()
+            run = measured(contenders[name](source, out))
+            shutil.rmtree(out)
+            if number:
+                runs[name].append(run)
+    return runs
+
+
+def build(folder: Path, config: dict[str, Any], dtype: str, shard_bytes: int) -> int:
+    """As synthetic.build, in a process of its own: the system counts a parent's memory among its children's."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(synthetic.build, folder, config, dtype, shard_bytes).result()
+
+
+def median(runs: Sequence[Run], figure: str) -> float:
+    """Of one figure."""
+    return statistics.median(getattr(run, figure) for run in runs)
+
+
+def table(title: str, runs: dict[str, list[Run]], against: str) -> None:
+    """Print the medians, and gptkit's ratio to each."""
+    print(f"\n{title}")
+    print(f"  {'':14}{'wall':>9}{'processor':>11}{'peak':>10}{'gptkit takes':>16}")
+    ours = median(runs["gptkit"], "wall")
+    for name, each in runs.items():
+        wall = median(each, "wall")
+        ratio = "" if name == "gptkit" else f"{ours / wall:.2f} x"
+        mark = " <- wanted" if name == against else ""
+        peak = f"{median(each, 'peak') / 1e6:.0f} MB"
+        print(f"  {name:14}{wall:7.2f} s{median(each, 'processor'):9.2f} s{peak:>10}{ratio:>16}{mark}", flush=True)
+
+
+def main() -> None:
+    """Build, run, print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="where to build them: a disk with 30 GB free [a temporary folder]")
+    parser.add_argument("--only", choices=("llama", "gpt2-large", "four-times"))
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as parent:
+        peers = {"gptkit": gptkit, "copy": copy, "transformers": transformers}
+        for name, config, dtype, shard in (
+            ("llama", LLAMA, "BF16", 10**9),
+            ("gpt2-large", GPT2_LARGE, "F32", 5 * 10**9),
+        ):
+            if arguments.only not in (None, name):
+                continue
+            source = Path(parent) / name
+            nbytes = build(source, config, dtype, shard)
+            table(f"{name}, {nbytes / 1e9:.2f} GB", compare(source, peers, arguments.rounds), "copy")
+            shutil.rmtree(source)
+        if arguments.only in (None, "four-times"):
+            four_times(Path(parent), arguments.rounds)
+
+
+def four_times(parent: Path, rounds: int) -> None:
+    """The llama, and one with four times as many bytes."""
+    runs: list[list[Run]] = []
+    sizes = []
+    for factor in (1, 4):
+        source = parent / f"llama-{factor}"
+        sizes.append(build(source, {**LLAMA, "num_hidden_layers": 22 * factor}, "BF16", 10**9))
+        runs.append(compare(source, {"gptkit": gptkit}, rounds)["gptkit"])
+        shutil.rmtree(source)
+    bytes_ratio = sizes[1] / sizes[0]
+    wall = [median(each, "wall") for each in runs]
+    peak = [median(each, "peak") / 1e6 for each in runs]
+    print(f"\nllama of {sizes[0] / 1e9:.2f} and of {sizes[1] / 1e9:.2f} GB: {bytes_ratio:.2f} times the bytes")
+    print(f"  {wall[0]:.2f} s and {wall[1]:.2f} s: {wall[1] / wall[0]:.2f} times the time")
+    print(f"  {peak[0]:.0f} MB and {peak[1]:.0f} MB of memory")
+
+
+if __name__ == "__main__":
+    main()
