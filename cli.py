@@ -462,7 +462,8 @@ def verify_against(model: str, against: str, html: Path | None, json: bool, quie
     from .report.summaries import port_report
     from .report.tables import print_json
 
-    with status("verifying", quiet or json):
+    with status("verifying", quiet or json) as tell:
+        tell("a port of your own")
         result = verify_port(model, against, offline=offline)
     if json:
         print_json(result.as_json())
@@ -607,8 +608,16 @@ def status(what: str, quiet: bool) -> Iterator[Callable[[str], None]]:
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(what) as live:
-        yield lambda text: live.update(f"{what}: {text}")
+    live = Console(stderr=True).status(what)
+
+    def tell(text: str) -> None:
+        live.start()  # not before, as for the bar
+        live.update(f"{what}: {text}")
+
+    try:
+        yield tell
+    finally:
+        live.stop()
 
 
 def terminate(*_: object) -> NoReturn:
