@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import io
 import os
+import re
 import signal
 import sys
 import traceback
@@ -299,12 +300,22 @@ def load(
     console().print(f"built          {built}", soft_wrap=True)
 
 
-@app.command(epilog="Example: gptkit convert gpt2 --to local  ·  gptkit convert gpt2-local --to hf back")
+@app.command(epilog="Example: gptkit convert gpt2 --to local  ·  gptkit convert gpt2-local back --to hf")
 @guarded
 def convert(
     model: ModelArgument,
     out: Annotated[Path | None, typer.Argument(metavar="OUT", help="The folder to make [MODEL-FORMAT].")] = None,
-    to: Annotated[str, typer.Option(help="local (gptkit's own), hf, or hf:FAMILY.")] = "local",
+    to: Annotated[
+        str, typer.Option(help="local (gptkit's own), hf, hf:FAMILY, gguf, llama2c, nanogpt or dcp.")
+    ] = "local",
+    dtype: Annotated[
+        str | None, typer.Option(help="Store every tensor as this: float32, bfloat16, …; q8_0 in a gguf.")
+    ] = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Start another file beyond it: 2GB, 500MB.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads, by default one a core.")] = None,
+    max_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Of tensors held at once: 500MB.")] = None,
     force: Force = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; read no weight.")] = False,
     offline: Offline = False,
@@ -312,7 +323,7 @@ def convert(
     allow_extra: AllowExtra = False,
     quiet: Quiet = False,
 ) -> None:
-    """Convert to gptkit's own format, or back to Hugging Face files."""
+    """Convert to gptkit's own format, back to Hugging Face files, or to another format."""
     from .converter.convert import Conversion
     from .converter.convert import convert as run
     from .report.summaries import conversion_lines
@@ -321,7 +332,7 @@ def convert(
 
     def planned(conversion: Conversion) -> None:
         nonlocal total
-        total = conversion.plan.nbytes
+        total = sum(shard.nbytes for shard in conversion.plan.shards)
 
     with progress_bar("converting", quiet) as advance:
         done = run(
@@ -333,6 +344,10 @@ def convert(
             offline=offline,
             allow_pickle=allow_pickle,
             allow_extra=allow_extra,
+            dtype=dtype,
+            max_shard_bytes=parse_size("--max-shard-size", max_shard_size),
+            workers=workers,
+            max_memory=parse_size("--max-memory", max_memory),
             progress=lambda nbytes: advance(nbytes, total),
             on_plan=planned,
         )
@@ -566,6 +581,20 @@ def demo(
 
     if not tour(console(markup=True), keep):
         raise typer.Exit(3)
+
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_size(option: str, text: str | None) -> int | None:
+    """Bytes of "2GB", "500 MB", "1.5GiB", "1000000"; raises UsageError."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
+    nbytes = int(float(found[1]) * UNITS.get(found[2].upper(), 0)) if found else 0
+    if nbytes <= 0:
+        raise UsageError(f"{option} {text!r} is not a size", "Give a number of bytes, as 2GB, 500MB or 1GiB.")
+    return nbytes
 
 
 def parse_ids(text: str) -> list[int]:

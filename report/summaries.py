@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..analysis.parameters import count, describe
 from ..architectures import architecture_of
+from ..converter.dtypes import Rounding
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from ..architectures.presets import Preset
     from ..converter.checkpoint import Checkpoint
     from ..converter.convert import Conversion
+    from ..converter.transfer import Transferred
     from ..parity.bisect import Divergence
     from ..parity.compare import Difference
     from ..parity.port import PortVerification
@@ -111,7 +113,7 @@ def preset_table(presets: Sequence[Preset]) -> RenderableType:
 
 def conversion_lines(conversion: Conversion) -> list[str]:
     """What was written, or would be."""
-    source, plan = conversion.source, conversion.plan
+    source, plan, done_with = conversion.source, conversion.plan, conversion.transferred
     done = "wrote" if conversion.published else "would write"
     lines = [
         f"{done} {conversion.target}: {source.origin.family or 'a tree'} as {conversion.to}, {plan.tensors} tensors in "
@@ -119,12 +121,17 @@ def conversion_lines(conversion: Conversion) -> list[str]:
     ]
     if source.revision is not None:
         lines.append(f"  from {source.reference} at commit {source.revision}")
-    if not conversion.published:
-        for shard in plan.shards:
-            lines.append(f"  {shard.name}  {human_bytes(shard.nbytes)}, {len(shard.outputs)} tensors")
-        for name in [*plan.texts, *(path.name for path in plan.companions)]:
-            lines.append(f"  {name}")
-        lines.append(f"  the largest tensor, and so the memory needed: {human_bytes(plan.largest)}")
+    if done_with is None:
+        sizes = [(shard.name, shard.size, f", {len(shard.outputs)} tensors") for shard in plan.shards]
+        sizes += [(name, len(text), "") for name, text in plan.texts.items()]
+        sizes += [(path.name, path.stat().st_size, "") for path in plan.companions]
+        lines += [f"  {name}  {human_bytes(nbytes)}{more}" for name, nbytes, more in sizes]
+        lines.append(f"  disk: {human_bytes(plan.nbytes)}, and a manifest")
+        lines.append(
+            f"  memory: {human_bytes(conversion.memory)} of tensors; the largest has {human_bytes(plan.largest)}"
+        )
+    else:
+        lines += transfer_lines(done_with)
     return lines + [f"note: {note}" for note in source.notes]
 
 
@@ -144,6 +151,29 @@ def source_lines(counts: Sequence[ModelCount]) -> list[str]:
             lines.append(f"{name}stored as {kinds}, {files}")
         lines += [f"note: {name}{note}" for note in each.notes]
     return lines
+
+
+def transfer_lines(done: Transferred) -> list[str]:
+    """What a person should know of how the tensors went over."""
+    lines = []
+    if done.resumed:
+        lines.append(f"resumed: {human_bytes(done.resumed)} were there from an earlier run, and are unchanged")
+    if done.rounded:
+        cost = sum(done.rounded.values(), Rounding())
+        zeroed = f", {cost.zeroed:,} of them to zero" if cost.zeroed else ""
+        lines.append(
+            f"rounded {cost.changed:,} values of {len(done.rounded)} tensors{zeroed}, by {cost.relative:.1e} of their"
+            " size at most"
+        )
+    for name, count_of in list(done.not_finite.items())[:SHOWN]:
+        lines.append(f"warning: {name} holds {count_of:,} values that are NaN or infinite, copied as they are")
+    if len(done.not_finite) > SHOWN:
+        lines.append(f"warning: … and {len(done.not_finite) - SHOWN} more tensors")
+    return lines
+
+
+SHOWN = 5
+"""Tensors named, of however many."""
 
 
 def number(value: float) -> str:

@@ -391,7 +391,7 @@ def test_an_existing_output_is_refused_before_the_model_is_looked_for(tmp_path: 
     for out, to, message in (
         (tmp_path / "out", "local", "exists"),
         (tmp_path / "no" / "out", "local", "does not exist"),
-        (tmp_path / "new", "gguf", "unknown format"),
+        (tmp_path / "new", "onnx", "unknown format"),
         (tmp_path / "new", "hf:", "unknown format"),
     ):
         with pytest.raises(UsageError, match=message):
