@@ -199,7 +199,8 @@ class Attention(Component, frozen=True):
     `scale` multiplies q·k; with `scaling` "divide" the scores are divided by its inverse instead. `window` w lets
     position t see t-w+1 … t. `kv_expansion` says when a key head becomes one a query head: "repeat" after the cache,
     "broadcast" inside the matrix product, "projection" before positions are applied. `fused` computes q, k and v in
-    one matrix product; `softmax` runs in fp32 at least, or in the dtype of its input.
+    one matrix product; `softmax` runs in fp32 at least, or in the dtype of its input. Where the scores are written out
+    (not in a fused kernel), `scores` "float32" makes them of q and k in fp32 at least, the scale inside their product.
     """
 
     hidden_size: Size
@@ -218,12 +219,15 @@ class Attention(Component, frozen=True):
     kv_expansion: Literal["repeat", "broadcast", "projection"] = "repeat"
     fused: bool = False
     softmax: Literal["float32", "input"] = "float32"
+    scores: Literal["input", "float32"] = "input"
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise ConfigError(f"{self.heads} query heads cannot be shared out over {self.kv_heads} key-value heads")
         if isinstance(self.position, Rotary) and self.position.dim > self.head_dim:
             raise ConfigError(f"rotary dimension {self.position.dim} exceeds the head dimension {self.head_dim}")
+        if isinstance(self.position, ALiBi) and self.scores == "float32":
+            raise ConfigError("scores with an ALiBi bias are computed in the dtype of their input, not in float32")
         for norm in (self.q_norm, self.k_norm):
             if norm is not None and norm.size != self.head_dim:
                 raise ConfigError(f"q/k norm of size {norm.size} does not fit heads of {self.head_dim}")

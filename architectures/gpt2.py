@@ -58,6 +58,7 @@ def read(config: ConfigReader) -> ModelSpec:
         raise config.fail("n_embd", hidden, f"a multiple of n_head ({heads})")
     scale = (hidden // heads) ** -0.5 if config.boolean("scale_attn_weights", True) else 1.0
     by_layer = config.boolean("scale_attn_by_inverse_layer_idx", False)
+    upcast = config.boolean("reorder_and_upcast_attn", False)
     norm = LayerNorm(size=hidden, eps=eps)
     feed_forward = FeedForward(
         hidden_size=hidden,
@@ -82,6 +83,7 @@ def read(config: ConfigReader) -> ModelSpec:
                 arithmetic="conv1d",
                 fused=True,
                 softmax="input",
+                scores="float32" if upcast else "input",
             ),
             feed_forward_norm=norm,
             feed_forward=feed_forward,
@@ -111,6 +113,7 @@ def write(spec: ModelSpec) -> dict[str, Any]:
         "activation_function": ACTIVATION_NAMES[first.feed_forward.activation],
         "layer_norm_epsilon": first.attention_norm.eps,
         "scale_attn_weights": first.attention.scale == plain,
+        "reorder_and_upcast_attn": first.attention.scores == "float32",
         "scale_attn_by_inverse_layer_idx": spec.blocks[-1].attention.scale != first.attention.scale,
         "tie_word_embeddings": spec.head.tied,
     }
@@ -161,7 +164,6 @@ GPT2 = Architecture(
         "attn_pdrop": "training only",
         "embd_pdrop": "training only",
         "n_ctx": "an old copy of n_positions",
-        "reorder_and_upcast_attn": "computes the same scores in fp32; transformers' sdpa path does not look at it",
         "resid_pdrop": "training only",
         "summary_activation": "heads other than the language model's",
         "summary_first_dropout": "heads other than the language model's",

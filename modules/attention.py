@@ -77,25 +77,35 @@ class AttentionModule(nn.Module):
         spec, group = self.spec, q.shape[1] // k.shape[1]
         if spec.kv_expansion == "repeat" and group > 1:
             k, v = repeat_heads(k, group), repeat_heads(v, group)
+        scores = self._scores(q, k, context)
         mask = context.additive_mask(spec.window)  # (B or 1, 1, T, S)
-        if isinstance(spec.position, ALiBi):
-            bias = context.alibi(spec.position, spec.heads, spec.window)  # (B, H, 1, S)
-            if spec.position.scaled:
-                scores = self._scaled(q @ k.transpose(-1, -2) + bias)
-            else:
-                batch, _, steps, _ = q.shape
-                scores = bias.flatten(0, 1).baddbmm(
-                    q.reshape(-1, steps, spec.head_dim),
-                    k.reshape(-1, k.shape[-2], spec.head_dim).transpose(-1, -2),
-                    alpha=spec.scale,
-                )
-                scores = scores.view(batch, spec.heads, steps, -1)
-        else:
-            scores = self._scaled(q @ k.transpose(-1, -2))
         if mask is not None:
             scores = scores + mask
         wide = scores.dtype if spec.softmax == "input" else torch.promote_types(q.dtype, torch.float32)
         return F.softmax(scores, dim=-1, dtype=wide).to(q.dtype) @ v
+
+    def _scores(self, q: Tensor, k: Tensor, context: Context) -> Tensor:
+        """q·kᵀ · scale, with the ALiBi bias inside the scale or outside it: (B, H, T, S)."""
+        spec = self.spec
+        if isinstance(spec.position, ALiBi):
+            bias = context.alibi(spec.position, spec.heads, spec.window)  # (B, H, 1, S)
+            return self._scaled(q @ k.transpose(-1, -2) + bias) if spec.position.scaled else self._product(q, k, bias)
+        if spec.scores == "float32":
+            wide = torch.promote_types(q.dtype, torch.float32)
+            return self._product(q.to(wide), k.to(wide))
+        return self._scaled(q @ k.transpose(-1, -2))
+
+    def _product(self, q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The scale and the bias inside one matrix product, and rounded with it."""
+        batch, heads, steps, head_dim = q.shape
+        keys = k.shape[-2]
+        start = q.new_empty(batch * heads, steps, keys) if bias is None else bias.flatten(0, 1)
+        return start.baddbmm(
+            q.reshape(-1, steps, head_dim),
+            k.reshape(-1, keys, head_dim).transpose(-1, -2),
+            beta=0 if bias is None else 1,  # 0 never reads what it starts from
+            alpha=self.spec.scale,
+        ).view(batch, heads, steps, keys)
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         spec, (batch, heads, steps, _) = self.spec, q.shape

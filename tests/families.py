@@ -75,6 +75,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "activation_function": "relu",
     },
     "gpt2-unscaled": {**GPT2, "scale_attn_weights": False, "layer_norm_epsilon": 1e-4},
+    "gpt2-upcast": {**GPT2, "reorder_and_upcast_attn": True, "scale_attn_by_inverse_layer_idx": True},
+    "gpt2-upcast-unscaled": {**GPT2, "reorder_and_upcast_attn": True, "scale_attn_weights": False, "n_layer": 2},
     "gpt2-untied": {**GPT2, "tie_word_embeddings": False, "activation_function": "gelu_pytorch_tanh"},
     "gpt2-other-names": {
         "model_type": "gpt2",
