@@ -9,25 +9,61 @@ from ..spec import ModelSpec
 
 __all__ = ["Cache", "LayerCache"]
 
+ROOM = 16
+"""Tokens to make memory for ahead of time: earlier ones are copied once in so many steps, not in each."""
+
+CACHE_LINE = 64
+"""Bytes. A head whose rows are no whole lines begins elsewhere in one when room lies between heads, and matrix
+products then sum in another order than over transformers' concatenation."""
+
+
+class Tokens:
+    """A tensor (B, KV, S, head_dim) that grows at S: new tokens are written behind the others while there is room.
+
+    It is made anew instead where gradients are wanted, in another mode than it was made in (inference tensors are not
+    to be written to outside it), and where rows are no whole cache lines.
+    """
+
+    def __init__(self) -> None:
+        self.memory: Tensor | None = None
+        self.first = self.end = 0  # what is kept is memory[:, :, first:end]
+
+    def append(self, new: Tensor) -> Tensor:
+        """What is kept with what is new behind it."""
+        count = new.shape[-2]
+        in_place = not torch.is_grad_enabled() and new.shape[-1] * new.element_size() % CACHE_LINE == 0
+        if self.memory is not None and in_place and self._has_room(self.memory, count):
+            self.memory.narrow(-2, self.end, count).copy_(new)
+        else:
+            kept = [] if self.memory is None else [self.memory.narrow(-2, self.first, self.end - self.first)]
+            room = [new.new_empty(*new.shape[:-2], ROOM, new.shape[-1])] if in_place else []
+            self.memory = torch.cat([*kept, new, *room], dim=-2)
+            self.first, self.end = 0, self.end - self.first
+        self.end += count
+        return self.memory.narrow(-2, self.first, self.end - self.first)
+
+    def _has_room(self, memory: Tensor, count: int) -> bool:
+        return self.end + count <= memory.shape[-2] and memory.is_inference() == torch.is_inference_mode_enabled()
+
+    def keep(self, count: int) -> None:
+        """Forget all but the last `count` tokens, if there are more."""
+        self.first = max(self.first, self.end - count)
+
 
 class LayerCache:
-    """Keys and values of one layer, (B, KV, S, head_dim) each, positions already applied."""
+    """Keys and values of one layer, positions already applied."""
 
     def __init__(self, window: int | None) -> None:
         self.window = window
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+        self.keys, self.values = Tokens(), Tokens()
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Everything the new tokens may look at: kept and new. Keeps window - 1 of them for the next call."""
-        if self.keys is not None and self.values is not None:
-            keys, values = torch.cat([self.keys, keys], dim=-2), torch.cat([self.values, values], dim=-2)
-        else:
-            # Contiguous like a concatenation, so that products sum in the same order from the first step on.
-            keys, values = keys.contiguous(), values.contiguous()
-        drop = 0 if self.window is None else max(keys.shape[-2] - (self.window - 1), 0)
-        self.keys, self.values = keys[:, :, drop:], values[:, :, drop:]
-        return keys, values
+        both = self.keys.append(keys), self.values.append(values)
+        if self.window is not None:
+            self.keys.keep(self.window - 1)
+            self.values.keep(self.window - 1)
+        return both
 
 
 class Cache:
