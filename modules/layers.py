@@ -31,12 +31,13 @@ class Linear(nn.Module):
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> Tensor:
-    """Return x (…, in) · weight [out, in] + bias, as `arithmetic` says."""
-    if arithmetic == "linear" or bias is None:
-        return F.linear(x, weight, bias)
-    if arithmetic == "conv1d":
-        return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], -1)
-    return x @ weight.T + bias
+    """Return x (…, in) · weight [out, in] + bias, as `arithmetic` says.
+
+    "conv1d" is the weight's memory order: over contiguous rows linear is GPT-2's addmm, on the matrix as it lies.
+    """
+    if arithmetic == "matmul_add" and bias is not None:
+        return x @ weight.T + bias
+    return F.linear(x.contiguous() if arithmetic == "conv1d" else x, weight, bias)
 
 
 class FusedLinears:
@@ -56,7 +57,6 @@ class FusedLinears:
         plain = [each for each in linears if type(each) is Linear and not each._forward_hooks]
         if len(plain) < len(linears) or any(each._forward_pre_hooks for each in plain):
             return tuple(each(x) for each in linears)
-        sizes = [linear.weight.shape[0] for linear in plain]
         if torch.is_grad_enabled() and any(p.requires_grad for linear in plain for p in linear.parameters()):
             weight, bias = self._concatenated(plain)
         else:
@@ -64,6 +64,7 @@ class FusedLinears:
                 self._fuse(plain)
             assert self.weight is not None
             weight, bias = self.weight, self.bias
+        sizes = [linear.weight.shape[0] for linear in plain]
         return torch.split(multiply(x, weight, bias, plain[0].arithmetic), sizes, dim=-1)
 
     @staticmethod
@@ -77,19 +78,8 @@ class FusedLinears:
         return weight, torch.cat(biases) if biases else None
 
     def _is_current(self, linears: Sequence[Linear]) -> bool:
-        if self.weight is None:
-            return False
-        start = 0
-        for linear in linears:
-            rows = linear.weight.shape[0]
-            parts = [(linear.weight, self.weight)]
-            if self.bias is not None and linear.bias is not None:
-                parts.append((linear.bias, self.bias))
-            for own, whole in parts:
-                if own.data_ptr() != whole[start : start + rows].data_ptr() or own.dtype != whole.dtype:
-                    return False
-            start += rows
-        return True
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        return are_rows([linear.weight for linear in linears], self.weight) and are_rows(biases, self.bias)
 
     def _fuse(self, linears: Sequence[Linear]) -> None:
         """Make the matrix and let the parameters be views of it, so that nothing is held twice."""
@@ -103,6 +93,18 @@ class FusedLinears:
                 if self.bias is not None and linear.bias is not None:
                     linear.bias.data = self.bias[start : start + rows]
                 start += rows
+
+
+def are_rows(parts: Sequence[Tensor], whole: Tensor | None) -> bool:
+    """Whether `parts` are views of the rows of `whole`, one after the other from its first; none of no tensor."""
+    if whole is None or not parts:
+        return whole is None and not parts
+    pointer, row = whole.data_ptr(), whole.stride(0) * whole.element_size()
+    for part in parts:
+        if part.data_ptr() != pointer or part.dtype != whole.dtype:
+            return False
+        pointer += part.shape[0] * row
+    return True
 
 
 class LayerNormModule(nn.Module):
@@ -145,7 +147,8 @@ def build_norm(spec: Norm) -> LayerNormModule | RMSNormModule:
 
 def gelu_new(x: Tensor) -> Tensor:
     """The tanh approximation as transformers' NewGELUActivation writes it; F.gelu rounds otherwise."""
-    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+    inner = torch.pow(x, 3.0).mul_(0.044715).add_(x).mul_(math.sqrt(2.0 / math.pi))  # in place: nothing is kept of it
+    return 0.5 * x * (1.0 + inner.tanh_())
 
 
 def gelu_bloom(x: Tensor) -> Tensor:

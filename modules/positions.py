@@ -26,7 +26,9 @@ __all__ = ["RotaryTables", "alibi_bias", "alibi_slopes", "apply_rotary", "invers
 
 
 class RotaryTables(NamedTuple):
-    """cos and sin, each (1 or B, 1, T, dim), in the model's dtype."""
+    """cos and sin, each (1 or B, 1, T, dim), in the model's dtype; sin is negative in its first half, where rotation
+    subtracts.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -38,9 +40,9 @@ def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> R
     length = int(position_ids.max()) + 1
     inv_freq = inverse_frequencies(rotary, length, wide, position_ids.device)
     angles = position_ids[..., None].to(wide) * inv_freq  # (B, T, dim/2)
-    angles = torch.cat((angles, angles), dim=-1)[:, None]
     factor = getattr(rotary.scaling, "attention_factor", 1.0)
-    return RotaryTables((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype))
+    cos, sin = ((table * factor).to(dtype)[:, None] for table in (angles.cos(), angles.sin()))
+    return RotaryTables(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
 
 
 def inverse_frequencies(rotary: Rotary, length: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
@@ -100,13 +102,12 @@ def _yarn(scaling: YarnScaling, dim: int, base: float, pair_periods: Tensor) -> 
 def apply_rotary(x: Tensor, tables: RotaryTables) -> Tensor:
     """Rotate the first dim elements of every head: x (B, H, T, head_dim)."""
     cos, sin = tables
-    dim = cos.shape[-1]
-    turned = x[..., :dim]
-    half = dim // 2
-    other = torch.cat((-turned[..., half:], turned[..., :half]), dim=-1)
+    dim, head_dim = cos.shape[-1], x.shape[-1]
+    turned = x if dim == head_dim else x[..., :dim]
+    other = turned.roll(dim // 2, dims=-1)  # each element's partner
     # In place on what was made here: the same roundings, without two more tensors of this size.
     turned = (turned * cos).add_(other.mul_(sin))
-    return turned if dim == x.shape[-1] else torch.cat((turned, x[..., dim:]), dim=-1)
+    return turned if dim == head_dim else torch.cat((turned, x[..., dim:]), dim=-1)
 
 
 def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
