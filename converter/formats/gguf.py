@@ -1,7 +1,180 @@
-"""Placeholder until gguf is written."""
+"""GGUF, llama.cpp's one file of everything: weights (quantised ones are dequantised), metadata, tokenizer.
 
-matches = None
-describe = None
-read = None
-plan = None
+The header is checked here (`gguf_header`), names and metadata are declared as data (`architectures.gguf`), blocks of
+quantised values are unpacked by the gguf package. Tensors of plain floats are read and copied as they lie.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import struct
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...architectures.gguf import GgufArchitecture, gguf_architecture, spec_of
+from ...architectures.gguf_facts import Facts
+from ...errors import CheckpointError, InvalidInput, UsageError
+from ...spec import ModelSpec
+from .gguf_header import Header, open_header
+
+if TYPE_CHECKING:
+    from ..tree import Origin
+    from ..write import Plan
+    from . import Opened, Request
+
+__all__ = ["describe", "matches", "plan", "read", "write"]
+
+PLAIN = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
+"""Types that safetensors has under the same name."""
+
+MAX_FLOATS = 2**17
+"""Of a tensor that stands for numbers of the tree."""
+
+COMPARED = 2**20
+"""Bytes of two tensors that are compared at a time."""
+
+ALIKE = {"eos": ("eos", "eot", "eom"), "bos": ("bos",), "pad": ("padding",)}
+"""transformers' special ids -> the tokenizer.ggml.*_token_id that may hold one; the first is the one of config.json."""
+
 write = None
+
+
+def matches(path: Path) -> bool:
+    """Whether it is a GGUF file: by its name, or by how it begins."""
+    try:
+        if not path.is_file():
+            return False
+        if path.suffix == ".gguf":
+            return True
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except (OSError, ValueError):
+        return False
+
+
+def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
+    """The tree and where it comes from, read from the header. Raises InvalidInput."""
+    found = _Model(path)
+    return found.spec, found.origin, []
+
+
+def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every format's
+    """Open the file, reading its header alone. Raises InvalidInput; UsageError: the gguf package is needed."""
+    from . import Opened
+    from .gguf_tokenizer import Texts, without_tokenizer
+    from .gguf_weights import READABLE, GgufWeights
+
+    found = _Model(path)
+    tensors = found.header.tensors
+    leaves = sorted(found.kind.bind(found.spec), key=lambda leaf: _start(found.header, leaf.checkpoint))
+    kept = {name: tensor for name, tensor in tensors.items() if name not in found.dropped}
+    quantised = Counter(tensor.type.name for tensor in kept.values() if tensor.type.name not in PLAIN)
+    unread = sorted(set(quantised) - READABLE)
+    if unread:
+        raise CheckpointError(f"{path}: tensors of type {', '.join(unread)} cannot be dequantised")
+    notes = list(found.notes)
+    if quantised:
+        if importlib.util.find_spec("gguf") is None:
+            raise UsageError(
+                f"{path} is quantised ({', '.join(quantised)}), and the gguf package is not installed",
+                'pip install "gptkit[gguf]"',
+            )
+        told = ", ".join(f"{count} in {name}" for name, count in quantised.most_common())
+        notes.append(f"{sum(quantised.values())} of {len(kept)} tensors are quantised ({told}): dequantised to F32")
+    notes += without_tokenizer(found.header)
+    texts = Texts(found.header, found.spec.vocab_size, found.spec.context_length, special_ids(found.header))
+    return Opened(found.spec, found.origin, leaves, GgufWeights(path, found.header, kept), (path,), texts, notes)
+
+
+def plan(request: Request) -> Plan:
+    """The files of a GGUF output; see `gguf_write`."""
+    from .gguf_write import plan as planned
+
+    return planned(request)
+
+
+class _Model:
+    """What a header says: the tree, a config.json, and the tensors that hold no weights."""
+
+    def __init__(self, path: Path) -> None:
+        self.header = header = open_header(path)
+        self.kind = _kind(path, header)
+        self.notes: list[str] = []
+        shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
+        layers = len(header.tensors)
+        self.dropped = {name for name in header.tensors if self.kind.is_dropped(name, layers)}
+        if _repeats(header, "output.weight", "token_embd.weight"):
+            self.notes.append("output.weight repeats token_embd.weight: the head is tied to it, kept once")
+            self.dropped.add("output.weight")
+            del shapes["output.weight"]
+        facts = Facts(self.kind.name, header.metadata, shapes, lambda name: _floats(header, name))
+        try:
+            self.spec, config = spec_of(facts)
+        except InvalidInput as error:
+            raise type(error)(f"{path}: {error.message}", error.hint) from error
+        ids = special_ids(header)
+        config |= {f"{name}_token_id": found[0] if len(found) == 1 else found for name, found in ids.items()}
+        self._config_text = json.dumps(config, indent=2) + "\n"
+
+    @property
+    def origin(self) -> Origin:
+        from ..tree import Origin
+
+        return Origin(family=self.kind.family, config_text=self._config_text)
+
+
+def _kind(path: Path, header: Header) -> GgufArchitecture:
+    """The architecture of a file that holds a whole model."""
+    kind = header.metadata.get("general.type", "model")
+    if kind != "model":
+        raise InvalidInput(f"{path} holds a GGUF of type {kind!r:.40}, not a model")
+    parts = header.metadata.get("split.count", 1)
+    if parts not in (0, 1):
+        raise InvalidInput(
+            f"{path} is one of {parts!r:.20} parts of a model",
+            "Join them with llama.cpp's llama-gguf-split --merge.",
+        )
+    try:
+        return gguf_architecture(header.metadata.get("general.architecture"))
+    except InvalidInput as error:
+        raise type(error)(f"{path}: {error.message}", error.hint) from error
+
+
+def special_ids(header: Header) -> dict[str, list[int]]:
+    """The ids of special tokens by transformers' names, each once; eos may be several."""
+    found: dict[str, list[int]] = {}
+    for name, keys in ALIKE.items():
+        values = [header.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys]
+        ids = [value for value in values if type(value) is int and 0 <= value < 2**31]
+        if ids:
+            found[name] = list(dict.fromkeys(ids))
+    return found
+
+
+def _start(header: Header, name: str) -> int:
+    return header.tensors[name].start if name in header.tensors else 0
+
+
+def _floats(header: Header, name: str) -> tuple[float, ...]:
+    """A small fp32 tensor's values. Raises CheckpointError."""
+    tensor = header.tensors[name]
+    count = (tensor.end - tensor.start) // 4
+    if tensor.type.name != "F32" or count > MAX_FLOATS:
+        raise CheckpointError(f"{header.where}: {name} is not a small tensor of F32")
+    values: tuple[Any, ...] = struct.unpack_from(f"<{count}f", header.buffer, tensor.start)
+    return values
+
+
+def _repeats(header: Header, name: str, other: str) -> bool:
+    """Whether two tensors hold the same values in the same way; where they do not, that shows in their first bytes."""
+    a, b = header.tensors.get(name), header.tensors.get(other)
+    if a is None or b is None or (a.type, a.shape) != (b.type, b.shape):
+        return False
+    buffer = header.buffer
+    return all(
+        buffer[a.start + at : min(a.start + at + COMPARED, a.end)]
+        == buffer[b.start + at : min(b.start + at + COMPARED, b.end)]
+        for at in range(0, a.end - a.start, COMPARED)
+    )

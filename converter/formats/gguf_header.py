@@ -1,0 +1,340 @@
+"""The header of a GGUF file, read strictly. No numpy, and not the gguf package, whose reader trusts what it reads.
+
+    4 bytes   "GGUF"; then the version (2 or 3), the number of tensors and of metadata keys
+    metadata  each a key, a type and a value; strings are a length and UTF-8, arrays a type, a length and values
+    tensors   each a name, its sizes (the innermost first), its type, and its offset into the data
+    the data  from the next multiple of `general.alignment`; every tensor begins at such a multiple, without holes
+
+A header is somebody else's data: every number in it is checked against the file's size before anything is allocated,
+and nothing but CheckpointError comes out of a bad one. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import stat
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError
+
+__all__ = ["TYPES", "Array", "GgufTensor", "Header", "Quant", "open_header", "parse_header"]
+
+MAGIC = b"GGUF"
+ALIGNMENT = 32
+MAX_ALIGNMENT = 2**20
+MAX_KEYS = 2**16
+MAX_TENSORS = 2**17
+MAX_STRINGS = 4_000_000  # of all arrays together: a vocabulary with its merges has a tenth of that
+MAX_NAME = 2**16 - 1
+SMALL = 2**16
+"""Arrays of so many numbers are read at once, longer ones when they are asked for."""
+
+Buffer = bytes | mmap.mmap
+
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_START = struct.Struct("<4sIQQ")
+_SCALARS = {
+    0: struct.Struct("<B"),
+    1: struct.Struct("<b"),
+    2: struct.Struct("<H"),
+    3: struct.Struct("<h"),
+    4: _U32,
+    5: struct.Struct("<i"),
+    6: struct.Struct("<f"),
+    7: struct.Struct("<B"),
+    10: _U64,
+    11: struct.Struct("<q"),
+    12: struct.Struct("<d"),
+}
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_FIXED = {code: scalar.size for code, scalar in _SCALARS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Quant:
+    """An element type: its name, and how many elements share a block of how many bytes."""
+
+    name: str
+    block: int
+    nbytes: int
+
+
+TYPES: dict[int, Quant] = {
+    code: Quant(name, block, nbytes)
+    for code, name, block, nbytes in (
+        (0, "F32", 1, 4),
+        (1, "F16", 1, 2),
+        (2, "Q4_0", 32, 18),
+        (3, "Q4_1", 32, 20),
+        (6, "Q5_0", 32, 22),
+        (7, "Q5_1", 32, 24),
+        (8, "Q8_0", 32, 34),
+        (9, "Q8_1", 32, 40),
+        (10, "Q2_K", 256, 84),
+        (11, "Q3_K", 256, 110),
+        (12, "Q4_K", 256, 144),
+        (13, "Q5_K", 256, 176),
+        (14, "Q6_K", 256, 210),
+        (15, "Q8_K", 256, 292),
+        (16, "IQ2_XXS", 256, 66),
+        (17, "IQ2_XS", 256, 74),
+        (18, "IQ3_XXS", 256, 98),
+        (19, "IQ1_S", 256, 50),
+        (20, "IQ4_NL", 32, 18),
+        (21, "IQ3_S", 256, 110),
+        (22, "IQ2_S", 256, 82),
+        (23, "IQ4_XS", 256, 136),
+        (24, "I8", 1, 1),
+        (25, "I16", 1, 2),
+        (26, "I32", 1, 4),
+        (27, "I64", 1, 8),
+        (28, "F64", 1, 8),
+        (29, "IQ1_M", 256, 56),
+        (30, "BF16", 1, 2),
+        (34, "TQ1_0", 256, 54),
+        (35, "TQ2_0", 256, 66),
+        (39, "MXFP4", 32, 17),
+    )
+}
+"""ggml's element types by their number (ggml.h)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Where a tensor lies: bytes `start` to `end` (exclusive) of the file. `shape` is numpy's, the innermost last."""
+
+    name: str
+    type: Quant
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """An array of metadata that is read when it is asked for: `count` values from byte `start`."""
+
+    kind: int
+    count: int
+    start: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """A checked header.
+
+    metadata: values by key; short arrays of numbers are lists, others an `Array` for `values`.
+    tensors: in the order of their bytes.
+    """
+
+    where: str
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+    buffer: Buffer
+
+    def values(self, key: str) -> list[Any] | None:
+        """The array at `key`, None where there is none. Raises CheckpointError: it is no array, or not UTF-8."""
+        value = self.metadata.get(key)
+        if value is None or isinstance(value, list):
+            return value
+        if not isinstance(value, Array):
+            raise CheckpointError(f"{self.where}: {key} is not an array")
+        if value.kind != _STRING:
+            return list(_numbers(self.where, self.buffer, value.kind, value.count, value.start))
+        found, at = [], value.start
+        unpack, buffer = _U64.unpack_from, self.buffer
+        try:
+            for _ in range(value.count):
+                length = unpack(buffer, at)[0]
+                found.append(buffer[at + 8 : at + 8 + length].decode())
+                at += 8 + length
+        except UnicodeDecodeError as error:
+            raise CheckpointError(
+                f"{self.where}: {key} holds a string that is not UTF-8 (entry {len(found)})"
+            ) from error
+        return found
+
+
+def open_header(path: Path) -> Header:
+    """Read and check the header of a GGUF file, which stays memory-mapped. Raises CheckpointError, whatever it is."""
+    try:
+        # stat first: opening a pipe would wait for its other end.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise CheckpointError(f"{path} is not a file")
+        with path.open("rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                raise CheckpointError(f"{path} is empty")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL in it
+        raise CheckpointError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    return parse_header(path, mapped)
+
+
+def parse_header(where: Path | str, buffer: Buffer) -> Header:
+    """Check the header at the beginning of a file's bytes against all of them. Raises CheckpointError."""
+    where = str(where)
+    size = len(buffer)
+    if size < _START.size or buffer[:4] != MAGIC:
+        raise CheckpointError(f"{where} is not a GGUF file: it does not begin with 'GGUF' and a header")
+    _, version, tensors, keys = _START.unpack_from(buffer, 0)
+    if version not in (2, 3):
+        what = "its numbers are big-endian" if version & 0xFFFF == 0 else f"version {version}"
+        raise CheckpointError(f"{where}: {what}; gptkit reads little-endian GGUF of versions 2 and 3")
+    # Each takes at least so many bytes, so that no count can make anything large.
+    if keys > min(MAX_KEYS, size // 13) or tensors > min(MAX_TENSORS, size // 32):
+        raise CheckpointError(f"{where} claims {keys} metadata keys and {tensors} tensors, in {size} bytes")
+    cursor = _Cursor(where, buffer, size, _START.size)
+    metadata = _metadata(cursor, keys)
+    alignment = metadata.get("general.alignment", ALIGNMENT)
+    if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+        raise CheckpointError(f"{where}: general.alignment is {alignment!r:.40}, expected a power of two")
+    infos = [_tensor(cursor, alignment) for _ in range(tensors)]
+    return Header(where, metadata, _place(where, infos, cursor.at, alignment, size), buffer)
+
+
+class _Cursor:
+    """A place in the header that only moves on within the file."""
+
+    def __init__(self, where: str, buffer: Buffer, size: int, at: int) -> None:
+        self.where, self.buffer, self.size, self.at = where, buffer, size, at
+        self.strings = MAX_STRINGS
+
+    def take(self, length: int, what: str) -> int:
+        """The place, which then is behind the next `length` bytes. Raises CheckpointError: the file ends before."""
+        at = self.at
+        if length > self.size - at:
+            raise CheckpointError(
+                f"{self.where} is truncated: {what} takes {length} bytes from byte {at}, {self.size} found",
+                "Fetch or copy this file again.",
+            )
+        self.at = at + length
+        return at
+
+    def u32(self, what: str) -> int:
+        value: int = _U32.unpack_from(self.buffer, self.take(4, what))[0]
+        return value
+
+    def u64(self, what: str) -> int:
+        value: int = _U64.unpack_from(self.buffer, self.take(8, what))[0]
+        return value
+
+    def string(self, what: str, most: int | None = None) -> str:
+        length = self.u64(what)
+        if most is not None and length > most:
+            raise CheckpointError(f"{self.where}: {what} at byte {self.at} has {length} bytes")
+        at = self.take(length, what)
+        try:
+            return self.buffer[at : at + length].decode()
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{self.where}: {what} at byte {at} is not UTF-8") from error
+
+    def skip_strings(self, count: int, what: str) -> None:
+        """Go over an array of strings, all of which lie within the file."""
+        self.strings -= count
+        if self.strings < 0 or count > (self.size - self.at) // 8:
+            raise CheckpointError(f"{self.where}: {what} claims {count} strings")
+        unpack, buffer, at, last = _U64.unpack_from, self.buffer, self.at, self.size - 8
+        for _ in range(count):
+            if at > last:
+                break
+            at += 8 + unpack(buffer, at)[0]
+            count -= 1
+        # A length that leads beyond the end stops the loop; `take` then says so.
+        self.take(at - self.at + 8 * count, what)
+
+
+def _metadata(cursor: _Cursor, keys: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for _ in range(keys):
+        key = cursor.string("a metadata key", MAX_NAME)
+        if key in found:
+            raise CheckpointError(f"{cursor.where}: the metadata key {key!r:.60} is there twice")
+        found[key] = _value(cursor, cursor.u32("a type"), f"the value of {key!r:.60}")
+    return found
+
+
+def _value(cursor: _Cursor, kind: int, what: str) -> Any:
+    if kind == _STRING:
+        return cursor.string(what)
+    if kind == _ARRAY:
+        return _array(cursor, what)
+    if kind not in _SCALARS:
+        raise CheckpointError(f"{cursor.where}: {what} has the unknown type {kind}")
+    at = cursor.take(_FIXED[kind], what)
+    return next(_numbers(cursor.where, cursor.buffer, kind, 1, at))
+
+
+def _array(cursor: _Cursor, what: str) -> list[Any] | Array:
+    kind, count = cursor.u32(what), cursor.u64(what)
+    if kind == _STRING:
+        start = cursor.at
+        cursor.skip_strings(count, what)
+        return Array(kind, count, start)
+    if kind not in _SCALARS:  # arrays of arrays are none that llama.cpp reads
+        raise CheckpointError(f"{cursor.where}: {what} is an array of the unknown type {kind}")
+    start = cursor.take(count * _FIXED[kind], what)
+    if count > SMALL:
+        return Array(kind, count, start)
+    return list(_numbers(cursor.where, cursor.buffer, kind, count, start))
+
+
+def _numbers(where: str, buffer: Buffer, kind: int, count: int, start: int) -> Iterator[Any]:
+    scalar = _SCALARS[kind]
+    values = struct.unpack_from(f"<{count}{scalar.format[-1]}", buffer, start)
+    if kind != _BOOL:
+        yield from values
+        return
+    for value in values:
+        if value > 1:
+            raise CheckpointError(f"{where}: a boolean at byte {start} is {value}")
+        yield value == 1
+
+
+def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
+    """One tensor's entry, its place still counted from the beginning of the data."""
+    name = cursor.string("a tensor's name", MAX_NAME)
+    where = f"{cursor.where}: tensor {name!r:.60}"
+    dims = cursor.u32("a tensor's sizes")
+    if not 1 <= dims <= 4:
+        raise CheckpointError(f"{where} has {dims} dimensions, expected 1 to 4")
+    sizes = struct.unpack_from(f"<{dims}Q", cursor.buffer, cursor.take(8 * dims, "a tensor's sizes"))
+    code = cursor.u32("a tensor's type")
+    offset = cursor.u64("a tensor's offset")
+    if code not in TYPES:
+        raise CheckpointError(f"{where} has the unknown type {code}")
+    kind = TYPES[code]
+    if min(sizes) < 1 or sizes[0] % kind.block:
+        raise CheckpointError(f"{where}: sizes {list(sizes)} are not those of {kind.name} ({kind.block} to a block)")
+    nbytes = math.prod(sizes) // kind.block * kind.nbytes
+    if offset % alignment:
+        raise CheckpointError(f"{where} begins at {offset}, which is not a multiple of {alignment}")
+    return GgufTensor(name, kind, tuple(reversed(sizes)), offset, offset + nbytes)
+
+
+def _place(where: str, infos: list[GgufTensor], end: int, alignment: int, size: int) -> dict[str, GgufTensor]:
+    """The tensors by name, at their places in the file, which they fill from the end of the header without holes."""
+    found: dict[str, GgufTensor] = {}
+    data = at = -(-end // alignment) * alignment
+    for info in sorted(infos, key=lambda info: (info.start, info.end)):
+        start, end = data + info.start, data + info.end
+        if info.name in found:
+            raise CheckpointError(f"{where}: tensor {info.name!r:.60} is there twice")
+        if start != at:
+            what = "overlaps the tensor before it" if start < at else "leaves a hole before it"
+            raise CheckpointError(f"{where}: tensor {info.name!r:.60} {what} (byte {start}, {at} expected)")
+        if end > size:
+            raise CheckpointError(
+                f"{where} is truncated: tensor {info.name!r:.60} ends at byte {end}, {size} found",
+                "Fetch or copy this file again.",
+            )
+        found[info.name] = GgufTensor(info.name, info.type, info.shape, start, end)
+        at = -(-end // alignment) * alignment
+    if size > max(at, end):
+        raise CheckpointError(f"{where} has trailing bytes: {at} bytes expected, {size} found")
+    return found
