@@ -1,51 +1,35 @@
-"""Where two models part, and why: the first component whose output differs, and what would put it right.
+"""Where two models part: the first component whose output differs.
 
 Both models run on the same input in fp64, and the outputs of their components are laid side by side in the order of
 computation. Which transformers module computes which component is not declared anywhere: a leaf says under which name
 a component's weight is stored, and transformers stores it under the name of the module that uses it. A fused q-k-v
 module's output is taken apart by its weight's own layout. What counts as a difference is judged, component by
-component, against the reference's own rounding there (its fp32 against its fp64).
+component, by the verdict's own rule: more than rounding to fp32 makes there in either of the two.
 
-The cause is found by trying: every mutation of `parity.mutations`, in all layers or in the one where the models part,
-and the reference's own fields where the trees differ. What restores parity is named.
+One model runs at a time, in memory or a layer at a time (`sides`). What the reference's components gave waits in a file
+without a name, and what the others give is compared as it comes.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..architectures import Architecture, BoundLeaf
-from ..modules import Decoder
-from ..spec import ModelSpec, differences
-from .compare import largest_gap
-from .mutations import MUTATIONS, Mutant, Weights
-from .probe import Batch
-from .reference import reference_logits
-from .score import run_tree
+from ..modules.attention import Kernel
+from ..spec import ModelSpec
+from .probe import RUNNING, Batch
+from .sides import Sides
 
-__all__ = [
-    "Cause",
-    "Divergence",
-    "Part",
-    "Tap",
-    "bisect",
-    "find_causes",
-    "relative_gap",
-    "taps",
-    "valid_rows",
-    "watching",
-]
-
-FACTOR = 16.0
-"""Times the reference's own rounding at a component that a difference there must be to count."""
+__all__ = ["Cause", "Divergence", "Part", "Tap", "bisect", "relative_gap", "taps", "valid_rows", "watching"]
 
 FLOOR = 1e-9
 """Relative difference below which nothing counts: fp64 sums in another order."""
@@ -76,7 +60,13 @@ class Tap:
 
 @dataclass(frozen=True)
 class Part:
-    """What was found at one tap: the largest difference over the largest value, and the reference's own rounding."""
+    """What was found at one tap.
+
+    relative: the largest difference in fp64, over the largest value; noise: what rounding to fp32 makes there, in the
+    reference and in the candidate together. Right models have at most 0.79 of it (every variant of the tests and every
+    sample, both paths of attention), since transformers keeps norms, softmax and rotary tables of an "fp64" model in
+    fp32; the mistakes of `mutations` have many times it.
+    """
 
     name: str
     label: str
@@ -87,7 +77,7 @@ class Part:
     @property
     def parts(self) -> bool:
         """Whether the two models differ here by more than rounding."""
-        return not self.relative <= max(FACTOR * self.noise, FLOOR)
+        return not self.relative <= max(self.noise, FLOOR)
 
 
 @dataclass(frozen=True)
@@ -178,85 +168,126 @@ def _rows(leaf: BoundLeaf, part: int) -> Tensor:
 
 
 @contextmanager
-def watching(model: nn.Module, watched: Sequence[Tap], ours: bool) -> Iterator[dict[int, Tensor]]:
-    """While open, every forward pass leaves what each tap saw."""
+def watching(
+    model: nn.Module, watched: Sequence[Tap], ours: bool, see: Callable[[int, Tensor], None]
+) -> Iterator[None]:
+    """While open, `see` is given what each tap sees, by its index, before anything can change it in place."""
     modules = dict(model.named_modules())
-    seen: dict[int, Tensor] = {}
     hooks = []
 
-    def keep(index: int, tap: Tap) -> Callable[..., None]:
+    def tell(index: int, tap: Tap) -> Callable[..., None]:
         def hook(_: nn.Module, inputs: Any, output: Any) -> None:
             value = inputs[0] if (tap.ours if ours else tap.theirs)[1] == "input" else output
             value = value[0] if isinstance(value, tuple) else value
-            if tap.rows is not None and not ours:
-                value = value[..., tap.rows]
-            seen[index] = value.detach().clone()  # Falcon adds to a module's output in place
+            see(index, value.detach() if tap.rows is None or ours else value.detach()[..., tap.rows])
 
         return hook
 
     for index, tap in enumerate(watched):
         module = modules.get((tap.ours if ours else tap.theirs)[0])
         if module is not None:
-            hooks.append(module.register_forward_hook(keep(index, tap)))
+            hooks.append(module.register_forward_hook(tell(index, tap)))
     try:
-        yield seen
+        yield
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def bisect(
-    architecture: Architecture,
-    spec: ModelSpec,
-    batches: Sequence[Batch],
-    reference: Any,
-    reference32: Any,
-    candidate: Decoder,
-) -> list[Part]:
-    """Every tap's difference, in the order of computation.
+class Kept:
+    """Tensors in fp64 by key, in a file that is gone when it is closed: one row of every component of a large model is
+    100 MB.
+    """
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(prefix="gptkit-")  # noqa: SIM115 (closed by whoever holds this)
+        self._at: dict[tuple[int, int], tuple[int, torch.Size]] = {}
+
+    def __setitem__(self, key: tuple[int, int], value: Tensor) -> None:
+        self._at[key] = self._file.seek(0, 2), value.shape
+        self._file.write(value.contiguous().numpy().tobytes())
+
+    def get(self, key: tuple[int, int]) -> Tensor | None:
+        if key not in self._at:
+            return None
+        start, shape = self._at[key]
+        self._file.seek(start)
+        data = bytearray(self._file.read(8 * shape.numel()))
+        return torch.frombuffer(data, dtype=torch.float64).reshape(shape) if data else torch.empty(shape)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def bisect(both: Sides, batches: Sequence[Batch], path: Kernel) -> list[Part]:
+    """Every tap's difference, in the order of computation: four passes, the last three held against what was kept of
+    one before.
 
     Args:
-        architecture: the reference's family, which names transformers' modules.
-        spec: the reference's tree.
-        batches: the inputs.
-        reference: transformers' model in fp64.
-        reference32: the same in fp32, for the noise.
-        candidate: gptkit's in fp64.
+        both: the two sides.
+        batches: the inputs; what is compared is what `Batch.valid` leaves of them.
+        path: the attention that both compute with.
 
     """
+    architecture, spec = both.source.architecture, both.source.spec
+    assert architecture is not None
     watched = taps(architecture, spec)
-    worst = [0.0] * len(watched)
-    noise = [0.0] * len(watched)
-    looked = [False] * len(watched)
-    head = [0.0, 0.0]
-    with torch.inference_mode():
-        for batch in batches:
-            rows: list[dict[int, Tensor]] = []
-            logits = []
-            for model, ours in ((reference, False), (reference32, False), (candidate, True)):
-                with watching(model, watched, ours) as seen:
-                    if ours:
-                        out = model(batch.input_ids, batch.attention_mask)
-                    else:
-                        out = reference_logits(model, batch.input_ids, batch.attention_mask)
-                rows.append(seen)
-                logits.append(batch.valid(out).double())
-            if not bool(torch.isfinite(logits[0]).all()):
-                continue  # transformers' eager bloom in fp64 where a padded row may look at nothing
-            for index in range(len(watched)):
-                if any(index not in each for each in rows):
-                    continue
-                exact, rounded, other = (valid_rows(each[index], batch) for each in rows)
-                if exact.shape != other.shape:
-                    continue
-                looked[index] = True
-                worst[index] = max(worst[index], relative_gap(exact, other))
-                noise[index] = max(noise[index], relative_gap(exact, rounded))
-            head = [max(head[0], relative_gap(logits[0], logits[2])), max(head[1], relative_gap(logits[0], logits[1]))]
-    places = [Part(tap.name, tap.label, tap.layer, worst[i], noise[i]) for i, tap in enumerate(watched) if looked[i]]
+    head = len(watched)
+    """The key of the logits, which a tied head's module is not asked for by name."""
+
+    def keep(kept: Kept, index: int, value: Tensor, batch: Batch | None = None) -> None:
+        batch = batch or RUNNING.get(None)
+        if batch is not None:
+            kept[id(batch), index] = valid_rows(value, batch) if index < head else value.double()
+
+    def hold(kept: Kept, gaps: dict[int, float], index: int, value: Tensor, batch: Batch | None = None) -> None:
+        batch = batch or RUNNING.get(None)
+        right = None if batch is None else kept.get((id(batch), index))
+        if batch is None or right is None:
+            return
+        rows = valid_rows(value, batch) if index < head else value.double()
+        if rows.shape == right.shape:
+            gaps[index] = max(gaps.get(index, 0.0), relative_gap(right, rows))
+
+    def run(
+        dtype: torch.dtype, ours: bool, see: Callable[..., None], inputs: Sequence[Batch] = batches
+    ) -> list[Tensor]:
+        watch = partial(watching, watched=watched, ours=ours, see=see)
+        logits = (both.candidate if ours else both.reference)(inputs, dtype, path, watch)
+        for batch, each in zip(inputs, logits, strict=True):
+            see(head, each, batch)
+        return logits
+
+    worst: dict[int, float] = {}
+    noise: list[dict[int, float]] = [{}, {}]
+    theirs, ours = Kept(), Kept()
+    try:
+        exact = run(torch.float64, False, partial(keep, theirs))
+        # transformers' eager bloom has NaN in fp64 where a padded row may look at nothing
+        good = [batch for batch, each in zip(batches, exact, strict=True) if bool(torch.isfinite(each).all())]
+
+        run(torch.float32, False, partial(hold, theirs, noise[0]), good)
+
+        def both_ways(index: int, value: Tensor, batch: Batch | None = None) -> None:
+            hold(theirs, worst, index, value, batch)
+            keep(ours, index, value, batch)
+
+        run(torch.float64, True, both_ways, good)
+        run(torch.float32, True, partial(hold, ours, noise[1]), good)
+    finally:
+        theirs.close()
+        ours.close()
+    looked = [index for index in range(head) if all(index in each for each in (worst, *noise))]
+    places = [_part(watched[i].name, watched[i].label, watched[i].layer, i, worst, noise) for i in looked]
     if not any(place.label == "head" for place in places):
-        places.append(Part("head", "head", None, *head))
+        places.append(_part("head", "head", None, head, worst, noise))
     return places
+
+
+def _part(
+    name: str, label: str, layer: int | None, index: int, worst: dict[int, float], noise: Sequence[dict[int, float]]
+) -> Part:
+    return Part(name, label, layer, worst[index], sum(each[index] for each in noise))
 
 
 def valid_rows(value: Tensor, batch: Batch) -> Tensor:
@@ -276,79 +307,3 @@ def relative_gap(a: Tensor, b: Tensor) -> float:
         return float("inf")
     scale = a.abs().max().item()
     return difference / scale if scale else difference
-
-
-def find_causes(
-    reference: Sequence[Tensor],
-    allowed: float,
-    batches: Sequence[Batch],
-    spec: ModelSpec,
-    candidate: Decoder,
-    layer: int | None,
-    right: Weights | None = None,
-) -> list[Cause]:
-    """Repairs that bring the candidate's logits closer, those that restore parity first.
-
-    Args:
-        reference: transformers' logits in fp64, (N, V) a batch.
-        allowed: the difference that rounding explains.
-        batches: their inputs.
-        spec: the reference's tree.
-        candidate: gptkit's model in fp64.
-        layer: where the models first part; repairs are tried there alone too.
-        right: the reference's weights by shared name, where they are known.
-
-    """
-    weights = {name: parameter.detach() for name, parameter in candidate.named_parameters()}
-    own = candidate.spec
-    start = _gap(own, weights, batches, reference)
-    found: list[Cause] = []
-    for repair, mutant in _repairs(spec, own, weights, layer, right):
-        left = _gap(*mutant, batches, reference)
-        if left <= allowed or left < start / 10:
-            found.append(Cause(repair, left <= allowed, left))
-    return sorted(found, key=lambda cause: (not cause.restores, cause.left))[:5]
-
-
-def _repairs(
-    spec: ModelSpec, own: ModelSpec, weights: Weights, layer: int | None, right: Weights | None
-) -> Iterator[tuple[str, Mutant]]:
-    same_tensors = [(p.name, p.shape) for p in spec.parameters()] == [(p.name, p.shape) for p in own.parameters()]
-    if spec != own and same_tensors:
-        fields = sorted({path.split(".")[-1] for path, _, _ in differences(spec, own)})
-        yield f"the reference's {', '.join(fields)}", (spec, dict(weights))
-    if spec.head.tied and not own.head.tied and not own.head.bias:
-        untied = {name: tensor for name, tensor in weights.items() if name != "head.weight"}
-        yield "tying the head to the embedding", (msgspec.structs.replace(own, head=spec.head), untied)
-    if right is not None and same_tensors:
-        wrong = [name for name, tensor in right.items() if not torch.equal(tensor, weights[name])]
-        if wrong:
-            kinds = dict.fromkeys(name.split(".", 2)[-1] if name.startswith("blocks.") else name for name in wrong)
-            words = ", ".join(list(kinds)[:4]) + (", …" if len(kinds) > 4 else "")
-            yield f"the reference's values of {words}", (own, {**weights, **{name: right[name] for name in wrong}})
-    for mutation in MUTATIONS:
-        mutant = mutation.apply(own, weights)
-        if mutant is None or _untouched(own, weights, mutant):
-            continue
-        yield mutation.repair, mutant
-        if layer is not None:
-            alone = _in_layer(own, weights, mutant, layer)
-            if not _untouched(own, weights, alone):
-                yield f"{mutation.repair} in layer {layer}", alone
-
-
-def _untouched(spec: ModelSpec, weights: Weights, mutant: Mutant) -> bool:
-    return mutant[0] == spec and all(tensor is weights.get(name) for name, tensor in mutant[1].items())
-
-
-def _in_layer(spec: ModelSpec, weights: Weights, mutant: Mutant, layer: int) -> Mutant:
-    """The mutant's layer in an otherwise unchanged model."""
-    blocks = list(spec.blocks)
-    blocks[layer] = mutant[0].blocks[layer]
-    new = dict(weights)
-    new.update({name: t for name, t in mutant[1].items() if name.startswith(f"blocks.{layer}.")})
-    return msgspec.structs.replace(spec, blocks=tuple(blocks)), new
-
-
-def _gap(spec: ModelSpec, weights: Weights, batches: Sequence[Batch], reference: Sequence[Tensor]) -> float:
-    return largest_gap(reference, run_tree(spec, weights, batches))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import GptkitError
 
-__all__ = ["Difference", "compare", "kl_divergence", "largest_gap", "mean_gap"]
+__all__ = ["Difference", "compare", "kl_divergence", "largest_gap", "mean_gap", "row_gaps"]
 
 ROWS = 128
 """Positions that are widened to fp64 at once: a vocabulary is large."""
@@ -77,6 +77,11 @@ def largest_gap(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
 def mean_gap(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     """The mean absolute difference over several sets of logits."""
     return torch.stack([gap.sum() for gap in _gaps(a, b)]).sum().item() / sum(each.numel() for each in a)
+
+
+def row_gaps(a: Tensor, b: Tensor) -> Tensor:
+    """The largest absolute difference of each row, (N,)."""
+    return torch.cat([gap.amax(dim=-1) for gap in _gaps([a], [b])])
 
 
 def _gaps(a: Sequence[Tensor], b: Sequence[Tensor]) -> Iterator[Tensor]:

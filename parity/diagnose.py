@@ -5,6 +5,7 @@ part, and why.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,15 +13,20 @@ from torch import Tensor
 from ..converter.checkpoint import Checkpoint
 from ..modules.attention import Kernel
 from ..modules.load import load_checkpoint
-from .bisect import Divergence, bisect, find_causes
+from .bisect import Divergence, bisect
 from .probe import Batch, limits
-from .reference import load_reference
-from .sides import Sides, reference_run
+from .repair import find_causes
+from .sides import Sides
 
-__all__ = ["diagnose", "unprobed", "wide_weights", "worth_trying"]
+__all__ = ["diagnose", "unprobed", "where_they_differ", "wide_weights", "worth_trying"]
 
 SMALL = 50_000_000
 """Parameters up to which mistakes are made on purpose, and causes looked for, unasked: each takes a pass in fp64."""
+
+TOKENS = 256
+"""Tokens that a model above that is laid side by side on; more only where one batch has more."""
+ROOM = 2**30
+"""Bytes that one side's outputs of all components may take in the temporary folder."""
 
 
 def worth_trying(source: Checkpoint, asked: bool | None, stream: bool, notes: list[str]) -> bool:
@@ -53,7 +59,14 @@ def unprobed(source: Checkpoint, batches: Sequence[Batch]) -> list[str]:
 
 
 def diagnose(
-    both: Sides, batches: Sequence[Batch], path: Kernel, allowed: float | None, notes: list[str], *, asked: bool = False
+    both: Sides,
+    batches: Sequence[Batch],
+    path: Kernel,
+    allowed: float | None,
+    notes: list[str],
+    *,
+    gaps: Sequence[Tensor] | None = None,
+    asked: bool = False,
 ) -> Divergence | None:
     """Where the two sides part, and what would put it right; None, with a note, where they cannot be laid side by side.
 
@@ -63,32 +76,59 @@ def diagnose(
         path: the attention they computed with.
         allowed: the difference of logits that rounding explains; None looks for no cause, since the models are one.
         notes: gets the reason why not.
+        gaps: how much the logits of each position differ, (N,) a batch; a large model is looked at where they do most.
         asked: whatever the size.
 
     """
-    source, target, architecture = both.source, both.target, both.source.architecture
-    assert architecture is not None
-    if both.folder is None or (not asked and max(_count(source), _count(target)) > SMALL):
-        notes.append("not bisected: that needs both models in memory, and is done up to 50 million parameters")
+    source, target = both.source, both.target
+    large = max(_count(source), _count(target)) > SMALL
+    if large and both.folder is not None and not asked:
+        notes.append("not bisected: that takes seven passes, and is done unasked up to 50 million parameters")
         return None
     if len(source.spec.blocks) != len(target.spec.blocks):
         notes.append("not bisected: the models have different numbers of layers")
         return None
-    exact, rounded = (load_reference(both.folder, dtype, path) for dtype in (torch.float64, torch.float32))
-    candidate = load_checkpoint(target, torch.float64, path)
-    places = bisect(architecture, source.spec, batches, exact, rounded, candidate)
-    if allowed is None:
+    if large:
+        batches = where_they_differ(batches, gaps, _row_bytes(source))
+    places = bisect(both, batches, path)
+    if allowed is None or source.spec.hidden_size != target.spec.hidden_size:
         return Divergence(tuple(places), ())
-    first = next((place for place in places if place.parts), None)
-    pairs = zip(batches, reference_run(exact, batches), strict=True)
-    finite = [(batch, logits) for batch, logits in pairs if bool(torch.isfinite(logits).all())]
-    causes = find_causes(
-        [logits for _, logits in finite],
-        allowed,
-        [batch for batch, _ in finite],
-        source.spec,
-        candidate,
-        None if first is None else first.layer,
-        wide_weights(source),
-    )
-    return Divergence(tuple(places), tuple(causes))
+    return Divergence(tuple(places), tuple(find_causes(both, batches, path, allowed, places, few=large)))
+
+
+def _row_bytes(checkpoint: Checkpoint) -> int:
+    """About what one position's outputs of all components take in fp64."""
+    tables = ("embedding.weight", "positions.weight")
+    widths = [sum(each.shape[:1]) for each in checkpoint.spec.parameters() if each.name not in tables]
+    return 16 * sum(widths)  # twice: a projection's input is looked at as its output is
+
+
+def where_they_differ(batches: Sequence[Batch], gaps: Sequence[Tensor] | None, row: int) -> list[Batch]:
+    """The batches where two models differ most, of `TOKENS` tokens together, and of theirs the positions where they do:
+    as many as `ROOM` has place for.
+
+    Args:
+        batches: the probe.
+        gaps: how much the logits of each position differ, (N,) a batch; None where they do not.
+        row: bytes of one position.
+
+    """
+    if gaps is None:
+        gaps = [torch.zeros(len(batch.valid(batch.input_ids[..., None]))) for batch in batches]
+    order = sorted(range(len(batches)), key=lambda index: -gaps[index].max().item())
+    taken, tokens = [order[0]], batches[order[0]].input_ids.numel()
+    for index in order[1:]:
+        size = batches[index].input_ids.numel()
+        if tokens + size <= TOKENS:
+            taken.append(index)
+            tokens += size
+    taken.sort()
+    all_gaps = torch.cat([gaps[index] for index in taken])
+    most = torch.zeros(len(all_gaps), dtype=torch.bool)
+    most[all_gaps.topk(min(max(ROOM // row, 1), len(all_gaps))).indices] = True
+    kept = torch.split(most, [len(gaps[index]) for index in taken])
+    return [
+        replace(batches[index], rows=rows.nonzero().flatten())
+        for index, rows in zip(taken, kept, strict=True)
+        if bool(rows.any())
+    ]

@@ -138,7 +138,7 @@ def verify_port(model: str | Path, against: str, *, offline: bool = False) -> Po
         if not functions <= allowed:
             bare = [batch for batch in batches if batch.attention_mask is None]
             batch = max(bare, key=lambda each: each.input_ids.numel())
-            matches = tuple(_matches(taps(architecture, source.spec), batch, wide, narrow, ours64))
+            matches = tuple(_matches(taps(architecture, source.spec), batch, (wide, narrow), (ours64, port)))
     return PortVerification(str(model), against, found, functions, allowed, matches)
 
 
@@ -153,40 +153,54 @@ def _logits(model: nn.Module, batch: Batch, takes_mask: bool) -> Tensor:
     return batch.valid(out)
 
 
-def _matches(watched: Sequence[Tap], batch: Batch, wide: Any, narrow: Any, port: nn.Module) -> list[Match]:
-    """For each component of the reference the module of the port with the nearest output."""
-    seen = []
-    for model in (wide, narrow):
-        with torch.inference_mode(), watching(model, watched, ours=False) as found:
+def _matches(
+    watched: Sequence[Tap], batch: Batch, reference: tuple[Any, Any], port: tuple[nn.Module, nn.Module]
+) -> list[Match]:
+    """For each component of the reference the module of the port with the nearest output; both in fp64 and in fp32."""
+    seen: list[dict[int, Tensor]] = []
+    for model in reference:
+        found: dict[int, Tensor] = {}
+
+        def see(index: int, value: Tensor, found: dict[int, Tensor] = found) -> None:
+            found[index] = value.clone()  # Falcon adds to a module's output in place
+
+        with torch.inference_mode(), watching(model, watched, False, see):
             reference_logits(model, batch.input_ids, batch.attention_mask)
         seen.append(found)
-    with torch.inference_mode(), _watching_all(port) as outputs:
-        port(batch.input_ids)
-    candidates = {name: _flat(value, batch) for name, value in outputs.items()}
+    outputs: list[dict[str, Tensor]] = []
+    for model in port:
+        with torch.inference_mode(), _watching_all(model) as values:
+            model(batch.input_ids)
+        outputs.append({name: _flat(value, batch) for name, value in values.items()})
     matches = []
     for index, tap in enumerate(watched):
         if index not in seen[0]:
             continue
         exact, rounded = (valid_rows(each[index], batch) for each in seen)
-        noise = relative_gap(exact, rounded)
         near = [
-            (relative_gap(exact, part), name)
-            for name, value in candidates.items()
-            if (part := _columns(value, exact)) is not None
+            (relative_gap(exact, value[:, columns]), name, columns)
+            for name, value in outputs[0].items()
+            if (columns := _columns(value, exact)) is not None
         ]
-        best, name = min(near, default=(float("inf"), None), key=lambda pair: pair[0])
+        noise = relative_gap(exact, rounded)
+        if not near:
+            matches.append(Match(Part(tap.name, tap.label, tap.layer, float("inf"), noise), None))
+            continue
+        best, name, columns = min(near, key=lambda each: each[0])
+        if name in outputs[1]:
+            noise += relative_gap(outputs[0][name][:, columns], outputs[1][name][:, columns])
         matches.append(Match(Part(tap.name, tap.label, tap.layer, best, noise), name))
     return _without_fused(matches)
 
 
-def _columns(value: Tensor, wanted: Tensor) -> Tensor | None:
+def _columns(value: Tensor, wanted: Tensor) -> slice | None:
     """The run of columns of `value` (N, F') that is nearest to `wanted` (N, F): a port may fuse q, k and v."""
     if value.shape[0] != wanted.shape[0] or value.shape[1] < wanted.shape[1]:
         return None
     width = wanted.shape[1]
     starts = (value[0].unfold(0, width, 1) - wanted[0]).abs().amax(dim=1)  # (F' - F + 1,)
     start = int(starts.argmin())
-    return value[:, start : start + width]
+    return slice(start, start + width)
 
 
 def _without_fused(matches: list[Match]) -> list[Match]:

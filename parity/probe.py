@@ -5,7 +5,9 @@ tokens, 5.3 logits at 256).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from ..errors import UsageError
 from ..spec import DynamicScaling, Llama3Scaling, LongRopeScaling, ModelSpec, Rotary, YarnScaling
 
-__all__ = ["Batch", "Limit", "limits", "longest", "passed", "probe", "text_batch"]
+__all__ = ["RUNNING", "Batch", "Limit", "limits", "longest", "passed", "probe", "running", "text_batch"]
 
 AFFORDABLE = 1024
 """Tokens: a window or context beyond it is only probed when asked for, since attention grows with the square."""
@@ -27,11 +29,14 @@ KEPT = 256
 
 @dataclass(frozen=True)
 class Batch:
-    """One probe: token ids (B, T), and the mask (B, T) where there is padding."""
+    """One probe: token ids (B, T), the mask (B, T) where there is padding, and, where not all of the real tokens are
+    looked at, which rows of them.
+    """
 
     name: str
     input_ids: Tensor
     attention_mask: Tensor | None = None
+    rows: Tensor | None = None
 
     def valid(self, logits: Tensor) -> Tensor:
         """The logits of real tokens, (N, V): what a model says at padding means nothing. Of a long row every so many,
@@ -40,7 +45,22 @@ class Batch:
         steps = logits.shape[1]
         keep = torch.linspace(0, steps - 1, min(steps, KEPT), dtype=torch.float64).round().long()
         kept = logits[:, keep].flatten(0, 1)
-        return kept if self.attention_mask is None else kept[self.attention_mask[:, keep].reshape(-1).bool()]
+        real = kept if self.attention_mask is None else kept[self.attention_mask[:, keep].reshape(-1).bool()]
+        return real if self.rows is None else real[self.rows]
+
+
+RUNNING: ContextVar[Batch] = ContextVar("RUNNING")
+"""The batch whose forward pass this is, in the thread that runs it, for hooks that are told of a module alone."""
+
+
+@contextmanager
+def running(batch: Batch) -> Iterator[None]:
+    """While open, this thread's passes are those of `batch`."""
+    token = RUNNING.set(batch)
+    try:
+        yield
+    finally:
+        RUNNING.reset(token)
 
 
 @dataclass(frozen=True)

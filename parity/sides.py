@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..converter.checkpoint import Checkpoint
 from ..modules.attention import Kernel
+from ..modules.decoder import Decoder
 from ..modules.load import load_checkpoint
-from .probe import Batch
-from .reference import load_reference, reference_folder, reference_logits
-from .stream import stream_candidate, stream_reference
+from .probe import Batch, running
+from .reference import forget_lengths, load_reference, quiet, reference_folder
+from .stream import Tree, stream_candidate, stream_reference
 
-__all__ = ["Sides", "reference_run", "sides"]
+__all__ = ["Sides", "Watch", "reference_run", "sides"]
+
+
+Watch = Callable[[nn.Module], AbstractContextManager[object]]
+"""What is open while a model runs: hooks on its modules."""
+
+
+def unwatched(_: nn.Module) -> AbstractContextManager[object]:
+    """No hooks."""
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -29,19 +39,49 @@ class Sides:
     target: Checkpoint
     folder: Path | None
 
-    def reference(self, batches: Sequence[Batch], dtype: torch.dtype, path: str) -> list[Tensor]:
+    def reference(
+        self, batches: Sequence[Batch], dtype: torch.dtype, path: str, watch: Watch = unwatched
+    ) -> list[Tensor]:
         """transformers' logits of real tokens, (N, V) a batch."""
         if self.folder is None:
-            return stream_reference(self.source, dtype, path).run(batches)
-        return reference_run(load_reference(self.folder, dtype, path), batches)
+            stream = stream_reference(self.source, dtype, path)
+            with watch(stream.model):
+                return stream.run(batches)
+        model = load_reference(self.folder, dtype, path)
+        with watch(model):
+            return reference_run(model, batches)
 
-    def candidate(self, batches: Sequence[Batch], dtype: torch.dtype, path: Kernel) -> list[Tensor]:
-        """gptkit's logits of real tokens, (N, V) a batch."""
+    def candidate(
+        self,
+        batches: Sequence[Batch],
+        dtype: torch.dtype,
+        path: Kernel,
+        watch: Watch = unwatched,
+        tree: Tree | None = None,
+    ) -> list[Tensor]:
+        """gptkit's logits of real tokens, (N, V) a batch: the target's, or those of a tree that is read from it."""
         if self.folder is None:
-            return stream_candidate(self.target, dtype, path).run(batches)
-        model = load_checkpoint(self.target, dtype, path)
-        with torch.inference_mode():
-            return [batch.valid(model(batch.input_ids, batch.attention_mask)) for batch in batches]
+            stream = stream_candidate(self.target, dtype, path, tree)
+            with watch(stream.model):
+                return stream.run(batches)
+        model = load_checkpoint(self.target, dtype, path) if tree is None else _filled(tree, dtype, path)
+        found = []
+        with watch(model), torch.inference_mode():
+            for batch in batches:
+                with running(batch):
+                    found.append(batch.valid(model(batch.input_ids, batch.attention_mask)))
+        return found
+
+
+def _filled(tree: Tree, dtype: torch.dtype, path: Kernel) -> Decoder:
+    """The tree as a module in eval mode."""
+    with torch.device("meta"):
+        model = Decoder(tree.spec, path).to(dtype)
+    model = model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tree.read(name))
+    return model.eval()
 
 
 @contextmanager
@@ -61,5 +101,10 @@ def sides(source: Checkpoint, target: Checkpoint, stream: bool) -> Iterator[Side
 
 def reference_run(model: Any, batches: Sequence[Batch]) -> list[Tensor]:
     """The logits of real tokens, (N, V) a batch, of transformers' model."""
-    with torch.inference_mode():
-        return [batch.valid(reference_logits(model, batch.input_ids, batch.attention_mask)) for batch in batches]
+    found = []
+    with torch.inference_mode(), quiet():
+        for batch in batches:
+            forget_lengths(model)
+            with running(batch):
+                found.append(batch.valid(model(batch.input_ids, attention_mask=batch.attention_mask).logits))
+    return found

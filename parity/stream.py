@@ -12,7 +12,8 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +23,11 @@ from ..errors import CannotExpress
 from ..modules.attention import Kernel
 from ..modules.decoder import Decoder
 from ..modules.load import view_as_torch
-from .probe import Batch
+from ..spec import ModelSpec
+from .probe import Batch, running
 from .reference import quiet
 
-__all__ = ["Stream", "stream_candidate", "stream_reference"]
+__all__ = ["Stream", "Tree", "stream_candidate", "stream_reference"]
 
 KEPT_BYTES = 256 * 2**20
 """Parameters up to this size leave their memory to the next of their shape."""
@@ -73,7 +75,8 @@ class Stream:
             try:
                 with turn, torch.inference_mode():
                     batch = batches[index]
-                    results[index] = batch.valid(self.call(self.model, batch))
+                    with running(batch):
+                        results[index] = batch.valid(self.call(self.model, batch))
             except threading.BrokenBarrierError:
                 return  # another pass failed, and says why
             except BaseException as error:
@@ -184,22 +187,34 @@ def units_of(model: nn.Module) -> list[tuple[nn.Module, dict[str, str]]]:
     return found
 
 
-def stream_candidate(checkpoint: Checkpoint, dtype: torch.dtype, attention: Kernel) -> Stream:
-    """gptkit's decoder, fed from the checkpoint's files."""
+def stream_candidate(checkpoint: Checkpoint, dtype: torch.dtype, attention: Kernel, tree: Tree | None = None) -> Stream:
+    """gptkit's decoder, fed from the checkpoint's files, or computing another tree that is read from them."""
+    spec = checkpoint.spec if tree is None else tree.spec
     with torch.device("meta"):
-        model = Decoder(checkpoint.spec, attention).to(dtype).eval()
-    if checkpoint.spec.head.tied:
+        model = Decoder(spec, attention).to(dtype).eval()
+    if spec.head.tied:
         # The head computes with the embedding's table; it gets the same values when its turn comes.
         model.head.weight = nn.Parameter(torch.empty_like(model.embedding.weight), requires_grad=False)
+    values = partial(_stored, checkpoint) if tree is None else tree.read
 
     def read(name: str) -> Tensor:
-        tied = name == "head.weight" and checkpoint.spec.head.tied
-        return _read(checkpoint, "embedding.weight" if tied else name)
+        return values("embedding.weight" if name == "head.weight" and spec.head.tied else name)
 
     return Stream(model, read, dtype, lambda m, batch: m(batch.input_ids, batch.attention_mask), checkpoint.release)
 
 
-def _read(checkpoint: Checkpoint, name: str) -> Tensor:
+class Tree(Protocol):
+    """A tree whose parameters are read one at a time, by shared name."""
+
+    spec: ModelSpec
+
+    def read(self, name: str) -> Tensor:
+        """A parameter's values, to be read only."""
+        ...
+
+
+def _stored(checkpoint: Checkpoint, name: str) -> Tensor:
+    """A parameter's values as they lie in the checkpoint's file, to be read only."""
     array, dtype = checkpoint.tensor(name)
     return view_as_torch(array, dtype)
 

@@ -37,7 +37,7 @@ from ..modules.attention import Kernel
 from ..modules.load import torch_dtype
 from ..spec import ModelSpec, differences
 from .bisect import Divergence
-from .compare import Difference, compare, largest_gap, mean_gap
+from .compare import Difference, compare, largest_gap, mean_gap, row_gaps
 from .diagnose import diagnose, unprobed, wide_weights, worth_trying
 from .probe import AFFORDABLE, Batch, limits, longest, passed, probe, text_batch
 from .score import Score, score
@@ -85,6 +85,11 @@ class Noise:
     def allowed(self) -> float:
         """What the two functions may differ by in fp64."""
         return max(self.reference, self.paths or 0.0) + self.candidate
+
+    @property
+    def repaired(self) -> float:
+        """The same for a candidate that was put right: it rounds as the reference does, however quiet it was before."""
+        return 2 * max(self.reference, self.paths or 0.0)
 
     @property
     def imprecise(self) -> tuple[str, ...]:
@@ -206,16 +211,16 @@ def verify(
         found = tuple(compare(b.name, r, c) for b, r, c in zip(batches, reference, candidate, strict=True))
         if not found:
             raise GptkitError("nothing was compared: the probe is empty")
-        noise = None
+        noise, gaps = None, None
         if not all(difference.identical for difference in found):
             say("measuring the noise of rounding")
-            noise = _noise(both, batches, path, wanted, reference, candidate)
+            noise, gaps = _noise(both, batches, path, wanted, reference, candidate)
         divergence = None
         different = noise is not None and not noise.explains
         if bisected or (different and bisected is None):
             say("looking for the place and the cause" if different else "laying the components side by side")
-            allowed = noise.allowed if noise is not None and different else None
-            divergence = diagnose(both, batches, path, allowed, notes, asked=bool(bisected))
+            allowed = max(noise.allowed, noise.repaired) if noise is not None and different else None
+            divergence = diagnose(both, batches, path, allowed, notes, gaps=gaps, asked=bool(bisected))
     marks = None
     if worth_trying(source, mutations, stream, notes):
         say("making mistakes on purpose")
@@ -390,8 +395,10 @@ def _noise(
     dtype: torch.dtype,
     reference: list[Tensor],
     candidate: list[Tensor],
-) -> Noise:
-    """See `Noise`; `reference` and `candidate` were computed in `dtype`. One model in memory at a time."""
+) -> tuple[Noise, list[Tensor]]:
+    """See `Noise`, and how much the two functions differ at each position, (N,) a batch. One model in memory at a time;
+    `reference` and `candidate` were computed in `dtype`.
+    """
     computed = {dtype: (reference, candidate)}
     if dtype != torch.float32:
         reference = both.reference(batches, torch.float32, path)
@@ -405,7 +412,7 @@ def _noise(
     exact_candidate = both.candidate(batches, torch.float64, path)
     architecture = both.source.architecture
     others = [p for p in (architecture.reference(both.source.spec) if architecture else ()) if p != path]
-    return Noise(
+    noise = Noise(
         reference=largest_gap(reference, exact),
         candidate=largest_gap(candidate, exact_candidate),
         paths=largest_gap(reference, both.reference(batches, torch.float32, others[0])) if others else None,
@@ -415,3 +422,4 @@ def _noise(
             for each, (ours, theirs) in computed.items()
         },
     )
+    return noise, [row_gaps(a, b) for a, b in zip(exact, exact_candidate, strict=True)]
