@@ -87,9 +87,10 @@ def jobs_of(plan: Plan, source: Checkpoint) -> list[Job]:
 def _job(source: Checkpoint, leaves: Sequence[BoundLeaf], outputs: Sequence[tuple[Shard, Output]]) -> Job:
     copied = len(leaves) == len(outputs) == 1 and _same_bytes(source, leaves[0], outputs[0][1])
     if copied:
-        memory = 2 * CHUNK
+        memory = 2 * min(CHUNK, outputs[0][1].nbytes)
     else:
-        memory = sum(source.nbytes_of(leaf) for leaf in leaves) + 4 * ROWS
+        memory = sum(source.nbytes_of(leaf) for leaf in leaves)
+        memory += 4 * min(ROWS, max(output.nbytes for _, output in outputs))
         if any(not o.leaf.layout.is_identity for _, o in outputs) or any(
             not leaf.layout.is_identity for leaf in leaves
         ):
