@@ -134,8 +134,9 @@ class Checkpoint:
 
     def release(self) -> None:
         """Give pages of the files that were read back to the system, where memory is short."""
-        if isinstance(self._weights, SafetensorsWeights):
-            self._weights.release()
+        release = getattr(self._weights, "release", None)
+        if release is not None:
+            release()
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray, str]]:
         """Every shared tensor in the files' order: (shared name, array in its carrier dtype, dtype)."""

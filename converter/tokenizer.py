@@ -15,12 +15,12 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..architectures.config import read_config_file
+from ..architectures.config import parse_config_text, read_config_file
 from ..errors import InvalidInput, UsageError
 
 if TYPE_CHECKING:
@@ -171,13 +171,19 @@ def _after(given: str, text: str) -> str:
     return text[sum(1 for _ in same) :]
 
 
-def load_tokenizer(folder: Path) -> Tokenizer | None:
+def load_tokenizer(folder: Path, texts: Mapping[str, bytes] | None = None) -> Tokenizer | None:
     """The tokenizer of a checkpoint's folder, or None where it has none.
+
+    `texts` are files by name that the weight file holds inside (a GGUF does): where there is a tokenizer among them,
+    the folder is not looked at.
 
     Raises:
         InvalidInput: files of a tokenizer that cannot be read; the message names the file.
 
     """
+    if texts and "tokenizer.json" in texts:
+        backend = _from_json(folder / "tokenizer.json", texts["tokenizer.json"])
+        return Tokenizer(backend, eos_ids(folder, backend, texts))
     if (folder / "tokenizer.json").is_file():
         backend = _from_json(folder / "tokenizer.json")
     elif any((folder / name).is_file() for name in _SENTENCEPIECE) or all(
@@ -189,20 +195,23 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     return Tokenizer(backend, eos_ids(folder, backend))
 
 
-def eos_ids(folder: Path, backend: tokenizers.Tokenizer | None = None) -> tuple[int, ...]:
+def eos_ids(
+    folder: Path, backend: tokenizers.Tokenizer | None = None, texts: Mapping[str, bytes] | None = None
+) -> tuple[int, ...]:
     """The ids that end a text: from generation_config.json, else config.json, else the tokenizer's `eos_token`.
 
-    `backend` looks up the `eos_token`, which tokenizer_config.json gives as text; without one, ids alone count.
+    `backend` looks up the `eos_token`, which tokenizer_config.json gives as text; without one, ids alone count. The
+    files are those of `texts` where there are any, else the folder's.
 
     Raises:
         InvalidInput: one of these files is not JSON, or its `eos_token_id` is not an id or a list of ids.
 
     """
     for name in ("generation_config.json", "config.json"):
-        value = _read_json(folder / name).get("eos_token_id")
+        value = _read_json(folder / name, texts).get("eos_token_id")
         if value is not None:
             return _ids(value, folder / name)
-    token = _read_json(folder / "tokenizer_config.json").get("eos_token")
+    token = _read_json(folder / "tokenizer_config.json", texts).get("eos_token")
     if isinstance(token, dict):  # an AddedToken, written out
         token = token.get("content")
     found = backend.token_to_id(token) if backend is not None and isinstance(token, str) else None
@@ -230,11 +239,12 @@ def travels(name: str) -> bool:
     )
 
 
-def _from_json(path: Path) -> tokenizers.Tokenizer:
+def _from_json(path: Path, text: bytes | None = None) -> tokenizers.Tokenizer:
+    """The tokenizer in a file, or in its `text`."""
     import tokenizers
 
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_file(str(path)) if text is None else tokenizers.Tokenizer.from_buffer(text)
     except BaseException as error:
         # The library raises plain Exception for what it refuses; where its Rust code panics (a broken charsmap), that
         # is a BaseException of no importable class. An interrupt by the user is neither.
@@ -277,8 +287,10 @@ def _broken(path: Path, error: BaseException) -> InvalidInput:
     return InvalidInput(f"{path} is not a tokenizer that can be read: {reason:.200}", "Fetch the file again.")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The file's object, empty where there is no such file."""
+def _read_json(path: Path, texts: Mapping[str, bytes] | None = None) -> dict[str, Any]:
+    """The file's object, empty where there is no such file; looked for among `texts` where there are any."""
+    if texts:
+        return parse_config_text(texts[path.name], path.name) if path.name in texts else {}
     return read_config_file(path)[0] if path.is_file() else {}
 
 

@@ -66,7 +66,7 @@ def generate(
         if isinstance(model, Checkpoint)
         else open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
     )
-    tokenizer = load_tokenizer(checkpoint.folder)
+    tokenizer = load_tokenizer(checkpoint.folder, checkpoint.texts)
     ids = prompt_ids(checkpoint, tokenizer, prompt)
     decoder = load_checkpoint(checkpoint, dtype, attention)
     stop = stop_ids(checkpoint, tokenizer) if stop_at_eos else ()
@@ -91,7 +91,7 @@ def prompt_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None, prompt: str 
 
 def stop_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> Sequence[int]:
     """The ids after which a text ends: by the checkpoint's files, else by the config.json that it once had."""
-    found = tokenizer.eos_ids if tokenizer is not None else eos_ids(checkpoint.folder)
+    found = tokenizer.eos_ids if tokenizer is not None else eos_ids(checkpoint.folder, None, checkpoint.texts)
     if found or checkpoint.format == "hf":
         return found
     value = (checkpoint.origin.config or {}).get("eos_token_id")
