@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -211,30 +212,32 @@ def convert(
     """
     target = Path(out) if out is not None else default_output(str(model), to)
     _check_format(to)
-    if not dry_run:
-        Staging(target, force).check()  # what cannot be written is refused here, before gigabytes are fetched
-    source = open_checkpoint(
-        model,
-        offline=offline,
-        allow_pickle=allow_pickle,
-        allow_extra=allow_extra,
-        headers_only=dry_run,
-        integers=dtype is not None,
-    )
-    planned = plan_conversion(source, to, dtype, max_shard_bytes)
-    conversion = Conversion(source, target, to, planned, memory_of(jobs_of(planned, source), max_memory))
-    if dry_run:
-        return conversion
-    with Staging(target, force, _key(planned, source)) as staging:
-        if on_plan is not None:
-            on_plan(conversion)
-        done = transfer(planned, source, staging, workers=workers, max_memory=max_memory, progress=progress)
-        manifest = {
-            "gptkit": __version__,
-            "format": to,
-            "source": {"reference": source.origin.reference, "revision": source.revision},
-        }
-        staging.commit(manifest, files=done.files)
+    staging = Staging(target, force)
+    # What cannot be written is refused before gigabytes are fetched, and from here on nobody else writes there.
+    with nullcontext() if dry_run else staging.reserved():
+        source = open_checkpoint(
+            model,
+            offline=offline,
+            allow_pickle=allow_pickle,
+            allow_extra=allow_extra,
+            headers_only=dry_run,
+            integers=dtype is not None,
+        )
+        planned = plan_conversion(source, to, dtype, max_shard_bytes)
+        conversion = Conversion(source, target, to, planned, memory_of(jobs_of(planned, source), max_memory))
+        if dry_run:
+            return conversion
+        staging.key = _key(planned, source)
+        with staging:
+            if on_plan is not None:
+                on_plan(conversion)
+            done = transfer(planned, source, staging, workers=workers, max_memory=max_memory, progress=progress)
+            manifest = {
+                "gptkit": __version__,
+                "format": to,
+                "source": {"reference": source.origin.reference, "revision": source.revision},
+            }
+            staging.commit(manifest, files=done.files)
     return replace(conversion, transferred=done)
 
 

@@ -20,7 +20,8 @@ _log = logging.getLogger(__name__)
 class Lock:
     """At most one writer a target: flock on a sibling `.<name>.lock`, which goes when its holder does.
 
-    After a kill -9 the file stays, without a holder, for the next run to take.
+    Its holder may take it again, and gives it back as often. After a kill -9 the file stays, without a holder, for the
+    next run to take.
     """
 
     def __init__(self, target: Path) -> None:
@@ -28,6 +29,7 @@ class Lock:
         self.path = target.parent / f".{target.name}.lock"
         self.held = False
         self._fd: int | None = None
+        self._depth = 0
 
     def acquire(self) -> None:
         """Take the lock, or go on without (`held` stays False) where the file system has none.
@@ -51,9 +53,14 @@ class Lock:
             finally:
                 if self._fd is None:
                     os.close(fd)
-        if self.held:
-            os.ftruncate(self._fd, 0)
-            write_all(self._fd, f"{os.getpid()}\n".encode(), 0)
+        self._depth += 1
+        if self.held and self._depth == 1:
+            try:
+                os.ftruncate(self._fd, 0)
+                write_all(self._fd, f"{os.getpid()}\n".encode(), 0)
+            except BaseException:
+                self.release()
+                raise
 
     def _in_the_way(self) -> UsageError:
         return UsageError(f"{self.path} is in the way: gptkit keeps its lock under this name", "Remove it.")
@@ -78,6 +85,9 @@ class Lock:
 
     def release(self) -> None:
         if self._fd is None:
+            return
+        self._depth -= 1
+        if self._depth:
             return
         try:
             self.path.unlink(missing_ok=True)  # while it is held: nobody else's

@@ -11,6 +11,7 @@ and that still have their sha256; any other is swept.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -19,7 +20,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -93,28 +94,26 @@ class Staging:
             raise RuntimeError("this Staging is not open: use it in a `with` block, before commit()")
         return self._path
 
-    def check(self) -> None:
-        """Refuse what entering would refuse, before the work that leads up to it; leaves everything as it is.
+    @contextlib.contextmanager
+    def reserved(self) -> Iterator[None]:
+        """Hold the target for this process while the work is being prepared (a download), and `key` may still change.
 
-        Raises UsageError and GptkitError, as entering does.
+        Refuses what entering the Staging itself would refuse, which is then done inside. Changes nothing on the disk.
         """
-        self._check_parent()
+        self._claim()
         try:
-            try:
-                self._lock.acquire()
-                self._restore()
-                self._check_target()
-            finally:
-                self._lock.release()
-        except OSError as error:
-            raise failed("write beside", self.target, error) from error
+            yield
+        finally:
+            self._lock.release()
+
+    def check(self) -> None:
+        """Refuse what entering would refuse, for now. Raises UsageError and GptkitError, as entering does."""
+        with self.reserved():
+            pass
 
     def __enter__(self) -> Staging:
-        self._check_parent()
+        self._claim()
         try:
-            self._lock.acquire()
-            self._restore()
-            self._check_target()  # before the sweep: a run that forgot --force must not cost what it could resume
             self._open()
         except OSError as error:
             self._leave(error)
@@ -239,8 +238,24 @@ class Staging:
                 "Remove it yourself, or choose another name.",
             )
 
+    def _claim(self) -> None:
+        """Take the lock, and see that the target may be made. Raises UsageError, GptkitError."""
+        self._check_parent()
+        try:
+            self._lock.acquire()
+            try:
+                self._restore()
+                # Before any sweep: a run that forgot --force must not cost what it could go on from.
+                self._check_target()
+            except BaseException:
+                self._lock.release()
+                raise
+        except OSError as error:
+            raise failed("write beside", self.target, error) from error
+
     def _open(self) -> None:
         """Make the folder, or take over the one of this key; sweep the others. Raises OSError."""
+        self.finished, self._known, self._journal = {}, {}, None
         for left in self._siblings("partial"):
             # A new name first: an owner that the lock did not show (on another machine, where the network file system
             # keeps locks to itself) can then not publish a folder that is being emptied.

@@ -355,6 +355,27 @@ def test_a_second_writer_is_refused_at_once(tmp_path: Path) -> None:
     assert state(target) == "two"
 
 
+def test_a_target_is_reserved_while_the_work_is_prepared(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    interrupted(target, ["a"])
+    staging = Staging(target)
+    with staging.reserved():
+        with pytest.raises(GptkitError, match="being written"):
+            Staging(target).check()
+        staging.key = "k"
+        with staging:
+            assert list(staging.finished) == ["a"]
+            staging.commit({})
+        with pytest.raises(GptkitError, match="being written"), Staging(target):
+            pass
+    assert strays(tmp_path) == []
+    with pytest.raises(UsageError, match="exists"), staging.reserved():
+        pass
+    with pytest.raises(ValueError), Staging(tmp_path / "other").reserved():
+        raise ValueError
+    assert strays(tmp_path) == []
+
+
 def test_many_at_once_write_one_after_another(tmp_path: Path) -> None:
     """Locks are taken, given back and their files removed by eight threads at once: no two ever hold one together."""
     inside, most, wins, failures = 0, 0, 0, []
