@@ -49,6 +49,7 @@ __all__ = [
     "differences",
     "from_json",
     "to_json",
+    "without_rounding",
 ]
 
 SCHEMA_VERSION = 1
@@ -453,6 +454,35 @@ def differences(a: Any, b: Any, path: str = "") -> list[tuple[str, Any, Any]]:
             return [(path, f"{len(a)} entries", f"{len(b)} entries")]
         return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, f"{path}.{i}")]
     return [] if a == b else [(path, a, b)]
+
+
+ROUNDING: dict[type[Component], tuple[str, ...]] = {
+    RMSNorm: ("cast",),
+    ALiBi: ("rounding",),
+    Attention: ("arithmetic", "scaling", "kv_expansion", "fused", "softmax", "scores"),
+    FeedForward: ("arithmetic",),
+    GatedFeedForward: ("arithmetic",),
+}
+"""The fields that say how a component rounds, and nothing of what function it is."""
+
+
+def without_rounding(node: Any) -> Any:
+    """A tree that stands for all that compute one function in exact arithmetic: what decides the last bits, and how
+    an activation is evaluated, is set alike.
+    """
+    if isinstance(node, tuple):
+        return tuple(without_rounding(each) for each in node)
+    if not isinstance(node, Component):
+        return node
+    plain = type(node).__struct_fields__
+    fields = {name: without_rounding(getattr(node, name)) for name in plain}
+    defaults = dict(zip(reversed(plain), reversed(type(node).__struct_defaults__), strict=False))
+    fields.update({name: defaults[name] for name in ROUNDING.get(type(node), ())})
+    if fields.get("activation") in ("gelu_new", "gelu_bloom"):
+        fields["activation"] = "gelu_tanh"
+    if isinstance(node, Attention):  # 1/√d, as one family divides and another takes a power
+        fields["scale"] = float(f"{node.scale:.14g}")
+    return type(node)(**fields)
 
 
 def to_json(spec: ModelSpec) -> Any:

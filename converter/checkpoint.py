@@ -120,6 +120,11 @@ class Checkpoint:
         """The stored dtype of a leaf's tensor."""
         return self._weights.info[self._found[leaf.checkpoint]][0]
 
+    @property
+    def fetched(self) -> bool:
+        """Whether the weights can be read; with headers alone they cannot."""
+        return not isinstance(self._weights, HeaderWeights)
+
     def nbytes_of(self, leaf: BoundLeaf) -> int:
         """The bytes of a leaf's tensor in its carrier dtype."""
         return math.prod(leaf.shape) * DTYPES[self.dtype_of(leaf)].itemsize
@@ -309,8 +314,7 @@ def _match(
             extra.append(name)
     # Only now: the embedding may come after the head, and under an old name.
     heads = _embedding_from_head(checkpoint, heads)
-    unread = isinstance(checkpoint._weights, HeaderWeights)
-    untied = [name for name in heads if not unread and not _is_tied(checkpoint, name)]
+    untied = [name for name in heads if checkpoint.fetched and not _is_tied(checkpoint, name)]
     problems = _problems(checkpoint, declared, FLOATS + INTEGERS if integers else FLOATS)
     hint = "Check that config.json belongs to these weights."
     if untied:
@@ -329,7 +333,7 @@ def _match(
         raise CheckpointError(f"{checkpoint.path}: " + "; ".join(problems), hint)
     how = (
         "is tied to the embedding: not compared, since no weight was fetched"
-        if unread
+        if not checkpoint.fetched
         else ("repeats the embedding it is tied to: kept once")
     )
     checkpoint.notes += [f"{name} {how}" for name in heads]

@@ -14,15 +14,16 @@ from .. import __version__
 from ..architectures import Architecture, named
 from ..errors import UsageError
 from ..spec import ModelSpec, to_json
+from .adapt import adapt
 from .checkpoint import Checkpoint, identity_leaves, open_checkpoint, stated_dtype
 from .dtypes import HF_NAMES, parse_dtype, widest
 from .formats import NAMES, Request, format_named, writable
-from .publish import Staging
+from .publish import FileRecord, Staging
 from .resolve import CONFIG
 from .tokenizer import token_files
 from .transfer import Transferred, jobs_of, memory_of, transfer
 from .tree import LOCAL_CONFIG, LOCAL_SCHEMA, Origin
-from .write import DEFAULT_SHARD_BYTES, Plan, as_it_was, json_bytes, plan
+from .write import DEFAULT_SHARD_BYTES, Plan, as_it_was, json_bytes, plan, prepare
 
 __all__ = ["Conversion", "convert", "default_output", "plan_conversion", "plan_output"]
 
@@ -140,12 +141,11 @@ def plan_conversion(source: Checkpoint, to: str, dtype: str | None = None, max_s
 
     Raises as `plan_output`.
     """
-    name, _, _ = to.partition(":")
-    companions = source.folder if source.format in ("hf", "local") else None
-    if name not in ("local", "hf"):
-        fmt = format_named(name)
+    if to.partition(":")[0] not in ("local", "hf"):
+        fmt = format_named(to)
         assert fmt.plan is not None
-        return fmt.plan(_request(source, dtype, companions, max_shard_bytes))
+        return fmt.plan(_request(source, dtype, max_shard_bytes))
+    companions = _companions(source)
     dtypes, compute = source.shared_dtypes(), source.dtype
     if dtype is not None:
         compute = parse_dtype(dtype)
@@ -153,7 +153,13 @@ def plan_conversion(source: Checkpoint, to: str, dtype: str | None = None, max_s
     return plan_output(source.spec, source.origin, to, dtypes, compute, companions, max_shard_bytes, source.texts)
 
 
-def _request(source: Checkpoint, dtype: str | None, folder: Path | None, max_shard_bytes: int | None) -> Request:
+def _companions(source: Checkpoint) -> Path | None:
+    """The folder whose tokenizer files are this checkpoint's; a file of another format lies among anything."""
+    return source.folder if source.format in ("hf", "local", "dcp") else None
+
+
+def _request(source: Checkpoint, dtype: str | None, max_shard_bytes: int | None) -> Request:
+    folder = _companions(source)
     return Request(
         source=source,
         spec=source.spec,
@@ -211,7 +217,7 @@ def convert(
 
     """
     target = Path(out) if out is not None else default_output(str(model), to)
-    _check_format(to)
+    family = _check_format(to)
     staging = Staging(target, force)
     # What cannot be written is refused before gigabytes are fetched, and from here on nobody else writes there.
     with nullcontext() if dry_run else staging.reserved():
@@ -223,6 +229,8 @@ def convert(
             headers_only=dry_run,
             integers=dtype is not None,
         )
+        if family is not None:
+            source = adapt(source, named(family))
         planned = plan_conversion(source, to, dtype, max_shard_bytes)
         conversion = Conversion(source, target, to, planned, memory_of(jobs_of(planned, source), max_memory))
         if dry_run:
@@ -231,7 +239,13 @@ def convert(
         with staging:
             if on_plan is not None:
                 on_plan(conversion)
-            done = transfer(planned, source, staging, workers=workers, max_memory=max_memory, progress=progress)
+            own = _own_writer(to)
+            if own is not None:
+                prepare(planned, staging)
+                request = _request(source, dtype, max_shard_bytes)
+                done = Transferred(own(request, planned, staging, progress))
+            else:
+                done = transfer(planned, source, staging, workers=workers, max_memory=max_memory, progress=progress)
             manifest = {
                 "gptkit": __version__,
                 "format": to,
@@ -239,6 +253,11 @@ def convert(
             }
             staging.commit(manifest, files=done.files)
     return replace(conversion, transferred=done)
+
+
+def _own_writer(to: str) -> Callable[..., dict[str, FileRecord]] | None:
+    """What writes the files of a format that are no header and tensors at known places."""
+    return None if to.partition(":")[0] in ("local", "hf") else format_named(to).write
 
 
 def _key(plan: Plan, source: Checkpoint) -> str:

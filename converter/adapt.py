@@ -1,0 +1,176 @@
+"""A checkpoint as a tree of another family, where that family can hold the same function exactly.
+
+What may differ is what changes no function: how a component rounds, and biases. A bias that the family has and the tree
+has not is added as zeros; one that the tree has and the family has not is left out where every value of it is zero,
+which is looked up in the weights. Everything else that differs stands in the way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..architectures import Architecture, BoundLeaf
+from ..architectures.base import collapse, short
+from ..architectures.layout import IDENTITY
+from ..errors import CannotExpress, GptkitError
+from ..spec import Component, ModelSpec, differences, without_rounding
+from .checkpoint import Checkpoint, Weights
+from .dtypes import to_float64, widest
+from .safetensors import DTYPES
+
+__all__ = ["adapt"]
+
+
+def adapt(source: Checkpoint, architecture: Architecture) -> Checkpoint:
+    """The checkpoint with the nearest tree that the family expresses and that computes the same.
+
+    Raises:
+        CannotExpress: there is none; the components in the way are listed.
+
+    """
+    try:
+        architecture.config_for(source.spec)
+    except CannotExpress as error:
+        reason = error
+    else:
+        return source
+    without = _without_zero_biases(source) if source.fetched else source.spec
+    for spec in dict.fromkeys((without, source.spec, without_rounding(without), without_rounding(source.spec))):
+        found = _nearest(architecture, spec)
+        if found is not None and _lost(source.spec, found) <= _lost(source.spec, without):
+            return _as_tree(source, found, architecture)
+    raise _in_the_way(architecture, source) or reason
+
+
+def _nearest(architecture: Architecture, spec: ModelSpec) -> ModelSpec | None:
+    """What the family makes of a tree, where it differs in rounding and biases alone."""
+    try:
+        found = architecture.spec({"model_type": architecture.name, **architecture.write(spec)})
+        architecture.config_for(found)
+    except REFUSED:
+        return None
+    between = differences(without_rounding(spec), without_rounding(found))
+    return found if all(_is_bias(path, a, b) for path, a, b in between) else None
+
+
+REFUSED = (KeyError, AttributeError, TypeError, ValueError, GptkitError)
+"""What comes of a tree with a component that a family's `write` does not know, or of a config that it refuses."""
+
+
+def _in_the_way(architecture: Architecture, source: Checkpoint) -> CannotExpress | None:
+    """What the family computes otherwise, without what is only rounded otherwise; None where it cannot be laid out."""
+    plain = without_rounding(source.spec)
+    try:
+        found = architecture.spec({"model_type": architecture.name, **architecture.write(plain)})
+    except REFUSED:
+        return None
+    between = collapse(differences(plain, without_rounding(found)))
+    lines = [f"  {path}: {short(a)}; {architecture.name} has {short(b)}" for path, a, b in between]
+    hint = "gptkit's own format holds any tree: convert --to local"
+    if not source.fetched and any(_is_bias(*each) for each in between):
+        hint = "Biases that are zero are no obstacle, but no weight was fetched to tell."
+    return CannotExpress(
+        f"{architecture.name} cannot express {len(lines)} of the tree's components:\n" + "\n".join(lines[:12]), hint
+    )
+
+
+def _is_bias(path: str, a: Any, b: Any) -> bool:
+    """Whether a difference is a flag for a bias."""
+    return path.endswith("bias") and isinstance(a, bool) and isinstance(b, bool)
+
+
+def _names(spec: ModelSpec) -> set[str]:
+    return {parameter.name for parameter in spec.parameters()}
+
+
+def _lost(spec: ModelSpec, other: ModelSpec) -> frozenset[str]:
+    """The tensors of one tree that another has not."""
+    return frozenset(_names(spec) - _names(other))
+
+
+def _without_zero_biases(source: Checkpoint) -> ModelSpec:
+    """The tree without the biases whose every value is zero, in every layer that has them."""
+    zero = {name for name in _names(source.spec) if name.endswith("bias") and _is_zero(source, name)}
+
+    def bare(node: Any, path: str) -> Any:
+        if isinstance(node, tuple):
+            return tuple(bare(each, f"{path}.{index}") for index, each in enumerate(node))
+        if not isinstance(node, Component):
+            return node
+        fields = {
+            name: bare(getattr(node, name), f"{path}.{name}" if path else name) for name in node.__struct_fields__
+        }
+        plain = msgspec.structs.replace(node, **fields)
+        for flag in (name for name in node.__struct_fields__ if name.endswith("bias") and fields[name] is True):
+            less = msgspec.structs.replace(plain, **{flag: False})
+            gone = {f"{path}.{name}" for name in plain.shapes().keys() - less.shapes().keys()}
+            if gone <= zero:
+                plain = less
+        return plain
+
+    found: ModelSpec = bare(source.spec, "")
+    return found
+
+
+def _is_zero(source: Checkpoint, name: str) -> bool:
+    array, dtype = source.tensor(name)
+    return not np.any(to_float64(array, dtype))
+
+
+def _as_tree(source: Checkpoint, spec: ModelSpec, architecture: Architecture) -> Checkpoint:
+    """The checkpoint under another tree: the tensors that it gains are zero, those that it loses are left."""
+    gained = [parameter for parameter in spec.parameters() if parameter.name not in _names(source.spec)]
+    lost = sorted(_lost(source.spec, spec))
+    dtype = widest([source.dtype_of(leaf) for leaf in source.leaves])
+    zeros = {parameter.name: (dtype, parameter.shape) for parameter in gained}
+    leaves = [BoundLeaf(name, shape, (name,), (shape,), IDENTITY, {}) for name, (_, shape) in zeros.items()]
+    notes = list(source.notes)
+    if gained:
+        notes.append(
+            f"{architecture.name} has {_kinds([p.name for p in gained])}: added as zeros, which change nothing"
+        )
+    if lost:
+        notes.append(f"{architecture.name} has no {_kinds(lost)}: left out, every value of them is zero")
+    rounding = differences(spec, without_rounding(spec)) != differences(source.spec, without_rounding(source.spec))
+    if rounding:
+        notes.append(f"the same function, rounded as {architecture.name} rounds: the last bits of logits may differ")
+    return replace(
+        source,
+        spec=spec,
+        leaves=[*source.leaves, *leaves],
+        notes=notes,
+        _weights=_WithZeros(source._weights, zeros),
+        _found={**source._found, **{name: name for name in zeros}},
+    )
+
+
+def _kinds(names: list[str]) -> str:
+    """Tensors of all layers told once: attention.q_proj.bias, …"""
+    kinds = dict.fromkeys(name.split(".", 2)[-1] if name.startswith("blocks.") else name for name in names)
+    return ", ".join(kinds)
+
+
+class _WithZeros:
+    """Weights, and tensors of zeros that no file holds."""
+
+    def __init__(self, weights: Weights, zeros: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+        self._weights, self._zeros = weights, zeros
+        self.info = {**weights.info, **zeros}
+
+    def read(self, name: str) -> np.ndarray:
+        if name not in self._zeros:
+            return self._weights.read(name)
+        dtype, shape = self._zeros[name]
+        return np.zeros(shape, DTYPES[dtype].carrier)
+
+    def span(self, name: str) -> tuple[Path, int] | None:
+        return None if name in self._zeros else self._weights.span(name)
+
+    def release(self) -> None:
+        if hasattr(self._weights, "release"):
+            self._weights.release()
