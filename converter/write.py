@@ -27,6 +27,7 @@ from .safetensors import DTYPES, build_header, parse_header
 
 __all__ = [
     "DEFAULT_SHARD_BYTES",
+    "Constant",
     "Encode",
     "Output",
     "Plan",
@@ -61,13 +62,23 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Constant:
+    """Bytes of a file that are known beforehand and stand behind its header: tables computed from the tree."""
+
+    name: str
+    start: int
+    data: bytes
+
+
+@dataclass(frozen=True)
 class Shard:
-    """One weight file: its header, its tensors, and its size; what neither covers is padding."""
+    """One weight file: its header, its tensors, its constants, and its size; what none of them covers is padding."""
 
     name: str
     header: bytes
     outputs: tuple[Output, ...]
     size: int
+    constants: tuple[Constant, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -198,9 +209,20 @@ def prepare(plan: Plan, staging: Staging) -> None:
 
 
 def writer(shard: Shard, staging: Staging) -> PlacedWriter:
-    """The open file of a shard, its header written."""
+    """The open file of a shard, its header and constants written."""
     blocks = [Block(o.leaf.checkpoint, o.start, o.start + o.nbytes) for o in shard.outputs]
-    return PlacedWriter(staging.path / shard.name, shard.header, blocks, shard.size)
+    blocks += [
+        Block(constant.name, constant.start, constant.start + len(constant.data)) for constant in shard.constants
+    ]
+    blocks.sort(key=lambda block: (block.start, block.end))
+    file = PlacedWriter(staging.path / shard.name, shard.header, blocks, shard.size)
+    try:
+        for constant in shard.constants:
+            file.write(constant.name, constant.data)
+    except BaseException as error:
+        file.__exit__(type(error), error, error.__traceback__)
+        raise
+    return file
 
 
 def execute(
