@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...architectures.gguf import GgufArchitecture, gguf_architecture, spec_of
 from ...architectures.gguf_facts import Facts
-from ...errors import CheckpointError, InvalidInput, UsageError
+from ...errors import CannotExpress, CheckpointError, InvalidInput, UsageError
 from ...spec import ModelSpec
 from .gguf_header import Header, open_header
 
@@ -68,7 +68,11 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
 
     found = _Model(path)
     tensors = found.header.tensors
-    leaves = sorted(found.kind.bind(found.spec), key=lambda leaf: _start(found.header, leaf.checkpoint))
+    try:
+        bound = found.kind.bind(found.spec)
+    except CannotExpress as error:  # biases on some projections and not on others
+        raise CheckpointError(f"{path}: its tensors make no model: {error.message}") from error
+    leaves = sorted(bound, key=lambda leaf: _start(found.header, leaf.checkpoint))
     kept = {name: tensor for name, tensor in tensors.items() if name not in found.dropped}
     quantised = Counter(tensor.type.name for tensor in kept.values() if tensor.type.name not in PLAIN)
     unread = sorted(set(quantised) - READABLE)
