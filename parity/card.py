@@ -97,7 +97,9 @@ def markdown(data: dict[str, Any]) -> str:
     lines.append(f"- bytes: {bytes_words[data['verdict']['bytes']]}")
     marks = data["mutations"]
     if marks is not None:
-        lines.append(f"- probe: {marks['tried'] - len(marks['missed'])} of {marks['tried']} deliberate mistakes caught")
+        where = " (on a small copy of this tree with random weights)" if marks["small_copy"] else ""
+        caught = marks["tried"] - len(marks["missed"])
+        lines.append(f"- probe: {caught} of {marks['tried']} deliberate mistakes caught{where}")
     lines.append(f"- computed in {data['dtype']} with {data['attention']} attention, on {data['hardware']['machine']}")
     lines.append("- versions: " + ", ".join(f"{name} {number}" for name, number in data["versions"].items()))
     if data["noise"] is not None:

@@ -14,14 +14,18 @@ from ..converter.checkpoint import Checkpoint
 from ..modules.attention import Kernel
 from ..modules.load import load_checkpoint
 from .bisect import Divergence, bisect
+from .miniature import miniature, narrow_batches, random_weights
 from .probe import Batch, limits
 from .repair import find_causes
+from .score import Score, score
 from .sides import Sides
 
-__all__ = ["diagnose", "unprobed", "where_they_differ", "wide_weights", "worth_trying"]
+__all__ = ["diagnose", "try_mistakes", "unprobed", "where_they_differ", "wide_weights"]
 
 SMALL = 50_000_000
-"""Parameters up to which mistakes are made on purpose, and causes looked for, unasked: each takes a pass in fp64."""
+"""Parameters up to which mistakes are made in the model itself, and causes looked for in memory, unasked: each takes a
+pass in fp64.
+"""
 
 TOKENS = 256
 """Tokens that a model above that is laid side by side on; more only where one batch has more."""
@@ -29,15 +33,21 @@ ROOM = 2**30
 """Bytes that one side's outputs of all components may take in the temporary folder."""
 
 
-def worth_trying(source: Checkpoint, asked: bool | None, stream: bool, notes: list[str]) -> bool:
-    """Whether to make mistakes on purpose; a note where the model is too large to do so unasked."""
-    if stream:
-        notes.append("mistakes on purpose were not tried: they need the whole model in memory")
-        return False
-    if asked is None and _count(source) > SMALL:
-        notes.append("mistakes on purpose were not tried: more than 50 million parameters (--mutations does)")
-        return False
-    return asked is not False
+def try_mistakes(
+    source: Checkpoint, batches: Sequence[Batch], asked: bool | None, stream: bool, notes: list[str]
+) -> Score | None:
+    """What the probe would have caught: in the model itself, or, where that is large and nobody asked for it or it is
+    larger than memory, in a small copy of its tree, which a note says. None where they are not wanted.
+    """
+    if asked is False:
+        return None
+    if not stream and (asked or _count(source) <= SMALL):
+        return score(source.spec, wide_weights(source), batches, unprobed(source, batches))
+    own = "" if stream else "; --mutations makes them in the model itself"
+    notes.append(f"mistakes on purpose were made on a small copy of this tree with random weights{own}")
+    copy = miniature(source.spec, max(batch.input_ids.shape[1] for batch in batches))
+    marks = score(copy, random_weights(copy), narrow_batches(batches, copy), unprobed(source, batches))
+    return replace(marks, small_copy=True)
 
 
 def _count(checkpoint: Checkpoint) -> int:

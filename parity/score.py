@@ -14,7 +14,7 @@ from .compare import largest_gap
 from .mutations import Weights, applicable
 from .probe import Batch
 
-__all__ = ["Score", "run_tree", "score", "tree_gap"]
+__all__ = ["Score", "random_parameter", "run_tree", "score", "tree_gap"]
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,15 @@ class Score:
 
     caught: seen with the checkpoint's own weights. caught_random: only with random ones (a mistake in a tensor that the
     checkpoint hardly uses is below rounding there). missed: seen by neither. allowed: the difference in logits that
-    rounding explains, above which a mistake counts as seen.
+    rounding explains, above which a mistake counts as seen. small_copy: made on a small copy of the tree with random
+    weights, since the model itself is too large.
     """
 
     caught: tuple[str, ...]
     caught_random: tuple[str, ...]
     missed: tuple[str, ...]
     allowed: float
+    small_copy: bool = False
 
     @property
     def tried(self) -> int:
@@ -50,7 +52,7 @@ def score(spec: ModelSpec, weights: Weights, batches: Sequence[Batch], unprobed:
     by_chance: list[str] = []
     if open_:
         generator = torch.Generator().manual_seed(0)
-        random = {name: _random(name, tensor, generator) for name, tensor in weights.items()}
+        random = {name: random_parameter(name, tensor, generator) for name, tensor in weights.items()}
         found, _, _ = _tried(spec, random, batches, set(unprobed))
         by_chance = [name for name in open_ if name in found]
     missed = [name for name in open_ if name not in by_chance]
@@ -75,7 +77,7 @@ def _tried(
     return caught, missed, allowed
 
 
-def _random(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
+def random_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
     """A parameter of trained-like size: fresh initialisation hides whole tensors (norms at 1, biases at 0)."""
     noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor)
     if tensor.ndim == 1:

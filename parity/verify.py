@@ -38,9 +38,9 @@ from ..modules.load import torch_dtype
 from ..spec import ModelSpec, differences
 from .bisect import Divergence
 from .compare import Difference, compare, largest_gap, mean_gap, row_gaps
-from .diagnose import diagnose, unprobed, wide_weights, worth_trying
+from .diagnose import diagnose, try_mistakes
 from .probe import AFFORDABLE, Batch, limits, longest, passed, probe, text_batch
-from .score import Score, score
+from .score import Score
 from .sides import Sides, sides
 
 __all__ = ["BytesVerdict", "Noise", "Verification", "require_finite_weights", "verify"]
@@ -167,8 +167,8 @@ def verify(
         attention: "sdpa" or "eager" on both sides; by default the first that transformers computes rightly.
         prompts: texts to compare on, beside the probe; needs a tokenizer.
         long: probe past windows and contexts of more than 1,024 tokens too.
-        mutations: make mistakes on purpose and count those that the probe catches; by default for up to 50 million
-            parameters.
+        mutations: make mistakes on purpose and count those that the probe catches; never, where False. By default in
+            the model itself for up to 50 million parameters, else in a small copy of its tree with random weights.
         bisected: lay the two component by component, whatever the verdict and the size; never, where False. By default
             where they are different, for up to 50 million parameters.
         stream: run both sides a layer at a time from their files, in the memory of about two layers.
@@ -221,10 +221,9 @@ def verify(
             say("looking for the place and the cause" if different else "laying the components side by side")
             allowed = max(noise.allowed, noise.repaired) if noise is not None and different else None
             divergence = diagnose(both, batches, path, allowed, notes, gaps=gaps, asked=bool(bisected))
-    marks = None
-    if worth_trying(source, mutations, stream, notes):
+    if mutations is not False:
         say("making mistakes on purpose")
-        marks = score(source.spec, wide_weights(source), batches, unprobed(source, batches))
+    marks = try_mistakes(source, batches, mutations, stream, notes)
     return Verification(
         model=str(model),
         other=None if other is None else str(other),
@@ -281,7 +280,7 @@ def _batches(
     """The probe and the prompts, and what a person should know about them."""
     specs = (source.spec,) if target is source else (source.spec, target.spec)
     most, notes = longest(*specs), []
-    tokenizer = load_tokenizer(source.folder)
+    tokenizer = load_tokenizer(source.folder, source.texts)
     if tokenizer is None and prompts:
         raise UsageError(f"{source.reference} has no tokenizer to read a prompt with", "leave --prompt out")
     batches = probe(*specs, long=long)

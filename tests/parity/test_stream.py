@@ -34,7 +34,11 @@ def test_verdicts_are_the_same(tmp_path):
     for other, verdict in ((None, "identical"), (tmp_path / "local", "identical"), ("sample:falcon", "different")):
         result = verify("sample:gpt2", other, stream=True)
         assert result.verdict == verify("sample:gpt2", other, mutations=False).verdict == verdict
-        assert any("mistakes on purpose were not tried" in note for note in result.notes)
+        assert any("mistakes on purpose were made on a small copy" in note for note in result.notes)
+        assert result.score is not None
+        assert result.score.small_copy
+        assert result.score.missed == ()
+        assert result.score.tried >= 10
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bloom", "falcon"])

@@ -1,0 +1,102 @@
+"""A small copy of a tree, for what takes a pass a mistake: the same components, few and narrow.
+
+Everything that a mistake can be made in stays: each kind of layer, how a component rounds, windows, rotary scaling,
+eps, the dimension of a head, and how heads share keys. Only layers, heads, tokens and widths are fewer, so that the
+probe's lengths and padding show on the copy what they show on the tree. Its weights are random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace as replaced
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ..spec import ALiBi, Attention, Block, LayerNorm, ModelSpec, RMSNorm
+from .probe import Batch
+from .score import random_parameter
+
+__all__ = ["miniature", "narrow_batches", "random_weights"]
+
+HEADS = 2
+"""Heads, key-value heads, and query heads a key-value head, where there are more."""
+TOKENS = 512
+QUIET = 0.05
+"""The size of the tables' values: as in a trained model the stream starts so small that a wrong eps shows."""
+
+replace = msgspec.structs.replace
+
+
+def miniature(spec: ModelSpec, tokens: int) -> ModelSpec:
+    """The small copy, for rows of at most `tokens` tokens."""
+    blocks = _layers(spec)
+    heads = [_heads(block.attention) for block in blocks]
+    square = blocks[0].attention.heads * blocks[0].attention.head_dim == spec.hidden_size
+    width = max(count * block.attention.head_dim for (count, _), block in zip(heads, blocks, strict=True))
+    hidden = width if square else width + 16
+    vocab = min(spec.vocab_size, TOKENS)
+    positions = spec.positions
+    if positions is not None:
+        positions = replace(positions, length=min(positions.length, tokens + 1), size=hidden)
+    embedding = spec.embedding
+    return replace(
+        spec,
+        embedding=replace(embedding, vocab_size=vocab, hidden_size=hidden, norm=_norm(embedding.norm, hidden)),
+        blocks=tuple(_block(block, hidden, *count) for block, count in zip(blocks, heads, strict=True)),
+        final_norm=_norm(spec.final_norm, hidden),
+        head=replace(spec.head, vocab_size=vocab, hidden_size=hidden),
+        positions=positions,
+    )
+
+
+def _layers(spec: ModelSpec) -> list[Block]:
+    """The first two layers, and the first of every other kind; a scale of its own makes none (gpt2's by layer)."""
+    kinds: dict[Block, Block] = {}
+    for block in spec.blocks:
+        kinds.setdefault(replace(block, attention=replace(block.attention, scale=1.0)), block)
+    first = list(spec.blocks[:2])
+    return first + [block for block in kinds.values() if block not in first]
+
+
+def _heads(attention: Attention) -> tuple[int, int]:
+    """(heads, key-value heads): one, all or a few for several, as they were."""
+    heads, group = attention.heads, attention.group
+    if isinstance(attention.position, ALiBi):
+        # Slopes of a number that is no power of two come in an order of their own.
+        few = min(heads, 4 if heads & (heads - 1) == 0 else 6)
+        return few, {heads: few, 1: 1}.get(attention.kv_heads, 2)
+    kv_heads = min(attention.kv_heads, HEADS)
+    return kv_heads * min(group, HEADS), kv_heads
+
+
+def _block(block: Block, hidden: int, heads: int, kv_heads: int) -> Block:
+    return replace(
+        block,
+        attention_norm=_norm(block.attention_norm, hidden),
+        attention=replace(block.attention, hidden_size=hidden, heads=heads, kv_heads=kv_heads),
+        feed_forward_norm=_norm(block.feed_forward_norm, hidden),
+        feed_forward=replace(block.feed_forward, hidden_size=hidden, intermediate_size=2 * hidden),
+    )
+
+
+def _norm(norm: LayerNorm | RMSNorm | None, size: int) -> Any:
+    return None if norm is None else replace(norm, size=size)
+
+
+def random_weights(spec: ModelSpec) -> dict[str, Tensor]:
+    """Its parameters in fp64, of the size that trained ones have."""
+    generator = torch.Generator().manual_seed(0)
+    empty = {each.name: torch.empty(each.shape, dtype=torch.float64) for each in spec.parameters()}
+    found = {name: random_parameter(name, tensor, generator) for name, tensor in empty.items()}
+    for name in ("embedding.weight", "positions.weight"):
+        if name in found:
+            found[name] *= QUIET
+    return found
+
+
+def narrow_batches(batches: Sequence[Batch], spec: ModelSpec) -> list[Batch]:
+    """The same probe over a smaller vocabulary: lengths, padding and repetitions as they are."""
+    return [replaced(batch, input_ids=batch.input_ids % spec.vocab_size) for batch in batches]

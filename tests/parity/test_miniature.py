@@ -1,0 +1,96 @@
+"""Large models get their score too: on a small copy of the tree, in which the same mistakes can be made."""
+
+import pytest
+import torch
+from families import VARIANTS, spec_of
+
+from gptkit.architectures import architecture_of
+from gptkit.architectures.presets import presets
+from gptkit.parity import diagnose
+from gptkit.parity.card import card, markdown
+from gptkit.parity.miniature import miniature, narrow_batches, random_weights
+from gptkit.parity.mutations import MUTATIONS
+from gptkit.parity.probe import Batch, limits, probe
+from gptkit.parity.score import score
+from gptkit.parity.verify import verify
+
+WELL_KNOWN = ("gpt2", "llama-3.2-1b", "qwen2-0.5b", "qwen3-0.6b", "bloom-176b", "falcon-40b", "falcon-rw-1b")
+
+
+def mistakes(spec):
+    """The names of mutations that have an object in a tree, told by shapes alone."""
+    weights = {each.name: torch.empty(each.shape, device="meta") for each in spec.parameters()}
+    found = []
+    for mutation in MUTATIONS:
+        mutant = mutation.apply(spec, weights)
+        if mutant is not None and (
+            mutant[0] != spec or any(mutant[1].get(name) is not each for name, each in weights.items())
+        ):
+            found.append(mutation.name)
+    return found
+
+
+@pytest.mark.parametrize("name", presets())
+def test_the_same_mistakes_can_be_made_in_the_small_copy(name):
+    config = presets()[name].config
+    spec = architecture_of(config).spec(config)
+    copy = miniature(spec, 200)
+    assert mistakes(copy) == mistakes(spec)
+    assert limits(copy) == limits(spec)
+    assert sum(each.count for each in copy.parameters()) < 12e6
+    assert len(copy.blocks) <= 3
+
+
+@pytest.mark.parametrize("name", WELL_KNOWN)
+def test_every_mistake_shows_on_the_small_copy(name):
+    config = presets()[name].config
+    spec = architecture_of(config).spec(config)
+    batches = probe(spec)
+    copy = miniature(spec, max(batch.input_ids.shape[1] for batch in batches))
+    marks = score(copy, random_weights(copy), narrow_batches(batches, copy))
+    assert marks.missed == ()
+    assert marks.tried >= 11
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_every_kind_of_layer_is_in_the_small_copy(variant):
+    spec = spec_of(variant.config)
+    copy = miniature(spec, 64)
+    assert {block.attention.window for block in copy.blocks} == {block.attention.window for block in spec.blocks}
+    positions = [{block.attention.position for block in tree.blocks} for tree in (copy, spec)]
+    assert positions[0] == positions[1]
+    assert mistakes(copy) == mistakes(spec)
+
+
+def test_the_probe_keeps_its_lengths_and_padding():
+    spec = spec_of(VARIANTS[0].config)
+    batch = Batch("x", torch.tensor([[1, 700, 1030]]), torch.tensor([[0, 1, 1]]))
+    (narrow,) = narrow_batches([batch], spec)
+    assert narrow.input_ids.shape == batch.input_ids.shape
+    assert int(narrow.input_ids.max()) < spec.vocab_size
+    assert narrow.attention_mask is batch.attention_mask
+
+
+def test_a_large_model_is_scored_on_a_copy_unless_asked(monkeypatch):
+    monkeypatch.setattr(diagnose, "SMALL", 10)
+    unasked, asked, unwanted = (verify("sample:llama", mutations=wanted) for wanted in (None, True, False))
+    assert unasked.score.small_copy
+    assert (unasked.score.missed, unasked.passed) == ((), True)
+    said = [note for note in unasked.notes if "on a small copy of this tree with random weights" in note]
+    assert said == [
+        "mistakes on purpose were made on a small copy of this tree with random weights; --mutations makes them in the"
+        " model itself"
+    ]
+    assert not asked.score.small_copy
+    assert asked.score.tried == unasked.score.tried
+    assert unwanted.score is None
+    assert "deliberate mistakes caught (on a small copy of this tree with random weights)" in markdown(card(unasked))
+
+
+def test_a_probe_that_misses_a_mistake_on_the_copy_fails(monkeypatch):
+    """Eight tokens see no window of 16."""
+    monkeypatch.setattr(diagnose, "unprobed", lambda *_: [])
+    spec = spec_of({**next(v for v in VARIANTS if v.name == "mistral").config})
+    copy = miniature(spec, 8)
+    short = [Batch("short", torch.arange(8)[None] % copy.vocab_size)]
+    assert "window ignored" in score(copy, random_weights(copy), short).missed
