@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..spec import LinearScaling, Llama3Scaling, LongRopeScaling, Rotary, YarnScaling
 from .gguf_facts import Facts, Value, fp32, shortest
 
-__all__ = ["fit_llama3", "llama3_divisors", "read_rope", "refitted", "rope_tensors", "write_rope"]
+__all__ = ["LONG", "fit_llama3", "llama3_divisors", "read_rope", "refitted", "rope_tensors", "write_rope"]
 
 FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 MAX_PAIRS = 2**16

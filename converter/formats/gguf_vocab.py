@@ -12,24 +12,31 @@ from __future__ import annotations
 
 import base64
 import json
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from ...architectures.config import parse_config_text
 from ...errors import CannotExpress, InvalidInput
+from .gguf_tokenizer import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    PRE_TOKENIZERS,
+    PREFIX,
+    SPACE,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    WORDS_FIRST,
+)
+from .sentencepiece import BPE, UNIGRAM, parse_sentencepiece
 
 __all__ = ["Vocabulary", "vocabulary"]
-
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""The types of tokens: SentencePiece's numbers, which GGUF has taken over."""
 
 Value = str | bool | int | float | bytes | list[str] | list[int] | list[float]
 """A metadata value: int is stored as uint32, float as float32, a list of int as int32, bytes as uint8."""
 
-PREFIX = "tokenizer.ggml."
-SPACE = "▁"
 ADDED_SCORE = -1000.0
 """llama.cpp's converter gives it to tokens that were added later, and nothing merges into."""
 
@@ -281,17 +288,19 @@ def _list_tokens(found: Vocabulary, tokens: _Tokens, rows: int, scored: bool) ->
 
 def _space_prefix(found: Vocabulary, steps: list[dict[str, Any]], normalizers: list[dict[str, Any]]) -> None:
     """Whether a text gets a space in front: by a normalizer, or by the newer Metaspace."""
-    scheme = next(
-        (
-            step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
-            for step in steps
-            if step["type"] == "Metaspace"
-        ),
-        "always" if any(step["type"] == "Prepend" for step in normalizers) else "never",
-    )
+    metaspace = next((step for step in steps if step["type"] == "Metaspace"), None)
+    if metaspace is None:
+        found.metadata[PREFIX + "add_space_prefix"] = any(step["type"] == "Prepend" for step in normalizers)
+        return
+    scheme = metaspace.get("prepend_scheme", "always" if metaspace.get("add_prefix_space", True) else "never")
     found.metadata[PREFIX + "add_space_prefix"] = scheme != "never"
     if scheme == "first":
         found.notes.append("llama.cpp puts a space behind special tokens too, tokenizer.json only before a whole text")
+    if scheme != "never":
+        found.notes.append(
+            "llama.cpp puts a space before every text, as SentencePiece does; tokenizer.json not before one that "
+            "begins with a space"
+        )
 
 
 def _post_processing(found: Vocabulary, data: dict[str, Any], rows: int) -> None:
@@ -315,12 +324,6 @@ def _post_processing(found: Vocabulary, data: dict[str, Any], rows: int) -> None
             found.notes.append(
                 f"tokenizer.json puts {len(ids)} tokens {'before' if name == 'bos' else 'behind'} a text"
             )
-    if found.metadata[PREFIX + "model"] == "gpt2":
-        return
-    unk = found.metadata[PREFIX + "token_type"]
-    assert isinstance(unk, list)
-    if UNKNOWN in unk:
-        found.metadata[PREFIX + "unknown_token_id"] = unk.index(UNKNOWN)  # type: ignore[arg-type]
 
 
 def _added_notes(found: Vocabulary, data: dict[str, Any]) -> None:
@@ -333,51 +336,22 @@ def _added_notes(found: Vocabulary, data: dict[str, Any]) -> None:
 
 # --- the names of ways to split text ---------------------------------------------------------------------------------
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_SHORTENED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_LINES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_LEAD = r"[^\r\n\p{L}\p{N}]?"
-_TAIL = rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES}"
-_SLASHED = rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}"
-
-PRE_TOKENIZERS: dict[tuple[str, ...], str] = {
-    (_GPT2,): "gpt-2",
-    (rf"{_SHORTENED}|{_LEAD}\p{{L}}+|\p{{N}}{{1,3}}{_TAIL}",): "llama-bpe",
-    (rf"{_SHORTENED}|{_LEAD}\p{{L}}+|\p{{N}}{_TAIL}",): "qwen2",
-    (rf"{_SHORTENED}|{_LEAD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}",): "qwen35",
-    (r"\p{N}", _GPT2): "smollm",
-    ("Punctuation Contiguous", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"): "falcon",
-    (r" ?[^(\s|[.,!?…。，、।۔،])]+",): "bloom",
-    (rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}{_SLASHED}",): "tekken",
-    (
-        rf"{_LEAD}{_UPPER}*{_LOWER}+{_SHORTENED}?|{_LEAD}{_UPPER}+{_LOWER}*{_SHORTENED}?|\p{{N}}{{1,3}}{_SLASHED}",
-    ): "gpt-4o",
-    ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"): "deepseek-coder",
-}
-"""What tokenizer.json does, step by step -> the name that llama.cpp has for it (src/llama-vocab.cpp)."""
-
-WITHOUT_MERGES = {"llama-bpe", "tekken"}
-"""Those with which llama.cpp takes a word that is a token as it is, whatever the merges say."""
-
 
 def pre_tokenizer(steps: list[dict[str, Any]], ignore_merges: bool) -> str | None:
     """llama.cpp's name for the steps of a byte-level pre-tokenizer, None where it has none."""
-    name = PRE_TOKENIZERS.get(tuple(_words(steps)))
-    if name == "llama-bpe" and not ignore_merges:
-        return "smaug-bpe"  # the same pattern, and merges as they are
-    if ignore_merges and name not in WITHOUT_MERGES:
-        return None
-    return name
+    asked = tuple(_words(steps))
+    names = [name for name, known in PRE_TOKENIZERS.items() if tuple(_words(known)) == asked]
+    # tekken's vocabulary reaches every word that is a token by merges as well.
+    return next((name for name in names if (name in WORDS_FIRST) == ignore_merges or name == "tekken"), None)
 
 
-def _words(steps: list[dict[str, Any]]) -> Iterator[str]:
+def _words(steps: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Each step as the pattern whose matches it sets apart."""
     for step in steps:
         kind = step["type"]
         if kind == "ByteLevel":
             if step.get("use_regex", True):
-                yield _GPT2
+                yield "ByteLevel"
         elif kind == "Digits":
             yield r"\p{N}" if step.get("individual_digits") else r"\p{N}+"
         elif kind == "Split":
@@ -394,28 +368,14 @@ def _words(steps: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str, Any]) -> Vocabulary:
-    """A SentencePiece model, read without its library (sentencepiece_model.proto)."""
-    tokens = _Tokens({}, {}, {})
-    trainer: dict[int, Any] = {}
-    normalizer: dict[int, Any] = {}
-    try:
-        for number, value in _fields(data):
-            if number == 1:
-                piece = dict(_fields(value))
-                index = len(tokens.texts)
-                tokens.texts[index] = piece[1].decode()
-                tokens.scores[index] = struct.unpack("<f", piece[2])[0] if 2 in piece else 0.0
-                tokens.types[index] = piece.get(3, NORMAL)
-            elif number == 2:
-                trainer = dict(_fields(value))
-            elif number == 3:
-                normalizer = dict(_fields(value))
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, struct.error) as error:
-        raise InvalidInput(f"{name} is not a SentencePiece model: {error!s:.80}") from error
-    kinds = {1: "t5", 2: "llama"}
-    kind = kinds.get(trainer.get(3, 1))
-    if kind is None or not tokens.texts:
+    """A SentencePiece model with no tokenizer.json beside it."""
+    model = parse_sentencepiece(data, name)
+    kind = {UNIGRAM: "t5", BPE: "llama"}.get(model.kind)
+    if kind is None:
         return _none(f"llama.cpp has no tokenizer like {name}: the file is written without one")
+    tokens = _Tokens({}, {}, {})
+    for index, (text, score, type_) in enumerate(model.pieces):
+        tokens.texts[index], tokens.scores[index], tokens.types[index] = text, score, type_
     decoder = settings.get("added_tokens_decoder")
     if isinstance(decoder, dict):
         added = [{"id": index, **token} for index, token in decoder.items() if isinstance(token, dict)]
@@ -426,48 +386,16 @@ def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str
     found = Vocabulary({PREFIX + "model": kind, PREFIX + "pre": "default"})
     _list_tokens(found, tokens, rows, scored=True)
     meta = found.metadata
-    meta[PREFIX + "add_space_prefix"] = bool(normalizer.get(3, 1))
+    meta[PREFIX + "add_space_prefix"] = model.add_dummy_prefix
     if kind == "t5":
-        meta[PREFIX + "remove_extra_whitespaces"] = bool(normalizer.get(4, 1))
-        if normalizer.get(2):
-            meta[PREFIX + "precompiled_charsmap"] = normalizer[2]
+        meta[PREFIX + "remove_extra_whitespaces"] = model.remove_extra_whitespaces
+        if model.charsmap:
+            meta[PREFIX + "precompiled_charsmap"] = model.charsmap
     for typ in ("bos", "eos"):
         stated = settings.get(f"add_{typ}_token")
         meta[f"{PREFIX}add_{typ}_token"] = stated if isinstance(stated, bool) else typ == "bos"
-    for typ, number, default in (("unk", 40, 0), ("bos", 41, 1), ("eos", 42, 2), ("pad", 43, -1)):
-        value = trainer.get(number, default)
-        if 0 <= value < rows:  # a varint of a negative number is a huge one
-            meta[f"{PREFIX}{ID_KEYS[typ]}_token_id"] = value
+    meta.update({f"{PREFIX}{ID_KEYS[typ]}_token_id": index for typ, index in model.ids.items() if index < rows})
     return found
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a protobuf message: (number, value), a value being an int, or bytes of what has a length."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = data[at]
-            at += 1
-            value |= (byte & 0x7F) << shift
-            if byte < 0x80:
-                return value
-            shift += 7
-
-    while at < len(data):
-        key = varint()
-        wire = key & 7
-        if wire == 0:
-            yield key >> 3, varint()
-            continue
-        size = {1: 8, 5: 4}.get(wire)
-        size = varint() if wire == 2 else size
-        if size is None or at + size > len(data):
-            raise ValueError(f"at byte {at:,}")
-        yield key >> 3, data[at : at + size]
-        at += size
 
 
 # --- special tokens and the chat template ----------------------------------------------------------------------------
@@ -501,6 +429,14 @@ def _special_ids(found: Vocabulary, settings: Mapping[str, Any], config: Mapping
             found.metadata[key] = place[token]
         elif key not in found.metadata and type(stated) is int and 0 <= stated < rows:
             found.metadata[key] = stated
+    types = cast("list[int]", found.metadata[PREFIX + "token_type"])
+    unknown = found.metadata.get(PREFIX + "unknown_token_id")
+    if found.metadata[PREFIX + "model"] == "gpt2":  # has no type for it: all bytes are known
+        return
+    if isinstance(unknown, int):
+        found.metadata[PREFIX + "token_type"] = [UNKNOWN if i == unknown else kind for i, kind in enumerate(types)]
+    elif UNKNOWN in types:
+        found.metadata[PREFIX + "unknown_token_id"] = types.index(UNKNOWN)
 
 
 def _chat_template(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> dict[str, Value]:

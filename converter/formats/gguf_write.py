@@ -9,6 +9,7 @@ divide into its blocks, are llama.cpp's conventions (conversion/base.py).
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
@@ -20,6 +21,7 @@ import numpy as np
 
 from ...architectures import BoundLeaf
 from ...architectures.gguf import ALWAYS_FP32, expressed
+from ...architectures.gguf_rope import LONG
 from ...errors import CheckpointError, InvalidInput, UsageError
 from ..dtypes import HF_NAMES, cast, not_finite, parse_dtype, widest
 from ..tokenizer import load_tokenizer
@@ -61,6 +63,8 @@ def plan(request: Request) -> Plan:
     narrow = sum(asked == "Q8_0" and kind == "F16" for kind in types.values())
     if narrow:
         notes.append(f"{narrow} tensors whose rows are no multiple of {BLOCK} values are stored as F16, not Q8_0")
+    if LONG in tree.extras:
+        notes.append("llama.cpp chooses LongRoPE's divisors by the context it is given, not by how long the text is")
     vocab = vocabulary(_token_files(request), request.spec.vocab_size, _numbered(request))
     name = _name(request.origin.reference or request.source.path.name)
     metadata: dict[str, Value] = {
@@ -89,6 +93,8 @@ def _parse(asked: str | None) -> str | None:
     if asked is None:
         return None
     if asked.lower() in ("q8_0", "q8"):
+        if importlib.util.find_spec("gguf") is None:
+            raise UsageError("Q8_0 needs the gguf package, which is not installed", 'pip install "gptkit[gguf]"')
         return "Q8_0"
     try:
         kind = parse_dtype(asked)
@@ -134,16 +140,22 @@ def q8_0(name: str) -> Encode:
         from gguf import GGMLQuantizationType
         from gguf.quants import quantize
 
-        values = cast(rows, dtype, "F32")
-        if bad := not_finite(np.ascontiguousarray(values), "F32"):
+        values = np.ascontiguousarray(cast(rows, dtype, "F32"))
+        if bad := not_finite(values, "F32"):
             raise CheckpointError(f"{name}: {bad} values are NaN or infinite, and Q8_0 has no such values")
-        # The scale is the largest value's 127th part, as fp16.
-        if values.size and np.abs(values).max() / 127 >= 65520:
+        blocks = values.reshape(-1, BLOCK)
+        # A block's scale is a 127th of its largest value, as fp16.
+        scales = np.abs(blocks).max(axis=1, initial=0) / np.float32(127)
+        if (scales >= 65520).any():
             raise CheckpointError(
                 f"{name}: values do not fit Q8_0", "Choose a dtype with more range: bfloat16, float32."
             )
-        blocks: np.ndarray = quantize(values, GGMLQuantizationType.Q8_0)
-        return blocks
+        # Below this 1 / scale is infinite, and what C makes of that is its own affair: zeros on x86, and here.
+        tiny = (scales > 0) & (scales < 1 / np.finfo(np.float32).max)
+        if tiny.any():
+            values = np.where(tiny[:, None], np.float32(0), blocks).reshape(values.shape)
+        found: np.ndarray = quantize(values, GGMLQuantizationType.Q8_0)
+        return found
 
     return encode
 

@@ -1,0 +1,589 @@
+"""GGUF files as gptkit writes them, against the gguf package, llama.cpp's naming and transforms, and its runtime."""
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from families import VARIANTS, Variant, modern, save_hf
+
+import gptkit
+from gptkit.converter.checkpoint import open_checkpoint
+from gptkit.converter.convert import convert, plan_conversion
+from gptkit.converter.formats.gguf_tokenizer import CONTROL, UNKNOWN, UNUSED, USER_DEFINED
+from gptkit.converter.formats.gguf_vocab import pre_tokenizer, vocabulary
+from gptkit.converter.formats.gguf_write import ALIGNMENT, q8_0
+from gptkit.converter.tokenizer import load_tokenizer
+from gptkit.errors import CannotExpress, CheckpointError, InvalidInput, UsageError
+
+gguf = pytest.importorskip("gguf")
+
+SAMPLES = Path(gptkit.__file__).parent / "samples"
+SHARED = Path(__file__).parents[2].parent / "shared" / "checkpoints"
+STORIES = SHARED / "stories260K-llama"
+needs_stories = pytest.mark.skipif(not STORIES.is_dir(), reason="needs the project's shared checkpoints")
+
+REFUSED = {
+    "gpt2-by-layer": "scale",
+    "gpt2-unscaled": "scale",
+    "gpt2-upcast": "scale",
+    "gpt2-upcast-unscaled": "scale",
+    "gpt2-other-names": "quick_gelu",
+    "llama-linear": "activation",
+    "llama-dynamic": "scaling",
+    "llama-yarn-mscale": "beta_fast",
+    "mistral": "window",
+    "qwen2": "window",
+    "qwen2-layer-types": "window",
+    "qwen3-windowed": "o_proj.bias",
+    "bloom-post-norm": "residual",
+    "falcon-40b": "bias",
+    "falcon-rw": "bias",
+    "falcon-mha": "bias",
+    "falcon-alibi-parallel": "bias",
+    "falcon-serial": "feed_forward_norm",
+    "falcon-RefinedWebModel-rw": "bias",
+}
+"""What llama.cpp computes otherwise or not at all, and the word that says so."""
+WRITTEN = [variant for variant in VARIANTS if variant.name not in REFUSED]
+ARCH = {"mistral": "llama"}
+
+
+def written(folder: Path, dtype: str | None = None) -> Any:
+    """The folder's checkpoint as a GGUF file, read by the gguf package."""
+    out = folder.with_name(f"out-{dtype}")
+    (shard,) = convert(folder, out, "gguf", dtype=dtype).plan.shards
+    return gguf.GGUFReader(out / shard.name)
+
+
+def llama_cpp_tensors(model: transformers.PreTrainedModel, variant: Variant) -> dict[str, torch.Tensor]:
+    """The tensors that convert_hf_to_gguf.py makes of a model: the package's names, the converter's transforms."""
+    family, config = ARCH.get(variant.family, variant.family), model.config
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    heads = config.num_attention_heads
+    found = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if family == "llama" and (name.endswith(("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias"))):
+            n = heads if "q_proj" in name else config.num_key_value_heads
+            tensor = tensor.reshape(n, 2, len(tensor) // n // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+        if family == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+            tensor = tensor.T
+        if "query_key_value" in name:
+            grouped = family == "falcon" and config.new_decoder_architecture
+            kv = heads if family == "bloom" else config.num_kv_heads if grouped else 1
+            parts = tensor.reshape(kv, heads // kv + 2, config.hidden_size // heads, *tensor.shape[1:])
+            three = [parts[:, :-2], parts[:, -2], parts[:, -1]]
+            tensor = torch.cat([part.reshape(-1, *tensor.shape[1:]) for part in three])
+        mapped = names.get_name(name.removeprefix("transformer.") if family == "bloom" else name, (".weight", ".bias"))
+        assert mapped is not None, name
+        found[mapped] = tensor
+    return found
+
+
+# --- tensors
+
+
+@pytest.mark.parametrize("variant", WRITTEN, ids=str)
+def test_tensors_are_those_of_llama_cpps_converter(tmp_path: Path, variant: Variant) -> None:
+    expected = llama_cpp_tensors(save_hf(variant.config, tmp_path / "hf"), variant)
+    reader = written(tmp_path / "hf")
+    got = {tensor.name: tensor for tensor in reader.tensors}
+    extras = {name for name in got if name.startswith("rope_f")}
+    assert set(got) - extras == set(expected)
+    for name, tensor in expected.items():
+        assert got[name].tensor_type == gguf.GGMLQuantizationType.F32
+        assert list(got[name].shape) == list(reversed(tensor.shape))
+        np.testing.assert_array_equal(got[name].data, tensor.numpy(), err_msg=name)
+        assert got[name].data_offset % ALIGNMENT == 0
+    assert reader.get_field("general.architecture").contents() == ARCH.get(variant.family, variant.family)
+
+
+@pytest.mark.parametrize("variant", WRITTEN, ids=str)
+def test_the_same_tree_and_values_come_back(tmp_path: Path, variant: Variant) -> None:
+    save_hf(variant.config, tmp_path / "hf")
+    source = open_checkpoint(tmp_path / "hf")
+    done = convert(tmp_path / "hf", tmp_path / "out", "gguf")
+    back = open_checkpoint(tmp_path / "out" / done.plan.shards[0].name)
+    again = plan_conversion(back, "gguf").shards[0]
+    assert again.header == done.plan.shards[0].header
+    for name, array, dtype in source.tensors():
+        other, kind = back.tensor(name)
+        assert kind == dtype == "F32"
+        np.testing.assert_array_equal(array, other, err_msg=name)
+
+
+def test_llama3s_scaling_is_a_tensor_of_divisors(tmp_path: Path) -> None:
+    (variant,) = (variant for variant in VARIANTS if variant.name == "llama-3")
+    model = save_hf(variant.config, tmp_path / "hf")
+    (tensor,) = (tensor for tensor in written(tmp_path / "hf").tensors if tensor.name == "rope_freqs.weight")
+    plain = variant.config["rope_theta"] ** (-torch.arange(0, 8, 2) / 8)
+    np.testing.assert_allclose(plain / torch.tensor(tensor.data), model.model.rotary_emb.inv_freq, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "q8_0"])
+def test_values_in_every_type_are_the_packages(tmp_path: Path, dtype: str) -> None:
+    config = {**modern(next(v for v in VARIANTS if v.name == "gpt2").config), "n_embd": 64}
+    save_hf(config, tmp_path / "hf")
+    plain = {tensor.name: tensor for tensor in written(tmp_path / "hf").tensors}
+    kind = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}[dtype]
+    reader = written(tmp_path / "hf", dtype)
+    for tensor in reader.tensors:
+        matrix = len(tensor.shape) > 1 and tensor.name != "position_embd.weight"
+        want = gguf.GGMLQuantizationType[kind if matrix else "F32"]
+        assert tensor.tensor_type == want
+        expected = gguf.quants.quantize(plain[tensor.name].data, want)
+        np.testing.assert_array_equal(tensor.data.view(np.uint8), expected.view(np.uint8))
+    file_type = {"F32": "ALL_F32"}.get(kind, f"MOSTLY_{kind}")
+    assert reader.get_field("general.file_type").contents() == gguf.LlamaFileType[file_type]
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.float16, "F16"), (torch.bfloat16, "BF16"), (torch.float64, "F32")])
+def test_what_is_not_asked_for_stays_as_it_is_stored(tmp_path: Path, dtype: torch.dtype, kind: str) -> None:
+    save_hf(next(v for v in VARIANTS if v.name == "llama-2").config, tmp_path / "hf", dtype=dtype)
+    types = {(len(tensor.shape), tensor.tensor_type.name) for tensor in written(tmp_path / "hf").tensors}
+    assert types == {(2, kind), (1, "F32")}
+
+
+def test_rows_that_do_not_divide_into_blocks_are_f16_and_said_so(tmp_path: Path) -> None:
+    save_hf(next(v for v in VARIANTS if v.name == "llama-2").config, tmp_path / "hf")
+    source = open_checkpoint(tmp_path / "hf")
+    (shard,) = plan_conversion(source, "gguf", "q8_0").shards
+    assert {output.dtype for output in shard.outputs} == {"F32", "F16"}
+    assert any("no multiple of 32" in note for note in source.notes)
+
+
+def scalar_q8_0(block: np.ndarray) -> bytes:
+    """ggml's quantize_row_q8_0_ref, a value at a time in fp32."""
+    top = np.float32(0)
+    for value in block:
+        top = max(top, abs(value))
+    scale = np.float32(top / np.float32(127))
+    with np.errstate(over="ignore"):
+        inverse = np.float32(1) / scale if scale else np.float32(0)
+    out = np.float16(scale).tobytes()
+    if np.isinf(inverse):  # what a float out of range becomes is not defined in C; on x86 these are zeros
+        return bytes(34)
+    for value in block:
+        scaled = np.float32(value * inverse)
+        whole = np.trunc(scaled)
+        away = whole + np.sign(scaled) if abs(np.float64(scaled) - whole) >= 0.5 else whole
+        out += np.int8(away).tobytes()
+    return out
+
+
+def test_q8_0_is_the_reference_bit_for_bit() -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((40, 32)).astype(np.float32) * 10.0 ** rng.integers(-30, 6, (40, 1)).astype(np.float32)
+    rows[0] = 0
+    rows[1] = np.arange(-16, 16) + 0.5  # ties, once the largest value is 127
+    rows[1, 0] = 127
+    rows[2, :8] = [127, 0.5, -0.5, 1.5, -1.5, 0.49999997, -126.5, 126.5]
+    rows[3] = np.float32(1e-38)
+    blocks = q8_0("x")(rows, "F32")
+    assert blocks.tobytes() == b"".join(scalar_q8_0(row) for row in rows)
+    halves = rows.astype(np.float16)
+    whole = q8_0("x")(halves, "F16")
+    assert whole.tobytes() == np.concatenate([q8_0("x")(halves[i : i + 7], "F16") for i in range(0, 40, 7)]).tobytes()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e7])
+def test_what_q8_0_cannot_hold_is_refused(value: float) -> None:
+    rows = np.ones((2, 32), np.float32)
+    rows[1, 3] = value
+    with pytest.raises(CheckpointError, match=r"blk\.0"):
+        q8_0("blk.0")(rows, "F32")
+
+
+# --- the file
+
+
+def test_a_file_is_the_same_every_time_and_named_as_llama_cpp_does(tmp_path: Path) -> None:
+    first = convert("sample:llama", tmp_path / "a", "gguf", dtype="float16")
+    second = convert(SAMPLES / "llama", tmp_path / "b", "gguf", dtype="float16")
+    assert [shard.name for shard in first.plan.shards] == ["llama-F16.gguf"]
+    assert (tmp_path / "a" / "llama-F16.gguf").read_bytes() == (tmp_path / "b" / "llama-F16.gguf").read_bytes()
+    assert second.plan.nbytes == sum(p.stat().st_size for p in (tmp_path / "b").iterdir() if p.name != "manifest.json")
+    beside = {path.name for path in (tmp_path / "a").iterdir()}
+    assert beside >= {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (SAMPLES / "llama" / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_llama_cpp_does_not_compute_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
+    config = next(variant.config for variant in VARIANTS if variant.name == name)
+    save_hf(config, tmp_path / "hf")
+    with pytest.raises(CannotExpress, match=REFUSED[name]):
+        convert(tmp_path / "hf", tmp_path / "out", "gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "q4_0", ""])
+def test_a_dtype_that_is_not_written_is_refused(tmp_path: Path, dtype: str) -> None:
+    with pytest.raises(UsageError):
+        convert("sample:llama", tmp_path / "out", "gguf", dtype=dtype)
+    assert not (tmp_path / "out").exists()
+
+
+def test_gguf_to_gguf_keeps_the_tokenizer_that_it_held(tmp_path: Path) -> None:
+    convert("sample:llama", tmp_path / "a", "gguf", dtype="float32")
+    shutil.copy(tmp_path / "a" / "llama-F32.gguf", tmp_path)  # without what lies beside
+    convert(tmp_path / "llama-F32.gguf", tmp_path / "b", "gguf", dtype="float16")
+    one, two = (gguf.GGUFReader(p) for p in (tmp_path / "llama-F32.gguf", tmp_path / "b" / "llama-F16.gguf"))
+    keys = [key for key in one.fields if key.startswith("tokenizer.")]
+    assert "tokenizer.ggml.merges" in keys
+    for key in keys:
+        assert two.fields[key].contents() == one.fields[key].contents(), key
+
+
+# --- the tokenizer
+
+
+def files_of(folder: Path, *names: str) -> dict[str, bytes]:
+    names = names or ("tokenizer.json", "tokenizer_config.json")
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+
+
+def changed(folder: Path, **changes: Any) -> dict[str, bytes]:
+    """The folder's tokenizer files with other parts in tokenizer.json."""
+    data = json.loads((folder / "tokenizer.json").read_text())
+    return files_of(folder) | {"tokenizer.json": json.dumps(data | changes).encode()}
+
+
+def test_a_byte_level_tokenizer() -> None:
+    found = vocabulary(files_of(SAMPLES / "llama"), 514)
+    data = json.loads((SAMPLES / "llama" / "tokenizer.json").read_text())
+    meta = {key.removeprefix("tokenizer.ggml."): value for key, value in found.metadata.items()}
+    assert meta["model"] == "gpt2" and meta["pre"] == "gpt-2" and not found.notes
+    assert meta["tokens"] == [*sorted(data["model"]["vocab"], key=data["model"]["vocab"].get), "[PAD512]", "[PAD513]"]
+    assert meta["merges"] == [" ".join(pair) for pair in data["model"]["merges"]]
+    assert meta["token_type"] == [CONTROL, *[1] * 511, UNUSED, UNUSED]
+    assert (meta["bos_token_id"], meta["eos_token_id"], meta["padding_token_id"]) == (0, 0, 0)
+    assert (meta["add_bos_token"], meta["add_eos_token"]) == (False, False)
+    assert "scores" not in meta
+
+
+@needs_stories
+def test_sentencepieces_bpe_by_either_file() -> None:
+    by_json = vocabulary(files_of(STORIES), 512).metadata
+    by_model = vocabulary(files_of(STORIES, "tokenizer.model"), 512).metadata
+    for key in ("model", "tokens", "token_type", "add_bos_token", "add_space_prefix", "bos_token_id", "eos_token_id"):
+        assert by_json[f"tokenizer.ggml.{key}"] == by_model[f"tokenizer.ggml.{key}"], key
+    assert by_json["tokenizer.ggml.model"] == "llama"
+    assert by_json["tokenizer.ggml.token_type"][:3] == [UNKNOWN, CONTROL, CONTROL]  # type: ignore[index]
+    one, two = (np.array(meta["tokenizer.ggml.scores"][259:]) for meta in (by_json, by_model))  # type: ignore[index]
+    merged = one < 0
+    assert merged.any() and (np.diff(one[merged]) < 0).all() and (np.diff(two[merged]) < 0).all()
+
+
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+def split(pattern: str, behavior: str = "Isolated", invert: bool = False) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": behavior, "invert": invert}
+
+
+@pytest.mark.parametrize(
+    ("steps", "ignore_merges", "name"),
+    [
+        ([{"type": "ByteLevel", "use_regex": True}], False, "gpt-2"),
+        ([{"type": "ByteLevel"}], False, "gpt-2"),
+        ([split(LLAMA3_SPLIT), BYTES], True, "llama-bpe"),
+        ([split(LLAMA3_SPLIT, "Removed", True), BYTES], True, "llama-bpe"),
+        ([split(LLAMA3_SPLIT), BYTES], False, "smaug-bpe"),
+        ([split(LLAMA3_SPLIT.replace("{1,3}", "")), BYTES], False, "qwen2"),
+        ([split(LLAMA3_SPLIT.replace("{1,3}", "")), BYTES], True, None),
+        ([{"type": "Digits", "individual_digits": True}, {"type": "ByteLevel"}], False, "smollm"),
+        ([split(r" ?[^(\s|[.,!?…。，、।۔،])]+"), BYTES], False, "bloom"),
+        (
+            [
+                {"type": "Punctuation", "behavior": "Contiguous"},
+                {"type": "ByteLevel"},
+                {"type": "Digits", "individual_digits": False},
+                split("[0-9][0-9][0-9]"),
+            ],
+            False,
+            "falcon",
+        ),
+        ([split("other"), BYTES], False, None),
+        ([split(LLAMA3_SPLIT, "MergedWithNext"), BYTES], True, None),
+    ],
+)
+def test_ways_to_split_text_have_llama_cpps_names(steps: list[dict[str, Any]], ignore_merges: bool, name: str) -> None:
+    assert pre_tokenizer(steps, ignore_merges) == name
+
+
+def test_a_way_without_a_name_is_default_and_said_so() -> None:
+    steps = {"type": "Sequence", "pretokenizers": [split("other"), BYTES]}
+    found = vocabulary(changed(SAMPLES / "gpt2", pre_tokenizer=steps, normalizer={"type": "NFC"}), 512)
+    assert found.metadata["tokenizer.ggml.pre"] == "default"
+    assert any("no name" in note for note in found.notes) and any("NFC" in note for note in found.notes)
+
+
+def test_added_tokens_and_what_is_put_around_a_text() -> None:
+    added = [
+        {"id": 0, "content": "<|endoftext|>", "special": True},
+        {"id": 512, "content": "  ", "special": False, "lstrip": True},
+        {"id": 513, "content": "<|im_end|>", "special": False},
+        {"id": 514, "content": "beyond", "special": True},
+    ]
+    one = {"type_id": 0, "id": "<|im_end|>"}
+    processor = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": one}, {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": one}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|im_end|>": {"id": "<|im_end|>", "ids": [513], "tokens": ["<|im_end|>"]}},
+    }
+    defaults = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    files = changed(SAMPLES / "gpt2", added_tokens=[defaults | token for token in added], post_processor=processor)
+    found = vocabulary(files, 514, {"unk_token_id": 7, "pad_token_id": 9999})
+    meta = found.metadata
+    assert meta["tokenizer.ggml.token_type"][-2:] == [USER_DEFINED, CONTROL]  # type: ignore[index]
+    assert meta["tokenizer.ggml.tokens"][-2:] == ["  ", "<|im_end|>"]  # type: ignore[index]
+    assert meta["tokenizer.ggml.add_bos_token"] is True and meta["tokenizer.ggml.bos_token_id"] == 513
+    assert meta["tokenizer.ggml.add_eos_token"] is True
+    assert meta["tokenizer.ggml.unknown_token_id"] == 7
+    assert any("beyond the 514 rows" in note for note in found.notes)
+    assert any("lstrip" in note for note in found.notes)
+
+
+def test_two_tokens_of_one_text_are_refused() -> None:
+    added = [{"id": 512, "content": "!", "special": True}]
+    defaults = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    with pytest.raises(CannotExpress, match="'!'"):
+        vocabulary(changed(SAMPLES / "gpt2", added_tokens=[defaults | token for token in added]), 513)
+
+
+def test_a_vocabulary_and_merges_in_files_of_their_own(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    shutil.copytree(SAMPLES / "gpt2", folder)
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(map(" ".join, model["merges"])))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}')
+    fields = written(folder).fields
+    assert fields["tokenizer.ggml.pre"].contents() == "gpt-2"
+    assert fields["tokenizer.ggml.merges"].contents() == [" ".join(pair) for pair in model["merges"]]
+    assert fields["tokenizer.ggml.eos_token_id"].contents() == 0
+
+
+def test_merges_that_llama_cpp_makes_and_the_tokenizer_does_not_are_told() -> None:
+    vocab = {"<unk>": 0, "▁": 1, "a": 2, "b": 3, "ab": 4, "▁ab": 5, "▁a": 6}
+    merges = [["a", "b"], ["▁", "ab"]]
+    data = {
+        "added_tokens": [],
+        "normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}]},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "BPE", "unk_token": "<unk>", "byte_fallback": True, "vocab": vocab, "merges": merges},
+    }
+    found = vocabulary({"tokenizer.json": json.dumps(data).encode()}, 7)
+    assert found.metadata["tokenizer.ggml.add_space_prefix"] is True
+    assert found.metadata["tokenizer.ggml.scores"] == [0.0, 0.0, 0.0, 0.0, -0.0, -1.0, 0.0]
+    (note,) = found.notes
+    assert "2 of the tokens" in note  # ▁a, and ▁ab from ▁a and b
+    data["model"] |= {"merges": [*merges, ["▁", "a"], ["▁a", "b"]]}  # type: ignore[operator]
+    assert not vocabulary({"tokenizer.json": json.dumps(data).encode()}, 7).notes
+
+
+def test_a_unigram_tokenizer() -> None:
+    vocab = [["<unk>", 0.0], ["<s>", 0.0], ["▁", -2.0], ["a", -1.5], ["▁a", -1.0]]
+    charsmap = base64.b64encode(b"\x04\0\0\0abcdefgh").decode()
+    data = {
+        "added_tokens": [],
+        "normalizer": {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "Unigram", "unk_id": 0, "vocab": vocab, "byte_fallback": False},
+    }
+    found = vocabulary({"tokenizer.json": json.dumps(data).encode()}, 5)
+    meta = found.metadata
+    assert meta["tokenizer.ggml.model"] == "t5"
+    assert meta["tokenizer.ggml.scores"] == [score for _, score in vocab]
+    assert meta["tokenizer.ggml.token_type"] == [UNKNOWN, 1, 1, 1, 1]
+    assert meta["tokenizer.ggml.add_space_prefix"] is True and meta["tokenizer.ggml.remove_extra_whitespaces"] is True
+    assert charsmap not in str(meta)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("chat_template.jinja", "{{ evil() }}", {"tokenizer.chat_template": "{{ evil() }}"}),
+        ("chat_template.json", '{"chat_template": "x"}', {"tokenizer.chat_template": "x"}),
+        ("tokenizer_config.json", '{"chat_template": "y"}', {"tokenizer.chat_template": "y"}),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]}',
+            {
+                "tokenizer.chat_template": "d",
+                "tokenizer.chat_templates": ["tool_use"],
+                "tokenizer.chat_template.tool_use": "t",
+            },
+        ),
+    ],
+)
+def test_a_chat_template_is_kept_as_text(name: str, content: str, expected: dict[str, Any]) -> None:
+    files = files_of(SAMPLES / "gpt2", "tokenizer.json") | {name: content.encode()}
+    meta = vocabulary(files, 512).metadata
+    assert {key: value for key, value in meta.items() if "chat" in key} == expected
+
+
+def test_without_a_tokenizer_there_is_none_and_a_note() -> None:
+    found = vocabulary({}, 512)
+    assert found.metadata == {"tokenizer.ggml.model": "none"} and found.notes
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", b"{"),
+        ("tokenizer.json", b"[]"),
+        ("tokenizer.json", b'{"model": 3}'),
+        ("tokenizer.json", b'{"model": {"type": "BPE", "merges": []}, "pre_tokenizer": {"type": "ByteLevel"}}'),
+        (
+            "tokenizer.json",
+            b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a"]}, "pre_tokenizer": {"type": "ByteLevel"}}',
+        ),
+        ("tokenizer.model", b"\x0a\xff"),
+        ("tokenizer.model", b"not a model"),
+        ("tokenizer.model", b""),
+        ("tokenizer.model", b"\x80" * 64),
+        ("tokenizer.model", b"\x0a\x05\x0a\x01a\x18\x09"),
+    ],
+)
+def test_broken_tokenizer_files_are_bad_input(name: str, content: bytes) -> None:
+    with pytest.raises(InvalidInput, match=name):
+        vocabulary({name: content}, 16)
+
+
+# --- llama.cpp itself
+
+CLIENT = Path(__file__).with_name("llama_cpp_client.py")
+TEXTS = [
+    "Hello world",
+    "  two  spaces",
+    "<|endoftext|>First<|endoftext|> citizen:<|endoftext|>",
+    "naïve café — 日本語 🚀\n\n\ttab 12345 it's I'LL we'Ve",
+    " leading",
+    "trailing ",
+    "a\u0301 decomposed",
+    "3.14159 1000000",
+    "ROMEO:\nBut soft,\r\n what light?!",
+    "",
+]
+SPM_TEXTS = ["Once upon a time", "<s>Once</s>there was<s>a", "naïve café — 日本語 🚀", "two  spaces\n\n x"]
+
+
+def client() -> str:
+    """An interpreter that has llama-cpp-python: this one, or the one that GPTKIT_LLAMA_CPP_PYTHON names."""
+    python = os.environ.get("GPTKIT_LLAMA_CPP_PYTHON", sys.executable)
+    probe = subprocess.run([python, "-c", "import llama_cpp"], capture_output=True, check=False)
+    if probe.returncode:
+        pytest.skip(f"{python} has no llama-cpp-python: see CONTRIBUTING.md")
+    return python
+
+
+def ask(path: Path, ids: list[int], texts: list[str], runs: list[dict[str, Any]]) -> dict[str, Any]:
+    request = json.dumps({"model": str(path), "ids": ids, "texts": texts, "runs": runs})
+    done = subprocess.run([client(), str(CLIENT)], input=request, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+class TableGelu(torch.nn.Module):
+    """GELU as llama.cpp's CPU code has it: a table of its tanh form, from F16 to F16 (ggml-cpu/vec.h)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = x.to(torch.float16).double()
+        curve = 0.5 * half * (1 + torch.tanh(0.7978845608028654 * half * (1 + 0.044715 * half * half)))
+        table = curve.to(torch.float16).to(x.dtype)
+        return torch.where(x <= -10, torch.zeros_like(x), torch.where(x >= 10, x, table))
+
+
+def use_table_gelu(model: transformers.PreTrainedModel) -> None:
+    for block in model.transformer.h if hasattr(model, "transformer") else ():
+        name = "gelu_impl" if hasattr(block.mlp, "gelu_impl") else "act"
+        setattr(block.mlp, name, TableGelu())
+
+
+def logits(model: transformers.PreTrainedModel, ids: list[int], dtype: torch.dtype) -> np.ndarray:
+    with torch.no_grad():
+        found: np.ndarray = model.to(dtype)(torch.tensor([ids])).logits[0].double().numpy()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "falcon"])
+def test_llama_cpp_computes_and_tokenizes_as_transformers(tmp_path: Path, name: str) -> None:
+    """Logits to within what fp32 itself leaves open, and every id.
+
+    transformers computes twice with llama.cpp's activation, in fp64 and in fp32. llama.cpp may be no more than twice as
+    far from the first as the second is, or as its own results lie apart when it takes the text in other pieces.
+    """
+    convert(f"sample:{name}", tmp_path / "out", "gguf", dtype="float32")
+    tokenizer = load_tokenizer(SAMPLES / name)
+    assert tokenizer is not None
+    ids = torch.randint(1, 512, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    runs = [{"batch": 256, "threads": 1}, {"batch": 256, "threads": 2}, {"batch": 1, "threads": 1}]
+    answer = ask(tmp_path / "out" / f"{name}-F32.gguf", ids, TEXTS, runs)
+    theirs = [np.array(run) for run in answer["logits"]]
+    model = transformers.AutoModelForCausalLM.from_pretrained(SAMPLES / name, dtype=torch.float32)
+    plain = logits(model, ids, torch.float64)
+    use_table_gelu(model)
+    exact = logits(model, ids, torch.float64)
+    rounded = logits(model, ids, torch.float32)
+    own = max(np.abs(other - theirs[0]).mean() for other in theirs[1:])
+    noise = max(np.abs(rounded - exact).mean(), own)
+    for run in theirs:
+        error = np.abs(run - exact).mean()
+        print(f"{name}: mean {error:.2e}, noise {noise:.2e}, largest with plain GELU {np.abs(run - plain).max():.1e}")
+        assert error <= 2 * noise
+        assert (run.argmax(-1) == rounded.argmax(-1)).mean() > 0.99
+    for text, found in zip(TEXTS, answer["tokens"], strict=True):
+        assert found == tokenizer.encode(text), text
+
+
+@pytest.mark.slow
+@needs_stories
+def test_llama_cpp_tokenizes_sentencepieces_bpe_as_its_tokenizer_json(tmp_path: Path) -> None:
+    convert(STORIES, tmp_path / "out", "gguf", dtype="float32")
+    tokenizer = load_tokenizer(STORIES)
+    assert tokenizer is not None
+    answer = ask(next((tmp_path / "out").glob("*.gguf")), [1, 5], SPM_TEXTS, [{"batch": 2, "threads": 1}])
+    for text, found in zip(SPM_TEXTS, answer["tokens"], strict=True):
+        assert found == tokenizer.encode(text), text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", WRITTEN, ids=str)
+def test_llama_cpp_loads_and_computes_every_variant(tmp_path: Path, variant: Variant) -> None:
+    """Random parameters and no tokenizer; within what the table of GELU rounds."""
+    model = save_hf(variant.config, tmp_path / "hf")
+    done = convert(tmp_path / "hf", tmp_path / "out", "gguf")
+    ids = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+    answer = ask(tmp_path / "out" / done.plan.shards[0].name, ids, [], [{"batch": 64, "threads": 1}])
+    use_table_gelu(model)
+    exact, rounded = logits(model, ids, torch.float64), logits(model, ids, torch.float32)
+    error = np.abs(np.array(answer["logits"][0]) - exact)
+    print(
+        f"{variant}: mean {error.mean():.2e} of {np.abs(exact).mean():.2g}, noise {np.abs(rounded - exact).mean():.2e}"
+    )
+    assert error.mean() <= 4 * np.abs(rounded - exact).mean()
