@@ -67,7 +67,7 @@ def read_entry(entry: object) -> tuple[FileRecord, int] | None:
     if not isinstance(entry, dict) or not _is_digest(entry.get("sha256")):
         return None
     nbytes, tensors = entry.get("bytes"), entry.get("tensors", {})
-    if type(nbytes) is not int or not isinstance(tensors, dict):
+    if type(nbytes) is not int or nbytes < 0 or not isinstance(tensors, dict):
         return None
     records: dict[str, TensorRecord] = {}
     for name, each in tensors.items():

@@ -133,6 +133,133 @@ def test_the_nth_call_fails_for_every_n(memory_path: Path, code: int, over_old: 
     assert len(hits) > 60
 
 
+STRACED = "import sys; from gptkit.converter.convert import convert; convert(*sys.argv[1:], force=True, workers=1)"
+
+
+@pytest.mark.soak
+def test_the_kernel_refuses_the_nth_call_for_every_n(memory_path: Path) -> None:
+    """The same from outside, by strace: no call that the process makes can pass by."""
+    strace, log = ["strace", "-f", "-qq", "-o", str(memory_path / "log")], memory_path / "log"
+    if not shutil.which("strace") or subprocess.run([*strace, "true"], capture_output=True).returncode:
+        pytest.skip("no strace here")
+    tiny, target = make_tiny(memory_path / "tiny"), memory_path / "room" / "out"
+    target.parent.mkdir()
+    calls = ("write", "pwrite64", "copy_file_range", "ftruncate", "fsync", "mkdir", "rename", "renameat2", "unlink")
+    run = [sys.executable, "-c", STRACED, str(tiny), str(target)]
+    subprocess.run([*strace, "-e", f"trace={','.join(calls)}", *run], env=LEAN, check=True)
+    seen = [line.split("(")[0].split()[-1] for line in log.read_text().splitlines() if "(" in line]
+    new = contents(target)
+    codes = ("ENOSPC", "EIO", "EDQUOT")
+    assert {"pwrite64", "copy_file_range", "ftruncate", "fsync", "mkdir", "renameat2", "unlink"} <= set(seen)
+    for over_old in (False, True):
+        shutil.rmtree(target)
+        convert(tiny, memory_path / f"old-{over_old}", "hf")
+        old = contents(memory_path / f"old-{over_old}") if over_old else None
+        for call in sorted(set(seen)):
+            for number in range(1, seen.count(call) + 1):
+                if over_old:
+                    shutil.copytree(memory_path / f"old-{over_old}", target)
+                fault = ["-e", f"trace={call}", "-e", f"inject={call}:error={codes[number % 3]}:when={number}"]
+                done = subprocess.run([*strace, *fault, *run], env=LEAN, capture_output=True, text=True)
+                state = contents(target)
+                assert state in (old, new), f"{call} {number}"
+                assert done.returncode or state == new, f"{call} {number}: silent"
+                subprocess.run(run, env=LEAN, check=True)
+                assert contents(target) == new and beside(target) == [], f"{call} {number}"
+                shutil.rmtree(target)
+        target.mkdir()
+
+
+# --- what is on the disk by when: kill -9 leaves the kernel's memory, a power cut does not
+
+
+class Trace:
+    """Notes what is done to the disk, in its order: (what, path), with the text of what is written to a journal."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.events: list[tuple[str, str]] = []
+        self.noted: list[tuple[int, str]] = []  # (index of the event, name) of every file a journal says is finished
+        for name, sink in (("pwrite", 0), ("write", 0), ("ftruncate", 0), ("copy_file_range", 1)):
+            patch.setattr(os, name, self.wrap(getattr(os, name), "write", sink))
+        patch.setattr(os, "fsync", self.wrap(os.fsync, "fsync", 0))
+        for name in ("open", "mkdir", "unlink", "rmdir"):
+            patch.setattr(os, name, self.wrap(getattr(os, name), "open" if name == "open" else "entry", None))
+        patch.setattr("io.open", self.wrap(open, "open", None))
+        for module, name in ((os, "rename"), (publish, "_renameat2")):
+            patch.setattr(module, name, self.wrap(getattr(module, name), "rename", None))
+
+    def wrap(self, call: Callable[..., Any], what: str, sink: int | None) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **named: Any) -> Any:
+            there = what == "open" and isinstance(arguments[0], int | str | Path) and os.path.lexists(arguments[0])
+            result = call(*arguments, **named)
+            if sink is not None:
+                path = str(Path(f"/proc/self/fd/{arguments[sink]}").readlink())
+                if what == "write" and path.endswith(".journal"):
+                    entry = json.loads(bytes(arguments[1]).split(b" ", 1)[1])
+                    self.noted.append((len(self.events), entry["name"]))
+                self.events.append((what, path))
+            elif what == "rename":
+                if result is not False:
+                    self.events += [("entry", str(arguments[0])), ("renamed", str(arguments[1]))]
+            elif not there:  # opened what was there before: no entry of a folder changes
+                folder = named.get("dir_fd")
+                base = "" if folder is None else f"{Path(f'/proc/self/fd/{folder}').readlink()}/"
+                self.events.append(("entry", f"{base}{arguments[0]}"))
+            return result
+
+        return wrapped
+
+    def last(self, what: Callable[[str, str], bool], before: int) -> int:
+        return max((at for at, event in enumerate(self.events[:before]) if what(*event)), default=-1)
+
+    def on_disk(self, path: str, before: int) -> bool:
+        """Whether nothing was written to a file, or changed in a folder, since it was last put on the disk."""
+        changed = self.last(
+            lambda what, other: (
+                (what == "write" and other == path) or (what in ("entry", "renamed") and os.path.dirname(other) == path)  # noqa: PTH120
+            ),
+            before,
+        )
+        return changed < self.last(lambda what, other: what == "fsync" and other == path, before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="Linux says which file a descriptor is")
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("over_old", [False, True])
+def test_the_order_of_fsync_stands_a_power_cut(tmp_path: Path, over_old: bool, exchange: bool) -> None:
+    tiny, target = make_tiny(tmp_path / "tiny"), tmp_path / "room" / "out"
+    target.parent.mkdir()
+    if over_old:
+        convert(tiny, target, "hf")
+    with pytest.MonkeyPatch.context() as patch:
+        if not exchange:
+            patch.setattr(publish, "_renameat2", lambda src, dst, flags: False)
+        trace = Trace(patch)
+        convert(tiny, target, force=over_old, max_shard_bytes=SHARD, workers=1)
+    published = trace.last(lambda what, path: (what, path) == ("renamed", str(target)), len(trace.events))
+    folder = trace.events[published - 1][1]
+    # All of the folder, before it gets the target's name.
+    written = {path for what, path in trace.events[:published] if what == "write" and path.startswith(folder)}
+    assert {f"{folder}/{path.name}" for path in target.iterdir()} <= written
+    for path in [*written, folder]:
+        assert path.endswith((".journal", ".journal.new")) or trace.on_disk(path, published - 1), path
+    # The new name, before anything of the old folder goes.
+    settled = trace.events.index(("fsync", str(target.parent)), published)
+    gone = [
+        at
+        for at, (what, path) in enumerate(trace.events)
+        if at > published and what == "entry" and not path.endswith(".lock")
+    ]
+    assert bool(gone) == over_old and all(at > settled for at in gone)
+    # A finished file and its name, before the journal says so.
+    assert len(trace.noted) == len(list(target.glob("*.safetensors")))
+    for at, name in trace.noted:
+        assert trace.on_disk(f"{folder}/{name}", at), name
+        assert trace.last(lambda what, path: (what, path) == ("fsync", folder), at) > trace.last(
+            lambda what, path, name=name: (what, path) == ("entry", f"{folder}/{name}"), at
+        )
+
+
 # --- kill -9
 
 

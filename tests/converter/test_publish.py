@@ -406,6 +406,24 @@ def test_many_at_once_write_one_after_another(tmp_path: Path) -> None:
     assert strays(tmp_path) == []
 
 
+def test_a_lock_on_a_file_that_was_just_removed_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its holder removes it between our open and our lock: whoever comes next would make another, and lock that."""
+    flock, lock = fcntl.flock, tmp_path / ".out.lock"
+    calls: list[int] = []
+
+    def late(fd: int, how: int) -> None:
+        calls.append(fd)
+        if len(calls) == 1:
+            lock.unlink()
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with Staging(tmp_path / "out"), pytest.raises(GptkitError, match="being written"):
+        Staging(tmp_path / "out").check()
+    assert len(calls) == 3
+    assert strays(tmp_path) == []
+
+
 def test_without_locks_nothing_of_others_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int, how: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -548,6 +566,21 @@ def test_an_interruption_while_taking_over_loses_nothing(tmp_path: Path, monkeyp
         assert set(staging.finished) == {"a", "b"}
 
 
+def test_finished_means_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync, settled = os.fsync, []
+
+    def note(fd: int) -> None:
+        settled.append(os.fstat(fd).st_ino)
+        fsync(fd)
+
+    with Staging(tmp_path / "out", key="k") as staging:
+        write_bytes(staging.path / "a", data_of("a"))
+        monkeypatch.setattr(os, "fsync", note)
+        staging.finish("a", record_of("a"))
+        there = [staging.path / "a", staging.path, staging.path / ".journal"]
+        assert settled == [path.stat().st_ino for path in there]
+
+
 def finish_at_once(target: Path, names: Sequence[str]) -> None:
     with Staging(target, key="k") as staging:
 
@@ -581,6 +614,7 @@ def test_a_journal_is_not_trusted(tmp_path: Path) -> None:
     target, outside = tmp_path / "out", tmp_path / "outside"
     outside.mkdir()
     (outside / "a").write_bytes(data_of("a"))
+    (outside / "z").write_bytes(data_of("a"))
     good = {"sha256": record_of("a").sha256, "bytes": len(data_of("a"))}
     interrupted(target, ["a", "b", "c", "d", "e", "f"])
     folder = partial(target)
@@ -595,7 +629,7 @@ def test_a_journal_is_not_trusted(tmp_path: Path) -> None:
     (folder / "sub").symlink_to(outside)
     (folder / "deep").mkdir()
     (folder / "deep" / "down").touch()
-    names = ["d", "e", "f", "../outside/a", str(outside / "a"), "sub/a", "..", "", "a\0", "\ud800", "x" * 300, 7, None]
+    names = ["d", "e", "f", "../outside/z", str(outside / "z"), "sub/z", "..", "", "a\0", "\ud800", "x" * 300, 7, None]
     lines = [line({"name": name, **good}) for name in names]
     lines += [line({"name": "b", **good, "bytes": value}) for value in (-1, True, 1e3, "1", None)]
     lines += [line({"name": "b", **good, "tensors": {"w": each}}) for each in (1, {"start": 9, "end": 2, "sha256": ""})]
@@ -605,8 +639,7 @@ def test_a_journal_is_not_trusted(tmp_path: Path) -> None:
     with Staging(target, key="k") as staging:
         assert staging.finished == {"a": record_of("a")}
         assert sorted(path.name for path in staging.path.iterdir()) == [".journal", "a"]
-    assert (outside / "a").read_bytes() == data_of("a")
-    assert [path.name for path in outside.iterdir()] == ["a"]
+    assert {path.name: path.read_bytes() for path in outside.iterdir()} == dict.fromkeys("az", data_of("a"))
 
 
 @pytest.mark.parametrize("tail", [b"torn", b"\0" * 100, b"\n", b"[" * 100_000, b"f" * 64 + b" {}\n"])
