@@ -539,20 +539,69 @@ def test_a_swapped_model_alone_has_no_reference(tmp_path: Path) -> None:
     assert caught.value.hint == "compare with the checkpoint it was made from: gptkit verify ORIGINAL THIS"
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("empty", [[], ["one"]])
 def test_nothing_compared_is_no_pass(
-    empty: list[str], pair: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+    empty: list[str], stream: bool, pair: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = [module.Batch(name, torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1)) for name in empty]
     monkeypatch.setattr(module, "probe", lambda *specs, long=False: batches)
     with pytest.raises(GptkitError, match="nothing"):
-        verify(pair("llama")[0])
+        verify(pair("llama")[0], stream=stream)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "half", torch.int64, ""])
+@pytest.mark.parametrize("dtype", ["int8", "half", "float8_e4m3fn", torch.float8_e5m2, torch.int64, ""])
 def test_dtypes_that_nothing_computes_in(dtype: Any, pair: Callable[[str], tuple[Path, Path]]) -> None:
     with pytest.raises(UsageError, match="unknown dtype"):
         verify(pair("llama")[0], dtype=dtype)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_dtype_that_this_machine_lacks_is_told(
+    stream: bool, pair: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("\"silu_cpu\" not implemented for 'Half'")
+
+    monkeypatch.setitem(layers.ACTIVATIONS, "silu", lacking)
+    with pytest.raises(UsageError, match=r"cannot compute in float16: .*silu_cpu") as caught:
+        verify(pair("llama")[0], dtype="float16", stream=stream)
+    assert caught.value.exit_code == 2
+    assert caught.value.hint == "use --dtype float32"
+
+
+STREAMED = [[], ["--stream"]]
+
+
+@pytest.mark.parametrize("options", STREAMED, ids=str)
+def test_bad_input_has_its_exit_code(
+    options: list[str], pair: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    hf, local = pair("llama")
+    save_hf({**CONFIGS["llama"], "vocab_size": 98}, tmp_path / "other")
+    nan = damaged(local, tmp_path / "nan", lambda t: t["final_norm.weight"].fill_(float("nan")))
+    narrow = tmp_path / "narrow"
+    shutil.copytree(hf, narrow)
+    tensors = safetensors.torch.load_file(narrow / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
+    safetensors.torch.save_file(tensors, narrow / "model.safetensors", {"format": "pt"})
+    for code, message, arguments in (
+        (4, "weights are not finite: final_norm.weight", [hf, nan]),
+        (4, "vocabularies differ: 97 tokens", [hf, tmp_path / "other"]),
+        (4, "weights are not floating point: model.norm.weight is F8_E4M3", [narrow]),
+        (2, "unknown dtype 'float8_e4m3fn'", [hf, "--dtype", "float8_e4m3fn"]),
+        (2, "has no tokenizer to read a prompt with", [hf, "--prompt", "x"]),
+    ):
+        run = CliRunner().invoke(app, ["verify", *map(str, arguments), *options])
+        assert (run.exit_code, message in run.stderr) == (code, True), run.stderr
+        assert len(run.stderr.strip().splitlines()) <= 2
+
+
+@pytest.mark.parametrize("options", STREAMED, ids=str)
+def test_a_missing_tokenizer_is_said(options: list[str], pair: Callable[[str], tuple[Path, Path]]) -> None:
+    run = CliRunner().invoke(app, ["verify", str(pair("llama")[0]), "--no-mutations", *options])
+    assert run.exit_code == 0
+    assert "no tokenizer: the probe's token ids are made up from the vocabulary" in " ".join(run.stdout.split())
 
 
 # --- the parts --------------------------------------------------------------------------------------------------------
