@@ -80,7 +80,7 @@ class Format(Protocol):
     write: Callable[[Request, Plan, Staging, Callable[[int], None] | None], dict[str, FileRecord]] | None
 
 
-NAMES = ("gguf", "llama2c", "nanogpt", "dcp")
+NAMES = ("gguf", "llama2c", "llama2c_v1", "nanogpt", "dcp")
 
 
 def format_named(name: str) -> Format:

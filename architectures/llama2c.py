@@ -1,0 +1,217 @@
+"""llama2.c (github.com/karpathy/llama2.c): the names, order and layouts of its .bin files, and the trees they can hold.
+
+A file is a header of seven sizes and fp32 tensors without names, each kind stacked over the layers. Everything else is
+fixed in its programs: RMSNorm with eps 1e-5, rotary positions of base 10000 on whole heads, SwiGLU, no biases. Names
+are those of its model.py, which are Meta's; rows of wq and wk are in Meta's order, a pair of the rotation side by side.
+
+Source: llama2.c, export.py (legacy_export, version1_export, version2_export), run.c, runq.c.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import CannotExpress, ConfigError
+from ..spec import FeedForward, ModelSpec, differences, without_rounding
+from .base import BoundLeaf, Leaf, bind, collapse, short
+from .layout import Layout, Shape
+from .llama import LLAMA
+
+__all__ = ["BASE", "EPS", "LEAVES", "ORDER", "QUANTISED", "TABLES", "Sizes", "config_of", "expressed", "places"]
+
+BASE, EPS = 10000.0, 1e-5
+"""Of the rotation and of RMSNorm, as run.c has them."""
+
+B, T = "blocks.{layer}.", "layers.{layer}."
+
+
+def paired(heads: str) -> Layout:
+    """Rows of a head whose pairs lie side by side, for rows of which the first half pairs with the second."""
+    return Layout(f"({heads} half two) hidden", f"({heads} two half) hidden")
+
+
+LEAVES: tuple[Leaf, ...] = (
+    Leaf("tok_embeddings.weight", "embedding.weight"),
+    Leaf(T + "attention_norm.weight", B + "attention_norm.weight"),
+    Leaf(T + "attention.wq.weight", B + "attention.q_proj.weight", paired("heads")),
+    Leaf(T + "attention.wk.weight", B + "attention.k_proj.weight", paired("kv_heads")),
+    Leaf(T + "attention.wv.weight", B + "attention.v_proj.weight"),
+    Leaf(T + "attention.wo.weight", B + "attention.o_proj.weight"),
+    Leaf(T + "ffn_norm.weight", B + "feed_forward_norm.weight"),
+    Leaf(T + "feed_forward.w1.weight", B + "feed_forward.gate_proj.weight"),
+    Leaf(T + "feed_forward.w2.weight", B + "feed_forward.down_proj.weight"),
+    Leaf(T + "feed_forward.w3.weight", B + "feed_forward.up_proj.weight"),
+    Leaf("norm.weight", "final_norm.weight"),
+    Leaf("output.weight", "head.weight"),
+)
+
+TABLES = ("freqs_cos", "freqs_sin")
+"""The rotation's cosines and sines at every position, [max_seq_len, head_dim / 2]: no weights."""
+
+MATRICES = tuple(T + name for name in ("attention.wq.weight", "attention.wk.weight", "attention.wv.weight",
+                                       "attention.wo.weight", "feed_forward.w1.weight", "feed_forward.w2.weight",
+                                       "feed_forward.w3.weight"))  # fmt: skip
+NORMS = (T + "attention_norm.weight", T + "ffn_norm.weight", "norm.weight")
+QUANTISED = ("tok_embeddings.weight", *MATRICES, "output.weight")
+"""What version 2 stores as groups of signed bytes: each tensor's bytes, then its groups' scales."""
+
+ORDER: dict[int, tuple[str, ...]] = {
+    0: (
+        "tok_embeddings.weight",
+        T + "attention_norm.weight",
+        *MATRICES[:4],
+        T + "ffn_norm.weight",
+        *MATRICES[4:],
+        "norm.weight",
+        *TABLES,
+        "output.weight",
+    ),
+    1: (*NORMS, *QUANTISED),
+    2: (*NORMS, *QUANTISED),
+}
+"""The tensors of a file by its version; one with {layer} stands for those of all layers."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A header's sizes, in its order; `shared`: the head is tied to the embedding."""
+
+    dim: int
+    hidden_dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    vocab_size: int
+    max_seq_len: int
+    shared: bool
+
+    @property
+    def plausible(self) -> bool:
+        """Whether these can be a model's sizes, told without making anything of them."""
+        bounded = zip(
+            (
+                self.dim,
+                self.hidden_dim,
+                self.n_layers,
+                self.n_heads,
+                self.n_kv_heads,
+                self.vocab_size,
+                self.max_seq_len,
+            ),
+            (2**20, 2**22, 2**14, 2**16, 2**16, 2**26, 2**26),
+            strict=True,
+        )
+        return (
+            all(0 < value <= most for value, most in bounded)
+            and self.dim % self.n_heads == 0
+            and self.n_heads % self.n_kv_heads == 0
+            and self.head_dim % 2 == 0
+        )
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    def shape(self, name: str) -> Shape:
+        """The shape of a tensor, of one layer where it is stacked."""
+        dim, inner, kv_dim = self.dim, self.hidden_dim, self.n_kv_heads * self.head_dim
+        if name in TABLES:
+            return self.max_seq_len, self.head_dim // 2
+        if name.endswith("norm.weight"):
+            return (dim,)
+        return {
+            "tok_embeddings": (self.vocab_size, dim),
+            "output": (self.vocab_size, dim),
+            "wq": (dim, dim),
+            "wk": (kv_dim, dim),
+            "wv": (kv_dim, dim),
+            "wo": (dim, dim),
+            "w1": (inner, dim),
+            "w2": (dim, inner),
+            "w3": (inner, dim),
+        }[name.removesuffix(".weight").split(".")[-1]]
+
+    def stacked(self, version: int) -> Iterator[tuple[str, Shape, int]]:
+        """The file's tensors in their order: (name template, shape of one, how many lie one after the other)."""
+        for name in ORDER[version]:
+            if name != "output.weight" or not self.shared:
+                yield name, self.shape(name), self.n_layers if "{layer}" in name else 1
+
+
+def places(sizes: Sizes, version: int, start: int) -> Iterator[tuple[str, Shape, int]]:
+    """Every tensor of a file of fp32 (version 0 or 1): (name, shape, its first byte)."""
+    for template, shape, count in sizes.stacked(version):
+        for layer in range(count):
+            yield template.format(layer=layer), shape, start
+            start += 4 * math.prod(shape)
+
+
+def config_of(sizes: Sizes) -> dict[str, Any]:
+    """A config.json for the model in such a file. 1 and 2 are the ids that its programs take for <s> and </s>."""
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": sizes.vocab_size,
+        "hidden_size": sizes.dim,
+        "intermediate_size": sizes.hidden_dim,
+        "num_hidden_layers": sizes.n_layers,
+        "num_attention_heads": sizes.n_heads,
+        "num_key_value_heads": sizes.n_kv_heads,
+        "head_dim": sizes.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": sizes.max_seq_len,
+        "rms_norm_eps": EPS,
+        "rope_theta": BASE,
+        "tie_word_embeddings": sizes.shared,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": "float32",
+    }
+
+
+def expressed(spec: ModelSpec) -> tuple[Sizes, list[BoundLeaf]]:
+    """A tree as a header's sizes and the tensors of a file.
+
+    Raises:
+        CannotExpress: llama2.c computes no such tree; the components in the way are listed.
+
+    """
+    first = spec.blocks[0]
+    if isinstance(first.feed_forward, FeedForward):
+        raise CannotExpress("llama2.c cannot express this tree: its feed-forward is gated", HINT)
+    if spec.context_length is None:
+        raise CannotExpress("llama2.c cannot express this tree: it does not say how long its context is", HINT)
+    sizes = Sizes(
+        dim=spec.hidden_size,
+        hidden_dim=first.feed_forward.intermediate_size,
+        n_layers=len(spec.blocks),
+        n_heads=first.attention.heads,
+        n_kv_heads=first.attention.kv_heads,
+        vocab_size=spec.vocab_size,
+        max_seq_len=spec.context_length,
+        shared=spec.head.tied,
+    )
+    if not sizes.plausible:
+        raise CannotExpress(
+            f"llama2.c cannot express this tree: {sizes.dim} wide with {sizes.n_heads} heads, context of "
+            f"{sizes.max_seq_len:,}",
+            HINT,
+        )
+    try:
+        back = LLAMA.spec(config_of(sizes))
+    except ConfigError as error:
+        raise CannotExpress(f"llama2.c cannot express this tree: {error.message}", HINT) from error
+    found = differences(without_rounding(spec), without_rounding(back))
+    if found:
+        lines: Sequence[str] = [f"  {path}: {short(a)}; llama2.c has {short(b)}" for path, a, b in collapse(found)]
+        listed = "\n".join(lines[:12])
+        raise CannotExpress(f"llama2.c cannot express {len(lines)} of the tree's components:\n{listed}", HINT)
+    return sizes, bind("llama2.c", LEAVES, spec)
+
+
+HINT = "gptkit's own format holds any tree: convert --to local"

@@ -1,0 +1,156 @@
+"""llama2.c's tokenizer.bin, from and to the files that Hugging Face has.
+
+The file is the longest token's length, then a score, a length and the text of every token, a space where SentencePiece
+writes its mark. Programs merge by score, as SentencePiece's BPE does; that <s> and </s> are ids 1 and 2, that the bytes
+begin at 3, and that a space goes before every text is fixed in them. Source: llama2.c, tokenizer.py and run.c.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...architectures.llama2c import Sizes
+from ...errors import CannotExpress
+from .gguf_header import Header
+from .gguf_tokenizer import Texts
+from .gguf_vocab import vocabulary
+
+if TYPE_CHECKING:
+    from . import Request
+
+__all__ = ["TOKENIZER", "texts_beside", "tokenizer_bin"]
+
+TOKENIZER = "tokenizer.bin"
+MAX_BYTES = 2**28
+BOS, EOS, BYTES = 1, 2, 3
+"""Fixed ids: of <s>, of </s>, and of the first of the 256 bytes."""
+
+PREFIX = "tokenizer.ggml."
+NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
+"""Types of tokens, as SentencePiece and GGUF number them."""
+SPACE = "▁"
+
+_ENTRY = struct.Struct("<fI")
+_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
+
+
+def texts_beside(path: Path, sizes: Sizes) -> tuple[Mapping[str, bytes], list[str]]:
+    """The tokenizer files of a model, from what lies beside it: tok512.bin, tokenizer.bin, or Hugging Face's own.
+
+    Returns them with notes. A file that is another vocabulary's is left alone.
+    """
+    folder = path.parent
+    names = [f"tok{sizes.vocab_size}.bin", TOKENIZER, *sorted(entry.name for entry in folder.glob("tok*.bin"))]
+    passed = []
+    for name in dict.fromkeys(names):
+        file = folder / name
+        if not file.is_file():
+            continue
+        pieces = _pieces(file, sizes.vocab_size)
+        if pieces is not None:
+            texts = Texts(_as_header(file, pieces), sizes.vocab_size, sizes.max_seq_len, {"bos": [BOS], "eos": [EOS]})
+            return texts, [f"its tokenizer is {name}, which lies beside it"]
+        passed.append(name)
+    found = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
+    notes = [f"{name} holds no {sizes.vocab_size} tokens: left alone" for name in passed]
+    if not any(name in found for name in _FILES[:2]):
+        return {}, [
+            *notes,
+            f"there is no tok{sizes.vocab_size}.bin or {TOKENIZER} beside it: text has to be given as ids",
+        ]
+    return found, notes
+
+
+def _pieces(path: Path, count: int) -> list[tuple[str, float]] | None:
+    """The tokens of a file and their scores, None where it does not hold exactly so many."""
+    if not 0 < path.stat().st_size <= MAX_BYTES:
+        return None
+    data = path.read_bytes()
+    found, at = [], 4
+    try:
+        for _ in range(count):
+            score, length = _ENTRY.unpack_from(data, at)
+            at += _ENTRY.size
+            if length > len(data) - at or not math.isfinite(score):
+                return None
+            found.append((data[at : at + length].decode(), score))
+            at += length
+    except (struct.error, UnicodeDecodeError):
+        return None
+    return found if at == len(data) else None
+
+
+def _as_header(path: Path, pieces: list[tuple[str, float]]) -> Header:
+    """The same tokenizer in the words of GGUF, which knows how to say it to Hugging Face."""
+    tokens = [text.replace(" ", SPACE) for text, _ in pieces]
+    types = [NORMAL] * len(tokens)
+    for index, text, kind in ((0, "<unk>", UNKNOWN), (BOS, "<s>", CONTROL), (EOS, "</s>", CONTROL)):
+        if index < len(tokens) and tokens[index].strip("\n") == text:
+            tokens[index], types[index] = text, kind
+    if len(tokens) >= BYTES + 256:
+        named = [_byte(value) for value in range(256)]
+        plain = [chr(value).replace(" ", SPACE) for value in range(256)]  # as the first versions wrote them
+        if tokens[BYTES : BYTES + 256] in (named, plain):
+            tokens[BYTES : BYTES + 256] = named
+            types[BYTES : BYTES + 256] = [BYTE] * 256
+    metadata: dict[str, Any] = {
+        "model": "llama",
+        "tokens": tokens,
+        "scores": [score for _, score in pieces],
+        "token_type": types,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "unknown_token_id": 0,
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "add_space_prefix": True,
+    }
+    return Header(str(path), {PREFIX + key: value for key, value in metadata.items()}, {}, b"")
+
+
+def _byte(value: int) -> str:
+    return f"<0x{value:02X}>"
+
+
+def tokenizer_bin(request: Request, sizes: Sizes) -> tuple[bytes | None, list[str]]:
+    """The file for a checkpoint's tokenizer, with notes; None where llama2.c would not tokenize as that does.
+
+    Raises InvalidInput where the tokenizer's files are broken.
+    """
+    files = {path.name: path.read_bytes() for path in request.companions if path.name in _FILES}
+    files |= {name: request.texts[name] for name in request.texts if name in _FILES}
+    if "tokenizer.model" in files:
+        files.pop("tokenizer.json", None)  # it has the scores, the other only an order
+    if "tokenizer.model" not in files and "tokenizer.json" not in files:
+        return None, [f"there is no tokenizer beside the weights: {TOKENIZER} is not written"]
+    try:
+        found = vocabulary(files, sizes.vocab_size).metadata
+    except CannotExpress as error:
+        return None, [f"{TOKENIZER} is not written: {error.message}"]
+    reason = _unlike(found, sizes)
+    if reason is not None:
+        return None, [f"{TOKENIZER} is not written: {reason}"]
+    tokens, scores = found[PREFIX + "tokens"], found[PREFIX + "scores"]
+    assert isinstance(tokens, list) and isinstance(scores, list)
+    texts = [str(token).replace(SPACE, " ") for token in tokens]
+    texts[BOS], texts[EOS] = f"\n{texts[BOS]}\n", f"\n{texts[EOS]}\n"
+    parts = [text.encode() for text in texts]
+    entries = (_ENTRY.pack(score, len(part)) + part for score, part in zip(scores, parts, strict=True))
+    return struct.pack("<I", max(map(len, parts))) + b"".join(entries), []
+
+
+def _unlike(found: Mapping[str, Any], sizes: Sizes) -> str | None:
+    """What of a tokenizer, in GGUF's words, llama2.c does otherwise."""
+    if found[PREFIX + "model"] != "llama":
+        return "llama2.c has SentencePiece's BPE alone"
+    if (found.get(PREFIX + "bos_token_id"), found.get(PREFIX + "eos_token_id")) != (BOS, EOS):
+        return f"llama2.c takes ids {BOS} and {EOS} for the beginning and the end of a text"
+    if sizes.vocab_size < BYTES + 256 or found[PREFIX + "tokens"][BYTES : BYTES + 256] != list(map(_byte, range(256))):
+        return f"llama2.c takes ids {BYTES} to {BYTES + 255} for the 256 bytes"
+    if not found.get(PREFIX + "add_space_prefix"):
+        return "llama2.c puts a space before every text"
+    return None
