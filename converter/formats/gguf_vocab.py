@@ -32,7 +32,7 @@ from .gguf_tokenizer import (
 )
 from .sentencepiece import BPE, UNIGRAM, parse_sentencepiece
 
-__all__ = ["Vocabulary", "vocabulary"]
+__all__ = ["BYTE", "CONTROL", "NORMAL", "PREFIX", "SPACE", "UNKNOWN", "Value", "Vocabulary", "vocabulary"]
 
 Value = str | bool | int | float | bytes | list[str] | list[int] | list[float]
 """A metadata value: int is stored as uint32, float as float32, a list of int as int32, bytes as uint8."""
