@@ -204,6 +204,8 @@ class Architecture:
 def bind(owner: str, leaves: Sequence[Leaf], spec: ModelSpec) -> list[BoundLeaf]:
     """The weight map of a tree by these declarations, in their order; `owner` names them in errors.
 
+    That is the order of transformers' modules, which decides how it deals tensors out over shards.
+
     Raises:
         CannotExpress: a shared tensor has no leaf here, or its shape does not fit the leaf's layout.
 
@@ -223,14 +225,12 @@ def bind(owner: str, leaves: Sequence[Leaf], spec: ModelSpec) -> list[BoundLeaf]
     return bound
 
 
-def _bound(
-    owner: str, leaves: Sequence[Leaf], spec: ModelSpec, shapes: Mapping[str, Shape]
-) -> Iterator[BoundLeaf]:
+def _bound(owner: str, leaves: Sequence[Leaf], spec: ModelSpec, shapes: Mapping[str, Shape]) -> Iterator[BoundLeaf]:
     ends = {"hidden": spec.hidden_size}
-    for leaf in leaves:
-        if "{layer}" not in leaf.checkpoint:
-            yield from _bind_one(owner, leaf, None, shapes, ends)
     per_block = [leaf for leaf in leaves if "{layer}" in leaf.checkpoint]
+    first = leaves.index(per_block[0]) if per_block else len(leaves)
+    for leaf in leaves[:first]:
+        yield from _bind_one(owner, leaf, None, shapes, ends)
     for layer, block in enumerate(spec.blocks):
         attention = block.attention
         sizes = {
@@ -246,6 +246,9 @@ def _bound(
         for leaf in per_block:
             if leaf.when is None or leaf.when(block):
                 yield from _bind_one(owner, leaf, layer, shapes, sizes)
+    for leaf in leaves[first:]:
+        if leaf not in per_block:
+            yield from _bind_one(owner, leaf, None, shapes, ends)
 
 
 def _bind_one(

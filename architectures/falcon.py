@@ -152,16 +152,6 @@ FALCON = Architecture(
     prefix="transformer.",
     leaves=(
         Leaf("transformer.word_embeddings.weight", "embedding.weight"),
-        *(
-            leaf
-            for suffix in ("weight", "bias")
-            for leaf in (
-                Leaf(f"{T}ln_attn.{suffix}", f"{B}attention_norm.{suffix}", when=two_parallel_norms),
-                Leaf(f"{T}ln_mlp.{suffix}", f"{B}feed_forward_norm.{suffix}", when=two_parallel_norms),
-                Leaf(f"{T}input_layernorm.{suffix}", f"{B}attention_norm.{suffix}", when=other_norms),
-                Leaf(f"{T}post_attention_layernorm.{suffix}", f"{B}feed_forward_norm.{suffix}", when=other_norms),
-            )
-        ),
         Leaf(T + "self_attention.query_key_value.weight", qkv("weight"), GROUPED_WEIGHT),
         Leaf(T + "self_attention.query_key_value.bias", qkv("bias"), GROUPED_BIAS),
         *(
@@ -170,6 +160,16 @@ FALCON = Architecture(
                 ("self_attention.dense", "attention.o_proj"),
                 ("mlp.dense_h_to_4h", "feed_forward.up_proj"),
                 ("mlp.dense_4h_to_h", "feed_forward.down_proj"),
+            )
+            for suffix in ("weight", "bias")
+        ),
+        *(
+            Leaf(f"{T}{there}.{suffix}", f"{B}{here}.{suffix}", when=when)
+            for there, here, when in (
+                ("input_layernorm", "attention_norm", other_norms),
+                ("post_attention_layernorm", "feed_forward_norm", other_norms),
+                ("ln_attn", "attention_norm", two_parallel_norms),
+                ("ln_mlp", "feed_forward_norm", two_parallel_norms),
             )
             for suffix in ("weight", "bias")
         ),

@@ -154,7 +154,6 @@ B, T = "blocks.{layer}.", "model.layers.{layer}."
 
 LEAVES: tuple[Leaf, ...] = (
     Leaf("model.embed_tokens.weight", "embedding.weight"),
-    Leaf(T + "input_layernorm.weight", B + "attention_norm.weight"),
     *(
         Leaf(f"{T}self_attn.{projection}.{suffix}", f"{B}attention.{projection}.{suffix}")
         for projection in ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -162,12 +161,13 @@ LEAVES: tuple[Leaf, ...] = (
     ),
     Leaf(T + "self_attn.q_norm.weight", B + "attention.q_norm.weight"),
     Leaf(T + "self_attn.k_norm.weight", B + "attention.k_norm.weight"),
-    Leaf(T + "post_attention_layernorm.weight", B + "feed_forward_norm.weight"),
     *(
         Leaf(f"{T}mlp.{projection}.{suffix}", f"{B}feed_forward.{projection}.{suffix}")
         for projection in ("gate_proj", "up_proj", "down_proj")
         for suffix in ("weight", "bias")
     ),
+    Leaf(T + "input_layernorm.weight", B + "attention_norm.weight"),
+    Leaf(T + "post_attention_layernorm.weight", B + "feed_forward_norm.weight"),
     Leaf("model.norm.weight", "final_norm.weight"),
     Leaf("lm_head.weight", "head.weight"),
 )

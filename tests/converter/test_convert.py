@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, modern, save_hf
+from families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, modern, randomised_reference, save_hf
 from safetensors.torch import save_file, save_model
 
 from gptkit.architectures import architecture_of
@@ -334,6 +334,54 @@ def test_shards_that_transformers_reads(variant: Variant, tmp_path: Path) -> Non
     assert (tmp_path / "one" / "model.safetensors").read_bytes() == (
         tmp_path / "source" / "model.safetensors"
     ).read_bytes()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_shards_come_back_as_the_same_files(name: str, tmp_path: Path) -> None:
+    """As the source was sharded unless told otherwise; told its size, by transformers' own rule and order."""
+    randomised_reference(CONFIGS[name], torch.float32, "eager").save_pretrained(
+        tmp_path / "source", max_shard_size=40_000
+    )
+    convert(tmp_path / "source", tmp_path / "local")
+    convert(tmp_path / "local", tmp_path / "back", "hf")
+    convert(tmp_path / "local", tmp_path / "again", "hf", max_shard_bytes=40_000)
+    before = contents(tmp_path / "source")
+    assert len([path for path in before if path.endswith(".safetensors")]) > 3
+    for folder in ("back", "again"):
+        after = contents(tmp_path / folder)
+        assert after.pop("manifest.json")
+        assert after == before
+
+
+def test_files_that_no_tool_of_today_writes_come_back_too(gpt2: tuple[Path, Any], tmp_path: Path) -> None:
+    """A header in another order, with its own metadata and padding, in a file of another name."""
+    source, _ = gpt2
+    path = source / "model.safetensors"
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    entries = json.loads(raw[8 : 8 + length])
+    entries["__metadata__"] = {"format": "pt", "made by": "hand, \N{SNOWMAN}"}
+    header = json.dumps(dict(reversed(entries.items())), indent=1, ensure_ascii=False).encode() + b" " * 5
+    path.unlink()
+    (source / "weights.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + length :])
+    convert(source, tmp_path / "local")
+    convert(tmp_path / "local", tmp_path / "back", "hf")
+    assert (tmp_path / "back" / "weights.safetensors").read_bytes() == (source / "weights.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/tmp/model.safetensors", "gptkit.json", "a\\b.safetensors", ""]
+)
+def test_a_tampered_record_of_the_original_files_leads_nowhere(
+    name: str, gpt2: tuple[Path, Any], tmp_path: Path
+) -> None:
+    convert(gpt2[0], tmp_path / "local")
+    data = json.loads((tmp_path / "local" / "gptkit.json").read_text())
+    data["origin"]["files"] = {name: data["origin"]["files"]["model.safetensors"]}
+    (tmp_path / "local" / "gptkit.json").write_text(json.dumps(data))
+    convert(tmp_path / "local", tmp_path / "out" / ".." / "back", "hf")
+    assert raw_tensors(tmp_path / "back") == raw_tensors(gpt2[0])
+    assert sorted(path.name for path in (tmp_path / "back").glob("*.safetensors")) == ["model.safetensors"]
 
 
 # --- outputs ---
