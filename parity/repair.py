@@ -137,8 +137,8 @@ Seen = dict[int, Tensor]
 """Hidden states (B, T, hidden) by the identity of the batch."""
 
 
-def run_unit(tree: Repaired, unit: Unit, inputs: Seen, batches: Sequence[Batch], path: Kernel) -> list[Tensor]:
-    """What a unit makes of its inputs, (N, features) a batch in fp64; in the dtype of the inputs where they have one.
+def run_unit(tree: Repaired, unit: Unit, inputs: Seen, batches: Sequence[Batch], path: Kernel) -> Iterator[Tensor]:
+    """What a unit makes of its inputs, (N, features) a batch in fp64, computed in the inputs' dtype; batch by batch.
 
     Args:
         tree: the tree that it is a unit of.
@@ -149,12 +149,11 @@ def run_unit(tree: Repaired, unit: Unit, inputs: Seen, batches: Sequence[Batch],
 
     """
     module = _Front(tree) if unit == "front" else _Back(tree) if unit == "back" else _layer(tree, unit, path)
-    found = []
-    with torch.inference_mode():
-        for batch in batches:
-            given = inputs[id(batch)]
-            shape = batch.input_ids.shape
-            positions = torch.arange(shape[1])[None]
+    for batch in batches:
+        given = inputs[id(batch)]
+        shape = batch.input_ids.shape
+        positions = torch.arange(shape[1])[None]
+        with torch.inference_mode():
             if unit == "front":
                 out = module.to(given.dtype)(batch.input_ids, positions)
             elif unit == "back":
@@ -162,8 +161,8 @@ def run_unit(tree: Repaired, unit: Unit, inputs: Seen, batches: Sequence[Batch],
             else:
                 context = Context(shape[0], shape[1], 0, False, positions, batch.attention_mask, given.dtype)
                 out = module.to(given.dtype)(given, context)
-            found.append(batch.valid(out).double())
-    return found
+            rows = batch.valid(out).double()
+        yield rows
 
 
 def _fill(module: nn.Module, tree: Repaired, prefix: str) -> nn.Module:
@@ -277,22 +276,31 @@ def find_causes(
     else:
         inputs, outputs = seen[0], [batch.valid(seen[0 if unit == "front" else 1][id(batch)]) for batch in batches]
 
-    def gap_of(tree: Repaired) -> float:
-        return largest_gap(outputs, run_unit(tree, unit, inputs, batches, path))
+    def gap_of(tree: Repaired, enough: float) -> float:
+        """How far off the unit is, up to the first batch that is further off than `enough`: most repairs are wrong, and
+        show it on a few tokens.
+        """
+        gap = 0.0
+        for expected, found in zip(outputs, run_unit(tree, unit, inputs, batches, path), strict=True):
+            here = largest_gap([expected], [found])
+            gap = here if not here <= gap else gap
+            if not gap <= enough:
+                break
+        return gap
 
     def left(tree: Repaired) -> float:
         return largest_gap(exact, both.candidate(batches, torch.float64, path, tree=tree))
 
     as_it_is = Repaired(target, source)
-    wide = run_unit(as_it_is, unit, inputs, batches, path)
-    narrow = run_unit(as_it_is, unit, {key: value.float() for key, value in inputs.items()}, batches, path)
+    wide = list(run_unit(as_it_is, unit, inputs, batches, path))
+    narrow = list(run_unit(as_it_is, unit, {key: value.float() for key, value in inputs.items()}, batches, path))
     start, rounding = largest_gap(outputs, wide), 2 * largest_gap(wide, narrow)
     helps: list[tuple[bool, Repair]] = []
     for repair in _repairs(source, target):
         tree = Repaired(target, source, repair, unit)
         if not tree.changes:
             continue
-        gap = gap_of(tree)
+        gap = gap_of(tree, enough=max(rounding, start / 10))
         if gap <= rounding or gap < start / 10:
             helps.append((gap <= rounding, repair))
     helps.sort(key=lambda pair: not pair[0])
