@@ -295,6 +295,8 @@ def find_causes(
     wide = list(run_unit(as_it_is, unit, inputs, batches, path))
     narrow = list(run_unit(as_it_is, unit, {key: value.float() for key, value in inputs.items()}, batches, path))
     start, rounding = largest_gap(outputs, wide), 2 * largest_gap(wide, narrow)
+    if start <= rounding:
+        return []  # the unit is right on right inputs: there is nothing in it to repair
     helps: list[tuple[bool, Repair]] = []
     for repair in _repairs(source, target):
         tree = Repaired(target, source, repair, unit)
