@@ -1,83 +1,237 @@
-"""Weights in torch's pickled files (pytorch_model.bin), read only where the caller said that they are trusted.
+"""Weights in torch's pickled files (pytorch_model.bin, ckpt.pt), read only where the caller said that they are trusted.
 
-`weights_only` keeps the pickle from running code, but not from lying about sizes: a compressed archive of a megabyte
-may expand to gigabytes, and a view with stride 0 may claim any shape. Both are refused before anything is allocated.
+A pickle runs code, lies about sizes, and can take any memory on the way. So it is read in a process of its own
+(`unpickle`), with a memory limit, that runs nothing of it and hands back names, dtypes, shapes and places; nothing of
+that is believed here before it is held against the file. torch.save stores tensors as they are: they are read from
+where they lie, memory-mapped, without torch, and copied by the kernel where they are contiguous.
 """
 
 from __future__ import annotations
 
-import zipfile
-from collections.abc import Sequence
+import json
+import math
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..errors import CheckpointError
+from .safetensors import DTYPES
 
-__all__ = ["PickleWeights"]
+__all__ = ["PickleWeights", "Stored", "StoredWeights", "Unplain", "answers", "named_tensors", "unpickled"]
+
+WORKER = Path(__file__).with_name("unpickle.py")
+TIMEOUT = 120.0
+"""Seconds for all files of a checkpoint; a real one takes a fraction of one."""
+HINT = "Do not use this file: it is damaged, or holds more than tensors."
 
 
-class PickleWeights:
-    """The tensors of one or several pickled files, memory-mapped by torch; `read` copies one."""
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file: a view of the `nbytes` from byte `start` on; strides and offset in elements."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        """Raises CheckpointError for a file that is not a torch archive, or claims more bytes than it has."""
-        self._tensors: dict[str, Any] = {}
-        self.info: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for path in files:
-            self._add(path)
+    path: Path
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    start: int
+    nbytes: int
 
-    def _add(self, path: Path) -> None:
-        import torch
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
 
-        names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-        try:
-            with zipfile.ZipFile(path) as archive:
-                members = archive.infolist()
-        except (OSError, zipfile.BadZipFile) as error:
-            raise CheckpointError(f"{path} is not an archive that torch.save writes: {error}") from error
-        if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-            raise CheckpointError(f"{path} is compressed: torch.save never does that, and it hides the real size")
-        try:
-            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except Exception as error:  # mutated pickles raise of every kind
-            lines = [line for line in str(error).splitlines() if line.strip()]
-            # Of a refusal the first line is torch's advice how to load it all the same; the second says what it met.
-            refused = len(lines) > 1 and lines[0].startswith("Weights only load failed")
-            reason = next(iter(lines[1:] if refused else lines), type(error).__name__)
-            raise CheckpointError(
-                f"torch cannot read {path} as plain weights: {reason:.200}",
-                "Do not use this file: it is damaged, or holds more than tensors.",
-            ) from error
-        if not isinstance(state, dict):
-            raise CheckpointError(f"{path} holds a {type(state).__name__}, not a dictionary of tensors")
-        for name, tensor in state.items():
-            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-                raise CheckpointError(f"{path}: {name!r:.80} is not a named tensor")
-            # Before the storage is asked for, which the others have not.
-            if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-                raise CheckpointError(f"{path}: {name!r:.80} is not a plain tensor (sparse, quantised or without data)")
-            if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-                raise CheckpointError(
-                    f"{path}: {name!r:.80} claims {tensor.numel():,} elements that are not in the file"
-                )
-            if name in self._tensors:
-                raise CheckpointError(f"{name!r:.80} is in two of the files")
-            self._tensors[name] = tensor
-            self.info[name] = (names.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+    @property
+    def place(self) -> int:
+        """The first element's byte in the file."""
+        return self.start + self.offset * self.itemsize
 
-    def span(self, name: str) -> tuple[Path, int] | None:  # noqa: ARG002
-        """None: a pickle may hold a tensor in any order."""
-        return None
+    @property
+    def reach(self) -> int:
+        """Elements from the first to behind the last one."""
+        steps = ((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return 1 + sum(steps) if self.count else 0
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie one after the other."""
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != step:
+                return self.count == 0
+            step *= size
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Unplain:
+    """Something in a file that is neither plain data nor a plain tensor."""
+
+    name: str
+
+
+class StoredWeights:
+    """Tensors of files by name, read from where they lie."""
+
+    def __init__(self, tensors: Mapping[str, Stored]) -> None:
+        """Raises CheckpointError for one that claims more than its file has."""
+        self._tensors = dict(tensors)
+        self._maps: dict[Path, mmap.mmap] = {}
+        self.info = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            self._check(name, tensor)
+
+    def _check(self, name: str, tensor: Stored) -> None:
+        where = f"{tensor.path}: {name!r:.80}"
+        if tensor.count * tensor.itemsize > tensor.nbytes:
+            raise CheckpointError(f"{where} claims {tensor.count:,} elements that are not in the file")
+        if tensor.count and (tensor.offset + tensor.reach) * tensor.itemsize > tensor.nbytes:
+            raise CheckpointError(f"{where} reaches beyond the bytes that are its")
+        if tensor.start + tensor.nbytes > len(self._mapped(tensor.path)):
+            raise CheckpointError(f"{where} lies beyond the end of the file")
+
+    def _mapped(self, path: Path) -> mmap.mmap:
+        if path not in self._maps:
+            try:
+                with path.open("rb") as file:
+                    self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"cannot map {path}: {error}") from error
+        return self._maps[path]
+
+    def span(self, name: str) -> tuple[Path, int] | None:
+        """The file and where the tensor begins in it; None for one whose elements lie in another order."""
+        tensor = self._tensors[name]
+        return (tensor.path, tensor.place) if tensor.contiguous else None
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor in its carrier dtype (bf16 as uint16), contiguous."""
-        import torch
+        """The tensor in its carrier dtype (bf16 as uint16): a read-only view of the file, copied if not contiguous."""
+        tensor = self._tensors[name]
+        carrier = DTYPES[tensor.dtype].carrier
+        if not tensor.count:
+            return np.empty(tensor.shape, carrier)
+        flat = np.frombuffer(self._maps[tensor.path], carrier, tensor.reach, tensor.place)
+        flat.flags.writeable = False
+        if tensor.contiguous:
+            return flat.reshape(tensor.shape)
+        strides = [stride * tensor.itemsize for stride in tensor.strides]
+        return np.ascontiguousarray(np.lib.stride_tricks.as_strided(flat, tensor.shape, strides, writeable=False))
 
-        tensor = self._tensors[name].detach().contiguous()
-        if tensor.dtype == torch.bfloat16:
-            carried: np.ndarray = tensor.view(torch.int16).numpy().view(np.uint16)
-            return carried
-        array: np.ndarray = tensor.numpy()
-        return array
+    def release(self) -> None:
+        """Give the pages that were read back to the system; views stay valid and read them again."""
+        for mapped in self._maps.values():
+            if hasattr(mapped, "madvise"):
+                mapped.madvise(mmap.MADV_DONTNEED)
+
+
+class PickleWeights(StoredWeights):
+    """The tensors of one or several pickled state dictionaries."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        """Raises CheckpointError for a file that is not a torch archive of tensors by name, or claims more than it
+        has.
+        """
+        found: dict[str, Stored] = {}
+        for path, state in zip(files, unpickled(files), strict=True):
+            for name, tensor in named_tensors(path, state):
+                if name in found:
+                    raise CheckpointError(f"{name!r:.80} is in two of the files")
+                found[name] = tensor
+        super().__init__(found)
+
+
+def named_tensors(path: Path, state: Any) -> Iterator[tuple[str, Stored]]:
+    """The tensors of a state dictionary. Raises CheckpointError where it holds anything else."""
+    if not isinstance(state, dict):
+        kind = (
+            state.name
+            if isinstance(state, Unplain)
+            else "Tensor"
+            if isinstance(state, Stored)
+            else type(state).__name__
+        )
+        raise CheckpointError(f"{path} holds a {kind}, not a dictionary of tensors")
+    for name, tensor in state.items():
+        if isinstance(name, str) and isinstance(tensor, Unplain) and tensor.name.startswith("_rebuild"):
+            raise CheckpointError(f"{path}: {name!r:.80} is not a plain tensor (sparse, quantised or without data)")
+        if not isinstance(name, str) or not isinstance(tensor, Stored):
+            raise CheckpointError(f"{path}: {name!r:.80} is not a named tensor")
+        yield name, tensor
+
+
+def unpickled(files: Sequence[Path]) -> Iterator[Any]:
+    """What the files hold, in their order: plain data, with `Stored` for tensors and `Unplain` for anything else.
+
+    Raises CheckpointError where `answers` has one, after what came before it.
+    """
+    for answer in answers(files):
+        if isinstance(answer, CheckpointError):
+            raise answer
+        yield answer
+
+
+def answers(files: Sequence[Path]) -> Iterator[Any]:
+    """As `unpickled`, with a CheckpointError in the place of a file that is not an archive of torch.save, is damaged,
+    asks for code, or takes more memory or time than a checkpoint's names can.
+    """
+    left = list(files)
+    while left:
+        lines = _ask(left)
+        for line in lines:
+            path = left.pop(0)
+            yield _value(path, line["value"]) if "value" in line else _refusal(path, str(line["error"]))
+        if left:
+            path = left.pop(0)
+            yield CheckpointError(f"{path} cannot be read: what unpickles it died, or took too long", HINT)
+
+
+def _refusal(path: Path, reason: str) -> CheckpointError:
+    told = "".join(sign if sign.isprintable() else " " for sign in reason)
+    if told.split(" ")[0] not in ("is", "has", "holds", "claims", "was", "needs", "cannot"):
+        told = f"cannot be read as plain weights: {told}"
+    return CheckpointError(f"{path} {told}", HINT)
+
+
+def _ask(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """The answers of a new process, as many as it gave."""
+    paths = json.dumps([str(path.absolute()) for path in files])
+    # Isolated and without site-packages: nothing is imported from anywhere but the standard library, and it is quick.
+    command = [sys.executable, "-I", "-S", str(WORKER)]
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    try:
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing, cwd=os.sep) as process:  # noqa: S603
+            try:
+                told, _ = process.communicate(paths.encode(), TIMEOUT)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                told, _ = process.communicate()
+            except BaseException:
+                process.kill()
+                raise
+    except OSError as error:
+        raise CheckpointError(f"cannot start a process that unpickles {files[0]}: {error}") from error
+    # A line that does not end is what it died over.
+    return [json.loads(line) for line in told.splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def _value(path: Path, value: Any) -> Any:
+    """An answer's value as it was."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "dict":
+        return {Unplain("key") if isinstance(key, dict) else key: _value(path, item) for key, item in content}
+    if kind == "list":
+        return [_value(path, item) for item in content]
+    if kind == "tensor":
+        dtype, itemsize, shape, strides, offset, start, nbytes = content
+        return Stored(path, dtype, itemsize, tuple(shape), tuple(strides), offset, start, nbytes)
+    return Unplain(content)

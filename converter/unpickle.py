@@ -1,0 +1,392 @@
+"""What torch.save wrote, read without torch and without running any of it: the script of a process of its own.
+
+Started by `pickles` as a plain script (it imports nothing but the standard library), with the paths of files as a JSON
+list on stdin; answers a line of JSON for each, {"value": …} or {"error": …}. It holds no tensor: of each it tells the
+dtype, shape, strides, and where its bytes lie. Nothing that a pickle names is ever imported: a fixed list of names
+stands for objects made here, and every other name is refused. The process may take little memory, write no file and
+start no other, so that a hostile file takes down this process at the most.
+
+The answer's values are JSON's own but for objects of one key: {"dict": pairs}, {"list": items}, {"tensor": …},
+{"other": name} for what is neither plain data nor a plain tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+import sys
+import zipfile
+from typing import Any, BinaryIO
+
+__all__ = ["RefusedError", "inspect", "serve"]
+
+MEMORY = 256 * 2**20
+"""Bytes of address space for a small file; the interpreter takes a tenth of it."""
+PER_BYTE = 24
+"""Bytes more for every byte of the pickle: what its smallest objects take in memory."""
+MAX_PICKLE = 32 * 2**20
+"""A pickle names tensors and does not hold them: that of a checkpoint with 100,000 tensors has 20 MB."""
+MAX_VALUES = 2**19
+MAX_TEXT = 2**25
+MAX_DEPTH = 32
+MAX_DIMS = 32
+MAX_INTEGER = 2**63
+
+STORAGES = {
+    "DoubleStorage": ("F64", 8),
+    "FloatStorage": ("F32", 4),
+    "HalfStorage": ("F16", 2),
+    "BFloat16Storage": ("BF16", 2),
+    "LongStorage": ("I64", 8),
+    "IntStorage": ("I32", 4),
+    "ShortStorage": ("I16", 2),
+    "CharStorage": ("I8", 1),
+    "ByteStorage": ("U8", 1),
+    "BoolStorage": ("BOOL", 1),
+    "ComplexFloatStorage": ("C64", 8),
+    "ComplexDoubleStorage": ("C128", 16),
+    "UntypedStorage": ("U8", 1),
+}
+"""torch's storages: the element type by safetensors' name, and its bytes."""
+
+ELEMENTS = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint64": ("U64", 8),
+    "uint32": ("U32", 4),
+    "uint16": ("U16", 2),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+    "complex64": ("C64", 8),
+    "complex128": ("C128", 16),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "float8_e4m3fnuz": ("F8_E4M3FNUZ", 1),
+    "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
+}
+
+NOT_PLAIN = (
+    "_rebuild_sparse_tensor",
+    "_rebuild_sparse_csr_tensor",
+    "_rebuild_nested_tensor",
+    "_rebuild_qtensor",
+    "_rebuild_meta_tensor_no_storage",
+    "_rebuild_device_tensor_from_numpy",
+    "_rebuild_device_tensor_from_cpu_tensor",
+    "_rebuild_wrapper_subclass",
+)
+"""Ways of torch._utils to make tensors that are no stretch of the file."""
+
+
+class RefusedError(Exception):
+    """The file cannot be read; its text is what to tell."""
+
+
+# --- the archive -----------------------------------------------------------------------------------------------------
+
+
+def members(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:
+    """Every member's first byte and length; all of them stored as they are, one after the other."""
+    beginning = file.read(4)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            infos, end = archive.infolist(), archive.start_dir
+    except (zipfile.BadZipFile, EOFError, ValueError, struct.error, NotImplementedError, OSError) as error:
+        if beginning == b"PK\3\4":
+            raise RefusedError(f"is truncated: its directory is not at its end, {size:,} bytes found") from error
+        raise RefusedError(f"is not an archive that torch.save writes: {error}") from error
+    if any(info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size for info in infos):
+        raise RefusedError("is compressed: torch.save never does that, and it hides the real size")
+    if any(info.flag_bits & 1 for info in infos):
+        raise RefusedError("is encrypted")
+    # Uncompressed sizes, summed before anything is read: many entries may stand for the same bytes.
+    total = sum(info.file_size for info in infos)
+    if total > size:
+        raise RefusedError(f"claims {total:,} bytes of content, it has {size:,}")
+    found: dict[str, tuple[int, int]] = {}
+    at = 0
+    for info in sorted(infos, key=lambda info: info.header_offset):
+        if info.header_offset < at or info.filename in found:
+            raise RefusedError(f"holds {info.filename!r:.80} twice, or over another")
+        file.seek(info.header_offset)
+        head = file.read(30)
+        if len(head) < 30 or head[:4] != b"PK\3\4":
+            raise RefusedError(f"has no entry where its directory says {info.filename!r:.80} is")
+        start = info.header_offset + 30 + sum(struct.unpack_from("<HH", head, 26))
+        at = start + info.file_size
+        if at > end:
+            raise RefusedError(f"is truncated: {info.filename!r:.80} ends at byte {at:,} of {end:,}")
+        found[info.filename] = (start, info.file_size)
+    return found
+
+
+# --- the pickle ------------------------------------------------------------------------------------------------------
+
+
+class Known:
+    """What stands for a name that a pickle may ask for. No class of its own for each, so that none can be built on."""
+
+    __slots__ = ("name", "value")
+
+    def __init__(self, name: str, value: tuple[str, int] | None = None) -> None:
+        self.name, self.value = name, value
+
+    def __call__(self, *args: Any) -> Any:
+        if self.name == "OrderedDict":
+            return Table(*args[:1])
+        if self.name in ("Size", "set"):
+            return list(args[0]) if args else []
+        if self.name == "_rebuild_tensor_v2":
+            return tensor(*args[:4])
+        if self.name == "_rebuild_tensor_v3":
+            return tensor(*args[:4], args[6])
+        if self.name in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
+            return args[0]
+        if self.name in (*NOT_PLAIN, "device", "_get_layout"):
+            return Other(self.name)
+        raise RefusedError(f"it calls {self.name!r:.80}")
+
+
+class Table(dict[Any, Any]):
+    """An OrderedDict. What is set on it as an attribute (a state_dict's `_metadata`) is let go."""
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+class Other:
+    """Something that is neither plain data nor a plain tensor."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+class Storage:
+    """A stretch of the file: `nbytes` from `start` on."""
+
+    __slots__ = ("element", "nbytes", "start")
+
+    def __init__(self, element: tuple[str, int], start: int, nbytes: int) -> None:
+        self.element, self.start, self.nbytes = element, start, nbytes
+
+
+class Tensor:
+    """A view of a storage, all in elements but for the storage itself."""
+
+    __slots__ = ("element", "offset", "shape", "storage", "strides")
+
+    def __init__(
+        self, storage: Storage, offset: int, shape: list[int], strides: list[int], element: tuple[str, int]
+    ) -> None:
+        self.storage, self.offset, self.shape, self.strides, self.element = storage, offset, shape, strides, element
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def tensor(storage: Any, offset: Any, shape: Any, strides: Any, element: Any = None) -> Tensor:
+    """torch._utils._rebuild_tensor: what it claims is held against the file by the process that asked."""
+    shape, strides = list(shape), list(strides)
+    numbers = [offset, *shape, *strides]
+    if not isinstance(storage, Storage) or len(shape) != len(strides) or len(shape) > MAX_DIMS:
+        raise RefusedError("a tensor is not made as torch makes one")
+    if any(type(value) is not int or not 0 <= value < MAX_INTEGER for value in numbers):
+        raise RefusedError("a tensor's sizes are no sizes")
+    kind = storage.element
+    if element is not None:
+        if not isinstance(element, Known) or element.value is None:
+            raise RefusedError("a tensor has no element type")
+        kind = element.value
+    return Tensor(storage, offset, shape, strides, kind)
+
+
+KNOWN: dict[tuple[str, str], Known] = {
+    ("collections", "OrderedDict"): Known("OrderedDict"),
+    ("builtins", "set"): Known("set"),
+    ("__builtin__", "set"): Known("set"),
+    ("torch", "Size"): Known("Size"),
+    ("torch", "device"): Known("device"),
+    ("torch.serialization", "_get_layout"): Known("_get_layout"),
+    ("torch.storage", "UntypedStorage"): Known("storage", STORAGES["UntypedStorage"]),
+    **{("torch", name): Known("storage", kind) for name, kind in STORAGES.items()},
+    **{("torch", name): Known("dtype", kind) for name, kind in ELEMENTS.items()},
+    **{
+        ("torch._utils", name): Known(name)
+        for name in (
+            "_rebuild_tensor_v2",
+            "_rebuild_tensor_v3",
+            "_rebuild_parameter",
+            "_rebuild_parameter_with_state",
+            *NOT_PLAIN,
+        )
+    },
+}
+"""Every name that may stand in a pickle, and what it means here."""
+
+
+class Part:
+    """A file up to some byte."""
+
+    def __init__(self, file: BinaryIO, end: int) -> None:
+        self._file, self._end = file, end
+
+    def read(self, count: int) -> bytes:
+        return self._file.read(max(0, min(count, self._end - self._file.tell())))
+
+    def readline(self) -> bytes:
+        return self._file.readline(max(0, self._end - self._file.tell()))
+
+
+class Reader(pickle.Unpickler):
+    """Plain data, and tensors as places in the file."""
+
+    def __init__(self, file: Part, prefix: str, places: dict[str, tuple[int, int]]) -> None:
+        super().__init__(file)
+        self._prefix, self._places = prefix, places
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = KNOWN.get((module, name))
+        if found is None:
+            raise RefusedError(f"it asks for {f'{module}.{name}'!r:.120}, which is no part of plain weights")
+        return found
+
+    def persistent_load(self, pid: Any) -> Storage:
+        if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
+            raise RefusedError("it holds a storage in a way that is not known")
+        _, kind, key, _, count = pid
+        if not isinstance(kind, Known) or kind.value is None or not isinstance(key, str) or type(count) is not int:
+            raise RefusedError("it holds a storage in a way that is not known")
+        place = self._places.get(f"{self._prefix}data/{key}")
+        if place is None:
+            raise RefusedError(f"the data of storage {key!r:.40} is missing")
+        nbytes = count * kind.value[1]
+        if not 0 <= nbytes <= place[1]:
+            raise RefusedError(f"storage {key!r:.40} claims {count:,} elements, {place[1]:,} bytes are there")
+        return Storage(kind.value, place[0], nbytes)
+
+
+def inspect(path: str) -> Any:
+    """What a file holds, as plain JSON values (see the module's docstring). Raises RefusedError."""
+    with open(path, "rb") as file:  # noqa: PTH123, as few imports as can be
+        size = os.fstat(file.fileno()).st_size
+        places = members(file, size)
+        pickles = [name for name in places if name == "data.pkl" or name.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise RefusedError(f"is not an archive that torch.save writes: {len(pickles)} data.pkl in it")
+        prefix = pickles[0].removesuffix("data.pkl")
+        order = places.get(prefix + "byteorder")
+        if order is not None and _bytes(file, *order, 16) != b"little":
+            raise RefusedError("was written on a big-endian machine")
+        start, nbytes = places[pickles[0]]
+        if nbytes > MAX_PICKLE:
+            raise RefusedError(f"has a pickle of {nbytes:,} bytes, which is more than any names of tensors take")
+        limit_memory(MEMORY + PER_BYTE * nbytes)
+        file.seek(start)
+        try:
+            value = Reader(Part(file, start + nbytes), prefix, places).load()
+        except RefusedError:
+            raise
+        except MemoryError:
+            raise
+        except Exception as error:  # mutated pickles raise of every kind
+            raise RefusedError(f"its pickle is damaged: {type(error).__name__}: {error!s:.120}") from error
+        return Plain().of(value, 0)
+
+
+def _bytes(file: BinaryIO, start: int, nbytes: int, most: int) -> bytes:
+    file.seek(start)
+    return file.read(min(nbytes, most))
+
+
+class Plain:
+    """Values on their way to JSON, no more of them than `MAX_VALUES`: one object may stand in a pickle many times."""
+
+    def __init__(self) -> None:
+        self._values, self._text = MAX_VALUES, MAX_TEXT
+
+    def of(self, value: Any, depth: int) -> Any:
+        self._values -= 1
+        self._text -= len(value) if isinstance(value, str) else 0
+        if self._values < 0 or self._text < 0 or depth > MAX_DEPTH:
+            raise RefusedError("holds more values than a checkpoint has")
+        if value is None or isinstance(value, bool | float | str):
+            return value
+        if isinstance(value, int):
+            return value if abs(value) < MAX_INTEGER else {"other": "int"}
+        if isinstance(value, dict):
+            return {"dict": [[self.of(k, depth + 1), self.of(v, depth + 1)] for k, v in value.items()]}
+        if isinstance(value, list | tuple):
+            return {"list": [self.of(item, depth + 1) for item in value]}
+        if isinstance(value, Tensor):
+            self._values -= 2 * len(value.shape)
+            storage, (element, itemsize) = value.storage, value.element
+            numbers = [itemsize, value.shape, value.strides, value.offset, storage.start, storage.nbytes]
+            return {"tensor": [element, *numbers]}
+        name = value.name if isinstance(value, Known | Other) else type(value).__name__
+        return {"other": name}
+
+
+# --- the process -----------------------------------------------------------------------------------------------------
+
+
+def limit_memory(nbytes: int) -> None:
+    """Let this process have no more address space than that, where the system knows such a limit."""
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (nbytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    except (ImportError, ValueError, OSError):
+        pass
+
+
+def confine() -> None:
+    """No core dumps, no files written, no other processes, little memory."""
+    try:
+        import resource
+
+        for name in ("RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_NPROC"):
+            resource.setrlimit(getattr(resource, name), (0, 0))
+    except (ImportError, AttributeError, ValueError, OSError):
+        pass
+    limit_memory(MEMORY)
+
+
+def answer(path: str) -> str:
+    """The line for one file."""
+    limit_memory(MEMORY)
+    try:
+        return json.dumps({"value": inspect(path)})
+    except RefusedError as error:
+        return json.dumps({"error": str(error)})
+    except MemoryError:
+        pass
+    except OSError as error:
+        return json.dumps({"error": f"cannot be read: {error.strerror or error}"})
+    except Exception as error:
+        return json.dumps({"error": f"is damaged: {type(error).__name__}: {error!s:.120}"})
+    return json.dumps({"error": "needs more memory than its names of tensors can take"})
+
+
+def serve() -> None:
+    """Answer for every path on stdin."""
+    confine()
+    for path in json.load(sys.stdin):
+        sys.stdout.write(answer(path) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,347 @@
+"""Pickled weights: read where they lie, by a process that cannot be talked into anything."""
+
+import io
+import json
+import pickle
+import pickletools
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import CONFIGS, save_hf
+from safetensors.torch import load_file
+
+from gptkit.converter import pickles
+from gptkit.converter.checkpoint import open_checkpoint
+from gptkit.converter.convert import convert
+from gptkit.converter.pickles import PickleWeights, Stored, Unplain, answers, unpickled
+from gptkit.errors import CheckpointError
+
+Edit = Callable[[dict[str, torch.Tensor]], Any]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A gpt2 folder with model.safetensors, and `state`, its tensors as torch.save has them."""
+    folder = tmp_path_factory.mktemp("original")
+    torch.save(save_hf(CONFIGS["gpt2"], folder).state_dict(), folder / "state")
+    return folder
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    """A copy with the pickle alone."""
+    (tmp_path / "bin").mkdir()
+    shutil.copy(original / "config.json", tmp_path / "bin")
+    shutil.copy(original / "state", tmp_path / "bin" / "pytorch_model.bin")
+    return tmp_path / "bin"
+
+
+def refused(folder: Path, **options: Any) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        convert(folder, folder.parent / "out", allow_pickle=True, **options)
+    assert not (folder.parent / "out").exists()
+    message = str(caught.value)
+    assert len(message.splitlines()) <= 2
+    return message
+
+
+def change(folder: Path, edit: Edit) -> None:
+    state = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    edit(state)
+    torch.save(state, folder / "pytorch_model.bin")
+
+
+def archive(path: Path, program: bytes, storages: dict[str, bytes] | None = None) -> Path:
+    """An archive of torch.save's form around any pickle."""
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("archive/data.pkl", program)
+        for key, data in (storages or {}).items():
+            file.writestr(f"archive/data/{key}", data)
+    return path
+
+
+# --- what is there ---
+
+
+def test_tensors_are_read_and_copied_where_they_lie(folder: Path, original: Path) -> None:
+    source = open_checkpoint(folder, allow_pickle=True)
+    expected = load_file(original / "model.safetensors")
+    data = (folder / "pytorch_model.bin").read_bytes()
+    for leaf in source.leaves:
+        span = source.span(leaf)
+        assert span is not None and span[0] == folder / "pytorch_model.bin"
+        theirs = expected[leaf.checkpoint].numpy()
+        assert data[span[1] : span[1] + theirs.nbytes] == theirs.tobytes()
+        assert np.array_equal(source.read(leaf), theirs)
+        assert not source.read(leaf).flags.writeable
+
+
+def test_every_dtype_and_view(tmp_path: Path) -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    state = {
+        **{str(t): base.to(t) for t in (torch.float64, torch.float16, torch.bfloat16, torch.int16, torch.uint8)},
+        "uint16": torch.arange(5).to(torch.uint16),
+        "float8": base.to(torch.float8_e4m3fn),
+        "parameter": torch.nn.Parameter(base),
+        "transposed": base.T,
+        "row": base[2],
+        "column": base[:, 1],
+        "every second": base[1::2, ::3],
+        "once more": base,
+        "one": torch.tensor(3.0),
+        "none": torch.ones(0, 5),
+        "wide": torch.ones(1, 4)[:, :1].expand(2, 1),
+        "bool": torch.tensor([True, False]),
+    }
+    torch.save(state, tmp_path / "all.bin")
+    weights = PickleWeights([tmp_path / "all.bin"])
+    assert list(weights.info) == list(state)
+    for name, tensor in state.items():
+        dtype, shape = weights.info[name]
+        assert shape == tuple(tensor.shape)
+        read = weights.read(name)
+        plain = tensor.detach().contiguous()
+        if dtype in ("BF16", "U16", "F8_E4M3"):
+            plain = plain.view(torch.uint8)
+            read = np.ascontiguousarray(read).view(np.uint8).reshape(plain.shape)
+        assert np.array_equal(read, plain.numpy()), name
+        assert (weights.span(name) is not None) == tensor.is_contiguous(), name
+
+
+def test_values_beside_tensors(tmp_path: Path) -> None:
+    values = {
+        "a": 1,
+        "b": [1.5, None, "x"],
+        "c": (True, {"d": OrderedDict(e=2)}),
+        "f": 2**70,
+        3: torch.float32,
+        "g": {4},
+    }
+    torch.save(values | {"t": torch.ones(2)}, tmp_path / "x.pt")
+    (found,) = unpickled([tmp_path / "x.pt"])
+    assert isinstance(found.pop("t"), Stored)
+    assert found == {
+        "a": 1,
+        "b": [1.5, None, "x"],
+        "c": [True, {"d": {"e": 2}}],
+        "f": Unplain("int"),
+        3: Unplain("dtype"),
+        "g": [4],
+    }
+
+
+def test_no_torch_is_imported(folder: Path) -> None:
+    program = (
+        "import sys; from gptkit.converter.convert import convert; "
+        f"convert({str(folder)!r}, {str(folder.parent / 'x')!r}, allow_pickle=True); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+# --- what is wrong with the tensors ---
+
+
+def test_missing_extra_and_misshapen(folder: Path, original: Path) -> None:
+    def edit(state: dict[str, torch.Tensor]) -> None:
+        del state["transformer.h.1.ln_1.weight"]
+        state["more"] = torch.ones(1)
+        state["transformer.wpe.weight"] = state["transformer.wpe.weight"].T.contiguous()
+        state["transformer.h.0.ln_1.bias"] = torch.ones(48, dtype=torch.int8)
+
+    change(folder, edit)
+    message = refused(folder)
+    for part in (
+        "1 of 40 tensors are missing: transformer.h.1.ln_1.weight",
+        "no place in the model: more",
+        "transformer.wpe.weight is [48, 256], expected [256, 48]",
+        "transformer.h.0.ln_1.bias is I8",
+    ):
+        assert part in message, part
+    shutil.copy(original / "state", folder / "pytorch_model.bin")
+    change(folder, lambda state: state.update(more=torch.ones(1)))
+    assert "no place" in refused(folder)
+    convert(folder, folder.parent / "back", "hf", allow_pickle=True, allow_extra=True)
+    back = folder.parent / "back" / "model.safetensors"
+    assert back.read_bytes() == (original / "model.safetensors").read_bytes()
+
+
+def test_one_name_in_two_files(folder: Path) -> None:
+    shutil.copy(folder / "pytorch_model.bin", folder / "other.bin")
+    index = {"weight_map": {"a": "pytorch_model.bin", "b": "other.bin"}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (folder / "pytorch_model.bin").rename(folder / "first.bin")
+    index["weight_map"]["a"] = "first.bin"
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert "in two of the files" in refused(folder)
+
+
+def test_values_that_are_not_finite_are_counted(folder: Path) -> None:
+    change(folder, lambda state: state["transformer.wte.weight"][0].fill_(torch.nan))
+    done = convert(folder, folder.parent / "out", allow_pickle=True)
+    assert done.transferred is not None and done.transferred.not_finite == {"embedding.weight": 48}
+
+
+@pytest.mark.parametrize("left", [0.1, 0.5, 0.999])
+def test_truncated(folder: Path, left: float) -> None:
+    path = folder / "pytorch_model.bin"
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * left)])
+    message = refused(folder)
+    assert "truncated" in message and f"{int(len(data) * left):,} bytes found" in message and path.name in message
+
+
+# --- what is wrong with the file ---
+
+
+def program(*opcodes: bytes) -> bytes:
+    return b"\x80\x02" + b"".join(opcodes) + b"."
+
+
+def tensor_of(shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, count: int = 4) -> bytes:
+    """{"x": a tensor made by hand}."""
+
+    def numbers(values: tuple[int, ...]) -> bytes:
+        return b"(" + b"".join(pickle.dumps(value, 2)[2:-1] for value in values) + b"t"
+
+    storage = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpu" + numbers((count,))[1:] + b"Q"
+    made = (
+        b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + numbers((offset,))[1:-1] + numbers(shape) + numbers(strides)
+    )
+    return program(b"}X\x01\0\0\0x", made, b"\x89}tRs")
+
+
+BOMB = b"]" + b"".join(b"q%c(" % i + (b"h%c" % i) * 10 + b"l" for i in range(12))
+BAD: dict[str, tuple[bytes, str]] = {
+    "a call": (program(b"cposix\nsystem\n(X\x04\0\0\0truetR"), "posix.system"),
+    "a name that leads elsewhere": (program(b"cbuiltins\neval\n"), "builtins.eval"),
+    "an attribute of a known one": (program(b"ctorch\nsave\n"), "torch.save"),
+    "lists within lists": (program(BOMB), "more values|damaged"),
+    "a place in the memo far away": (program(b"]r\xff\xff\xff\x7f"), "memory|damaged"),
+    "a string longer than the file": (program(b"X\xff\xff\xff\x7f"), "damaged|memory"),
+    "bytes of 2**62": (b"\x80\x05\x8e" + struct.pack("<Q", 2**62) + b".", "memory|damaged"),
+    "deep": (program(b"]" * 50_000 + b"a" * 49_999), "more values"),
+    "nothing": (b"", "damaged"),
+    "a class instantiated": (program(b"ctorch\nSize\n)\x81"), "damaged"),
+    "no such storage": (
+        program(b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x009X\x03\0\0\0cpuK\x04tQ"),
+        "missing",
+    ),
+    "a storage too long": (tensor_of((2,), (1,), count=5), "claims 5 elements"),
+    "stride 0": (tensor_of((2**30, 2**10), (0, 0)), "1,099,511,627,776 elements"),
+    "beyond the storage": (tensor_of((2,), (1,), offset=3), "reaches beyond"),
+    "apart beyond the storage": (tensor_of((2, 2), (3, 1)), "reaches beyond"),
+    "a negative stride": (tensor_of((2,), (-1,), offset=3), "no sizes"),
+    "a negative size": (tensor_of((-2,), (1,)), "no sizes"),
+    "sizes beyond 64 bits": (tensor_of((2**63,), (1,)), "no sizes"),
+    "sizes of another number": (tensor_of((1, 1), (1,)), "not made as torch"),
+    "33 dimensions": (tensor_of((1,) * 33, (1,) * 33), "not made as torch"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_pickles(name: str, folder: Path) -> None:
+    data, message = BAD[name]
+    archive(folder / "pytorch_model.bin", data, {"0": bytes(16)})
+    with pytest.raises(CheckpointError, match=message):
+        PickleWeights([folder / "pytorch_model.bin"])
+
+
+def test_the_hand_made_tensor_is_one(tmp_path: Path) -> None:
+    made = tensor_of((2, 2), (1, 2))
+    pickletools.dis(made, io.StringIO())
+    weights = PickleWeights([archive(tmp_path / "x.bin", made, {"0": np.arange(4, dtype="f4").tobytes()})])
+    assert weights.read("x").tolist() == [[0, 2], [1, 3]]
+
+
+def test_bad_archives(tmp_path: Path) -> None:
+    whole = archive(tmp_path / "x.bin", tensor_of((4,), (1,)), {"0": bytes(16)}).read_bytes()
+    with zipfile.ZipFile(tmp_path / "x.bin") as file:
+        place = {info.filename: info.header_offset for info in file.infolist()}
+        directory = file.start_dir
+    second = whole.index(b"PK\1\2", directory + 4)
+    cases = {
+        # Two entries over the same bytes: the sum of sizes is what a zip bomb lies about.
+        "over another|no entry": (second + 42, struct.pack("<I", place["archive/data.pkl"])),
+        "no entry": (second + 42, struct.pack("<I", place["archive/data/0"] + 3)),
+        "claims": (second + 20, struct.pack("<2I", 2**30, 2**30)),
+        "compressed": (second + 24, struct.pack("<I", 2**30)),
+        "encrypted": (second + 8, b"\1"),
+        "truncated": (second + 20, struct.pack("<2I", 60, 60)),
+    }
+    for message, (at, new) in cases.items():
+        data = bytearray(whole)
+        data[at : at + len(new)] = new
+        (tmp_path / "y.bin").write_bytes(data)
+        (answer,) = answers([tmp_path / "y.bin"])
+        assert isinstance(answer, CheckpointError)
+        assert any(part in str(answer) for part in message.split("|")), (message, str(answer))
+
+
+def test_big_endian(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.bin", "w") as file:
+        file.writestr("a/data.pkl", program(b"}"))
+        file.writestr("a/byteorder", "big")
+    with pytest.raises(CheckpointError, match="big-endian"):
+        PickleWeights([tmp_path / "x.bin"])
+
+
+def test_a_process_that_dies_or_hangs(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [folder / "pytorch_model.bin"] * 3
+    dead = tmp_path / "dead.py"
+    dead.write_text("import os, sys; sys.stdout.write('{\"value\": 1}\\n{'); sys.stdout.flush(); os.abort()")
+    monkeypatch.setattr(pickles, "WORKER", dead)
+    first, second, third = answers(files)
+    assert first == third == 1 and "died" in str(second)
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(pickles, "WORKER", slow)
+    monkeypatch.setattr(pickles, "TIMEOUT", 0.2)
+    with pytest.raises(CheckpointError, match="too long"):
+        PickleWeights(files[:1])
+
+
+def test_mutated_files_raise_nothing_else(folder: Path, tmp_path: Path) -> None:
+    whole = (folder / "pytorch_model.bin").read_bytes()
+    with zipfile.ZipFile(folder / "pytorch_model.bin") as file:
+        directory = file.start_dir
+        size = next(info.file_size for info in file.infolist() if info.filename.endswith("data.pkl"))
+    start = whole.index(b"data.pkl") + 8
+    generator = np.random.default_rng(0)
+    files = []
+    for index in range(500):
+        data = bytearray(whole)
+        low, high = [(start, start + size), (directory, len(whole)), (0, 400)][index % 3]
+        for at in generator.integers(low, min(high, len(data)), generator.integers(1, 5)):
+            data[at] = generator.integers(256)
+        if index % 7 == 0:
+            del data[int(generator.integers(len(data))) :]
+        files.append(tmp_path / f"{index}.bin")
+        files[-1].write_bytes(data)
+    found = 0
+    for path, answer in zip(files, answers(files), strict=True):
+        if isinstance(answer, CheckpointError):
+            assert path.name in str(answer) and len(str(answer)) < 600
+            continue
+        try:
+            weights = pickles.StoredWeights(dict(pickles.named_tensors(path, answer)))
+            for name, (dtype, _) in weights.info.items():
+                if dtype in ("F32", "BF16"):
+                    weights.read(name).sum()
+            found += 1
+        except CheckpointError:
+            pass
+    assert 0 < found < 400
+    # What any of them took, in kilobytes; the largest of this process's children.
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 512 * 1024
