@@ -52,7 +52,7 @@ def default_output(reference: str, to: str) -> Path:
     name = reference.rstrip("/").split("/")[-1].split(":")[-1].split("@")[0]
     if name in (".", "..", "~"):  # a folder that does not say its name
         name = os.path.basename(os.path.abspath(os.path.expanduser(reference)))  # noqa: PTH100, PTH111, PTH119
-    for suffix in ("-local", "-hf", ".safetensors", ".json"):
+    for suffix in ("-local", "-hf", ".safetensors", ".json", ".gguf", ".bin", ".pt"):
         name = name.removesuffix(suffix)
     return Path(f"{name or 'model'}-{to.replace(':', '-')}")
 

@@ -18,6 +18,7 @@ that softmax cancels), and another way to round in bf16 whose error is of bf16's
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from ..architectures.base import collapse, short
 from ..converter.checkpoint import Checkpoint, open_checkpoint
+from ..converter.dtypes import to_float64
 from ..converter.publish import MANIFEST, check_manifest
 from ..converter.tokenizer import load_tokenizer
 from ..errors import CheckpointError, GptkitError, InvalidInput, UsageError
@@ -55,11 +57,15 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class BytesVerdict:
-    """How many tensors were compared byte by byte, against what, and the names of those that differ."""
+    """How many tensors were compared byte by byte, against what, and the names of those that differ.
+
+    cast: those stored in another dtype that hold the same values all the same (a GGUF keeps norms in fp32).
+    """
 
     compared: int
     against: str
     different: tuple[str, ...]
+    cast: tuple[str, ...] = ()
 
 
 SHOWN = 5
@@ -397,20 +403,31 @@ def _bytes(source: Checkpoint, target: Checkpoint) -> BytesVerdict | None:
     if source.spec != target.spec:
         return None
     names = [parameter.name for parameter in source.spec.parameters()]
-    different = []
+    different, recast = [], []
     for name in names:
         (a, a_dtype), (b, b_dtype) = source.tensor(name), target.tensor(name)
-        if a_dtype != b_dtype or not _same(a, b):
+        if a_dtype != b_dtype and _same_values(a, a_dtype, b, b_dtype):
+            recast.append(name)
+        elif a_dtype != b_dtype or not _same(a, b):
             different.append(name)
         source.release()
         target.release()
-    return BytesVerdict(len(names), str(source.reference), tuple(different))
+    return BytesVerdict(len(names), str(source.reference), tuple(different), tuple(recast))
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
     """Bit for bit, NaN and signed zero included."""
     first, second = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (a, b))
     return a.shape == b.shape and np.array_equal(first, second)
+
+
+def _same_values(a: np.ndarray, a_dtype: str, b: np.ndarray, b_dtype: str) -> bool:
+    """Number for number, in fp64, which holds every value of both; a few rows at a time."""
+    if a.shape != b.shape:
+        return False
+    rows = max(1, (1 << 20) // max(math.prod(a.shape[1:]), 1))
+    pieces = ((a[i : i + rows], b[i : i + rows]) for i in range(0, len(a), rows))
+    return all(_same(to_float64(x, a_dtype), to_float64(y, b_dtype)) for x, y in pieces)
 
 
 def _noise(

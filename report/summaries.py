@@ -259,8 +259,9 @@ def verdict_lines(result: Verification) -> list[str]:
     """The verdicts in words."""
     lines = []
     if result.bytes is not None:
-        bad, compared = result.bytes.different, result.bytes.compared
+        bad, compared, cast = result.bytes.different, result.bytes.compared, len(result.bytes.cast)
         lines.append(f"bytes     {compared - len(bad)} of {compared} tensors equal {result.bytes.against}")
+        lines += [f"          {cast} of them in value, stored in another dtype"] if cast else []
         lines += [f"          differs: {name}" for name in bad[:5]]
         lines += [f"          … ({len(bad) - 5} more)"] if len(bad) > 5 else []
     where = f"transformers, {result.dtype}, {result.attention} attention"

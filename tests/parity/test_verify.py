@@ -463,6 +463,22 @@ def test_activations_that_overflow_are_no_verdict(tmp_path: Path) -> None:
         verify(loud, dtype="float16")
 
 
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_the_same_values_in_a_wider_dtype_are_the_same(family: str, tmp_path: Path) -> None:
+    """And in a narrower one they are not, where that rounds."""
+    save_hf(REPRESENTATIVES[family].config, tmp_path / "hf", torch.bfloat16)
+    gptkit.convert(tmp_path / "hf", tmp_path / "wide", dtype="float32")
+    result = verify(tmp_path / "hf", tmp_path / "wide", mutations=False)
+    assert (result.verdict, result.passed) == ("identical", True)
+    assert result.bytes is not None and len(result.bytes.cast) == result.bytes.compared and not result.bytes.different
+    gptkit.convert(tmp_path / "hf", tmp_path / "narrow", dtype="float16")
+    wide = safetensors.torch.load_file(tmp_path / "wide" / "model.safetensors")
+    rounds = {name for name, tensor in wide.items() if not torch.equal(tensor.half().float(), tensor)}
+    narrow = verify(tmp_path / "hf", tmp_path / "narrow", mutations=False)
+    assert narrow.bytes is not None and set(narrow.bytes.different) == rounds
+    assert narrow.passed == (not rounds and narrow.verdict != "different")
+
+
 def test_a_folder_that_was_tampered_with_is_no_reference(tmp_path: Path) -> None:
     """Alone it would be compared with itself: only the manifest knows what was written."""
     gptkit.convert("sample:llama", tmp_path / "local")
