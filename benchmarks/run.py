@@ -68,19 +68,19 @@ def decoders(ours: Decoder, theirs: Any) -> tuple[Callable[[torch.Tensor], Any],
 
 
 def decode_pair(rounds: int, ours: Decoder, theirs: Any, prompt: torch.Tensor) -> tuple[float, float]:
-    """As `median_pair`, but the two in turn token by token, so that what else the machine does slows both alike."""
+    """Seconds of a decode by the median token; the two in turn token by token, so that what else the machine does
+    slows both alike.
+    """
     times: tuple[list[float], list[float]] = ([], [])
     for number in range(rounds + 1):
-        steps, ids, spent = decoders(ours, theirs), [prompt, prompt], [0.0, 0.0]
+        steps, ids = decoders(ours, theirs), [prompt, prompt]
         for token in range(DECODED_TOKENS):
             for which in (0, 1) if (number + token) % 2 else (1, 0):
                 start = time.perf_counter()
                 ids[which] = steps[which](ids[which])
-                spent[which] += time.perf_counter() - start
-        if number:  # the first round warms up
-            times[0].append(spent[0])
-            times[1].append(spent[1])
-    return statistics.median(times[0]), statistics.median(times[1])
+                if number:  # the first round warms up
+                    times[which].append(time.perf_counter() - start)
+    return statistics.median(times[0]) * DECODED_TOKENS, statistics.median(times[1]) * DECODED_TOKENS
 
 
 def model_rows(preset: str, rounds: int, only: str | None) -> None:

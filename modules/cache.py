@@ -9,7 +9,7 @@ from ..spec import ModelSpec
 
 __all__ = ["Cache", "LayerCache"]
 
-ROOM = 16
+ROOM = 8
 """Tokens to make memory for ahead of time: earlier ones are copied once in so many steps, not in each."""
 
 CACHE_LINE = 64

@@ -147,8 +147,8 @@ def build_norm(spec: Norm) -> LayerNormModule | RMSNormModule:
 
 def gelu_new(x: Tensor) -> Tensor:
     """The tanh approximation as transformers' NewGELUActivation writes it; F.gelu rounds otherwise."""
-    inner = torch.pow(x, 3.0).mul_(0.044715).add_(x).mul_(math.sqrt(2.0 / math.pi))  # in place: nothing is kept of it
-    return 0.5 * x * (1.0 + inner.tanh_())
+    # In place as far as a gradient allows: the same roundings, with four tensors fewer.
+    return 0.5 * x * (1.0 + torch.pow(x, 3.0).mul_(0.044715).add_(x).mul_(math.sqrt(2.0 / math.pi)).tanh_())
 
 
 def gelu_bloom(x: Tensor) -> Tensor:
