@@ -397,7 +397,7 @@ def _some(names: list[str]) -> str:
 def _in_file_order(checkpoint: Checkpoint, files: WeightFiles) -> list[BoundLeaf]:
     """The leaves as their bytes lie, so that a walk over them reads each file from front to back."""
     if files.format != "safetensors":
-        return checkpoint.leaves
+        return sorted(checkpoint.leaves, key=lambda leaf: checkpoint.span(leaf) or (Path(), 0))
     place = {name: index for index, name in enumerate(files.tensors)}
     return sorted(checkpoint.leaves, key=lambda leaf: place[checkpoint._found[leaf.checkpoint]])
 

@@ -147,7 +147,7 @@ class Known:
         if self.name == "_rebuild_tensor_v2":
             return tensor(*args[:4])
         if self.name == "_rebuild_tensor_v3":
-            return tensor(*args[:4], args[6])
+            return tensor(args[0], args[1], args[2], args[3], args[6])
         if self.name in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
             return args[0]
         if self.name in (*NOT_PLAIN, "device", "_get_layout"):
