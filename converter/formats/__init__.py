@@ -80,7 +80,7 @@ class Format(Protocol):
     write: Callable[[Request, Plan, Staging, Callable[[int], None] | None], dict[str, FileRecord]] | None
 
 
-NAMES = ("gguf", "llama2c", "llama2c_v1", "nanogpt", "dcp")
+NAMES = ("gguf", "llama2c", "llama2c_v1", "nanogpt", "nanogpt_tanh", "dcp")
 
 
 def format_named(name: str) -> Format:

@@ -1,7 +1,327 @@
-"""Placeholder until nanogpt is written."""
+"""nanoGPT's ckpt.pt: a dictionary that torch.save wrote, with the model's tensors and the arguments of its class.
 
-matches = None
-describe = None
-read = None
-plan = None
-write = None
+It is a pickle, read as `pickles` reads one: behind --allow-pickle, by a process of its own. It is written here without
+torch: an archive whose members are stored as they are, each storage at a multiple of 64 bytes, as torch.load can map
+them. Its checksums are only known when the tensors are, so that `write` makes the file, in the order of the plan.
+Optimizer, iteration and the like are not part of a model: they are left out, and written as those of a fresh one.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from ...architectures.base import BoundLeaf, bind
+from ...architectures.nanogpt import (
+    ARGUMENTS,
+    EMBEDDING,
+    HEAD,
+    LEAVES,
+    config_of,
+    expressed,
+    is_buffer,
+    spec_of,
+)
+from ...errors import CheckpointError, UntrustedInput
+from ...spec import Activation, ModelSpec
+
+if TYPE_CHECKING:
+    from ..pickles import Stored, StoredWeights
+    from ..publish import FileRecord, Staging
+    from ..tree import Origin
+    from ..write import Plan
+    from . import Opened, Request
+
+__all__ = ["describe", "matches", "plan", "plan_for", "read", "write"]
+
+NAME = "ckpt.pt"
+COMPILED = "_orig_mod."
+"""What torch.compile puts before every name."""
+ACTIVATIONS: tuple[Activation, ...] = ("gelu", "gelu_new")
+NOTE = "gptkit"
+"""The entry in which a checkpoint written here says its GELU, where it is not the one of today's model.py."""
+
+
+def matches(path: Path) -> bool:
+    """Whether it is a checkpoint, or a folder with one: told by the name alone, since a pickle has to be allowed."""
+    try:
+        return _file(path).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _file(path: Path) -> Path:
+    """A folder's ckpt.pt; a .pt file itself, unless a config.json beside it says that it is something else."""
+    if path.is_dir():
+        return path / NAME
+    described = any((path.parent / name).is_file() for name in ("config.json", "gptkit.json"))
+    return path if path.name == NAME or (path.suffix == ".pt" and not described) else path / NAME
+
+
+def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
+    """Raises UntrustedInput: nothing of it can be told without reading the pickle."""
+    raise _untrusted(_file(path), f"Convert it first: gptkit convert {path} --allow-pickle")
+
+
+def _untrusted(path: Path, hint: str) -> UntrustedInput:
+    return UntrustedInput(f"{path} is a pickle: loading it can run any code that its author put in", hint)
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path, allow_pickle: bool) -> Opened:
+    """Open the file. Raises UntrustedInput unless allowed, CheckpointError for anything but nanoGPT's own."""
+    from ..pickles import unpickled
+    from ..tree import Origin
+    from . import Opened
+
+    file = _file(path)
+    if not allow_pickle:
+        raise _untrusted(file, "Pass --allow-pickle if you trust where it comes from.")
+    (content,) = unpickled([file])
+    if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("model", "model_args")):
+        raise CheckpointError(f"{file} is no checkpoint of nanoGPT: it holds no model and model_args")
+    weights, notes = _weights(file, content["model"])
+    arguments, bias = _arguments(file, content["model_args"], weights)
+    activation = _activation(content, notes)
+    if arguments["n_layer"] > len(weights.info):
+        raise CheckpointError(f"{file} has {len(weights.info)} tensors for {arguments['n_layer']} layers")
+    spec = spec_of(arguments, activation, bias)
+    kept = [key for key in content if key not in ("model", "model_args", NOTE)]
+    if kept:
+        notes.append(f"left out, since it is no part of a model: {', '.join(str(key) for key in kept)}")
+    if not bias:
+        notes.append("it has no biases, which transformers' gpt2 has: --to hf:gpt2 gives it some that are zero")
+    text = json.dumps(config_of(arguments, activation), indent=2) + "\n"
+    origin = Origin(family="gpt2", config_text=text) if bias else Origin()
+    leaves = sorted(bind("nanoGPT", LEAVES, spec), key=lambda leaf: _place(weights, leaf.checkpoint))
+    return Opened(spec, origin, leaves, weights, (file,), {}, notes)
+
+
+def _weights(file: Path, state: Mapping[Any, Any]) -> tuple[StoredWeights, list[str]]:
+    """The tensors by the names of model.py, without buffers and without the second copy of the tied head."""
+    from ..pickles import StoredWeights, named_tensors
+
+    found: dict[str, Stored] = {}
+    dropped = []
+    for own, tensor in named_tensors(file, state):
+        name = own.removeprefix(COMPILED)
+        if name in found:
+            raise CheckpointError(f"{file}: {name!r:.80} is there with and without {COMPILED}")
+        if is_buffer(name):
+            dropped.append(name)
+        else:
+            found[name] = tensor
+    notes = [f"buffers without weights left out: {', '.join(dropped[:8])}"] if dropped else []
+    if HEAD in found and EMBEDDING not in found:
+        found[EMBEDDING] = found.pop(HEAD)
+        notes.append(f"{HEAD} is there for the embedding it is tied to")
+    weights = StoredWeights(found)
+    if HEAD in found:
+        _require_tied(file, weights)
+        del found[HEAD]
+        weights = StoredWeights(found)
+        notes.append(f"{HEAD} repeats the embedding it is tied to: kept once")
+    return weights, notes
+
+
+def _require_tied(file: Path, weights: StoredWeights) -> None:
+    """Raise CheckpointError where the head holds other values than the embedding."""
+    import numpy as np
+
+    from ..safetensors import DTYPES
+
+    same = weights.info[HEAD] == weights.info[EMBEDDING] and weights.span(HEAD) == weights.span(EMBEDDING) is not None
+    if same:
+        return
+    known = weights.info[HEAD][0] in DTYPES and weights.info[HEAD] == weights.info[EMBEDDING]
+    if not known or not all(
+        np.array_equal(np.ascontiguousarray(a).view(np.uint8), np.ascontiguousarray(b).view(np.uint8))
+        for a, b in zip(weights.read(HEAD), weights.read(EMBEDDING), strict=True)
+    ):
+        raise CheckpointError(f"{file}: {HEAD} is not the embedding, to which nanoGPT ties it")
+
+
+def _arguments(file: Path, given: Mapping[Any, Any], weights: StoredWeights) -> tuple[dict[str, int], bool]:
+    """The sizes, and whether there are biases (the first versions did not say: they had them)."""
+    other = [str(key) for key in given if key not in (*ARGUMENTS, "bias", "dropout")]
+    missing = [key for key in ARGUMENTS if type(given.get(key)) is not int]
+    if other or missing:
+        what = f"no size {missing[0]}" if missing else f"{', '.join(other)!r:.80}, which its model does not know"
+        raise CheckpointError(f"{file} is no checkpoint of nanoGPT: its model_args have {what}")
+    bias = given.get("bias", "transformer.ln_f.bias" in weights.info)
+    if not isinstance(bias, bool):
+        raise CheckpointError(f"{file}: model_args say bias={bias!r:.40}")
+    return {key: given[key] for key in ARGUMENTS}, bias
+
+
+def _activation(content: Mapping[Any, Any], notes: list[str]) -> Activation:
+    said = content.get(NOTE)
+    for activation in ACTIVATIONS:
+        if isinstance(said, dict) and said.get("activation_function") == activation:
+            return activation
+    notes.append(
+        "the file does not say which GELU it was trained with: taken for the exact one, as in today's model.py"
+    )
+    return "gelu"
+
+
+def _place(weights: StoredWeights, name: str) -> tuple[Path, int]:
+    return (weights.span(name) if name in weights.info else None) or (Path(), 0)
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+PREFIX = "ckpt/"
+ALIGNMENT = 64
+STORAGES = {"F64": "DoubleStorage", "F32": "FloatStorage", "F16": "HalfStorage", "BF16": "BFloat16Storage"}
+
+
+def plan(request: Request) -> Plan:
+    """A checkpoint for nanoGPT's model.py as it is today."""
+    return plan_for(request, "gelu")
+
+
+def plan_for(request: Request, activation: Activation) -> Plan:
+    """A checkpoint for a model.py with that GELU.
+
+    Raises:
+        CannotExpress: nanoGPT's model is no such tree; the components in the way are listed.
+        UsageError: an unknown dtype.
+
+    """
+    from ..dtypes import parse_dtype, widest
+    from ..safetensors import DTYPES
+    from ..write import Output, Plan, Shard
+
+    arguments, leaves = expressed(request.spec, activation)
+    asked = None if request.asked is None else parse_dtype(request.asked)
+    tensors = []
+    for leaf in _in_order(leaves):
+        dtype = asked or widest([request.dtypes[name] for name in leaf.shared])
+        count = 1
+        for size in leaf.shape:
+            count *= size
+        tensors.append((leaf, dtype, count * DTYPES[dtype].itemsize))
+    program = _program(arguments, [(leaf, dtype) for leaf, dtype, _ in tensors], activation)
+    members, size = _lay_out([nbytes for _, _, nbytes in tensors], program)
+    starts = [member.start for member in members if member.data is None]
+    outputs = tuple(
+        Output(leaf, dtype, start, nbytes) for (leaf, dtype, nbytes), start in zip(tensors, starts, strict=True)
+    )
+    return Plan((Shard(NAME, program, outputs, size),), {}, request.companions)
+
+
+def write(
+    request: Request, plan: Plan, staging: Staging, progress: Callable[[int], None] | None
+) -> dict[str, FileRecord]:
+    """Write the planned file; see `nanogpt_archive`."""
+    from .nanogpt_archive import write_archive
+
+    (shard,) = plan.shards
+    members, _ = _lay_out([output.nbytes for output in shard.outputs], shard.header)
+    return write_archive(request.source, shard, members, staging, progress)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One file of the archive: its first byte in it, the padding before that, and its content unless it is a tensor."""
+
+    name: str
+    start: int
+    nbytes: int
+    extra: bytes
+    data: bytes | None
+
+
+def _lay_out(tensors: list[int], program: bytes) -> tuple[list[Member], int]:
+    """The archive's members in their order, and its size."""
+    wanted: list[tuple[str, int, bytes | None]] = [
+        ("data.pkl", len(program), program),
+        ("byteorder", 6, b"little"),
+        *((f"data/{index}", nbytes, None) for index, nbytes in enumerate(tensors)),
+        ("version", 2, b"3\n"),
+    ]
+    members, at, directory = [], 0, 0
+    limit = zipfile.ZIP64_LIMIT  # type: ignore[attr-defined, unused-ignore]
+    for short, nbytes, data in wanted:
+        name = PREFIX + short
+        large = is_large(nbytes)
+        fixed = at + 30 + len(name) + 20 * large + 4
+        padding = -fixed % ALIGNMENT
+        extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding
+        members.append(Member(name, fixed + padding, nbytes, extra, data))
+        wide = 16 * (nbytes > limit) + 8 * (at > limit)
+        directory += 46 + len(name) + len(extra) + (wide + 4 if wide else 0)
+        at = fixed + padding + nbytes
+    ends = 22 + (76 if len(members) > zipfile.ZIP_FILECOUNT_LIMIT or max(at, directory) > limit else 0)  # type: ignore[attr-defined, unused-ignore]
+    return members, at + directory + ends
+
+
+def is_large(nbytes: int) -> bool:
+    """Whether a member's header has room for sizes of 64 bits."""
+    return nbytes > 2**31 - 2**20
+
+
+def _in_order(leaves: list[BoundLeaf]) -> Iterator[BoundLeaf]:
+    """As model.py lists them: the embeddings, the blocks, the last norm."""
+    last = [leaf for leaf in leaves if leaf.checkpoint.startswith("transformer.ln_f.")]
+    yield from (leaf for leaf in leaves if leaf not in last)
+    yield from last
+
+
+def _program(arguments: Mapping[str, Any], tensors: list[tuple[BoundLeaf, str]], activation: Activation) -> bytes:
+    """The pickle: what train.py saves before the first step, but for the optimizer. The head is the embedding."""
+    state = {leaf.checkpoint: _tensor(str(index), leaf, dtype) for index, (leaf, dtype) in enumerate(tensors)}
+    state[HEAD] = state[EMBEDDING]
+    content: dict[str, Any] = {
+        "model": state,
+        "model_args": dict(arguments),
+        "iter_num": 0,
+        "best_val_loss": 1e9,
+        "config": {},
+    }
+    if activation != "gelu":
+        content[NOTE] = {"activation_function": activation}
+    return b"\x80\x02" + _pickled(content) + b"."
+
+
+def _tensor(key: str, leaf: BoundLeaf, dtype: str) -> bytes:
+    """A call of torch's for the tensor that is all of the storage `key`."""
+    strides: list[int] = []
+    count = 1
+    for size in reversed(leaf.shape):
+        strides.insert(0, count)
+        count *= size
+    storage = b"(" + _pickled("storage") + b"ctorch\n" + STORAGES[dtype].encode() + b"\n"
+    storage += _pickled(key) + _pickled("cpu") + _pickled(count) + b"tQ"
+    rest = _pickled(0) + _pickled(tuple(leaf.shape)) + _pickled(tuple(strides)) + _pickled(False)
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + rest + b"ccollections\nOrderedDict\n)RtR"
+
+
+def _pickled(value: Any) -> bytes:
+    """A value in the opcodes of pickle's protocol 2; bytes are such opcodes already."""
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, dict):
+        return b"}(" + b"".join(_pickled(key) + _pickled(item) for key, item in value.items()) + b"u"
+    if isinstance(value, tuple):
+        return b"(" + b"".join(map(_pickled, value)) + b"t"
+    if isinstance(value, str):
+        data = value.encode()
+        return b"X" + struct.pack("<I", len(data)) + data
+    return pickle.dumps(value, 2)[2:-1]
+
+
+def member_into(archive: zipfile.ZipFile, member: Member) -> IO[bytes]:
+    """A new member of an archive, to be written to; the same at any time and on any system."""
+    info = zipfile.ZipInfo(member.name)
+    info.create_system, info.external_attr, info.extra = 3, 0o600 << 16, member.extra
+    return archive.open(info, "w", force_zip64=is_large(member.nbytes))
