@@ -6,16 +6,33 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, NoReturn
+
+import msgspec
 
 from ..errors import CheckpointError, InvalidInput, UntrustedInput
 from .resolve import INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE
-from .safetensors import Header, TensorInfo, parse_json_object, read_header
+from .safetensors import (
+    EXPLAINED,
+    MALFORMED,
+    MEMBERS,
+    Header,
+    TensorInfo,
+    cannot_be_read,
+    check_keys,
+    colons,
+    has_keys,
+    parse_json_object,
+    read_header,
+)
 
 __all__ = ["WeightFiles", "assembled", "read_index", "single", "weight_files"]
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-_MAX_INDEX = 100_000_000  # bytes, as for a safetensors header
+_MAX_INDEX = 32 * 2**20  # bytes; the index of a model of 10^12 parameters in 140,000 tensors has 13 MB
+_MAX_REST = 2**16  # bytes of all that is in an index beside its weight_map
+_MAX_SHARDS = 10_000
+_MAX_HEADERS = 2 * _MAX_INDEX  # bytes, of all shards' headers together
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +144,54 @@ def read_index(path: Path) -> dict[str, str]:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     if raw is None:
-        raise CheckpointError(f"{path} has {size} bytes: no index is that long")
-    weight_map = parse_json_object(raw, str(path)).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path} has no weight_map of tensor names to file names")
-    if not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{path}: its weight_map holds something that is not a file name")
-    mapping = cast("dict[str, str]", weight_map)
+        raise CheckpointError(f"{path} has {size:,} bytes: no index is that long")
+    mapping = _weight_map(path, raw)
     suffix = ".bin" if path.name == PICKLE_INDEX else ".safetensors"
-    for name in set(mapping.values()):
+    names = set(mapping.values())
+    if len(names) > _MAX_SHARDS:
+        raise CheckpointError(f"{path} names {len(names):,} weight files, and more than {_MAX_SHARDS:,} are not read")
+    for name in names:
         _check_plain(path, name, suffix)
     return mapping
+
+
+_WEIGHT_MAP = msgspec.json.Decoder(dict[str, str])
+
+
+def _weight_map(path: Path, raw: bytes) -> dict[str, str]:
+    """The checked object, as `safetensors.parse_header` does it: typed decoding, then the keys counted."""
+    check_keys(raw, str(path))
+    try:
+        members = MEMBERS.decode(raw)
+    except MALFORMED as error:
+        _explain(path, raw, error)
+    found = members.pop("weight_map", None)
+    if found is None:
+        raise CheckpointError(f"{path} has no weight_map of tensor names to file names")
+    try:
+        mapping = _WEIGHT_MAP.decode(found)
+    except MALFORMED as error:
+        _explain(path, raw, error)
+    if not mapping:
+        raise CheckpointError(f"{path} has an empty weight_map")
+    rest = b"{" + b",".join(msgspec.json.encode(name) + b":" + bytes(text) for name, text in members.items()) + b"}"
+    if len(rest) > _MAX_REST:
+        raise CheckpointError(f"{path} has {len(rest):,} bytes beside its weight_map: no index has")
+    parse_json_object(rest, str(path))
+    if not has_keys(raw, colons(rest) + 1 + len(mapping)):
+        _explain(path, raw, ValueError("a key is there twice"))
+    return mapping
+
+
+def _explain(path: Path, raw: bytes, error: Exception) -> NoReturn:
+    """Raise CheckpointError with what is wrong with an index that did not decode."""
+    if len(raw) <= EXPLAINED:
+        weight_map = parse_json_object(raw, str(path)).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(f"{path} has no weight_map of tensor names to file names")
+        if not all(isinstance(name, str) for name in weight_map.values()):
+            raise CheckpointError(f"{path}: its weight_map holds something that is not a file name")
+    raise cannot_be_read(str(path), error)
 
 
 def _check_plain(index: Path, name: str, suffix: str) -> None:
@@ -165,7 +219,16 @@ def _require(folder: Path, names: Sequence[str]) -> None:
 def _sharded(folder: Path, weight_map: dict[str, str]) -> WeightFiles:
     names = sorted(set(weight_map.values()))
     _require(folder, names)
-    return assembled(folder, weight_map, {name: read_header(folder / name) for name in names})
+    headers: dict[str, Header] = {}
+    length = 0
+    for name in names:
+        headers[name] = read_header(folder / name)
+        length += len(headers[name].text)
+        if length > _MAX_HEADERS:
+            raise CheckpointError(
+                f"{folder}: the headers of its weight files have over {_MAX_HEADERS:,} bytes together"
+            )
+    return assembled(folder, weight_map, headers)
 
 
 def assembled(folder: Path, weight_map: dict[str, str], headers: dict[str, Header]) -> WeightFiles:

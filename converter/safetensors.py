@@ -5,7 +5,8 @@
     the rest  the tensors' bytes, little-endian, row-major, without holes
 
 A header is somebody else's data: every number in it is checked against the file's size before anything is allocated,
-and nothing but CheckpointError comes out of a bad one. https://github.com/huggingface/safetensors#format
+and nothing but CheckpointError comes out of a bad one, within a second and 512 MB whatever it holds.
+https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, cast
+from typing import Annotated, NoReturn, cast
 
+import msgspec
 import numpy as np
 
 from ..errors import CheckpointError, GptkitError
@@ -31,21 +33,33 @@ from .publish import write_all
 
 __all__ = [
     "DTYPES",
+    "EXPLAINED",
+    "MALFORMED",
+    "MEMBERS",
     "Dtype",
     "Header",
     "SafetensorsFile",
     "SafetensorsWriter",
     "TensorInfo",
     "build_header",
+    "cannot_be_read",
+    "check_keys",
+    "colons",
+    "has_keys",
     "header_length",
     "parse_header",
     "parse_json_object",
     "read_header",
 ]
 
-MAX_HEADER = 100_000_000  # bytes; the library's own limit
+MAX_HEADER = 16 * 2**20
+"""Bytes. The library takes 100 MB: a million and a half tensors, half a minute and 2 GB of objects. Real headers have
+some 130 bytes a tensor, and not even the largest models, in one file, would come to 16 MiB."""
+MAX_KEYS = 600_000  # of a JSON object and all within it; four a tensor, so that 10,000 layers have room
 MAX_DIMS = 32  # what every numpy can carry; the format itself names no limit
 _MAX_BYTES = 2**63 - 1
+_LONG_ENTRY = 2**16  # bytes; a tensor's entry has some hundred
+EXPLAINED = 2**18  # bytes of JSON that are parsed a second time to say what is wrong with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +116,7 @@ DTYPES: dict[str, Dtype] = {
 _RANK = {name: rank for rank, name in enumerate(DTYPES)}
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(msgspec.Struct, frozen=True, gc=False):
     """Where a tensor lies: bytes `start` to `end` (exclusive) of the file, counted from the file's first byte."""
 
     name: str
@@ -151,13 +164,111 @@ def parse_header(where: Path | str, raw: bytes, size: int | None = None) -> Head
     """
     if not raw.startswith(b"{"):
         raise CheckpointError(f"{where} is not a safetensors file: its header does not start with '{{'")
-    entries = parse_json_object(raw, f"the header of {where}")
-    metadata = _metadata(where, entries.pop("__metadata__", None))
-    infos = [_tensor(where, name, entry, 8 + len(raw)) for name, entry in entries.items()]
+    infos, metadata = _read_entries(where, raw)
     infos.sort(key=lambda info: (info.start, info.end))
     data = 8 + len(raw)
     _check_cover(where, infos, data, size if size is not None else max([data, *(info.end for info in infos)]))
     return Header({info.name: info for info in infos}, metadata, raw.decode())
+
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=_MAX_BYTES)]
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """A tensor in the header. An unknown key could change what the bytes mean: better refused than ignored."""
+
+    dtype: str
+    shape: tuple[_Size, ...]
+    data_offsets: tuple[_Size, _Size]
+
+
+MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ENTRY = msgspec.json.Decoder(_Entry)
+_ENTRIES = msgspec.json.Decoder(list[_Entry])
+_METADATA = msgspec.json.Decoder(dict[str, str] | None)
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What a decoder raises: not JSON or of other types (DecodeError), strings that are not UTF-8, nesting without end."""
+
+
+def _read_entries(where: Path | str, raw: bytes) -> tuple[list[TensorInfo], dict[str, str]]:
+    """The tensors, in the header's order, and the metadata. Typed decoding builds nothing that is not wanted."""
+    what = f"the header of {where}"
+    check_keys(raw, what)
+    members: dict[str, msgspec.Raw] = {}
+    try:
+        members = MEMBERS.decode(raw)
+        stated = members.pop("__metadata__", None)
+        metadata = None if stated is None else _METADATA.decode(stated)
+        if len(raw) > _LONG_ENTRY:
+            _check_lengths(where, members)
+        entries = _ENTRIES.decode(b"[" + b",".join(members.values()) + b"]")
+    except MALFORMED as error:
+        _explain(where, raw, members, error)
+    keys = 4 * len(members) + (stated is not None) + len(metadata or ())
+    if not has_keys(raw, keys):
+        if len(raw) <= EXPLAINED:
+            parse_json_object(raw, what)  # says which
+        raise CheckpointError(f"{what} cannot be read: a key is there twice")
+    data = 8 + len(raw)
+    infos = [_tensor(where, name, entry, data) for name, entry in zip(members, entries, strict=True)]
+    return infos, metadata or {}
+
+
+def _check_lengths(where: Path | str, members: Mapping[str, msgspec.Raw]) -> None:
+    for name, text in members.items():
+        if memoryview(text).nbytes > _LONG_ENTRY:
+            raise CheckpointError(
+                f"{where}: tensor {_short(name)}: dtype, shape and data_offsets expected, and nothing else"
+            )
+
+
+def check_keys(raw: bytes, what: str) -> None:
+    """Refuse JSON that would become more objects than any header or index has. Raises CheckpointError."""
+    if raw.count(b":") > MAX_KEYS:
+        raise CheckpointError(f"{what} cannot be read: it has more than {MAX_KEYS:,} keys, and no real one has")
+
+
+def has_keys(raw: bytes, count: int) -> bool:
+    """Whether the valid JSON text `raw`, which gave `count` keys when decoded, has no key twice in one object.
+
+    Decoders keep the last of two and drop the other, so that fewer keys come out than there are colons outside of
+    strings, one a key.
+    """
+    return raw.count(b":") == count or colons(raw) == count
+
+
+def colons(raw: bytes) -> int:
+    """The colons outside of strings in the valid JSON text `raw`: as many as there are keys."""
+    # Without escapes (which only strings have) every quote begins or ends a string.
+    text = raw.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in raw else raw
+    signs = np.frombuffer(text, np.uint8)
+    inside = np.logical_xor.accumulate(signs == ord('"'))
+    return int(np.count_nonzero((signs == ord(":")) & ~inside))
+
+
+def _explain(where: Path | str, raw: bytes, members: Mapping[str, msgspec.Raw], error: Exception) -> NoReturn:
+    """Raise CheckpointError with what is wrong with a header that did not decode."""
+    what = f"the header of {where}"
+    if len(raw) <= EXPLAINED:
+        parsed = parse_json_object(raw, what)
+        _metadata(where, parsed.pop("__metadata__", None))
+        for name, entry in parsed.items():
+            _check_entry(f"{where}: tensor {_short(name)}", entry)
+    for name, text in members.items():
+        try:
+            _ENTRY.decode(text)
+        except MALFORMED:
+            tensor = f"{where}: tensor {_short(name)}"
+            _check_entry(tensor, parse_json_object(b'{"":' + bytes(text) + b"}", tensor)[""])
+            break
+    raise cannot_be_read(what, error)
+
+
+def cannot_be_read(what: str, error: Exception) -> CheckpointError:
+    """The error for JSON that did not decode, to be raised by the caller."""
+    if isinstance(error, RecursionError):
+        return CheckpointError(f"{what} is nested too deeply")
+    return CheckpointError(f"{what} cannot be read: {error}")
 
 
 def header_length(where: Path | str, prefix: bytes, size: int) -> int:
@@ -170,20 +281,24 @@ def header_length(where: Path | str, prefix: bytes, size: int) -> int:
         raise CheckpointError(f"{where} is truncated: a safetensors file has at least 8 bytes, {size} found")
     (length,) = cast("tuple[int]", struct.unpack("<Q", prefix))
     if length > MAX_HEADER:
-        raise CheckpointError(f"{where} is not a safetensors file: it claims a header of {length} bytes")
+        raise CheckpointError(
+            f"{where} is not a safetensors file: it claims a header of {length:,} bytes, and no real one has more than "
+            f"{MAX_HEADER:,}"
+        )
     if 8 + length > size:
         raise CheckpointError(f"{where} is truncated: {8 + length} bytes expected for its header alone, {size} found")
     return length
 
 
 def parse_json_object(raw: bytes, what: str) -> dict[str, object]:
-    """Parse one JSON object strictly: UTF-8, no key twice, no NaN, no half surrogate pair. Raises CheckpointError."""
+    """Parse one JSON object strictly: UTF-8, no key twice, no NaN, no half surrogate pair. Raises CheckpointError.
+
+    Of a MB it makes a hundred: not for what may be long.
+    """
     try:
         parsed: object = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
-    except RecursionError:
-        raise CheckpointError(f"{what} is nested too deeply") from None
-    except ValueError as error:  # not UTF-8, not JSON, a duplicate key, a number of thousands of digits
-        raise CheckpointError(f"{what} cannot be read: {error}") from error
+    except (RecursionError, ValueError) as error:  # not UTF-8, not JSON, a key twice, a number of thousands of digits
+        raise cannot_be_read(what, error) from None
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{what} is not a JSON object")
     return parsed
@@ -215,11 +330,27 @@ def _metadata(where: Path | str, value: object) -> dict[str, str]:
     return cast("dict[str, str]", value)
 
 
-def _tensor(file: Path | str, name: str, entry: object, data: int) -> TensorInfo:
+def _tensor(file: Path | str, name: str, entry: _Entry, data: int) -> TensorInfo:
     """Check one entry of the header; `data` is where the tensors' bytes begin in the file."""
-    where = f"{file}: tensor {_short(name)}"
+    start, end = entry.data_offsets
+    shape, dtype = entry.shape, DTYPES.get(entry.dtype)
+    # Briefly, for there may be very many; the long way says what is wrong.
+    if dtype is None or not _fits(shape, dtype.bits, end - start):
+        listed = {"dtype": entry.dtype, "shape": list(shape), "data_offsets": [start, end]}
+        _check_entry(f"{file}: tensor {_short(name)}", listed)
+    return TensorInfo(name, entry.dtype, shape, data + start, data + end)
+
+
+def _fits(shape: tuple[int, ...], bits: int, nbytes: int) -> bool:
+    """Whether a tensor of this shape has so many bytes; `_nbytes` says why not."""
+    if bits * math.prod(shape) != 8 * nbytes or len(shape) > MAX_DIMS:
+        return False
+    return bits * (math.prod(shape) or math.prod(filter(None, shape))) <= _MAX_BYTES
+
+
+def _check_entry(where: str, entry: object) -> None:
+    """Raise CheckpointError where an entry of the header, as parsed, is not a tensor."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        # An unknown key could change what the bytes mean: better refused than ignored.
         raise CheckpointError(f"{where}: dtype, shape and data_offsets expected, and nothing else")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -233,7 +364,6 @@ def _tensor(file: Path | str, name: str, entry: object, data: int) -> TensorInfo
         raise CheckpointError(
             f"{where}: {dtype} {_short(shape)} takes {expected} bytes, its offsets span {offsets[1] - offsets[0]}"
         )
-    return TensorInfo(name, dtype, tuple(shape), data + offsets[0], data + offsets[1])
 
 
 def _is_sizes(value: object) -> bool:
@@ -270,6 +400,8 @@ def _check_cover(where: Path | str, infos: Sequence[TensorInfo], data: int, size
 
 
 def _short(value: object) -> str:
+    if isinstance(value, str | list):
+        value = value[:100]  # of a name of megabytes not all is written out
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -357,8 +489,11 @@ def build_header(
     except UnicodeEncodeError as error:
         raise CheckpointError(f"a name or metadata text is not Unicode: {error}") from error
     text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER:
-        raise CheckpointError(f"the header would have {len(text)} bytes, readers accept {MAX_HEADER}")
+    if len(text) > MAX_HEADER or text.count(b":") > MAX_KEYS:
+        raise CheckpointError(
+            f"the header of {len(tensors):,} tensors would have {len(text):,} bytes, more than gptkit reads",
+            "Write smaller shards: --max-shard-size.",
+        )
     data = 8 + len(text)
     infos = [TensorInfo(info.name, info.dtype, info.shape, data + info.start, data + info.end) for info in placed]
     return struct.pack("<Q", len(text)) + text, infos
