@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import hashlib
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ from .publish import UNSUPPORTED, FileRecord, TensorRecord, write_all
 
 __all__ = ["Block", "PlacedWriter"]
 
-CHUNK = 1 << 20
+CHUNK = 1 << 18
 """Bytes read back and hashed at a time: few enough to stay in the processor's cache between the steps."""
 
 
@@ -77,9 +77,6 @@ class PlacedWriter:
             with self._disk() as fd:
                 os.ftruncate(fd, self._size)
                 write_all(fd, header, 0)
-                # Read through a mapping: what was written is hashed and compared where it lies.
-                self._map = mmap.mmap(fd, self._size, access=mmap.ACCESS_READ)
-                self._view = np.frombuffer(self._map, np.uint8)
         except BaseException:
             self._release()
             raise
@@ -110,53 +107,42 @@ class PlacedWriter:
         Raises CheckpointError for a block that was not declared, was begun before, or is not filled exactly;
         GptkitError where the disk refuses.
         """
-        block = self._begin(name)
-        digest = hashlib.sha256()
-        at = block.start
+        with self._fill(name) as filling:
 
-        def piece(data: Any) -> None:
-            nonlocal at
-            view = memoryview(data).cast("B")
-            if at + view.nbytes > block.end:
-                raise CheckpointError(f"{self.path}: more than the {block.nbytes} bytes of {name} were given")
-            for begin in range(0, view.nbytes, CHUNK):
-                chunk = np.frombuffer(view[begin : begin + CHUNK], np.uint8)
-                with self._disk() as fd:
-                    write_all(fd, chunk.data, at)
-                self._require_equal(self._view[at : at + chunk.nbytes], chunk, at)
-                digest.update(chunk.data)
-                at += chunk.nbytes
+            def piece(data: Any) -> None:
+                view = memoryview(data).cast("B")
+                if filling.at + view.nbytes > filling.block.end:
+                    raise CheckpointError(
+                        f"{self.path}: more than the {filling.block.nbytes} bytes of {name} were given"
+                    )
+                for begin in range(0, view.nbytes, CHUNK):
+                    chunk = np.frombuffer(view[begin : begin + CHUNK], np.uint8)
+                    with self._disk() as fd:
+                        write_all(fd, chunk.data, filling.at)
+                    filling.check(chunk)
 
-        yield piece
-        if at != block.end:
-            raise CheckpointError(f"{self.path}: {at - block.start} of the {block.nbytes} bytes of {name} were given")
-        self._end(block, digest.hexdigest())
+            yield piece
 
     def copy(self, name: str, source: int, start: int, look: Callable[[np.ndarray], None] = lambda chunk: None) -> None:
         """Fill a block with the bytes from `start` on of the open file `source`, inside the kernel where it can.
 
-        `look` sees every chunk (uint8) as it was read back. Raises as `pieces`, and where the source ends early.
+        `look` sees every chunk (uint8). Raises as `pieces`, and where the source ends early.
         """
-        block = self._begin(name)
-        with self._disk() as fd:
-            copied = _copy_range(source, fd, start, block.start, block.nbytes)
-        digest = hashlib.sha256()
-        buffer = np.empty(min(CHUNK, block.nbytes), np.uint8)
-        for at in range(0, block.nbytes, CHUNK):
-            theirs = buffer[: min(CHUNK, block.nbytes - at)]
-            place = block.start + at
-            try:
-                _read(source, theirs, start + at)
-            except OSError as error:
-                raise CheckpointError(f"cannot read {name} for {self.path}: {error.strerror}") from error
-            if at + theirs.nbytes > copied:
-                with self._disk() as fd:
-                    write_all(fd, theirs.data, place)
-            ours = self._view[place : place + theirs.nbytes]
-            self._require_equal(ours, theirs, place)
-            digest.update(ours.data)
-            look(ours)
-        self._end(block, digest.hexdigest())
+        with self._fill(name) as filling:
+            block = filling.block
+            with self._disk() as fd:
+                copied = _copy_range(source, fd, start, block.start, block.nbytes)
+            for at in range(0, block.nbytes, CHUNK):
+                chunk = _buffer("source")[: min(CHUNK, block.nbytes - at)]
+                try:
+                    _read(source, chunk, start + at)
+                except OSError as error:
+                    raise CheckpointError(f"cannot read {name} for {self.path}: {error.strerror}") from error
+                if at + chunk.nbytes > copied:
+                    with self._disk() as fd:
+                        write_all(fd, chunk.data, filling.at)
+                filling.check(chunk)
+                look(chunk)
 
     def close(self) -> None:
         """Check that every block was written, finish the hash, fsync. Raises CheckpointError, GptkitError."""
@@ -177,7 +163,9 @@ class PlacedWriter:
         finally:
             self._release()
 
-    def _begin(self, name: str) -> Block:
+    @contextlib.contextmanager
+    def _fill(self, name: str) -> Iterator[_Filling]:
+        """A block to be filled, which it must be on leaving."""
         block = self.blocks.get(name)
         if block is None:
             raise CheckpointError(f"{self.path}: tensor {name!r} was not declared")
@@ -185,23 +173,44 @@ class PlacedWriter:
             if name in self._begun:
                 raise CheckpointError(f"{self.path}: tensor {name!r} was written already")
             self._begun.add(name)
-        return block
-
-    def _end(self, block: Block, digest: str) -> None:
-        with self._disk() as fd:
-            _start_writeback(fd, block.start, block.nbytes)
-        self._forget(block.start, block.end)
-        with self._mutex:
-            self._digests[block.name] = digest
-            self._whole.add(block.name)
+        filling = _Filling(self, block)
+        try:
+            yield filling
+            if filling.at != block.end:
+                filled = filling.at - block.start
+                raise CheckpointError(f"{self.path}: {filled} of the {block.nbytes} bytes of {name} were given")
+            with self._disk() as fd:
+                _start_writeback(fd, block.start, block.nbytes)
+            with self._mutex:
+                self._digests[name] = filling.digest.hexdigest()
+                self._whole.add(name)
+                self._next += filling.front
+        finally:
+            if filling.front:
+                self._hashing.release()
         # One thread at a time hashes; who finds it busy goes on with other blocks, and leaves the rest to it or close.
         while self._ready() and self._hashing.acquire(blocking=False):
             try:
                 while (end := self._ready()) is not None:
                     self._advance(end)
-                    self._next += 1
+                    with self._mutex:
+                        self._next += 1
             finally:
                 self._hashing.release()
+
+    def _at_front(self, block: Block) -> bool:
+        """Whether all before this block is hashed, and the block can be hashed as it is written: then the hash is this
+        thread's until the block is whole.
+        """
+        if not block.nbytes or not self._hashing.acquire(blocking=False):
+            return False
+        with self._mutex:
+            front = self._next < len(self._order) and self._order[self._next] is block
+        if front:
+            self._advance(block.start)
+        else:
+            self._hashing.release()
+        return front
 
     def _ready(self) -> int | None:
         """Where the next block to be hashed ends, if it is whole."""
@@ -211,25 +220,16 @@ class PlacedWriter:
         return None
 
     def _advance(self, end: int) -> None:
-        begin = self._hashed
+        """Hash the file as it lies, up to byte `end`."""
         while self._hashed < end:
-            stop = min(self._hashed + CHUNK, end)
-            self._hash.update(self._view[self._hashed : stop].data)
-            self._hashed = stop
-        self._forget(begin, end)
+            chunk = _buffer("file")[: min(CHUNK, end - self._hashed)]
+            with self._disk() as fd:
+                _read(fd, chunk, self._hashed)
+            self._see(chunk)
 
-    def _forget(self, start: int, end: int) -> None:
-        """Give the mapped pages of these bytes back to the system: they count as this process's memory."""
-        start -= start % mmap.PAGESIZE
-        if end > start and hasattr(self._map, "madvise"):
-            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
-
-    def _require_equal(self, found: np.ndarray, expected: np.ndarray, at: int) -> None:
-        if _LIBC.memcmp(found.ctypes.data_as(_VOID), expected.ctypes.data_as(_VOID), ctypes.c_size_t(expected.nbytes)):
-            raise GptkitError(
-                f"{self.path} does not hold what was written to it, from byte {at} on",
-                "The disk or the memory of this machine may be failing.",
-            )
+    def _see(self, chunk: np.ndarray) -> None:
+        self._hash.update(chunk.data)
+        self._hashed += chunk.nbytes
 
     @contextlib.contextmanager
     def _disk(self) -> Iterator[int]:
@@ -257,13 +257,48 @@ class PlacedWriter:
             self._release()
 
 
+class _Filling:
+    """A block while it is written: how far it is, its hash, and whether the file's own hash goes along (`front`)."""
+
+    def __init__(self, file: PlacedWriter, block: Block) -> None:
+        self.file, self.block, self.at = file, block, block.start
+        self.digest = hashlib.sha256()
+        self.front = file._at_front(block)
+
+    def check(self, expected: np.ndarray) -> None:
+        """Read back the chunk that was written last, compare, and hash it."""
+        found = _buffer("file")[: expected.nbytes]
+        with self.file._disk() as fd:
+            _read(fd, found, self.at)
+        if _LIBC.memcmp(found.ctypes.data_as(_VOID), expected.ctypes.data_as(_VOID), ctypes.c_size_t(found.nbytes)):
+            raise GptkitError(
+                f"{self.file.path} does not hold what was written to it, from byte {self.at} on",
+                "The disk or the memory of this machine may be failing.",
+            )
+        self.digest.update(found.data)
+        if self.front:
+            self.file._see(found)
+        self.at += found.nbytes
+
+
+_BUFFERS = threading.local()
+
+
+def _buffer(name: str) -> np.ndarray:
+    """A chunk's memory of this thread's own, by use: fresh memory for every block would be cleared each time."""
+    if not hasattr(_BUFFERS, name):
+        setattr(_BUFFERS, name, np.empty(CHUNK, np.uint8))
+    found: np.ndarray = getattr(_BUFFERS, name)
+    return found
+
+
 def _read(fd: int, into: np.ndarray, offset: int) -> None:
     """Fill `into` (uint8) from byte `offset`. Raises OSError where the file ends before."""
     view = into.data
     while view.nbytes:
         done = os.preadv(fd, [view], offset)
         if done == 0:
-            raise OSError(0, "the file ends early")
+            raise OSError(errno.EIO, "the file ends early")
         view, offset = view[done:], offset + done
 
 
