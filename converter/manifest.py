@@ -26,6 +26,7 @@ __all__ = [
     "TensorRecord",
     "check_manifest",
     "file_entry",
+    "is_ours",
     "read_entry",
     "walk",
 ]
@@ -54,6 +55,15 @@ class FileRecord:
 
     sha256: str
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether gptkit wrote this folder (a GGUF's has nothing but the manifest to tell)."""
+    try:
+        record = json.loads((folder / MANIFEST).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and "gptkit" in record and isinstance(record.get("files"), dict)
 
 
 def file_entry(record: FileRecord, nbytes: int) -> dict[str, object]:

@@ -36,6 +36,7 @@ from .manifest import (
     TensorRecord,
     check_manifest,
     file_entry,
+    is_ours,
     walk,
 )
 
@@ -231,8 +232,9 @@ class Staging:
         if not self.force:
             raise UsageError(f"{target} exists", "Choose another name, or pass --force to replace it.")
         names = {entry.name for entry in target.iterdir()}
-        if names and (".git" in names or not names & {"config.json", "gptkit.json"}):
-            why = "is a git repository" if ".git" in names else "holds neither config.json nor gptkit.json"
+        ours = bool(names & {"config.json", "gptkit.json"}) or is_ours(target)
+        if names and (".git" in names or not ours):
+            why = "is a git repository" if ".git" in names else "holds no config.json, and gptkit did not write it"
             raise UsageError(
                 f"{target} {why}: --force replaces only a checkpoint's folder",
                 "Remove it yourself, or choose another name.",

@@ -157,7 +157,7 @@ def test_targets_that_are_refused(tmp_path: Path) -> None:
         ("file", True, "is a file"),
         ("link", True, "symbolic link"),
         ("photos", False, "exists"),
-        ("photos", True, "neither config.json nor gptkit.json"),
+        ("photos", True, "gptkit did not write it"),
         ("clone", True, "git repository"),
         ("absent/out", False, "does not exist"),
         ("file/out", False, "is not a folder"),
