@@ -23,7 +23,7 @@ import typer
 import typer.core
 
 from . import __version__
-from .errors import GptkitError, UsageError
+from .errors import Elsewhere, GptkitError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
@@ -100,6 +100,8 @@ def guarded(function: F) -> F:
         try:
             function(*args, **kwargs)
             sys.stdout.flush()  # here, where a reader that has gone is known what to do about
+        except Elsewhere as error:
+            raise typer.Exit(error.code) from None
         except GptkitError as error:
             fail(str(error), error.exit_code)
         except KeyboardInterrupt as error:
@@ -326,8 +328,10 @@ def convert(
     """Convert to gptkit's own format, back to Hugging Face files, or to another format."""
     from .converter.convert import Conversion
     from .converter.convert import convert as run
+    from .converter.distributed import leads
     from .report.summaries import conversion_lines
 
+    quiet = quiet or not leads()
     total = 0
 
     def planned(conversion: Conversion) -> None:

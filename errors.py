@@ -10,7 +10,8 @@
     │   └── UntrustedInput            pickle files, paths that leave the checkpoint's folder
     ├── Offline                    5  needs the network, and there is none or it was forbidden
     ├── CannotExpress              1  the target format has no place for some of the tree's components
-    └── SwapRefused                1  a swap's preconditions do not hold for this checkpoint
+    ├── SwapRefused                1  a swap's preconditions do not hold for this checkpoint
+    └── Elsewhere                  *  another process of the same run failed, and has told why; its exit code
 
 Every message is one or two lines: what is wrong, then what to do about it.
 """
@@ -24,6 +25,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Different",
+    "Elsewhere",
     "GptkitError",
     "InvalidInput",
     "Offline",
@@ -94,3 +96,11 @@ class CannotExpress(GptkitError):
 
 class SwapRefused(GptkitError):
     """A swap's preconditions do not hold for this checkpoint; the message says which and what is possible."""
+
+
+class Elsewhere(GptkitError):
+    """Another process of the same run failed, has told why, and ends with `code`, as this one then should."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code

@@ -16,12 +16,13 @@ from ..errors import UsageError
 from ..spec import ModelSpec, to_json
 from .adapt import adapt
 from .checkpoint import Checkpoint, identity_leaves, open_checkpoint, stated_dtype
+from .distributed import team, together
 from .dtypes import HF_NAMES, parse_dtype, widest
 from .formats import NAMES, Request, format_named, writable
-from .publish import FileRecord, Staging
+from .publish import FileRecord
 from .resolve import CONFIG
 from .tokenizer import token_files
-from .transfer import Transferred, jobs_of, memory_of, transfer
+from .transfer import Transferred, jobs_of, memory_of
 from .tree import LOCAL_CONFIG, LOCAL_SCHEMA, Origin
 from .write import DEFAULT_SHARD_BYTES, Plan, as_it_was, json_bytes, plan, prepare
 
@@ -173,6 +174,7 @@ def _request(source: Checkpoint, dtype: str | None, max_shard_bytes: int | None)
     )
 
 
+@together
 def convert(
     model: str | Path,
     out: str | Path | None = None,
@@ -218,7 +220,7 @@ def convert(
     """
     target = Path(out) if out is not None else default_output(str(model), to)
     family = _check_format(to)
-    staging = Staging(target, force)
+    staging = team().staging(target, force)
     # What cannot be written is refused before gigabytes are fetched, and from here on nobody else writes there.
     with nullcontext() if dry_run else staging.reserved():
         source = open_checkpoint(
@@ -241,11 +243,13 @@ def convert(
                 on_plan(conversion)
             own = _own_writer(to)
             if own is not None:
+                team().require_one(to)
                 prepare(planned, staging)
                 request = _request(source, dtype, max_shard_bytes)
                 done = Transferred(own(request, planned, staging, progress))
             else:
-                done = transfer(planned, source, staging, workers=workers, max_memory=max_memory, progress=progress)
+                options = {"workers": workers, "max_memory": max_memory, "progress": progress}
+                done = team().transfer(planned, source, staging, **options)
             manifest = {
                 "gptkit": __version__,
                 "format": to,

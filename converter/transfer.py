@@ -27,7 +27,7 @@ from .placed import CHUNK, PlacedWriter
 from .publish import FileRecord, Staging
 from .write import Output, Plan, Shard, prepare, writer
 
-__all__ = ["Job", "Transferred", "jobs_of", "memory_of", "transfer"]
+__all__ = ["Job", "StoppedError", "Transferred", "available_cores", "jobs_of", "memory_of", "transfer"]
 
 IN_FLIGHT = 128 * 2**20
 """Bytes of tensors held at once by all workers together, unless a single job needs more."""
@@ -133,6 +133,7 @@ def transfer(
     workers: int | None = None,
     max_memory: int | None = None,
     only: Collection[str] | None = None,
+    stop: threading.Event | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Transferred:
     """Write the plan's files into an open staging folder.
@@ -144,12 +145,14 @@ def transfer(
         workers: threads; by default one a core that this process may use.
         max_memory: bytes of tensors held at once.
         only: the names of the shards to write, where others write the rest; then the small files are theirs too.
+        stop: set from outside, it ends the transfer soon, which then is not complete: others have failed.
         progress: called with the bytes of every tensor that is done, one call at a time.
 
     Raises:
         CheckpointError: a value does not fit the output's dtype, or the source ended early.
         GptkitError: the disk is too small or a write fails; nothing is published.
         UsageError: `max_memory` is too little for one tensor.
+        StoppedError: perhaps, where `stop` was set.
 
     """
     done = Transferred()
@@ -165,7 +168,7 @@ def transfer(
             if progress is not None:
                 progress(shard.nbytes)
     with ExitStack() as stack:
-        carrier = _Carrier(source, staging, stack, done, progress)
+        carrier = _Carrier(source, staging, stack, done, progress, stop)
         for shard in todo:
             carrier.open(shard)
         wanted = [job for job in jobs if any(shard.name in carrier.writers for shard, _ in job.outputs)]
@@ -183,6 +186,7 @@ class _Carrier:
         stack: ExitStack,
         done: Transferred,
         progress: Callable[[int], None] | None,
+        stop: threading.Event | None = None,
     ) -> None:
         self.source, self.staging, self.stack, self.done = source, staging, stack, done
         self.progress = progress
@@ -190,7 +194,11 @@ class _Carrier:
         self.left: dict[str, int] = {}
         self.sources: dict[Path, int] = {}
         self.lock = threading.Lock()
-        self.stop = threading.Event()
+        self.stop, self.stop_all = threading.Event(), stop
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop.is_set() or (self.stop_all is not None and self.stop_all.is_set())
 
     def open(self, shard: Shard) -> None:
         file = writer(shard, self.staging)
@@ -210,7 +218,7 @@ class _Carrier:
                 try:
                     for job in jobs:
                         gate.enter(job.memory)
-                        if self.stop.is_set():
+                        if self.stopped:
                             break
                         running.append(pool.submit(self._carry, job, gate))
                     wait(running)
@@ -220,12 +228,12 @@ class _Carrier:
             for fd in self.sources.values():
                 os.close(fd)
         errors = [error for future in running if (error := future.exception()) is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, _StoppedError)):
+        for error in sorted(errors, key=lambda error: isinstance(error, StoppedError)):
             raise error
 
     def _carry(self, job: Job, gate: _Gate) -> None:
         try:
-            if self.stop.is_set():
+            if self.stopped:
                 return
             if job.copied:
                 self._copy(job)
@@ -266,8 +274,8 @@ class _Carrier:
         def look(chunk: np.ndarray) -> None:
             nonlocal bad
             bad += not_finite(chunk, output.dtype)
-            if self.stop.is_set():
-                raise _StoppedError
+            if self.stopped:
+                raise StoppedError
 
         self.writers[shard.name].copy(output.leaf.checkpoint, self._fd(path), start, look)
         self._note(output, bad, Rounding())
@@ -293,8 +301,8 @@ class _Carrier:
         bad, cost = 0, Rounding()
         with file.pieces(output.leaf.checkpoint) as piece:
             for rows in row_slices(array):
-                if self.stop.is_set():
-                    raise _StoppedError
+                if self.stopped:
+                    raise StoppedError
                 chunk = contiguous(array[rows] if array.ndim else array)
                 bad += not_finite(chunk, dtype)
                 if output.encode is not None:
@@ -334,8 +342,8 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class _StoppedError(Exception):
-    """Another worker failed, and its error is the one to be told."""
+class StoppedError(Exception):
+    """Another worker, or another process, failed, and its error is the one to be told."""
 
 
 class _Gate:
