@@ -26,6 +26,7 @@ from families import VARIANTS, Variant, decoder_from, randomised_reference, spec
 
 from gptkit.architectures import ARCHITECTURES, architecture_of  # noqa: E402
 from gptkit.modules import Cache, Decoder  # noqa: E402
+from gptkit.parity.diagnose import unprobed  # noqa: E402
 from gptkit.parity.probe import probe  # noqa: E402
 from gptkit.parity.reference import reference_logits  # noqa: E402
 from gptkit.parity.score import score  # noqa: E402
@@ -42,7 +43,7 @@ batches of 1 and 3, no, left and right padding (real tokens compared), and {step
 compared. *Exact* means that not one bit of a logit differs. transformers is called as it is by default, with its cache.
 
 The last column is the probe's worth: mistakes made on purpose in the weight map or the tree, and how many of them
-`gptkit verify` sees on the family's first variant.
+`gptkit verify` sees, summed over the family's variants, with the number of kinds among them.
 
 """
 
@@ -132,11 +133,18 @@ def rows(variants: list[Variant]) -> dict[tuple[str, str, str], Row]:
     return found
 
 
-def mistakes(variant: Variant) -> str:
-    """Caught of tried, on the variant."""
-    model = decoder_from(randomised_reference(variant.config, torch.float64, "eager"), variant.config)
-    marks = score(model.spec, {name: p.detach() for name, p in model.named_parameters()}, probe(model.spec))
-    return f"{marks.tried - len(marks.missed)} of {marks.tried}"
+def mistakes(variants: list[Variant]) -> str:
+    """Caught of tried, over the variants."""
+    caught: list[str] = []
+    tried = 0
+    for variant in variants:
+        model = decoder_from(randomised_reference(variant.config, torch.float64, "eager"), variant.config)
+        batches = probe(model.spec)
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        marks = score(model.spec, weights, batches, unprobed(model.spec, batches))
+        caught += [*marks.caught, *marks.caught_random]
+        tried += marks.tried
+    return f"{len(caught)} of {tried} ({len(set(caught))} kinds)"
 
 
 def main() -> None:
@@ -152,12 +160,13 @@ def main() -> None:
         "| family | variants | dtype | attention | exact of cases | max Δ where not | mistakes caught |",
         "|---|---:|---|---|---:|---|---:|",
     ]
+    by_family = {family: [v for v in variants if v.family == family] for family in {v.family for v in variants}}
+    seen = {family: mistakes(own) for family, own in by_family.items()}
     for (family, dtype, attention), row in sorted(table.items()):
-        own = [variant for variant in variants if variant.family == family]
         worst = "–" if row.exact == row.cases else f"{row.worst:.1e} ({', '.join(sorted(row.where)[:3])})"
         lines.append(
-            f"| {family} | {len(own)} | {dtype} | {attention} | {row.exact} of {row.cases} | {worst} |"
-            f" {mistakes(own[0])} |"
+            f"| {family} | {len(by_family[family])} | {dtype} | {attention} | {row.exact} of {row.cases} | {worst} |"
+            f" {seen[family]} |"
         )
     text = "\n".join(lines)
     if only is not None:

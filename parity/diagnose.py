@@ -13,6 +13,7 @@ from torch import Tensor
 from ..converter.checkpoint import Checkpoint
 from ..modules.attention import Kernel
 from ..modules.load import load_checkpoint
+from ..spec import ModelSpec
 from .bisect import Divergence, bisect
 from .miniature import miniature, narrow_batches, random_weights
 from .probe import Batch, limits
@@ -42,11 +43,11 @@ def try_mistakes(
     if asked is False:
         return None
     if not stream and (asked or _count(source) <= SMALL):
-        return score(source.spec, wide_weights(source), batches, unprobed(source, batches))
+        return score(source.spec, wide_weights(source), batches, unprobed(source.spec, batches))
     own = "" if stream else "; --mutations makes them in the model itself"
     notes.append(f"mistakes on purpose were made on a small copy of this tree with random weights{own}")
     copy = miniature(source.spec, max(batch.input_ids.shape[1] for batch in batches))
-    marks = score(copy, random_weights(copy), narrow_batches(batches, copy), unprobed(source, batches))
+    marks = score(copy, random_weights(copy), narrow_batches(batches, copy), unprobed(source.spec, batches))
     return replace(marks, small_copy=True)
 
 
@@ -60,10 +61,10 @@ def wide_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def unprobed(source: Checkpoint, batches: Sequence[Batch]) -> list[str]:
+def unprobed(spec: ModelSpec, batches: Sequence[Batch]) -> list[str]:
     """Mutations that only show beyond a length that the probe does not go to; a note says that it does not."""
     tokens = max(batch.input_ids.shape[1] for batch in batches)
-    beyond = {limit.name for limit in limits(source.spec) if tokens <= limit.tokens}
+    beyond = {limit.name for limit in limits(spec) if tokens <= limit.tokens}
     shows = {"window": "window ignored", "original context": "rope scaling dropped"}
     return [shows[name] for name in beyond]
 
