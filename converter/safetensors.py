@@ -52,9 +52,9 @@ __all__ = [
     "read_header",
 ]
 
-MAX_HEADER = 16 * 2**20
+MAX_HEADER = 32 * 2**20
 """Bytes. The library takes 100 MB: a million and a half tensors, half a minute and 2 GB of objects. Real headers have
-some 130 bytes a tensor, and not even the largest models, in one file, would come to 16 MiB."""
+some 130 bytes a tensor: 20 MB are 140,000, a model of 10^12 parameters in one file."""
 MAX_KEYS = 600_000  # of a JSON object and all within it; four a tensor, so that 10,000 layers have room
 MAX_DIMS = 32  # what every numpy can carry; the format itself names no limit
 _MAX_BYTES = 2**63 - 1
@@ -201,7 +201,8 @@ def _read_entries(where: Path | str, raw: bytes) -> tuple[list[TensorInfo], dict
         metadata = None if stated is None else _METADATA.decode(stated)
         if len(raw) > _LONG_ENTRY:
             _check_lengths(where, members)
-        entries = _ENTRIES.decode(b"[" + b",".join(members.values()) + b"]")
+        texts = b",".join(members.values())
+        entries = _ENTRIES.decode(b"[" + texts + b"]")
     except MALFORMED as error:
         _explain(where, raw, members, error)
     keys = 4 * len(members) + (stated is not None) + len(metadata or ())
@@ -211,6 +212,8 @@ def _read_entries(where: Path | str, raw: bytes) -> tuple[list[TensorInfo], dict
         raise CheckpointError(f"{what} cannot be read: a key is there twice")
     data = 8 + len(raw)
     infos = [_tensor(where, name, entry, data) for name, entry in zip(members, entries, strict=True)]
+    if b"-" in texts:  # all sizes are 0 or more, and no dtype has this sign
+        raise CheckpointError(f"{where}: a size is written as -0, which other readers take for a fraction")
     return infos, metadata or {}
 
 

@@ -152,6 +152,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "unknown dtype": (raw_file({"a": entry(dtype="F33")}, b"\0" * 4), "unknown dtype 'F33'"),
     "dtype is a list": (raw_file({"a": entry(dtype=["F32"])}, b"\0" * 4), "unknown dtype"),
     "negative size": (raw_file({"a": entry(shape=[-1, -1])}, b"\0" * 4), "not a list of up to"),
+    "minus nought": (raw_file(b'{"a":{"dtype":"F32","shape":[-0],"data_offsets":[0,0]}}'), "written as -0"),
     "float size": (raw_file({"a": entry(shape=[1.0])}, b"\0" * 4), "not a list of up to"),
     "bool size": (raw_file({"a": entry(shape=[True])}, b"\0" * 4), "not a list of up to"),
     "shape is a number": (raw_file({"a": entry(shape=1)}, b"\0" * 4), "not a list of up to"),
