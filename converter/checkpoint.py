@@ -277,7 +277,7 @@ def _open_foreign(reference: str, found: Resolved, opened: Opened, name: str, al
         texts=opened.texts,
         _weights=opened.weights,
     )
-    _match(checkpoint, None, allow_extra)
+    _match(checkpoint, opened.architecture, allow_extra)
     checkpoint.dtype = _compute_dtype(checkpoint)
     return checkpoint
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -100,7 +101,12 @@ def _job(source: Checkpoint, leaves: Sequence[BoundLeaf], outputs: Sequence[tupl
 
 def _same_bytes(source: Checkpoint, leaf: BoundLeaf, output: Output) -> bool:
     """Whether the output is stored as the source's tensor is."""
-    if output.encode is not None or source.dtype_of(leaf) != output.dtype or source.span(leaf) is None:
+    if (
+        output.encode is not None
+        or output.around is not None
+        or source.dtype_of(leaf) != output.dtype
+        or source.span(leaf) is None
+    ):
         return False
     ours, theirs = leaf.layout, output.leaf.layout
     if leaf.shared != output.leaf.shared or leaf.shape != output.leaf.shape:
@@ -298,8 +304,10 @@ class _Carrier:
 
     def _write(self, file: PlacedWriter, output: Output, array: np.ndarray, dtype: str) -> None:
         """A view, some rows at a time."""
-        bad, cost = 0, Rounding()
+        bad, cost, crc, around = 0, Rounding(), 0, output.around
         with file.pieces(output.leaf.checkpoint) as piece:
+            if around is not None:
+                piece(around.head)
             for rows in row_slices(array):
                 if self.stopped:
                     raise StoppedError
@@ -317,7 +325,12 @@ class _Carrier:
                     ) from error
                 if dtype != output.dtype:
                     cost += rounding(chunk, dtype, narrow, output.dtype)
-                piece(narrow.reshape(-1).view(np.uint8))
+                data = narrow.reshape(-1).view(np.uint8)
+                piece(data)
+                if around is not None:
+                    crc = zlib.crc32(data.data, crc)
+            if around is not None:
+                piece(around.tail(crc))
         self._note(output, bad, cost)
 
     def _note(self, output: Output, bad: int, cost: Rounding) -> None:

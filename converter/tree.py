@@ -17,7 +17,7 @@ from ..architectures import architecture_of, named
 from ..architectures.config import ConfigReader, parse_config_text, read_config_file
 from ..errors import ConfigError, InvalidInput
 from ..spec import ModelSpec, from_json
-from .formats import Format, format_of
+from .formats import Format, format_named, format_of
 from .resolve import CONFIG
 
 __all__ = ["LOCAL_CONFIG", "LOCAL_SCHEMA", "Origin", "foreign_format", "is_local", "read_spec"]
@@ -72,8 +72,11 @@ def read_spec(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
 
 def foreign_format(path: Path) -> Format | None:
     """The format of what is neither a Hugging Face folder nor gptkit's own: a .gguf file, a llama2.c model, …"""
-    if path.suffix in (".json", ".safetensors") or (_description(path).is_file() and path.is_dir()):
+    if path.suffix in (".json", ".safetensors"):
         return None
+    if path.is_dir() and _description(path).is_file():
+        distributed = format_named("dcp")  # the one kind of folder that has a config.json beside
+        return distributed if distributed.matches is not None and distributed.matches(path) else None
     return format_of(path)
 
 

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -47,11 +47,23 @@ Encode = Callable[[np.ndarray, str], np.ndarray]
 """Some whole rows of a tensor in their carrier dtype, and that dtype -> the bytes to be stored."""
 
 
+class Around(Protocol):
+    """A record that a tensor is wrapped in."""
+
+    @property
+    def head(self) -> bytes: ...
+
+    def tail(self, crc: int) -> bytes:
+        """What stands behind bytes that have this crc32."""
+        ...
+
+
 @dataclass(frozen=True)
 class Output:
     """One tensor to be written, and its place in its file.
 
     encode: for element types that are none of numpy's (blocks of quantised values); otherwise values are cast.
+    around: what stands before and behind the tensor's bytes in its place, where that depends on their crc32.
     """
 
     leaf: BoundLeaf
@@ -59,6 +71,7 @@ class Output:
     start: int
     nbytes: int
     encode: Encode | None = None
+    around: Around | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ...architectures import BoundLeaf
+from ...architectures import Architecture, BoundLeaf
 from ...errors import UsageError
 from ...spec import ModelSpec
 
@@ -31,7 +31,8 @@ class Opened:
     """What a format finds in its files.
 
     origin: family, and a config.json for it made from what the files say, so that every other command can go on.
-    leaves: the files' tensors by their own names; texts: small files that lie inside (tokenizer.json, …), by name.
+    leaves: the files' tensors by their own names, or by the names of `architecture`, whose checkpoints may have older
+    ones, buffers, and a tied head that was stored; texts: small files that lie inside (tokenizer.json, …), by name.
     """
 
     spec: ModelSpec
@@ -41,6 +42,7 @@ class Opened:
     files: tuple[Path, ...]
     texts: Mapping[str, bytes] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    architecture: Architecture | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,217 @@
-"""Placeholder until dcp is written."""
+"""Distributed checkpoints of torch (torch.distributed.checkpoint): a folder of .distcp files and `.metadata`.
 
-matches = None
-describe = None
-read = None
-plan = None
+Written under the names that the family's checkpoints have, with config.json beside: a model of transformers, sharded or
+not, loads it as it is (`dcp.load(model.state_dict(), checkpoint_id=folder)`), a tied head under its second name too.
+Which tensors there are and how they are cut is planned by torch's own planner, on the meta device, and `.metadata` is
+its pickle; the tensors go their usual way (see `dcp_archive`, and `dcp_read` for reading).
+
+A folder of the Hugging Face writer of torch.distributed.checkpoint, whose safetensors files hold parts of tensors, is
+read too. Whole ones are a Hugging Face folder like any other, there and back.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...architectures import Architecture, BoundLeaf, named
+from ...errors import CheckpointError, InvalidInput, UntrustedInput
+from ...spec import ModelSpec
+
+if TYPE_CHECKING:
+    from ..tree import Origin
+    from ..write import Output, Plan, Shard
+    from . import Opened, Request
+    from .dcp_read import Chunked
+
+__all__ = ["describe", "matches", "plan", "read", "write"]
+
+METADATA = ".metadata"
+SHARDS = "shard-*-model-*-of-*.safetensors"
+"""What torch's Hugging Face writer calls its files while tensors are in parts."""
+
 write = None
+
+
+def matches(path: Path) -> bool:
+    """Whether it is a folder of either kind, and no Hugging Face folder besides."""
+    from ..resolve import INDEX, SINGLE
+
+    try:
+        if not path.is_dir() or (path / SINGLE).is_file() or (path / INDEX).is_file():
+            return False
+        return (path / METADATA).is_file() or any(path.glob(SHARDS))
+    except (OSError, ValueError):
+        return False
+
+
+def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
+    """The tree that config.json (or gptkit.json) beside the weights says. Raises InvalidInput."""
+    from ..tree import read_spec
+
+    return read_spec(_description(path))
+
+
+def _description(path: Path) -> Path:
+    from ..resolve import CONFIG
+    from ..tree import LOCAL_CONFIG
+
+    for name in (LOCAL_CONFIG, CONFIG):
+        if (path / name).is_file():
+            return path / name
+    raise InvalidInput(
+        f"{path} is a distributed checkpoint, which does not say what model it holds",
+        f"Put the model's {CONFIG} beside {METADATA}.",
+    )
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path, allow_pickle: bool) -> Opened:
+    """Open the folder. Raises UntrustedInput for `.metadata` unless pickles are allowed, InvalidInput."""
+    from ..checkpoint import identity_leaves
+    from ..tree import LOCAL_CONFIG
+    from . import Opened
+    from .dcp_read import ChunkedWeights, hugging_face, located, metadata
+
+    described = _description(path)
+    spec, origin, _ = describe(path)
+    pickled = path / METADATA
+    if pickled.is_file():
+        if not allow_pickle:
+            raise UntrustedInput(
+                f"{pickled} is a pickle: loading it can run any code that its author put in",
+                "Pass --allow-pickle if you trust where it comes from: names and sizes alone are read from it.",
+            )
+        tensors, others = metadata(path)
+    else:
+        tensors, others = hugging_face(sorted(path.glob(SHARDS))), []
+    if len(spec.blocks) > len(tensors):
+        raise CheckpointError(
+            f"{path} has {len(tensors)} tensors for {len(spec.blocks)} layers: {described.name} and weights differ"
+        )
+    local = described.name == LOCAL_CONFIG
+    architecture = None if local or origin.family is None else named(origin.family)
+    leaves = identity_leaves(spec) if architecture is None else architecture.bind(spec)
+    notes = []
+    prefix = _prefix(path, tensors, leaves)
+    kept = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    if beside := [*others, *(name for name in tensors if not name.startswith(prefix))]:
+        some = ", ".join(beside[:3]) + (", …" if len(beside) > 3 else "")
+        notes.append(f"{len(beside)} entries beside the model's weights left out: {some}")
+    if pickled.is_file():
+        kept = located(kept)
+    files = {chunk.path for tensor in kept.values() for chunk in tensor.chunks}
+    return Opened(
+        spec,
+        origin,
+        _in_file_order(leaves, kept, architecture, len(spec.blocks)),
+        ChunkedWeights(kept),
+        (*sorted(files), *([pickled] if pickled.is_file() else [])),
+        notes=notes,
+        architecture=architecture,
+    )
+
+
+def _prefix(path: Path, names: Iterable[str], leaves: Sequence[BoundLeaf]) -> str:
+    """What training programs put before every name: {"model": model.state_dict(), "optimizer": …} gives "model."."""
+    embedding = next(leaf.checkpoint for leaf in leaves if "embedding.weight" in leaf.shared)
+    if embedding in names:
+        return ""
+    found = [name.removesuffix(embedding) for name in names if name.endswith("." + embedding)]
+    if len(found) > 1 and "model." in found:
+        return "model."
+    if len(found) > 1:
+        raise CheckpointError(f"{path} holds {len(found)} models: {', '.join(map(repr, found[:5]))}")
+    return found[0] if found else ""
+
+
+def _in_file_order(
+    leaves: Sequence[BoundLeaf], tensors: Mapping[str, Chunked], architecture: Architecture | None, layers: int
+) -> list[BoundLeaf]:
+    """The leaves as their bytes lie, so that a walk over them reads each file from front to back."""
+    known = {leaf.checkpoint: leaf for leaf in leaves}
+    places: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        ours = name if architecture is None else architecture.canonical_name(name, known, layers)
+        if ours in known and tensor.chunks:
+            places[ours] = (str(tensor.chunks[0].path), tensor.chunks[0].start)
+    return sorted(leaves, key=lambda leaf: places.get(leaf.checkpoint, ("", 0)))
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def plan(request: Request) -> Plan:
+    """As many .distcp files as there would be safetensors files, `.metadata`, and config.json.
+
+    A tree that never had a family is written under shared names, with gptkit.json. Raises CannotExpress, UsageError.
+    """
+    from ..convert import plan_output
+    from ..dtypes import parse_dtype
+    from ..resolve import INDEX
+
+    dtypes, compute = request.dtypes, request.dtype
+    if request.asked is not None:
+        compute = parse_dtype(request.asked)
+        dtypes = dict.fromkeys(dtypes, compute)
+    to = "local" if request.origin.family is None else "hf"
+    spec, origin = request.spec, replace(request.origin, files={})
+    like = plan_output(spec, origin, to, dtypes, compute, None, request.max_shard_bytes, request.texts)
+    shards = tuple(_lay_out(f"__0_{i}.distcp", shard.outputs) for i, shard in enumerate(like.shards))
+    tied = {}
+    if to == "hf" and spec.head.tied:
+        tied[named(str(request.origin.family)).head] = "embedding.weight"
+    texts = {name: text for name, text in like.texts.items() if name != INDEX}
+    return replace(
+        like, shards=shards, texts={**texts, METADATA: _metadata(shards, tied)}, companions=request.companions
+    )
+
+
+def _lay_out(name: str, outputs: Iterable[Output]) -> Shard:
+    """A file of the tensors' records, each at a multiple of 64 bytes."""
+    from ..write import Output, Shard
+    from .dcp_archive import ALIGNMENT, record
+
+    at, laid = 0, []
+    for output in outputs:
+        at += -at % ALIGNMENT
+        around = record(output.dtype, output.leaf.shape)
+        laid.append(Output(output.leaf, output.dtype, at, around.size, around=around))
+        at += around.size
+    return Shard(name, b"", tuple(laid), at)
+
+
+def _metadata(shards: Sequence[Shard], tied: Mapping[str, str]) -> bytes:
+    """`.metadata`: torch's plan for saving these tensors, and where they lie. `tied`: second name -> shared name."""
+    import torch
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    from ..dtypes import HF_NAMES
+
+    at: dict[str, tuple[Shard, Output]] = {}
+    for shard in shards:
+        for output in shard.outputs:
+            at[output.leaf.checkpoint] = (shard, output)
+            at.update({name: (shard, output) for name, shared in tied.items() if shared in output.leaf.shared})
+    state: dict[str, Any] = {
+        name: torch.empty(output.leaf.shape, dtype=getattr(torch, HF_NAMES[output.dtype]), device="meta")
+        for name, (_, output) in at.items()
+    }
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    (planned,), found = planner.create_global_plan([planner.create_local_plan()])
+    found.storage_data = {
+        item.index: _StorageInfo(shard.name, output.start, output.nbytes)
+        for item in planned.items
+        for shard, output in (at[item.index.fqn],)
+    }
+    found.storage_meta = StorageMeta()  # no path of this machine, no random id
+    found.version = CURRENT_DCP_VERSION
+    return pickle.dumps(found)

@@ -1,0 +1,483 @@
+"""Where the tensors of a distributed checkpoint lie: in chunks that several processes saved, put together here.
+
+Two kinds of folder are read. torch's own has `.metadata`, a pickle of which tensor's chunk lies where in which .distcp
+file, each chunk an archive of torch.save (see `dcp_archive`). Its Hugging Face writer makes safetensors files, whose
+headers say where in the whole tensor theirs belong. Either way nothing but names, numbers and places is taken from
+them: pickles are read by an interpreter in Python that knows a list of names and imports none, and every number is held
+against the files before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from ...errors import CheckpointError, UntrustedInput
+from ..pickles import Stored, StoredWeights
+from ..safetensors import DTYPES, parse_json_object, read_header
+from ..unpickle import ELEMENTS, KNOWN, Known, RefusedError, Storage, Tensor, members
+
+__all__ = ["Chunk", "Chunked", "ChunkedWeights", "hugging_face", "located", "metadata"]
+
+MAX_METADATA = 2**28
+"""Bytes. A thousand tensors in a thousand chunks each take a third of it."""
+MAX_PICKLE = 2**16
+"""Bytes of what torch.save says of one tensor: two hundred, for the most part."""
+MAX_DIMS = 32
+MAX_CHUNKS = 2**14
+"""Of one tensor."""
+HINT = "Do not use this checkpoint: it is damaged, or was made to look like one."
+SHARDING = "DCP_SHARDING_INFO"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor: where it begins in the tensor, its sizes, and the file's bytes that hold it.
+
+    Of an archive these are the archive's, until it was looked into (`stored`).
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    path: Path
+    start: int
+    nbytes: int
+    stored: Stored | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunked:
+    """A tensor: its dtype by safetensors' name, its shape, and boxes that fill it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+# --- torch's .metadata -----------------------------------------------------------------------------------------------
+
+
+class _Stand:
+    """What stands for an object of one of torch's classes: the arguments and the state it was pickled with."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def get(self, name: str) -> Any:
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+class _Metadata(_Stand): ...
+
+
+class _Tensor(_Stand): ...
+
+
+class _Bytes(_Stand): ...
+
+
+class _Box(_Stand): ...
+
+
+class _Properties(_Stand): ...
+
+
+class _Index(_Stand): ...
+
+
+class _Place(_Stand): ...
+
+
+def _size(*args: Any) -> tuple[Any, ...]:
+    """torch.Size. Its arguments may stand in the pickle many times, each a copy: few are allowed."""
+    sizes = args[0] if args else ()
+    if not isinstance(sizes, tuple | list) or len(sizes) > MAX_DIMS:
+        raise RefusedError("a torch.Size of no sizes")
+    return tuple(sizes)
+
+
+METADATA = "torch.distributed.checkpoint.metadata"
+OLD = "torch.distributed._shard.sharded_tensor.metadata"
+NAMES: dict[tuple[str, str], Any] = {
+    (METADATA, "Metadata"): _Metadata,
+    (METADATA, "TensorStorageMetadata"): _Tensor,
+    (METADATA, "BytesStorageMetadata"): _Bytes,
+    (METADATA, "ChunkStorageMetadata"): _Box,
+    (METADATA, "TensorProperties"): _Properties,
+    (METADATA, "MetadataIndex"): _Index,
+    (METADATA, "StorageMeta"): _Stand,
+    (METADATA, "_MEM_FORMAT_ENCODING"): _Stand,
+    (OLD, "TensorProperties"): _Properties,
+    (OLD, "MEM_FORMAT_ENCODING"): _Stand,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Place,
+    ("torch.serialization", "_get_layout"): _Stand,
+    ("torch", "Size"): _size,
+    ("collections", "OrderedDict"): dict,
+    **{(module, name): _Stand for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
+    **{("torch", name): KNOWN["torch", name] for name in ELEMENTS},
+}
+"""Every name that may stand in .metadata, and what stands for it here."""
+
+
+class _MetadataReader(pickle._Unpickler):
+    """pickle's own interpreter in Python: the one in C can be made to take any memory by one opcode."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = NAMES.get((module, name))
+        if found is None:
+            raise RefusedError(f"it asks for {f'{module}.{name}'!r:.120}, which is no part of a checkpoint's metadata")
+        return found
+
+    def get_extension(self, code: int) -> Any:
+        raise RefusedError(f"it asks for extension {code}")
+
+
+def metadata(folder: Path) -> tuple[dict[str, Chunked], list[str]]:
+    """The tensors of a folder by name, and the names of what is there beside tensors.
+
+    Of a chunk this gives the archive it lies in: see `located`. Raises CheckpointError, UntrustedInput.
+    """
+    path = folder / ".metadata"
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_METADATA + 1)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    if len(data) > MAX_METADATA:
+        raise CheckpointError(f"{path} has more than {MAX_METADATA:,} bytes", HINT)
+    found = _interpreted(_MetadataReader(io.BytesIO(data)), str(path))
+    try:
+        return _tensors(folder, found)
+    except RefusedError as error:
+        raise CheckpointError(f"{path}: {error}", HINT) from error
+
+
+def _interpreted(reader: Any, where: str) -> Any:
+    try:
+        return reader.load()
+    except RefusedError as error:
+        raise CheckpointError(f"{where} cannot be read as plain data: {error}", HINT) from error
+    except Exception as error:  # mutated pickles raise of every kind
+        raise CheckpointError(f"{where} is damaged: {type(error).__name__}: {error!s:.120}", HINT) from error
+
+
+def _tensors(folder: Path, found: Any) -> tuple[dict[str, Chunked], list[str]]:
+    if not isinstance(found, _Metadata):
+        raise RefusedError("it holds no metadata of torch.distributed.checkpoint")
+    entries, places = found.get("state_dict_metadata"), found.get("storage_data")
+    if not isinstance(entries, dict) or not isinstance(places, dict):
+        raise RefusedError("its tensors or their places are missing")
+    at: dict[tuple[str, tuple[int, ...]], _Place] = {}
+    for index, place in places.items():
+        if not isinstance(index, _Index) or not isinstance(place, _Place):
+            raise RefusedError("the place of something is not told as torch tells it")
+        name, offset = index.get("fqn"), index.get("offset")
+        if isinstance(name, str) and offset is not None:
+            at[name, _numbers(offset)] = place
+    files = _Files(folder)
+    tensors: dict[str, Chunked] = {}
+    others: list[str] = []
+    for name, entry in entries.items():
+        if not isinstance(name, str):
+            raise RefusedError("a name is not text")
+        if isinstance(entry, _Tensor):
+            tensors[name] = _tensor(name, entry, at, files)
+        elif isinstance(entry, _Bytes):
+            others.append(name)
+        else:
+            raise RefusedError(f"{name!r:.80} is neither a tensor nor an object")
+    return tensors, others
+
+
+def _tensor(name: str, entry: _Tensor, at: Mapping[tuple[str, tuple[int, ...]], _Place], files: _Files) -> Chunked:
+    properties, boxes = entry.get("properties"), entry.get("chunks")
+    state = properties.state if isinstance(properties, _Properties) else None
+    kind = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
+    if not isinstance(kind, Known) or kind.value is None or not isinstance(boxes, list):
+        raise RefusedError(f"{name!r:.80} has no dtype or no chunks")
+    shape = _numbers(entry.get("size"))
+    chunks = []
+    for box in boxes:
+        if not isinstance(box, _Box):
+            raise RefusedError(f"{name!r:.80} has a chunk that is none")
+        offsets, sizes = _numbers(box.get("offsets")), _numbers(box.get("sizes"))
+        place = at.get((name, offsets))
+        if place is None:
+            raise RefusedError(f"{name!r:.80}: nothing says where its chunk at {list(offsets)} lies")
+        if place.get("transform_descriptors"):
+            raise RefusedError(f"{name!r:.80} was written through an extension ({place.get('transform_descriptors')})")
+        path, start, nbytes = files.place(place)
+        chunks.append(Chunk(offsets, sizes, path, start, nbytes))
+    return Chunked(kind.value[0], shape, _filling(name, shape, chunks))
+
+
+class _Files:
+    """The .distcp files of a folder, each looked at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._sizes = folder, dict[str, int]()
+
+    def place(self, place: _Place) -> tuple[Path, int, int]:
+        """File, first byte and bytes. Raises RefusedError, UntrustedInput, CheckpointError."""
+        name, start, nbytes = place.get("relative_path"), place.get("offset"), place.get("length")
+        if not isinstance(name, str) or type(start) is not int or type(nbytes) is not int or min(start, nbytes) < 0:
+            raise RefusedError("the place of a chunk is no place")
+        if name not in self._sizes:
+            self._sizes[name] = self._size(name)
+        if start + nbytes > self._sizes[name]:
+            raise CheckpointError(
+                f"{self._folder / name} is truncated: {start + nbytes:,} bytes expected, {self._sizes[name]:,} found",
+                "Fetch or save it again.",
+            )
+        return self._folder / name, start, nbytes
+
+    def _size(self, name: str) -> int:
+        if not name or name in (".", "..") or any(sign in name for sign in "/\\\0:") or not name.isprintable():
+            raise UntrustedInput(f"{self._folder / '.metadata'} names a file outside of its folder: {name!r:.80}", HINT)
+        path = self._folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing", "Fetch or save it again, with all files of all ranks.")
+        return path.stat().st_size
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, tuple) or len(value) > MAX_DIMS:
+        raise RefusedError("sizes that are no sizes")
+    if any(type(number) is not int or not 0 <= number < 2**63 for number in value):
+        raise RefusedError("sizes that are no sizes")
+    return value
+
+
+def _filling(name: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
+    """The chunks, but for empty ones. Raises RefusedError unless each element is in exactly one of them."""
+    full = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    if len(full) > MAX_CHUNKS:
+        raise RefusedError(f"{name!r:.80} lies in {len(full):,} chunks")
+    for chunk in full:
+        if len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape):
+            raise RefusedError(f"{name!r:.80} has a chunk of other dimensions")
+        if any(o + s > whole for o, s, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True)):
+            raise RefusedError(f"{name!r:.80} of shape {list(shape)} has a chunk that reaches beyond it")
+    held = sum(math.prod(chunk.sizes) for chunk in full)
+    if held != math.prod(shape) or _overlap(full):
+        raise RefusedError(
+            f"{name!r:.80} of {math.prod(shape):,} elements has {len(full)} chunks of {held:,}: "
+            "some are missing, or there twice"
+        )
+    return tuple(sorted(full, key=lambda chunk: chunk.offsets))
+
+
+def _overlap(chunks: Sequence[Chunk]) -> bool:
+    if len(chunks) < 2:
+        return False
+    begin = np.array([chunk.offsets for chunk in chunks], np.int64)
+    end = begin + np.array([chunk.sizes for chunk in chunks], np.int64)
+    return any(
+        bool(((begin[i + 1 :] < end[i]) & (end[i + 1 :] > begin[i])).all(axis=1).any()) for i in range(len(chunks) - 1)
+    )
+
+
+# --- the archives in .distcp files -----------------------------------------------------------------------------------
+
+
+class _Window(io.RawIOBase):
+    """A stretch of an open file, as a file."""
+
+    def __init__(self, file: BinaryIO, start: int, nbytes: int) -> None:
+        self._file, self._start, self._nbytes, self._at = file, start, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
+        if base + offset < 0:
+            raise ValueError("before the beginning")
+        self._at = base + offset
+        return self._at
+
+    def read(self, count: int | None = -1) -> bytes:
+        left = max(0, self._nbytes - self._at)
+        self._file.seek(self._start + self._at)
+        data = self._file.read(left if count is None or count < 0 else min(count, left))
+        self._at += len(data)
+        return data
+
+
+class _TensorReader(pickle._Unpickler):
+    """One tensor, as a place in the file."""
+
+    def __init__(self, data: bytes, prefix: str, places: Mapping[str, tuple[int, int]]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._prefix, self._places = prefix, places
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = KNOWN.get((module, name))
+        if found is None:
+            raise RefusedError(f"it asks for {f'{module}.{name}'!r:.120}, which is no part of a plain tensor")
+        return found
+
+    def get_extension(self, code: int) -> Any:
+        raise RefusedError(f"it asks for extension {code}")
+
+    def persistent_load(self, pid: Any) -> Storage:
+        known = isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage"
+        if not known or not isinstance(pid[1], Known) or pid[1].value is None or type(pid[4]) is not int:
+            raise RefusedError("it holds a storage in a way that is not known")
+        start, nbytes = self._places.get(f"{self._prefix}data/{pid[2]!s:.20}", (0, -1))
+        if not 0 <= pid[4] * pid[1].value[1] <= nbytes:
+            raise RefusedError(f"its storage claims {pid[4]:,} elements, {max(nbytes, 0):,} bytes are there")
+        return Storage(pid[1].value, start, pid[4] * pid[1].value[1])
+
+
+def located(tensors: Mapping[str, Chunked]) -> dict[str, Chunked]:
+    """The tensors with every chunk's archive looked into. Raises CheckpointError for one that holds anything else."""
+    opened: dict[Path, BinaryIO] = {}
+    try:
+        return {name: _located(name, tensor, opened) for name, tensor in tensors.items()}
+    except OSError as error:
+        raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
+    finally:
+        for file in opened.values():
+            file.close()
+
+
+def _located(name: str, tensor: Chunked, opened: dict[Path, BinaryIO]) -> Chunked:
+    chunks = []
+    for chunk in tensor.chunks:
+        if chunk.path not in opened:
+            opened[chunk.path] = chunk.path.open("rb")
+        where = f"{chunk.path}: {name!r:.80}, at byte {chunk.start:,},"
+        found = _archived(_Window(opened[chunk.path], chunk.start, chunk.nbytes), chunk.nbytes, where)
+        if (found.element[0], tuple(found.shape)) != (tensor.dtype, chunk.sizes):
+            raise CheckpointError(
+                f"{where} is {found.element[0]} of shape {found.shape}, "
+                f"the metadata says {tensor.dtype} of shape {list(chunk.sizes)}",
+                HINT,
+            )
+        storage, (dtype, itemsize) = found.storage, found.element
+        numbers = (tuple(found.shape), tuple(found.strides), found.offset, chunk.start + storage.start, storage.nbytes)
+        stored = Stored(chunk.path, dtype, itemsize, *numbers)
+        chunks.append(Chunk(chunk.offsets, chunk.sizes, chunk.path, chunk.start, chunk.nbytes, stored))
+    return Chunked(tensor.dtype, tensor.shape, tuple(chunks))
+
+
+def _archived(window: _Window, nbytes: int, where: str) -> Tensor:
+    """The tensor of an archive, its places counted from the archive's beginning."""
+    try:
+        places = members(window, nbytes)  # type: ignore[arg-type]
+    except RefusedError as error:
+        raise CheckpointError(f"{where} {error}", HINT) from error
+    except Exception as error:  # of zipfile's, on a damaged directory
+        raise CheckpointError(f"{where} is damaged: {type(error).__name__}: {error!s:.120}", HINT) from error
+    pickles = [name for name in places if name == "data.pkl" or name.endswith("/data.pkl")]
+    if len(pickles) != 1 or places[pickles[0]][1] > MAX_PICKLE:
+        raise CheckpointError(f"{where} is not what torch.save writes for one tensor", HINT)
+    prefix = pickles[0].removesuffix("data.pkl")
+    order = places.get(prefix + "byteorder", (0, 0))
+    if order[1] and _bytes(window, (order[0], min(order[1], 16))) != b"little":
+        raise CheckpointError(f"{where} was written on a big-endian machine")
+    found = _interpreted(_TensorReader(_bytes(window, places[pickles[0]]), prefix, places), where)
+    if not isinstance(found, Tensor):
+        raise CheckpointError(f"{where} holds more, or something else, than a plain tensor", HINT)
+    return found
+
+
+def _bytes(window: _Window, place: tuple[int, int]) -> bytes:
+    window.seek(place[0])
+    return window.read(place[1])
+
+
+# --- safetensors files of torch's Hugging Face writer ----------------------------------------------------------------
+
+
+def hugging_face(files: Sequence[Path]) -> dict[str, Chunked]:
+    """The tensors of sharded safetensors files. Raises CheckpointError."""
+    boxes: dict[str, list[Chunk]] = {}
+    dtypes: dict[str, str] = {}
+    for path in files:
+        header = read_header(path)
+        text = header.metadata.get(SHARDING)
+        told = {} if text is None else parse_json_object(text.encode(), f"{path}: {SHARDING}")
+        for name, info in header.tensors.items():
+            entry = told.get(name)
+            offsets = entry.get("saved_offsets") if isinstance(entry, dict) else None
+            try:
+                offset = _numbers(tuple(offsets) if isinstance(offsets, list) else (0,) * len(info.shape))
+                if len(offset) != len(info.shape) or dtypes.setdefault(name, info.dtype) != info.dtype:
+                    raise RefusedError("another dtype, or other dimensions, than in another file")
+            except RefusedError as error:
+                raise CheckpointError(f"{path}: {name!r:.80}: {error}", HINT) from error
+            strides = tuple(math.prod(info.shape[i + 1 :]) for i in range(len(info.shape)))
+            itemsize = DTYPES[info.dtype].itemsize
+            stored = Stored(path, info.dtype, itemsize, info.shape, strides, 0, info.start, info.nbytes)
+            boxes.setdefault(name, []).append(Chunk(offset, info.shape, path, info.start, info.nbytes, stored))
+    found: dict[str, Chunked] = {}
+    for name, chunks in boxes.items():
+        shape = tuple(
+            max(chunk.offsets[i] + chunk.sizes[i] for chunk in chunks) for i in range(len(chunks[0].sizes))
+        )  # the headers know no more than that
+        try:
+            found[name] = Chunked(dtypes[name], shape, _filling(name, shape, chunks))
+        except RefusedError as error:
+            raise CheckpointError(
+                f"{files[0].parent}: {error}", "Fetch or save it again, with all its files."
+            ) from error
+    return found
+
+
+# --- the tensors -----------------------------------------------------------------------------------------------------
+
+
+class ChunkedWeights:
+    """Tensors by name, each in one chunk, which is read where it lies, or in several, which are put together."""
+
+    def __init__(self, tensors: Mapping[str, Chunked]) -> None:
+        """Raises CheckpointError for a chunk that claims more than its file has."""
+        self._tensors = dict(tensors)
+        self._stored = StoredWeights(
+            {
+                f"{i}#{name}": chunk.stored
+                for name, t in tensors.items()
+                for i, chunk in enumerate(t.chunks)
+                if chunk.stored
+            }
+        )
+        self.info = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor in its carrier dtype: a read-only view of the file where it lies in one piece."""
+        tensor = self._tensors[name]
+        if len(tensor.chunks) == 1:
+            return self._stored.read(f"0#{name}")
+        whole = np.empty(tensor.shape, DTYPES[tensor.dtype].carrier)
+        for i, chunk in enumerate(tensor.chunks):
+            box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[box] = self._stored.read(f"{i}#{name}")
+        return whole
+
+    def span(self, name: str) -> tuple[Path, int] | None:
+        """Where the tensor begins in its file; None for one that is put together."""
+        return self._stored.span(f"0#{name}") if len(self._tensors[name].chunks) == 1 else None
+
+    def release(self) -> None:
+        """Give pages that were read back to the system."""
+        self._stored.release()
