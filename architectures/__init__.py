@@ -50,7 +50,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     if not isinstance(kind, str):
         raise ConfigError("config.json names no model_type", known)
     if kind not in BY_MODEL_TYPE:
-        near = difflib.get_close_matches(kind, BY_MODEL_TYPE, 1)
+        near = difflib.get_close_matches(kind[:60], BY_MODEL_TYPE, 1)
         guess = f" (did you mean {near[0]}?)" if near else ""
         raise UnknownFamily(f"the model_type {kind!r:.60} is not a family gptkit knows{guess}", known)
     return BY_MODEL_TYPE[kind]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ __all__ = ["COMMON_IRRELEVANT", "COMMON_REFUSED", "ConfigReader", "parse_config_
 
 MAX_LAYERS = 10_000
 MAX_CONFIG_BYTES = 16 * 2**20
+MAX_CONFIG_VALUES = 500_000
+"""Of objects and lists together, and of keys, counted by their signs: each costs some hundred bytes of memory, however
+short it is written."""
 
 COMMON_IRRELEVANT: dict[str, str] = {
     "_name_or_path": "where the file came from",
@@ -61,11 +65,15 @@ def parse_config_text(text: str | bytes, where: str) -> dict[str, Any]:
     """The object in a config.json.
 
     Raises:
-        ConfigError: not JSON, not an object, or larger than 16 MB.
+        ConfigError: not JSON, not an object, larger than 16 MB, or of half a million objects.
 
     """
     if len(text) > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{where} has {len(text):,} bytes: not a config.json")
+        raise too_long(where, len(text))
+    if len(text) > MAX_CONFIG_VALUES:
+        raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+        if max(raw.count(b"{") + raw.count(b"["), raw.count(b":")) > MAX_CONFIG_VALUES:
+            raise ConfigError(f"{where} holds more than {MAX_CONFIG_VALUES:,} values: not a config.json")
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -83,11 +91,19 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], str]:
 
     """
     try:
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            raw = file.read(MAX_CONFIG_BYTES + 1)
+            if len(raw) > MAX_CONFIG_BYTES:
+                raise too_long(str(path), os.fstat(file.fileno()).st_size)
         text = raw.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     return parse_config_text(text, str(path)), text
+
+
+def too_long(where: str, size: int) -> ConfigError:
+    """The error for a file of so many bytes, to be raised by the caller."""
+    return ConfigError(f"{where} has {size:,} bytes: not a config.json")
 
 
 def shown(value: Any) -> str:
