@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..analysis.parameters import count, describe
 from ..architectures import architecture_of
-from ..converter.dtypes import Rounding
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -155,6 +154,8 @@ def source_lines(counts: Sequence[ModelCount]) -> list[str]:
 
 def transfer_lines(done: Transferred) -> list[str]:
     """What a person should know of how the tensors went over."""
+    from ..converter.dtypes import Rounding  # here, because it imports numpy
+
     lines = []
     if done.resumed:
         lines.append(f"resumed: {human_bytes(done.resumed)} were there from an earlier run, and are unchanged")

@@ -234,7 +234,7 @@ def test_a_terminal_that_lacks_characters() -> None:
         (["swap", "sample:gpt2", "out"], "--norm rmsnorm"),
         (["swap", "sample:gpt2", "out", "--norm", "batchnorm"], "unknown norm"),
         (["swap", "sample:gpt2", "out", "--norm", "rmsnorm", "--dtype", "int8"], "unknown dtype"),
-        (["convert", "sample:gpt2", "--to", "gguf"], "known: local, hf, hf:FAMILY"),
+        (["convert", "sample:gpt2", "--to", "onnx"], "known: local, hf, hf:FAMILY"),
         (["convert", "sample:gpt2", "no/such/parent"], "does not exist"),
     ],
 )
