@@ -166,8 +166,9 @@ FALCON = Architecture(
         *(
             Leaf(f"{T}{there}.{suffix}", f"{B}{here}.{suffix}", when=when)
             for there, here, when in (
-                ("input_layernorm", "attention_norm", other_norms),
+                # The second norm is the first that transformers makes.
                 ("post_attention_layernorm", "feed_forward_norm", other_norms),
+                ("input_layernorm", "attention_norm", other_norms),
                 ("ln_attn", "attention_norm", two_parallel_norms),
                 ("ln_mlp", "feed_forward_norm", two_parallel_norms),
             )

@@ -1,0 +1,365 @@
+"""Are the proofs of the weight maps blind? Every declaration is made wrong in turn, and a proof has to say so.
+
+A mutant is a family with one mistake in its declarations: two names exchanged, a leaf left out or there twice, an axis
+moved, parts in another order, an old name forgotten. The proofs are those of test_proofs.py (names and shapes as
+transformers has them, every element once and back, logits to the last bit), the order of the tensors, and the names of
+older files. A survivor must be shown to put every element where the declared map puts it.
+"""
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import hf_config, randomised_reference, spec_of, variants_of
+
+from gptkit.architectures import ARCHITECTURES, Architecture, Leaf
+from gptkit.architectures.layout import IDENTITY, Layout, parse
+from gptkit.modules import Decoder
+from gptkit.spec import ModelSpec
+
+TRANSPOSED = {
+    "attention.q_proj.weight": Layout("hidden (heads head_dim)", "(heads head_dim) hidden"),
+    "attention.k_proj.weight": Layout("hidden (kv_heads head_dim)", "(kv_heads head_dim) hidden"),
+    "attention.v_proj.weight": Layout("hidden (kv_heads head_dim)", "(kv_heads head_dim) hidden"),
+    "attention.o_proj.weight": Layout("(heads head_dim) hidden", "hidden (heads head_dim)"),
+    "feed_forward.gate_proj.weight": Layout("hidden intermediate", "intermediate hidden"),
+    "feed_forward.up_proj.weight": Layout("hidden intermediate", "intermediate hidden"),
+    "feed_forward.down_proj.weight": Layout("intermediate hidden", "hidden intermediate"),
+}
+"""Pure renames, taken for matrices that lie the other way round: another shape, unless the matrix is square."""
+
+INTERLEAVED = {
+    f"attention.{projection}.{suffix}": [
+        Layout(f"({heads} half two){rest}", f"({heads} two half){rest}"),
+        Layout(f"(head_dim {heads}){rest}", f"({heads} head_dim){rest}"),
+    ]
+    for projection, heads in (("q_proj", "heads"), ("k_proj", "kv_heads"), ("v_proj", "kv_heads"))
+    for suffix, rest in (("weight", " hidden"), ("bias", ""))
+}
+"""Pure renames, taken for the rotary order of Meta's files, or for heads within dimensions: the same shape."""
+
+BUFFERS: dict[str, tuple[str, ...]] = {
+    "gpt2": ("transformer.h.{}.attn.bias", "transformer.h.{}.attn.masked_bias", "h.{}.attn.bias"),
+    "bloom": ("transformer.h.{}.self_attention.bias", "h.{}.self_attention.masked_bias"),
+    "falcon": (
+        "transformer.h.{}.self_attention.maybe_rotary.inv_freq",
+        "h.{}.self_attention.rotary_emb.inv_freq",
+    ),
+}
+LLAMA_BUFFERS = ("model.layers.{}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq", "rotary_emb.inv_freq")
+"""What older releases of transformers stored beside the weights."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    what: str
+    architecture: Architecture
+
+
+# --- making them ---
+
+
+def mutants(architecture: Architecture) -> Iterator[Mutant]:
+    """Every mutant of a family's declarations; only of leaves that some of its trees use."""
+    leaves = architecture.leaves
+    used = [at for at, leaf in enumerate(leaves) if leaf in in_use(architecture.name)]
+
+    def with_leaves(what: str, changed: dict[int, Leaf | None]) -> Mutant:
+        kept = [changed.get(at, leaf) for at, leaf in enumerate(leaves)]
+        return Mutant(what, dataclasses.replace(architecture, leaves=tuple(leaf for leaf in kept if leaf)))
+
+    for at, other in itertools.combinations(used, 2):
+        a, b = leaves[at], leaves[other]
+        pair = f"{a.checkpoint} and {b.checkpoint}"
+        renamed = {
+            at: dataclasses.replace(a, checkpoint=b.checkpoint),
+            other: dataclasses.replace(b, checkpoint=a.checkpoint),
+        }
+        yield with_leaves(f"names exchanged: {pair}", renamed)
+        if a.layout != b.layout:
+            layouts = {at: dataclasses.replace(a, layout=b.layout), other: dataclasses.replace(b, layout=a.layout)}
+            yield with_leaves(f"layouts exchanged: {pair}", layouts)
+            if len(a.names) == len(b.names):
+                shared = {at: dataclasses.replace(a, shared=b.shared), other: dataclasses.replace(b, shared=a.shared)}
+                yield with_leaves(f"shared names exchanged: {pair}", shared)
+        yield with_leaves(f"places exchanged: {pair}", {at: b, other: a})
+        if len(a.names) == len(b.names) and a.names != b.names:
+            yield with_leaves(f"one shared name twice: {pair}", {at: dataclasses.replace(a, shared=b.shared)})
+    for at in used:
+        leaf = leaves[at]
+        yield with_leaves(f"left out: {leaf.checkpoint}", {at: None})
+        doubled = (*leaves[: at + 1], *leaves[at:])
+        yield Mutant(f"there twice: {leaf.checkpoint}", dataclasses.replace(architecture, leaves=doubled))
+        for name in misspelt(leaf.checkpoint):
+            yield with_leaves(f"{leaf.checkpoint} written {name}", {at: dataclasses.replace(leaf, checkpoint=name)})
+        for shared in itertools.permutations(leaf.names):
+            if shared != leaf.names:
+                changed = dataclasses.replace(leaf, shared=shared)
+                yield with_leaves(f"{leaf.checkpoint} holds {', '.join(shared)}", {at: changed})
+        for layout in layouts_near(leaf):
+            yield with_leaves(f"{leaf.checkpoint} lies {layout}", {at: dataclasses.replace(leaf, layout=layout)})
+        if leaf.when is not None:
+            yield with_leaves(f"always: {leaf.checkpoint}", {at: dataclasses.replace(leaf, when=None)})
+            opposite = dataclasses.replace(leaf, when=lambda block, when=leaf.when: not when(block))
+            yield with_leaves(f"in other blocks: {leaf.checkpoint}", {at: opposite})
+    yield from of_older_files(architecture)
+
+
+def misspelt(name: str) -> Iterator[str]:
+    stem, _, suffix = name.rpartition(".")
+    yield f"{stem}.{'bias' if suffix == 'weight' else 'weight'}"
+    yield name.partition(".")[2]
+    yield stem
+    if "{layer}" in name:
+        yield name.replace("{layer}", "0")
+
+
+def layouts_near(leaf: Leaf) -> Iterator[Layout]:
+    """A leaf's layout with one axis elsewhere, on either side, and its parts in another order."""
+    if leaf.layout.is_identity:
+        name = leaf.names[0].removeprefix("blocks.{layer}.")
+        yield from [TRANSPOSED[name]] if name in TRANSPOSED else []
+        yield from INTERLEAVED.get(name, [])
+        return
+    layout = leaf.layout
+    if len(leaf.names) == 1:
+        yield IDENTITY
+    for pattern in reordered(layout.checkpoint):
+        yield dataclasses.replace(layout, checkpoint=pattern)
+        yield dataclasses.replace(layout, checkpoint=pattern, shared=layout.shared or layout.checkpoint)
+    for pattern in reordered(layout.shared or layout.checkpoint):
+        yield dataclasses.replace(layout, shared=pattern)
+    for parts in set(itertools.permutations(layout.parts)) - {layout.parts}:
+        yield dataclasses.replace(layout, parts=parts)
+    for axis in ("heads", "kv_heads", "head_dim", "hidden"):
+        if layout.split is not None and axis in layout.checkpoint:
+            yield dataclasses.replace(layout, split=axis)
+
+
+def reordered(pattern: str) -> Iterator[str]:
+    """The pattern with the axes of one dimension in every other order, and with its dimensions exchanged."""
+    dimensions = parse(pattern)
+    for at, axes in enumerate(dimensions):
+        for order in itertools.permutations(axes):
+            if order != axes:
+                yield written([*dimensions[:at], order, *dimensions[at + 1 :]])
+    for order in itertools.permutations(dimensions):
+        if order != dimensions:
+            yield written(order)
+
+
+def written(dimensions: Any) -> str:
+    return " ".join(f"({' '.join(axes)})" for axes in dimensions)
+
+
+def of_older_files(architecture: Architecture) -> Iterator[Mutant]:
+    for field in ("aliases", "dropped"):
+        entries = getattr(architecture, field)
+        for entry in entries:
+            without = tuple(other for other in entries if other != entry)
+            yield Mutant(f"{field} without {entry}", dataclasses.replace(architecture, **{field: without}))
+    for at, other in itertools.combinations(range(len(architecture.aliases)), 2):
+        aliases = list(architecture.aliases)
+        (old, new), (second, fresh) = aliases[at], aliases[other]
+        aliases[at], aliases[other] = (old, fresh), (second, new)
+        yield Mutant(
+            f"aliases of {new} and {fresh} exchanged", dataclasses.replace(architecture, aliases=tuple(aliases))
+        )
+    for prefix in ("", "base_model.", architecture.prefix + "model."):
+        yield Mutant(f"prefix {prefix!r}", dataclasses.replace(architecture, prefix=prefix))
+    for head in ("head.weight", "lm_head.bias", architecture.leaves[0].checkpoint):
+        yield Mutant(f"head {head!r}", dataclasses.replace(architecture, head=head))
+
+
+# --- what they are held to ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A tree of the family, transformers' model of it with random weights, and what that computes."""
+
+    name: str
+    spec: ModelSpec
+    weights: dict[str, torch.Tensor]
+    order: list[str]
+    head: str
+    base: dict[str, str]
+    ids: torch.Tensor
+    logits: torch.Tensor
+    decoder: Decoder
+
+
+@cache
+def subjects(family: str) -> list[Subject]:
+    found = []
+    for variant in variants_of(family):
+        attention = ARCHITECTURES[family].reference(spec_of(variant.config))[0]
+        model = randomised_reference(variant.config, torch.float32, attention)
+        with torch.device("meta"):
+            order = list(type(model)(hf_config(variant.config)).state_dict())
+        (head,) = (n for n, module in model.named_modules() if module is model.get_output_embeddings())
+        prefix = model.base_model_prefix
+        ids = torch.randint(0, model.config.vocab_size, (1, 24), generator=torch.Generator().manual_seed(1))
+        with torch.inference_mode():
+            logits = model(input_ids=ids).logits
+        found.append(
+            Subject(
+                variant.name,
+                spec_of(variant.config),
+                model.state_dict(),
+                order,
+                f"{head}.weight",
+                {name: f"{prefix}.{name}" for name in getattr(model, prefix).state_dict()},
+                ids,
+                logits,
+                Decoder(spec_of(variant.config), attention=attention).eval(),
+            )
+        )
+    return found
+
+
+@cache
+def in_use(family: str) -> list[Leaf]:
+    """The leaves of a family that some of its trees use."""
+    bound = {
+        (leaf.layout, name)
+        for subject in subjects(family)
+        for leaf in ARCHITECTURES[family].bind(subject.spec)
+        for name in leaf.shared
+    }
+    names = {
+        name.format(layer=layer): name
+        for leaf in ARCHITECTURES[family].leaves
+        for name in leaf.names
+        for layer in range(9)
+    }
+    templates = {(layout, names[name]) for layout, name in bound}
+    return [leaf for leaf in ARCHITECTURES[family].leaves if (leaf.layout, leaf.names[0]) in templates]
+
+
+def names_and_shapes(architecture: Architecture, subject: Subject) -> None:
+    ours = {leaf.checkpoint: leaf.shape for leaf in architecture.bind(subject.spec)}
+    dropped = architecture.head if subject.spec.head.tied else None
+    theirs = {name: tuple(subject.weights[name].shape) for name in subject.order if name != dropped}
+    assert ours == theirs
+    # transformers' own order, in which tensors are dealt out over shards.
+    assert list(ours) == list(theirs)
+
+
+def every_element_once(architecture: Architecture, subject: Subject) -> None:
+    start, seen = 0, []
+    for leaf in architecture.bind(subject.spec):
+        count = int(np.prod(leaf.shape))
+        source = np.arange(start, start + count).reshape(leaf.shape)
+        start += count
+        shared = leaf.to_shared(source)
+        assert tuple(array.shape for array in shared) == leaf.shared_shapes
+        assert np.array_equal(leaf.to_checkpoint(shared), source)
+        seen += [array.reshape(-1) for array in shared]
+    assert np.array_equal(np.sort(np.concatenate(seen)), np.arange(sum(p.count for p in subject.spec.parameters())))
+
+
+def logits(architecture: Architecture, subject: Subject) -> None:
+    shared: dict[str, torch.Tensor] = {}
+    for leaf in architecture.bind(subject.spec):
+        shared.update(zip(leaf.shared, leaf.to_shared(subject.weights[leaf.checkpoint]), strict=True))
+    subject.decoder.load_state_dict(shared)
+    with torch.inference_mode():
+        assert torch.equal(subject.decoder(subject.ids), subject.logits)
+
+
+def older_names(architecture: Architecture, subject: Subject) -> None:
+    """Without the prefix (a base model's file), with gamma and beta (TensorFlow's), buffers, a tied head."""
+    known = {leaf.checkpoint: leaf for leaf in architecture.bind(subject.spec)}
+    layers = len(subject.spec.blocks)
+
+    def canonical(name: str) -> str | None:
+        return architecture.canonical_name(name, known, layers)
+
+    assert canonical(subject.head) == subject.head
+    for short, full in subject.base.items():
+        assert canonical(short) == canonical(full) == full
+        if architecture.name == "gpt2" and ".ln_" in f".{short}":
+            old = short.replace(".weight", ".gamma").replace(".bias", ".beta")
+            assert canonical(old) == canonical(f"transformer.{old}") == full
+    for buffer in BUFFERS.get(architecture.name, LLAMA_BUFFERS):
+        assert all(canonical(buffer.format(layer)) is None for layer in range(layers))
+        if "{}" in buffer:
+            assert canonical(buffer.format(layers)) is not None
+
+
+PROOFS = (names_and_shapes, every_element_once, older_names, logits)
+
+
+def killer(mutant: Mutant, family: str) -> str | None:
+    """The proof that fails, the cheap ones first; None where none does."""
+    for proof in PROOFS:
+        for subject in subjects(family):
+            try:
+                proof(mutant.architecture, subject)
+            except Exception:  # whatever it is, the proof's test fails
+                return proof.__name__
+    return None
+
+
+def is_the_same_map(mutant: Mutant, family: str) -> bool:
+    """Whether it puts every element where the family's own declarations put it: in all its trees, and in other sizes.
+
+    So does an axis of extent one, wherever it stands, and one that has another name on both sides.
+    """
+    original = ARCHITECTURES[family]
+    if mutant.architecture.leaves == original.leaves:
+        return False
+    trees = [subject.spec for subject in subjects(family)]
+    attentions = [block.attention for spec in trees for block in spec.blocks]
+    most = max(attention.group for attention in attentions)
+    for spec in trees:
+        for own, other in zip(original.bind(spec), mutant.architecture.bind(spec), strict=True):
+            if (own.checkpoint, own.shape, own.shared) != (other.checkpoint, other.shape, other.shared):
+                return False
+            for kv_heads, group, head_dim in itertools.product((1, 2, 3), {1, most}, (2, 4, 6)):
+                sizes = {"kv_heads": kv_heads, "group": group, "heads": kv_heads * group, "head_dim": head_dim}
+                sizes |= {"hidden": 10, "intermediate": 14, "two": 2, "half": head_dim // 2}
+                shapes = [*own.layout.shared_shapes(sizes)] if not own.layout.is_identity else [(6, 10)]
+                shape = own.layout.checkpoint_shape(sizes, shapes)
+                source = np.arange(np.prod(shape)).reshape(shape)
+                ours, theirs = own.layout.forward(source, sizes), other.layout.forward(source, sizes)
+                if not all(map(np.array_equal, ours, theirs)):
+                    return False
+    return True
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_every_wrong_map_is_caught(family: str) -> None:
+    assert killer(Mutant("none", ARCHITECTURES[family]), family) is None
+    found = list(mutants(ARCHITECTURES[family]))
+    killers = [killer(mutant, family) for mutant in found]
+    survivors = [mutant for mutant, by in zip(found, killers, strict=True) if by is None]
+    equivalent = [mutant for mutant in survivors if is_the_same_map(mutant, family)]
+    counts = Counter(by for by in killers if by)
+    print(f"{family}: {counts.total()} of {len(found) - len(equivalent)} killed {dict(counts)}")
+    print(f"the same map: {[mutant.what for mutant in equivalent]}")
+    # Nine in ten are asked for, and all are.
+    assert [mutant.what for mutant in survivors if mutant not in equivalent] == []
+    assert len(found) > 250
+    assert all(counts[proof.__name__] > 3 for proof in PROOFS if proof is not every_element_once)
+
+
+def test_every_leaf_is_used_by_some_family() -> None:
+    """What no tree of a family uses (leaves that llama-like families have in common) was not mutated there."""
+    used = {leaf for family in ARCHITECTURES for leaf in in_use(family)}
+    assert {leaf for architecture in ARCHITECTURES.values() for leaf in architecture.leaves} == used
