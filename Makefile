@@ -14,7 +14,7 @@ help:
 	@echo "make test          lint, types and tests"
 	@echo "make test-slow     the tests that take minutes"
 	@echo "make test-browser  the pages of --html in headless Chromium"
-	@echo "make soak          thousands of kills, every I/O call refused (KILLS=3000)"
+	@echo "make soak          thousands of kills, every I/O call refused, millions of broken files (KILLS=, FUZZ=, CONFIGS=)"
 	@echo "make parity        docs/parity.md, from a run against transformers"
 	@echo "make bench         speed against transformers, as ratios"
 	@echo "make format        let ruff rewrite the code"
@@ -45,7 +45,9 @@ test-browser: $(STAMP)
 	OMP_NUM_THREADS=1 GPTKIT_SCREENSHOTS=build/screenshots $(BIN)/python -m pytest tests/report/test_pages.py -rs
 	@echo "screenshots: build/screenshots"
 
-# The long runs of the tests that pass by luck on a short one: KILLS conversions are killed.
+# The long runs of the tests that pass by luck on a short one: KILLS conversions are killed, FUZZ broken headers and
+# indexes read (by default 50 million of safetensors, two hours, and 5 million of GGUF), CONFIGS hostile config.json of
+# each family (half a million).
 KILLS ?= 3000
 soak: $(STAMP)
 	KILLS=$(KILLS) $(BIN)/python -m pytest -m soak
