@@ -67,11 +67,13 @@ def plan_output(
     folder: Path | None,
     max_shard_bytes: int | None = None,
     texts: Mapping[str, bytes] | None = None,
+    homes: Mapping[str, Path] | None = None,
 ) -> Plan:
     """The plan for a tree in the format `to` ("local", "hf" or "hf:FAMILY").
 
     `dtypes` by shared name, `compute_dtype` what it is to be run in, `folder` where tokenizer files lie, `texts` such
-    files by name and content, `max_shard_bytes` by default as the original was sharded, or else 5 GB.
+    files by name and content, `max_shard_bytes` by default as the original was sharded (for "local" as `homes` says,
+    the file that each tensor comes from), or else 5 GB.
 
     Raises:
         CannotExpress: the family has no place for some components.
@@ -95,7 +97,8 @@ def plan_output(
             "history": list(origin.history),
         }
         small = {**(texts or {}), LOCAL_CONFIG: json_bytes(data)}
-        return plan(identity_leaves(spec), dtypes, small, companions, max_shard_bytes or DEFAULT_SHARD_BYTES)
+        own = homes if max_shard_bytes is None else None
+        return plan(identity_leaves(spec), dtypes, small, companions, max_shard_bytes or DEFAULT_SHARD_BYTES, own)
     architecture = _target_family(origin, to)
     config = _hf_config(architecture, spec, origin, widest(list(dtypes.values())), compute_dtype)
     small = {**(texts or {}), CONFIG: config}
@@ -151,7 +154,20 @@ def plan_conversion(source: Checkpoint, to: str, dtype: str | None = None, max_s
     if dtype is not None:
         compute = parse_dtype(dtype)
         dtypes = dict.fromkeys(dtypes, compute)
-    return plan_output(source.spec, source.origin, to, dtypes, compute, companions, max_shard_bytes, source.texts)
+    return plan_output(
+        source.spec, source.origin, to, dtypes, compute, companions, max_shard_bytes, source.texts, _homes(source)
+    )
+
+
+def _homes(source: Checkpoint) -> dict[str, Path] | None:
+    """The file of every shared tensor, where there are several and every tensor lies in one."""
+    homes = {}
+    for leaf in source.leaves:
+        span = source.span(leaf)
+        if span is None:
+            return None
+        homes.update(dict.fromkeys(leaf.shared, span[0]))
+    return homes if len(set(homes.values())) > 1 else None
 
 
 def _companions(source: Checkpoint) -> Path | None:

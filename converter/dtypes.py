@@ -167,9 +167,7 @@ class Rounding:
     relative: float = 0.0
 
     def __add__(self, other: Rounding) -> Rounding:
-        return Rounding(
-            self.changed + other.changed, self.zeroed + other.zeroed, max(self.relative, other.relative)
-        )
+        return Rounding(self.changed + other.changed, self.zeroed + other.zeroed, max(self.relative, other.relative))
 
 
 def rounding(before: Array, dtype: str, after: Array, target: str) -> Rounding:

@@ -20,13 +20,14 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from ..errors import CheckpointError, GptkitError
-from .publish import UNSUPPORTED, FileRecord, TensorRecord, write_all
+from .publish import FileRecord, TensorRecord, write_all
 
 __all__ = ["Block", "PlacedWriter"]
 
-CHUNK = 1 << 18
+CHUNK = 1 << 19
 """Bytes read back and hashed at a time: few enough to stay in the processor's cache between the steps."""
 
 
@@ -59,7 +60,7 @@ class PlacedWriter:
         self.blocks = {block.name: block for block in blocks}
         self._size = nbytes if nbytes is not None else max([len(header), *(block.end for block in blocks)])
         self._order = [block for block in blocks if block.nbytes]
-        nothing = hashlib.sha256().hexdigest()
+        nothing = xxhash.xxh3_128().hexdigest()
         self._digests: dict[str, str] = {block.name: nothing for block in blocks if not block.nbytes}
         self._begun: set[str] = set()
         self._whole: set[str] = set(self._digests)
@@ -124,23 +125,24 @@ class PlacedWriter:
             yield piece
 
     def copy(self, name: str, source: int, start: int, look: Callable[[np.ndarray], None] = lambda chunk: None) -> None:
-        """Fill a block with the bytes from `start` on of the open file `source`, inside the kernel where it can.
+        """Fill a block with the bytes from `start` on of the open file `source`.
+
+        Not with copy_file_range(2): to be compared and hashed a chunk has to be read anyway, and once it lies in the
+        processor's cache, writing it from there takes half as long as the kernel's own copy (measured on ext4 and
+        tmpfs; nothing is shared by reference either, since a block's place in the two files differs by their headers).
 
         `look` sees every chunk (uint8). Raises as `pieces`, and where the source ends early.
         """
         with self._fill(name) as filling:
             block = filling.block
-            with self._disk() as fd:
-                copied = _copy_range(source, fd, start, block.start, block.nbytes)
             for at in range(0, block.nbytes, CHUNK):
                 chunk = _buffer("source")[: min(CHUNK, block.nbytes - at)]
                 try:
                     _read(source, chunk, start + at)
                 except OSError as error:
                     raise CheckpointError(f"cannot read {name} for {self.path}: {error.strerror}") from error
-                if at + chunk.nbytes > copied:
-                    with self._disk() as fd:
-                        write_all(fd, chunk.data, filling.at)
+                with self._disk() as fd:
+                    write_all(fd, chunk.data, filling.at)
                 filling.check(chunk)
                 look(chunk)
 
@@ -262,7 +264,7 @@ class _Filling:
 
     def __init__(self, file: PlacedWriter, block: Block) -> None:
         self.file, self.block, self.at = file, block, block.start
-        self.digest = hashlib.sha256()
+        self.digest = xxhash.xxh3_128()
         self.front = file._at_front(block)
 
     def check(self, expected: np.ndarray) -> None:
@@ -300,23 +302,6 @@ def _read(fd: int, into: np.ndarray, offset: int) -> None:
         if done == 0:
             raise OSError(errno.EIO, "the file ends early")
         view, offset = view[done:], offset + done
-
-
-def _copy_range(source: int, sink: int, start: int, at: int, nbytes: int) -> int:
-    """copy_file_range(2); returns how many of the bytes were copied, 0 where the kernel cannot."""
-    done = 0
-    if not hasattr(os, "copy_file_range"):  # macOS
-        return done
-    try:
-        while done < nbytes:
-            step = os.copy_file_range(source, sink, min(nbytes - done, 1 << 30), start + done, at + done)
-            if step == 0:
-                break
-            done += step
-    except OSError as error:
-        if error.errno not in UNSUPPORTED:
-            raise
-    return done
 
 
 _SYNC_FILE_RANGE_WRITE = 2

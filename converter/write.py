@@ -137,8 +137,11 @@ def plan(
     texts: Mapping[str, bytes],
     companions: Sequence[Path],
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    homes: Mapping[str, Path] | None = None,
 ) -> Plan:
     """A plan of safetensors files for the target's leaves, `dtypes` by shared name.
+
+    `homes` names the file that each shared tensor comes from: then as many files are made, of the same tensors.
 
     An output made of several has the widest's dtype. Tensors are dealt out over shards as transformers does
     (huggingface_hub's split_state_dict_into_shards_factory): one larger than a shard has a shard to itself.
@@ -147,7 +150,14 @@ def plan(
     groups: list[list[tuple[BoundLeaf, str]]] = []
     group: list[tuple[BoundLeaf, str]] = []
     filled = 0
-    for leaf, dtype in tensors:
+    if homes is not None:
+        by_file: dict[Path, list[tuple[BoundLeaf, str]]] = {}
+        for leaf, dtype in tensors:
+            by_file.setdefault(homes[leaf.shared[0]], []).append((leaf, dtype))
+        groups, tensors_left = list(by_file.values()), []
+    else:
+        tensors_left = tensors
+    for leaf, dtype in tensors_left:
         nbytes = math.prod(leaf.shape) * DTYPES[dtype].itemsize
         if nbytes > max_shard_bytes:
             groups.append([(leaf, dtype)])

@@ -290,14 +290,11 @@ def test_thousands_of_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 # --- signals that can be answered
 
 
-COMMAND = f"""
+COMMAND = """
 import sys, time
 from gptkit import cli
-from gptkit.converter import convert
 from gptkit.converter.publish import Staging
-transfer, finish = convert.transfer, Staging.finish
-convert.DEFAULT_SHARD_BYTES = {SHARD}
-convert.transfer = lambda *arguments, **named: transfer(*arguments, **{{**named, "workers": 1}})
+finish = Staging.finish
 def slow(self, name, record):
     finish(self, name, record)
     print("finished", name, flush=True)
@@ -310,7 +307,8 @@ cli.main()
 
 def command(speed: str, tiny: Path, target: Path) -> list[str]:
     """gptkit convert in shards, one after another; "slow" leaves a second between two of them."""
-    return [sys.executable, "-c", COMMAND, speed, "convert", str(tiny), str(target), "-q"]
+    options = ["--max-shard-size", str(SHARD), "--workers", "1", "-q"]
+    return [sys.executable, "-c", COMMAND, speed, "convert", str(tiny), str(target), *options]
 
 
 def begun(tiny: Path, target: Path) -> subprocess.Popen[bytes]:

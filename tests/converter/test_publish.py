@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from gptkit.converter import publish
 from gptkit.converter.publish import (
@@ -83,9 +84,9 @@ def test_appears_with_its_manifest_and_is_replaced(tmp_path: Path) -> None:
 def test_known_hashes_are_taken_over(tmp_path: Path) -> None:
     with Staging(tmp_path / "out") as staging:
         write_bytes(staging.path / "a", b"xyz")
-        staging.commit({"plan": 3}, files={"a": FileRecord("f" * 64, {"w": TensorRecord(1, 3, "0" * 64)})})
+        staging.commit({"plan": 3}, files={"a": FileRecord("f" * 64, {"w": TensorRecord(1, 3, "0" * 32)})})
     record = json.loads((tmp_path / "out" / MANIFEST).read_text())
-    tensors = {"w": {"start": 1, "end": 3, "sha256": "0" * 64}}
+    tensors = {"w": {"start": 1, "end": 3, "xxh3_128": "0" * 32}}
     assert record["files"] == {"a": {"sha256": "f" * 64, "bytes": 3, "tensors": tensors}}
     assert record["plan"] == 3
     assert check_manifest(tmp_path / "out") == ["a: tensor w changed (bytes 1 to 3)"]
@@ -98,7 +99,7 @@ def commit(target: Path, manifest: dict[str, object], files: dict[str, FileRecor
 
 
 def test_wrong_use_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    known = FileRecord("0" * 64, {"w": TensorRecord(0, 3, "0" * 64)})
+    known = FileRecord("0" * 64, {"w": TensorRecord(0, 3, "0" * 32)})
     for files, manifest, message in (
         ({"absent": known}, {}, "not written"),
         ({}, {"files": 1}, "own keys"),
@@ -469,7 +470,7 @@ def record_of(name: str) -> FileRecord:
     data = data_of(name)
     half = len(data) // 2
     places = {"first": (0, half), "second": (half, len(data))}
-    tensors = {each: TensorRecord(a, b, hashlib.sha256(data[a:b]).hexdigest()) for each, (a, b) in places.items()}
+    tensors = {each: TensorRecord(a, b, xxhash.xxh3_128(data[a:b]).hexdigest()) for each, (a, b) in places.items()}
     return FileRecord(hashlib.sha256(data).hexdigest(), tensors)
 
 
@@ -749,7 +750,7 @@ def test_check_tells_which_tensor(tmp_path: Path) -> None:
     target = tmp_path / "out"
     data = b"head" + b"a" * 100 + b"pad!" + b"b" * 100 + b"c" * 100
     places = {"c": (208, 308), "a": (4, 104), "b": (108, 208), "empty": (308, 308)}
-    tensors = {name: TensorRecord(x, y, hashlib.sha256(data[x:y]).hexdigest()) for name, (x, y) in places.items()}
+    tensors = {name: TensorRecord(x, y, xxhash.xxh3_128(data[x:y]).hexdigest()) for name, (x, y) in places.items()}
     with Staging(target) as staging:
         write_bytes(staging.path / "weights.any", data)
         staging.commit({}, files={"weights.any": FileRecord(hashlib.sha256(data).hexdigest(), tensors)})
