@@ -19,7 +19,7 @@ from .. import __version__
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.publish import sha256_file
 from ..errors import UsageError
-from .verify import Verification
+from .verify import BytesVerdict, Verification
 
 __all__ = ["card", "command", "markdown", "write_card"]
 
@@ -46,7 +46,7 @@ def card(
         },
         "verdict": {
             "function": result.verdict,
-            "bytes": None if result.bytes is None else "equal" if not result.bytes.different else "different",
+            "bytes": _bytes_word(result.bytes),
             "passed": result.passed,
         },
         "versions": {
@@ -66,6 +66,12 @@ def card(
         "notes": list(result.notes),
         "command": command(result),
     }
+
+
+def _bytes_word(found: BytesVerdict | None) -> str | None:
+    if found is None:
+        return None
+    return "different" if found.different else "equal in value" if found.cast else "equal"
 
 
 def command(result: Verification) -> str:
@@ -92,7 +98,12 @@ def markdown(data: dict[str, Any]) -> str:
         "equal": "the same function as transformers; what differs is rounding",
         "different": "**different from transformers**",
     }
-    bytes_words = {None: "not compared (the trees differ)", "equal": "equal", "different": "**different**"}
+    bytes_words = {
+        None: "not compared (the trees differ)",
+        "equal": "equal",
+        "equal in value": "equal in value, some stored in another dtype",
+        "different": "**different**",
+    }
     lines = ["## Verification", "", f"- function: {verdicts[data['verdict']['function']]}"]
     lines.append(f"- bytes: {bytes_words[data['verdict']['bytes']]}")
     marks = data["mutations"]

@@ -205,6 +205,8 @@ def _probe(prompts: Sequence[Difference]) -> Section:
 def _bytes(verdict: BytesVerdict) -> Section:
     bad = verdict.different
     line = f"{verdict.compared - len(bad):,} of {counted(verdict.compared, 'tensor')} equal {verdict.against}."
+    if verdict.cast:
+        line += f" {len(verdict.cast):,} of them in value: they are stored in another dtype."
     names = (listing(bad, f"{counted(len(bad), 'tensor')} that differ{'s' if len(bad) == 1 else ''}"),) if bad else ()
     return Section("Bytes", (Lines((line,)), *names))
 

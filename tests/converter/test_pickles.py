@@ -313,6 +313,7 @@ def test_a_process_that_dies_or_hangs(folder: Path, tmp_path: Path, monkeypatch:
 
 
 def test_mutated_files_raise_nothing_else(folder: Path, tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     whole = (folder / "pytorch_model.bin").read_bytes()
     with zipfile.ZipFile(folder / "pytorch_model.bin") as file:
         directory = file.start_dir
@@ -343,5 +344,5 @@ def test_mutated_files_raise_nothing_else(folder: Path, tmp_path: Path) -> None:
         except CheckpointError:
             pass
     assert 0 < found < 400
-    # What any of them took, in kilobytes; the largest of this process's children.
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 512 * 1024
+    # In kilobytes, the largest of this process's children, which earlier tests had too.
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= max(before, 512 * 1024)

@@ -21,6 +21,7 @@ from gptkit.converter.resolve import SAMPLES
 from gptkit.errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, UsageError
 from gptkit.modules import layers
 from gptkit.parity import verify as module
+from gptkit.parity.card import card
 from gptkit.parity.compare import compare, kl_divergence, largest_gap, mean_gap
 from gptkit.parity.verify import IMPRECISE, Noise, Verification, verify
 
@@ -357,12 +358,17 @@ def test_what_bf16_rounds_away_is_a_byte(pair: Callable[[str], tuple[Path, Path]
     assert verify(hf, bad).verdict == "different"
 
 
-def test_a_dtype_that_was_changed_is_a_byte(tmp_path: Path) -> None:
+def test_a_dtype_that_was_changed_is_told(tmp_path: Path) -> None:
+    """And no more, while every value is the same."""
     save_hf(CONFIGS["llama"], tmp_path / "hf", torch.bfloat16)
     gptkit.convert(tmp_path / "hf", tmp_path / "local")
     wide = damaged(tmp_path / "local", tmp_path / "wide", lambda t: t.update({k: v.float() for k, v in t.items()}))
     result = verify(tmp_path / "hf", wide)
-    assert (result.verdict, result.passed) == ("identical", False)
+    assert (result.verdict, result.passed) == ("identical", True)
+    assert result.bytes is not None and len(result.bytes.cast) == result.bytes.compared
+    assert card(result)["verdict"]["bytes"] == "equal in value"
+    close = damaged(wide, tmp_path / "close", lambda t: t["final_norm.weight"].__setitem__(0, 1.0 + 1e-6))
+    assert verify(tmp_path / "hf", close, mutations=False).bytes.different == ("final_norm.weight",)
 
 
 def test_imprecision_does_not_widen_its_own_allowance(
