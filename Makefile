@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Two processes of one thread each beat one of two on the small models of the tests.
 JOBS ?= 2
 
-.PHONY: help demo test pytest test-slow test-browser soak lint types format wheel samples parity bench clean
+.PHONY: help demo test pytest test-slow test-browser soak lint types format wheel samples parity bench bench-convert clean
 
 help:
 	@echo "make demo          the tour on the trained samples"
@@ -17,6 +17,7 @@ help:
 	@echo "make soak          thousands of kills, every I/O call refused, millions of broken files (KILLS=, FUZZ=, CONFIGS=)"
 	@echo "make parity        docs/parity.md, from a run against transformers"
 	@echo "make bench         speed against transformers, as ratios"
+	@echo "make bench-convert conversion against copying, hashing and transformers"
 	@echo "make format        let ruff rewrite the code"
 	@echo "make samples       train the samples again (TEXT=tinyshakespeare.txt)"
 
@@ -77,6 +78,10 @@ parity: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
+
+# 30 GB of disk, and minutes.
+bench-convert: $(STAMP)
+	$(BIN)/python benchmarks/convert.py
 
 TEXT ?= tinyshakespeare.txt
 samples: $(STAMP)
