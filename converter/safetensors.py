@@ -11,14 +11,12 @@ https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import mmap
 import os
 import stat
 import struct
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +26,7 @@ from typing import Annotated, NoReturn, cast
 import msgspec
 import numpy as np
 
-from ..errors import CheckpointError, GptkitError
-from .publish import write_all
+from ..errors import CheckpointError
 
 __all__ = [
     "DTYPES",
@@ -39,7 +36,6 @@ __all__ = [
     "Dtype",
     "Header",
     "SafetensorsFile",
-    "SafetensorsWriter",
     "TensorInfo",
     "build_header",
     "cannot_be_read",
@@ -500,122 +496,3 @@ def build_header(
     data = 8 + len(text)
     infos = [TensorInfo(info.name, info.dtype, info.shape, data + info.start, data + info.end) for info in placed]
     return struct.pack("<Q", len(text)) + text, infos
-
-
-class SafetensorsWriter:
-    """Writes a new safetensors file: the header at once, then each tensor at its place, in any order, from any thread.
-
-    As a context manager it closes on success; after an exception it only lets go of the file, which then is incomplete
-    and stays for its caller to remove (Staging does).
-    """
-
-    def __init__(
-        self, path: Path, tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
-    ) -> None:
-        """Raises CheckpointError as build_header does, GptkitError where the file exists or cannot be written."""
-        header, infos = build_header(tensors, metadata)
-        self.path = path
-        self.tensors = {info.name: info for info in infos}
-        self._digests: dict[str, str] = {}
-        self._begun: set[str] = set()
-        self._written: set[str] = set()
-        self._mutex = threading.Lock()
-        self._file_hash = hashlib.sha256(header)
-        self._hashed = len(header)  # bytes from the file's start that _file_hash has seen
-        self._sha256: str | None = None
-        try:
-            self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise GptkitError(f"could not create {path}: {error.strerror}") from error
-        try:
-            self._write_at(header, 0)
-        except BaseException:
-            self._release()
-            raise
-
-    @property
-    def sha256(self) -> str:
-        """The file's sha256 in hex, after close()."""
-        if self._sha256 is None:
-            raise RuntimeError(f"{self.path} is not closed yet")
-        return self._sha256
-
-    @property
-    def tensor_sha256(self) -> dict[str, str]:
-        """The sha256 in hex of each tensor's bytes, in the order of the file, after close()."""
-        return {name: self._digests[name] for name in self.tensors} if self.sha256 else {}
-
-    def write(self, name: str, array: np.ndarray) -> None:
-        """Write a tensor in its carrier dtype, with the shape it was declared with.
-
-        A contiguous array is written from where it lies; any other is copied first. Raises CheckpointError for a tensor
-        that was not declared, has another dtype or shape, or was written before; GptkitError where the disk refuses.
-        """
-        info = self.tensors.get(name)
-        if info is None:
-            raise CheckpointError(f"{self.path}: tensor {_short(name)} was not declared")
-        carrier = DTYPES[info.dtype].carrier
-        if carrier is None or array.dtype != carrier or array.shape != info.shape:
-            raise CheckpointError(
-                f"{self.path}: tensor {_short(name)} was declared as {info.dtype} {info.shape} ({carrier}), "
-                f"got {array.dtype} {array.shape}"
-            )
-        with self._mutex:
-            if name in self._begun:
-                raise CheckpointError(f"{self.path}: tensor {_short(name)} was written already")
-            self._begun.add(name)
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if info.nbytes else memoryview(b"")
-        self._write_at(data, info.start)
-        digest = hashlib.sha256(data).hexdigest()
-        with self._mutex:
-            self._digests[name] = digest
-            self._written.add(name)
-            # In file order the file's own hash costs no second reading; close() reads what was written out of order.
-            if info.start == self._hashed:
-                self._file_hash.update(data)
-                self._hashed = info.end
-
-    def close(self) -> None:
-        """Check that every tensor was written, fsync, finish the hashes. Raises CheckpointError, GptkitError."""
-        if self._fd is None:
-            return
-        try:
-            missing = [name for name in self.tensors if name not in self._written]
-            if missing:
-                listed = ", ".join(map(_short, missing[:10]))
-                raise CheckpointError(
-                    f"{self.path}: {len(missing)} of {len(self.tensors)} tensors were not written: {listed}"
-                )
-            os.fsync(self._fd)
-            while chunk := os.pread(self._fd, 8 << 20, self._hashed):
-                self._file_hash.update(chunk)
-                self._hashed += len(chunk)
-            self._sha256 = self._file_hash.hexdigest()
-        except OSError as error:
-            raise GptkitError(f"could not write {self.path}: {error.strerror}") from error
-        finally:
-            self._release()
-
-    def _write_at(self, data: bytes | memoryview, offset: int) -> None:
-        if self._fd is None:
-            raise ValueError(f"{self.path} is closed")
-        try:
-            write_all(self._fd, data, offset)
-        except OSError as error:
-            raise GptkitError(f"could not write {self.path}: {error.strerror}") from error
-
-    def _release(self) -> None:
-        if self._fd is not None:
-            fd, self._fd = self._fd, None
-            os.close(fd)
-
-    def __enter__(self) -> SafetensorsWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._release()

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
+from writing import SafetensorsWriter
 
 from gptkit.architectures import named
 from gptkit.converter.convert import convert
 from gptkit.converter.distributed import deal_out, leads
 from gptkit.converter.publish import check_manifest
-from gptkit.converter.safetensors import SafetensorsWriter
 from gptkit.converter.write import Shard
 
 TESTS = Path(__file__).parents[1]

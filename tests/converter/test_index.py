@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from writing import SafetensorsWriter
 
 from gptkit.converter.index import read_index, weight_files
-from gptkit.converter.safetensors import SafetensorsWriter
 from gptkit.errors import CheckpointError, InvalidInput, UntrustedInput
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

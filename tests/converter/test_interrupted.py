@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import pytest
 from killed import contents, noted
+from writing import SafetensorsWriter
 
 from gptkit.architectures import named
 from gptkit.converter import publish
 from gptkit.converter.convert import convert
 from gptkit.converter.publish import check_manifest
-from gptkit.converter.safetensors import SafetensorsWriter
 from gptkit.errors import GptkitError
 
 KILLED = Path(__file__).parents[1] / "killed.py"

@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from writing import SafetensorsWriter
 
+from gptkit.converter.placed import CHUNK
 from gptkit.converter.safetensors import (
     DTYPES,
     SafetensorsFile,
-    SafetensorsWriter,
     TensorInfo,
     build_header,
     read_header,
@@ -264,8 +266,9 @@ def test_files_equal_the_librarys(tmp_path: Path, names: list[str], metadata: di
         # Here safetensors 0.8.0 writes what no reader takes: {},"__metadata__":{}}
         theirs = build_header([], {})[0]
     assert (tmp_path / "ours").read_bytes() == theirs
-    assert writer.sha256 == hashlib.sha256(theirs).hexdigest()
-    assert writer.tensor_sha256 == {name: hashlib.sha256(arrays[name].tobytes()).hexdigest() for name in writer.tensors}
+    assert writer.record.sha256 == hashlib.sha256(theirs).hexdigest()
+    hashes = {name: tensor.xxh3 for name, tensor in writer.record.tensors.items()}
+    assert hashes == {name: xxhash.xxh3_128(arrays[name].tobytes()).hexdigest() for name in writer.tensors}
     assert list(read_header(tmp_path / "ours").tensors.values()) == list(writer.tensors.values())
 
 
@@ -360,7 +363,7 @@ def test_tensors_are_written_from_several_threads(tmp_path: Path) -> None:
             done.result()
     with SafetensorsFile(tmp_path / "a") as file:
         assert all(file.read(name).tobytes() == array.tobytes() for name, array in arrays.items())
-    assert writer.sha256 == hashlib.sha256((tmp_path / "a").read_bytes()).hexdigest()
+    assert writer.record.sha256 == hashlib.sha256((tmp_path / "a").read_bytes()).hexdigest()
 
 
 def test_bool_bytes_other_than_0_and_1_survive(tmp_path: Path) -> None:
@@ -371,24 +374,53 @@ def test_bool_bytes_other_than_0_and_1_survive(tmp_path: Path) -> None:
 
 
 def test_wrong_writes_are_refused(tmp_path: Path) -> None:
-    writer = SafetensorsWriter(tmp_path / "a", [("a", "F32", (2,)), ("b", "BF16", (2,))])
+    writer = SafetensorsWriter(tmp_path / "a", [("a", "F32", (2,)), ("b", "BF16", (2,)), ("c", "F32", (2,))])
     with pytest.raises(CheckpointError, match="not declared"):
-        writer.write("c", np.zeros(2, np.float32))
-    with pytest.raises(CheckpointError, match=r"declared as F32 \(2,\)"):
-        writer.write("a", np.zeros(2, np.float64))
-    with pytest.raises(CheckpointError, match="declared"):
-        writer.write("a", np.zeros((1, 2), np.float32))
-    with pytest.raises(CheckpointError, match="declared"):
-        writer.write("b", np.zeros(2, np.float16))
+        writer.write("d", np.zeros(2, np.float32))
+    with pytest.raises(CheckpointError, match="more than the 8 bytes of c"):
+        writer.write("c", np.zeros(3, np.float32))
+    with pytest.raises(CheckpointError, match="2 of the 4 bytes of b"):
+        writer.write("b", np.zeros(1, np.float16))
     writer.write("a", np.zeros(2, np.float32))
     with pytest.raises(CheckpointError, match="written already"):
         writer.write("a", np.zeros(2, np.float32))
     with pytest.raises(RuntimeError):
-        _ = writer.sha256
-    with pytest.raises(CheckpointError, match="1 of 2 tensors were not written: 'b'"):
+        _ = writer.record
+    with pytest.raises(CheckpointError, match="2 of 3 tensors were not written: 'c', 'b'"):
         writer.close()
-    with pytest.raises(ValueError, match="closed"):
-        writer.write("b", np.zeros(2, np.uint16))
+
+
+def test_a_disk_that_gives_back_other_bytes_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = os.pwrite
+
+    def corrupt(fd: int, data: Any, at: int) -> int:
+        changed = bytearray(data)
+        changed[-1] ^= 1
+        return whole(fd, changed, at)
+
+    writer = SafetensorsWriter(tmp_path / "a", [("a", "F32", (2,))])
+    monkeypatch.setattr(os, "pwrite", corrupt)
+    with pytest.raises(GptkitError, match="does not hold what was written"):
+        writer.write("a", np.ones(2, np.float32))
+
+
+def test_blocks_are_copied_from_another_file(tmp_path: Path) -> None:
+    """Longer than a chunk, from an odd place; a source that ends early is told."""
+    data = np.random.default_rng(0).integers(0, 256, 3 * CHUNK + 17, np.uint8)
+    (tmp_path / "source").write_bytes(b"abc" + data.tobytes())
+    with (tmp_path / "source").open("rb") as source:
+        seen = []
+        tensors = [("b", "U8", (len(data) - 5,)), ("a", "U8", (5,))]
+        with SafetensorsWriter(tmp_path / "out", tensors) as writer:
+            writer.copy("b", source.fileno(), 8, lambda chunk: seen.append(chunk.copy()))
+            writer.copy("a", source.fileno(), 3)
+        assert np.array_equal(np.concatenate(seen), data[5:])
+        with SafetensorsFile(tmp_path / "out") as file:
+            assert np.array_equal(file.read("a"), data[:5])
+            assert np.array_equal(file.read("b"), data[5:])
+        assert writer.record.sha256 == hashlib.sha256((tmp_path / "out").read_bytes()).hexdigest()
+        with pytest.raises(CheckpointError, match="cannot read b"):
+            SafetensorsWriter(tmp_path / "short", tensors).copy("b", source.fileno(), 9)
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
@@ -419,7 +451,7 @@ def test_an_exception_lets_go_of_the_file(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), SafetensorsWriter(tmp_path / "a", [("a", "F32", (2,))]) as writer:
         raise KeyboardInterrupt
     with pytest.raises(RuntimeError, match="not closed"):
-        _ = writer.sha256
+        _ = writer.record
 
 
 def test_mode_follows_the_umask(tmp_path: Path) -> None:
