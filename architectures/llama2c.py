@@ -183,7 +183,7 @@ def expressed(spec: ModelSpec) -> tuple[Sizes, list[BoundLeaf]]:
     """
     first = spec.blocks[0]
     if isinstance(first.feed_forward, FeedForward):
-        raise CannotExpress("llama2.c cannot express this tree: its feed-forward is gated", HINT)
+        raise CannotExpress("llama2.c cannot express this tree: it has gated feed-forwards only", HINT)
     if spec.context_length is None:
         raise CannotExpress("llama2.c cannot express this tree: it does not say how long its context is", HINT)
     sizes = Sizes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +131,10 @@ def conversion_lines(conversion: Conversion) -> list[str]:
             f"  memory: {human_bytes(conversion.memory)} of tensors; the largest has {human_bytes(plan.largest)}"
         )
     else:
+        quantised = Counter(o.dtype for shard in plan.shards for o in shard.outputs if o.encode is not None)
+        lines += [
+            f"{number_of} of {plan.tensors} tensors are quantised to {dtype}" for dtype, number_of in quantised.items()
+        ]
         lines += transfer_lines(done_with)
     return lines + [f"note: {note}" for note in source.notes]
 

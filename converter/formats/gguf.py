@@ -42,8 +42,9 @@ write = None
 
 
 def matches(path: Path) -> bool:
-    """Whether it is a GGUF file: by its name, or by how it begins."""
+    """Whether it is a GGUF file, by its name or by how it begins, or a folder with one."""
     try:
+        path = _file(path)
         if not path.is_file():
             return False
         if path.suffix == ".gguf":
@@ -54,9 +55,15 @@ def matches(path: Path) -> bool:
         return False
 
 
+def _file(path: Path) -> Path:
+    """The one .gguf file of a folder; anything else as it is."""
+    inside = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    return inside[0] if len(inside) == 1 else path
+
+
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
     """The tree and where it comes from, read from the header. Raises InvalidInput."""
-    found = _Model(path)
+    found = _Model(_file(path))
     return found.spec, found.origin, []
 
 
@@ -66,6 +73,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
     from .gguf_tokenizer import Texts, without_tokenizer
     from .gguf_weights import READABLE, GgufWeights
 
+    path = _file(path)
     found = _Model(path)
     tensors = found.header.tensors
     try:

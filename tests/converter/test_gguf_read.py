@@ -1,6 +1,7 @@
 """GGUF files read: every family to the last bit, quantised tensors, the tokenizer inside, and what is refused."""
 
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -571,3 +572,14 @@ KNOWN = [
 ]
 # fmt: on
 """The ids of PROMPT by llama.cpp on the same file."""
+
+
+def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
+    """As convert writes it; of two it cannot know which."""
+    gptkit.convert("sample:gpt2", tmp_path / "out", "gguf")
+    gptkit.convert(tmp_path / "out", tmp_path / "back", "hf")
+    assert gptkit.verify("sample:gpt2", tmp_path / "back", mutations=False).passed
+    (file,) = (tmp_path / "out").glob("*.gguf")
+    shutil.copy(file, tmp_path / "out" / "another.gguf")
+    with pytest.raises(InvalidInput, match="not a checkpoint"):
+        open_checkpoint(tmp_path / "out")
