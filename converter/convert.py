@@ -152,11 +152,18 @@ def plan_conversion(source: Checkpoint, to: str, dtype: str | None = None, max_s
     companions = _companions(source)
     dtypes, compute = source.shared_dtypes(), source.dtype
     if dtype is not None:
-        compute = parse_dtype(dtype)
+        compute = _stored_dtype(dtype, to)
         dtypes = dict.fromkeys(dtypes, compute)
     return plan_output(
         source.spec, source.origin, to, dtypes, compute, companions, max_shard_bytes, source.texts, _homes(source)
     )
+
+
+def _stored_dtype(dtype: str, to: str) -> str:
+    """A --dtype for safetensors files. Raises UsageError, with the format where one of GGUF's own was asked for."""
+    if dtype.lower() == "q8_0":
+        raise UsageError(f"--to {to} has no {dtype}", "Quantised types are GGUF's: --to gguf --dtype q8_0.")
+    return parse_dtype(dtype)
 
 
 def _homes(source: Checkpoint) -> dict[str, Path] | None:

@@ -1,6 +1,6 @@
 """Carrying a checkpoint's tensors into the files of a plan, at the speed of copying.
 
-What is stored in the target as it was in the source is copied by the kernel; everything else is read through its
+What is stored in the target as it was in the source goes over as bytes; everything else is read through its
 layouts as a view of the mapped file and written a few rows at a time. A job is the least that can be done on its own:
 the source tensors and the outputs that depend on one another. Jobs run in the source's order, a worker a core, no more
 at once than the memory allowed for them holds.
@@ -234,8 +234,13 @@ class _Carrier:
             for fd in self.sources.values():
                 os.close(fd)
         errors = [error for future in running if (error := future.exception()) is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, StoppedError)):
-            raise error
+        errors.sort(key=lambda error: isinstance(error, StoppedError))
+        try:
+            if errors:
+                raise errors[0]
+        finally:
+            # The error's traceback holds this frame: what it names would live on, open files included.
+            del errors, running
 
     def _carry(self, job: Job, gate: _Gate) -> None:
         try:
