@@ -358,24 +358,28 @@ def convert(
     say(conversion_lines(done), quiet)
 
 
-@app.command(epilog="Example: gptkit swap sample:gpt2 --norm rmsnorm gpt2-rms")
+@app.command(epilog="Example: gptkit swap sample:gpt2 --norm rmsnorm gpt2-rms  ·  gptkit swaps sample:gpt2")
 @guarded
 def swap(
     model: ModelArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
-    norm: Annotated[str | None, typer.Option(help="rmsnorm: turn every LayerNorm into an RMSNorm.")] = None,
+    norm: Annotated[str | None, typer.Option(help="rmsnorm, layernorm.")] = None,
+    blocks: Annotated[str | None, typer.Option(metavar="LAYERS", help="Some layers alone: 3-7, 0,2,4-.")] = None,
     approximate: Annotated[
-        bool, typer.Option("--approximate", help="Replace plainly, biases and means dropped, and say what it costs.")
+        bool, typer.Option("--approximate", help="Replace plainly, whatever that loses, and say what it costs.")
     ] = False,
-    dtype: Annotated[str, typer.Option(help="How computed tensors are stored; narrower rounds them.")] = "float64",
+    dtype: Annotated[
+        str | None, typer.Option(help="How computed tensors are stored [float64 if exact, else as the others].")
+    ] = None,
     measure: Annotated[bool, typer.Option("--measure/--no-measure", help="Compare logits before and after.")] = True,
     force: Force = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would come out; write nothing.")] = False,
     offline: Offline = False,
     allow_pickle: AllowPickle = False,
     allow_extra: AllowExtra = False,
     quiet: Quiet = False,
 ) -> None:
-    """Exchange a component, with a guarantee measured from the files that were written."""
+    """Exchange components, with a guarantee measured from the files that were written."""
     from .report.summaries import swap_lines
     from .surgery.swap import swap as run
 
@@ -384,9 +388,11 @@ def swap(
             model,
             out,
             norm=norm,
+            blocks=blocks,
             approximate=approximate,
             dtype=dtype,
             force=force,
+            dry_run=dry_run,
             measured=measure,
             offline=offline,
             allow_pickle=allow_pickle,

@@ -106,7 +106,18 @@ def as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
 
 
 def view_as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
-    """The array's own memory as a tensor, to be read only (torch warns of memory that cannot be written)."""
+    """The array's own memory as a tensor, to be read only."""
+    if not array.flags.writeable:
+        array = np.asarray(_Writeable(array))
     if dtype == "BF16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+class _Writeable:
+    """An array's memory without its flag against writing, of which torch, which has no such tensors, warns."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        interface = array.__array_interface__
+        self.array = array  # kept alive as long as the view
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}

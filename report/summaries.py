@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -315,12 +316,13 @@ def verdict_lines(result: Verification) -> list[str]:
 def swap_lines(result: SwapResult) -> list[str]:
     """What was exchanged, at what price, and how well the guarantee held."""
     before, after = result.parameters
+    done = "wrote" if result.published else "would write"
     lines = [
-        f"wrote {result.target}: {result.guarantee} swap, computed tensors stored as {result.dtype}",
+        f"{done} {result.target}: {result.guarantee} swap, computed tensors stored as {result.dtype}",
         f"parameters  {before:,} -> {after:,}" + (f" ({after - before:+,})" if after != before else ""),
     ]
-    if result.source.spec.head.tied and not result.spec.head.tied:
-        lines.append("            the head was untied from the embedding: it needs the table uncentred")
+    for note in result.chain.notes:
+        lines += wrap(note, indent=12, width=80)
     found = result.measured
     if found is None:
         return [*lines, "not measured"]
@@ -331,3 +333,8 @@ def swap_lines(result: SwapResult) -> list[str]:
         )
     lines.append(f"            KL {number(found.kl)} nats a token, top-1 {found.top1:.1%}, {found.positions} positions")
     return lines
+
+
+def wrap(text: str, indent: int, width: int) -> list[str]:
+    """A sentence in lines of up to `width` characters, each behind `indent` spaces."""
+    return textwrap.wrap(text, width, initial_indent=" " * indent, subsequent_indent=" " * indent)

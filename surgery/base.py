@@ -1,6 +1,10 @@
-"""What a swap is: a new tree, and for each of its tensors either where it is copied from or how it is computed.
+"""What a swap is: from a tree with weights to a tree with weights, and for each new tensor how it is made of old ones.
 
-Nothing is computed before the result is written, one tensor at a time, in fp64. A swap declares what it guarantees:
+Nothing is computed before the result is written, one tensor at a time. A tensor that is *computed* is computed in fp64
+and rounded once, when it is stored; one whose values are only *moved* (copied, repeated, padded with zeros) keeps its
+dtype and every bit. A tree after a swap is again a tree with weights, so swaps chain without a file between them.
+
+A swap declares what it guarantees:
 
 exact        the same function; what is left is rounding, and is measured from the files that were written
 approximate  the best closed form there is; the damage is measured and reported
@@ -9,59 +13,286 @@ retrained    useless before training
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ..converter.checkpoint import Checkpoint
-from ..converter.dtypes import to_float64
-from ..errors import InvalidInput
+from ..converter.dtypes import cast, from_float64, to_float64, widest
+from ..errors import GptkitError, InvalidInput
+from ..modules.load import view_as_torch
 from ..spec import ModelSpec
 
-__all__ = ["Guarantee", "Reader", "Swapped"]
+__all__ = [
+    "Computed",
+    "Filled",
+    "Guarantee",
+    "Model",
+    "Moved",
+    "Promise",
+    "Stored",
+    "Swapped",
+    "SwappedModel",
+    "Tensor",
+    "Wide",
+    "weakest",
+]
 
 Guarantee = Literal["exact", "approximate", "retrained"]
 Wide = NDArray[np.float64]
+Array = NDArray[Any]
+
+KEPT_BYTES = 64 * 2**20
+"""Computed tensors that a step in the middle of a chain remembers: the next one reads most of them more than once."""
 
 
-class Reader:
-    """The tensors of the tree a swap starts from."""
+def weakest(guarantees: Iterable[Guarantee]) -> Guarantee:
+    """What a chain of swaps guarantees."""
+    order: tuple[Guarantee, ...] = ("exact", "approximate", "retrained")
+    return max(guarantees, key=order.index, default="exact")
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
 
-    def raw(self, name: str) -> tuple[np.ndarray, str]:
+# --- a tree with weights ----------------------------------------------------------------------------------------------
+
+
+class Model(Protocol):
+    """A tree and its tensors by shared name, whether they lie in a file or are computed when asked for."""
+
+    spec: ModelSpec
+
+    @property
+    def reference(self) -> str:
+        """What messages call it."""
+        ...
+
+    def dtype(self, name: str) -> str:
+        """The dtype that a tensor is stored in, or would be."""
+        ...
+
+    def raw(self, name: str) -> tuple[Array, str]:
         """As stored: (array in its carrier dtype, dtype)."""
-        return self.checkpoint.tensor(name)
+        ...
 
     def wide(self, name: str) -> Wide:
-        """In fp64.
+        """In fp64, before any rounding for storage.
 
         Raises:
             InvalidInput: it holds NaN or infinity, which nothing can be computed from.
 
         """
+        ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """As a torch tensor, to be read only; see `parity.stream.Tree`."""
+        ...
+
+    def release(self) -> None:
+        """Let go of what reading brought into memory."""
+        ...
+
+
+class Stored:
+    """The tensors of an opened checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint, self.spec = checkpoint, checkpoint.spec
+        self._dtypes = checkpoint.shared_dtypes()
+
+    @property
+    def reference(self) -> str:
+        return self.checkpoint.reference
+
+    def dtype(self, name: str) -> str:
+        return self._dtypes[name]
+
+    def raw(self, name: str) -> tuple[Array, str]:
+        return self.checkpoint.tensor(name)
+
+    def wide(self, name: str) -> Wide:
         values = to_float64(*self.raw(name))
         bad = int((~np.isfinite(values)).sum())
         if bad:
-            raise InvalidInput(f"{self.checkpoint.reference}: weights are not finite: {name} ({bad:,} values)")
+            raise InvalidInput(f"{self.reference}: weights are not finite: {name} ({bad:,} values)")
         return values
+
+    def read(self, name: str) -> torch.Tensor:
+        return view_as_torch(*self.raw(name))
+
+    def release(self) -> None:
+        self.checkpoint.release()
+
+
+# --- what a swap says -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A tensor that is computed in fp64 from the tensors of the old tree."""
+
+    make: Callable[[Model], Wide]
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A tensor whose values are those of old ones, moved: `move` gets their arrays in a common carrier dtype, in which
+    a zero is 0, and gives the new one. Without `move` it is the old tensor under another name.
+    """
+
+    sources: tuple[str, ...] | str
+    move: Callable[..., Array] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.sources,) if isinstance(self.sources, str) else self.sources
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A new tensor of one value that every floating point dtype has (0, 1, -1, ½), stored as the tensor `like` is."""
+
+    shape: tuple[int, ...]
+    value: float
+    like: str
+
+
+Tensor = Computed | Moved | Filled
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What of the logits a swap says something about, where that is not all of them.
+
+    tokens: (ids in the old vocabulary, the same tokens' ids in the new one), where not all are kept as they were.
+    length: only sequences of up to this many tokens.
+    """
+
+    tokens: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    length: int | None = None
+
+    def then(self, later: Promise) -> Promise:
+        """The promise of one swap and another after it."""
+        lengths = [length for length in (self.length, later.length) if length is not None]
+        tokens = self.tokens or later.tokens
+        if self.tokens is not None and later.tokens is not None:
+            renamed = dict(zip(*later.tokens, strict=True))
+            kept = [(old, renamed[new]) for old, new in zip(*self.tokens, strict=True) if new in renamed]
+            tokens = (tuple(old for old, _ in kept), tuple(new for _, new in kept))
+        return Promise(tokens, min(lengths, default=None))
 
 
 @dataclass(frozen=True)
 class Swapped:
-    """A tree and its tensors, not yet computed.
+    """A tree and how its tensors are made; names that `tensors` does not have are copied under their own.
 
-    computed: shared name -> the function that gives its fp64 values.
-    copied: shared name -> the name of the tensor it is, in the old tree. Names in neither are copied under their own.
-    summary: what was done, for the record the output carries.
+    summary: what was done, for the record that the output carries, JSON values. notes: what a person should know.
+    texts: files of the tokenizer that change with it, by name; None removes one. against: the tree that it equals,
+    where that is not the one it was made of (a base model with its adapter, say).
     """
 
     spec: ModelSpec
     guarantee: Guarantee
-    summary: dict[str, Any]
-    computed: Mapping[str, Callable[[Reader], Wide]]
-    copied: Mapping[str, str] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor]
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    promise: Promise = Promise()
+    texts: Mapping[str, bytes | None] = field(default_factory=dict)
+    against: Model | None = None
+
+
+class SwappedModel:
+    """The tree after a swap, its tensors made of the tree's before when they are asked for.
+
+    `stored` is the dtype that computed tensors are stored in.
+    """
+
+    def __init__(self, before: Model, swapped: Swapped, stored: str = "F64") -> None:
+        self.before, self.swapped, self.spec, self.stored = before, swapped, swapped.spec, stored
+        self._made: OrderedDict[str, Wide] = OrderedDict()
+        known = {parameter.name for parameter in before.spec.parameters()}
+        lost = [p.name for p in self.spec.parameters() if p.name not in swapped.tensors and p.name not in known]
+        if lost:
+            raise AssertionError(f"nothing says how these are made: {lost[:4]}")
+        self._shapes = {parameter.name: parameter.shape for parameter in self.spec.parameters()}
+
+    @property
+    def reference(self) -> str:
+        return self.before.reference
+
+    def _how(self, name: str) -> Tensor:
+        return self.swapped.tensors.get(name) or Moved(name)
+
+    def computed(self, name: str) -> bool:
+        """Whether this swap, or one before it, computes the tensor rather than moves it."""
+        how = self._how(name)
+        if isinstance(how, Moved):
+            return isinstance(self.before, SwappedModel) and any(self.before.computed(each) for each in how.names)
+        return isinstance(how, Computed)
+
+    def dtype(self, name: str) -> str:
+        how = self._how(name)
+        if isinstance(how, Computed):
+            return self.stored
+        names = how.names if isinstance(how, Moved) else (how.like,)
+        return widest([self.before.dtype(each) for each in names])
+
+    def raw(self, name: str) -> tuple[Array, str]:
+        how, dtype = self._how(name), self.dtype(name)
+        if isinstance(how, Computed):
+            return from_float64(self.wide(name), dtype), dtype
+        if isinstance(how, Filled):
+            return from_float64(np.full(how.shape, how.value), dtype), dtype
+        arrays = [cast(*self.before.raw(each), dtype) for each in how.names]
+        return self._checked(name, arrays[0] if how.move is None else how.move(*arrays)), dtype
+
+    def wide(self, name: str) -> Wide:
+        if name in self._made:
+            self._made.move_to_end(name)
+            return self._made[name]
+        how = self._how(name)
+        if isinstance(how, Moved):
+            arrays = [self.before.wide(each) for each in how.names]
+            return self._checked(name, arrays[0] if how.move is None else how.move(*arrays))
+        if isinstance(how, Filled):
+            return np.full(how.shape, how.value)
+        values = np.ascontiguousarray(self._checked(name, how.make(self.before)), dtype=np.float64)
+        bad = int((~np.isfinite(values)).sum())
+        if bad:
+            raise InvalidInput(f"{self.reference}: the swap makes {name} of values that are not finite ({bad:,})")
+        self._remember(name, values)
+        return values
+
+    def _checked(self, name: str, array: Array) -> Array:
+        if array.shape != self._shapes[name]:
+            raise GptkitError(f"the swap makes {name} of shape {array.shape}, the tree has {self._shapes[name]}")
+        return array
+
+    def _remember(self, name: str, values: Wide) -> None:
+        """Keep a few: a swap after this one reads most tensors more than once."""
+        values.flags.writeable = False
+        self._made[name] = values
+        while len(self._made) > 1 and sum(each.nbytes for each in self._made.values()) > KEPT_BYTES:
+            self._made.popitem(last=False)
+
+    def read(self, name: str) -> torch.Tensor:
+        return view_as_torch(*self.raw(name))
+
+    def release(self) -> None:
+        self.before.release()
+
+
+class Exactly:
+    """A tree whose computed tensors are read as they were computed, in fp64, before any rounding for storage."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.spec = model, model.spec
+
+    def read(self, name: str) -> torch.Tensor:
+        return torch.from_numpy(np.array(self.model.wide(name)))
+
+    def release(self) -> None:
+        self.model.release()

@@ -15,7 +15,7 @@ mean is not free, and no exact form is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -23,12 +23,13 @@ import numpy as np
 
 from ..errors import SwapRefused
 from ..spec import Block, FeedForward, GatedFeedForward, LayerNorm, ModelSpec, Norm, RMSNorm
-from .base import Reader, Swapped, Wide
+from .base import Computed, Model, Moved, Swapped, Tensor, Wide
+from .registry import Asked, Swap
 
-__all__ = ["layernorm_to_rmsnorm", "replace_layernorm", "why_not_exact"]
+__all__ = ["SWAPS", "layernorm_to_rmsnorm", "replace_layernorm", "why_not_exact"]
 
 replace = msgspec.structs.replace
-Compute = Callable[[Reader], Wide]
+Compute = Callable[[Model], Wide]
 
 
 def layer_norms(spec: ModelSpec) -> list[str]:
@@ -66,8 +67,8 @@ def to_rms(norm: Norm) -> RMSNorm:
 def centred(name: str) -> Compute:
     """A writer's weight [out, in] or bias [out], with the mean over its outputs taken off."""
 
-    def compute(reader: Reader) -> Wide:
-        weight = reader.wide(name)
+    def compute(model: Model) -> Wide:
+        weight = model.wide(name)
         result: Wide = weight - weight.mean(axis=0, keepdims=True)
         return result
 
@@ -76,7 +77,7 @@ def centred(name: str) -> Compute:
 
 def centred_rows(name: str) -> Compute:
     """A table whose rows go into the stream."""
-    return lambda reader: centre_rows(reader.wide(name))
+    return lambda model: centre_rows(model.wide(name))
 
 
 def centre_rows(rows: Wide) -> Wide:
@@ -88,10 +89,10 @@ def centre_rows(rows: Wide) -> Wide:
 def normed_rows(table: str, norm: str, eps: float, bias: bool) -> Compute:
     """centre(LayerNorm(row)) for every row of a table."""
 
-    def compute(reader: Reader) -> Wide:
-        rows = centre_rows(reader.wide(table))
-        rows = rows / np.sqrt((rows**2).mean(axis=1, keepdims=True) + eps) * reader.wide(f"{norm}.weight")
-        return centre_rows(rows + reader.wide(f"{norm}.bias") if bias else rows)
+    def compute(model: Model) -> Wide:
+        rows = centre_rows(model.wide(table))
+        rows = rows / np.sqrt((rows**2).mean(axis=1, keepdims=True) + eps) * model.wide(f"{norm}.weight")
+        return centre_rows(rows + model.wide(f"{norm}.bias") if bias else rows)
 
     return compute
 
@@ -99,9 +100,9 @@ def normed_rows(table: str, norm: str, eps: float, bias: bool) -> Compute:
 def shifted(weight: str, bias: str | None, beta: str) -> Compute:
     """A reader's bias after β moved into it: bias + W·β."""
 
-    def compute(reader: Reader) -> Wide:
-        moved: Wide = reader.wide(weight) @ reader.wide(beta)
-        return moved if bias is None else np.add(moved, reader.wide(bias))
+    def compute(model: Model) -> Wide:
+        moved: Wide = model.wide(weight) @ model.wide(beta)
+        return moved if bias is None else np.add(moved, model.wide(bias))
 
     return compute
 
@@ -120,7 +121,7 @@ def layernorm_to_rmsnorm(spec: ModelSpec) -> Swapped:
             "--approximate replaces the norms all the same and measures the damage.",
         )
     computed: dict[str, Compute] = {}
-    copied: dict[str, str] = {}
+    moved: dict[str, Tensor] = {}
     blocks = tuple(_block(block, f"blocks.{layer}", computed) for layer, block in enumerate(spec.blocks))
     head = spec.head
     if isinstance(spec.final_norm, LayerNorm) and spec.final_norm.bias:
@@ -129,7 +130,7 @@ def layernorm_to_rmsnorm(spec: ModelSpec) -> Swapped:
         head = replace(head, bias=True)
     if head.tied:
         head = replace(head, tied=False)
-        copied["head.weight"] = "embedding.weight"
+        moved["head.weight"] = Moved("embedding.weight")
     embedding = spec.embedding
     if embedding.norm is None:
         computed["embedding.weight"] = centred_rows("embedding.weight")
@@ -141,7 +142,13 @@ def layernorm_to_rmsnorm(spec: ModelSpec) -> Swapped:
     if spec.positions is not None:
         computed["positions.weight"] = centred_rows("positions.weight")
     new = replace(spec, embedding=embedding, blocks=blocks, final_norm=to_rms(spec.final_norm), head=head)
-    return Swapped(new, "exact", summary(spec, "exact"), computed, copied)
+    notes = ("the head was untied from the embedding: it needs the table uncentred",) if spec.head.tied else ()
+    return Swapped(new, "exact", made(computed) | moved, summary(spec), notes)
+
+
+def made(computed: Mapping[str, Compute]) -> dict[str, Tensor]:
+    """Functions of the old tree as tensors of the new one."""
+    return {name: Computed(make) for name, make in computed.items()}
 
 
 def _block(block: Block, path: str, computed: dict[str, Compute]) -> Block:
@@ -206,15 +213,29 @@ def replace_layernorm(spec: ModelSpec) -> Swapped:
         blocks=tuple(swapped(block) for block in spec.blocks),
         final_norm=to_rms(spec.final_norm),
     )
-    return Swapped(new, "approximate", summary(spec, "approximate"), {})
+    return Swapped(new, "approximate", {}, summary(spec))
 
 
-def summary(spec: ModelSpec, guarantee: str) -> dict[str, Any]:
-    """The record of the swap that the output carries."""
-    return {
-        "swap": "norm",
-        "from": "layernorm",
-        "to": "rmsnorm",
-        "guarantee": guarantee,
-        "norms": len(layer_norms(spec)),
-    }
+def summary(spec: ModelSpec) -> dict[str, Any]:
+    """What the output's record says of it."""
+    return {"from": "layernorm", "to": "rmsnorm", "norms": len(layer_norms(spec))}
+
+
+def to_rmsnorm(model: Model, asked: Asked) -> Swapped:
+    """LayerNorm -> RMSNorm, as exactly as is asked."""
+    return (replace_layernorm if asked.approximate else layernorm_to_rmsnorm)(model.spec)
+
+
+SWAPS = (
+    Swap(
+        option="norm",
+        form="rmsnorm",
+        takes="LayerNorm",
+        gives="RMSNorm",
+        guarantee="exact",
+        needs="norms before attention and feed-forward (pre-norm), all of them LayerNorms",
+        source="SliceGPT 2401.15024; Jiang et al. 2305.14858; TransformerLens",
+        apply=to_rmsnorm,
+        examples=lambda spec: ("rmsnorm",),
+    ),
+)

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from .. import __version__
 from ..analysis.parameters import count
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.convert import plan_output
-from ..converter.dtypes import HF_NAMES, from_float64, parse_dtype, widest
+from ..converter.dtypes import HF_NAMES, parse_dtype, widest
 from ..converter.publish import Staging
-from ..converter.write import execute
+from ..converter.tokenizer import token_files
+from ..converter.write import Plan, execute
 from ..errors import GptkitError, InvalidInput, UsageError
-from ..modules.load import build, load_checkpoint
 from ..parity.verify import require_finite_weights
 from ..spec import ModelSpec
-from .base import Reader, Swapped
-from .measure import Measurement, measure, relative_error
-from .norm import layernorm_to_rmsnorm, replace_layernorm
+from .base import Exactly, Guarantee, Model, Promise, Stored, Swapped, SwappedModel, weakest
+from .measure import Measurement, measure
+from .registry import Step, apply, options, steps_of
 
-__all__ = ["SwapResult", "swap"]
+__all__ = ["Chain", "SwapResult", "chain", "swap"]
 
 EXACT_FP64 = 1e-12
 EXACT_FP32 = 1e-5
@@ -34,46 +33,139 @@ EXACT_FP32 = 1e-5
 
 
 @dataclass(frozen=True)
-class SwapResult:
-    """What a swap did.
+class Chain:
+    """Steps carried out one after the other, nothing of it computed yet.
 
-    `measured` is None where it was asked not to measure; `parameters` are the totals before and after.
+    models has the tree before the first step, after the first, and so on.
+    """
+
+    steps: tuple[Step, ...]
+    swapped: tuple[Swapped, ...]
+    models: tuple[Model, ...]
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.models[-1].spec
+
+    @property
+    def guarantee(self) -> Guarantee:
+        return weakest(each.guarantee for each in self.swapped)
+
+    @property
+    def promise(self) -> Promise:
+        """What of the logits the whole chain says something about."""
+        found = Promise()
+        for each in self.swapped:
+            found = found.then(each.promise)
+        return found
+
+    @property
+    def against(self) -> Model:
+        """The tree that the result is to equal."""
+        return next((each.against for each in reversed(self.swapped) if each.against is not None), self.models[0])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(note for each in self.swapped for note in each.notes)
+
+    @property
+    def texts(self) -> dict[str, bytes | None]:
+        """The tokenizer's files that change."""
+        return {name: text for each in self.swapped for name, text in each.texts.items()}
+
+    def computed(self, name: str) -> bool:
+        """Whether a tensor of the result is computed by some step, and not moved alone."""
+        last = self.models[-1]
+        return isinstance(last, SwappedModel) and last.computed(name)
+
+
+@dataclass(frozen=True)
+class SwapResult:
+    """What a swap did, or would do.
+
+    `measured` is None where it was asked not to measure, and of a dry run; `dtype` is what computed tensors are stored
+    in; `parameters` are the totals before and after.
     """
 
     source: Checkpoint
     target: Path
-    spec: ModelSpec
-    guarantee: str
+    chain: Chain
     dtype: str
     measured: Measurement | None
     parameters: tuple[int, int]
+    plan: Plan
+    published: bool
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.chain.spec
+
+    @property
+    def guarantee(self) -> Guarantee:
+        return self.chain.guarantee
+
+
+def chain(source: Checkpoint, steps: Sequence[Step], *, stored: str | None = None, offline: bool = False) -> Chain:
+    """Carry out steps on an opened checkpoint, without computing a tensor.
+
+    `stored` is the dtype of computed tensors; None is float64 for exact chains and the checkpoint's own otherwise.
+
+    Raises:
+        SwapRefused: a precondition of a step does not hold.
+        UsageError: a step that does not exist, or no step.
+
+    """
+    if not steps:
+        raise UsageError("nothing to swap", f"say what: --norm rmsnorm, or one of --{', --'.join(options())}")
+    files = source.folder
+    models: list[Model] = [Stored(source)]
+    found: list[Swapped] = []
+    texts = dict(source.texts)
+    for step in steps:
+        swapped = apply(models[-1], step, files=files, texts=texts, offline=offline)
+        found.append(swapped)
+        texts.update({name: text for name, text in swapped.texts.items() if text is not None})
+        models.append(SwappedModel(models[-1], swapped))
+    exact = weakest(each.guarantee for each in found) == "exact"
+    dtype = stored or ("F64" if exact else widest(list(set(source.shared_dtypes().values()))))
+    for model in models[1:]:
+        assert isinstance(model, SwappedModel)
+        model.stored = dtype
+    return Chain(tuple(steps), tuple(found), tuple(models))
 
 
 def swap(
     model: str | Path,
     out: str | Path,
+    steps: Sequence[Step] = (),
     *,
-    norm: str | None = None,
+    blocks: str | None = None,
     approximate: bool = False,
-    dtype: str = "float64",
+    dtype: str | None = None,
     force: bool = False,
+    dry_run: bool = False,
     measured: bool = True,
     offline: bool = False,
     allow_pickle: bool = False,
     allow_extra: bool = False,
     progress: Callable[[int], None] | None = None,
+    **asked: str | None,
 ) -> SwapResult:
-    """Exchange a component and write the result in gptkit's own format.
+    """Exchange components and write the result in gptkit's own format.
 
     Args:
         model: a reference; see `converter.resolve`.
         out: the folder to make.
-        norm: "rmsnorm" turns every LayerNorm into an RMSNorm.
-        approximate: replace plainly instead of exactly, and report what it costs.
-        dtype: how the tensors that the swap computes are stored; the others keep their dtype. Anything narrower than
-            float64 rounds them once, and an exact swap is then exact up to that rounding: what the rounding costs is
-            measured from the files, exactness from the same tensors before it.
+        steps: what to do, in this order; see `registry.Step`.
+        asked: the same by name, `norm="rmsnorm", attention="gqa:4"`, carried out in the registry's order.
+        blocks: the layers that `asked` is for ("3-7"); all by default.
+        approximate: replace plainly instead of in the best form known, and report what it costs.
+        dtype: how the tensors that the swap computes are stored; those that only move keep their dtype. By default
+            float64 where the swap is exact, else the checkpoint's own. Anything narrower than float64 rounds them once,
+            and an exact swap is then exact up to that rounding: what the rounding costs is measured from the files,
+            exactness from the same tensors before it.
         force: replace an existing checkpoint folder, in one step.
+        dry_run: say what would come out; compute and write nothing.
         measured: compare logits before and after, in fp32 and fp64, from the files that were written.
         offline: use local files and the hub's cache only.
         allow_pickle: read .bin files too (weights only).
@@ -86,58 +178,70 @@ def swap(
         InvalidInput, Offline, UsageError: as `convert`; weights or logits that are not finite.
 
     """
-    if norm is None:
-        raise UsageError("nothing to swap", "say what: --norm rmsnorm")
-    if norm != "rmsnorm":
-        raise UsageError(f"unknown norm {norm!r}", "known: rmsnorm")
-    stored = parse_dtype(dtype)
-    Staging(Path(out), force).check()  # what cannot be written is refused here, before anything is fetched or computed
+    wanted = [*steps, *steps_of(asked, blocks, approximate)]
+    stored = None if dtype is None else parse_dtype(dtype)
+    if not dry_run:
+        Staging(Path(out), force).check()  # what cannot be written is refused before anything is fetched or computed
     source = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
-    swapped = (replace_layernorm if approximate else layernorm_to_rmsnorm)(source.spec)
-    dtypes = _dtypes(source, swapped, stored)
-    record = {**swapped.summary, "dtype": HF_NAMES[stored], "gptkit": __version__}
-    origin = replace(source.origin, history=(*source.origin.history, record))
+    done = chain(source, wanted, stored=stored, offline=offline)
+    last = done.models[-1]
+    assert isinstance(last, SwappedModel)
+    stored = last.stored
+    records = [{**each.summary, "dtype": HF_NAMES[stored], "gptkit": __version__} for each in done.swapped]
+    plan = _plan(source, done, records)
+    found = None
+    if not dry_run:
+        with Staging(Path(out), force) as staging:
+            files = execute(plan, _tensors(last), staging, progress)
+            if measured:
+                found = _measured(source, done, stored, staging.path)
+            manifest: dict[str, Any] = {
+                "gptkit": __version__,
+                "format": "local",
+                "source": {"reference": source.origin.reference, "revision": source.revision},
+                "swap": {"steps": records, "measured": None if found is None else found.as_json()},
+            }
+            staging.commit(manifest, files=files)
+    totals = (count(source.spec).total, count(done.spec).total)
+    return SwapResult(source, Path(out), done, HF_NAMES[stored], found, totals, plan, not dry_run)
+
+
+def _plan(source: Checkpoint, done: Chain, records: Sequence[Mapping[str, Any]]) -> Plan:
+    """Every file of the output."""
+    last = done.models[-1]
+    dtypes = {parameter.name: last.dtype(parameter.name) for parameter in done.spec.parameters()}
     # What is stored wide is computed in fp32 at least: a bf16 model would round the exactness away.
-    compute = widest([source.dtype, "F32"]) if swapped.computed else source.dtype
-    plan = plan_output(swapped.spec, origin, "local", dtypes, compute, source.folder)
-    with Staging(Path(out), force) as staging:
-        files = execute(plan, _tensors(source, swapped, dtypes), staging, progress)
-        found = measure(source, open_checkpoint(staging.path)) if measured else None
-        if found is not None:
-            _require_numbers(source, found)
-            if swapped.guarantee == "exact":
-                _hold_to_exact(source, swapped, stored, found)
-        manifest: dict[str, Any] = {
-            "gptkit": __version__,
-            "format": "local",
-            "source": {"reference": source.origin.reference, "revision": source.revision},
-            "swap": {**record, "measured": None if found is None else found.as_json()},
-        }
-        staging.commit(manifest, files=files)
-    totals = (count(source.spec).total, count(swapped.spec).total)
-    return SwapResult(source, Path(out), swapped.spec, swapped.guarantee, HF_NAMES[stored], found, totals)
+    wide = any(done.computed(name) for name in dtypes) and done.guarantee == "exact"
+    compute = widest([source.dtype, "F32"]) if wide else source.dtype
+    origin = replace(source.origin, history=(*source.origin.history, *records))
+    if not done.texts:
+        return plan_output(done.spec, origin, "local", dtypes, compute, source.folder, texts=source.texts)
+    texts = {path.name: path.read_bytes() for path in token_files(source.folder)} | dict(source.texts)
+    texts.update({name: text for name, text in done.texts.items() if text is not None})
+    kept = {name: text for name, text in texts.items() if done.texts.get(name, b"") is not None}
+    return plan_output(done.spec, origin, "local", dtypes, compute, None, texts=kept)
 
 
-def _dtypes(source: Checkpoint, swapped: Swapped, stored: str) -> Mapping[str, str]:
-    """Every output tensor's dtype: computed ones as asked, copied ones as they were."""
-    before = source.shared_dtypes()
-    return {
-        p.name: stored if p.name in swapped.computed else before[swapped.copied.get(p.name, p.name)]
-        for p in swapped.spec.parameters()
-    }
+def _tensors(model: Model) -> Iterator[tuple[str, np.ndarray, str]]:
+    """The output's tensors, one at a time."""
+    for parameter in model.spec.parameters():
+        yield parameter.name, *model.raw(parameter.name)
+        model.release()
 
 
-def _tensors(source: Checkpoint, swapped: Swapped, dtypes: Mapping[str, str]) -> Iterator[tuple[str, np.ndarray, str]]:
-    """The output's tensors, computed one at a time."""
-    reader = Reader(source)
-    for parameter in swapped.spec.parameters():
-        name = parameter.name
-        if name in swapped.computed:
-            dtype = dtypes[name]
-            yield name, from_float64(swapped.computed[name](reader), dtype), dtype
-        else:
-            array, dtype = reader.raw(swapped.copied.get(name, name))
-            yield name, array, dtype
+def _measured(source: Checkpoint, done: Chain, stored: str, folder: Path) -> Measurement:
+    """The logits of the written files against the original's.
+
+    Raises:
+        GptkitError: the chain is called exact and is not.
+        InvalidInput: there are logits that are no numbers.
+
+    """
+    found = measure(done.against, Stored(open_checkpoint(folder)), promise=done.promise)
+    _require_numbers(source, found)
+    if done.guarantee == "exact":
+        _hold_to_exact(done, stored, found)
+    return found
 
 
 def _require_numbers(source: Checkpoint, found: Measurement) -> None:
@@ -147,7 +251,7 @@ def _require_numbers(source: Checkpoint, found: Measurement) -> None:
         raise InvalidInput(f"{source.reference}: logits before or after the swap are not finite. Nothing was written.")
 
 
-def _hold_to_exact(source: Checkpoint, swapped: Swapped, stored: str, found: Measurement) -> None:
+def _hold_to_exact(done: Chain, stored: str, found: Measurement) -> None:
     """Raise GptkitError where an exact swap is not.
 
     The files say so themselves where they hold all that was computed. Where storing rounds, exactness in fp64 is that
@@ -157,13 +261,12 @@ def _hold_to_exact(source: Checkpoint, swapped: Swapped, stored: str, found: Mea
     bound stays: what is called exact is exact to it, and the message says that fp32 is what failed.
     """
     errors = dict(found.relative)
-    if stored != "F64":
-        wide = dict.fromkeys(swapped.computed, "F64")
-        tensors = _tensors(source, swapped, wide)
-        exact = build(swapped.spec, tensors, torch.float64)
-        errors["float64"] = relative_error(load_checkpoint(source, "float64"), exact)
-    if stored not in ("F32", "F64"):
-        del errors["float32"]
+    rounds = any(done.computed(parameter.name) for parameter in done.spec.parameters())
+    if stored != "F64" and rounds:
+        exactly = measure(done.against, Exactly(done.models[-1]), promise=done.promise, dtypes=("float64",))
+        errors["float64"] = exactly.relative["float64"]
+        if stored != "F32":
+            del errors["float32"]
     for name, bound in (("float64", EXACT_FP64), ("float32", EXACT_FP32)):
         error = errors.get(name, 0.0)
         if not error <= bound:

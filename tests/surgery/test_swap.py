@@ -143,6 +143,7 @@ def test_history_and_manifest(hf: Path, tmp_path: Path) -> None:
     result = gptkit.swap(hf, tmp_path / "rms", norm="rmsnorm", dtype="float32")
     record = {
         "swap": "norm",
+        "norm": "rmsnorm",
         "from": "layernorm",
         "to": "rmsnorm",
         "guarantee": "exact",
@@ -156,7 +157,7 @@ def test_history_and_manifest(hf: Path, tmp_path: Path) -> None:
     assert gptkit.open_checkpoint(tmp_path / "rms").origin.history == (record,)
     (manifest_path,) = (path for path in (tmp_path / "rms").iterdir() if "manifest" in path.name)
     manifest = json.loads(manifest_path.read_text(), parse_constant=lambda name: pytest.fail(name))
-    assert {key: manifest["swap"][key] for key in record} == record
+    assert manifest["swap"]["steps"] == [record]
     assert result.measured is not None
     assert manifest["swap"]["measured"] == json.loads(json.dumps(result.measured.as_json()))
     assert not check_manifest(tmp_path / "rms")
@@ -211,8 +212,9 @@ def test_post_norm_is_refused_and_then_approximate(tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({}, "nothing to swap"),
-        ({"norm": "layernorm"}, "unknown norm 'layernorm'"),
-        ({"norm": ""}, "unknown norm ''"),
+        ({"norm": "groupnorm"}, "--norm 'groupnorm' is unknown"),
+        ({"norm": ""}, "--norm '' is unknown"),
+        ({"nrom": "rmsnorm"}, "unknown swap 'nrom'"),
         ({"norm": "rmsnorm", "dtype": "int8"}, "unknown dtype 'int8'"),
     ],
 )

@@ -1,0 +1,9 @@
+"""Query heads: more of them, or fewer."""
+
+from __future__ import annotations
+
+from .registry import Swap
+
+__all__ = ["SWAPS"]
+
+SWAPS: tuple[Swap, ...] = ()

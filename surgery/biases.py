@@ -1,0 +1,9 @@
+"""Biases that go elsewhere, or go."""
+
+from __future__ import annotations
+
+from .registry import Swap
+
+__all__ = ["SWAPS"]
+
+SWAPS: tuple[Swap, ...] = ()

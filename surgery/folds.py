@@ -1,0 +1,9 @@
+"""Constants that move into weights."""
+
+from __future__ import annotations
+
+from .registry import Swap
+
+__all__ = ["SWAPS"]
+
+SWAPS: tuple[Swap, ...] = ()

@@ -1,0 +1,9 @@
+"""Key-value heads: repeated, merged, regressed."""
+
+from __future__ import annotations
+
+from .registry import Swap
+
+__all__ = ["SWAPS"]
+
+SWAPS: tuple[Swap, ...] = ()

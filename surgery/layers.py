@@ -1,0 +1,9 @@
+"""Layers: picked, added, dropped by influence."""
+
+from __future__ import annotations
+
+from .registry import Swap
+
+__all__ = ["SWAPS"]
+
+SWAPS: tuple[Swap, ...] = ()

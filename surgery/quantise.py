@@ -1,0 +1,9 @@
+"""Weights rounded to fewer bits."""
+
+from __future__ import annotations
+
+from .registry import Swap
+
+__all__ = ["SWAPS"]
+
+SWAPS: tuple[Swap, ...] = ()

@@ -1,0 +1,257 @@
+"""The list of swaps: how each is asked for, what it needs, what it guarantees, where it comes from.
+
+A swap is asked for as OPTION = VALUE: `--attention gqa:4` on the command line, `attention = "gqa:4"` in a recipe,
+`attention="gqa:4"` in Python. Each file of this folder that holds swaps lists them in its `SWAPS`; `all_swaps` has them
+in the order in which several that are asked for at once are carried out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SwapRefused, UsageError
+from ..spec import ModelSpec
+from .base import Guarantee, Model, Swapped
+
+if TYPE_CHECKING:
+    from .calibration import Calibration
+
+__all__ = ["Asked", "Step", "Swap", "all_swaps", "apply", "layers_in", "options", "steps_of", "swap_for"]
+
+MODULES = (
+    "lora",
+    "tying",
+    "vocabulary",
+    "layers",
+    "norm",
+    "positions",
+    "rope",
+    "attention_heads",
+    "kv_heads",
+    "latent",
+    "head_dim",
+    "mlp",
+    "experts",
+    "activation",
+    "width",
+    "parallel",
+    "hidden",
+    "biases",
+    "folds",
+    "quantise",
+)
+"""The files with swaps, in the order of execution: what an earlier one leaves is what a later one finds."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One swap that is asked for.
+
+    option and value: see the module's text. blocks: the layers it is for, None for all. approximate: the plain
+    replacement, for comparison, where a better form is known. options: settings of this swap alone.
+    """
+
+    option: str
+    value: str
+    blocks: str | None = None
+    approximate: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        words = [f"--{self.option.replace('_', '-')}", *([self.value] if self.value else [])]
+        words += [f"--blocks {self.blocks}"] if self.blocks is not None else []
+        return " ".join([*words, *(["--approximate"] if self.approximate else [])])
+
+    def as_json(self) -> dict[str, Any]:
+        """As a recipe has it."""
+        found: dict[str, Any] = {self.option: self.value, **self.settings}
+        if self.blocks is not None:
+            found["blocks"] = self.blocks
+        if self.approximate:
+            found["approximate"] = True
+        return found
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A step as a swap sees it: the value, its part behind the colon, the layers, and what it may draw on.
+
+    calibration gives token ids of a text when asked, or raises UsageError, saying what to give. files: the folder of
+    the model's companions (its tokenizer). offline: whether adapters may be fetched.
+    """
+
+    value: str
+    argument: str | None = None
+    layers: tuple[int, ...] | None = None
+    approximate: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    calibration: Callable[[], Calibration] | None = None
+    files: Path | None = None
+    texts: Mapping[str, bytes] = field(default_factory=dict)
+    offline: bool = False
+
+    def number(self, what: str, least: int = 1) -> int:
+        """The argument as a whole number (the value, where there is no colon).
+
+        Raises:
+            UsageError: it is none.
+
+        """
+        text = self.value if self.argument is None else self.argument
+        if not re.fullmatch(r"\d{1,9}", text) or int(text) < least:
+            raise UsageError(f"{self.value!r}: expected {what} as a whole number from {least}")
+        return int(text)
+
+    def chosen(self, spec: ModelSpec) -> tuple[int, ...]:
+        """The layers it is for."""
+        return tuple(range(len(spec.blocks))) if self.layers is None else self.layers
+
+
+@dataclass(frozen=True)
+class Swap:
+    """A registered swap.
+
+    option, form: how it is asked for; form is how VALUE looks ("rmsnorm", "gqa:N", "+N"), an upper-case word standing
+    for anything. takes, gives: the components. guarantee: the best it gives, where its preconditions hold. needs: them,
+    in words. source: the paper or code. apply: the tree after it, or SwapRefused with the reason. examples: values
+    worth trying on a tree. by_layer: whether it may be asked for some layers alone. calibrated: whether it draws on a
+    text. inverse: the step that undoes it.
+    """
+
+    option: str
+    form: str
+    takes: str
+    gives: str
+    guarantee: Guarantee
+    needs: str
+    source: str
+    apply: Callable[[Model, Asked], Swapped]
+    examples: Callable[[ModelSpec], Iterable[str]] = lambda spec: ()
+    by_layer: bool = False
+    calibrated: bool = False
+    inverse: Callable[[ModelSpec, Asked], Step | None] = lambda before, asked: None
+
+    @property
+    def title(self) -> str:
+        return f"{self.takes} -> {self.gives}"
+
+    def matches(self, value: str) -> bool:
+        """Whether the value has this form."""
+        return self._pattern.fullmatch(value) is not None
+
+    @property
+    def _pattern(self) -> re.Pattern[str]:
+        return _pattern(self.form)
+
+
+@cache
+def _pattern(form: str) -> re.Pattern[str]:
+    parts = re.split(r"([A-Z]+)", form)
+    return re.compile("".join(".+" if part.isupper() else re.escape(part) for part in parts), re.DOTALL)
+
+
+@cache
+def all_swaps() -> tuple[Swap, ...]:
+    """Every swap, in the order of execution."""
+    return tuple(swap for name in MODULES for swap in import_module(f".{name}", __package__).SWAPS)
+
+
+def options() -> dict[str, tuple[Swap, ...]]:
+    """The swaps by the option that asks for them, in the order of execution."""
+    found: dict[str, list[Swap]] = {}
+    for swap in all_swaps():
+        found.setdefault(swap.option, []).append(swap)
+    return {option: tuple(swaps) for option, swaps in found.items()}
+
+
+def swap_for(option: str, value: str) -> Swap:
+    """The swap that OPTION = VALUE asks for: the first whose form fits.
+
+    Raises:
+        UsageError: there is no such option, or it takes no such value.
+
+    """
+    known = options()
+    if option not in known:
+        raise UsageError(f"unknown swap {option!r}", f"known: {', '.join(known)}")
+    for swap in known[option]:
+        if swap.matches(value):
+            return swap
+    name = option.replace("_", "-")
+    forms = ", ".join(dict.fromkeys(swap.form for swap in known[option] if swap.form))
+    raise UsageError(f"--{name} {value!r} is unknown", f"known: {forms}" if forms else None)
+
+
+def steps_of(asked: Mapping[str, str | None], blocks: str | None = None, approximate: bool = False) -> list[Step]:
+    """The steps for several options given at once, in the order of execution.
+
+    Raises:
+        UsageError: an option or a value is unknown.
+
+    """
+    order = {option: index for index, option in enumerate(options())}
+    found = [Step(option, value, blocks, approximate) for option, value in asked.items() if value is not None]
+    for step in found:
+        swap_for(step.option, step.value)
+    return sorted(found, key=lambda step: order[step.option])
+
+
+def apply(
+    model: Model,
+    step: Step,
+    *,
+    calibration: Callable[[], Calibration] | None = None,
+    files: Path | None = None,
+    texts: Mapping[str, bytes] | None = None,
+    offline: bool = False,
+) -> Swapped:
+    """The tree after one step; its tensors are not computed yet.
+
+    Raises:
+        SwapRefused: a precondition does not hold; the message says why and what would be possible.
+        UsageError: no such swap, value or layer.
+
+    """
+    swap = swap_for(step.option, step.value)
+    if step.blocks is not None and not swap.by_layer:
+        raise UsageError(f"{step}: this swap is for the whole model", "leave --blocks out")
+    argument = step.value.partition(":")[2] if ":" in step.value else None
+    layers = None if step.blocks is None else layers_in(step.blocks, len(model.spec.blocks))
+    asked = Asked(
+        step.value, argument, layers, step.approximate, step.settings, calibration, files, dict(texts or {}), offline
+    )
+    found = swap.apply(model, asked)
+    record = {"swap": step.option, **step.as_json(), "guarantee": found.guarantee, **found.summary}
+    return replace(found, summary=record)
+
+
+def layers_in(text: str, layers: int) -> tuple[int, ...]:
+    """The layers that "0-11,14,20-" names, in the order named, of a model of so many.
+
+    Raises:
+        UsageError: it is no such list, or names a layer beyond the last.
+
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,9})\s*(-\s*(\d{1,9})?)?\s*", part)
+        if match is None:
+            raise UsageError(f"{text!r} is no list of layers", "expected something like 0-11,14-29")
+        first = int(match[1])
+        last = first if match[2] is None else int(match[3]) if match[3] else layers - 1
+        for each in (first, last):
+            if each >= layers:
+                raise SwapRefused(
+                    f"{text!r} names layer {each}, the model has {layers}: 0 to {layers - 1}",
+                    f"Possible here: 0-{layers - 1}, or a part of it.",
+                )
+        if last < first:
+            raise UsageError(f"{text!r}: {first}-{last} runs backwards")
+        found += range(first, last + 1)
+    return tuple(found)
