@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..errors import GptkitError, InvalidInput, UsageError
 from ..parity.verify import require_finite_weights
 from ..spec import ModelSpec
 from .base import Exactly, Guarantee, Model, Promise, Stored, Swapped, SwappedModel, weakest
+from .calibration import TOKENS, Calibration, Text, read_text
 from .measure import Measurement, measure
 from .registry import Step, apply, options, steps_of
 
@@ -105,10 +107,18 @@ class SwapResult:
         return self.chain.guarantee
 
 
-def chain(source: Checkpoint, steps: Sequence[Step], *, stored: str | None = None, offline: bool = False) -> Chain:
+def chain(
+    source: Checkpoint,
+    steps: Sequence[Step],
+    *,
+    stored: str | None = None,
+    text: Callable[[], Text] | None = None,
+    offline: bool = False,
+) -> Chain:
     """Carry out steps on an opened checkpoint, without computing a tensor.
 
     `stored` is the dtype of computed tensors; None is float64 for exact chains and the checkpoint's own otherwise.
+    `text` gives what calibrated swaps are fitted on, in the checkpoint's own vocabulary, or says what to give.
 
     Raises:
         SwapRefused: a precondition of a step does not hold.
@@ -121,9 +131,17 @@ def chain(source: Checkpoint, steps: Sequence[Step], *, stored: str | None = Non
     models: list[Model] = [Stored(source)]
     found: list[Swapped] = []
     texts = dict(source.texts)
+    text = text or (lambda: read_text(source, None))
+    promise = Promise()
     for step in steps:
-        swapped = apply(models[-1], step, files=files, texts=texts, offline=offline)
+        used: list[Text] = []
+        calibration = partial(_calibration, text, promise, models[-1].spec, used)
+        swapped = apply(models[-1], step, calibration=calibration, files=files, texts=texts, offline=offline)
+        if used:
+            drawn = {"text": used[0].name, "sha256": used[0].sha256, "tokens": len(used[0].fitted)}
+            swapped = replace(swapped, summary={**swapped.summary, "calibration": drawn})
         found.append(swapped)
+        promise = promise.then(swapped.promise)
         texts.update({name: text for name, text in swapped.texts.items() if text is not None})
         models.append(SwappedModel(models[-1], swapped))
     exact = weakest(each.guarantee for each in found) == "exact"
@@ -134,6 +152,13 @@ def chain(source: Checkpoint, steps: Sequence[Step], *, stored: str | None = Non
     return Chain(tuple(steps), tuple(found), tuple(models))
 
 
+def _calibration(text: Callable[[], Text], promise: Promise, spec: ModelSpec, used: list[Text]) -> Calibration:
+    """The text in the vocabulary of a tree in the middle of a chain; `used` notes that a swap drew on it."""
+    found = text().renamed(promise)
+    used.append(found)
+    return Calibration(found, spec)
+
+
 def swap(
     model: str | Path,
     out: str | Path,
@@ -141,6 +166,8 @@ def swap(
     *,
     blocks: str | None = None,
     approximate: bool = False,
+    calibrate: str | Path | None = None,
+    calibrate_tokens: int = TOKENS,
     dtype: str | None = None,
     force: bool = False,
     dry_run: bool = False,
@@ -160,6 +187,9 @@ def swap(
         asked: the same by name, `norm="rmsnorm", attention="gqa:4"`, carried out in the registry's order.
         blocks: the layers that `asked` is for ("3-7"); all by default.
         approximate: replace plainly instead of in the best form known, and report what it costs.
+        calibrate: a text file that calibrated swaps are fitted on, and its last part measured on; by default the
+            bundled play, for checkpoints that come from the samples alone.
+        calibrate_tokens: how many of its tokens they are fitted on.
         dtype: how the tensors that the swap computes are stored; those that only move keep their dtype. By default
             float64 where the swap is exact, else the checkpoint's own. Anything narrower than float64 rounds them once,
             and an exact swap is then exact up to that rounding: what the rounding costs is measured from the files,
@@ -183,7 +213,8 @@ def swap(
     if not dry_run:
         Staging(Path(out), force).check()  # what cannot be written is refused before anything is fetched or computed
     source = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
-    done = chain(source, wanted, stored=stored, offline=offline)
+    text = cache(lambda: read_text(source, calibrate, calibrate_tokens))
+    done = chain(source, wanted, stored=stored, text=text, offline=offline)
     last = done.models[-1]
     assert isinstance(last, SwappedModel)
     stored = last.stored
