@@ -35,11 +35,13 @@ __all__ = [
     "FeedForward",
     "GatedFeedForward",
     "Head",
+    "LatentAttention",
     "LayerNorm",
     "LearnedPositions",
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
+    "MixtureOfExperts",
     "ModelSpec",
     "Norm",
     "Parameter",
@@ -164,11 +166,16 @@ RopeScaling = LinearScaling | DynamicScaling | YarnScaling | LongRopeScaling | L
 
 
 class Rotary(Component, frozen=True):
-    """Rotary positions (Su et al. 2104.09864) on the first `dim` elements of a head, pairs (i, i + dim/2)."""
+    """Rotary positions (Su et al. 2104.09864) on the first `dim` elements of a head.
+
+    `pairs`: which elements turn together, i and i + dim/2 (GPT-NeoX, llama) or 2i and 2i + 1 (the paper, GPT-J). The
+    frequencies are the same.
+    """
 
     dim: Size
     base: Positive
     scaling: RopeScaling | None = None
+    pairs: Literal["halves", "adjacent"] = "halves"
 
     def __post_init__(self) -> None:
         if self.dim % 2:
@@ -253,6 +260,71 @@ class Attention(Component, frozen=True):
         return shapes
 
 
+class LatentAttention(Component, frozen=True):
+    """Multi-head latent attention (DeepSeek-V2 2405.04434, section 2.1; TransMLA 2502.07864).
+
+    Of each token a latent c = kv_down(x), `kv_rank` wide, with `kv_norm` where there is one, is what keys and values
+    are made of: k_up(c) gives `nope_dim` elements of a key a head, v_up(c) `value_dim` elements of a value a head.
+    Positions are on keys of their own, `rope_heads` of them, `position.dim` wide, k_rope(x), which all heads share. A
+    query head has nope_dim elements and then one rotated part for each of these keys:
+
+        score = (q_nope · k_nope + Σ_r q_rope[r] · k_rope[r]) · scale
+
+    With `rope_heads` key-value heads, and queries that are zero but for their own, it is grouped attention (GQA) as it
+    was. The cache holds c and the rotated k_rope. `qkv_bias` is on q, the latent and k_rope; one on k_up would add the
+    same to all of a query's scores, and one on v_up is an output bias.
+    """
+
+    hidden_size: Size
+    heads: Size
+    kv_rank: Size
+    nope_dim: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+    value_dim: Size
+    scale: Positive
+    rope_heads: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    position: Rotary | ALiBi | None = None
+    window: Size | None = None
+    kv_norm: RMSNorm | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    arithmetic: Arithmetic = "linear"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.position, Rotary) != (self.rope_heads > 0):
+            raise ConfigError(f"{self.rope_heads} rotary keys with positions {type(self.position).__name__}")
+        if not self.query_dim:
+            raise ConfigError("a query of latent attention needs elements: nope_dim is 0 and there is no rotary key")
+        if self.kv_norm is not None and self.kv_norm.size != self.kv_rank:
+            raise ConfigError(f"a norm of size {self.kv_norm.size} does not fit a latent of {self.kv_rank}")
+
+    @property
+    def rope_dim(self) -> int:
+        """Rotated elements of a query head, or of the shared keys together: rope_heads · position.dim."""
+        return self.rope_heads * self.position.dim if isinstance(self.position, Rotary) else 0
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of a query head: those without a position, and then the rotated ones."""
+        return self.nope_dim + self.rope_dim
+
+    def shapes(self) -> dict[str, Shape]:
+        q, hidden = self.heads * self.query_dim, self.hidden_size
+        shapes: dict[str, Shape] = {"q_proj.weight": (q, hidden), "kv_down_proj.weight": (self.kv_rank, hidden)}
+        if self.rope_dim:
+            shapes["k_rope_proj.weight"] = (self.rope_dim, hidden)
+        if self.nope_dim:
+            shapes["k_up_proj.weight"] = (self.heads * self.nope_dim, self.kv_rank)
+        shapes["v_up_proj.weight"] = (self.heads * self.value_dim, self.kv_rank)
+        shapes["o_proj.weight"] = (hidden, self.heads * self.value_dim)
+        if self.qkv_bias:
+            shapes |= {"q_proj.bias": (q,), "kv_down_proj.bias": (self.kv_rank,)}
+            if self.rope_dim:
+                shapes["k_rope_proj.bias"] = (self.rope_dim,)
+        if self.output_bias:
+            shapes["o_proj.bias"] = (hidden,)
+        return shapes
+
+
 class FeedForward(Component, frozen=True):
     """down(activation(up(x)))."""
 
@@ -276,7 +348,10 @@ class FeedForward(Component, frozen=True):
 
 
 class GatedFeedForward(Component, frozen=True):
-    """down(activation(gate(x)) · up(x)) (Shazeer 2002.05202); SwiGLU where the activation is silu."""
+    """down(activation(gate(x)) · up(x)) (Shazeer 2002.05202); SwiGLU where the activation is silu.
+
+    `fused` computes gate and up in one matrix product.
+    """
 
     hidden_size: Size
     intermediate_size: Size
@@ -284,6 +359,7 @@ class GatedFeedForward(Component, frozen=True):
     up_bias: bool = False
     down_bias: bool = False
     arithmetic: Arithmetic = "linear"
+    fused: bool = False
 
     def shapes(self) -> dict[str, Shape]:
         inner = (self.intermediate_size, self.hidden_size)
@@ -299,6 +375,35 @@ class GatedFeedForward(Component, frozen=True):
         return shapes
 
 
+class MixtureOfExperts(Component, frozen=True):
+    """`experts` feed-forwards of one kind, of which a router takes `top_k` for each token (Shazeer 1701.06538).
+
+    p = softmax(router(x)), in fp32 at least; the output is Σ p_e · expert_e(x) over the top_k largest p. With
+    `normalise` these are divided by their sum (Mixtral 2401.04088), so that experts which are alike give what one of
+    them gives.
+    """
+
+    hidden_size: Size
+    experts: Annotated[int, Meta(ge=1, le=1024)]
+    top_k: Size
+    expert: FeedForward | GatedFeedForward
+    normalise: bool = True
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.experts:
+            raise ConfigError(f"{self.top_k} experts a token of {self.experts}")
+        if self.expert.hidden_size != self.hidden_size:
+            raise ConfigError(f"experts are {self.expert.hidden_size} wide, their router {self.hidden_size}")
+
+    @property
+    def intermediate_size(self) -> int:
+        """Of each expert."""
+        return self.expert.intermediate_size
+
+    def shapes(self) -> dict[str, Shape]:
+        return {"router.weight": (self.experts, self.hidden_size)}
+
+
 class Block(Component, frozen=True):
     """One layer, norms before attention and feed-forward ("pre-norm").
 
@@ -311,8 +416,8 @@ class Block(Component, frozen=True):
     """
 
     attention_norm: Norm
-    attention: Attention
-    feed_forward: FeedForward | GatedFeedForward
+    attention: Attention | LatentAttention
+    feed_forward: FeedForward | GatedFeedForward | MixtureOfExperts
     feed_forward_norm: Norm | None = None
     parallel: bool = False
     residual: Literal["stream", "normed"] = "stream"
@@ -364,6 +469,10 @@ class Parameter(msgspec.Struct, frozen=True):
         return math.prod(self.shape)
 
 
+HEAD_NORMS = ("q_norm", "k_norm", "kv_norm")
+"""An attention's own norms, which are not as wide as the stream."""
+
+
 class ModelSpec(Component, frozen=True):
     """A decoder-only language model. `context_length` is the longest sequence it was trained for, where known."""
 
@@ -379,7 +488,7 @@ class ModelSpec(Component, frozen=True):
             raise ConfigError("a model needs at least one layer")
         for name, node in self.nodes():
             size = getattr(node, "hidden_size", None)
-            if isinstance(node, LayerNorm | RMSNorm | LearnedPositions) and not name.endswith(("q_norm", "k_norm")):
+            if isinstance(node, LayerNorm | RMSNorm | LearnedPositions) and not name.endswith(HEAD_NORMS):
                 size = node.size
             if size is not None and size != self.embedding.hidden_size:
                 raise ConfigError(f"{name} is {size} wide, the embedding {self.embedding.hidden_size}")
@@ -405,13 +514,16 @@ class ModelSpec(Component, frozen=True):
             path = f"blocks.{index}"
             yield f"{path}.attention_norm", block.attention_norm
             yield f"{path}.attention", block.attention
-            if block.attention.q_norm is not None:
-                yield f"{path}.attention.q_norm", block.attention.q_norm
-            if block.attention.k_norm is not None:
-                yield f"{path}.attention.k_norm", block.attention.k_norm
+            for name in HEAD_NORMS:
+                norm = getattr(block.attention, name, None)
+                if norm is not None:
+                    yield f"{path}.attention.{name}", norm
             if block.feed_forward_norm is not None:
                 yield f"{path}.feed_forward_norm", block.feed_forward_norm
             yield f"{path}.feed_forward", block.feed_forward
+            if isinstance(block.feed_forward, MixtureOfExperts):
+                for expert in range(block.feed_forward.experts):
+                    yield f"{path}.feed_forward.experts.{expert}", block.feed_forward.expert
         yield "final_norm", self.final_norm
         yield "head", self.head
 
@@ -427,8 +539,10 @@ LABELS: dict[type[Component], str] = {
     Embedding: "embedding",
     LearnedPositions: "positions",
     Attention: "attention",
+    LatentAttention: "attention",
     FeedForward: "feed-forward",
     GatedFeedForward: "feed-forward",
+    MixtureOfExperts: "router",
     LayerNorm: "norms",
     RMSNorm: "norms",
     Head: "head",
@@ -460,8 +574,9 @@ ROUNDING: dict[type[Component], tuple[str, ...]] = {
     RMSNorm: ("cast",),
     ALiBi: ("rounding",),
     Attention: ("arithmetic", "scaling", "kv_expansion", "fused", "softmax", "scores"),
+    LatentAttention: ("arithmetic",),
     FeedForward: ("arithmetic",),
-    GatedFeedForward: ("arithmetic",),
+    GatedFeedForward: ("arithmetic", "fused"),
 }
 """The fields that say how a component rounds, and nothing of what function it is."""
 
@@ -480,7 +595,7 @@ def without_rounding(node: Any) -> Any:
     fields.update({name: defaults[name] for name in ROUNDING.get(type(node), ())})
     if fields.get("activation") in ("gelu_new", "gelu_bloom"):
         fields["activation"] = "gelu_tanh"
-    if isinstance(node, Attention):  # 1/√d, as one family divides and another takes a power
+    if isinstance(node, Attention | LatentAttention):  # 1/√d, as one family divides and another takes a power
         fields["scale"] = float(f"{node.scale:.14g}")
     return type(node)(**fields)
 

@@ -1,4 +1,5 @@
-"""Causal self-attention: one module for MHA, GQA and MQA, rotary, ALiBi or no positions, windows, two kernels.
+"""Causal self-attention: one module for MHA, GQA and MQA, one for latent attention (MLA), rotary, ALiBi or no
+positions, windows, two kernels.
 
 `kernel` chooses how scores become outputs: "eager" writes the formula out, "sdpa" calls torch's fused
 scaled_dot_product_attention (flash where the hardware has it). They differ in the last bits, as transformers' own two
@@ -13,62 +14,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..spec import ALiBi, Attention, Rotary
+from ..spec import ALiBi, Attention, LatentAttention, Rotary
 from .cache import LayerCache
 from .context import Context
 from .layers import FusedLinears, Linear, RMSNormModule
 from .positions import apply_rotary
 
-__all__ = ["AttentionModule", "Kernel"]
+__all__ = ["AttentionModule", "Kernel", "LatentAttentionModule", "build_attention"]
 
 Kernel = Literal["sdpa", "eager"]
 
 
-class AttentionModule(nn.Module):
-    """softmax(q·kᵀ · scale + mask)·v, heads side by side, and the output projection."""
+class Mixing:
+    """softmax(q·kᵀ · scale + mask)·v. Of its record it asks nothing that says how q, k and v come about."""
 
-    def __init__(self, spec: Attention, kernel: Kernel = "sdpa") -> None:
-        super().__init__()
+    def __init__(self, spec: Attention, kernel: Kernel) -> None:
         self.spec = spec
-        hidden, q, kv = spec.hidden_size, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        self.q_proj = Linear(hidden, q, spec.qkv_bias, spec.arithmetic)
-        self.k_proj = Linear(hidden, kv, spec.qkv_bias, spec.arithmetic)
-        self.v_proj = Linear(hidden, kv, spec.qkv_bias, spec.arithmetic)
-        self.o_proj = Linear(q, hidden, spec.output_bias, spec.arithmetic)
-        self.fused = FusedLinears() if spec.fused else None
-        self.q_norm = RMSNormModule(spec.q_norm) if spec.q_norm else None
-        self.k_norm = RMSNormModule(spec.k_norm) if spec.k_norm else None
         # An ALiBi bias outside the scale has no fused kernel that rounds like BLOOM's baddbmm (2.7 logits in bf16).
         outside = isinstance(spec.position, ALiBi) and not spec.position.scaled
         self.kernel: Kernel = "eager" if outside else kernel
 
-    def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:  # (B, T, hidden)
-        spec = self.spec
-        heads = (*x.shape[:2], -1, spec.head_dim)
-        linears = (self.q_proj, self.k_proj, self.v_proj)
-        projected = self.fused(linears, x) if self.fused else [each(x) for each in linears]
-        q, k, v = (each.reshape(heads) for each in projected)  # (B, T, H, hd)
-        if self.q_norm is not None:
-            q = self.q_norm(q)
-        if self.k_norm is not None:
-            k = self.k_norm(k)
-        if spec.kv_expansion == "projection" and cache is None:
-            k, v = k.repeat_interleave(spec.group, dim=2), v.repeat_interleave(spec.group, dim=2)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, hd)
-        if isinstance(spec.position, Rotary):
-            tables = context.rotary(spec.position)
-            q, k = apply_rotary(q, tables), apply_rotary(k, tables)
-        if cache is None:
-            # As after a cache, which is what transformers' products run on by default: they sum in memory's order.
-            k, v = k.contiguous(), v.contiguous()
-        else:
-            k, v = cache.append(k, v)
-            if spec.kv_expansion == "projection":
-                k, v = repeat_heads(k, spec.group), repeat_heads(v, spec.group)
-        attend = self._sdpa if self.kernel == "sdpa" else self._eager
-        mixed = attend(q, k, v, context).transpose(1, 2).reshape(*x.shape[:2], -1)  # (B, T, H·hd)
-        out: Tensor = self.o_proj(mixed)
-        return out
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        """q (B, H, T, d), k (B, KV, S, d) and v (B, KV, S, e) -> (B, T, H·e)."""
+        mixed = (self._sdpa if self.kernel == "sdpa" else self._eager)(q, k, v, context)
+        return mixed.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
 
     def _scaled(self, scores: Tensor) -> Tensor:
         return scores / (1 / self.spec.scale) if self.spec.scaling == "divide" else scores * self.spec.scale
@@ -120,17 +89,128 @@ class AttentionModule(nn.Module):
             mask = context.sdpa_mask(spec.window)
         grouped = False
         if spec.kv_expansion == "repeat" and group > 1:
-            if mask is None and spec.head_dim <= 256:
+            if mask is None and q.shape[-1] <= 256:
                 grouped = True
             elif steps == 1 and (mask is None or mask.shape[1] == 1):
                 # One query: the group's heads are rows of one product, so keys need no copies.
-                q = q.reshape(batch, -1, group, spec.head_dim)
+                q = q.reshape(batch, -1, group, q.shape[-1])
             else:
                 k, v = repeat_heads(k, group), repeat_heads(v, group)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None and steps > 1, scale=spec.scale, enable_gqa=grouped
         )
-        return out.reshape(batch, heads, steps, spec.head_dim)
+        return out.reshape(batch, heads, steps, v.shape[-1])
+
+
+class AttentionModule(nn.Module):
+    """q, k and v of heads that lie side by side, mixed, and the output projection."""
+
+    def __init__(self, spec: Attention, kernel: Kernel = "sdpa") -> None:
+        super().__init__()
+        self.spec = spec
+        self.mix = Mixing(spec, kernel)
+        self.kernel = self.mix.kernel
+        hidden, q, kv = spec.hidden_size, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        self.q_proj = Linear(hidden, q, spec.qkv_bias, spec.arithmetic)
+        self.k_proj = Linear(hidden, kv, spec.qkv_bias, spec.arithmetic)
+        self.v_proj = Linear(hidden, kv, spec.qkv_bias, spec.arithmetic)
+        self.o_proj = Linear(q, hidden, spec.output_bias, spec.arithmetic)
+        self.fused = FusedLinears() if spec.fused else None
+        self.q_norm = RMSNormModule(spec.q_norm) if spec.q_norm else None
+        self.k_norm = RMSNormModule(spec.k_norm) if spec.k_norm else None
+
+    def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:  # (B, T, hidden)
+        spec = self.spec
+        heads = (*x.shape[:2], -1, spec.head_dim)
+        linears = (self.q_proj, self.k_proj, self.v_proj)
+        projected = self.fused(linears, x) if self.fused else [each(x) for each in linears]
+        q, k, v = (each.reshape(heads) for each in projected)  # (B, T, H, hd)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        if spec.kv_expansion == "projection" and cache is None:
+            k, v = k.repeat_interleave(spec.group, dim=2), v.repeat_interleave(spec.group, dim=2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, hd)
+        if isinstance(spec.position, Rotary):
+            tables = context.rotary(spec.position)
+            q, k = apply_rotary(q, tables), apply_rotary(k, tables)
+        if cache is None:
+            # As after a cache, which is what transformers' products run on by default: they sum in memory's order.
+            k, v = k.contiguous(), v.contiguous()
+        else:
+            k, v = cache.append(k, v)
+            if spec.kv_expansion == "projection":
+                k, v = repeat_heads(k, spec.group), repeat_heads(v, spec.group)
+        out: Tensor = self.o_proj(self.mix(q, k, v, context))
+        return out
+
+
+class LatentAttentionModule(nn.Module):
+    """Keys and values of a latent that all heads share; see `spec.LatentAttention`."""
+
+    def __init__(self, spec: LatentAttention, kernel: Kernel = "sdpa") -> None:
+        super().__init__()
+        self.spec = spec
+        hidden, rank, arithmetic = spec.hidden_size, spec.kv_rank, spec.arithmetic
+        self.q_proj = Linear(hidden, spec.heads * spec.query_dim, spec.qkv_bias, arithmetic)
+        self.kv_down_proj = Linear(hidden, rank, spec.qkv_bias, arithmetic)
+        self.kv_norm = RMSNormModule(spec.kv_norm) if spec.kv_norm else None
+        self.k_rope_proj = Linear(hidden, spec.rope_dim, spec.qkv_bias, arithmetic) if spec.rope_dim else None
+        self.k_up_proj = Linear(rank, spec.heads * spec.nope_dim, False, arithmetic) if spec.nope_dim else None
+        self.v_up_proj = Linear(rank, spec.heads * spec.value_dim, False, arithmetic)
+        self.o_proj = Linear(spec.heads * spec.value_dim, hidden, spec.output_bias, arithmetic)
+        self.mix = Mixing(_of_every_head(spec), kernel)
+        self.kernel = self.mix.kernel
+
+    def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:  # (B, T, hidden)
+        spec, heads = self.spec, self.spec.heads
+        batch, steps = x.shape[:2]
+        latent = self.kv_down_proj(x)  # (B, T, rank)
+        if self.kv_norm is not None:
+            latent = self.kv_norm(latent)
+        if self.k_rope_proj is None:
+            rope = x.new_empty(batch, 1, steps, 0)  # a head without elements, so that the cache has both
+        else:
+            rope = _heads(self.k_rope_proj(x), spec.rope_heads)  # (B, R, T, dim)
+        q = _heads(self.q_proj(x), heads)  # (B, H, T, nope + R·dim)
+        if isinstance(spec.position, Rotary):
+            tables = context.rotary(spec.position)
+            rope = apply_rotary(rope, tables)
+            turned = q[..., spec.nope_dim :].unflatten(-1, (spec.rope_heads, -1)).transpose(2, 3)  # (B, H, R, T, dim)
+            turned = apply_rotary(turned.flatten(1, 2), tables).unflatten(1, (heads, -1)).transpose(2, 3)
+            q = torch.cat((q[..., : spec.nope_dim], turned.flatten(-2)), dim=-1)
+        if cache is not None:
+            rope, kept = cache.append(rope, latent[:, None])
+            latent = kept[:, 0]  # (B, S, rank)
+        shared = rope.transpose(1, 2).flatten(2)[:, None].expand(-1, heads, -1, -1)  # (B, H, S, R·dim)
+        own = [] if self.k_up_proj is None else [_heads(self.k_up_proj(latent), heads)]
+        k, v = torch.cat((*own, shared), dim=-1), _heads(self.v_up_proj(latent), heads)
+        out: Tensor = self.o_proj(self.mix(q, k, v, context))
+        return out
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """(B, T, H·d) -> (B, H, T, d)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _of_every_head(spec: LatentAttention) -> Attention:
+    """What is left to do once every head has a key and a value of its own, positions applied."""
+    return Attention(
+        hidden_size=spec.hidden_size,
+        heads=spec.heads,
+        kv_heads=spec.heads,
+        head_dim=spec.query_dim,
+        scale=spec.scale,
+        position=spec.position if isinstance(spec.position, ALiBi) else None,
+        window=spec.window,
+    )
+
+
+def build_attention(spec: Attention | LatentAttention, kernel: Kernel) -> AttentionModule | LatentAttentionModule:
+    """The module of an attention's record."""
+    return AttentionModule(spec, kernel) if isinstance(spec, Attention) else LatentAttentionModule(spec, kernel)
 
 
 def repeat_heads(x: Tensor, times: int) -> Tensor:

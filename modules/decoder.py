@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UsageError
-from ..spec import Block, Embedding, FeedForward, GatedFeedForward, Head, LearnedPositions, ModelSpec
-from .attention import AttentionModule, Kernel
+from ..spec import Block, Embedding, Head, LearnedPositions, ModelSpec
+from .attention import Kernel, build_attention
 from .cache import Cache, LayerCache
 from .context import Context
-from .layers import ACTIVATIONS, Linear, build_norm
+from .feed_forward import build_feed_forward
+from .layers import build_norm
 
-__all__ = ["BlockModule", "Decoder", "FeedForwardModule", "GatedFeedForwardModule"]
+__all__ = ["BlockModule", "Decoder"]
 
 
 class EmbeddingModule(nn.Module):
@@ -43,49 +44,13 @@ class PositionsModule(nn.Module):
         return F.embedding(position_ids, self.weight)
 
 
-class FeedForwardModule(nn.Module):
-    """down(activation(up(x)))."""
-
-    def __init__(self, spec: FeedForward) -> None:
-        super().__init__()
-        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.up_bias, spec.arithmetic)
-        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.down_bias, spec.arithmetic)
-        self.activation = ACTIVATIONS[spec.activation]
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(self.activation(self.up_proj(x)))
-        return out
-
-
-class GatedFeedForwardModule(nn.Module):
-    """down(activation(gate(x)) · up(x))."""
-
-    def __init__(self, spec: GatedFeedForward) -> None:
-        super().__init__()
-        self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.up_bias, spec.arithmetic)
-        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.up_bias, spec.arithmetic)
-        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.down_bias, spec.arithmetic)
-        self.activation = ACTIVATIONS[spec.activation]
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate = self.activation(self.gate_proj(x))
-        inner = gate * self.up_proj(x) if torch.is_grad_enabled() else gate.mul_(self.up_proj(x))
-        out: Tensor = self.down_proj(inner)
-        return out
-
-
-def build_feed_forward(spec: FeedForward | GatedFeedForward) -> FeedForwardModule | GatedFeedForwardModule:
-    """The module of a feed-forward's record."""
-    return GatedFeedForwardModule(spec) if isinstance(spec, GatedFeedForward) else FeedForwardModule(spec)
-
-
 class BlockModule(nn.Module):
     """One layer; see `spec.Block` for the formula."""
 
     def __init__(self, spec: Block, kernel: Kernel = "sdpa") -> None:
         super().__init__()
         self.attention_norm = build_norm(spec.attention_norm)
-        self.attention = AttentionModule(spec.attention, kernel)
+        self.attention = build_attention(spec.attention, kernel)
         self.feed_forward_norm = build_norm(spec.feed_forward_norm) if spec.feed_forward_norm is not None else None
         self.feed_forward = build_feed_forward(spec.feed_forward)
         self.parallel = spec.parallel

@@ -26,12 +26,13 @@ __all__ = ["RotaryTables", "alibi_bias", "alibi_slopes", "apply_rotary", "invers
 
 
 class RotaryTables(NamedTuple):
-    """cos and sin, each (1 or B, 1, T, dim), in the model's dtype; sin is negative in its first half, where rotation
-    subtracts.
+    """cos and sin, each (1 or B, 1, T, dim), in the model's dtype; sin is negative for the first of each pair, where
+    rotation subtracts. `adjacent`: see `spec.Rotary.pairs`.
     """
 
     cos: Tensor
     sin: Tensor
+    adjacent: bool
 
 
 def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> RotaryTables:
@@ -42,7 +43,10 @@ def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> R
     angles = position_ids[..., None].to(wide) * inv_freq  # (B, T, dim/2)
     factor = getattr(rotary.scaling, "attention_factor", 1.0)
     cos, sin = ((table * factor).to(dtype)[:, None] for table in (angles.cos(), angles.sin()))
-    return RotaryTables(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
+    if rotary.pairs == "adjacent":
+        turning = torch.stack((-sin, sin), dim=-1).flatten(-2)
+        return RotaryTables(cos.repeat_interleave(2, dim=-1), turning, True)
+    return RotaryTables(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1), False)
 
 
 def inverse_frequencies(rotary: Rotary, length: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
@@ -101,10 +105,11 @@ def _yarn(scaling: YarnScaling, dim: int, base: float, pair_periods: Tensor) -> 
 
 def apply_rotary(x: Tensor, tables: RotaryTables) -> Tensor:
     """Rotate the first dim elements of every head: x (B, H, T, head_dim)."""
-    cos, sin = tables
+    cos, sin, adjacent = tables
     dim, head_dim = cos.shape[-1], x.shape[-1]
     turned = x if dim == head_dim else x[..., :dim]
-    other = turned.roll(dim // 2, dims=-1)  # each element's partner
+    # Each element's partner.
+    other = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if adjacent else turned.roll(dim // 2, dims=-1)
     # In place on what was made here: the same roundings, without two more tensors of this size.
     turned = (turned * cos).add_(other.mul_(sin))
     return turned if dim == head_dim else torch.cat((turned, x[..., dim:]), dim=-1)

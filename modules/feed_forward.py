@@ -1,0 +1,94 @@
+"""Feed-forwards: plain, gated, and a mixture of several."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..spec import FeedForward, GatedFeedForward, MixtureOfExperts
+from .layers import ACTIVATIONS, FusedLinears, Linear
+
+__all__ = ["FeedForwardModule", "GatedFeedForwardModule", "MixtureOfExpertsModule", "build_feed_forward"]
+
+
+class FeedForwardModule(nn.Module):
+    """down(activation(up(x)))."""
+
+    def __init__(self, spec: FeedForward) -> None:
+        super().__init__()
+        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.up_bias, spec.arithmetic)
+        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.down_bias, spec.arithmetic)
+        self.activation = ACTIVATIONS[spec.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.activation(self.up_proj(x)))
+        return out
+
+
+class GatedFeedForwardModule(nn.Module):
+    """down(activation(gate(x)) · up(x))."""
+
+    def __init__(self, spec: GatedFeedForward) -> None:
+        super().__init__()
+        self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.up_bias, spec.arithmetic)
+        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.up_bias, spec.arithmetic)
+        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.down_bias, spec.arithmetic)
+        self.fused = FusedLinears() if spec.fused else None
+        self.activation = ACTIVATIONS[spec.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fused is None:
+            gate = self.activation(self.gate_proj(x))
+            inner = gate * self.up_proj(x) if torch.is_grad_enabled() else gate.mul_(self.up_proj(x))
+        else:
+            gate, up = self.fused((self.gate_proj, self.up_proj), x)
+            inner = self.activation(gate) * up
+        out: Tensor = self.down_proj(inner)
+        return out
+
+
+class MixtureOfExpertsModule(nn.Module):
+    """For each token the weighted sum of the experts that its router takes; see `spec.MixtureOfExperts`.
+
+    Tokens are sorted by expert, each expert computes its own at once, and a token's results are summed in the order of
+    their weights, in the routers' dtype: as transformers' default (integrations/moe.py, grouped_mm) rounds.
+    """
+
+    def __init__(self, spec: MixtureOfExperts) -> None:
+        super().__init__()
+        self.spec = spec
+        self.router = Linear(spec.hidden_size, spec.experts, False)
+        self.experts = nn.ModuleList(build_expert(spec.expert) for _ in range(spec.experts))
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, hidden)
+        weights, chosen = self.route(x.reshape(-1, x.shape[-1]))  # each (N, top_k), N = B·T
+        return self.mix(x.reshape(-1, x.shape[-1]), weights, chosen).reshape(x.shape)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights, in fp32 at least, and the numbers of the experts of tokens (N, hidden): both (N, top_k)."""
+        logits: Tensor = self.router(x)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        weights, chosen = torch.softmax(logits.to(wide), dim=-1).topk(self.spec.top_k, dim=-1)
+        return (weights / weights.sum(dim=-1, keepdim=True) if self.spec.normalise else weights), chosen
+
+    def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """The experts' outputs for tokens (N, hidden), weighted and summed."""
+        top_k = chosen.shape[-1]
+        numbers, order = chosen.reshape(-1).sort()
+        taken = x[order // top_k]  # (N·top_k, hidden), by expert
+        counts = numbers.bincount(minlength=len(self.experts)).tolist()
+        parts = zip(self.experts, taken.split(counts), strict=True)
+        done = torch.cat([expert(tokens) for expert, tokens in parts if len(tokens)])
+        weighted = done * weights.reshape(-1)[order, None]
+        in_place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return weighted[in_place].view(-1, top_k, x.shape[-1]).sum(dim=1).to(x.dtype)
+
+
+def build_expert(spec: FeedForward | GatedFeedForward) -> FeedForwardModule | GatedFeedForwardModule:
+    """The module of one feed-forward's record."""
+    return GatedFeedForwardModule(spec) if isinstance(spec, GatedFeedForward) else FeedForwardModule(spec)
+
+
+def build_feed_forward(spec: FeedForward | GatedFeedForward | MixtureOfExperts) -> nn.Module:
+    """The module of a feed-forward's record."""
+    return MixtureOfExpertsModule(spec) if isinstance(spec, MixtureOfExperts) else build_expert(spec)
