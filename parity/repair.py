@@ -96,6 +96,11 @@ class Repaired:
             self._made = frozenset(group), {each: mutant[1][each] for each in group}
         return self._made[1][name]
 
+    def release(self) -> None:
+        """Let go of pages that were read."""
+        self.target.release()
+        self.source.release()
+
 
 def wide(checkpoint: Checkpoint, name: str) -> Tensor:
     """A parameter's values in fp64."""

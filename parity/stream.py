@@ -212,6 +212,10 @@ class Tree(Protocol):
         """A parameter's values, to be read only."""
         ...
 
+    def release(self) -> None:
+        """Let go of what reading brought into memory (pages of mapped files)."""
+        ...
+
 
 def _stored(checkpoint: Checkpoint, name: str) -> Tensor:
     """A parameter's values as they lie in the checkpoint's file, to be read only."""

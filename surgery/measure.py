@@ -1,23 +1,36 @@
-"""The damage of a swap: both models, read from their files, on the same probe."""
+"""The damage of a swap: both models, read from their files by rows, on the same probe and on text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
-from ..modules.decoder import Decoder
-from ..parity.compare import kl_divergence
-from ..parity.probe import Batch, probe
+from ..parity.heads import Compared, compare_heads, require_same_tokens
+from ..parity.probe import Batch, longest, probe
+from ..parity.rows import states
 from ..parity.stream import Tree
+from ..spec import ModelSpec
 from .base import Promise
 
-__all__ = ["Measurement", "measure"]
+__all__ = ["Measurement", "measure", "promised", "text_windows"]
 
-ALL = Promise()
+EVERYTHING = Promise()
+
+WORK = 2 * 10**12
+"""Multiplications a model and a dtype that the probe may take: 40 s in fp64 on one core. A larger model gets fewer
+batches."""
+WORK_LIMIT = 5 * WORK
+"""The same for a batch that goes past a window or an original context: what happens there no other batch shows."""
+WINDOW = 1024
+"""Tokens of text that a model is given at once."""
+TOGETHER = 2048
+"""Tokens of text that go through a model together, and for which its weights are read once."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +39,9 @@ class Measurement:
 
     maximum: the largest absolute difference; relative: that over the largest logit; kl: mean KL divergence in nats a
     token and top1 the share of positions with the same most likely token, both in the widest dtype.
+
+    Where there was text, computed in fp32: perplexity before and after, kl_text and top1_text, over text_positions.
+    notes: what was left out.
     """
 
     maximum: dict[str, float]
@@ -33,70 +49,202 @@ class Measurement:
     kl: float
     top1: float
     positions: int
+    perplexity: tuple[float, float] | None = None
+    kl_text: float | None = None
+    top1_text: float | None = None
+    text_positions: int = 0
+    notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {
+        found: dict[str, Any] = {
             "maximum": self.maximum,
             "relative": self.relative,
             "kl": self.kl,
             "top1": self.top1,
             "positions": self.positions,
         }
+        if self.perplexity is not None:
+            found["text"] = {
+                "perplexity": {"before": self.perplexity[0], "after": self.perplexity[1]},
+                "kl": self.kl_text,
+                "top1": self.top1_text,
+                "positions": self.text_positions,
+            }
+        return found | ({"notes": list(self.notes)} if self.notes else {})
 
 
 def measure(
-    before: Tree, after: Tree, *, promise: Promise = ALL, dtypes: Sequence[str] = ("float32", "float64")
+    before: Tree,
+    after: Tree,
+    *,
+    promise: Promise = EVERYTHING,
+    text: Sequence[int] | None = None,
+    dtypes: Sequence[str] = ("float32", "float64"),
+    progress: Callable[[int], None] | None = None,
 ) -> Measurement:
-    """Run the probe through both in each dtype, one pair in memory at a time."""
-    batches = promised(probe(before.spec, after.spec), promise)
+    """Run the probe through both in each dtype, and text in fp32.
+
+    Memory is that of the activations and some MiB of weights, whatever the size of the models.
+
+    Args:
+        before: the original.
+        after: what should compute the same, or nearly.
+        promise: what of the logits is compared.
+        text: token ids of the old vocabulary, for perplexity; cut where a token is not kept.
+        dtypes: what to compute in, the widest last.
+        progress: called with the bytes of every weight that was read.
+
+    Raises:
+        GptkitError: the vocabularies are of different sizes, and the promise does not say which tokens are the same.
+
+    """
+    require_same_tokens(before, after, promise.tokens)
+    batches, notes = affordable(promised(promise, before.spec, after.spec), before.spec, after.spec)
     maximum, relative = {}, {}
-    kl = agreed = 0.0
-    positions = 0
-    for dtype in dtypes:
-        old, new = (_build(tree, getattr(torch, dtype)) for tree in (before, after))
-        worst = largest = 0.0
-        with torch.inference_mode():
-            for batch in batches:
-                a = batch.valid(old(batch.input_ids, batch.attention_mask))
-                b = batch.valid(new(renamed(batch.input_ids, promise), batch.attention_mask))
-                if promise.tokens is not None:
-                    a, b = (x[:, list(ids)] for x, ids in zip((a, b), promise.tokens, strict=True))
-                difference = (a - b).abs().max().item()
-                worst = max(worst, difference) if difference == difference else float("nan")
-                largest = max(largest, a.abs().max().item())
-                if dtype == dtypes[-1]:
-                    kl += kl_divergence(a, b).sum().item()
-                    agreed += (a.argmax(-1) == b.argmax(-1)).sum().item()
-                    positions += a.shape[0]
-        maximum[dtype], relative[dtype] = worst, worst / largest if largest else worst
-    return Measurement(maximum, relative, kl / positions, agreed / positions, positions)
+    for name in dtypes:
+        found = side_by_side(before, after, batches, promise, getattr(torch, name), progress)
+        # Not Python's max, which loses a NaN that does not come first.
+        worst, largest = found.gap.max().item(), found.largest.max().item()
+        maximum[name], relative[name] = worst, worst / largest if largest else worst
+    mean = found.kl.mean().item()
+    agreed = found.agree.double().mean().item()
+    measured = Measurement(maximum, relative, mean, agreed, len(found.kl), notes=notes)
+    return measured if text is None else _on_text(measured, before, after, text, promise, progress)
 
 
-def _build(tree: Tree, dtype: torch.dtype) -> Decoder:
-    model = Decoder(tree.spec).to(dtype).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(tree.read(name))
-    return model
-
-
-def promised(batches: Sequence[Batch], promise: Promise) -> list[Batch]:
-    """The probe with what the promise leaves out left out: tokens that are not kept, positions beyond its length."""
+def side_by_side(
+    before: Tree,
+    after: Tree,
+    batches: Sequence[Batch],
+    promise: Promise,
+    dtype: torch.dtype,
+    progress: Callable[[int], None] | None = None,
+) -> Compared:
+    """Both models on batches of the old vocabulary, at the positions of `Batch.valid`."""
     found = []
-    for batch in batches:
-        ids, mask = batch.input_ids[:, : promise.length], batch.attention_mask
-        if promise.tokens is not None:
-            kept = torch.tensor(promise.tokens[0])
-            ids = kept[ids % len(kept)]
-        found.append(Batch(batch.name, ids, None if mask is None else mask[:, : promise.length]))
+    for tree, side in ((before, batches), (after, [renamed(batch, promise) for batch in batches])):
+        each = states(tree, side, dtype, progress=progress)
+        found.append(torch.cat([batch.valid(x) for batch, x in zip(batches, each, strict=True)]))
+    return compare_heads(before, after, (found[0], found[1]), tokens=promise.tokens)
+
+
+def _on_text(
+    measured: Measurement,
+    before: Tree,
+    after: Tree,
+    text: Sequence[int],
+    promise: Promise,
+    progress: Callable[[int], None] | None,
+) -> Measurement:
+    """With what came of the text."""
+    windows = text_windows(text, promise, before.spec, after.spec)
+    if not windows:
+        note = "the text has no two tokens that follow one another and are kept: not measured on text"
+        return replace(measured, notes=(*measured.notes, note))
+    number = None if promise.tokens is None else {old: i for i, old in enumerate(promise.tokens[0])}
+    found = []
+    for group in _groups(windows):
+        batches = [Batch("text", torch.tensor([window[:-1]])) for window in group]
+        follow = torch.tensor([t if number is None else number[t] for window in group for t in window[1:]])
+        sides = []
+        for tree, side in ((before, batches), (after, [renamed(batch, promise) for batch in batches])):
+            sides.append(torch.cat([x[0] for x in states(tree, side, torch.float32, progress=progress)]))
+        found.append(compare_heads(before, after, (sides[0], sides[1]), tokens=promise.tokens, targets=follow))
+    kl, agree, *lost = (
+        torch.cat([getattr(each, name) for each in found]).double() for name in ("kl", "agree", "before", "after")
+    )
+    return replace(
+        measured,
+        perplexity=(perplexity(lost[0]), perplexity(lost[1])),
+        kl_text=kl.mean().item(),
+        top1_text=agree.mean().item(),
+        text_positions=len(kl),
+    )
+
+
+def perplexity(lost: Tensor) -> float:
+    """Of minus log-probabilities in nats, (N,); infinite where a float has no place for it."""
+    mean = lost.mean().item()
+    return math.exp(mean) if not mean > 700 else math.inf
+
+
+def promised(promise: Promise, before: ModelSpec, after: ModelSpec) -> list[Batch]:
+    """The probe of what the promise is about: tokens that are kept, in the old vocabulary, and its length at most."""
+    spec, kept = before, None
+    if promise.tokens is not None:
+        kept = torch.tensor(promise.tokens[0])
+        spec = msgspec.structs.replace(
+            before,
+            embedding=msgspec.structs.replace(before.embedding, vocab_size=len(kept)),
+            head=msgspec.structs.replace(before.head, vocab_size=len(kept)),
+        )
+    found = []
+    for batch in probe(spec, after):
+        ids = batch.input_ids[:, : promise.length]
+        mask = None if batch.attention_mask is None else batch.attention_mask[:, : promise.length]
+        if mask is None or bool(mask.any()):
+            found.append(Batch(batch.name, ids if kept is None else kept[ids], mask))
     return found
 
 
-def renamed(ids: Tensor, promise: Promise) -> Tensor:
-    """Token ids of the old vocabulary in the new one."""
+def renamed(batch: Batch, promise: Promise) -> Batch:
+    """A batch of the old vocabulary in the new one."""
     if promise.tokens is None:
-        return ids
-    table = torch.zeros(max(promise.tokens[0]) + 1, dtype=torch.long)
-    table[list(promise.tokens[0])] = torch.tensor(promise.tokens[1])
-    return table[ids]
+        return batch
+    old, new = (torch.tensor(ids) for ids in promise.tokens)
+    table = torch.zeros(int(old.max()) + 1, dtype=torch.long)
+    table[old] = new
+    return replace(batch, input_ids=table[batch.input_ids])
+
+
+def affordable(batches: Sequence[Batch], before: ModelSpec, after: ModelSpec) -> tuple[list[Batch], tuple[str, ...]]:
+    """As many of the probe's batches as a model's size allows, and a note on what is left out.
+
+    Those past a limit come first, then one with padding, then the others by what they show for their length.
+    """
+    size = max(sum(each.count for each in spec.parameters()) for spec in (before, after))
+    order = ("past", "left padding", "random tokens", "vocabulary regions", "right padding", "one token", "long")
+
+    def rank(batch: Batch) -> int:
+        return next(i for i, name in enumerate((*order, "")) if batch.name.startswith(name))
+
+    taken: list[Batch] = []
+    work = 0
+    for batch in sorted(batches, key=rank):
+        cost = batch.input_ids.numel() * size
+        beyond = batch.name.startswith("past")
+        if cost <= WORK_LIMIT if beyond else (work + cost <= WORK or not taken):
+            taken.append(batch)
+            work += 0 if beyond else cost
+    chosen = {id(batch) for batch in taken}
+    left = [batch.name for batch in batches if id(batch) not in chosen]
+    notes = (f"a large model: not measured on the probe's {', '.join(left)}",) if left else ()
+    return [batch for batch in batches if id(batch) in chosen], notes
+
+
+def text_windows(text: Sequence[int], promise: Promise, *specs: ModelSpec) -> list[list[int]]:
+    """Text as pieces of one token more than a model is given at once, which overlap by one: each token but a piece's
+    first is predicted from those before it. Pieces end where a token is not kept.
+    """
+    lengths = [longest(*specs), *(spec.context_length for spec in specs), promise.length]
+    width = min([WINDOW, *(length for length in lengths if length is not None)])
+    kept = None if promise.tokens is None else set(promise.tokens[0])
+    runs: list[list[int]] = [[]]
+    for token in text:
+        if kept is None or token in kept:
+            runs[-1].append(int(token))
+        else:
+            runs.append([])
+    pieces = [run[start : start + width + 1] for run in runs for start in range(0, len(run), width)]
+    return [piece for piece in pieces if len(piece) > 1]
+
+
+def _groups(windows: Sequence[list[int]]) -> list[list[list[int]]]:
+    """Windows that go through a model together."""
+    groups: list[list[list[int]]] = [[]]
+    for window in windows:
+        if groups[-1] and sum(map(len, groups[-1])) + len(window) > TOGETHER:
+            groups.append([])
+        groups[-1].append(window)
+    return groups

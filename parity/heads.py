@@ -1,0 +1,137 @@
+"""Two models' logits side by side, some tokens of the vocabulary at a time: no row of logits is ever whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import GptkitError
+from .rows import head_rows
+from .stream import Tree
+
+__all__ = ["Compared", "Tokens", "compare_heads", "require_same_tokens"]
+
+CHUNK_BYTES = 8 * 2**20
+"""Of a head's widened rows at once, and about of the logits made with them."""
+ROWS = 2048
+"""Positions whose logits are made at once."""
+
+Tokens = tuple[Sequence[int], Sequence[int]]
+"""The same tokens' ids in two vocabularies."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What is known of each of N positions; all (N,), in fp64 (`agree`: bool).
+
+    gap: the largest absolute difference of logits; largest: the largest logit before. kl: KL(before ‖ after) in nats;
+    agree: whether the same token is the likeliest. before, after: minus the log-probability of the token that follows,
+    NaN where none is known. Where the vocabulary changed, all of it is over the tokens that both have.
+    """
+
+    gap: Tensor
+    largest: Tensor
+    kl: Tensor
+    agree: Tensor
+    before: Tensor
+    after: Tensor
+
+
+def compare_heads(
+    before: Tree,
+    after: Tree,
+    states: tuple[Tensor, Tensor],
+    *,
+    tokens: Tokens | None = None,
+    targets: Tensor | None = None,
+) -> Compared:
+    """Each model's head on its own states, side by side.
+
+    Args:
+        before: the original.
+        after: what is held against it.
+        states: what comes out of each one's last norm, (N, hidden), in the dtype to compute in.
+        tokens: the ids that are compared, in the one vocabulary and in the other; all where both are one.
+        targets: (N,) the token that follows, as a number among those compared; -1 where none is known.
+
+    Raises:
+        GptkitError: the vocabularies are of different sizes and nothing says which tokens are the same.
+
+    """
+    require_same_tokens(before, after, tokens)
+    dtype, count = states[0].dtype, len(states[0])
+    width = max(each.shape[1] for each in states) * states[0].element_size()
+    step = max(1, min(CHUNK_BYTES // width, CHUNK_BYTES // (8 * max(1, min(count, ROWS)))))
+    total = before.spec.vocab_size if tokens is None else len(tokens[0])
+    parts = [slice(start, min(start + step, total)) for start in range(0, total, step)]
+    kept = [None, None] if tokens is None else [torch.as_tensor(ids) for ids in tokens]
+    heads = [
+        head_rows(tree, dtype, parts if ids is None else [ids[part] for part in parts])
+        for tree, ids in zip((before, after), kept, strict=True)
+    ]
+    blocks = [_Sums(min(ROWS, count - start)) for start in range(0, count, ROWS)]
+    with torch.inference_mode():
+        for part, *both in zip(parts, *heads, strict=True):
+            for number, sums in enumerate(blocks):
+                rows = slice(number * ROWS, number * ROWS + ROWS)
+                a, b = (head(each[rows]).double() for head, each in zip(both, states, strict=True))
+                sums.add(a, b, part.start, None if targets is None else targets[rows])
+        found = [sums.total() for sums in blocks]
+    return Compared(*(torch.cat(column) for column in zip(*found, strict=True)))
+
+
+def require_same_tokens(before: Tree, after: Tree, tokens: Tokens | None) -> None:
+    """Raise GptkitError where the vocabularies are of different sizes and nothing says which tokens are the same."""
+    sizes = before.spec.vocab_size, after.spec.vocab_size
+    if tokens is None and sizes[0] != sizes[1]:
+        raise GptkitError(f"vocabularies differ: {sizes[0]} tokens before, {sizes[1]} after")
+
+
+class _Sums:
+    """What has to be remembered of the logits so far, of N positions."""
+
+    def __init__(self, count: int) -> None:
+        def filled(value: float) -> Tensor:
+            return torch.full((count,), value, dtype=torch.float64)
+
+        self.gap, self.largest = filled(0.0), filled(0.0)
+        self.tops = [filled(-math.inf), filled(-math.inf)]
+        """The largest logit of each side, by which its exponentials are divided."""
+        self.likeliest = [torch.zeros(count, dtype=torch.long) for _ in range(2)]
+        self.exponentials = [filled(0.0), filled(0.0)]
+        self.weighed = filled(0.0)
+        """The sum of exp(a)·(a - b)."""
+        self.at_target = [filled(math.nan), filled(math.nan)]
+
+    def add(self, a: Tensor, b: Tensor, start: int, targets: Tensor | None) -> None:
+        """The logits (N, tokens) of the tokens from `start` on, of both."""
+        difference = a - b
+        # torch.maximum keeps a NaN.
+        self.gap = torch.maximum(self.gap, difference.abs().amax(-1))
+        self.largest = torch.maximum(self.largest, a.abs().amax(-1))
+        for side, logits in enumerate((a, b)):
+            top, where = logits.max(-1)
+            self.likeliest[side] = torch.where(top > self.tops[side], where + start, self.likeliest[side])
+            new = torch.maximum(self.tops[side], top)
+            shrunk = torch.exp(self.tops[side] - new)
+            share = torch.exp(logits - new[:, None])
+            self.exponentials[side] = self.exponentials[side] * shrunk + share.sum(-1)
+            if side == 0:
+                self.weighed = self.weighed * shrunk + (share * difference).sum(-1)
+            self.tops[side] = new
+            if targets is not None:
+                here = (targets >= start) & (targets < start + logits.shape[1])
+                self.at_target[side][here] = logits[here, targets[here] - start]
+
+    def total(self) -> tuple[Tensor, ...]:
+        """The fields of `Compared`."""
+        logsums = [top + each.log() for top, each in zip(self.tops, self.exponentials, strict=True)]
+        kl = self.weighed / self.exponentials[0] - logsums[0] + logsums[1]
+        lost = [whole - here for whole, here in zip(logsums, self.at_target, strict=True)]
+        agree = self.likeliest[0] == self.likeliest[1]
+        # Where logits are large the three terms cancel to a little less than nothing.
+        return self.gap, self.largest, kl.clamp_min(0), agree, lost[0], lost[1]

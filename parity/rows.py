@@ -1,0 +1,304 @@
+"""Models of any size in the memory of a few rows: forward passes that read a weight some rows at a time, widen them,
+multiply, and let them go.
+
+gptkit's decoder runs unchanged with its parameters on the meta device, but for norms and biases. Linear maps and tables
+are read when they are called. All batches go through together, so that each weight is read once: a batch's pass is a
+coroutine (a thread, of which one runs at a time) that stops at every linear map; once all have stopped, the first of
+the maps that they stopped at is multiplied with what was brought to it. Passes need not come to the same maps: a token
+that no router sends to an expert does not wait for it. Matrix products are cut along their outputs alone, so that each
+sum is made as in the whole product, as far as the kernel's own blocks allow.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from ..modules.decoder import Decoder, EmbeddingModule, HeadModule, PositionsModule
+from ..modules.layers import Linear, multiply
+from .probe import Batch, running
+from .stream import Tree, trim_heaps
+
+__all__ = ["Feed", "See", "head_rows", "states"]
+
+CHUNK_BYTES = 8 * 2**20
+"""Widened rows of a weight that are there at once."""
+MAPPED_BYTES = 32 * 2**20
+"""Bytes read from a mapped file after which its pages are let go."""
+LARGE_BYTES = 4 * 2**20
+"""A product of this size leaves freed memory behind that is worth giving back."""
+
+See = Callable[[str, Tensor, Any], None]
+"""Told of a module's path, its input and its output, in the pass whose batch is `probe.RUNNING`."""
+Feed = Callable[[int], Tensor | None]
+"""What a layer gets instead of its input, in the pass whose batch is `probe.RUNNING`; None leaves it."""
+
+
+def states(
+    tree: Tree,
+    batches: Sequence[Batch],
+    dtype: torch.dtype,
+    *,
+    see: See | None = None,
+    seen: Sequence[str] = (),
+    feed: Feed | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[Tensor]:
+    """The last norm's output, (B, T, hidden) a batch.
+
+    Args:
+        tree: the model, read by rows.
+        batches: the inputs.
+        dtype: what is computed in; weights are widened (or rounded) to it.
+        see: told what the modules in `seen` make of their inputs; every block's path is "blocks.N".
+        seen: paths of modules in the decoder.
+        feed: exchanges the input of blocks.
+        progress: called with the bytes of every weight that was read.
+
+    Raises:
+        IndexError: a token id beyond the vocabulary, or more tokens than a table has positions.
+
+    """
+    model = _model(tree, dtype)
+    modules = dict(model.named_modules())
+    hooks = [modules[path].register_forward_hook(partial(_tell, see, path)) for path in seen if see is not None]
+    if feed is not None:
+        hooks += [block.register_forward_pre_hook(partial(_fed, feed, n)) for n, block in enumerate(model.blocks)]
+    for name in ("embedding", "positions"):
+        table = getattr(model, name)
+        if isinstance(table, EmbeddingModule | PositionsModule):
+            hooks += _gathered(table, tree, f"{name}.weight", dtype)
+    passes = [_Pass(model, batch) for batch in batches]
+    try:
+        with torch.inference_mode():
+            _run(passes, tree, progress)
+    finally:
+        for each in passes:
+            each.abandon()
+        for hook in hooks:
+            hook.remove()
+        trim_heaps()
+    return [each.found for each in passes if each.found is not None]
+
+
+def head_rows(
+    tree: Tree, dtype: torch.dtype, columns: Sequence[Tensor | slice]
+) -> Iterator[Callable[[Tensor], Tensor]]:
+    """The head some tokens at a time: for each of `columns` (token ids, or a slice of them) a function from states
+    (N, hidden) to the logits (N, tokens) of these. To be used before the next is asked for.
+    """
+    head = tree.spec.head
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of memory that cannot be written
+        weight = tree.read("embedding.weight" if head.tied else "head.weight")
+        bias = tree.read("head.bias") if head.bias else None
+    for each in columns:
+        rows = weight[each].to(dtype)
+        with torch.device("meta"):
+            module = HeadModule(msgspec.structs.replace(head, vocab_size=len(rows), tied=False))
+        module.weight = nn.Parameter(rows, requires_grad=False)
+        if bias is not None:
+            module.bias = nn.Parameter(bias[each].to(dtype), requires_grad=False)
+        yield partial(module, embedding=rows)
+        tree.release()
+
+
+class _Rows(nn.Module):
+    """A linear map whose weight stays where it is stored."""
+
+    def __init__(self, linear: Linear, name: str, order: int, tree: Tree, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.order, self.outputs, self.arithmetic = order, linear.weight.shape[0], linear.arithmetic
+        self.bias = linear.bias
+        self._read = partial(_read, tree, f"{name}.weight")
+        self._dtype = dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """All of it, for a module that computes with its linear's weight in its own way."""
+        return self._read().to(self._dtype)
+
+    def forward(self, x: Tensor) -> Tensor:  # (…, in) -> (…, out)
+        flat = _CURRENT.get().ask(self, x.reshape(-1, x.shape[-1]))
+        return flat.reshape(*x.shape[:-1], self.outputs)
+
+    def product(self, x: Tensor, release: Callable[[], None], progress: Callable[[int], None] | None) -> Tensor:
+        """(N, in) -> (N, out)."""
+        stored = self._read()
+        rows = max(1, CHUNK_BYTES // (stored.shape[1] * x.element_size()))
+        # A transposed view has a piece of every page in each of its rows: to let go of them is to read all again.
+        row_bytes = stored.shape[1] * stored.element_size() if stored.is_contiguous() else 0
+        out = x.new_empty(len(x), self.outputs)
+        mapped = 0
+        for start in range(0, self.outputs, rows):
+            part = slice(start, start + rows)
+            bias = None if self.bias is None else self.bias[part]
+            out[:, part] = multiply(x, stored[part].to(x.dtype), bias, self.arithmetic)
+            mapped += rows * row_bytes
+            if mapped > MAPPED_BYTES:
+                release()
+                mapped = 0
+        release()
+        if progress is not None:
+            progress(stored.nbytes)
+        if out.nbytes > LARGE_BYTES:
+            trim_heaps()
+        return out
+
+
+def _read(tree: Tree, name: str) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of memory that cannot be written
+        return tree.read(name)
+
+
+def _model(tree: Tree, dtype: torch.dtype) -> Decoder:
+    """The decoder with its linear maps exchanged for `_Rows`, its tables on the meta device, and without its head."""
+    with torch.device("meta"):
+        model = Decoder(tree.spec).to(dtype).eval()
+    model.head = _Ends()  # type: ignore[assignment]
+    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, Linear)]
+    for order, (name, linear) in enumerate(linears):
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, _Rows(linear, name, order, tree, dtype))
+    for name, parameter in list(model.named_parameters()):
+        if name in ("embedding.weight", "positions.weight"):
+            continue
+        path, _, own = name.rpartition(".")
+        value = _read(tree, name).to(dtype, copy=True)
+        assert value.shape == parameter.shape, f"{name} is {tuple(value.shape)}, expected {tuple(parameter.shape)}"
+        model.get_submodule(path)._parameters[own] = nn.Parameter(value, requires_grad=False)
+    tree.release()
+    return model
+
+
+class _Ends(nn.Module):
+    """In the place of a head: the states as they come."""
+
+    def forward(self, x: Tensor, _: Tensor) -> Tensor:
+        return x
+
+
+def _tell(see: See, path: str, _: nn.Module, inputs: Any, output: Any) -> None:
+    see(path, inputs[0], output)
+
+
+def _fed(feed: Feed, layer: int, _: nn.Module, inputs: Any) -> Any:
+    value = feed(layer)
+    return None if value is None else (value, *inputs[1:])
+
+
+def _gathered(module: EmbeddingModule | PositionsModule, tree: Tree, name: str, dtype: torch.dtype) -> list[Any]:
+    """Hooks: while it is called a table has the rows that are asked for, and the ids are numbers of these."""
+    whole = module.weight
+
+    def before(_: nn.Module, inputs: Any) -> Any:
+        used, ids = inputs[0].unique(return_inverse=True)
+        module.weight = nn.Parameter(_read(tree, name)[used].to(dtype), requires_grad=False)
+        return (ids.reshape(inputs[0].shape), *inputs[1:])
+
+    def after(*_: Any) -> None:
+        module.weight = whole
+        tree.release()
+
+    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+
+# --- passes as coroutines ---------------------------------------------------------------------------------------------
+
+
+class _Abandoned(BaseException):
+    """Raised in a pass that nobody waits for any more."""
+
+
+class _Pass:
+    """One batch's forward pass, which stops where it asks for a product."""
+
+    def __init__(self, model: Decoder, batch: Batch) -> None:
+        self.model, self.batch = model, batch
+        self.asked: tuple[_Rows, Tensor] | None = None
+        """Where it has stopped, and what it brought; None before the first and after the last."""
+        self.found: Tensor | None = None
+        self.error: BaseException | None = None
+        self._answer: Tensor | None = None
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._work, daemon=True)
+
+    def resume(self, answer: Tensor | None) -> None:
+        """Go on to the next stop, or to the end.
+
+        Raises:
+            BaseException: what the pass failed with.
+
+        """
+        self.asked, self._answer = None, answer
+        if answer is None:
+            self._thread.start()
+        else:
+            self._go.release()
+        del answer
+        self._back.acquire()
+        if self.error is not None:
+            raise self.error
+
+    def ask(self, rows: _Rows, x: Tensor) -> Tensor:
+        """In the pass's own thread: wait for a product."""
+        self.asked = (rows, x)
+        del x
+        self._back.release()
+        self._go.acquire()
+        answer, self._answer = self._answer, None
+        if answer is None:
+            raise _Abandoned
+        return answer
+
+    def abandon(self) -> None:
+        """End the thread: where it has stopped, or at its next stop. Nothing where it is at its end."""
+        self._answer = None
+        self._go.release()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _work(self) -> None:
+        _CURRENT.set(self)
+        try:
+            with torch.inference_mode(), running(self.batch):
+                self.found = self.model(self.batch.input_ids, self.batch.attention_mask)
+        except _Abandoned:
+            return
+        except BaseException as error:
+            self.error = error
+        self._back.release()
+
+
+_CURRENT: ContextVar[_Pass] = ContextVar("_CURRENT")
+
+
+def _run(passes: Sequence[_Pass], tree: Tree, progress: Callable[[int], None] | None) -> None:
+    """All passes to their ends."""
+    for each in passes:
+        each.resume(None)
+    while True:
+        stopped = [(each, each.asked) for each in passes if each.asked is not None]
+        if not stopped:
+            return
+        first = min((asked[0] for _, asked in stopped), key=lambda rows: rows.order)
+        here = [(each, asked[1]) for each, asked in stopped if asked[0] is first]
+        sizes = [len(x) for _, x in here]
+        brought = torch.cat([x for _, x in here])
+        for each, _ in here:
+            each.asked = None
+        waiting = [each for each, _ in here]
+        del stopped, here
+        parts = list(torch.split(first.product(brought, tree.release, progress), sizes))
+        del brought
+        for each in waiting:
+            each.resume(parts.pop(0))
