@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import GptkitError
 from .rows import head_rows
-from .stream import Tree
+from .stream import Tree, trim_heaps
 
 __all__ = ["Compared", "Tokens", "compare_heads", "require_same_tokens"]
 
@@ -19,6 +19,9 @@ CHUNK_BYTES = 8 * 2**20
 """Of a head's widened rows at once, and about of the logits made with them."""
 ROWS = 2048
 """Positions whose logits are made at once."""
+
+TRIMMED = 2**17
+"""Logits of one side after which freed memory is given back."""
 
 Tokens = tuple[Sequence[int], Sequence[int]]
 """The same tokens' ids in two vocabularies."""
@@ -80,6 +83,9 @@ def compare_heads(
                 rows = slice(number * ROWS, number * ROWS + ROWS)
                 a, b = (head(each[rows]).double() for head, each in zip(both, states, strict=True))
                 sums.add(a, b, part.start, None if targets is None else targets[rows])
+                del a, b
+            if step * count > TRIMMED:
+                trim_heaps()
         found = [sums.total() for sums in blocks]
     return Compared(*(torch.cat(column) for column in zip(*found, strict=True)))
 
