@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SwapRefused, UsageError
 from ..spec import ModelSpec
-from .base import Guarantee, Model, Swapped
 
 if TYPE_CHECKING:
+    from .base import Guarantee, Model, Swapped
     from .calibration import Calibration
 
 __all__ = ["Asked", "Step", "Swap", "all_swaps", "apply", "layers_in", "options", "steps_of", "swap_for"]
