@@ -7,6 +7,7 @@ which is looked up in the weights. Everything else that differs stands in the wa
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from .checkpoint import Checkpoint, Weights
 from .dtypes import to_float64, widest
 from .safetensors import DTYPES
 
-__all__ = ["adapt"]
+__all__ = ["adapt", "without_biases"]
 
 
 def adapt(source: Checkpoint, architecture: Architecture) -> Checkpoint:
@@ -95,7 +96,11 @@ def _lost(spec: ModelSpec, other: ModelSpec) -> frozenset[str]:
 
 def _without_zero_biases(source: Checkpoint) -> ModelSpec:
     """The tree without the biases whose every value is zero, in every layer that has them."""
-    zero = {name for name in _names(source.spec) if name.endswith("bias") and _is_zero(source, name)}
+    return without_biases(source.spec, {n for n in _names(source.spec) if n.endswith("bias") and _is_zero(source, n)})
+
+
+def without_biases(spec: ModelSpec, gone: Collection[str]) -> ModelSpec:
+    """The tree with every flag for biases off whose tensors are all among `gone` (shared names)."""
 
     def bare(node: Any, path: str) -> Any:
         if isinstance(node, tuple):
@@ -108,12 +113,12 @@ def _without_zero_biases(source: Checkpoint) -> ModelSpec:
         plain = msgspec.structs.replace(node, **fields)
         for flag in (name for name in node.__struct_fields__ if name.endswith("bias") and fields[name] is True):
             less = msgspec.structs.replace(plain, **{flag: False})
-            gone = {f"{path}.{name}" for name in plain.shapes().keys() - less.shapes().keys()}
-            if gone <= zero:
+            lost = {f"{path}.{name}" for name in plain.shapes().keys() - less.shapes().keys()}
+            if lost <= set(gone):
                 plain = less
         return plain
 
-    found: ModelSpec = bare(source.spec, "")
+    found: ModelSpec = bare(spec, "")
     return found
 
 

@@ -1,9 +1,107 @@
-"""Biases that go elsewhere, or go."""
+"""Biases that go.
+
+Leaving out a bias that is zero is exact. So is leaving out the bias of the keys where no positions are turned into them
+and no norm follows: it adds the same to all of a query's scores, and softmax does not see a shift. Any other is missed;
+what that costs is measured.
+"""
 
 from __future__ import annotations
 
-from .registry import Swap
+from collections.abc import Mapping
 
-__all__ = ["SWAPS"]
+import numpy as np
 
-SWAPS: tuple[Swap, ...] = ()
+from ..converter.adapt import without_biases
+from ..errors import SwapRefused
+from ..spec import Attention, LatentAttention, ModelSpec, Rotary
+from .base import Filled, Model, Swapped, Tensor
+from .registry import Asked, Swap
+
+__all__ = ["NAMES", "SWAPS", "biases_of", "shift_of_scores"]
+
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "head.bias": ("head.bias",),
+    "norm.bias": ("_norm.bias", "embedding.norm.bias"),
+    "query.bias": (".q_proj.bias",),
+    "key.bias": (".k_proj.bias", ".k_rope_proj.bias"),
+    "value.bias": (".v_proj.bias",),
+    "latent.bias": (".kv_down_proj.bias",),
+    "output.bias": (".o_proj.bias",),
+    "up.bias": (".up_proj.bias", ".gate_proj.bias"),
+    "down.bias": (".down_proj.bias",),
+    "biases": (".bias",),
+}
+"""What can be dropped, and how the names of its tensors end."""
+
+
+def biases_of(spec: ModelSpec, what: str, layers: tuple[int, ...] | None = None) -> list[str]:
+    """The bias tensors that a name of `NAMES` stands for, in some layers or in all of the model."""
+    found = [p for p in spec.parameters() if p.name.endswith(NAMES[what])]
+    if what == "down.bias":
+        found = [p for p in found if not p.name.endswith(".kv_down_proj.bias")]
+    return [p.name for p in found if layers is None or p.layer in layers]
+
+
+def shift_of_scores(spec: ModelSpec, name: str) -> bool:
+    """Whether a bias adds the same to all of a query's scores, whatever its values."""
+    parts = name.split(".")
+    if parts[0] != "blocks" or parts[-2] != "k_proj":
+        return False
+    attention: Attention | LatentAttention = spec.blocks[int(parts[1])].attention
+    return isinstance(attention, Attention) and attention.k_norm is None and not isinstance(attention.position, Rotary)
+
+
+def drop(model: Model, asked: Asked) -> Swapped:
+    """Leave out biases; the flags of components where nothing is left, zeros where others of its kind stay."""
+    spec, what = model.spec, asked.value
+    gone = biases_of(spec, what, asked.layers)
+    if not gone:
+        has = [name for name in NAMES if biases_of(spec, name, asked.layers)]
+        raise SwapRefused(
+            f"there is no bias of this kind to drop: {what}",
+            f"Possible here: {', '.join(has)}." if has else "This model has no biases.",
+        )
+    missed = [name for name in gone if not shift_of_scores(spec, name) and np.any(model.wide(name))]
+    others = [p.name for p in spec.parameters() if p.name.endswith(".bias") and p.name not in gone]
+    zero = {name for name in others if not np.any(model.wide(name))}
+    new = without_biases(spec, {*gone, *zero})
+    # Zero biases of other kinds stay where they are, unless the same flag is theirs.
+    new = without_biases(spec, {*gone, *(zero & _under_flags_of(spec, new, gone))})
+    left = {parameter.name for parameter in new.parameters()}
+    shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
+    tensors: dict[str, Tensor] = {name: Filled(shapes[name], 0.0, name) for name in gone if name in left}
+    notes: tuple[str, ...] = ()
+    if missed:
+        folded = {"value.bias": "--fold value-bias", "norm.bias": "--fold norm"}.get(what)
+        keeps = f"; {folded} moves them elsewhere, exactly" if folded else ""
+        notes = (f"{len(missed)} of {len(gone)} biases dropped are not zero, {missed[0]} the first{keeps}",)
+    summary = {"dropped": len(gone), "nonzero": len(missed)}
+    return Swapped(new, "approximate" if missed else "exact", tensors, summary, notes)
+
+
+def _under_flags_of(spec: ModelSpec, new: ModelSpec, gone: list[str]) -> set[str]:
+    """The biases of modules that lost one of `gone` with its flag: q, k and v have one flag."""
+    left = {parameter.name for parameter in new.parameters()}
+    owners = {name.rsplit(".", 2)[0] for name in gone if name not in left}
+    return {p.name for p in spec.parameters() if p.name.rsplit(".", 2)[0] in owners}
+
+
+def examples(spec: ModelSpec) -> list[str]:
+    """Every kind of bias that the tree has."""
+    return [name for name in NAMES if name != "biases" and biases_of(spec, name)]
+
+
+SWAPS: tuple[Swap, ...] = (
+    Swap(
+        option="drop",
+        form="BIASES",
+        takes="biases",
+        gives="none",
+        guarantee="exact",
+        needs="biases that are zero, or of keys that no positions are turned into",
+        source="TransformerLens; adding a constant to all scores of a softmax",
+        apply=drop,
+        examples=examples,
+        by_layer=True,
+    ),
+)

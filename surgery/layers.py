@@ -1,9 +1,208 @@
-"""Layers: picked, added, dropped by influence."""
+"""Layers picked, repeated, added and dropped.
+
+- A list ("0-11,14-29") keeps those layers in that order. Dropping one that writes nothing into the stream is exact.
+- "+N" adds copies whose last projections are zero, spread over the depth (LLaMA Pro 2401.02415, section 3.2): a copy
+  adds nothing to the stream until it is trained. Exact where blocks add to the stream itself.
+- "auto:N" keeps the N layers of largest block influence, 1 - E[cos(x_in, x_out)] on a text (ShortGPT 2403.03853).
+  Plainly: the last layers but one go, which is what that paper compares with.
+"""
 
 from __future__ import annotations
 
-from .registry import Swap
+from collections.abc import Sequence
 
-__all__ = ["SWAPS"]
+import msgspec
+import numpy as np
 
-SWAPS: tuple[Swap, ...] = ()
+from ..errors import SwapRefused, UsageError
+from ..spec import ModelSpec
+from .base import Filled, Guarantee, Model, Moved, Swapped, Tensor
+from .calibration import Calibration
+from .registry import Asked, Step, Swap, layers_in
+
+__all__ = ["SWAPS", "arranged", "block_influence", "silent"]
+
+replace = msgspec.structs.replace
+
+
+def arranged(spec: ModelSpec, order: Sequence[int]) -> tuple[ModelSpec, dict[str, Tensor]]:
+    """The tree with these of its layers, in this order, and where their tensors are copied from."""
+    new = replace(spec, blocks=tuple(spec.blocks[old] for old in order))
+    tensors: dict[str, Tensor] = {}
+    for parameter in new.parameters():
+        if parameter.layer is not None:
+            suffix = parameter.name.split(".", 2)[2]
+            tensors[parameter.name] = Moved(f"blocks.{order[parameter.layer]}.{suffix}")
+    return new, tensors
+
+
+def writes(name: str) -> bool:
+    """Whether a tensor of a block is a weight or bias of what adds to the stream."""
+    return ".o_proj." in name or ".down_proj." in name
+
+
+def silent(model: Model, layer: int) -> bool:
+    """Whether a layer adds nothing to the stream: every weight and bias that writes into it is zero."""
+    if model.spec.blocks[layer].residual == "normed":
+        return False
+    names = [p.name for p in model.spec.parameters() if p.layer == layer and writes(p.name)]
+    return not any(np.any(model.wide(name)) for name in names)
+
+
+def pick(model: Model, asked: Asked) -> Swapped:
+    """The layers of a list."""
+    order = layers_in(asked.value, len(model.spec.blocks))
+    return _kept(model, order, {})
+
+
+def _kept(model: Model, order: Sequence[int], summary: dict[str, object]) -> Swapped:
+    layers = len(model.spec.blocks)
+    new, tensors = arranged(model.spec, order)
+    gone = [layer for layer in range(layers) if layer not in order]
+    record = {**summary, "from": layers, "to": len(order), "kept": list(order)}
+    if list(order) == sorted(set(order)) and all(silent(model, layer) for layer in gone):
+        notes = (f"the layers dropped write nothing into the stream: {listed(gone)}",) if gone else ()
+        return Swapped(new, "exact", tensors, record, notes)
+    told = f"dropped: {listed(gone)}" if gone else "no layer is dropped; they are repeated or change places"
+    # A model survives the loss of some layers, not of most of them, nor their change of places.
+    sorted_ = list(order) == sorted(set(order))
+    guarantee: Guarantee = "approximate" if sorted_ and len(gone) * 2 <= layers else "retrained"
+    return Swapped(new, guarantee, tensors, record, (told,))
+
+
+def listed(layers: Sequence[int]) -> str:
+    """0-3, 7 of [0, 1, 2, 3, 7]."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+# --- more of them -----------------------------------------------------------------------------------------------------
+
+
+def expansion(layers: int, more: int) -> list[tuple[int, bool]]:
+    """(old layer, whether it is a copy that adds nothing): copies follow their originals, evenly spread."""
+    copies = [0] * layers
+    for number in range(more):
+        copies[(number + 1) * layers // more - 1 if more <= layers else number % layers] += 1
+    return [each for layer in range(layers) for each in [(layer, False)] + [(layer, True)] * copies[layer]]
+
+
+def add(model: Model, asked: Asked) -> Swapped:
+    """Copies that add nothing."""
+    spec = model.spec
+    more = Asked(asked.value.removeprefix("+")).number("layers to add")
+    if more > 10_000:
+        raise UsageError(f"{asked.value!r}: {more:,} layers more are too many")
+    order = expansion(len(spec.blocks), more)
+    copied = [old for old, copy in order if copy]
+    normed = [old for old in copied if spec.blocks[old].residual == "normed"]
+    if normed:
+        raise SwapRefused(
+            f"layer {normed[0]} takes its residual from a norm's output, so that a block that adds nothing still"
+            " changes the stream",
+            "Possible here: a list that repeats layers, --layers 0-1,1-, which has to be trained.",
+        )
+    new, tensors = arranged(spec, [old for old, _ in order])
+    tensors.update(silenced(new, [index for index, (_, copy) in enumerate(order) if copy], order))
+    added = [index for index, (_, copy) in enumerate(order) if copy]
+    record = {"from": len(spec.blocks), "to": len(order), "added": added}
+    return Swapped(new, "exact", tensors, record, (f"layers {listed(added)} are copies that add nothing yet",))
+
+
+def silenced(new: ModelSpec, layers: Sequence[int], order: Sequence[tuple[int, bool]]) -> dict[str, Tensor]:
+    """Zeros for what writes into the stream in these layers of the new tree."""
+    found: dict[str, Tensor] = {}
+    for parameter in new.parameters():
+        if parameter.layer in layers and writes(parameter.name):
+            assert parameter.layer is not None
+            like = f"blocks.{order[parameter.layer][0]}.{parameter.name.split('.', 2)[2]}"
+            found[parameter.name] = Filled(parameter.shape, 0.0, like)
+    return found
+
+
+def without_added(before: ModelSpec, asked: Asked) -> Step:
+    """The list that takes the added layers out again."""
+    order = expansion(len(before.blocks), int(asked.value.removeprefix("+")))
+    return Step("layers", ",".join(str(index) for index, (_, copy) in enumerate(order) if not copy))
+
+
+# --- fewer of them ----------------------------------------------------------------------------------------------------
+
+
+def block_influence(model: Model, calibration: Calibration) -> list[float]:
+    """1 - E[cos(x_in, x_out)] of every layer, over the tokens of a text: 0 where a layer changes no direction."""
+    found = []
+    for layer in calibration.walk(model):
+        x, y = layer.x.flatten(0, 1).double(), layer.run()[0].flatten(0, 1).double()
+        cosine = (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1)).clamp_min(1e-300)
+        found.append(1 - cosine.mean().item())
+    return found
+
+
+def drop(model: Model, asked: Asked) -> Swapped:
+    """The layers of least influence go."""
+    layers = len(model.spec.blocks)
+    wanted = asked.number("layers to keep")
+    if wanted > layers:
+        raise SwapRefused(
+            f"the model has {layers} layers, {wanted} cannot be kept", f"--layers +{wanted - layers} adds"
+        )
+    if asked.approximate:
+        gone = set(range(layers - 1 - (layers - wanted), layers - 1)) if wanted > 1 else set(range(layers)) - {0}
+        return _kept(model, [layer for layer in range(layers) if layer not in gone], {"by": "the last but one"})
+    if asked.calibration is None:
+        raise UsageError("block influence is measured on a text, and none was given", "--calibrate FILE")
+    scores = block_influence(model, asked.calibration())
+    weakest = sorted(range(layers), key=lambda layer: (scores[layer], layer))[: layers - wanted]
+    kept = [layer for layer in range(layers) if layer not in weakest]
+    return _kept(model, kept, {"by": "block influence", "influence": [round(score, 6) for score in scores]})
+
+
+def pick_examples(spec: ModelSpec) -> list[str]:
+    """All layers but the last but one."""
+    last = len(spec.blocks) - 1
+    return [f"0-{last - 2},{last}"] if last > 2 else []
+
+
+SWAPS: tuple[Swap, ...] = (
+    Swap(
+        option="layers",
+        form="+N",
+        takes="N layers",
+        gives="more layers, copies that add nothing yet",
+        guarantee="exact",
+        needs="blocks that add to the stream itself (pre-norm)",
+        source="LLaMA Pro 2401.02415",
+        apply=add,
+        examples=lambda spec: ("+1", f"+{len(spec.blocks)}"),
+        inverse=without_added,
+    ),
+    Swap(
+        option="layers",
+        form="auto:N",
+        takes="N layers",
+        gives="the N of largest block influence",
+        guarantee="approximate",
+        needs="calibration text",
+        source="ShortGPT 2403.03853",
+        apply=drop,
+        examples=lambda spec: (f"auto:{len(spec.blocks) - 1}",) if len(spec.blocks) > 1 else (),
+        calibrated=True,
+    ),
+    Swap(
+        option="layers",
+        form="LAYERS",
+        takes="N layers",
+        gives="those of a list, in its order",
+        guarantee="approximate",
+        needs="nothing; exact where the layers dropped write nothing",
+        source="mergekit's passthrough; ShortGPT 2403.03853",
+        apply=pick,
+        examples=pick_examples,
+    ),
+)

@@ -208,6 +208,8 @@ def swap(
         InvalidInput, Offline, UsageError: as `convert`; weights or logits that are not finite.
 
     """
+    if calibrate is not None and not Path(calibrate).is_file():
+        raise UsageError(f"there is no text file {calibrate}", "--calibrate FILE: some pages of plain text.")
     wanted = [*steps, *steps_of(asked, blocks, approximate)]
     stored = None if dtype is None else parse_dtype(dtype)
     if not dry_run:
@@ -225,7 +227,9 @@ def swap(
         with Staging(Path(out), force) as staging:
             files = execute(plan, _tensors(last), staging, progress)
             if measured:
-                found = _measured(source, done, stored, staging.path)
+                sampled = (source.origin.reference or "").startswith("sample:")
+                held_out = text().held_out if calibrate is not None or sampled else None
+                found = _measured(source, done, stored, staging.path, held_out)
             manifest: dict[str, Any] = {
                 "gptkit": __version__,
                 "format": "local",
@@ -260,15 +264,15 @@ def _tensors(model: Model) -> Iterator[tuple[str, np.ndarray, str]]:
         model.release()
 
 
-def _measured(source: Checkpoint, done: Chain, stored: str, folder: Path) -> Measurement:
-    """The logits of the written files against the original's.
+def _measured(source: Checkpoint, done: Chain, stored: str, folder: Path, text: Sequence[int] | None) -> Measurement:
+    """The logits of the written files against the original's, on the probe and on a text, where there is one.
 
     Raises:
         GptkitError: the chain is called exact and is not.
         InvalidInput: there are logits that are no numbers.
 
     """
-    found = measure(done.against, Stored(open_checkpoint(folder)), promise=done.promise)
+    found = measure(done.against, Stored(open_checkpoint(folder)), promise=done.promise, text=text)
     _require_numbers(source, found)
     if done.guarantee == "exact":
         _hold_to_exact(done, stored, found)
