@@ -13,7 +13,7 @@ from ..errors import GptkitError
 from .rows import head_rows
 from .stream import Tree, trim_heaps
 
-__all__ = ["Compared", "Tokens", "compare_heads", "require_same_tokens"]
+__all__ = ["Compared", "Tokens", "compare_heads", "perplexity", "require_same_tokens"]
 
 CHUNK_BYTES = 8 * 2**20
 """Of a head's widened rows at once, and about of the logits made with them."""
@@ -95,6 +95,12 @@ def require_same_tokens(before: Tree, after: Tree, tokens: Tokens | None) -> Non
     sizes = before.spec.vocab_size, after.spec.vocab_size
     if tokens is None and sizes[0] != sizes[1]:
         raise GptkitError(f"vocabularies differ: {sizes[0]} tokens before, {sizes[1]} after")
+
+
+def perplexity(lost: Tensor) -> float:
+    """Of minus log-probabilities in nats, (N,); infinite where a float has no place for it."""
+    mean = lost.mean().item()
+    return math.exp(mean) if not mean > 700 else math.inf
 
 
 class _Sums:

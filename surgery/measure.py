@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 import torch
-from torch import Tensor
 
-from ..parity.heads import Compared, compare_heads, require_same_tokens
-from ..parity.probe import Batch, longest, probe
+from ..parity.heads import Compared, compare_heads, perplexity, require_same_tokens
+from ..parity.probe import Batch
 from ..parity.rows import states
+from ..parity.scope import Scope, inputs
 from ..parity.stream import Tree
 from ..spec import ModelSpec
 from .base import Promise
 
-__all__ = ["Measurement", "measure", "promised", "text_windows"]
+__all__ = ["Measurement", "affordable", "measure"]
 
 EVERYTHING = Promise()
 
@@ -27,10 +25,6 @@ WORK = 2 * 10**12
 batches."""
 WORK_LIMIT = 5 * WORK
 """The same for a batch that goes past a window or an original context: what happens there no other batch shows."""
-WINDOW = 1024
-"""Tokens of text that a model is given at once."""
-TOGETHER = 2048
-"""Tokens of text that go through a model together, and for which its weights are read once."""
 
 
 @dataclass(frozen=True)
@@ -100,33 +94,34 @@ def measure(
 
     """
     require_same_tokens(before, after, promise.tokens)
-    batches, notes = affordable(promised(promise, before.spec, after.spec), before.spec, after.spec)
+    scope = Scope(before.spec, after.spec, promise.tokens, promise.length)
+    batches, notes = affordable(scope.probe(), before.spec, after.spec)
     maximum, relative = {}, {}
     for name in dtypes:
-        found = side_by_side(before, after, batches, promise, getattr(torch, name), progress)
+        found = side_by_side(before, after, batches, scope, getattr(torch, name), progress)
         # Not Python's max, which loses a NaN that does not come first.
         worst, largest = found.gap.max().item(), found.largest.max().item()
         maximum[name], relative[name] = worst, worst / largest if largest else worst
     mean = found.kl.mean().item()
     agreed = found.agree.double().mean().item()
     measured = Measurement(maximum, relative, mean, agreed, len(found.kl), notes=notes)
-    return measured if text is None else _on_text(measured, before, after, text, promise, progress)
+    return measured if text is None else _on_text(measured, before, after, text, scope, progress)
 
 
 def side_by_side(
     before: Tree,
     after: Tree,
     batches: Sequence[Batch],
-    promise: Promise,
+    scope: Scope,
     dtype: torch.dtype,
     progress: Callable[[int], None] | None = None,
 ) -> Compared:
     """Both models on batches of the old vocabulary, at the positions of `Batch.valid`."""
     found = []
-    for tree, side in ((before, batches), (after, [renamed(batch, promise) for batch in batches])):
+    for tree, side in ((before, batches), (after, [scope.renamed(batch) for batch in batches])):
         each = states(tree, side, dtype, progress=progress)
         found.append(torch.cat([batch.valid(x) for batch, x in zip(batches, each, strict=True)]))
-    return compare_heads(before, after, (found[0], found[1]), tokens=promise.tokens)
+    return compare_heads(before, after, (found[0], found[1]), tokens=scope.tokens)
 
 
 def _on_text(
@@ -134,23 +129,22 @@ def _on_text(
     before: Tree,
     after: Tree,
     text: Sequence[int],
-    promise: Promise,
+    scope: Scope,
     progress: Callable[[int], None] | None,
 ) -> Measurement:
     """With what came of the text."""
-    windows = text_windows(text, promise, before.spec, after.spec)
-    if not windows:
+    groups = scope.groups(text)
+    if not groups:
         note = "the text has no two tokens that follow one another and are kept: not measured on text"
         return replace(measured, notes=(*measured.notes, note))
-    number = None if promise.tokens is None else {old: i for i, old in enumerate(promise.tokens[0])}
     found = []
-    for group in _groups(windows):
-        batches = [Batch("text", torch.tensor([window[:-1]])) for window in group]
-        follow = torch.tensor([t if number is None else number[t] for window in group for t in window[1:]])
+    for windows in groups:
+        batches = inputs(windows)
         sides = []
-        for tree, side in ((before, batches), (after, [renamed(batch, promise) for batch in batches])):
+        for tree, side in ((before, batches), (after, [scope.renamed(batch) for batch in batches])):
             sides.append(torch.cat([x[0] for x in states(tree, side, torch.float32, progress=progress)]))
-        found.append(compare_heads(before, after, (sides[0], sides[1]), tokens=promise.tokens, targets=follow))
+        targets = scope.targets(windows)
+        found.append(compare_heads(before, after, (sides[0], sides[1]), tokens=scope.tokens, targets=targets))
     kl, agree, *lost = (
         torch.cat([getattr(each, name) for each in found]).double() for name in ("kl", "agree", "before", "after")
     )
@@ -161,41 +155,6 @@ def _on_text(
         top1_text=agree.mean().item(),
         text_positions=len(kl),
     )
-
-
-def perplexity(lost: Tensor) -> float:
-    """Of minus log-probabilities in nats, (N,); infinite where a float has no place for it."""
-    mean = lost.mean().item()
-    return math.exp(mean) if not mean > 700 else math.inf
-
-
-def promised(promise: Promise, before: ModelSpec, after: ModelSpec) -> list[Batch]:
-    """The probe of what the promise is about: tokens that are kept, in the old vocabulary, and its length at most."""
-    spec, kept = before, None
-    if promise.tokens is not None:
-        kept = torch.tensor(promise.tokens[0])
-        spec = msgspec.structs.replace(
-            before,
-            embedding=msgspec.structs.replace(before.embedding, vocab_size=len(kept)),
-            head=msgspec.structs.replace(before.head, vocab_size=len(kept)),
-        )
-    found = []
-    for batch in probe(spec, after):
-        ids = batch.input_ids[:, : promise.length]
-        mask = None if batch.attention_mask is None else batch.attention_mask[:, : promise.length]
-        if mask is None or bool(mask.any()):
-            found.append(Batch(batch.name, ids if kept is None else kept[ids], mask))
-    return found
-
-
-def renamed(batch: Batch, promise: Promise) -> Batch:
-    """A batch of the old vocabulary in the new one."""
-    if promise.tokens is None:
-        return batch
-    old, new = (torch.tensor(ids) for ids in promise.tokens)
-    table = torch.zeros(int(old.max()) + 1, dtype=torch.long)
-    table[old] = new
-    return replace(batch, input_ids=table[batch.input_ids])
 
 
 def affordable(batches: Sequence[Batch], before: ModelSpec, after: ModelSpec) -> tuple[list[Batch], tuple[str, ...]]:
@@ -221,30 +180,3 @@ def affordable(batches: Sequence[Batch], before: ModelSpec, after: ModelSpec) ->
     left = [batch.name for batch in batches if id(batch) not in chosen]
     notes = (f"a large model: not measured on the probe's {', '.join(left)}",) if left else ()
     return [batch for batch in batches if id(batch) in chosen], notes
-
-
-def text_windows(text: Sequence[int], promise: Promise, *specs: ModelSpec) -> list[list[int]]:
-    """Text as pieces of one token more than a model is given at once, which overlap by one: each token but a piece's
-    first is predicted from those before it. Pieces end where a token is not kept.
-    """
-    lengths = [longest(*specs), *(spec.context_length for spec in specs), promise.length]
-    width = min([WINDOW, *(length for length in lengths if length is not None)])
-    kept = None if promise.tokens is None else set(promise.tokens[0])
-    runs: list[list[int]] = [[]]
-    for token in text:
-        if kept is None or token in kept:
-            runs[-1].append(int(token))
-        else:
-            runs.append([])
-    pieces = [run[start : start + width + 1] for run in runs for start in range(0, len(run), width)]
-    return [piece for piece in pieces if len(piece) > 1]
-
-
-def _groups(windows: Sequence[list[int]]) -> list[list[list[int]]]:
-    """Windows that go through a model together."""
-    groups: list[list[list[int]]] = [[]]
-    for window in windows:
-        if groups[-1] and sum(map(len, groups[-1])) + len(window) > TOGETHER:
-            groups.append([])
-        groups[-1].append(window)
-    return groups

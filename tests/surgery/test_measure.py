@@ -12,19 +12,22 @@ import torch
 import torch.nn.functional as F
 from families import CONFIGS, VARIANTS, randomised_reference, save_hf, shared_weights, spec_of
 from torch import Tensor
+from trees import TREES, random_weights
 
 from gptkit.architectures import architecture_of
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.errors import GptkitError
 from gptkit.modules import Decoder
-from gptkit.parity import heads, rows
+from gptkit.parity import heads, rows, scope
 from gptkit.parity.compare import kl_divergence
+from gptkit.parity.heads import perplexity
 from gptkit.parity.probe import Batch, probe
 from gptkit.parity.rows import states
+from gptkit.parity.scope import Scope
 from gptkit.spec import ModelSpec
 from gptkit.surgery import measure as module
 from gptkit.surgery.base import Promise, Stored
-from gptkit.surgery.measure import affordable, measure, perplexity, promised, text_windows
+from gptkit.surgery.measure import affordable, measure
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -109,6 +112,20 @@ def test_states_by_rows_are_those_of_the_module(name: str) -> None:
             assert x.dtype == dtype
             assert x.shape == whole.shape
             assert ((batch.valid(x) - batch.valid(whole)).abs().max() / whole.abs().max()).item() <= bound
+
+
+@pytest.mark.usefixtures("tiny_chunks")
+@pytest.mark.parametrize("name", TREES)
+def test_mixtures_and_latents_are_run_by_rows(name: str) -> None:
+    spec = TREES[name]
+    tree = Held(spec, random_weights(spec))
+    batches = probe(spec)
+    model = tree.decoder(torch.float64)
+    model.head = rows._Ends()  # type: ignore[assignment]
+    with torch.inference_mode():
+        whole = [model(batch.input_ids, batch.attention_mask) for batch in batches]
+    for batch, x, y in zip(batches, whole, states(tree, batches, torch.float64), strict=True):
+        assert (batch.valid(x) - batch.valid(y)).abs().max().item() < 1e-12
 
 
 @pytest.mark.usefixtures("tiny_chunks")
@@ -217,7 +234,9 @@ def test_tokens_that_are_kept_are_compared_under_both_ids(name: str) -> None:
     assert found.perplexity[0] == pytest.approx(found.perplexity[1], rel=1e-5)
     wrong = Promise((tuple(kept), tuple(reversed(range(40)))))
     assert measure(before, after, promise=wrong).relative["float64"] > 0.1
-    ids = {int(i) for batch in promised(promise, before.spec, after.spec) for i in batch.input_ids.flatten()}
+    ids = {
+        int(i) for batch in Scope(before.spec, after.spec, promise.tokens).probe() for i in batch.input_ids.flatten()
+    }
     assert ids <= set(kept)
     assert len(ids) > 30
 
@@ -251,8 +270,8 @@ def test_tables_of_different_lengths_are_compared_as_far_as_both_go() -> None:
 
 @pytest.mark.usefixtures("tiny_chunks")
 def test_perplexity_is_that_of_whole_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WINDOW", 24)
-    monkeypatch.setattr(module, "TOGETHER", 60)
+    monkeypatch.setattr(scope, "WINDOW", 24)
+    monkeypatch.setattr(scope, "TOGETHER", 60)
     before, after = held("llama"), held("llama", seed=1)
     text = torch.randint(97, (101,), generator=torch.Generator().manual_seed(0)).tolist()
     found = measure(before, after, text=text)
@@ -278,11 +297,11 @@ def test_perplexity_is_that_of_whole_modules(monkeypatch: pytest.MonkeyPatch) ->
 def test_windows_predict_every_token_but_the_first() -> None:
     spec = spec_of(CONFIGS["gpt2"])  # 256 positions
     text = [i % 97 for i in range(1000)]
-    windows = text_windows(text, Promise(), spec)
+    windows = Scope(spec, spec).windows(text)
     assert max(map(len, windows)) == 257
     assert [token for window in windows for token in window[1:]] == text[1:]
-    assert max(map(len, text_windows(text, Promise(length=10), spec))) == 11
-    assert text_windows([5], Promise(), spec) == []
+    assert max(map(len, Scope(spec, spec, most=10).windows(text))) == 11
+    assert Scope(spec, spec).windows([5]) == []
 
 
 def test_text_without_two_tokens_says_so() -> None:
