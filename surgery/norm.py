@@ -1,7 +1,7 @@
-"""LayerNorm -> RMSNorm.
+"""LayerNorm <-> RMSNorm.
 
-Exact for a pre-norm model (SliceGPT 2401.15024, section 3; Jiang et al. 2305.14858; TransformerLens' centering): if
-every vector in the residual stream has mean zero, LayerNorm(x) = RMSNorm(x) + β. So
+LayerNorm -> RMSNorm, exact for a pre-norm model (SliceGPT 2401.15024, section 3; Jiang et al. 2305.14858;
+TransformerLens' centering): if every vector in the residual stream has mean zero, LayerNorm(x) = RMSNorm(x) + β. So
 
 - whatever writes into the stream is centred: W -= mean over outputs, b -= mean(b), the token and position tables too;
 - β moves into what reads the norm: R.bias += R·β, for the last norm into a bias of the head;
@@ -10,11 +10,16 @@ every vector in the residual stream has mean zero, LayerNorm(x) = RMSNorm(x) + �
 The mean of the stream reaches nothing but the norms, so subtracting it changes nothing else. A tied head reads the
 same matrix that must be centred on the embedding's side, so it is untied first. Where a norm sits on the embedding
 (BLOOM) the table becomes centre(LayerNorm(table)) and the norm goes. Where the norm's *output* is the residual the
-mean is not free, and no exact form is known.
+mean is not free, and no exact form is known: what is left of it is the mean of γ⊙n, n being the normed vector.
+
+RMSNorm -> LayerNorm, exact with one more dimension: an isometry takes the stream to where its mean is zero (`basis`),
+and there the two norms are one function. A stream that is centred already needs no more than the exchange. For the
+same reason both ways hold for some layers alone: in a centred stream either kind of norm may stand anywhere.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,14 +27,28 @@ import msgspec
 import numpy as np
 
 from ..errors import SwapRefused
-from ..spec import Block, FeedForward, GatedFeedForward, LayerNorm, ModelSpec, Norm, RMSNorm
+from ..spec import Block, LayerNorm, MixtureOfExperts, ModelSpec, Norm, RMSNorm
 from .base import Computed, Model, Moved, Swapped, Tensor, Wide
-from .registry import Asked, Swap
+from .basis import Compute, eps_for, in_basis, with_norms
+from .registry import Asked, Step, Swap
+from .stream import head_weight, norms, readers, stream_norms, tables, writers
 
-__all__ = ["SWAPS", "layernorm_to_rmsnorm", "replace_layernorm", "why_not_exact"]
+__all__ = [
+    "SWAPS",
+    "layernorm_to_rmsnorm",
+    "off_centre",
+    "off_the_mean",
+    "replace_layernorm",
+    "replace_rmsnorm",
+    "rmsnorm_to_layernorm",
+    "why_not_exact",
+    "why_not_layernorm",
+]
 
 replace = msgspec.structs.replace
-Compute = Callable[[Model], Wide]
+
+CENTRED = 1e-15
+"""A mean this small beside the largest value of its tensor is what fp64 leaves of one that was subtracted."""
 
 
 def layer_norms(spec: ModelSpec) -> list[str]:
@@ -44,16 +63,14 @@ def why_not_exact(spec: ModelSpec) -> str | None:
         SwapRefused: there is no LayerNorm to replace.
 
     """
-    found = layer_norms(spec)
-    if not found:
+    if not layer_norms(spec):
         raise SwapRefused("this model has no LayerNorm: its norms are RMSNorm already")
     if any(block.residual == "normed" for block in spec.blocks):
         return (
             "its residual is taken from the norm's output (apply_residual_connection_post_layernorm), so the mean that"
             " LayerNorm removes is part of what the model computes"
         )
-    readers = ("attention_norm", "feed_forward_norm", "final_norm")
-    kept = [path for path, node in spec.nodes() if isinstance(node, RMSNorm) and path.endswith(readers)]
+    kept = [path for path, norm in stream_norms(spec) if isinstance(norm, RMSNorm)]
     if kept:
         return f"{kept[0]} is an RMSNorm already and would see the centred stream, of which it sees the mean today"
     return None
@@ -107,8 +124,22 @@ def shifted(weight: str, bias: str | None, beta: str) -> Compute:
     return compute
 
 
-def layernorm_to_rmsnorm(spec: ModelSpec) -> Swapped:
-    """The exact swap.
+def centred_with(bias: str | None, beta: str) -> Compute:
+    """A writer's bias after β moved into it, without its mean: where the norm's output is the residual."""
+
+    def compute(model: Model) -> Wide:
+        whole = model.wide(beta) if bias is None else model.wide(bias) + model.wide(beta)
+        result: Wide = whole - whole.mean()
+        return result
+
+    return compute
+
+
+# --- LayerNorm -> RMSNorm ---------------------------------------------------------------------------------------------
+
+
+def layernorm_to_rmsnorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
+    """The exact swap, for all norms or those of some layers.
 
     Raises:
         SwapRefused: there is no exact form for this tree; the message says why.
@@ -120,30 +151,40 @@ def layernorm_to_rmsnorm(spec: ModelSpec) -> Swapped:
             f"LayerNorm -> RMSNorm cannot be exact here: {reason}",
             "--approximate replaces the norms all the same and measures the damage.",
         )
+    new, tensors = centred_tree(spec, layers)
+    notes = ("the head was untied from the embedding: it needs the table uncentred",) if spec.head.tied else ()
+    return Swapped(new, "exact", tensors, summary(spec, layers), notes)
+
+
+def centred_tree(spec: ModelSpec, layers: tuple[int, ...] | None) -> tuple[ModelSpec, dict[str, Tensor]]:
+    """A tree with a stream of mean zero, as far as it is not a norm's output, and RMSNorms for LayerNorms."""
     computed: dict[str, Compute] = {}
     moved: dict[str, Tensor] = {}
-    blocks = tuple(_block(block, f"blocks.{layer}", computed) for layer, block in enumerate(spec.blocks))
-    head = spec.head
-    if isinstance(spec.final_norm, LayerNorm) and spec.final_norm.bias:
-        weight = "embedding.weight" if head.tied else "head.weight"
-        computed["head.bias"] = shifted(weight, "head.bias" if head.bias else None, "final_norm.bias")
-        head = replace(head, bias=True)
+    blocks = tuple(
+        _block(block, f"blocks.{layer}", layers is None or layer in layers, computed)
+        for layer, block in enumerate(spec.blocks)
+    )
+    head, final = spec.head, spec.final_norm
+    if layers is None:
+        if isinstance(final, LayerNorm) and final.bias:
+            old = "head.bias" if head.bias else None
+            computed["head.bias"] = shifted(head_weight(spec), old, "final_norm.bias")
+            head = replace(head, bias=True)
+        final = to_rms(final)
     if head.tied:
         head = replace(head, tied=False)
         moved["head.weight"] = Moved("embedding.weight")
     embedding = spec.embedding
-    if embedding.norm is None:
-        computed["embedding.weight"] = centred_rows("embedding.weight")
-    else:
+    if isinstance(embedding.norm, LayerNorm):
         norm = embedding.norm
-        assert isinstance(norm, LayerNorm)
         computed["embedding.weight"] = normed_rows("embedding.weight", "embedding.norm", norm.eps, norm.bias)
         embedding = replace(embedding, norm=None)
+    else:
+        assert embedding.norm is None
+        computed["embedding.weight"] = centred_rows("embedding.weight")
     if spec.positions is not None:
         computed["positions.weight"] = centred_rows("positions.weight")
-    new = replace(spec, embedding=embedding, blocks=blocks, final_norm=to_rms(spec.final_norm), head=head)
-    notes = ("the head was untied from the embedding: it needs the table uncentred",) if spec.head.tied else ()
-    return Swapped(new, "exact", made(computed) | moved, summary(spec), notes)
+    return replace(spec, embedding=embedding, blocks=blocks, final_norm=final, head=head), made(computed) | moved
 
 
 def made(computed: Mapping[str, Compute]) -> dict[str, Tensor]:
@@ -151,45 +192,54 @@ def made(computed: Mapping[str, Compute]) -> dict[str, Tensor]:
     return {name: Computed(make) for name, make in computed.items()}
 
 
-def _block(block: Block, path: str, computed: dict[str, Compute]) -> Block:
-    """The block with its norms exchanged; what changes in its tensors goes into `computed`."""
-    attention, feed_forward = block.attention, block.feed_forward
-    inner_norm = "feed_forward_norm" if block.feed_forward_norm is not None else "attention_norm"
-    if isinstance(block.attention_norm, LayerNorm) and block.attention_norm.bias:
-        for projection in ("q_proj", "k_proj", "v_proj"):
-            name = f"{path}.attention.{projection}"
-            old = f"{name}.bias" if attention.qkv_bias else None
-            computed[f"{name}.bias"] = shifted(f"{name}.weight", old, f"{path}.attention_norm.bias")
+def _block(block: Block, path: str, chosen: bool, computed: dict[str, Compute]) -> Block:
+    """The block with its writers centred and, where it is chosen, its norms exchanged; what changes in its tensors
+    goes into `computed`.
+    """
+    attention, inner = block.attention, block.feed_forward
+    gone = dict(norms(block, path)) if chosen else {}
+    shifting = {name for name, norm in gone.items() if isinstance(norm, LayerNorm) and norm.bias}
+    for each in readers(block, path):
+        if each.norm in shifting and each.may_have_bias:
+            old = each.bias_name if each.bias else None
+            computed[each.bias_name] = shifted(each.weight, old, f"{each.norm}.bias")
+    if f"{path}.attention_norm" in shifting:
         attention = replace(attention, qkv_bias=True)
-    source = block.feed_forward_norm or block.attention_norm
-    if isinstance(source, LayerNorm) and source.bias:
-        for projection in inner_projections(feed_forward):
-            name = f"{path}.feed_forward.{projection}"
-            old = f"{name}.bias" if feed_forward.up_bias else None
-            computed[f"{name}.bias"] = shifted(f"{name}.weight", old, f"{path}.{inner_norm}.bias")
-        feed_forward = replace(feed_forward, up_bias=True)
-    for name, bias in (
-        (f"{path}.attention.o_proj", attention.output_bias),
-        (f"{path}.feed_forward.down_proj", feed_forward.down_bias),
-    ):
-        computed[f"{name}.weight"] = centred(f"{name}.weight")
-        if bias:
-            computed[f"{name}.bias"] = centred(f"{name}.bias")
+    if inner_norm(block, path) in shifting:
+        inner = with_biases(inner, up=True)
+    for each in writers(block, path):
+        computed[each.weight] = centred(each.weight)
+        if each.bias:
+            computed[each.bias_name] = centred(each.bias_name)
+    if block.residual == "normed":  # β is part of the residual too
+        for each in writers(block, path):
+            beta = f"{path}.attention_norm" if each.path.endswith("o_proj") else f"{path}.feed_forward_norm"
+            if beta in shifting:
+                computed[each.bias_name] = centred_with(each.bias_name if each.bias else None, f"{beta}.bias")
+        if f"{path}.attention_norm" in shifting:
+            attention = replace(attention, output_bias=True)
+        if f"{path}.feed_forward_norm" in shifting:
+            inner = with_biases(inner, down=True)
     return replace(
-        block,
-        attention_norm=to_rms(block.attention_norm),
+        with_norms(block, path, {name: to_rms(norm) for name, norm in gone.items()}),
         attention=attention,
-        feed_forward_norm=None if block.feed_forward_norm is None else to_rms(block.feed_forward_norm),
-        feed_forward=feed_forward,
+        feed_forward=inner,
     )
 
 
-def inner_projections(feed_forward: FeedForward | GatedFeedForward) -> tuple[str, ...]:
-    """The linears that read the feed-forward's input."""
-    return ("gate_proj", "up_proj") if isinstance(feed_forward, GatedFeedForward) else ("up_proj",)
+def inner_norm(block: Block, path: str) -> str:
+    """The path of the norm that the feed-forward reads."""
+    return f"{path}.attention_norm" if block.feed_forward_norm is None else f"{path}.feed_forward_norm"
 
 
-def replace_layernorm(spec: ModelSpec) -> Swapped:
+def with_biases(feed_forward: Any, up: bool = False, down: bool = False) -> Any:
+    """A feed-forward, or a mixture's experts, with more biases."""
+    if isinstance(feed_forward, MixtureOfExperts):
+        return replace(feed_forward, expert=with_biases(feed_forward.expert, up, down))
+    return replace(feed_forward, up_bias=feed_forward.up_bias or up, down_bias=feed_forward.down_bias or down)
+
+
+def replace_layernorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
     """The plain replacement: γ and eps kept, β and the centring dropped. Approximate at best.
 
     Raises:
@@ -197,33 +247,193 @@ def replace_layernorm(spec: ModelSpec) -> Swapped:
 
     """
     why_not_exact(spec)
-
-    def swapped(block: Block) -> Block:
-        inner = block.feed_forward_norm
-        return replace(
-            block,
-            attention_norm=to_rms(block.attention_norm),
-            feed_forward_norm=None if inner is None else to_rms(inner),
-        )
-
     norm = spec.embedding.norm
-    new = replace(
-        spec,
-        embedding=replace(spec.embedding, norm=None if norm is None else to_rms(norm)),
-        blocks=tuple(swapped(block) for block in spec.blocks),
-        final_norm=to_rms(spec.final_norm),
-    )
-    return Swapped(new, "approximate", {}, summary(spec))
+    new = exchanged(spec, layers, to_rms)
+    if norm is not None and layers is None:
+        new = replace(new, embedding=replace(spec.embedding, norm=to_rms(norm)))
+    return Swapped(new, "approximate", {}, summary(spec, layers))
 
 
-def summary(spec: ModelSpec) -> dict[str, Any]:
+def exchanged(spec: ModelSpec, layers: tuple[int, ...] | None, exchange: Callable[[Norm], Norm]) -> ModelSpec:
+    """The tree with other records for the norms on the stream, or for those of some layers."""
+    blocks = list(spec.blocks)
+    for layer in range(len(blocks)) if layers is None else layers:
+        path = f"blocks.{layer}"
+        found = {name: exchange(norm) for name, norm in norms(blocks[layer], path)}
+        blocks[layer] = with_norms(blocks[layer], path, found)
+    final = exchange(spec.final_norm) if layers is None else spec.final_norm
+    return replace(spec, blocks=tuple(blocks), final_norm=final)
+
+
+def summary(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> dict[str, Any]:
     """What the output's record says of it."""
-    return {"from": "layernorm", "to": "rmsnorm", "norms": len(layer_norms(spec))}
+    if layers is None:
+        return {"from": "layernorm", "to": "rmsnorm", "norms": len(layer_norms(spec))}
+    inside = [name for name in layer_norms(spec) if name.startswith("blocks.") and int(name.split(".")[1]) in layers]
+    return {"from": "layernorm", "to": "rmsnorm", "norms": len(inside)}
+
+
+def off_centre(model: Model, layers: tuple[int, ...] | None) -> str | None:
+    """The first router that LayerNorm's β would steer: it has no bias that could take it up. A shift of all of its
+    experts alike is none to the softmax.
+    """
+    for layer, block in enumerate(model.spec.blocks):
+        if not isinstance(block.feed_forward, MixtureOfExperts) or not (layers is None or layer in layers):
+            continue
+        path = f"blocks.{layer}"
+        norm = inner_norm(block, path)
+        record = dict(norms(block, path))[norm]
+        if not (isinstance(record, LayerNorm) and record.bias):
+            continue
+        router = f"{path}.feed_forward.router"
+        shift = shifted(f"{router}.weight", None, f"{norm}.bias")(model)
+        if np.ptp(shift) > CENTRED * max(1.0, float(np.abs(shift).max())):
+            return router
+    return None
 
 
 def to_rmsnorm(model: Model, asked: Asked) -> Swapped:
     """LayerNorm -> RMSNorm, as exactly as is asked."""
-    return (replace_layernorm if asked.approximate else layernorm_to_rmsnorm)(model.spec)
+    spec = model.spec
+    if asked.approximate:
+        reason = why_not_exact(spec)
+        mixture = any(isinstance(block.feed_forward, MixtureOfExperts) for block in spec.blocks)
+        normed = all(block.residual == "normed" for block in spec.blocks)
+        if reason is None or mixture or not normed or asked.layers is not None:
+            return replace_layernorm(spec, asked.layers)
+        new, tensors = centred_tree(spec, None)
+        notes = ("all but the mean of each norm's own output was taken care of",)
+        return Swapped(new, "approximate", tensors, summary(spec), notes)
+    if why_not_exact(spec) is None:
+        router = off_centre(model, asked.layers)
+        if router is not None:
+            raise SwapRefused(
+                f"LayerNorm -> RMSNorm cannot be exact here: the bias of the norm steers {router}, which has none",
+                "Exchange the norms before the feed-forwards become experts, or --approximate.",
+            )
+    return layernorm_to_rmsnorm(spec) if asked.layers is None else layernorm_to_rmsnorm(spec, asked.layers)
+
+
+# --- RMSNorm -> LayerNorm ---------------------------------------------------------------------------------------------
+
+
+def why_not_layernorm(spec: ModelSpec) -> str | None:
+    """The reason why RMSNorm -> LayerNorm cannot be exact for this tree, or None.
+
+    Raises:
+        SwapRefused: there is no RMSNorm on the stream.
+
+    """
+    found = dict(stream_norms(spec))
+    if not any(isinstance(norm, RMSNorm) for norm in found.values()):
+        raise SwapRefused("this model has no RMSNorm on its stream: its norms are LayerNorm already")
+    if any(block.residual == "normed" for block in spec.blocks):
+        return "its residual is taken from the norm's output, where the norm's weight does not commute with a rotation"
+    kept = [path for path, norm in found.items() if isinstance(norm, LayerNorm)]
+    kept += ["embedding.norm"] if isinstance(spec.embedding.norm, LayerNorm) else []
+    if kept:
+        return f"{kept[0]} is a LayerNorm already and removes a mean that the others see"
+    return None
+
+
+def to_layer_norm(norm: Norm) -> LayerNorm:
+    """The LayerNorm in an RMSNorm's place."""
+    return LayerNorm(size=norm.size, eps=norm.eps, bias=False) if isinstance(norm, RMSNorm) else norm
+
+
+def off_the_mean(rows: Wide) -> Wide:
+    """Rows [n, d] in the space of the vectors of d + 1 elements whose mean is zero, lengths and angles kept.
+
+    A zero is appended and the Householder reflection applied that takes the last unit vector to (1, …, 1)/√(d + 1):
+    what was at right angles to the one is then to the other.
+    """
+    size = rows.shape[1] + 1
+    v = np.full(size, -1 / math.sqrt(size))
+    v[-1] += 1
+    wide = np.concatenate([rows, np.zeros((len(rows), 1))], axis=1)
+    found: Wide = wide - np.outer(wide @ v, v * (2 / (v @ v)))
+    return found
+
+
+def rmsnorm_to_layernorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
+    """The exact swap, for all norms or those of some layers: one dimension wider, the head untied.
+
+    Raises:
+        SwapRefused: there is no exact form for this tree; the message says why.
+
+    """
+    reason = why_not_layernorm(spec)
+    if reason is not None:
+        raise SwapRefused(
+            f"RMSNorm -> LayerNorm cannot be exact here: {reason}",
+            "--approximate replaces the norms all the same and measures the damage.",
+        )
+    old, size = spec.hidden_size, spec.hidden_size + 1
+
+    def norm_of(path: str, norm: Norm) -> Norm:
+        chosen = layers is None or (path.startswith("blocks.") and int(path.split(".")[1]) in layers)
+        other = replace(norm, eps=eps_for(norm.eps, old, size))
+        return to_layer_norm(other) if chosen else other
+
+    new, tensors = in_basis(spec, size, lambda _, rows: off_the_mean(rows), norm_of)
+    notes = [f"the stream is {size} wide instead of {old}: with one more dimension its mean can be zero"]
+    if spec.head.tied:
+        notes.append("the head was untied from the embedding: it reads behind the last norm's weight")
+    return Swapped(new, "exact", tensors, other_summary(spec, size), tuple(notes))
+
+
+def replace_rmsnorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
+    """The plain replacement: γ and eps kept, the mean dropped. Exact where the stream has none.
+
+    Raises:
+        SwapRefused: there is no RMSNorm to replace.
+
+    """
+    why_not_layernorm(spec)
+    return Swapped(exchanged(spec, layers, to_layer_norm), "approximate", {}, other_summary(spec, spec.hidden_size))
+
+
+def other_summary(spec: ModelSpec, size: int) -> dict[str, Any]:
+    """What the output's record says of it."""
+    found = [norm for _, norm in stream_norms(spec) if isinstance(norm, RMSNorm)]
+    return {"from": "rmsnorm", "to": "layernorm", "norms": len(found), "hidden_size": [spec.hidden_size, size]}
+
+
+def stream_is_centred(model: Model) -> bool:
+    """Whether nothing that writes into the stream has a mean."""
+
+    def has_none(values: Wide, axis: int) -> bool:
+        mean = np.abs(values.mean(axis=axis)).max()
+        return bool(mean <= CENTRED * np.abs(values).max())
+
+    spec = model.spec
+    if spec.embedding.norm is not None or not all(has_none(model.wide(name), 1) for name in tables(spec)):
+        return False
+    for layer, block in enumerate(spec.blocks):
+        for each in writers(block, f"blocks.{layer}"):
+            names = [each.weight, *([each.bias_name] if each.bias else [])]
+            if not all(has_none(model.wide(name), 0) for name in names):
+                return False
+    return True
+
+
+def to_layernorm(model: Model, asked: Asked) -> Swapped:
+    """RMSNorm -> LayerNorm, as exactly as is asked."""
+    spec = model.spec
+    if asked.approximate:
+        return replace_rmsnorm(spec, asked.layers)
+    reason = why_not_layernorm(spec)
+    normed = any(block.residual == "normed" for block in spec.blocks)
+    if (reason is None or not normed) and spec.embedding.norm is None and stream_is_centred(model):
+        found = exchanged(spec, asked.layers, to_layer_norm)
+        notes = ("nothing that writes into the stream has a mean, so the norms were exchanged where they stand",)
+        return Swapped(found, "exact", {}, other_summary(spec, spec.hidden_size), notes)
+    return rmsnorm_to_layernorm(spec) if asked.layers is None else rmsnorm_to_layernorm(spec, asked.layers)
+
+
+def has_rms_norm(spec: ModelSpec) -> bool:
+    """Whether a tree has such a norm on its stream."""
+    return any(isinstance(norm, RMSNorm) for _, norm in stream_norms(spec))
 
 
 SWAPS = (
@@ -236,6 +446,21 @@ SWAPS = (
         needs="norms before attention and feed-forward (pre-norm), all of them LayerNorms",
         source="SliceGPT 2401.15024; Jiang et al. 2305.14858; TransformerLens",
         apply=to_rmsnorm,
-        examples=lambda spec: ("rmsnorm",),
+        examples=lambda spec: ("rmsnorm",) if layer_norms(spec) else (),
+        by_layer=True,
+        inverse=lambda before, asked: None if asked.approximate else Step("norm", "layernorm"),
+    ),
+    Swap(
+        option="norm",
+        form="layernorm",
+        takes="RMSNorm",
+        gives="LayerNorm",
+        guarantee="exact",
+        needs="pre-norm, all norms on the stream RMSNorms; one more dimension, unless the stream has no mean already",
+        source="an isometry onto the vectors of mean zero; after SliceGPT 2401.15024, section 3",
+        apply=to_layernorm,
+        examples=lambda spec: ("layernorm",) if has_rms_norm(spec) else (),
+        by_layer=True,
+        inverse=lambda before, asked: None if asked.approximate else Step("norm", "rmsnorm"),
     ),
 )
