@@ -25,6 +25,7 @@ from ..spec import ModelSpec
 from .base import Exactly, Guarantee, Model, Promise, Stored, Swapped, SwappedModel, weakest
 from .calibration import TOKENS, Calibration, Text, read_text
 from .measure import Measurement, measure
+from .recipe import Recipe, described, hashes, plain, read_recipe, recipe_of_steps, told_as
 from .registry import Step, apply, options, steps_of
 
 __all__ = ["Chain", "SwapResult", "chain", "swap"]
@@ -32,6 +33,9 @@ __all__ = ["Chain", "SwapResult", "chain", "swap"]
 EXACT_FP64 = 1e-12
 EXACT_FP32 = 1e-5
 """The largest relative error of logits that "exact" allows, in fp64 and in fp32."""
+
+SMALL = 50_000_000
+"""Parameters of a model of which each step of a chain is measured without being asked to."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,16 @@ class Chain:
         """The tokenizer's files that change."""
         return {name: text for each in self.swapped for name, text in each.texts.items()}
 
+    @property
+    def calibration(self) -> Mapping[str, Any]:
+        """The text that steps were fitted on: its name, sha256 and tokens; empty where none was."""
+        return next((each.summary["calibration"] for each in self.swapped if "calibration" in each.summary), {})
+
+    @property
+    def largest(self) -> int:
+        """Parameters of the largest tree in it."""
+        return max(count(model.spec).total for model in self.models)
+
     def computed(self, name: str) -> bool:
         """Whether a tensor of the result is computed by some step, and not moved alone."""
         last = self.models[-1]
@@ -86,7 +100,9 @@ class SwapResult:
     """What a swap did, or would do.
 
     `measured` is None where it was asked not to measure, and of a dry run; `dtype` is what computed tensors are stored
-    in; `parameters` are the totals before and after.
+    in; `parameters` are the totals before and after. `each` has what every step of a chain costs by itself, empty where
+    that was not measured; `recipe` what the output carries, so that it can be made again; `same_source`
+    whether a recipe that gptkit wrote was made of the very same files.
     """
 
     source: Checkpoint
@@ -97,6 +113,9 @@ class SwapResult:
     parameters: tuple[int, int]
     plan: Plan
     published: bool
+    each: tuple[Measurement, ...] = ()
+    recipe: Recipe | None = None
+    same_source: bool | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -114,11 +133,13 @@ def chain(
     stored: str | None = None,
     text: Callable[[], Text] | None = None,
     offline: bool = False,
+    names: Sequence[str] = (),
 ) -> Chain:
     """Carry out steps on an opened checkpoint, without computing a tensor.
 
     `stored` is the dtype of computed tensors; None is float64 for exact chains and the checkpoint's own otherwise.
-    `text` gives what calibrated swaps are fitted on, in the checkpoint's own vocabulary, or says what to give.
+    `text` gives what calibrated swaps are fitted on, in the checkpoint's own vocabulary, or says what to give. `names`
+    is what errors call the steps, by default their number and option where there are several.
 
     Raises:
         SwapRefused: a precondition of a step does not hold.
@@ -133,10 +154,15 @@ def chain(
     texts = dict(source.texts)
     text = text or (lambda: read_text(source, None))
     promise = Promise()
-    for step in steps:
+    done: list[Step] = []
+    for number, asked in enumerate(steps):
         used: list[Text] = []
         calibration = partial(_calibration, text, promise, models[-1].spec, used)
-        swapped = apply(models[-1], step, calibration=calibration, files=files, texts=texts, offline=offline)
+        several = f"step {number + 1} ({asked})" if len(steps) > 1 else None
+        with told_as(names[number] if number < len(names) else several):
+            step = plain(asked, models[-1].spec)
+            swapped = apply(models[-1], step, calibration=calibration, files=files, texts=texts, offline=offline)
+        done.append(step)
         if used:
             drawn = {"text": used[0].name, "sha256": used[0].sha256, "tokens": len(used[0].fitted)}
             swapped = replace(swapped, summary={**swapped.summary, "calibration": drawn})
@@ -149,7 +175,7 @@ def chain(
     for model in models[1:]:
         assert isinstance(model, SwappedModel)
         model.stored = dtype
-    return Chain(tuple(steps), tuple(found), tuple(models))
+    return Chain(tuple(done), tuple(found), tuple(models))
 
 
 def _calibration(text: Callable[[], Text], promise: Promise, spec: ModelSpec, used: list[Text]) -> Calibration:
@@ -167,11 +193,13 @@ def swap(
     blocks: str | None = None,
     approximate: bool = False,
     calibrate: str | Path | None = None,
-    calibrate_tokens: int = TOKENS,
+    calibrate_tokens: int | None = None,
+    recipe: str | Path | None = None,
     dtype: str | None = None,
     force: bool = False,
     dry_run: bool = False,
     measured: bool = True,
+    each_step: bool | None = None,
     offline: bool = False,
     allow_pickle: bool = False,
     allow_extra: bool = False,
@@ -189,7 +217,9 @@ def swap(
         approximate: replace plainly instead of in the best form known, and report what it costs.
         calibrate: a text file that calibrated swaps are fitted on, and its last part measured on; by default the
             bundled play, for checkpoints that come from the samples alone.
-        calibrate_tokens: how many of its tokens they are fitted on.
+        calibrate_tokens: how many of its tokens they are fitted on; 2,048 by default.
+        recipe: a file of steps, the name of one of ours, or a folder that a swap made; see `surgery.recipe`. What is
+            asked for beside it comes after it.
         dtype: how the tensors that the swap computes are stored; those that only move keep their dtype. By default
             float64 where the swap is exact, else the checkpoint's own. Anything narrower than float64 rounds them once,
             and an exact swap is then exact up to that rounding: what the rounding costs is measured from the files,
@@ -197,6 +227,8 @@ def swap(
         force: replace an existing checkpoint folder, in one step.
         dry_run: say what would come out; compute and write nothing.
         measured: compare logits before and after, in fp32 and fp64, from the files that were written.
+        each_step: measure also what every step costs by itself; by default of several steps on models of up to 50
+            million parameters.
         offline: use local files and the hub's cache only.
         allow_pickle: read .bin files too (weights only).
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
@@ -208,37 +240,56 @@ def swap(
         InvalidInput, Offline, UsageError: as `convert`; weights or logits that are not finite.
 
     """
+    told, repeated = None if recipe is None else read_recipe(recipe), False
+    if told is not None:
+        dtype = dtype or told.dtype
+        calibrate_tokens = calibrate_tokens or told.calibration.get("tokens")
+        repeated = calibrate is None
+        calibrate = told.text() if calibrate is None else calibrate
     if calibrate is not None and not Path(calibrate).is_file():
         raise UsageError(f"there is no text file {calibrate}", "--calibrate FILE: some pages of plain text.")
-    wanted = [*steps, *steps_of(asked, blocks, approximate)]
+    wanted = [*(told.steps if told else ()), *steps, *steps_of(asked, blocks, approximate)]
     stored = None if dtype is None else parse_dtype(dtype)
     if not dry_run:
         Staging(Path(out), force).check()  # what cannot be written is refused before anything is fetched or computed
     source = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
-    text = cache(lambda: read_text(source, calibrate, calibrate_tokens))
-    done = chain(source, wanted, stored=stored, text=text, offline=offline)
+    text = cache(lambda: read_text(source, calibrate, calibrate_tokens or TOKENS))
+    done = chain(source, wanted, stored=stored, text=text, offline=offline, names=told.labels() if told else ())
+    if repeated and told is not None and told.calibration and done.calibration != told.calibration:
+        raise told.another_text(str(told.calibration.get("text")))
+    carried = recipe_of_steps(wanted, told, dtype, done.calibration)
     last = done.models[-1]
     assert isinstance(last, SwappedModel)
     stored = last.stored
     records = [{**each.summary, "dtype": HF_NAMES[stored], "gptkit": __version__} for each in done.swapped]
     plan = _plan(source, done, records)
-    found = None
+    found, each = None, ()
     if not dry_run:
+        carried = replace(carried, sources=hashes([*source.files, *described(source.path)]))
         with Staging(Path(out), force) as staging:
             files = execute(plan, _tensors(last), staging, progress)
             if measured:
                 sampled = (source.origin.reference or "").startswith("sample:")
                 held_out = text().held_out if calibrate is not None or sampled else None
                 found = _measured(source, done, stored, staging.path, held_out)
+                if each_step or (each_step is None and len(wanted) > 1 and done.largest <= SMALL):
+                    each = _each(done, text() if held_out else None)
             manifest: dict[str, Any] = {
                 "gptkit": __version__,
                 "format": "local",
                 "source": {"reference": source.origin.reference, "revision": source.revision},
-                "swap": {"steps": records, "measured": None if found is None else found.as_json()},
+                "swap": {
+                    "recipe": carried.as_json(),
+                    "steps": records,
+                    "measured": None if found is None else found.as_json(),
+                    "measured_steps": [one.as_json() for one in each],
+                },
             }
             staging.commit(manifest, files=files)
     totals = (count(source.spec).total, count(done.spec).total)
-    return SwapResult(source, Path(out), done, HF_NAMES[stored], found, totals, plan, not dry_run)
+    same = None if told is None or not told.sources or dry_run else told.sources == carried.sources
+    stored_as = HF_NAMES[stored]
+    return SwapResult(source, Path(out), done, stored_as, found, totals, plan, not dry_run, each, carried, same)
 
 
 def _plan(source: Checkpoint, done: Chain, records: Sequence[Mapping[str, Any]]) -> Plan:
@@ -277,6 +328,17 @@ def _measured(source: Checkpoint, done: Chain, stored: str, folder: Path, text: 
     if done.guarantee == "exact":
         _hold_to_exact(done, stored, found)
     return found
+
+
+def _each(done: Chain, text: Text | None) -> tuple[Measurement, ...]:
+    """What every step costs by itself, in fp64 and before any rounding: the tree after it against the tree before."""
+    found = []
+    for before, swapped, after in zip(done.models, done.swapped, done.models[1:], strict=False):
+        against = Exactly(swapped.against or before)
+        ids = None if text is None else text.held_out
+        found.append(measure(against, Exactly(after), promise=swapped.promise, text=ids, dtypes=("float64",)))
+        text = None if text is None else text.renamed(swapped.promise)
+    return tuple(found)
 
 
 def _require_numbers(source: Checkpoint, found: Measurement) -> None:

@@ -1,0 +1,396 @@
+"""Recipes: swaps one after the other, in a TOML file. No torch.
+
+    name = "llama-to-mqa"
+    description = "One key-value head for all query heads."
+
+    [[step]]
+    attention = "gqa:1/2"        # OPTION = VALUE; a flag is true
+    comment = "half of them first"
+    blocks = "3-"                # also: approximate = true, settings = { … }
+
+    [[step]]
+    attention = "mqa"
+
+A number may depend on the model that a step finds: "auto:75%" of its layers (rounded), "gqa:1/2" of its key-value heads
+(which must come out whole). What gptkit wrote is a recipe too: its manifest.json has the steps, the text they were
+fitted on and the sha256 of what they were made of.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from ..analysis.costs import cached, usual_context
+from ..converter.files import sha256_file
+from ..converter.manifest import MANIFEST
+from ..converter.resolve import CONFIG
+from ..converter.tree import LOCAL_CONFIG
+from ..errors import GptkitError, InvalidInput, SwapRefused, UsageError
+from ..spec import Attention, ModelSpec, Rotary
+from .options import OPTIONS
+from .registry import Step
+
+__all__ = [
+    "FOLDER",
+    "Recipe",
+    "described",
+    "find_recipe",
+    "hashes",
+    "plain",
+    "read_recipe",
+    "recipe_of_steps",
+    "shipped",
+    "told_as",
+]
+
+FOLDER = Path(__file__).parent / "recipes"
+"""The recipes that come along."""
+
+PLAY = "the bundled play"
+"""What records call the text that comes along."""
+
+MOST_BYTES = 10**6
+"""A larger file is no recipe."""
+
+HEAD_KEYS = ("name", "description", "step")
+STEP_KEYS = ("blocks", "approximate", "settings", "comment")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Steps with a name.
+
+    where: the file, for messages. comments: one a step, "" where there is none. dtype, calibration, sources: only of
+    what gptkit wrote: the dtype that was asked for, the text that steps were fitted on (its name, sha256, tokens), and
+    the sha256 of the source's files.
+    """
+
+    name: str
+    description: str
+    steps: tuple[Step, ...]
+    where: str
+    comments: tuple[str, ...] = ()
+    dtype: str | None = None
+    calibration: Mapping[str, Any] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """As manifest.json has it, and as `read_recipe` reads it."""
+        comments = self.comments or ("",) * len(self.steps)
+        steps = [step_json(step, comment) for step, comment in zip(self.steps, comments, strict=True)]
+        found: dict[str, Any] = {"name": self.name, "description": self.description, "step": steps}
+        if self.dtype is not None:
+            found["dtype"] = self.dtype
+        if self.calibration:
+            found["calibration"] = dict(self.calibration)
+        return found | {"sources": dict(self.sources)}
+
+    def text(self) -> Path | None:
+        """The file that steps were fitted on, None for the bundled play or none.
+
+        Raises:
+            UsageError: it is not there.
+
+        """
+        name = self.calibration.get("text")
+        if not isinstance(name, str) or name == PLAY:
+            return None
+        if not Path(name).is_file():
+            raise self.another_text(name)
+        return Path(name)
+
+    def another_text(self, name: str) -> UsageError:
+        """What to say where the text is not the one that steps were fitted on."""
+        digest = str(self.calibration.get("sha256"))
+        return UsageError(
+            f"{self.where}: it was fitted on {name}, which is not there as it was (sha256 {digest[:16]}…)",
+            "--calibrate FILE: the same text for the same bytes, or another.",
+        )
+
+    def labels(self) -> tuple[str, ...]:
+        """What messages call each step."""
+        return tuple(f"{self.where}, step {number}" for number in range(1, len(self.steps) + 1))
+
+
+def step_json(step: Step, comment: str = "") -> dict[str, Any]:
+    """A step as a recipe has it."""
+    found: dict[str, Any] = {step.option: step.value if step.value or not _flag(step.option) else True}
+    if step.blocks is not None:
+        found["blocks"] = step.blocks
+    if step.approximate:
+        found["approximate"] = True
+    if step.settings:
+        found["settings"] = dict(step.settings)
+    return found | ({"comment": comment} if comment else {})
+
+
+def recipe_of_steps(
+    steps: Sequence[Step], recipe: Recipe | None, dtype: str | None, calibration: Mapping[str, Any]
+) -> Recipe:
+    """What is written into the output: a recipe's steps, and those that were asked for beside it."""
+    if recipe is None:
+        recipe = Recipe("", "", (), "the call")
+    comments = (recipe.comments or ("",) * len(recipe.steps)) + ("",) * (len(steps) - len(recipe.steps))
+    return replace(recipe, steps=tuple(steps), comments=comments, dtype=dtype, calibration=calibration, sources={})
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def shipped() -> dict[str, Path]:
+    """The recipes that come along, by name."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*.toml"))}
+
+
+def find_recipe(reference: str | Path) -> Path:
+    """The file behind a name of ours, a path, or a folder that gptkit wrote.
+
+    Raises:
+        UsageError: there is no such recipe.
+
+    """
+    path = Path(reference).expanduser()
+    if path.is_dir() or path.name == LOCAL_CONFIG:
+        folder = path if path.is_dir() else path.parent
+        if not (folder / MANIFEST).is_file():
+            raise UsageError(f"{folder} has no {MANIFEST}: gptkit did not swap it", "Give a recipe in TOML.")
+        return folder / MANIFEST
+    if path.is_file():
+        return path
+    known = shipped()
+    if str(reference) in known:
+        return known[str(reference)]
+    near = get_close_matches(str(reference), known, 1)
+    raise UsageError(
+        f"there is no recipe {str(reference)!r}",
+        f"Did you mean {near[0]}?" if near else f"Name a file, or one of {', '.join(known)}.",
+    )
+
+
+def read_recipe(reference: str | Path) -> Recipe:
+    """A recipe by its name among ours, its file, or a folder that gptkit wrote.
+
+    Raises:
+        UsageError: there is none.
+        InvalidInput: it is no TOML, or not what a recipe is; file and step are named.
+
+    """
+    path = find_recipe(reference)
+    where = str(reference)
+    data = _manifest(path, where) if path.suffix == ".json" else _toml(path, where)
+    return parse(data, where, path.stem)
+
+
+def _text(path: Path, where: str) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise InvalidInput(f"{where}: cannot be read: {error.strerror}") from error
+    if len(data) > MOST_BYTES:
+        raise InvalidInput(f"{where}: more than {MOST_BYTES:,} bytes are no recipe")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{where}: no UTF-8 text (byte {error.start:,})") from error
+
+
+def _toml(path: Path, where: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(_text(path, where))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InvalidInput(f"{where}: no TOML: {error}") from error
+
+
+def _manifest(path: Path, where: str) -> dict[str, Any]:
+    """The recipe in a manifest.json."""
+    try:
+        # A manifest may be long: it has an entry a tensor.
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidInput(f"{where}: its {MANIFEST} is damaged") from error
+    swap = data.get("swap") if isinstance(data, dict) else None
+    found = swap.get("recipe") if isinstance(swap, dict) else None
+    if not isinstance(found, dict):
+        raise UsageError(f"{where}: no swap made it", "Give a recipe in TOML, or a folder that gptkit swap made.")
+    return found
+
+
+def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
+    """A recipe from TOML's or JSON's values.
+
+    Raises:
+        InvalidInput: an unknown key, a value of the wrong type, no step, or two options in one.
+
+    """
+    written = "sources" in data  # by gptkit
+    known = (*HEAD_KEYS, "dtype", "calibration", "sources") if written else HEAD_KEYS
+    for key in data:
+        if key not in known:
+            raise InvalidInput(f"{where}: unknown key {key!r}", f"known: {', '.join(known)}; options go into [[step]]")
+    for key in ("name", "description"):
+        if not isinstance(data.get(key, ""), str):
+            raise InvalidInput(f"{where}: {key} is to be text")
+    tables = data.get("step", [])
+    if not isinstance(tables, list) or not tables or not all(isinstance(each, dict) for each in tables):
+        raise InvalidInput(f"{where}: a recipe has steps, each a table [[step]] with OPTION = VALUE")
+    steps, comments = [], []
+    for number, table in enumerate(tables, 1):
+        steps.append(_step(table, f"{where}, step {number}"))
+        comments.append(table.get("comment", ""))
+    more = {}
+    if written:
+        kinds = {"dtype": str | None, "calibration": dict, "sources": dict}
+        wrong = [key for key, kind in kinds.items() if key in data and not isinstance(data[key], kind)]
+        if wrong:
+            raise InvalidInput(f"{where}: {wrong[0]} is not what gptkit writes")
+        more = {key: data[key] for key in kinds if key in data}
+    named = data.get("name", "") or ("" if written else name)
+    return Recipe(named, data.get("description", ""), tuple(steps), where, tuple(comments), **more)
+
+
+def _flag(option: str) -> bool:
+    return any(each.flag for each in OPTIONS if each.name == option)
+
+
+def _step(table: Mapping[str, Any], where: str) -> Step:
+    """One [[step]]."""
+    known = {option.name for option in OPTIONS}
+    names = {key: key.replace("-", "_") for key in table if key not in STEP_KEYS}
+    for key, option in names.items():
+        if option not in known:
+            near = get_close_matches(option, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}, {', '.join(STEP_KEYS)}"
+            raise InvalidInput(f"{where}: unknown option {key!r}", hint)
+    if len(names) != 1:
+        told = f"{len(names)} options ({', '.join(names)})" if names else "no option"
+        raise InvalidInput(f"{where}: {told}; a step has one", "Steps run one after the other: give each its [[step]].")
+    ((key, option),) = names.items()
+    checks: tuple[tuple[str, type, object], ...] = (
+        ("blocks", str, None),
+        ("approximate", bool, False),
+        ("settings", dict, {}),
+        ("comment", str, ""),
+    )
+    found = {name: table.get(name, default) for name, _, default in checks}
+    for name, kind, _ in checks:
+        if name in table and not isinstance(table[name], kind):
+            words = {str: "text", bool: "true or false", dict: "a table"}
+            raise InvalidInput(f"{where}: {name} is to be {words[kind]}, not {table[name]!r:.40}")
+    value = _value(table[key], _flag(option), f"{where}: {key}")
+    return Step(option, value, found["blocks"], found["approximate"], found["settings"])
+
+
+def _value(value: object, flag: bool, where: str) -> str:
+    """VALUE as the registry wants it: text; whole numbers may stand without quotes, a flag is true."""
+    if flag and value is True:
+        return ""
+    if not flag and isinstance(value, str) and value:
+        return value
+    if not flag and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    raise InvalidInput(f"{where} is {'a flag: true' if flag else 'to be text or a whole number'}, not {value!r:.40}")
+
+
+# --- numbers that depend on the model ---------------------------------------------------------------------------------
+
+
+def _of_blocks(read: Callable[[Any], int | None]) -> Callable[[ModelSpec], set[int | None]]:
+    return lambda spec: {read(block) for block in spec.blocks}
+
+
+def _kv_heads(block: Any) -> int | None:
+    return block.attention.kv_heads if isinstance(block.attention, Attention) else None
+
+
+def _rotary(block: Any) -> int | None:
+    position = block.attention.position
+    return position.dim if isinstance(position, Rotary) else None
+
+
+WHOLES: Mapping[tuple[str, str], tuple[str, Callable[[ModelSpec], set[int | None]]]] = {
+    ("attention", "gqa:"): ("key-value heads", _of_blocks(_kv_heads)),
+    ("attention", "mla:"): (
+        "numbers that a token leaves in a layer's cache",
+        _of_blocks(lambda b: cached(b.attention)),
+    ),
+    ("layers", "auto:"): ("layers", lambda spec: {len(spec.blocks)}),
+    ("layers", "+"): ("layers", lambda spec: {len(spec.blocks)}),
+    ("heads", ""): ("heads", _of_blocks(lambda block: block.attention.heads)),
+    ("head_dim", ""): ("dimensions of a head", _of_blocks(lambda block: getattr(block.attention, "head_dim", None))),
+    ("hidden", ""): ("dimensions", lambda spec: {spec.hidden_size}),
+    ("intermediate", ""): ("dimensions", _of_blocks(lambda block: block.feed_forward.intermediate_size)),
+    ("rotary_dim", ""): ("rotary dimensions", _of_blocks(_rotary)),
+    ("context", ""): ("positions", lambda spec: {usual_context(spec)}),
+    ("vocab", ""): ("tokens", lambda spec: {spec.vocab_size}),
+}
+"""What a part is a part of, by option and what stands before the number."""
+
+PART = re.compile(r"([a-z]*[:+]?)(?:(\d{1,6}(?:\.\d{1,6})?)%|(\d{1,6})/([1-9]\d{0,5}))", re.ASCII)
+
+
+def plain(step: Step, spec: ModelSpec) -> Step:
+    """The step with a number where it has a part of what the model has ("auto:75%", "gqa:1/2").
+
+    Raises:
+        SwapRefused: the part is no whole number, or layers differ, or the model has no such thing.
+
+    """
+    match = PART.fullmatch(step.value)
+    whole = None if match is None else WHOLES.get((step.option, match[1]))
+    if match is None or whole is None:
+        return step
+    what, read = whole
+    found = read(spec)
+    if len(found) > 1:
+        numbers = ", ".join(str(each) for each in sorted(x for x in found if x is not None))
+        raise SwapRefused(f"{step.value!r}: layers differ in their {what} ({numbers})", "Give a number instead.")
+    (size,) = found
+    if size is None:
+        raise SwapRefused(f"{step.value!r}: this model has no {what}")
+    part = Fraction(match[2]) / 100 if match[2] is not None else Fraction(int(match[3]), int(match[4]))
+    wanted = part * size
+    if match[2] is not None:
+        wanted = Fraction(max(int(wanted + Fraction(1, 2)), 1))
+    if wanted.denominator != 1 or wanted < 1:
+        fit = [size // n for n in range(size, 0, -1) if size % n == 0]
+        raise SwapRefused(
+            f"{match[3]}/{match[4]} of {size} {what} is {float(wanted):g}",
+            f"Possible: a part that gives a whole number; {', '.join(map(str, fit[-8:]))} divide it.",
+        )
+    return replace(step, value=f"{match[1]}{int(wanted)}")
+
+
+# --- in messages and records ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def told_as(where: str | None) -> Iterator[None]:
+    """Errors from inside say where they come from: the file and the step."""
+    try:
+        yield
+    except GptkitError as error:
+        if where is not None:
+            error.message = f"{where}: {error.message}"
+            error.args = (error.message,)
+        raise
+
+
+def described(path: Path) -> list[Path]:
+    """The files that say what a checkpoint's tree is."""
+    folder = path if path.is_dir() else path.parent
+    return [folder / name for name in (LOCAL_CONFIG, CONFIG) if (folder / name).is_file()][:1]
+
+
+def hashes(files: Sequence[Path]) -> dict[str, str]:
+    """The sha256 of files by name."""
+    return {path.name: sha256_file(path) for path in files}
