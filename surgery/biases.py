@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..converter.adapt import without_biases
-from ..errors import SwapRefused
+from ..errors import SwapRefused, UsageError
 from ..spec import Attention, LatentAttention, ModelSpec, Rotary
 from .base import Filled, Model, Swapped, Tensor
 from .registry import Asked, Swap
@@ -54,13 +54,13 @@ def shift_of_scores(spec: ModelSpec, name: str) -> bool:
 def drop(model: Model, asked: Asked) -> Swapped:
     """Leave out biases; the flags of components where nothing is left, zeros where others of its kind stay."""
     spec, what = model.spec, asked.value
+    if what not in NAMES:
+        raise UsageError(f"--drop {what!r} is unknown", f"known: {', '.join(NAMES)}")
     gone = biases_of(spec, what, asked.layers)
     if not gone:
         has = [name for name in NAMES if biases_of(spec, name, asked.layers)]
-        raise SwapRefused(
-            f"there is no bias of this kind to drop: {what}",
-            f"Possible here: {', '.join(has)}." if has else "This model has no biases.",
-        )
+        known = f"Possible here: {', '.join(has)}." if has else "This model has no biases."
+        raise SwapRefused(f"there is no bias of this kind to drop: {what}", known)
     missed = [name for name in gone if not shift_of_scores(spec, name) and np.any(model.wide(name))]
     others = [p.name for p in spec.parameters() if p.name.endswith(".bias") and p.name not in gone]
     zero = {name for name in others if not np.any(model.wide(name))}

@@ -149,9 +149,8 @@ def drop(model: Model, asked: Asked) -> Swapped:
     layers = len(model.spec.blocks)
     wanted = asked.number("layers to keep")
     if wanted > layers:
-        raise SwapRefused(
-            f"the model has {layers} layers, {wanted} cannot be kept", f"--layers +{wanted - layers} adds"
-        )
+        more = wanted - layers
+        raise SwapRefused(f"{wanted} layers cannot be kept of {layers}", f"--layers +{more} adds {more}.")
     if asked.approximate:
         gone = set(range(layers - 1 - (layers - wanted), layers - 1)) if wanted > 1 else set(range(layers)) - {0}
         return _kept(model, [layer for layer in range(layers) if layer not in gone], {"by": "the last but one"})

@@ -1,0 +1,154 @@
+"""Layers picked, added and dropped."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from exactness import Mutation, exactly, is_caught
+from families import CONFIGS, save_hf, spec_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gptkit
+from gptkit.errors import SwapRefused, UsageError
+from gptkit.surgery import layers as module
+from gptkit.surgery.base import Filled, Stored
+from gptkit.surgery.calibration import Calibration, read_text
+from gptkit.surgery.registry import Asked, Step, layers_in
+
+FAMILIES = ["gpt2", "qwen3", "bloom", "falcon-7b", "falcon-40b", "gpt2-by-layer", "mixtral"]
+FAMILIES = [name for name in FAMILIES if name in CONFIGS]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("more", ["+1", "+2", "+7"])
+def test_added_layers_add_nothing_and_go_again(name: str, more: str, tmp_path: Path) -> None:
+    save_hf(CONFIGS[name], tmp_path / "hf", torch.bfloat16)
+    layers = len(spec_of(CONFIGS[name]).blocks)
+    done = exactly(tmp_path / "hf", tmp_path / "more", layers=more)
+    assert len(done.spec.blocks) == layers + int(more)
+    back = module.without_added(spec_of(CONFIGS[name]), Asked(more))
+    assert back is not None
+    result = exactly(tmp_path / "more", tmp_path / "back", back)
+    assert "write nothing into the stream" in result.chain.notes[0]
+    gptkit.convert(tmp_path / "hf", tmp_path / "local")
+    assert result.spec == gptkit.open_checkpoint(tmp_path / "local").spec
+    same = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("back", "local")]
+    assert same[0] == same[1]
+
+
+@given(st.integers(1, 40), st.integers(1, 90))
+def test_copies_are_spread_and_follow_their_originals(layers: int, more: int) -> None:
+    order = module.expansion(layers, more)
+    assert [old for old, copy in order if not copy] == list(range(layers))
+    assert sum(copy for _, copy in order) == more
+    assert all(old == order[index - 1][0] for index, (old, copy) in enumerate(order) if copy)
+    counts = [sum(copy and old == layer for old, copy in order) for layer in range(layers)]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_a_list_keeps_and_repeats(tmp_path: Path) -> None:
+    save_hf(CONFIGS["gpt2"], tmp_path / "hf")
+    source = gptkit.load(tmp_path / "hf", torch.float64)
+    done = gptkit.swap(tmp_path / "hf", tmp_path / "out", layers="0,2")
+    assert done.guarantee == "approximate" and done.chain.notes == ("dropped: 1",)
+    kept = gptkit.load(tmp_path / "out", torch.float64)
+    assert torch.equal(kept.blocks[1].attention.q_proj.weight, source.blocks[2].attention.q_proj.weight)
+    repeated = gptkit.swap(tmp_path / "hf", tmp_path / "repeated", layers="0-1,1-")
+    assert repeated.guarantee == "retrained" and len(repeated.spec.blocks) == 4
+    assert gptkit.swap(tmp_path / "hf", tmp_path / "all", layers="0-").guarantee == "exact"
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "words"),
+    [
+        ("0-3", SwapRefused, "names layer 3, the model has 3: 0 to 2"),
+        ("2-1", UsageError, "runs backwards"),
+        ("x", UsageError, "no list of layers"),
+        ("", UsageError, "unknown"),
+        ("0,,1", UsageError, "no list of layers"),
+        ("+0", UsageError, "layers to add as a whole number from 1"),
+        ("+99999", UsageError, "too many"),
+        ("auto:0", UsageError, "from 1"),
+        ("auto:4", SwapRefused, "4 layers cannot be kept of 3"),
+        ("auto:2", UsageError, "none was given"),
+    ],
+)
+def test_refusals(value: str, error: type[Exception], words: str, tmp_path: Path) -> None:
+    save_hf(CONFIGS["gpt2"], tmp_path / "hf")
+    with pytest.raises(error, match=words):
+        gptkit.swap(tmp_path / "hf", tmp_path / "out", layers=value)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_normed_residuals_take_no_added_layer(tmp_path: Path) -> None:
+    save_hf(CONFIGS["bloom-post-norm"], tmp_path / "hf")
+    with pytest.raises(SwapRefused, match="takes its residual from a norm's output"):
+        gptkit.swap(tmp_path / "hf", tmp_path / "out", layers="+1")
+
+
+def test_some_layers_of_a_list_as_a_person_writes_it() -> None:
+    assert layers_in("0-2, 5,7-", 10) == (0, 1, 2, 5, 7, 8, 9)
+
+
+def test_influence_and_what_it_drops(tmp_path: Path) -> None:
+    source = gptkit.open_checkpoint("sample:falcon")
+    scores = module.block_influence(Stored(source), Calibration(read_text(source, None), source.spec))
+    assert len(scores) == len(source.spec.blocks) and all(0 < score < 2 for score in scores)
+    # A layer that adds nothing changes no direction, and is the first to go.
+    added = gptkit.swap("sample:falcon", tmp_path / "more", layers="+1")
+    dropped = gptkit.swap(tmp_path / "more", tmp_path / "back", layers=f"auto:{len(source.spec.blocks)}")
+    assert dropped.guarantee == "exact"
+    assert added.chain.swapped[0].summary["added"] == [len(source.spec.blocks)]
+    fewer = gptkit.swap("sample:falcon", tmp_path / "fewer", layers=f"auto:{len(scores) - 1}")
+    (gone,) = set(range(len(scores))) - set(fewer.chain.swapped[0].summary["kept"])
+    assert scores[gone] == min(scores)
+    assert fewer.chain.swapped[0].summary["calibration"]["tokens"] == 2048
+
+
+# --- a wrong formula does not get through -----------------------------------------------------------------------------
+
+
+def forget(ending: str) -> Mutation:
+    """Leave a projection of the copies as it is."""
+
+    def mutate(patch: pytest.MonkeyPatch) -> None:
+        right = module.silenced
+
+        def silenced(*args: object) -> dict[str, object]:
+            return {name: how for name, how in right(*args).items() if not name.endswith(ending)}  # type: ignore[arg-type]
+
+        patch.setattr(module, "silenced", silenced)
+
+    return mutate, ("gpt2", "falcon-40b") if ending.endswith("bias") else ("gpt2", "qwen3", "falcon-7b")
+
+
+def ones(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(module, "Filled", lambda shape, value, like: Filled(shape, 1.0, like))
+
+
+def never_silent(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(module, "silent", lambda model, layer: True)
+
+
+MUTATIONS: dict[str, Mutation] = {
+    "o_proj's weight kept": forget("o_proj.weight"),
+    "o_proj's bias kept": forget("o_proj.bias"),
+    "down_proj's weight kept": forget("down_proj.weight"),
+    "down_proj's bias kept": forget("down_proj.bias"),
+    # Not gpt2: LayerNorm does not see what is the same in every element of the stream.
+    "ones for zeros": (ones, ("qwen3",)),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path) -> None:
+    is_caught(name, MUTATIONS, {"layers": "+2"}, tmp_path)
+
+
+def test_a_layer_that_is_not_silent_is_not_dropped_as_exact(tmp_path: Path) -> None:
+    is_caught("silent", {"silent": (never_silent, ("gpt2", "qwen3", "falcon-7b"))}, {"layers": "1-"}, tmp_path)
+
+
+def test_the_step_that_takes_them_out() -> None:
+    assert module.without_added(spec_of(CONFIGS["gpt2"]), Asked("+1")) == Step("layers", "0,1,2")
