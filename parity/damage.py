@@ -1,0 +1,497 @@
+"""The damage report: how far a changed model is from its original, by position, by layer, and where that is born.
+
+By position: KL and perplexity of what follows after so many tokens. By layer: the difference of the residual streams,
+and what each model would say if it ended there, its own last norm and head on its own stream (the logit lens,
+nostalgebraist 2020): how the difference grows or heals on the way up. Where it is born: what each component of the
+changed model makes of the *original's* stream, against what the original makes of it, so that what came from below does
+not count. That needs streams in one basis, which is decided by what the embeddings give.
+
+Both models are read by rows of their weights (see `rows`), and streams wait in files without a name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..modules.layers import build_norm
+from ..spec import ModelSpec
+from .bisect import Kept
+from .heads import Compared, Tokens, compare_heads, perplexity, require_same_tokens
+from .probe import RUNNING, Batch
+from .rows import states
+from .scope import Scope, inputs
+from .stream import Tree
+
+__all__ = ["Bin", "Damage", "Layer", "Place", "damage"]
+
+SMALL = 50_000_000
+"""Parameters up to which fp64 is computed in, and all positions are looked at."""
+TEXT = 2048
+"""Tokens of text that are used at most."""
+STREAM_BYTES = 2**28
+"""What one model's streams may take in the temporary folder."""
+LENS_WORK = 5 * 10**11
+"""Multiplications that a model's heads may take for all layers; of more positions, so many are taken evenly."""
+SAME = 1e-6
+"""Relative difference of embeddings up to which they are the same."""
+ALIKE = 0.25
+"""And up to which a tree with the same norms still has the same basis (a table that was rounded, or refitted)."""
+FLOORS = {torch.float64: 1e-9, torch.float32: 1e-5}
+"""Relative difference that rounding may make in one component, in what is computed in."""
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Positions `first` to `last`, counted from 0: what is predicted after that many tokens and one.
+
+    kl: mean KL(before ‖ after) in nats a token; top1: the share of positions with the same likeliest token; before and
+    after: perplexity, None where what follows is not text.
+    """
+
+    first: int
+    last: int
+    positions: int
+    kl: float
+    top1: float
+    before: float | None = None
+    after: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The positions in words."""
+        return f"{self.first:,}" if self.first == self.last else f"{self.first:,}–{self.last:,}"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of each model, and what stands after both.
+
+    stream: the difference of the residual streams over the original's size (root mean squares), None where they are not
+    as wide. kl, top1, perplexity before and after: as in `Bin`, if the models ended here; by_bin: that KL in each bin.
+    """
+
+    before: int
+    after: int
+    stream: float | None
+    kl: float
+    top1: float
+    by_bin: tuple[float, ...]
+    perplexity_before: float | None = None
+    perplexity_after: float | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """A component, and how far its output is off when it is given the original's stream: the difference over the
+    original's output (root mean squares). layer: the changed model's, None outside of layers.
+    """
+
+    label: str
+    layer: int | None
+    relative: float
+    differs: bool
+
+    @property
+    def name(self) -> str:
+        """The place in words."""
+        return self.label if self.layer is None else f"layer {self.layer} {self.label}"
+
+
+@dataclass(frozen=True)
+class Damage:
+    """All of it. `on` says what the models were given; `total` is over all positions.
+
+    places: every component in the order of computation, empty where streams cannot be compared. notes: why something is
+    not there, and on how much it was computed.
+    """
+
+    on: str
+    dtype: str
+    total: Bin
+    bins: tuple[Bin, ...]
+    layers: tuple[Layer, ...]
+    places: tuple[Place, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def born(self) -> Place | None:
+        """The component that differs most by itself; one of a block, not the block."""
+        found = [place for place in self.places if place.differs and place.label != PARTS[""]]
+        return max(found, key=lambda place: _order(place.relative), default=None)
+
+    @property
+    def first(self) -> Place | None:
+        """The first component that differs by itself."""
+        return next((place for place in self.places if place.differs), None)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        born, first = (None if place is None else place.name for place in (self.born, self.first))
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return {**found, "first": first, "most": born}
+
+
+def damage(
+    before: Tree,
+    after: Tree,
+    *,
+    text: Sequence[int] | None = None,
+    tokens: Tokens | None = None,
+    most: int | None = None,
+    layers: Sequence[tuple[int, int]] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Damage:
+    """Run both and lay them side by side.
+
+    Args:
+        before: the original.
+        after: what it became.
+        text: token ids of the old vocabulary; without, the probe's tokens, which have no perplexity.
+        tokens: the same tokens' ids before and after, where the vocabulary changed.
+        most: tokens that a model is given at most.
+        layers: pairs (layer before, layer after) that stand for one another; by default each and its like, where there
+            are as many.
+        progress: told what is being done.
+
+    Raises:
+        GptkitError: the vocabularies are of different sizes, and `tokens` does not say which tokens are the same.
+
+    """
+    require_same_tokens(before, after, tokens)
+    say = progress or (lambda _: None)
+    dtype = torch.float64 if max(map(_size, (before.spec, after.spec))) <= SMALL else torch.float32
+    scope = Scope(before.spec, after.spec, tokens, most)
+    given = _given(scope, text)
+    notes = [*given.notes]
+    pairs = _pairs(before.spec, after.spec, layers, notes)
+    with ExitStack() as stack:
+        streams = [_Streams(stack.enter_context(closing(Kept())), given) for _ in range(2)]
+        final = []
+        for tree, kept, batches, name in zip(
+            (before, after), streams, (given.batches, given.renamed), ("the original", "the other"), strict=True
+        ):
+            say(name)
+            found = states(tree, batches, dtype, see=kept.see, seen=["embedding", *_blocks(tree.spec)])
+            final.append(torch.cat([x.flatten(0, 1) for x in found]))
+        total = compare_heads(before, after, (final[0], final[1]), tokens=tokens, targets=given.targets)
+        del final
+        say("layer by layer")
+        lens = _Lens(before, after, given, streams, dtype, tokens, notes)
+        by_layer = tuple(lens.at(*pair) for pair in pairs)
+        say("component by component")
+        tables = _relative_embeddings(streams)
+        reason = _other_basis(before.spec, after.spec, tables)
+        if reason is not None:
+            notes.append(f"no component was given the original's stream: {reason}")
+        own = None if reason is not None or not pairs else _Own(before, after, given, streams[0], pairs, dtype)
+        places = () if own is None else (_place("embedding", None, tables, dtype), *own.places(), lens.end())
+    whole = torch.ones(len(given.positions), dtype=torch.bool)
+    return Damage(
+        on=given.on,
+        dtype=str(dtype).removeprefix("torch."),
+        total=_bin(0, int(given.positions.max()), whole, total, given.targets),
+        bins=tuple(_bin(*edges, given.within(edges), total, given.targets) for edges in given.edges),
+        layers=by_layer,
+        places=places,
+        notes=tuple(notes),
+    )
+
+
+# --- what the models are given ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Batches without padding, each of another name, in the old vocabulary and in the new one; of each of their tokens
+    (N in all) its position and what follows, where that is known.
+    """
+
+    batches: list[Batch]
+    renamed: list[Batch]
+    positions: Tensor
+    targets: Tensor | None
+    on: str
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The batches by name."""
+        return {batch.name: number for number, batch in enumerate(self.batches)}
+
+    @property
+    def edges(self) -> list[tuple[int, int]]:
+        """The bins, each twice as wide as the one before: (first, last)."""
+        last = int(self.positions.max())
+        starts = [0] + [2**power for power in range(last.bit_length())]
+        return [(a, b - 1) for a, b in zip(starts, [*starts[1:], last + 1], strict=True)]
+
+    def within(self, edges: tuple[int, int]) -> Tensor:
+        """Which of the positions are in a bin."""
+        return (self.positions >= edges[0]) & (self.positions <= edges[1])
+
+
+def _given(scope: Scope, text: Sequence[int] | None) -> _Given:
+    deepest = max(len(scope.before.blocks), len(scope.after.blocks)) + 1
+    room = STREAM_BYTES // (8 * deepest * max(scope.before.hidden_size, scope.after.hidden_size))
+    budget = max(2, min(room, TEXT))
+    windows = [] if text is None else scope.windows(text[: budget + 1])
+    notes: tuple[str, ...] = ()
+    targets = None
+    if windows:
+        batches, targets = inputs(windows), scope.targets(windows)
+        on = f"{len(targets):,} token{'s' if len(targets) > 1 else ''} of text"
+    else:
+        batches, taken = [], 0
+        for batch in sorted(scope.probe(), key=lambda each: each.input_ids.numel()):
+            if batch.attention_mask is None and (not batches or taken + batch.input_ids.numel() <= budget):
+                batches.append(batch)
+                taken += batch.input_ids.numel()
+        on = f"{taken:,} tokens of the probe"
+        notes = ("no text: the probe's tokens are made up, and have no perplexity",)
+    batches = [replace(batch, name=str(number)) for number, batch in enumerate(batches)]
+    return _Given(batches, [scope.renamed(batch) for batch in batches], _positions(batches), targets, on, notes)
+
+
+def _positions(batches: Sequence[Batch]) -> Tensor:
+    shapes = [batch.input_ids.shape for batch in batches]
+    return torch.cat([torch.arange(steps).repeat(rows) for rows, steps in shapes])
+
+
+def _size(spec: ModelSpec) -> int:
+    return sum(parameter.count for parameter in spec.parameters())
+
+
+def _pairs(
+    before: ModelSpec, after: ModelSpec, layers: Sequence[tuple[int, int]] | None, notes: list[str]
+) -> list[tuple[int, int]]:
+    """The layers that stand for one another."""
+    counts = len(before.blocks), len(after.blocks)
+    if layers is not None:
+        return [(a, b) for a, b in layers if a < counts[0] and b < counts[1]]
+    if counts[0] == counts[1]:
+        return [(layer, layer) for layer in range(counts[0])]
+    notes.append(f"not compared by layer: {counts[0]} layers before, {counts[1]} after")
+    return []
+
+
+def _bin(first: int, last: int, here: Tensor, found: Compared, targets: Tensor | None) -> Bin:
+    known = targets is not None
+    return Bin(
+        first=first,
+        last=last,
+        positions=int(here.sum()),
+        kl=found.kl[here].mean().item(),
+        top1=found.agree[here].double().mean().item(),
+        before=perplexity(found.before[here]) if known else None,
+        after=perplexity(found.after[here]) if known else None,
+    )
+
+
+def _order(value: float) -> float:
+    """For finding the largest: what is no number is larger than all."""
+    return math.inf if math.isnan(value) else value
+
+
+# --- by layer ---------------------------------------------------------------------------------------------------------
+
+INTO, TABLE = -1, -2
+"""The layers under which what goes into the first block is kept, and what the embedding gives."""
+
+
+class _Streams:
+    """The residual stream of each batch after each block, and before the first, in a file."""
+
+    def __init__(self, kept: Kept, given: _Given) -> None:
+        self._kept, self._given = kept, given
+
+    def see(self, path: str, given: Tensor, made: Tensor) -> None:
+        """What a block was given and made, in a pass."""
+        number = self._given.numbers[RUNNING.get().name]
+        if path == "embedding":
+            self._kept[number, TABLE] = made.double()
+            return
+        layer = int(path.removeprefix("blocks."))
+        if layer == 0:
+            self._kept[number, INTO] = given.double()
+        self._kept[number, layer] = made.double()
+
+    def of(self, batch: Batch, layer: int) -> Tensor:
+        """(B, T, hidden) in fp64, after a layer."""
+        found = self._kept.get((self._given.numbers[batch.name], layer))
+        assert found is not None
+        return found
+
+    def all(self, layer: int) -> Tensor:
+        """(N, hidden) of all batches."""
+        return torch.cat([self.of(batch, layer).flatten(0, 1) for batch in self._given.batches])
+
+
+def _blocks(spec: ModelSpec) -> list[str]:
+    return [f"blocks.{layer}" for layer in range(len(spec.blocks))]
+
+
+def _root(x: Tensor) -> float:
+    return x.double().square().mean().sqrt().item()
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    """The size of b - a over that of a."""
+    size, gap = _root(a), _root(b.double() - a.double())
+    return gap / size if size else gap
+
+
+def _final_norm(tree: Tree, dtype: torch.dtype) -> nn.Module:
+    """The last norm, filled."""
+    norm = build_norm(tree.spec.final_norm).to(dtype).eval()
+    with torch.no_grad():
+        for name, parameter in norm.named_parameters():
+            parameter.copy_(tree.read(f"final_norm.{name}"))
+    return norm
+
+
+class _Lens:
+    """What both models would say if they ended after a layer."""
+
+    def __init__(
+        self,
+        before: Tree,
+        after: Tree,
+        given: _Given,
+        streams: Sequence[_Streams],
+        dtype: torch.dtype,
+        tokens: Tokens | None,
+        notes: list[str],
+    ) -> None:
+        self.trees, self.given, self.streams, self.dtype, self.tokens = (before, after), given, streams, dtype, tokens
+        self.norms = [_final_norm(tree, dtype) for tree in self.trees]
+        specs = before.spec, after.spec
+        row = max(len(spec.blocks) * spec.vocab_size * spec.hidden_size for spec in specs)
+        count = len(given.positions)
+        taken = min(count, max(LENS_WORK // row, len(given.edges)))
+        self.rows = torch.linspace(0, count - 1, taken, dtype=torch.float64).round().long()
+        if taken < count:
+            notes.append(f"by layer on {taken:,} of {count:,} positions")
+
+    def at(self, before: int, after: int) -> Layer:
+        """After these layers."""
+        sides = [each.all(layer) for each, layer in zip(self.streams, (before, after), strict=True)]
+        stream = _relative(*sides) if sides[0].shape == sides[1].shape else None
+        with torch.inference_mode():
+            normed = [norm(x[self.rows].to(self.dtype)) for norm, x in zip(self.norms, sides, strict=True)]
+        targets = None if self.given.targets is None else self.given.targets[self.rows]
+        found = compare_heads(*self.trees, (normed[0], normed[1]), tokens=self.tokens, targets=targets)
+        whole = _bin(0, 0, torch.ones(len(self.rows), dtype=torch.bool), found, targets)
+        inside = [self.given.within(edges)[self.rows] for edges in self.given.edges]
+        return Layer(
+            before=before,
+            after=after,
+            stream=stream,
+            kl=whole.kl,
+            top1=whole.top1,
+            by_bin=tuple(found.kl[here].mean().item() for here in inside),
+            perplexity_before=whole.before,
+            perplexity_after=whole.after,
+        )
+
+    def end(self) -> Place:
+        """The last norm and the head, both given what goes into the original's."""
+        last = self.streams[0].all(len(self.trees[0].spec.blocks) - 1)[self.rows].to(self.dtype)
+        with torch.inference_mode():
+            normed = [norm(last) for norm in self.norms]
+        found = compare_heads(*self.trees, (normed[0], normed[1]), tokens=self.tokens)
+        return _place("final norm and head", None, (found.gap.max() / found.largest.max()).item(), self.dtype)
+
+
+# --- where it is born -------------------------------------------------------------------------------------------------
+
+PARTS = {".attention": "attention", ".feed_forward": "feed-forward", "": "whole block"}
+"""Modules in a block whose outputs are compared, and what they are called; of a block what it adds to the stream."""
+
+
+def _place(label: str, layer: int | None, relative: float, dtype: torch.dtype) -> Place:
+    return Place(label, layer, relative, not relative <= FLOORS[dtype])
+
+
+class _Own:
+    """What each component of `after` makes of the stream of `before`, against what that one's own makes of it: it runs
+    with the input of each block exchanged for the original's.
+    """
+
+    def __init__(
+        self,
+        before: Tree,
+        after: Tree,
+        given: _Given,
+        streams: _Streams,
+        pairs: Sequence[tuple[int, int]],
+        dtype: torch.dtype,
+    ) -> None:
+        self.given, self.streams, self.pairs, self.dtype = given, streams, pairs, dtype
+        self._partner = {b: a for a, b in pairs}
+        self._squares: dict[str, tuple[float, float]] = {}
+        """Of what the original's component makes, and of the difference, by path in `after`."""
+        paths = [[f"blocks.{layer}{part}" for layer in layers for part in PARTS] for layers in zip(*pairs, strict=True)]
+        self._keys = [{path: key for key, path in enumerate(side)} for side in paths]
+        with closing(Kept()) as self._made:
+            states(before, given.batches, dtype, see=self._keep, seen=paths[0])
+            states(after, given.renamed, dtype, see=self._hold, seen=paths[1], feed=self._feed)
+
+    def places(self) -> list[Place]:
+        """Every component in the order of computation."""
+        return [
+            _place(label, layer, self._relative(f"blocks.{layer}{part}"), self.dtype)
+            for _, layer in self.pairs
+            for part, label in PARTS.items()
+        ]
+
+    def _relative(self, path: str) -> float:
+        size, gap = (math.sqrt(each) for each in self._squares[path])
+        return gap / size if size else gap
+
+    def _keep(self, path: str, given: Tensor, made: Tensor) -> None:
+        key = self.given.numbers[RUNNING.get().name], self._keys[0][path]
+        self._made[key] = _added(path, given, made)
+
+    def _hold(self, path: str, given: Tensor, made: Tensor) -> None:
+        right = self._made.get((self.given.numbers[RUNNING.get().name], self._keys[1][path]))
+        assert right is not None
+        size, gap = self._squares.get(path, (0.0, 0.0))
+        difference = _added(path, given, made) - right
+        self._squares[path] = size + right.square().sum().item(), gap + difference.square().sum().item()
+
+    def _feed(self, layer: int) -> Tensor | None:
+        if layer not in self._partner:
+            return None
+        return self.streams.of(RUNNING.get(), self._partner[layer] - 1).to(self.dtype)
+
+
+def _added(path: str, given: Tensor, made: Tensor) -> Tensor:
+    """What a module adds to the stream, in fp64: a block's output has the stream in it."""
+    return (made - given).double() if path.count(".") == 1 else made.double()
+
+
+def _relative_embeddings(streams: Sequence[_Streams]) -> float:
+    """How far the embeddings are apart; infinite where they are not as wide."""
+    sides = [each.all(TABLE) for each in streams]
+    return _relative(*sides) if sides[0].shape == sides[1].shape else math.inf
+
+
+def _other_basis(before: ModelSpec, after: ModelSpec, tables: float) -> str | None:
+    """Why the streams of two trees cannot be compared number by number, by what their embeddings give."""
+    if before.hidden_size != after.hidden_size:
+        return f"it is {before.hidden_size} wide, the other's {after.hidden_size}"
+    if tables <= SAME:
+        return None
+    norms = [{type(block.attention_norm) for block in spec.blocks} for spec in (before, after)]
+    if norms[0] == norms[1] and not tables > ALIKE:
+        return None
+    return f"the embeddings differ by {tables:.1e}, so the streams may have another basis"
