@@ -13,13 +13,14 @@ from .falcon import FALCON
 from .gpt2 import GPT2
 from .llama import LLAMA
 from .mistral import MISTRAL
+from .mixtral import MIXTRAL
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
 
 __all__ = ["ARCHITECTURES", "Architecture", "BoundLeaf", "Leaf", "architecture_of", "named"]
 
 ARCHITECTURES: dict[str, Architecture] = {
-    architecture.name: architecture for architecture in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, BLOOM, FALCON)
+    architecture.name: architecture for architecture in (GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, BLOOM, FALCON)
 }
 
 BY_MODEL_TYPE = {kind: architecture for architecture in ARCHITECTURES.values() for kind in architecture.model_types}

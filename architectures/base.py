@@ -11,19 +11,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, product
 from typing import Any
 
 from ..errors import CannotExpress, ConfigError
-from ..spec import Block, ModelSpec, differences
+from ..spec import Attention, Block, Component, LatentAttention, MixtureOfExperts, ModelSpec, differences
 from .config import COMMON_IRRELEVANT, COMMON_REFUSED, ConfigReader
-from .layout import IDENTITY, Layout, Shape
+from .layout import IDENTITY, Layout, Shape, concatenate
 
-__all__ = ["Architecture", "BoundLeaf", "Leaf", "bind", "qkv"]
+__all__ = ["Architecture", "BoundLeaf", "Leaf", "Stacked", "bind", "qkv"]
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One checkpoint tensor: its name template and the shared names it holds, `{layer}` the block's index.
+    """One checkpoint tensor: its name template and the shared names it holds, `{layer}` the block's index, `{expert}`
+    an expert's.
 
     `when` narrows it to the blocks it is for, where a family names one thing differently in its variants.
     """
@@ -65,6 +67,37 @@ class BoundLeaf:
 
 
 @dataclass(frozen=True)
+class Stacked:
+    """A parameter of transformers' own modules that is several tensors in its checkpoints, or has another name there.
+
+    parameter: its name template; checkpoint: the name templates of its parts, one behind the other along the first
+    dimension. Where they name an `{expert}`, the experts' are stacked along a new first dimension. Source:
+    transformers conversion_mapping.py.
+    """
+
+    parameter: str
+    checkpoint: tuple[str, ...]
+
+    def bound(self, spec: ModelSpec) -> Iterator[tuple[str, list[list[str]]]]:
+        """Of each layer that has experts: the parameter, and the names of its parts, those of an expert together."""
+        for layer, block in enumerate(spec.blocks):
+            if isinstance(block.feed_forward, MixtureOfExperts):
+                experts = range(block.feed_forward.experts if self.of_experts else 1)
+                names = [[each.format(layer=layer, expert=expert) for each in self.checkpoint] for expert in experts]
+                yield self.parameter.format(layer=layer), names
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether experts are stacked."""
+        return "{expert}" in self.checkpoint[0]
+
+    def gather(self, names: Sequence[Sequence[str]], read: Callable[[str], Any]) -> Any:
+        """The parameter, of the checkpoint tensors that `read` gives."""
+        parts = [concatenate([read(name) for name in each], 0) for each in names]
+        return concatenate([part[None] for part in parts], 0) if self.of_experts else parts[0]
+
+
+@dataclass(frozen=True)
 class Architecture:
     """A family of checkpoints.
 
@@ -79,6 +112,7 @@ class Architecture:
     prefix: a name prefix that older files lack.
     aliases: (old name template, name template) pairs of older files.
     dropped: name templates of buffers that hold no weights.
+    stacked: what transformers' modules hold otherwise than their checkpoints.
     reference: transformers' attention paths that compute this family rightly, all unless `reference_quirk` says why.
     irrelevant, refused: config fields beside the common ones; see ConfigReader.
     """
@@ -96,6 +130,7 @@ class Architecture:
     prefix: str = ""
     aliases: tuple[tuple[str, str], ...] = ()
     dropped: tuple[str, ...] = ()
+    stacked: tuple[Stacked, ...] = ()
     irrelevant: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
     reference: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ("sdpa", "eager")
@@ -138,7 +173,7 @@ class Architecture:
         except (AttributeError, TypeError, ConfigError) as error:
             # `write` met a component that this family does not have at all (no rotary to ask for its base, say), or
             # wrote a config that the family refuses (heads that do not share out its hidden size).
-            raise CannotExpress(f"{self.name} cannot express this tree: {error}") from error
+            raise CannotExpress(f"{self.name} cannot express this tree: {unwritable(error)}") from error
         found = differences(spec, back)
         if found:
             lines = [f"  {path}: {short(a)}; {self.name} has {short(b)}" for path, a, b in collapse(found)]
@@ -169,6 +204,10 @@ class Architecture:
         return {**kept, **config}
 
     # --- checkpoint names <-> shared names ---
+
+    def parameters(self, spec: ModelSpec) -> dict[str, tuple[Stacked, list[list[str]]]]:
+        """The parameters of transformers' modules that are no tensors of their own in a checkpoint: see `Stacked`."""
+        return {name: (each, parts) for each in self.stacked for name, parts in each.bound(spec)}
 
     def bind(self, spec: ModelSpec) -> list[BoundLeaf]:
         """The weight map of a tree, in the order of its leaves.
@@ -230,41 +269,58 @@ def _bound(owner: str, leaves: Sequence[Leaf], spec: ModelSpec, shapes: Mapping[
     per_block = [leaf for leaf in leaves if "{layer}" in leaf.checkpoint]
     first = leaves.index(per_block[0]) if per_block else len(leaves)
     for leaf in leaves[:first]:
-        yield from _bind_one(owner, leaf, None, shapes, ends)
+        yield from _bind_one(owner, leaf, {}, shapes, ends)
     for layer, block in enumerate(spec.blocks):
-        attention = block.attention
-        sizes = {
-            "hidden": spec.hidden_size,
-            "heads": attention.heads,
-            "kv_heads": attention.kv_heads,
-            "group": attention.group,
-            "head_dim": attention.head_dim,
-            "half": attention.head_dim // 2,
-            "two": 2,
-            "intermediate": block.feed_forward.intermediate_size,
-        }
-        for leaf in per_block:
-            if leaf.when is None or leaf.when(block):
-                yield from _bind_one(owner, leaf, layer, shapes, sizes)
+        sizes = {"hidden": spec.hidden_size, **_sizes(block.attention), "two": 2}
+        sizes["intermediate"] = block.feed_forward.intermediate_size
+        experts = block.feed_forward.experts if isinstance(block.feed_forward, MixtureOfExperts) else 0
+        own = [leaf for leaf in per_block if leaf.when is None or leaf.when(block)]
+        for of_experts, run in groupby(own, key=lambda leaf: "{expert}" in leaf.checkpoint):
+            # An expert's tensors lie together, as its modules did.
+            for expert, leaf in product(range(experts) if of_experts else [0], list(run)):
+                yield from _bind_one(owner, leaf, {"layer": layer, "expert": expert}, shapes, sizes)
     for leaf in leaves[first:]:
         if leaf not in per_block:
-            yield from _bind_one(owner, leaf, None, shapes, ends)
+            yield from _bind_one(owner, leaf, {}, shapes, ends)
+
+
+def _sizes(attention: Attention | LatentAttention) -> dict[str, int]:
+    """The axes of layouts that an attention has."""
+    if isinstance(attention, LatentAttention):
+        return {"heads": attention.heads}
+    return {
+        "heads": attention.heads,
+        "kv_heads": attention.kv_heads,
+        "group": attention.group,
+        "head_dim": attention.head_dim,
+        "half": attention.head_dim // 2,
+    }
 
 
 def _bind_one(
-    owner: str, leaf: Leaf, layer: int | None, shapes: Mapping[str, Shape], sizes: Mapping[str, int]
+    owner: str, leaf: Leaf, place: Mapping[str, int], shapes: Mapping[str, Shape], sizes: Mapping[str, int]
 ) -> Iterator[BoundLeaf]:
-    names = tuple(name.format(layer=layer) for name in leaf.names)
+    names = tuple(name.format(**place) for name in leaf.names)
     if not all(name in shapes for name in names):
         return
-    own = tuple(shapes[name] for name in names)
-    if not leaf.layout.is_identity and tuple(leaf.layout.shared_shapes(sizes)) != own:
+    own, name = tuple(shapes[name] for name in names), leaf.checkpoint.format(**place)
+    try:
+        fits = leaf.layout.is_identity or tuple(leaf.layout.shared_shapes(sizes)) == own
+    except KeyError:  # an axis that this block's attention does not have
+        fits = False
+    if not fits:
         raise CannotExpress(
-            f"{owner}: {leaf.checkpoint.format(layer=layer)} cannot hold tensors of shapes {own}",
+            f"{owner}: {name} cannot hold tensors of shapes {own}",
             "gptkit's own format holds any tree: convert --to local",
         )
-    shape = leaf.layout.checkpoint_shape(sizes, own)
-    yield BoundLeaf(leaf.checkpoint.format(layer=layer), shape, names, own, leaf.layout, sizes)
+    yield BoundLeaf(name, leaf.layout.checkpoint_shape(sizes, own), names, own, leaf.layout, sizes)
+
+
+def unwritable(error: Exception) -> str:
+    """Why a family's `write` failed on a tree: the component that it knows nothing of, or what it said."""
+    if isinstance(error, AttributeError) and isinstance(error.obj, Component):
+        return f"it has no {type(error.obj).__name__} (asked for its {error.name})"
+    return str(error)
 
 
 def collapse(found: list[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:

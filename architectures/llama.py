@@ -21,7 +21,7 @@ from ..spec import (
 from .base import Architecture, Leaf
 from .config import ConfigReader
 from .gpt2 import ACTIVATION_NAMES, ACTIVATIONS
-from .rope import read_rotary, write_rotary
+from .rope import DEFAULT_BASE, read_rotary, write_rotary
 
 __all__ = ["LEAVES", "LLAMA", "LLAMA_DROPPED", "read_llama_like", "write_llama_like"]
 
@@ -36,22 +36,24 @@ def read_llama_like(
     mlp_bias: bool = False,
     qk_norm: bool = False,
     windows: tuple[int | None, ...] | None = None,
+    eps: float = 1e-6,
+    base: float = DEFAULT_BASE,
 ) -> ModelSpec:
-    """The tree of a llama-like config. `defaults` are the config class' own for absent keys; `head_dim` None is
-    hidden / heads; `windows` one a layer.
+    """The tree of a llama-like config. `defaults`, `eps` and `base` are the config class' own for absent keys;
+    `head_dim` None is hidden / heads; `windows` one a layer.
     """
     hidden = config.integer("hidden_size", defaults["hidden_size"])
     heads = config.integer("num_attention_heads", defaults["num_attention_heads"])
     layers = config.layers("num_hidden_layers", defaults["num_hidden_layers"])
     context = config.integer("max_position_embeddings", defaults["max_position_embeddings"])
     vocab = config.integer("vocab_size", defaults["vocab_size"])
-    eps = config.number("rms_norm_eps", 1e-6)
+    eps = config.number("rms_norm_eps", eps)
     kv_heads = config.optional_integer("num_key_value_heads", defaults.get("num_key_value_heads")) or heads
     if head_dim is None:
         if hidden % heads:
             raise config.fail("hidden_size", hidden, f"a multiple of num_attention_heads ({heads})")
         head_dim = hidden // heads
-    rotary = read_rotary(config, head_dim, context)
+    rotary = read_rotary(config, head_dim, context, base)
     norm = RMSNorm(size=hidden, eps=eps)
     head_norm = RMSNorm(size=head_dim, eps=eps) if qk_norm else None
     feed_forward = GatedFeedForward(

@@ -28,8 +28,8 @@ __all__ = ["read_rotary", "write_rotary"]
 DEFAULT_BASE = 10_000.0
 
 
-def read_rotary(config: ConfigReader, dim: int, context_length: int) -> Rotary:
-    """The rotary component of a family whose heads rotate whole (`dim` = head_dim).
+def read_rotary(config: ConfigReader, dim: int, context_length: int, default_base: float = DEFAULT_BASE) -> Rotary:
+    """The rotary component of a family whose heads rotate whole (`dim` = head_dim); `default_base` where none is given.
 
     Raises:
         ConfigError: an unknown rope type, a missing or malformed parameter, or partial rotation.
@@ -45,7 +45,7 @@ def read_rotary(config: ConfigReader, dim: int, context_length: int) -> Rotary:
         raise ConfigError("config.json: rope parameters by layer type are not known for this family")
     rope = ConfigReader(found)
     base = (
-        rope.number("rope_theta") if rope.raw("rope_theta") is not None else config.number("rope_theta", DEFAULT_BASE)
+        rope.number("rope_theta") if rope.raw("rope_theta") is not None else config.number("rope_theta", default_base)
     )
     partial = rope.raw("partial_rotary_factor", config.raw("partial_rotary_factor", 1.0))
     if partial not in (None, 1, 1.0):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -41,10 +43,19 @@ class GatedFeedForwardModule(nn.Module):
             gate = self.activation(self.gate_proj(x))
             inner = gate * self.up_proj(x) if torch.is_grad_enabled() else gate.mul_(self.up_proj(x))
         else:
-            gate, up = self.fused((self.gate_proj, self.up_proj), x)
-            inner = self.activation(gate) * up
+            inner = self.gated(self.raised(x))
         out: Tensor = self.down_proj(inner)
         return out
+
+    def raised(self, x: Tensor) -> Tensor:
+        """Gate and up side by side, (…, 2·intermediate), of one product."""
+        assert self.fused is not None
+        return torch.cat(self.fused((self.gate_proj, self.up_proj), x), dim=-1)
+
+    def gated(self, raised: Tensor) -> Tensor:
+        """activation(gate) · up of what `raised` gives."""
+        gate, up = raised.chunk(2, dim=-1)
+        return self.activation(gate) * up
 
 
 class MixtureOfExpertsModule(nn.Module):
@@ -77,11 +88,22 @@ class MixtureOfExpertsModule(nn.Module):
         numbers, order = chosen.reshape(-1).sort()
         taken = x[order // top_k]  # (N·top_k, hidden), by expert
         counts = numbers.bincount(minlength=len(self.experts)).tolist()
-        parts = zip(self.experts, taken.split(counts), strict=True)
-        done = torch.cat([expert(tokens) for expert, tokens in parts if len(tokens)])
+        done = self._each(taken, counts)
         weighted = done * weights.reshape(-1)[order, None]
         in_place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return weighted[in_place].view(-1, top_k, x.shape[-1]).sum(dim=1).to(x.dtype)
+
+    def _each(self, taken: Tensor, counts: list[int]) -> Tensor:
+        """Every expert's output for its own of the tokens `taken`, `counts` of them, one expert's behind another's."""
+        used: list[Any] = [expert for expert, count in zip(self.experts, counts, strict=True) if count]
+        sizes = [count for count in counts if count]
+        pairs = zip(used, taken.split(sizes), strict=True)
+        first = used[0]
+        if not isinstance(first, GatedFeedForwardModule) or first.fused is None:
+            return torch.cat([expert(tokens) for expert, tokens in pairs])
+        # All tokens' activations at once: of one expert's single row they are contiguous, and gelu rounds otherwise.
+        inner = first.gated(torch.cat([expert.raised(tokens) for expert, tokens in pairs]))
+        return torch.cat([expert.down_proj(part) for expert, part in zip(used, inner.split(sizes), strict=True)])
 
 
 def build_expert(spec: FeedForward | GatedFeedForward) -> FeedForwardModule | GatedFeedForwardModule:

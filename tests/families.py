@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.core_model_loading import revert_weight_conversion
 
 from gptkit.architectures import architecture_of
 from gptkit.modules import Decoder
@@ -32,6 +33,7 @@ LLAMA = {
 }
 GROUPED = {"num_hidden_layers": 3, "num_key_value_heads": 2}
 MISTRAL = {**LLAMA, **GROUPED, "model_type": "mistral"}
+MIXTRAL = {**LLAMA, **GROUPED, "model_type": "mixtral", "intermediate_size": 80, "num_local_experts": 4}
 QWEN2 = {**LLAMA, **GROUPED, "model_type": "qwen2"}
 QWEN3 = {**LLAMA, **GROUPED, "model_type": "qwen3", "head_dim": 16}
 WINDOWED = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
@@ -126,6 +128,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral": {**MISTRAL, "sliding_window": 16},
     "mistral-no-window": {**MISTRAL, "sliding_window": None, "head_dim": 12},
     "mistral-default-window": {**MISTRAL, "tie_word_embeddings": True},
+    "mixtral": MIXTRAL,
+    "mixtral-windowed": {**MIXTRAL, "sliding_window": 16, "num_experts_per_tok": 3, "head_dim": 16},
+    "mixtral-one": {**MIXTRAL, "num_experts_per_tok": 1, "num_key_value_heads": 6, "tie_word_embeddings": True},
+    "mixtral-other-names": {
+        **{key: value for key, value in MIXTRAL.items() if key != "num_local_experts"},
+        "num_experts": 2,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "gelu",
+        "rope_scaling": LLAMA3_ROPE,
+        "rope_theta": 5e5,
+    },
     "qwen2": {**QWEN2, **WINDOWED, "tie_word_embeddings": True},
     "qwen2-no-window": {**QWEN2, "use_sliding_window": False, "sliding_window": 16, "max_window_layers": 1},
     "qwen2-layer-types": {
@@ -224,6 +237,7 @@ DISTINCT = (
     "llama-yarn",
     "llama-longrope",
     "mistral",
+    "mixtral",
     "qwen2",
     "qwen3",
     "bloom",
@@ -291,10 +305,15 @@ def randomised_reference(
     return model
 
 
-def shared_weights(reference: torch.nn.Module, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def checkpoint_tensors(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
+    """A model's tensors as save_pretrained names and shapes them: its modules may hold several of them in one."""
+    return revert_weight_conversion(model, model.state_dict())
+
+
+def shared_weights(reference: transformers.PreTrainedModel, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The reference's weights under shared names."""
     architecture = architecture_of(config)
-    weights = reference.state_dict()
+    weights = checkpoint_tensors(reference)
     shared: dict[str, torch.Tensor] = {}
     for leaf in architecture.bind(architecture.spec(config)):
         tensors = leaf.to_shared(weights[leaf.checkpoint])
@@ -302,7 +321,9 @@ def shared_weights(reference: torch.nn.Module, config: Mapping[str, Any]) -> dic
     return shared
 
 
-def decoder_from(reference: torch.nn.Module, config: Mapping[str, Any], attention: str = "sdpa") -> Decoder:
+def decoder_from(
+    reference: transformers.PreTrainedModel, config: Mapping[str, Any], attention: str = "sdpa"
+) -> Decoder:
     """gptkit's decoder of a config, with the reference's weights and dtype."""
     decoder = Decoder(spec_of(config), attention=attention)  # type: ignore[arg-type]
     decoder = decoder.to(next(reference.parameters()).dtype).eval()

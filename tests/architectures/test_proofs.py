@@ -20,6 +20,7 @@ from families import (
     VARIANTS,
     VOCAB,
     Variant,
+    checkpoint_tensors,
     decoder_from,
     hf_config,
     modern,
@@ -188,7 +189,7 @@ def hf_shapes(config: transformers.PreTrainedConfig, drop: str | None) -> dict[s
     """transformers' own names and shapes for a config, no memory taken."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name != drop}
+    return {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model).items() if name != drop}
 
 
 @variants

@@ -1,0 +1,105 @@
+"""Mixtral (Jiang et al. 2401.04088): mistral with a mixture of experts for a feed-forward.
+
+Source: transformers models/mixtral/{configuration,modeling}_mixtral.py. Checkpoints have a tensor for every expert's
+w1 (gate), w2 (down) and w3 (up), as transformers 4 had modules; since 5.0 its modules hold all experts' gate and up in
+one parameter, and the same files are written (conversion_mapping.py). An absent `sliding_window` means none here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ..spec import GatedFeedForward, MixtureOfExperts, ModelSpec
+from .base import Architecture, Leaf, Stacked
+from .config import ConfigReader
+from .llama import LEAVES as LLAMA_LEAVES
+from .llama import LLAMA_DROPPED, B, T, read_llama_like, write_llama_like
+
+DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+MOST_EXPERTS = 1024
+"""As many as a tree may have."""
+
+replace = msgspec.structs.replace
+
+
+def read(config: ConfigReader) -> ModelSpec:
+    """config.json -> tree."""
+    window = config.optional_integer("sliding_window")
+    dense = read_llama_like(
+        config,
+        defaults=DEFAULTS,
+        head_dim=config.optional_integer("head_dim"),
+        windows=(window,) * config.layers("num_hidden_layers", DEFAULTS["num_hidden_layers"]),
+        eps=1e-5,
+        base=1e6,
+    )
+    expert = dense.blocks[0].feed_forward
+    assert isinstance(expert, GatedFeedForward)
+    experts = config.integer("num_local_experts", 8, most=MOST_EXPERTS)
+    top_k = config.integer("num_experts_per_tok", 2)
+    if top_k > experts:
+        raise config.fail("num_experts_per_tok", top_k, f"at most num_local_experts ({experts})")
+    mixture = MixtureOfExperts(
+        hidden_size=dense.hidden_size, experts=experts, top_k=top_k, expert=replace(expert, fused=True)
+    )
+    return replace(dense, blocks=tuple(replace(block, feed_forward=mixture) for block in dense.blocks))
+
+
+def write(spec: ModelSpec) -> dict[str, Any]:
+    """Tree -> the config.json fields that describe it."""
+    first = spec.blocks[0]
+    mixture: Any = first.feed_forward
+    dense = replace(spec, blocks=(replace(first, feed_forward=mixture.expert), *spec.blocks[1:]))
+    return {
+        **write_llama_like(dense),
+        "sliding_window": first.attention.window,
+        "num_local_experts": mixture.experts,
+        "num_experts_per_tok": mixture.top_k,
+    }
+
+
+MOE, EXPERT = T + "block_sparse_moe.", T + "block_sparse_moe.experts.{expert}."
+
+ATTENTION = [index for index, leaf in enumerate(LLAMA_LEAVES) if ".self_attn." in leaf.checkpoint][-1] + 1
+LEAVES: tuple[Leaf, ...] = (
+    *LLAMA_LEAVES[:ATTENTION],
+    Leaf(MOE + "gate.weight", B + "feed_forward.router.weight"),
+    Leaf(EXPERT + "w1.weight", B + "feed_forward.experts.{expert}.gate_proj.weight"),
+    Leaf(EXPERT + "w2.weight", B + "feed_forward.experts.{expert}.down_proj.weight"),
+    Leaf(EXPERT + "w3.weight", B + "feed_forward.experts.{expert}.up_proj.weight"),
+    *(leaf for leaf in LLAMA_LEAVES[ATTENTION:] if ".mlp." not in leaf.checkpoint),
+)
+
+MIXTRAL = Architecture(
+    name="mixtral",
+    model_types=("mixtral",),
+    hf_class="MixtralForCausalLM",
+    hf_config="MixtralConfig",
+    read=read,
+    write=write,
+    leaves=LEAVES,
+    config_aliases={"num_local_experts": ("num_experts",)},
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+    stacked=(
+        Stacked(T + "mlp.gate.weight", (MOE + "gate.weight",)),
+        Stacked(T + "mlp.experts.gate_up_proj", (EXPERT + "w1.weight", EXPERT + "w3.weight")),
+        Stacked(T + "mlp.experts.down_proj", (EXPERT + "w2.weight",)),
+    ),
+    irrelevant={
+        "output_router_logits": "output format",
+        "router_aux_loss_coef": "training only",
+        "router_jitter_noise": "training only",
+    },
+    refused={"layer_types": ((None,), "one window is for all layers of this family")},
+)
