@@ -1,0 +1,167 @@
+"""Attention scores of fewer key-value heads, refitted to the original's: the step that helps most after `fit_keys`.
+
+Notation as in `regression`: n query heads read one new key head, d = head_dim, e = width of the input, biases as a
+weight on a constant input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .regression import rotate
+
+__all__ = ["ScoreFit", "conjugate_gradients", "refit_scores"]
+
+
+class ScoreFit(NamedTuple):
+    """Queries (n, d, e), the key head (d, e), and the error per token and query head before and after the refit."""
+
+    queries: Tensor
+    key: Tensor
+    before: float
+    after: float
+
+
+def refit_scores(
+    queries: Tensor,
+    key: Tensor,
+    inputs: Tensor,
+    probabilities: Tensor,
+    scores: Tensor,
+    scale: float,
+    angles: Tensor | None = None,
+    *,
+    rounds: int = 2,
+    steps: int = 10,
+    strength: float = 1e-4,
+) -> ScoreFit:
+    """Queries and the key head of a group, fitted together to the original's scores on the inputs they will see.
+
+    The error is Σ_j p_ij (Δ_ij - Σ_k p_ik Δ_ik)², Δ the difference of scores and p the original's attention: twice the
+    KL divergence of the two patterns to second order, blind to the shift that softmax is blind to. Scores are
+    bilinear, so each round solves the least squares problem linearised in both at once (Gauss-Newton), by conjugate
+    gradients on its normal equations. Few steps and `strength` keep what little text there is from being learnt by
+    heart. A round that would make the error larger is halved, and at last left out.
+
+    Args:
+        queries: (n, d, e), from `fit_keys`.
+        key: (d, e).
+        inputs: (B, T, e), the layer's inputs in the model being made.
+        probabilities: (B, n, T, T), the original's attention on its own inputs; 0 where it must not look.
+        scores: (B, n, T, T), the original's q·k · scale, without any bias of positions; read where p is not 0.
+        scale: what multiplies q·k.
+        angles: (T, p) of the rotary positions, None where there are none.
+        rounds: how often the scores are linearised.
+        steps: of conjugate gradients in a round.
+        strength: of the ridge, relative to the mean curvature.
+
+    """
+    problem = _Scores(inputs, probabilities, scores, scale, angles)
+    before = after = problem.error(queries, key)
+    for _ in range(rounds):
+        change = problem.solve(queries, key, steps, strength)
+        for size in (1.0, 0.5, 0.25):
+            trial = queries + size * change[0], key + size * change[1]
+            error = problem.error(*trial)
+            if error < after:
+                (queries, key), after = trial, error
+                break
+        else:
+            break
+    tokens = inputs.shape[0] * inputs.shape[1] * queries.shape[0]
+    return ScoreFit(queries, key, before / tokens, after / tokens)
+
+
+@dataclass
+class _Scores:
+    """The least squares problem of `refit_scores`, a sequence at a time."""
+
+    inputs: Tensor
+    probabilities: Tensor
+    scores: Tensor
+    scale: float
+    angles: Tensor | None
+
+    def turned(self, x: Tensor) -> Tensor:
+        return x if self.angles is None else rotate(x, self.angles)
+
+    def turned_back(self, x: Tensor) -> Tensor:
+        return x if self.angles is None else rotate(x, -self.angles)
+
+    def residual(self, queries: Tensor, key: Tensor, b: int) -> Tensor:
+        """What is missing in the scores of sequence b, 0 where attention may not look: (n, T, T)."""
+        q, k = self.turned(self.inputs[b] @ queries.transpose(-1, -2)), self.turned(self.inputs[b] @ key.T)
+        missing: Tensor = self.scores[b] - q @ k.T * self.scale
+        return missing.masked_fill(self.probabilities[b] == 0, 0)
+
+    def centred(self, difference: Tensor, b: int) -> Tensor:
+        """p_ij (Δ_ij - Σ_k p_ik Δ_ik): (n, T, T)."""
+        p = self.probabilities[b]
+        weighted = p * difference
+        return weighted - p * weighted.sum(dim=-1, keepdim=True)
+
+    def error(self, queries: Tensor, key: Tensor) -> float:
+        """The sum over sequences, query heads and tokens."""
+        total = 0.0
+        for b in range(len(self.inputs)):
+            missing = self.residual(queries, key, b)
+            total += float((self.centred(missing, b) * missing).sum())
+        return total
+
+    def solve(self, queries: Tensor, key: Tensor, steps: int, strength: float) -> tuple[Tensor, Tensor]:
+        """The change of queries and key that the linearised problem asks for."""
+        heads, d, width = queries.shape
+        q = [self.turned(x @ queries.transpose(-1, -2)) * self.scale for x in self.inputs]  # (n, T, d) each
+        k = [self.turned(x @ key.T) * self.scale for x in self.inputs]  # (T, d) each
+
+        def adjoint(b: int, y: Tensor) -> tuple[Tensor, Tensor]:
+            for_queries = self.turned_back(y @ k[b]).transpose(-1, -2) @ self.inputs[b]
+            return for_queries, self.turned_back((y.transpose(-1, -2) @ q[b]).sum(dim=0)).T @ self.inputs[b]
+
+        def curvature(b: int, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.inputs[b]
+            change = self.turned(x @ dq.transpose(-1, -2)) @ k[b].T + q[b] @ self.turned(x @ dk.T).T
+            return adjoint(b, self.centred(change, b))
+
+        # Both unknowns in units in which the mean curvature is that of the inputs alone: 1 / the size of the other.
+        unit_q = float(torch.stack([each.square().mean() for each in k]).mean()) ** -0.5
+        unit_k = float(torch.stack([each.square().sum(dim=0).mean() for each in q]).mean()) ** -0.5
+        penalty = strength * float(self.inputs.square().sum()) / width
+
+        def packed(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+            dq, dk = (torch.stack(each).sum(dim=0) for each in zip(*parts, strict=True))
+            return torch.cat((dq.reshape(-1, width) * unit_q, dk * unit_k))
+
+        def unpacked(z: Tensor) -> tuple[Tensor, Tensor]:
+            return z[: heads * d].reshape(heads, d, width) * unit_q, z[heads * d :] * unit_k
+
+        sequences = range(len(self.inputs))
+        wanted = packed([adjoint(b, self.centred(self.residual(queries, key, b), b)) for b in sequences])
+
+        def normal(z: Tensor) -> Tensor:
+            return packed([curvature(b, *unpacked(z)) for b in sequences]) + penalty * z
+
+        return unpacked(conjugate_gradients(normal, wanted, steps))
+
+
+def conjugate_gradients(matrix: Callable[[Tensor], Tensor], wanted: Tensor, steps: int) -> Tensor:
+    """An approximate solution of matrix(x) = wanted, `matrix` symmetric and positive semidefinite, from zero
+    (Hestenes & Stiefel 1952).
+    """
+    x, r = torch.zeros_like(wanted), wanted.clone()
+    p, size = r.clone(), float(r.square().sum())
+    floor = size * torch.finfo(wanted.dtype).eps ** 2
+    for _ in range(steps):
+        if size <= floor:
+            break
+        product = matrix(p)
+        along = size / float((p * product).sum())
+        x, r = x + along * p, r - along * product
+        size, old = float(r.square().sum()), size
+        p = r + size / old * p
+    return x
