@@ -24,7 +24,7 @@ from .checkpoint import Checkpoint, Weights
 from .dtypes import to_float64, widest
 from .safetensors import DTYPES
 
-__all__ = ["adapt", "without_biases"]
+__all__ = ["adapt", "nearest_tree", "obstacles", "without_biases"]
 
 
 def adapt(source: Checkpoint, architecture: Architecture) -> Checkpoint:
@@ -41,11 +41,21 @@ def adapt(source: Checkpoint, architecture: Architecture) -> Checkpoint:
     else:
         return source
     without = _without_zero_biases(source) if source.fetched else source.spec
-    for spec in dict.fromkeys((without, source.spec, without_rounding(without), without_rounding(source.spec))):
-        found = _nearest(architecture, spec)
-        if found is not None and _lost(source.spec, found) <= _lost(source.spec, without):
-            return _as_tree(source, found, architecture)
+    found = nearest_tree(architecture, source.spec, without)
+    if found is not None:
+        return _as_tree(source, found, architecture)
     raise _in_the_way(architecture, source) or reason
+
+
+def nearest_tree(architecture: Architecture, spec: ModelSpec, without: ModelSpec) -> ModelSpec | None:
+    """The nearest tree that a family expresses and that computes the same, None where there is none. `without` is the
+    tree without the biases that are zero.
+    """
+    for each in dict.fromkeys((without, spec, without_rounding(without), without_rounding(spec))):
+        found = _nearest(architecture, each)
+        if found is not None and _lost(spec, found) <= _lost(spec, without):
+            return found
+    return None
 
 
 def _nearest(architecture: Architecture, spec: ModelSpec) -> ModelSpec | None:
@@ -65,12 +75,9 @@ REFUSED = (KeyError, AttributeError, TypeError, ValueError, GptkitError)
 
 def _in_the_way(architecture: Architecture, source: Checkpoint) -> CannotExpress | None:
     """What the family computes otherwise, without what is only rounded otherwise; None where it cannot be laid out."""
-    plain = without_rounding(source.spec)
-    try:
-        found = architecture.spec({"model_type": architecture.name, **architecture.write(plain)})
-    except REFUSED:
+    between = obstacles(architecture, source.spec)
+    if between is None:
         return None
-    between = collapse(differences(plain, without_rounding(found)))
     lines = [f"  {path}: {short(a)}; {architecture.name} has {short(b)}" for path, a, b in between]
     hint = "gptkit's own format holds any tree: convert --to local"
     if not source.fetched and any(_is_bias(*each) for each in between):
@@ -78,6 +85,18 @@ def _in_the_way(architecture: Architecture, source: Checkpoint) -> CannotExpress
     return CannotExpress(
         f"{architecture.name} cannot express {len(lines)} of the tree's components:\n" + "\n".join(lines[:12]), hint
     )
+
+
+def obstacles(architecture: Architecture, spec: ModelSpec) -> list[tuple[str, Any, Any]] | None:
+    """Where a family computes otherwise than a tree, (path, in the tree, in the family), layers that are alike told
+    once; None where the family has no config at all for such a tree.
+    """
+    plain = without_rounding(spec)
+    try:
+        found = architecture.spec({"model_type": architecture.name, **architecture.write(plain)})
+    except REFUSED:
+        return None
+    return collapse(differences(plain, without_rounding(found)))
 
 
 def _is_bias(path: str, a: Any, b: Any) -> bool:
