@@ -1,9 +1,406 @@
-"""What tells positions apart: rotary, ALiBi, learned, none."""
+"""What tells positions apart: rotary, ALiBi, a learned table, nothing. `context_length` has the length of the table.
+
+From one to another is a start for training but where nothing was told apart before and after. The starts:
+
+- a learned table goes: its mean joins the token embeddings, so that the stream keeps its place (a tied head keeps the
+  old table, and is untied);
+- rotary positions go: each pair of a head is turned by its mean rotation instead, folded into q (`rope.mean_rotation`);
+- a learned table comes: it is zero. Neutral rotary positions turn nothing: a tree without positions in the form that
+  llama-like families can hold.
+
+`--approximate` leaves the means out.
+"""
 
 from __future__ import annotations
 
-from .registry import Swap
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
-__all__ = ["SWAPS"]
+import msgspec
 
-SWAPS: tuple[Swap, ...] = ()
+from ..errors import SwapRefused, UsageError
+from ..spec import ALiBi, Attention, LatentAttention, LayerNorm, LearnedPositions, ModelSpec, Rotary
+from .base import Computed, Filled, Guarantee, Model, Moved, Promise, Swapped, Tensor, Wide
+from .context_length import CONTEXT
+from .registry import Asked, Step, Swap
+from .rotation import NEUTRAL, is_neutral, listed, mean_rotation, turned_queries, with_attention
+
+__all__ = ["SWAPS", "Kind", "kind"]
+
+replace = msgspec.structs.replace
+Kind = Literal["learned", "rope", "alibi", "none", "mixed"]
+Position = Rotary | ALiBi | None
+
+BASE = 10_000.0
+"""RoPE's base (2104.09864)."""
+
+
+# --- what is there ----------------------------------------------------------------------------------------------------
+
+
+def kind(spec: ModelSpec) -> Kind:
+    """What tells positions apart in a tree; "mixed" where layers differ or there is a table besides. Neutral rotary
+    positions tell nothing apart.
+    """
+    found = {kind_of(block.attention.position) for block in spec.blocks}
+    if spec.positions is not None:
+        return "learned" if found == {"none"} else "mixed"
+    return found.pop() if len(found) == 1 else "mixed"
+
+
+def kind_of(position: Position) -> Literal["rope", "alibi", "none"]:
+    """The same of one layer."""
+    if isinstance(position, ALiBi):
+        return "alibi"
+    return "none" if position is None or is_neutral(position) else "rope"
+
+
+# --- from one to another ----------------------------------------------------------------------------------------------
+
+
+def to_rope(model: Model, asked: Asked) -> Swapped:
+    """Rotary positions: of base 10,000, of the base that is asked for, or neutral ones.
+
+    On rotary layers another base is all that changes.
+    """
+    spec = model.spec
+    neutral = asked.argument == "neutral"
+    base = None if neutral or asked.argument is None else _base(asked.argument)
+
+    def position(layer: int, attention: Attention | LatentAttention) -> Position:
+        now = attention.position
+        if isinstance(now, Rotary):
+            if neutral:
+                return replace(now, scaling=NEUTRAL)
+            return replace(now, base=base or now.base, scaling=None if is_neutral(now) else now.scaling)
+        if isinstance(attention, LatentAttention):
+            raise SwapRefused(
+                f"the keys of layer {layer} come from a latent and have no place for rotary positions",
+                "--position rope goes before --attention mla.",
+            )
+        if attention.head_dim % 2:
+            raise SwapRefused(
+                f"rotary positions turn pairs of elements, and the heads of layer {layer} have {attention.head_dim}",
+                f"First --head-dim {attention.head_dim + 1}.",
+            )
+        return Rotary(dim=attention.head_dim, base=base or BASE, scaling=NEUTRAL if neutral else None)
+
+    chosen = {layer: position(layer, spec.blocks[layer].attention) for layer in asked.chosen(spec)}
+    hint = "Another base: --position rope:BASE. A longer context: --rope-scaling."
+    return repositioned(model, asked, chosen, "rope:neutral" if neutral else "rope", hint)
+
+
+def _base(text: str) -> float:
+    """RoPE's base.
+
+    Raises:
+        UsageError: it is no number above 1.
+
+    """
+    try:
+        base = float(text)
+    except ValueError:
+        base = math.nan
+    if not 1 < base < math.inf:
+        raise UsageError(f"--position rope:{text}: expected a base above 1, as in rope:500000, or rope:neutral")
+    return base
+
+
+def to_alibi(model: Model, asked: Asked) -> Swapped:
+    """ALiBi: as other layers have it, else outside the scale of the scores, as in the paper."""
+    spec = model.spec
+    others = (block.attention.position for block in spec.blocks)
+    alibi = next((each for each in others if isinstance(each, ALiBi)), ALiBi())
+    return repositioned(model, asked, dict.fromkeys(asked.chosen(spec), alibi), "alibi")
+
+
+def to_none(model: Model, asked: Asked) -> Swapped:
+    """No positions: causal attention alone tells them apart."""
+    return repositioned(model, asked, dict.fromkeys(asked.chosen(model.spec)), "none")
+
+
+def to_learned(model: Model, asked: Asked) -> Swapped:
+    """A table of positions, all zero."""
+    spec = model.spec
+    if asked.layers is not None:
+        raise SwapRefused(
+            "a table of positions is added to the token embeddings and reaches every layer", "Leave --blocks out."
+        )
+    if spec.positions is not None:
+        raise SwapRefused(
+            f"this model has a table of {spec.positions.length:,} positions already", "A longer one: --context N."
+        )
+    if asked.argument is None and spec.context_length is None:
+        raise SwapRefused("nothing says how many positions the table needs", "Say it: --position learned:LENGTH.")
+    length = spec.context_length if asked.argument is None else asked.number("the table's length")
+    assert length is not None
+    table = LearnedPositions(length=length, size=spec.hidden_size)
+    return repositioned(model, asked, dict.fromkeys(range(len(spec.blocks))), "learned", table=table)
+
+
+def repositioned(
+    model: Model,
+    asked: Asked,
+    positions: dict[int, Position],
+    to: str,
+    hint: str | None = None,
+    table: LearnedPositions | None = None,
+) -> Swapped:
+    """Each layer with the positions that are given for it, and the table that is, or none.
+
+    Raises:
+        SwapRefused: all is so already; what is there cannot go.
+
+    """
+    spec = model.spec
+    changed = {layer: each for layer, each in positions.items() if spec.blocks[layer].attention.position != each}
+    if not changed and table is None and spec.positions is None:
+        where = "these layers" if asked.layers is not None else "its layers"
+        raise SwapRefused(f"{where} have these positions already: {to}", hint)
+    if spec.positions is not None and asked.layers is not None:
+        raise SwapRefused(
+            "the table of positions is added to the token embeddings and reaches every layer",
+            f"Leave --blocks out, or first --position none and then --position {to} in the layers that need it.",
+        )
+    attention = {layer: with_position(layer, spec.blocks[layer].attention, each) for layer, each in changed.items()}
+    tensors: dict[str, Tensor] = {}
+    for layer in changed if not asked.approximate else ():
+        tensors |= without_rotation(spec, layer, changed[layer])
+    after = with_attention(spec, attention)
+    notes: list[str] = []
+    if spec.positions is not None:
+        after = without_table(model, after, asked.approximate, tensors, notes)
+    if table is not None:
+        after = replace(after, positions=table, context_length=table.length)
+        tensors["positions.weight"] = Filled((table.length, table.size), 0.0, "embedding.weight")
+    guarantee = guaranteed(model, changed, asked)
+    if guarantee == "retrained" and spec.positions is None and another_base(spec, changed):
+        guarantee = "approximate"
+    summary = {"from": kind(spec), "to": to, "layers": sorted(changed)}
+    return Swapped(after, guarantee, tensors, summary, tuple(notes), Promise(length=table.length if table else None))
+
+
+def another_base(spec: ModelSpec, changed: dict[int, Position]) -> bool:
+    """Whether layers that change were rotary and stay so."""
+    return all(
+        kind_of(spec.blocks[layer].attention.position) == kind_of(after) == "rope" for layer, after in changed.items()
+    )
+
+
+def with_position(layer: int, attention: Attention | LatentAttention, position: Position) -> Any:
+    """An attention with other positions, and what of its rounding does not go with them as they need it."""
+    if isinstance(attention, LatentAttention):
+        if isinstance(attention.position, Rotary) != isinstance(position, Rotary):
+            raise SwapRefused(
+                f"layer {layer} has keys of their own for rotary positions, apart from its latent",
+                "--position rope:neutral turns the rotation off and keeps them.",
+            )
+        return replace(attention, position=position)
+    if isinstance(position, ALiBi):
+        wide = "repeat" if attention.kv_expansion == "broadcast" else attention.kv_expansion
+        return replace(attention, position=position, scores="input", kv_expansion=wide)
+    return replace(attention, position=position)
+
+
+def without_rotation(spec: ModelSpec, layer: int, after: Position) -> dict[str, Tensor]:
+    """The queries of a layer whose rotary positions go, turned by their mean rotation. Where ALiBi comes instead it
+    draws attention nearer, and so does the mean.
+    """
+    attention = spec.blocks[layer].attention
+    before = attention.position
+    if not isinstance(before, Rotary) or is_neutral(before) or kind_of(after) == "rope":
+        return {}
+    if isinstance(attention, LatentAttention):
+        return {}
+    near = 1.0 if isinstance(after, ALiBi) else 0.5
+    factors = mean_rotation(before, spec.context_length, attention.window, near)
+    return turned_queries(f"blocks.{layer}.attention", attention, before, factors)
+
+
+def guaranteed(model: Model, changed: dict[int, Position], asked: Asked) -> Guarantee:
+    """Exact where nothing told positions apart before and nothing does after."""
+    spec = model.spec
+    still = all(
+        kind_of(spec.blocks[layer].attention.position) == kind_of(after) == "none" for layer, after in changed.items()
+    )
+    if not still:
+        return "retrained"
+    if spec.positions is None:
+        return "exact"
+    rows = model.wide("positions.weight")
+    alike = bool((rows == rows[0]).all())
+    lost = asked.approximate and bool(rows.any())
+    return "exact" if alike and not lost else "retrained"
+
+
+# --- a table that goes ------------------------------------------------------------------------------------------------
+
+
+def mean_row(rows: Wide) -> Wide:
+    """The mean of a table's rows, and that row itself where all are alike: their sum may round."""
+    mean: Wide = rows[0] if (rows == rows[0]).all() else rows.mean(axis=0)
+    return mean
+
+
+def without_table(
+    model: Model, spec: ModelSpec, approximate: bool, tensors: dict[str, Tensor], notes: list[str]
+) -> ModelSpec:
+    """The tree without its table, whose mean joins the token embeddings."""
+    after = replace(spec, positions=None)
+    if approximate or not mean_row(model.wide("positions.weight")).any():
+        return after
+    norm = spec.embedding.norm
+    if norm is None:
+        tensors["embedding.weight"] = Computed(
+            lambda model: model.wide("embedding.weight") + mean_row(model.wide("positions.weight"))
+        )
+        if spec.head.tied:
+            tensors["head.weight"] = Moved("embedding.weight")
+            after = replace(after, head=replace(spec.head, tied=False))
+            notes.append("the head was untied from the embedding: it needs the table without the mean position")
+        return after
+    if not isinstance(norm, LayerNorm):
+        raise SwapRefused(
+            "the mean position joins the token embeddings behind their RMSNorm, which has no bias to hold it",
+            "--approximate leaves it out.",
+        )
+    had = norm.bias
+
+    def shifted(model: Model) -> Wide:
+        mean = mean_row(model.wide("positions.weight"))
+        return mean + model.wide("embedding.norm.bias") if had else mean
+
+    tensors["embedding.norm.bias"] = Computed(shifted)
+    return replace(after, embedding=replace(spec.embedding, norm=replace(norm, bias=True)))
+
+
+# --- the way back -----------------------------------------------------------------------------------------------------
+
+
+def _positions(spec: ModelSpec, layers: Iterable[int]) -> set[Position]:
+    return {spec.blocks[layer].attention.position for layer in layers}
+
+
+def back_to_none(before: ModelSpec, asked: Asked) -> Step | None:
+    """Of neutral rotary positions or a table of zeros, where there were none."""
+    chosen = asked.chosen(before)
+    if before.positions is not None or _positions(before, chosen) != {None}:
+        return None
+    if asked.value.startswith("learned"):
+        length = before.context_length if asked.argument is None else int(asked.argument)
+        if length != before.context_length:
+            return None
+    return Step("position", "none", blocks=listed(asked))
+
+
+def back_to_neutral(before: ModelSpec, asked: Asked) -> Step | None:
+    """Of none, where neutral rotary positions were on whole heads."""
+    chosen = asked.chosen(before)
+    for layer in chosen:
+        attention = before.blocks[layer].attention
+        if isinstance(attention, LatentAttention):
+            return None
+        if attention.position != Rotary(dim=attention.head_dim, base=BASE, scaling=NEUTRAL):
+            return None
+    if before.positions is not None:
+        return None
+    return Step("position", "rope:neutral", blocks=listed(asked))
+
+
+# --- the list ---------------------------------------------------------------------------------------------------------
+
+
+def _unless(spec: ModelSpec, there: Kind, value: str) -> Sequence[str]:
+    return () if kind(spec) == there else (value,)
+
+
+def _neutral_example(spec: ModelSpec) -> Sequence[str]:
+    return ("rope:neutral",) if kind(spec) == "none" and {None} == _positions(spec, range(len(spec.blocks))) else ()
+
+
+def _none_example(spec: ModelSpec) -> Sequence[str]:
+    plain = spec.positions is None and {None} == _positions(spec, range(len(spec.blocks)))
+    return () if plain else ("none",)
+
+
+def _learned_example(spec: ModelSpec) -> Sequence[str]:
+    if spec.positions is not None:
+        return ()
+    return ("learned:64",) if spec.context_length is None else ("learned",)
+
+
+TRAINED = "to be trained, but where nothing told positions apart before either"
+DROPE = "DroPE 2512.12167; the mean rotation is gptkit's own"
+
+SWAPS: tuple[Swap, ...] = (
+    Swap(
+        option="position",
+        form="rope:neutral",
+        takes="positions",
+        gives="RoPE that turns nothing",
+        guarantee="exact",
+        needs=TRAINED,
+        source="own: transformers' rope_type linear with factor 1e30",
+        apply=to_rope,
+        examples=_neutral_example,
+        by_layer=True,
+        inverse=back_to_none,
+    ),
+    *(
+        Swap(
+            option="position",
+            form=form,
+            takes="positions",
+            gives="RoPE",
+            guarantee="retrained",
+            needs="heads with an even number of elements",
+            source="Su et al. 2104.09864",
+            apply=to_rope,
+            examples=(lambda spec: _unless(spec, "rope", "rope")) if form == "rope" else lambda spec: (),
+            by_layer=True,
+        )
+        for form in ("rope", "rope:BASE")
+    ),
+    Swap(
+        option="position",
+        form="alibi",
+        takes="positions",
+        gives="ALiBi",
+        guarantee="retrained",
+        needs="nothing",
+        source="Press et al. 2108.12409; the mean rotation is gptkit's own",
+        apply=to_alibi,
+        examples=lambda spec: _unless(spec, "alibi", "alibi"),
+        by_layer=True,
+    ),
+    Swap(
+        option="position",
+        form="none",
+        takes="positions",
+        gives="no positions",
+        guarantee="exact",
+        needs=f"{TRAINED}: a table whose rows are alike, neutral RoPE",
+        source=DROPE,
+        apply=to_none,
+        examples=_none_example,
+        by_layer=True,
+        inverse=back_to_neutral,
+    ),
+    *(
+        Swap(
+            option="position",
+            form=form,
+            takes="positions",
+            gives="a table of positions, all zero",
+            guarantee="exact",
+            needs=TRAINED,
+            source="own",
+            apply=to_learned,
+            examples=_learned_example if form == "learned" else lambda spec: (),
+            inverse=back_to_none,
+        )
+        for form in ("learned", "learned:LENGTH")
+    ),
+    CONTEXT,
+)

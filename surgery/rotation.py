@@ -1,0 +1,185 @@
+"""What rotary positions do to the pairs of a head, and how weights take it over.
+
+A pair of elements, read as a complex number z, is turned by e^(iθm) at position m, and the scores see
+Re(q · conj(k) · e^(iθ(m-n))). So
+
+- any complex factor on a pair of q commutes with the rotation, and folds into the rows of W_q;
+- a pair whose rotation goes is best replaced by its mean over the distances m - n, a complex factor on q;
+- pairs may be listed in any order, and their elements may lie in any place, if q and k agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import SwapRefused
+from ..modules.positions import inverse_frequencies
+from ..spec import Attention, LatentAttention, LinearScaling, ModelSpec, RopeScaling, Rotary
+from .base import Computed, Model, Tensor, Wide
+from .registry import Asked
+
+__all__ = [
+    "NEUTRAL",
+    "Elements",
+    "Pairs",
+    "amplitude",
+    "frequencies",
+    "is_neutral",
+    "listed",
+    "mean_rotation",
+    "original_context",
+    "pair_elements",
+    "reordered",
+    "require_rotary",
+    "rotary_layers",
+    "row_tensors",
+    "turn_rows",
+    "turned_queries",
+    "turns_alike",
+    "with_attention",
+    "with_rotary",
+]
+
+replace = msgspec.structs.replace
+Array = NDArray[Any]
+Elements = NDArray[np.int64]
+Pairs = Literal["halves", "adjacent"]
+
+NEUTRAL = LinearScaling(factor=1e30)
+"""Positions divided by so much that nothing turns: cos is 1 in every dtype and sin at most 1e-21."""
+
+DISTANCES = 4096
+"""Distances that a mean rotation is taken over, at most."""
+
+
+def is_neutral(rotary: Rotary) -> bool:
+    """Whether it turns nothing at any position."""
+    return isinstance(rotary.scaling, LinearScaling) and rotary.scaling.factor >= NEUTRAL.factor
+
+
+def rotary_layers(spec: ModelSpec, layers: Iterable[int]) -> dict[int, Rotary]:
+    """The layers of these that have rotary positions."""
+    found = {layer: spec.blocks[layer].attention.position for layer in layers}
+    return {layer: position for layer, position in found.items() if isinstance(position, Rotary)}
+
+
+def require_rotary(spec: ModelSpec, asked: Asked) -> dict[int, Rotary]:
+    """The layers that are asked for and have rotary positions.
+
+    Raises:
+        SwapRefused: there are none.
+
+    """
+    found = rotary_layers(spec, asked.chosen(spec))
+    if not found:
+        where = "these layers have" if asked.layers is not None else "this model has"
+        raise SwapRefused(f"{where} no rotary positions", "--position rope gives it some, and is to be trained.")
+    return found
+
+
+def with_attention(spec: ModelSpec, changed: dict[int, Attention | LatentAttention], **fields: Any) -> ModelSpec:
+    """The tree with some layers' attention exchanged, and other fields of its own."""
+    blocks = tuple(
+        replace(block, attention=changed[layer]) if layer in changed else block
+        for layer, block in enumerate(spec.blocks)
+    )
+    return replace(spec, blocks=blocks, **fields)
+
+
+def frequencies(rotary: Rotary, length: int = 1) -> Wide:
+    """The angle by which each pair turns from one position to the next, (dim/2,), in sequences of `length` tokens."""
+    found: Wide = inverse_frequencies(rotary, length, torch.float64).numpy()
+    return found
+
+
+def amplitude(rotary: Rotary) -> float:
+    """What cos and sin are multiplied by."""
+    return float(getattr(rotary.scaling, "attention_factor", 1.0))
+
+
+def turns_alike(a: Rotary, b: Rotary, length: int = 1) -> bool:
+    """Whether two turn every pair by the same angles, up to rounding."""
+    same = a.dim == b.dim and math.isclose(amplitude(a), amplitude(b), rel_tol=1e-15)
+    return same and bool(np.allclose(frequencies(a, length), frequencies(b, length), rtol=1e-14, atol=0))
+
+
+def original_context(scaling: RopeScaling | None) -> int | None:
+    """The context that a model was trained for before its positions were scaled, where the scaling says so."""
+    return None if scaling is None else getattr(scaling, "original_context", None)
+
+
+def pair_elements(dim: int, pairs: Pairs) -> tuple[Elements, Elements]:
+    """Of each pair its first and its second element, the fastest pair first."""
+    each = np.arange(dim // 2)
+    return (each, each + dim // 2) if pairs == "halves" else (2 * each, 2 * each + 1)
+
+
+def mean_rotation(rotary: Rotary, context: int | None, window: int | None = None, near: float = 0.5) -> Array:
+    """Each pair's rotation averaged over the distances within a context, as a complex factor (dim/2,), the squared
+    amplitude of cos and sin in it.
+
+    A distance d counts (context - d) / (1 + d)^near: as often as it occurs, and more the nearer, since attention does.
+    """
+    length = min(each for each in (context, window, DISTANCES) if each is not None)
+    distances = np.arange(length)
+    weights = (length - distances) / (1 + distances) ** near
+    turned = np.exp(1j * np.outer(frequencies(rotary, context or 1), distances))
+    mean: Array = turned @ weights / weights.sum() * amplitude(rotary) ** 2
+    return mean
+
+
+def turn_rows(rows: Wide, factors: Array, rotary: Rotary, head_dim: int) -> Wide:
+    """Every head's pairs times their complex factors (dim/2,); rows (heads·head_dim, …). What does not turn stays."""
+    first, second = pair_elements(rotary.dim, rotary.pairs)
+    heads = rows.reshape(-1, head_dim, *rows.shape[1:])
+    column = factors.reshape(-1, *[1] * (rows.ndim - 1))
+    turned = (heads[:, first] + 1j * heads[:, second]) * column
+    result = heads.copy()
+    result[:, first], result[:, second] = turned.real, turned.imag
+    return result.reshape(rows.shape)
+
+
+def reordered(array: Array, order: Elements) -> Array:
+    """The elements of every head in another order; array (heads·len(order), …)."""
+    return array.reshape(-1, len(order), *array.shape[1:])[:, order].reshape(array.shape)
+
+
+def row_tensors(path: str, attention: Attention, side: Literal["q", "k"]) -> list[str]:
+    """The tensors whose rows are elements of query or of key heads, a norm of each head last."""
+    names = [f"{path}.{side}_proj.weight", *([f"{path}.{side}_proj.bias"] if attention.qkv_bias else [])]
+    norm = attention.q_norm if side == "q" else attention.k_norm
+    return [*names, *([f"{path}.{side}_norm.weight"] if norm is not None else [])]
+
+
+def turned_queries(path: str, attention: Attention, rotary: Rotary, factors: Array) -> dict[str, Tensor]:
+    """The query rows with each pair times a complex factor; with a norm of each query head, which the rotation comes
+    after and which has no place for an angle, times its modulus in the norm's weight.
+    """
+    if np.allclose(factors, 1, rtol=0, atol=1e-15):
+        return {}
+    if attention.q_norm is not None:
+        name, moduli = f"{path}.q_norm.weight", np.abs(factors)
+        return {name: Computed(_turned(name, moduli, rotary, attention.head_dim))}
+    names = row_tensors(path, attention, "q")
+    return {name: Computed(_turned(name, factors, rotary, attention.head_dim)) for name in names}
+
+
+def _turned(name: str, factors: Array, rotary: Rotary, head_dim: int) -> Callable[[Model], Wide]:
+    return lambda model: turn_rows(model.wide(name), factors, rotary, head_dim)
+
+
+def with_rotary(spec: ModelSpec, positions: dict[int, Rotary]) -> dict[int, Attention | LatentAttention]:
+    """The attention of each layer with other rotary positions."""
+    return {layer: replace(spec.blocks[layer].attention, position=each) for layer, each in positions.items()}
+
+
+def listed(asked: Asked) -> str | None:
+    """The layers that are asked for, as --blocks says it."""
+    return None if asked.layers is None else ",".join(map(str, asked.layers))
