@@ -1,0 +1,135 @@
+"""What can be swapped in a model: every swap tried on its tree, with what it would guarantee and cost.
+
+A swap decides from a model's components, and sometimes from its weights (whether a bias is zero), what it can promise.
+No tensor is computed for that, so the list is there in a second or two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..analysis.costs import Costs, costs
+from ..errors import GptkitError, InvalidInput
+from .options import spelled
+from .registry import Step, Swap, all_swaps, apply
+
+if TYPE_CHECKING:
+    from ..converter.checkpoint import Checkpoint
+
+__all__ = ["Listed", "Listing", "Verdict", "listing", "values_of"]
+
+Verdict = Literal["exact", "approximate", "retrained", "refused"]
+
+FITTED_ON = 256
+"""Tokens of text for swaps that look at one before they say what they do: enough for a list."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A swap as it would be on a model.
+
+    said: why it is refused, with what would be possible in `hint`; or what a person should know of it. costs: of the
+    tree after it, at the context of the tree before; None where it is refused, or where only a text could tell.
+    """
+
+    swap: Swap
+    value: str
+    verdict: Verdict
+    said: str = ""
+    hint: str = ""
+    costs: Costs | None = None
+
+    @property
+    def asked(self) -> str:
+        """As on the command line."""
+        return " ".join([spelled(self.swap.option), *([self.value] if self.value else [])])
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "option": self.swap.option,
+            "value": self.value,
+            "takes": self.swap.takes,
+            "gives": self.swap.gives,
+            "verdict": self.verdict,
+            "said": self.said,
+            "hint": self.hint,
+            "by_layer": self.swap.by_layer,
+            "calibrated": self.swap.calibrated,
+            "needs": self.swap.needs,
+            "source": self.swap.source,
+            "costs": None if self.costs is None else self.costs.as_json(),
+        }
+
+
+@dataclass(frozen=True)
+class Listing:
+    """All that can be tried on a model, in the order of the registry, and what the model costs as it is."""
+
+    reference: str
+    before: Costs
+    entries: tuple[Listed, ...]
+
+    def of(self, verdict: Verdict) -> list[Listed]:
+        """Those with this verdict."""
+        return [entry for entry in self.entries if entry.verdict == verdict]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "schema_version": 1,
+            "model": self.reference,
+            "costs": self.before.as_json(),
+            "swaps": [entry.as_json() for entry in self.entries],
+        }
+
+
+def values_of(swap: Swap, spec: Any) -> Iterator[str]:
+    """What to try: a swap's examples for a tree; where it has none, its form if that is a value by itself, so that
+    it can say why not.
+    """
+    found = list(dict.fromkeys(swap.examples(spec)))
+    fixed = not any(letter.isupper() for letter in swap.form)
+    yield from found or ([swap.form] if fixed else [])
+
+
+def listing(source: Checkpoint) -> Listing:
+    """Try every swap on an opened checkpoint.
+
+    Raises:
+        InvalidInput: weights that are not finite, of which nothing can be said.
+
+    """
+    from .base import Stored
+    from .calibration import Calibration, read_text
+
+    model = Stored(source)
+    before = costs(source.spec)
+    text = cache(lambda: Calibration(read_text(source, None, FITTED_ON), source.spec))
+    entries = []
+    for swap in all_swaps():
+        for value in values_of(swap, source.spec):
+            step = Step(swap.option, value)
+            try:
+                found = apply(model, step, calibration=text, files=source.folder, texts=source.texts, offline=True)
+            except InvalidInput:
+                raise
+            except GptkitError as error:
+                entries.append(_not(swap, value, error))
+                continue
+            after = costs(found.spec, before.context)
+            entries.append(Listed(swap, value, found.guarantee, " ".join(found.notes), costs=after))
+            source.release()
+    return Listing(source.reference, before, tuple(entries))
+
+
+def _not(swap: Swap, value: str, error: GptkitError) -> Listed:
+    """What is said of a swap that cannot be tried: because it needs a text, or because it is impossible."""
+    from ..errors import UsageError
+
+    if swap.calibrated and isinstance(error, UsageError):
+        return Listed(swap, value, swap.guarantee, "fitted on a text: --calibrate FILE")
+    return Listed(swap, value, "refused", error.message, error.hint or "")
