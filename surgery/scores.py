@@ -38,7 +38,7 @@ def refit_scores(
     *,
     rounds: int = 2,
     steps: int = 10,
-    strength: float = 1e-4,
+    strength: float = 1e-3,
 ) -> ScoreFit:
     """Queries and the key head of a group, fitted together to the original's scores on the inputs they will see.
 

@@ -106,12 +106,12 @@ def test_keys_are_never_worse_than_the_naive_forms(seed, rotary_dim):
 def test_the_score_error_is_the_mean_over_all_distances():
     q, k, _, _, covariance = group(5, old=2, readers=1)
     root = square_roots(covariance, 0.0)[0]
-    angles = (
-        2 * math.pi * torch.arange(8)[:, None] * torch.tensor([1, 2, 3, 5.0]).double() / 8
-    )  # means over a circle's points
+    # The means of cos² and of sin·cos over these points are those over the whole circle.
+    points = torch.arange(8, dtype=torch.float64)[:, None] * torch.tensor([1, 2, 3, 5], dtype=torch.float64)
+    angles = points * (2 * math.pi / 8)
     new_q, new_k = fit_keys(q, k, covariance, 8)
     old = new = 0.0
-    for turn in angles.double():  # E (q·R k)² = |Wq' R Wk|² in Σ's metric
+    for turn in angles:  # E (q·R k)² = |Wq' R Wk|² in Σ's metric
 
         def product(a, b, turn=turn):
             return (a @ root).mT @ rotate((b @ root).mT[..., None, :], turn[None])[..., 0, :].mT
