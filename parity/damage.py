@@ -134,9 +134,9 @@ class Damage:
         return next((place for place in self.places if place.differs), None)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Plain JSON values; null for what is no number or infinite, which JSON has no word for."""
         born, first = (None if place is None else place.name for place in (self.born, self.first))
-        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
         return {**found, "first": first, "most": born}
 
 

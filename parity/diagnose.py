@@ -4,7 +4,7 @@ part, and why.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,13 +15,15 @@ from ..modules.attention import Kernel
 from ..modules.load import load_checkpoint
 from ..spec import ModelSpec
 from .bisect import Divergence, bisect
+from .damage import Damage, damage
 from .miniature import miniature, narrow_batches, random_weights
 from .probe import Batch, limits
 from .repair import find_causes
 from .score import Score, score
 from .sides import Sides
+from .stream import tree_of
 
-__all__ = ["diagnose", "try_mistakes", "unprobed", "where_they_differ", "wide_weights"]
+__all__ = ["assess", "diagnose", "try_mistakes", "unprobed", "where_they_differ", "wide_weights"]
 
 SMALL = 50_000_000
 """Parameters up to which mistakes are made in the model itself, and causes looked for in memory, unasked: each takes a
@@ -105,6 +107,25 @@ def diagnose(
     if allowed is None or source.spec.hidden_size != target.spec.hidden_size:
         return Divergence(tuple(places), ())
     return Divergence(tuple(places), tuple(find_causes(both, batches, path, allowed, places, few=large)))
+
+
+def assess(
+    source: Checkpoint,
+    target: Checkpoint,
+    text: Callable[[Checkpoint], Sequence[int] | None],
+    asked: bool | None,
+    say: Callable[[str], None],
+    notes: list[str],
+) -> Damage | None:
+    """What it costs to have the target in the source's place; None, and a note, where the models are large and nobody
+    asked.
+    """
+    size = max(_count(source), _count(target))
+    if size > SMALL and not asked:
+        notes.append(f"damage by position and layer left out, at {size:,} parameters: --damage")
+        return None
+    ids = text(source)
+    return damage(tree_of(source), tree_of(target), text=ids, progress=lambda words: say(f"the damage: {words}"))
 
 
 def _row_bytes(checkpoint: Checkpoint) -> int:

@@ -25,9 +25,9 @@ from ..modules.decoder import Decoder
 from ..modules.load import view_as_torch
 from ..spec import ModelSpec
 from .probe import Batch, running
-from .reference import quiet
+from .reference import experts_path, quiet
 
-__all__ = ["Stream", "Tree", "stream_candidate", "stream_reference"]
+__all__ = ["Stream", "Tree", "stream_candidate", "stream_reference", "tree_of"]
 
 KEPT_BYTES = 256 * 2**20
 """Parameters up to this size leave their memory to the next of their shape."""
@@ -217,6 +217,22 @@ class Tree(Protocol):
         ...
 
 
+class _Opened:
+    """A checkpoint's tree."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.spec, self.release = checkpoint.spec, checkpoint.release
+        self._checkpoint = checkpoint
+
+    def read(self, name: str) -> Tensor:
+        return _stored(self._checkpoint, name)
+
+
+def tree_of(checkpoint: Checkpoint) -> Tree:
+    """A checkpoint's own tree, read from its files."""
+    return _Opened(checkpoint)
+
+
 def _stored(checkpoint: Checkpoint, name: str) -> Tensor:
     """A parameter's values as they lie in the checkpoint's file, to be read only."""
     array, dtype = checkpoint.tensor(name)
@@ -241,10 +257,20 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
     table = next(leaf for leaf in leaves.values() if leaf.shared == ("embedding.weight",))
     with quiet(), _parameters_on_meta():
         model = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.for_model(**dict(config or {})), dtype=dtype, attn_implementation=attention
+            transformers.AutoConfig.for_model(**dict(config or {})),
+            dtype=dtype,
+            attn_implementation=attention,
+            experts_implementation=experts_path(dtype),
         ).eval()
+    stacked = architecture.parameters(checkpoint.spec)
 
     def read(name: str) -> Tensor:
+        if name in stacked:
+            how, parts = stacked[name]
+            return how.gather(parts, read_tensor)
+        return read_tensor(name)
+
+    def read_tensor(name: str) -> Tensor:
         leaf = table if name == architecture.head and checkpoint.spec.head.tied else leaves[name]
         parts = [checkpoint.tensor(shared) for shared in leaf.shared]
         return view_as_torch(leaf.to_checkpoint([array for array, _ in parts]), parts[0][1])

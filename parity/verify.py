@@ -21,7 +21,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import compress
 from pathlib import Path
 from typing import Any, Literal
@@ -38,10 +38,11 @@ from ..converter.tokenizer import load_tokenizer
 from ..errors import CheckpointError, GptkitError, InvalidInput, UsageError
 from ..modules.attention import Kernel
 from ..modules.load import torch_dtype
-from ..spec import ModelSpec, differences
+from ..spec import ModelSpec, differences, without_rounding
 from .bisect import Divergence
 from .compare import Difference, compare, largest_gap, mean_gap, row_gaps
-from .diagnose import diagnose, try_mistakes
+from .damage import Damage
+from .diagnose import assess, diagnose, try_mistakes
 from .probe import AFFORDABLE, Batch, limits, longest, passed, probe, text_batch
 from .score import Score
 from .sides import Sides, sides
@@ -119,7 +120,8 @@ class Verification:
 
     score: the mistakes that this probe would have caught, None where they were not tried. divergence: the models
     component by component, None where they were not laid side by side; with causes where they are different. arguments:
-    what was asked, as the words of a command line that asks it again.
+    what was asked, as the words of a command line that asks it again. damage: of a changed tree, None where there is
+    none, or nobody looked.
     """
 
     model: str
@@ -133,6 +135,7 @@ class Verification:
     divergence: Divergence | None = None
     notes: tuple[str, ...] = field(default=())
     arguments: tuple[str, ...] = field(default=())
+    damage: Damage | None = None
 
     @property
     def verdict(self) -> Literal["identical", "equal", "different"]:
@@ -148,8 +151,10 @@ class Verification:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values, with the verdicts."""
-        data = asdict(self)
-        return {"schema_version": 1, "verdict": self.verdict, "passed": self.passed, **json.loads(json.dumps(data))}
+        data = json.loads(json.dumps(asdict(replace(self, damage=None))))
+        if self.damage is not None:
+            data["damage"] = self.damage.as_json()
+        return {"schema_version": 1, "verdict": self.verdict, "passed": self.passed, **data}
 
 
 def verify(
@@ -162,6 +167,8 @@ def verify(
     long: bool = False,
     mutations: bool | None = None,
     bisected: bool | None = None,
+    damaged: bool | None = None,
+    text: Callable[[Checkpoint], Sequence[int] | None] = lambda _: None,
     stream: bool = False,
     offline: bool = False,
     allow_pickle: bool = False,
@@ -181,6 +188,9 @@ def verify(
             the model itself for up to 50 million parameters, else in a small copy of its tree with random weights.
         bisected: lay the two component by component, whatever the verdict and the size; never, where False. By default
             where they are different, for up to 50 million parameters.
+        damaged: say what a change costs by position, by layer and by component; never, where False. By default where
+            the two are different trees and compute different things, for up to 50 million parameters.
+        text: gives the token ids that perplexity is measured on, of the opened reference; None where there is no text.
         stream: run both sides a layer at a time from their files, in the memory of about two layers.
         offline: use local files and the hub's cache only.
         allow_pickle: read .bin files too (weights only).
@@ -235,6 +245,9 @@ def verify(
             say("looking for the place and the cause" if different else "laying the components side by side")
             allowed = max(noise.allowed, noise.repaired) if noise is not None and different else None
             divergence = diagnose(both, batches, path, allowed, notes, gaps=gaps, asked=bool(bisected))
+    cost = None
+    if damaged or (damaged is None and different and _changed(source.spec, target.spec)):
+        cost = assess(source, target, text, damaged, say, notes)
     if mutations is not False:
         say("making mistakes on purpose")
     marks = try_mistakes(source, batches, mutations, stream, notes)
@@ -248,6 +261,7 @@ def verify(
         noise=noise,
         score=marks,
         divergence=divergence,
+        damage=cost,
         notes=tuple(source.notes + ([] if target is source else target.notes) + notes),
         arguments=(
             *(resolved(checkpoint) for checkpoint in ((source,) if other is None else (source, target))),
@@ -261,11 +275,17 @@ def verify(
                     "stream": stream,
                     "allow-pickle": allow_pickle,
                     "allow-extra": allow_extra,
+                    "damage": bool(damaged),
                 }.items()
                 if asked
             ),
         ),
     )
+
+
+def _changed(before: ModelSpec, after: ModelSpec) -> bool:
+    """Whether the trees are of different functions."""
+    return bool(without_rounding(before) != without_rounding(after))
 
 
 def resolved(checkpoint: Checkpoint) -> str:

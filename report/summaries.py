@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from ..converter.transfer import Transferred
     from ..parity.bisect import Divergence
     from ..parity.compare import Difference
+    from ..parity.damage import Damage
     from ..parity.port import PortVerification
     from ..parity.verify import Verification
     from ..surgery.swap import SwapResult
 
 __all__ = [
     "conversion_lines",
+    "damage_lines",
     "human_bytes",
     "load_json",
     "load_summary",
@@ -200,6 +202,8 @@ def verification_report(result: Verification) -> RenderableType:
     ]
     if result.divergence is not None and result.divergence.first is not None:
         parts += [Text(), divergence_table(result.divergence)]
+    if result.damage is not None:
+        parts += [Text(), *(Text(line) for line in damage_lines(result.damage))]
     return Group(*parts)
 
 
@@ -317,24 +321,76 @@ def swap_lines(result: SwapResult) -> list[str]:
     """What was exchanged, at what price, and how well the guarantee held."""
     before, after = result.parameters
     done = "wrote" if result.published else "would write"
+    recipe = f"recipe {result.recipe.name}, " if result.recipe is not None and result.recipe.name else ""
     lines = [
-        f"{done} {result.target}: {result.guarantee} swap, computed tensors stored as {result.dtype}",
+        f"{done} {result.target}: {recipe}{result.guarantee} swap, computed tensors stored as {result.dtype}",
         f"parameters  {before:,} -> {after:,}" + (f" ({after - before:+,})" if after != before else ""),
     ]
-    for note in result.chain.notes:
+    notes = list(result.chain.notes)
+    if result.same_source is False:
+        notes.append("the recipe was made of other files than these: the result has other bytes")
+    for note in notes:
         lines += wrap(note, indent=12, width=80)
     found = result.measured
     if found is None:
-        return [*lines, "not measured"]
-    for dtype in ("float32", "float64"):
+        return [*lines, "not measured"] if result.published else lines
+    for dtype in found.maximum:
         lines.append(
-            f"{dtype}     logits before against after: max Δ {number(found.maximum[dtype])}, relative"
+            f"{dtype:<12}logits before against after: max Δ {number(found.maximum[dtype])}, relative"
             f" {number(found.relative[dtype])}"
         )
-    lines.append(f"            KL {number(found.kl)} nats a token, top-1 {found.top1:.1%}, {found.positions} positions")
+    lines.append(
+        f"            KL {number(found.kl)} nats a token, top-1 {found.top1:.1%}, {found.positions:,} positions"
+    )
+    if found.perplexity is not None and found.kl_text is not None and found.top1_text is not None:
+        lines.append(
+            f"text        perplexity {found.perplexity[0]:,.2f} -> {found.perplexity[1]:,.2f}, KL"
+            f" {number(found.kl_text)}, top-1 {found.top1_text:.1%}, {found.text_positions:,} tokens"
+        )
+    for note in found.notes:
+        lines += wrap(note, indent=12, width=80)
     return lines
 
 
 def wrap(text: str, indent: int, width: int) -> list[str]:
     """A sentence in lines of up to `width` characters, each behind `indent` spaces."""
     return textwrap.wrap(text, width, initial_indent=" " * indent, subsequent_indent=" " * indent)
+
+
+def damage_lines(found: Damage) -> list[str]:
+    """The damage in words: all of it, the worst positions and layers, and where it is born."""
+    total = found.total
+    lines = [
+        f"damage    KL {number(total.kl)} nats a token, top-1 {total.top1:.1%}",
+        f"          on {found.on}, in {found.dtype}",
+    ]
+    if total.before is not None and total.after is not None:
+        lines.append(f"          perplexity {_perplexity(total.before)} -> {_perplexity(total.after)}")
+    if len(found.bins) > 1:
+        worst, best = (order(found.bins, key=lambda each: each.kl) for order in (max, min))
+        lines.append(f"position  KL {number(worst.kl)} after {worst.name} tokens, the worst")
+        lines.append(f"          KL {number(best.kl)} after {best.name} tokens, the best")
+    if found.layers:
+        lines.append("layer     KL if both models ended there, and how far their streams are apart:")
+        worst_layers = sorted(found.layers, key=lambda each: -each.kl)[:LAYERS]
+        for layer in sorted(worst_layers, key=lambda each: each.after):
+            apart = "" if layer.stream is None else f", streams {number(layer.stream)} apart"
+            lines.append(f"          layer {layer.after}: KL {number(layer.kl)}{apart}")
+        if len(found.layers) > LAYERS:
+            lines.append(f"          (the worst {LAYERS} of {len(found.layers)})")
+    first, most = found.first, found.born
+    if first is not None:
+        lines.append(f"born      {first.name}: the first that differs by itself, by {number(first.relative)}")
+        if most is not None and most is not first:
+            lines.append(f"          {most.name}: differs most by itself, by {number(most.relative)}")
+    elif found.places:
+        lines.append("born      nowhere: no component differs by itself by more than rounding")
+    return lines + [f"note: {note}" for note in found.notes]
+
+
+LAYERS = 3
+"""Layers named, of however many."""
+
+
+def _perplexity(value: float) -> str:
+    return f"{value:,.4g}" if value < 1e6 else f"{value:.1e}"

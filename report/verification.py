@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from .. import __version__
+from .damage import damage_sections
 from .heatmap import Cell, heatmap
 from .pages import Code, Figure, Lines, Page, Section, Table, counted, listing
 from .summaries import number
@@ -41,6 +42,8 @@ def verification_page(result: Verification) -> Page:
         bytes_differ = result.bytes is not None and result.bytes.different
         verdict += ", but the bytes differ" if bytes_differ else ", but the probe missed mistakes"
     sections = [Section("By component and layer", _place_blocks(result)), _probe(result.prompts)]
+    if result.damage is not None:
+        sections += damage_sections(result.damage)
     if result.bytes is not None:
         sections.append(_bytes(result.bytes))
     if result.noise is not None:

@@ -4,27 +4,25 @@ import math
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from families import CONFIGS, VARIANTS, randomised_reference, save_hf, shared_weights, spec_of
+from families import CONFIGS, VARIANTS, save_hf, spec_of
+from held import Held, fewer_tokens, held
 from torch import Tensor
 from trees import TREES, random_weights
 
-from gptkit.architectures import architecture_of
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.errors import GptkitError
-from gptkit.modules import Decoder
 from gptkit.parity import heads, rows, scope
 from gptkit.parity.compare import kl_divergence
 from gptkit.parity.heads import perplexity
 from gptkit.parity.probe import Batch, probe
 from gptkit.parity.rows import states
 from gptkit.parity.scope import Scope
-from gptkit.spec import ModelSpec
 from gptkit.surgery import measure as module
 from gptkit.surgery.base import Promise, Stored
 from gptkit.surgery.measure import affordable, measure
@@ -37,37 +35,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-class Held:
-    """A tree whose tensors are in memory."""
-
-    def __init__(self, spec: ModelSpec, weights: dict[str, Tensor]) -> None:
-        self.spec, self.weights, self.reads, self.releases = spec, weights, list[str](), 0
-
-    def read(self, name: str) -> Tensor:
-        self.reads.append(name)
-        return self.weights[name]
-
-    def release(self) -> None:
-        self.releases += 1
-
-    def decoder(self, dtype: torch.dtype) -> Decoder:
-        model = Decoder(self.spec).to(dtype).eval()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(self.weights[name])
-        return model
-
-    def changed(self, name: str, change: Callable[[Tensor], Tensor]) -> "Held":
-        return Held(self.spec, {**self.weights, name: change(self.weights[name].clone())})
-
-
-def held(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Held:
-    attention = architecture_of(CONFIGS[name]).reference(spec_of(CONFIGS[name]))[0]
-    reference = randomised_reference(CONFIGS[name], dtype, attention, seed)
-    weights = shared_weights(reference, CONFIGS[name])
-    return Held(spec_of(CONFIGS[name]), {key: value.detach() for key, value in weights.items()})
 
 
 def plainly(before: Held, after: Held, dtype: torch.dtype) -> tuple[float, float, float, float]:
@@ -203,19 +170,6 @@ def test_nan_is_never_lost(name: str, side: int) -> None:
 
 
 # --- what a swap promises ---------------------------------------------------------------------------------------------
-
-
-def fewer_tokens(tree: Held, kept: list[int]) -> Held:
-    """The tree with the rows of `kept` alone, in this order."""
-    import msgspec
-
-    spec = msgspec.structs.replace(
-        tree.spec,
-        embedding=msgspec.structs.replace(tree.spec.embedding, vocab_size=len(kept)),
-        head=msgspec.structs.replace(tree.spec.head, vocab_size=len(kept)),
-    )
-    ends = ("embedding.weight", "head.weight", "head.bias")
-    return Held(spec, {name: w[kept] if name in ends else w for name, w in tree.weights.items()})
 
 
 @pytest.mark.usefixtures("tiny_chunks")
