@@ -1,0 +1,334 @@
+"""A tokenizer's files for fewer tokens: which tokens the kept ones cannot do without, and the files rewritten for them.
+
+Of a text that encodes to kept tokens alone the tokens stay the same, and any other text still encodes, to more and
+smaller ones:
+
+BPE        a kept token stays reachable: the tokens that its own encoding passes through are kept too, and of the merges
+           those whose two parts and result are kept. Merging goes by rank, and no merge that a text's encoding takes is
+           lost, so it takes the same ones.
+Unigram    the best of fewer segmentations is the one it was, if its pieces are kept. What an unknown character costs
+           goes by the lowest score there is, so the piece that has it is kept.
+WordPiece  the longest piece that matches is the one it was, if it is kept.
+
+All single characters (the bytes of a byte-level vocabulary are such) are kept, so that nothing becomes unknown; where a
+vocabulary spells unknown characters as byte tokens it is those instead. Special tokens are kept, and every token that a
+post-processor, config.json or generation_config.json names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ..architectures.config import parse_config_text
+from ..errors import InvalidInput
+from .resolve import CONFIG
+from .tokenizer import load_tokenizer, token_files
+
+__all__ = ["Vocabulary", "read_vocabulary"]
+
+TOKENIZER, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+OTHER_FORMS = ("tokenizer.model*", "spiece.model", "tekken.json", "*.tiktoken", "token_mappings.json")
+"""Files that say the same in a form that is not written, or stand for ids: they would contradict the rewritten ones."""
+
+_ID_FIELD = re.compile(r"\w*_token_ids?|(begin_)?suppress_tokens|bad_words_ids")
+_BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's sign for a space; as byte tokens it would not be decoded to one
+
+Table = Mapping[int, int]
+"""Old ids -> new ids, of the kept tokens."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer's files, by name, and tokenizer.json parsed: `data`. `config` is the text of a config.json."""
+
+    data: dict[str, Any]
+    files: Mapping[str, bytes]
+    config: str | None = None
+    _pieces: dict[str, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        model = self.data["model"]
+        vocab = model["vocab"]
+        pieces = {each[0]: i for i, each in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
+        object.__setattr__(self, "_pieces", pieces)
+
+    @property
+    def kind(self) -> str:
+        """BPE, Unigram, WordPiece or WordLevel."""
+        return str(self.data["model"]["type"])
+
+    @cached_property
+    def tokens(self) -> dict[str, int]:
+        """Every token's id, as the vocabulary writes it, added ones too."""
+        return self._pieces | {each["content"]: each["id"] for each in self.data["added_tokens"]}
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """Every id's token."""
+        return {token_id: token for token, token_id in self.tokens.items()}
+
+    # --- what has to stay ---
+
+    def required(self) -> dict[int, str]:
+        """The ids that must be kept, whatever else is: with the reason for each, in words."""
+        found = {self.tokens[token]: "a character of its own" for token in self._characters()}
+        found |= dict.fromkeys(self._by_model(), "what stands for the unknown")
+        found |= {each["id"]: "a special token" for each in self.data["added_tokens"] if each["special"]}
+        found |= dict.fromkeys(self._by_pipeline(), "the tokenizer adds it")
+        for name, data in self._settings().items():
+            found |= {i: f"{name} names it" for i in ids_in(data) if i in self.names}
+            if name == SETTINGS:
+                found |= {self.tokens[t]: f"{name} names it" for t in named_in(data) if t in self.tokens}
+        return found
+
+    def _characters(self) -> Iterator[str]:
+        """Single characters, or the byte tokens that stand in for them."""
+        model = self.data["model"]
+        if model.get("byte_fallback") and self._pieces.keys() >= _BYTES:
+            yield from _BYTES
+            yield from {_SPACE} & self._pieces.keys()
+            return
+        prefix, suffix = model.get("continuing_subword_prefix") or "", model.get("end_of_word_suffix") or ""
+        for token in self._pieces:
+            # A prefix or suffix may itself be all there is: then it is a character.
+            if len(token) == 1 or len(token.removeprefix(prefix).removesuffix(suffix)) == 1:
+                yield token
+
+    def _by_model(self) -> Iterator[int]:
+        model = self.data["model"]
+        unknown = model.get("unk_token")
+        if unknown in self._pieces:
+            yield self._pieces[unknown]
+        if self.kind == "Unigram":
+            if model.get("unk_id") is not None:
+                yield model["unk_id"]
+            scores = [score for _, score in model["vocab"]]
+            yield scores.index(min(scores))
+
+    def _by_pipeline(self) -> Iterator[int]:
+        for _, ids in _pipeline_ids(self.data):
+            yield from ids
+
+    def _settings(self) -> dict[str, Any]:
+        """The files whose fields name ids."""
+        here = [name for name in (SETTINGS, GENERATION) if name in self.files]
+        found = {name: parse_config_text(self.files[name], name) for name in here}
+        return found | ({} if self.config is None else {CONFIG: parse_config_text(self.config, CONFIG)})
+
+    def closed(self, ids: Iterable[int]) -> set[int]:
+        """These ids and all that they cannot do without (but for `required`)."""
+        found = set(ids)
+        if self.kind != "BPE":
+            return found
+        added = {each["id"] for each in self.data["added_tokens"]}
+        todo = [self.names[i] for i in found - added if i in self.names]
+        while todo:
+            for part in self._parts(todo.pop()):
+                if self._pieces[part] not in found:
+                    found.add(self._pieces[part])
+                    todo.append(part)
+        return found
+
+    @cached_property
+    def _parts(self) -> Callable[[str], set[str]]:
+        model = self.data["model"]
+        merges = [merge for merge, _ in self._merges()]
+        if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+            made: dict[str, set[str]] = {}
+            for pair, result in self._merges():
+                made.setdefault(result, set()).update(pair)
+            return lambda token: made.get(token, set())
+        ranks = {merge: rank for rank, merge in enumerate(merges)}
+        return lambda token: {part for part in passed_through(token, ranks) if part in self._pieces}
+
+    def _merges(self) -> Iterator[tuple[tuple[str, str], str]]:
+        """BPE's merges by rank: the two parts, and what they make."""
+        prefix = self.data["model"].get("continuing_subword_prefix") or ""
+        for merge in self.data["model"]["merges"]:
+            left, right = _pair(merge)
+            yield (left, right), left + right.removeprefix(prefix)
+
+    # --- the files for fewer tokens ---
+
+    def cut(self, table: Table) -> dict[str, bytes | None]:
+        """The files that change when the tokens of `table` alone are kept, under their new ids; None removes one.
+
+        Raises:
+            InvalidInput: the tokenizers library gives other ids to the result than the table has.
+
+        """
+        files: dict[str, bytes | None] = {TOKENIZER: _text(self._tokenizer(table))}
+        self._check(files[TOKENIZER], table)
+        for name, data in self._settings().items():
+            renumbered = renumber(data, table)
+            if name == SETTINGS and isinstance(data.get("added_tokens_decoder"), dict):
+                old = {int(key): each for key, each in data["added_tokens_decoder"].items() if key.isdecimal()}
+                renumbered["added_tokens_decoder"] = {str(table[i]): each for i, each in old.items() if i in table}
+            if renumbered != data:
+                files[name] = _text(renumbered)
+        for name in ("vocab.json", "added_tokens.json"):
+            if name in self.files:
+                ids = parse_config_text(self.files[name], name)
+                files[name] = _text({token: table[i] for token, i in ids.items() if i in table})
+        if "merges.txt" in self.files:
+            files["merges.txt"] = self._merges_text(table)
+        for name in self.files:
+            if any(fnmatchcase(name, pattern) for pattern in OTHER_FORMS):
+                files[name] = None
+        return files
+
+    def _tokenizer(self, table: Table) -> dict[str, Any]:
+        model = dict(self.data["model"])
+        if isinstance(model["vocab"], list):
+            model["vocab"] = [each for i, each in enumerate(model["vocab"]) if i in table]
+            if model.get("unk_id") is not None:
+                model["unk_id"] = table[model["unk_id"]]
+        else:
+            model["vocab"] = {token: table[i] for token, i in model["vocab"].items() if i in table}
+        if "merges" in model:
+            model["merges"] = [
+                merge
+                for merge, (pair, result) in zip(model["merges"], self._merges(), strict=True)
+                if self._all_kept((*pair, result), table)
+            ]
+        added = [{**each, "id": table[each["id"]]} for each in self.data["added_tokens"] if each["id"] in table]
+        changed = json.loads(json.dumps({**self.data, "model": None}))  # the parts that are changed in place
+        for place, ids in _pipeline_ids(changed):
+            place([table[i] for i in ids])
+        return {**changed, "added_tokens": added, "model": model}
+
+    def _all_kept(self, tokens: Iterable[str], table: Table) -> bool:
+        return all(self._pieces.get(token, -1) in table for token in tokens)
+
+    def _merges_text(self, table: Table) -> bytes:
+        lines = self.files["merges.txt"].decode().split("\n")
+        kept = []
+        for line in lines:
+            left, space, right = line.partition(" ")
+            if line.startswith("#version") or not space or self._all_kept((left, right, left + right), table):
+                kept.append(line)
+        return "\n".join(kept).encode()
+
+    def _check(self, text: bytes | None, table: Table) -> None:
+        import tokenizers
+
+        assert text is not None
+        made = tokenizers.Tokenizer.from_str(text.decode())
+        wrong = [t for t, i in self.tokens.items() if made.token_to_id(t) != table.get(i)]
+        if wrong:
+            raise InvalidInput(
+                f"the tokenizer cannot be rewritten: {wrong[0]!r} would be token {made.token_to_id(wrong[0])} instead"
+                f" of {table.get(self.tokens[wrong[0]])}",
+                "Please report this tokenizer.",
+            )
+
+
+def read_vocabulary(folder: Path | None, texts: Mapping[str, bytes], config: str | None = None) -> Vocabulary | None:
+    """The vocabulary of a tokenizer in a folder, files of the same name among `texts` taken instead; None if there is
+    none.
+
+    Raises:
+        InvalidInput: the tokenizer cannot be read.
+
+    """
+    files = {} if folder is None else {path.name: path.read_bytes() for path in token_files(folder)}
+    files |= {name: text for name, text in texts.items() if name != CONFIG}
+    # Read by the library, which refuses what is broken, and written out by it: one form of each field.
+    tokenizer = load_tokenizer(folder or Path(), texts if TOKENIZER in texts else None)
+    return None if tokenizer is None else Vocabulary(json.loads(tokenizer.to_json()), files, config)
+
+
+def passed_through(token: str, ranks: Mapping[tuple[str, str], int]) -> set[str]:
+    """The tokens that merging makes on its way from a token's characters to it; none where it does not get there."""
+    parts, made = list(token), set(token)
+    while len(parts) > 1:
+        found = [(ranks[pair], i) for i, pair in enumerate(pairwise(parts)) if pair in ranks]
+        if not found:
+            return set()
+        at = min(found)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        made.add(parts[at])
+    return made
+
+
+def ids_in(data: Mapping[str, Any]) -> set[int]:
+    """The ids that the fields of a config name, `eos_token_id` and its like."""
+    found: set[int] = set()
+
+    def note(token_id: int) -> int:
+        found.add(token_id)
+        return token_id
+
+    _over_ids(data, note)
+    return found
+
+
+def renumber(data: Mapping[str, Any], table: Table) -> dict[str, Any]:
+    """A config with its ids renumbered. An id that no token has stays as it is: it means something else, or nothing."""
+    return _over_ids(data, lambda token_id: table.get(token_id, token_id))
+
+
+def _over_ids(data: Mapping[str, Any], change: Callable[[int], int]) -> dict[str, Any]:
+    def changed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [changed(each) for each in value]
+        return change(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    found = {}
+    for key, value in data.items():
+        if isinstance(value, dict):
+            found[key] = _over_ids(value, change)
+        else:
+            found[key] = changed(value) if _ID_FIELD.fullmatch(key) else value
+    return found
+
+
+def named_in(settings: Mapping[str, Any]) -> set[str]:
+    """The tokens that a tokenizer_config.json names: eos_token and its like, as text or written out."""
+    found: set[str] = set()
+    for key, value in settings.items():
+        if key.endswith("_token") or key in ("additional_special_tokens", "extra_special_tokens"):
+            values = value if isinstance(value, list) else list(value.values()) if _is_table(value) else [value]
+            found |= {each["content"] if isinstance(each, dict) else each for each in values if each}
+    return {each for each in found if isinstance(each, str)}
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict) and "content" not in value
+
+
+def _pipeline_ids(data: dict[str, Any]) -> Iterator[tuple[Callable[[list[int]], None], list[int]]]:
+    """Every place outside the vocabulary where a tokenizer.json names ids: how to put others there, and the ids."""
+
+    def item(holder: Any, key: Any) -> Callable[[list[int]], None]:
+        return lambda ids: holder.__setitem__(key, ids[0])
+
+    if data.get("padding"):
+        yield item(data["padding"], "pad_id"), [data["padding"]["pad_id"]]
+    waiting = [data["post_processor"]] if data.get("post_processor") else []
+    while waiting:
+        each = waiting.pop()
+        waiting += each.get("processors", [])
+        for token in each["special_tokens"].values() if each["type"] == "TemplateProcessing" else ():
+            yield (lambda ids, token=token: token.__setitem__("ids", ids)), token["ids"]
+        for name in ("sep", "cls"):
+            if name in each:
+                yield item(each[name], 1), [each[name][1]]
+
+
+def _pair(merge: Any) -> tuple[str, str]:
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return left, right
+
+
+def _text(data: Any) -> bytes:
+    return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()
