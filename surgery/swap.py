@@ -17,6 +17,7 @@ from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.convert import plan_output
 from ..converter.dtypes import HF_NAMES, parse_dtype, widest
 from ..converter.publish import Staging
+from ..converter.resolve import CONFIG
 from ..converter.tokenizer import token_files
 from ..converter.write import Plan, execute
 from ..errors import GptkitError, InvalidInput, UsageError
@@ -305,6 +306,9 @@ def _plan(source: Checkpoint, done: Chain, records: Sequence[Mapping[str, Any]])
     texts = {path.name: path.read_bytes() for path in token_files(source.folder)} | dict(source.texts)
     texts.update({name: text for name, text in done.texts.items() if text is not None})
     kept = {name: text for name, text in texts.items() if done.texts.get(name, b"") is not None}
+    config = kept.pop(CONFIG, None)  # the original's, in which token ids have changed
+    if config is not None:
+        origin = replace(origin, config_text=config.decode())
     return plan_output(done.spec, origin, "local", dtypes, compute, None, texts=kept)
 
 
