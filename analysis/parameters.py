@@ -15,11 +15,14 @@ from ..spec import (
     ALiBi,
     Block,
     DynamicScaling,
+    FeedForward,
     GatedFeedForward,
+    LatentAttention,
     LayerNorm,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    MixtureOfExperts,
     ModelSpec,
     Norm,
     RopeScaling,
@@ -185,9 +188,14 @@ def _position(block: Block) -> str:
             return "none"
         case ALiBi():
             return "ALiBi"
-        case Rotary(dim=dim, base=base, scaling=scaling):
-            partial = "" if dim == attention.head_dim else f", on {dim} of {attention.head_dim} dimensions"
-            return f"rotary, base {_number(base)}{partial}{_scaling(scaling)}"
+        case Rotary(dim=dim, base=base, scaling=scaling, pairs=pairs):
+            if isinstance(attention, LatentAttention):
+                keys = "key" if attention.rope_heads == 1 else "keys"
+                where = f", on {attention.rope_heads} {keys} of {dim} dimensions for all heads"
+            else:
+                where = "" if dim == attention.head_dim else f", on {dim} of {attention.head_dim} dimensions"
+            kind = "" if pairs == "halves" else ", pairs of neighbours"
+            return f"rotary, base {_number(base)}{where}{kind}{_scaling(scaling)}"
 
 
 def _scaling(scaling: RopeScaling | None) -> str:
@@ -226,6 +234,11 @@ def _end_norms(spec: ModelSpec) -> str:
 
 def _attention(block: Block) -> str:
     attention = block.attention
+    if isinstance(attention, LatentAttention):
+        return (
+            f"MLA, {attention.heads} heads, latent {attention.kv_rank}, query dim {attention.query_dim},"
+            f" value dim {attention.value_dim}, scale {attention.scale:.4g}"
+        )
     heads, kv_heads, size = attention.heads, attention.kv_heads, f"head dim {attention.head_dim}"
     if not math.isclose(attention.scale, attention.head_dim**-0.5, rel_tol=1e-6):
         size += f", scale {attention.scale:.4g}"
@@ -237,6 +250,9 @@ def _attention(block: Block) -> str:
 
 
 def _query_key_norm(block: Block) -> str:
+    if isinstance(block.attention, LatentAttention):
+        norm = block.attention.kv_norm
+        return "none" if norm is None else f"RMSNorm on the latent, eps {norm.eps:g}"
     norms = {"q": block.attention.q_norm, "k": block.attention.k_norm}
     there = [name for name, norm in norms.items() if norm is not None]
     eps = dict.fromkeys(f"{norm.eps:g}" for norm in norms.values() if norm is not None)
@@ -245,6 +261,13 @@ def _query_key_norm(block: Block) -> str:
 
 def _feed_forward(block: Block) -> str:
     node = block.feed_forward
+    if isinstance(node, MixtureOfExperts):
+        weights = "" if node.normalise else ", weights as the router gives them"
+        return f"{node.top_k} of {node.experts} experts{weights}, each {_one_feed_forward(node.expert)}"
+    return _one_feed_forward(node)
+
+
+def _one_feed_forward(node: FeedForward | GatedFeedForward) -> str:
     kind = "gated" if isinstance(node, GatedFeedForward) else "plain"
     return f"{kind}, {node.activation}, {node.intermediate_size:,}"
 
@@ -252,9 +275,11 @@ def _feed_forward(block: Block) -> str:
 def _biases(block: Block) -> str:
     """Which linears have one; the norms' are told with the norms."""
     attention, feed_forward = block.attention, block.feed_forward
+    if isinstance(feed_forward, MixtureOfExperts):
+        feed_forward = feed_forward.expert
     up = "gate and up" if isinstance(feed_forward, GatedFeedForward) else "up"
     flags = {
-        "q, k, v": attention.qkv_bias,
+        "q and latent" if isinstance(attention, LatentAttention) else "q, k, v": attention.qkv_bias,
         "attention output": attention.output_bias,
         up: feed_forward.up_bias,
         "down": feed_forward.down_bias,

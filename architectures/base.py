@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, product
 from typing import Any
 
 from ..errors import CannotExpress, ConfigError
@@ -274,11 +273,10 @@ def _bound(owner: str, leaves: Sequence[Leaf], spec: ModelSpec, shapes: Mapping[
         sizes = {"hidden": spec.hidden_size, **_sizes(block.attention), "two": 2}
         sizes["intermediate"] = block.feed_forward.intermediate_size
         experts = block.feed_forward.experts if isinstance(block.feed_forward, MixtureOfExperts) else 0
-        own = [leaf for leaf in per_block if leaf.when is None or leaf.when(block)]
-        for of_experts, run in groupby(own, key=lambda leaf: "{expert}" in leaf.checkpoint):
-            # An expert's tensors lie together, as its modules did.
-            for expert, leaf in product(range(experts) if of_experts else [0], list(run)):
-                yield from _bind_one(owner, leaf, {"layer": layer, "expert": expert}, shapes, sizes)
+        for leaf in per_block:
+            if leaf.when is None or leaf.when(block):
+                for expert in range(experts if "{expert}" in leaf.checkpoint else 1):
+                    yield from _bind_one(owner, leaf, {"layer": layer, "expert": expert}, shapes, sizes)
     for leaf in leaves[first:]:
         if leaf not in per_block:
             yield from _bind_one(owner, leaf, {}, shapes, ends)
@@ -314,6 +312,25 @@ def _bind_one(
             "gptkit's own format holds any tree: convert --to local",
         )
     yield BoundLeaf(name, leaf.layout.checkpoint_shape(sizes, own), names, own, leaf.layout, sizes)
+
+
+def require_kinds(owner: str, spec: ModelSpec, *kinds: type[Component]) -> None:
+    """Let every attention and feed-forward be of these kinds.
+
+    Raises:
+        CannotExpress: one is another; the components in the way are listed.
+
+    """
+    names = ("attention", "feed_forward")
+    nodes = [(f"blocks.{layer}.{n}", getattr(b, n), None) for layer, b in enumerate(spec.blocks) for n in names]
+    found = collapse([each for each in nodes if not isinstance(each[1], kinds)])
+    wrong = [f"  {path}: {short(node)}" for path, node, _ in found]
+    if wrong:
+        known = ", ".join(kind.__name__ for kind in kinds)
+        raise CannotExpress(
+            f"{owner} cannot express {len(wrong)} of the tree's components, it has {known}:\n" + "\n".join(wrong[:12]),
+            "gptkit's own format holds any tree: convert --to local",
+        )
 
 
 def unwritable(error: Exception) -> str:

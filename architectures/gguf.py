@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 
 from ..errors import CannotExpress, ConfigError, UnknownFamily
-from ..spec import ModelSpec, Rotary, differences
+from ..spec import Attention, FeedForward, GatedFeedForward, ModelSpec, Rotary, differences
 from . import ARCHITECTURES, Architecture
-from .base import BoundLeaf, Leaf, bind, collapse, qkv, short
+from .base import BoundLeaf, Leaf, bind, collapse, qkv, require_kinds, short
 from .falcon import other_norms, two_parallel_norms
 from .gguf_facts import Facts, Value, fp32, is_close
 from .gguf_rope import read_rope, refitted, rope_tensors, write_rope
@@ -435,6 +435,8 @@ def expressed(spec: ModelSpec, family: str | None = None) -> Expressed:
 
 def _express(kind: GgufArchitecture, spec: ModelSpec) -> Expressed:
     attention = spec.blocks[0].attention
+    require_kinds(f"GGUF's {kind.name}", spec, Attention, FeedForward, GatedFeedForward)
+    assert isinstance(attention, Attention)
     if kind.square and attention.heads * attention.head_dim != spec.hidden_size:
         raise CannotExpress(f"GGUF's {kind.name} wants heads times head_dim to be the width, {spec.hidden_size}")
     leaves = kind.bind(spec)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CannotExpress, ConfigError
-from ..spec import FeedForward, ModelSpec, differences, without_rounding
-from .base import BoundLeaf, Leaf, bind, collapse, short
+from ..spec import Attention, GatedFeedForward, ModelSpec, differences, without_rounding
+from .base import BoundLeaf, Leaf, bind, collapse, require_kinds, short
 from .layout import Layout, Shape
 from .llama import LLAMA
 
@@ -181,9 +181,9 @@ def expressed(spec: ModelSpec) -> tuple[Sizes, list[BoundLeaf]]:
         CannotExpress: llama2.c computes no such tree; the components in the way are listed.
 
     """
+    require_kinds("llama2.c", spec, Attention, GatedFeedForward)
     first = spec.blocks[0]
-    if isinstance(first.feed_forward, FeedForward):
-        raise CannotExpress("llama2.c cannot express this tree: it has gated feed-forwards only", HINT)
+    assert isinstance(first.attention, Attention)
     if spec.context_length is None:
         raise CannotExpress("llama2.c cannot express this tree: it does not say how long its context is", HINT)
     sizes = Sizes(

@@ -14,7 +14,6 @@ import msgspec
 from ..spec import GatedFeedForward, MixtureOfExperts, ModelSpec
 from .base import Architecture, Leaf, Stacked
 from .config import ConfigReader
-from .llama import LEAVES as LLAMA_LEAVES
 from .llama import LLAMA_DROPPED, B, T, read_llama_like, write_llama_like
 
 DEFAULTS = {
@@ -70,14 +69,21 @@ def write(spec: ModelSpec) -> dict[str, Any]:
 
 MOE, EXPERT = T + "block_sparse_moe.", T + "block_sparse_moe.experts.{expert}."
 
-ATTENTION = [index for index, leaf in enumerate(LLAMA_LEAVES) if ".self_attn." in leaf.checkpoint][-1] + 1
+# In the order in which transformers writes them: its modules' names sorted, each parameter of all experts taken apart.
 LEAVES: tuple[Leaf, ...] = (
-    *LLAMA_LEAVES[:ATTENTION],
-    Leaf(MOE + "gate.weight", B + "feed_forward.router.weight"),
-    Leaf(EXPERT + "w1.weight", B + "feed_forward.experts.{expert}.gate_proj.weight"),
+    Leaf("lm_head.weight", "head.weight"),
+    Leaf("model.embed_tokens.weight", "embedding.weight"),
+    Leaf(T + "input_layernorm.weight", B + "attention_norm.weight"),
     Leaf(EXPERT + "w2.weight", B + "feed_forward.experts.{expert}.down_proj.weight"),
+    Leaf(EXPERT + "w1.weight", B + "feed_forward.experts.{expert}.gate_proj.weight"),
     Leaf(EXPERT + "w3.weight", B + "feed_forward.experts.{expert}.up_proj.weight"),
-    *(leaf for leaf in LLAMA_LEAVES[ATTENTION:] if ".mlp." not in leaf.checkpoint),
+    Leaf(MOE + "gate.weight", B + "feed_forward.router.weight"),
+    Leaf(T + "post_attention_layernorm.weight", B + "feed_forward_norm.weight"),
+    *(
+        Leaf(f"{T}self_attn.{projection}.weight", f"{B}attention.{projection}.weight")
+        for projection in ("k_proj", "o_proj", "q_proj", "v_proj")
+    ),
+    Leaf("model.norm.weight", "final_norm.weight"),
 )
 
 MIXTRAL = Architecture(

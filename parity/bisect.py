@@ -117,7 +117,14 @@ LABELS = {
     "attention.q_norm": "attention q norm",
     "attention.k_norm": "attention k norm",
     "attention.o_proj": "attention output projection",
+    "attention.kv_norm": "attention latent norm",
+    "attention.kv_down_proj": "attention latent",
+    "attention.k_rope_proj": "attention rotary key",
+    "attention.k_up_proj": "attention k",
+    "attention.v_up_proj": "attention v",
     "feed_forward_norm": "feed-forward norm",
+    "feed_forward.router": "feed-forward router",
+    "feed_forward.experts": "feed-forward experts",
     "feed_forward.gate_proj": "feed-forward gate",
     "feed_forward.up_proj": "feed-forward up",
     "feed_forward.down_proj": "feed-forward down",
@@ -136,10 +143,21 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
     order = {path: index for index, (path, _) in enumerate(spec.nodes())}
     found: list[tuple[float, Tap]] = []
     rank = {label: index for index, label in enumerate(LABELS)}
+    held = architecture.parameters(spec)
+    moved = {part: name for name, (_, each) in held.items() for parts in each for part in parts}
     for leaf in architecture.bind(spec):
         if not leaf.checkpoint.endswith(".weight"):
             continue
-        theirs = leaf.checkpoint.removesuffix(".weight")
+        theirs = moved.get(leaf.checkpoint, leaf.checkpoint).removesuffix(".weight")
+        if ".experts." in leaf.shared[0]:
+            # Experts see some tokens each, in an order of their own: what can be laid side by side is their sum.
+            ours, _, inside = leaf.shared[0].partition(".experts.")
+            if inside == "0.down_proj.weight" and leaf.checkpoint in moved:
+                short, layer = _within_block(f"{ours}.experts")
+                whole: tuple[str, Side] = (theirs.rpartition(".")[0], "output")
+                place = order[ours] + rank[short] / 100
+                found.append((place, Tap(LABELS[short], layer, (ours, "output"), whole)))
+            continue
         for part, name in enumerate(leaf.shared):
             ours = name.removesuffix(".weight")
             short, layer = _within_block(ours)

@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ..spec import ALiBi, Attention, Block, LayerNorm, ModelSpec, RMSNorm
+from ..spec import ALiBi, Attention, Block, LatentAttention, LayerNorm, MixtureOfExperts, ModelSpec, RMSNorm
 from .probe import Batch
 from .score import random_parameter
 
@@ -23,6 +23,10 @@ __all__ = ["miniature", "narrow_batches", "random_weights"]
 
 HEADS = 2
 """Heads, key-value heads, and query heads a key-value head, where there are more."""
+EXPERTS = 4
+"""Experts, where there are more, and one more than a token takes."""
+RANK = 64
+"""The width of a latent, where it is more."""
 TOKENS = 512
 QUIET = 0.05
 """The size of the tables' values: as in a trained model the stream starts so small that a wrong eps shows."""
@@ -34,8 +38,8 @@ def miniature(spec: ModelSpec, tokens: int) -> ModelSpec:
     """The small copy, for rows of at most `tokens` tokens."""
     blocks = _layers(spec)
     heads = [_heads(block.attention) for block in blocks]
-    square = blocks[0].attention.heads * blocks[0].attention.head_dim == spec.hidden_size
-    width = max(count * block.attention.head_dim for (count, _), block in zip(heads, blocks, strict=True))
+    square = blocks[0].attention.heads * _mixed_dim(blocks[0].attention) == spec.hidden_size
+    width = max(count * _mixed_dim(block.attention) for (count, _), block in zip(heads, blocks, strict=True))
     hidden = width if square else width + 16
     vocab = min(spec.vocab_size, TOKENS)
     positions = spec.positions
@@ -61,9 +65,18 @@ def _layers(spec: ModelSpec) -> list[Block]:
     return first + [block for block in kinds.values() if block not in first]
 
 
-def _heads(attention: Attention) -> tuple[int, int]:
+def _mixed_dim(attention: Attention | LatentAttention) -> int:
+    """What a head hands to the output projection."""
+    return attention.value_dim if isinstance(attention, LatentAttention) else attention.head_dim
+
+
+def _heads(attention: Attention | LatentAttention) -> tuple[int, int]:
     """(heads, key-value heads): one, all or a few for several, as they were."""
-    heads, group = attention.heads, attention.group
+    heads = attention.heads
+    if isinstance(attention, LatentAttention):
+        most = (4 if heads & (heads - 1) == 0 else 6) if isinstance(attention.position, ALiBi) else HEADS
+        return min(heads, most), 1
+    group = attention.group
     if isinstance(attention.position, ALiBi):
         # Slopes of a number that is no power of two come in an order of their own.
         few = min(heads, 4 if heads & (heads - 1) == 0 else 6)
@@ -76,10 +89,27 @@ def _block(block: Block, hidden: int, heads: int, kv_heads: int) -> Block:
     return replace(
         block,
         attention_norm=_norm(block.attention_norm, hidden),
-        attention=replace(block.attention, hidden_size=hidden, heads=heads, kv_heads=kv_heads),
+        attention=_attention(block.attention, hidden, heads, kv_heads),
         feed_forward_norm=_norm(block.feed_forward_norm, hidden),
-        feed_forward=replace(block.feed_forward, hidden_size=hidden, intermediate_size=2 * hidden),
+        feed_forward=_feed_forward(block.feed_forward, hidden),
     )
+
+
+def _attention(attention: Attention | LatentAttention, hidden: int, heads: int, kv_heads: int) -> Any:
+    if isinstance(attention, LatentAttention):
+        rank = min(attention.kv_rank, RANK)
+        return replace(attention, hidden_size=hidden, heads=heads, kv_rank=rank, kv_norm=_norm(attention.kv_norm, rank))
+    return replace(attention, hidden_size=hidden, heads=heads, kv_heads=kv_heads)
+
+
+def _feed_forward(node: Any, hidden: int) -> Any:
+    if isinstance(node, MixtureOfExperts):
+        top_k = min(node.top_k, EXPERTS - 1)
+        # All experts where all were, one more than are taken where there are more.
+        experts = top_k if node.top_k == node.experts else min(node.experts, EXPERTS)
+        expert = _feed_forward(node.expert, hidden)
+        return replace(node, hidden_size=hidden, experts=experts, top_k=top_k, expert=expert)
+    return replace(node, hidden_size=hidden, intermediate_size=2 * hidden)
 
 
 def _norm(norm: LayerNorm | RMSNorm | None, size: int) -> Any:

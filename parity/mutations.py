@@ -26,7 +26,9 @@ from ..spec import (
     FeedForward,
     GatedFeedForward,
     Head,
+    LatentAttention,
     LayerNorm,
+    MixtureOfExperts,
     ModelSpec,
     RMSNorm,
     Rotary,
@@ -124,7 +126,7 @@ def _other_layer(spec: ModelSpec, weights: Weights) -> Mutant | None:
 
 def _square_transposed(spec: ModelSpec, weights: Weights) -> Mutant | None:
     new = dict(weights)
-    for path, _ in _paths(spec, Attention):
+    for path, _ in _paths(spec, (Attention, LatentAttention)):
         name = f"{path}.o_proj.weight"
         if weights[name].shape[0] == weights[name].shape[1]:
             new[name] = weights[name].t()
@@ -133,8 +135,8 @@ def _square_transposed(spec: ModelSpec, weights: Weights) -> Mutant | None:
 
 def _biases_dropped(spec: ModelSpec, weights: Weights) -> Mutant | None:
     new = dict(weights)
-    for path, _ in _paths(spec, Attention):
-        for projection in ("q_proj", "k_proj", "v_proj"):
+    for path, _ in _paths(spec, (Attention, LatentAttention)):
+        for projection in ("q_proj", "k_proj", "v_proj", "kv_down_proj", "k_rope_proj"):
             name = f"{path}.{projection}.bias"
             if name in weights:
                 new[name] = torch.zeros_like(weights[name])
@@ -297,11 +299,52 @@ def _activation(node: Any) -> Any:
 
 
 def _no_window(node: Any) -> Any:
-    return replace(node, window=None) if isinstance(node, Attention) else node
+    return replace(node, window=None) if isinstance(node, Attention | LatentAttention) else node
 
 
 def _no_scale(node: Any) -> Any:
-    return replace(node, scale=1.0) if isinstance(node, Attention) else node
+    return replace(node, scale=1.0) if isinstance(node, Attention | LatentAttention) else node
+
+
+def _other_pairs(node: Any) -> Any:
+    """Of latent attention; of any other, where q and k are projected apart, it is their rows in another order."""
+    if isinstance(node, LatentAttention) and isinstance(node.position, Rotary):
+        other: Any = "adjacent" if node.position.pairs == "halves" else "halves"
+        return replace(node, position=replace(node.position, pairs=other))
+    return node
+
+
+def _latent_not_normed(spec: ModelSpec, weights: Weights) -> Mutant:
+    bare = _rebuilt(spec, lambda node: replace(node, kv_norm=None) if isinstance(node, LatentAttention) else node)
+    return bare, {name: each for name, each in weights.items() if ".kv_norm." not in name}
+
+
+def _router_shifted(rows: int) -> Callable[[ModelSpec, Weights], Mutant | None]:
+    """The router's rows, by as many experts."""
+
+    def apply(spec: ModelSpec, weights: Weights) -> Mutant | None:
+        names = [f"{path}.router.weight" for path, _ in _paths(spec, MixtureOfExperts)]
+        return spec, {**weights, **{name: weights[name].roll(rows, dims=0) for name in names}}
+
+    return apply
+
+
+def _experts_taken(more: int) -> Callable[[Any], Any]:
+    """So many more for each token, where there are as many."""
+
+    def change(node: Any) -> Any:
+        if isinstance(node, MixtureOfExperts) and 1 <= node.top_k + more <= node.experts:
+            return replace(node, top_k=node.top_k + more)
+        return node
+
+    return change
+
+
+def _weights_of_experts(node: Any) -> Any:
+    """Where all experts are taken their weights sum to one anyway."""
+    if isinstance(node, MixtureOfExperts) and node.top_k < node.experts:
+        return replace(node, normalise=not node.normalise)
+    return node
 
 
 def _serial_for_parallel(node: Any) -> Any:
@@ -363,6 +406,33 @@ MUTATIONS: tuple[Mutation, ...] = (
         "ALiBi slopes in the paper's order",
         _sorted_slopes(back=False),
         _sorted_slopes(back=True),
+    ),
+    Mutation(
+        "RoPE pairs of latent attention confused",
+        "attention mix",
+        "the other RoPE pairs of latent attention",
+        _field(_other_pairs),
+    ),
+    Mutation("latent not normed", "attention k", "leaving out the latent's norm", _latent_not_normed),
+    Mutation(
+        "experts in other places",
+        "feed-forward router",
+        "shifting experts by one",
+        _router_shifted(-1),
+        _router_shifted(1),
+    ),
+    Mutation(
+        "an expert a token too many",
+        "feed-forward experts",
+        "one expert a token less",
+        _field(_experts_taken(1)),
+        _field(_experts_taken(-1)),
+    ),
+    Mutation(
+        "weights of experts normalised or not",
+        "feed-forward experts",
+        "normalising the weights of experts, or not",
+        _field(_weights_of_experts),
     ),
     Mutation("tied head ignored", "head", "tying the head to the embedding", _head_not_tied),
     Mutation("head bias dropped", "head", "the head's bias", _head_bias_dropped),

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import hf_config, randomised_reference, spec_of, variants_of
+from families import checkpoint_tensors, hf_config, randomised_reference, spec_of, variants_of
 
 from gptkit.architectures import ARCHITECTURES, Architecture, Leaf
 from gptkit.architectures.layout import IDENTITY, Layout, parse
@@ -173,7 +173,8 @@ def of_older_files(architecture: Architecture) -> Iterator[Mutant]:
         )
     for prefix in ("", "base_model.", architecture.prefix + "model."):
         yield Mutant(f"prefix {prefix!r}", dataclasses.replace(architecture, prefix=prefix))
-    for head in ("head.weight", "lm_head.bias", architecture.leaves[0].checkpoint):
+    (table,) = (leaf.checkpoint for leaf in architecture.leaves if leaf.shared == "embedding.weight")
+    for head in ("head.weight", "lm_head.bias", table):
         yield Mutant(f"head {head!r}", dataclasses.replace(architecture, head=head))
 
 
@@ -202,7 +203,7 @@ def subjects(family: str) -> list[Subject]:
         attention = ARCHITECTURES[family].reference(spec_of(variant.config))[0]
         model = randomised_reference(variant.config, torch.float32, attention)
         with torch.device("meta"):
-            order = list(type(model)(hf_config(variant.config)).state_dict())
+            order = list(checkpoint_tensors(type(model)(hf_config(variant.config))))
         (head,) = (n for n, module in model.named_modules() if module is model.get_output_embeddings())
         prefix = model.base_model_prefix
         ids = torch.randint(0, model.config.vocab_size, (1, 24), generator=torch.Generator().manual_seed(1))
@@ -212,10 +213,10 @@ def subjects(family: str) -> list[Subject]:
             Subject(
                 variant.name,
                 spec_of(variant.config),
-                model.state_dict(),
+                checkpoint_tensors(model),
                 order,
                 f"{head}.weight",
-                {name: f"{prefix}.{name}" for name in getattr(model, prefix).state_dict()},
+                {name.removeprefix(f"{prefix}."): name for name in order if name.startswith(f"{prefix}.")},
                 ids,
                 logits,
                 Decoder(spec_of(variant.config), attention=attention).eval(),
@@ -234,10 +235,10 @@ def in_use(family: str) -> list[Leaf]:
         for name in leaf.shared
     }
     names = {
-        name.format(layer=layer): name
+        name.format(layer=layer, expert=expert): name
         for leaf in ARCHITECTURES[family].leaves
         for name in leaf.names
-        for layer in range(9)
+        for layer, expert in itertools.product(range(9), range(4))
     }
     templates = {(layout, names[name]) for layout, name in bound}
     return [leaf for leaf in ARCHITECTURES[family].leaves if (leaf.layout, leaf.names[0]) in templates]
