@@ -89,11 +89,11 @@ def listing_report(found: Listing) -> RenderableType:
         if entries:
             parts += [Text(), Text(f"{heading} ({len(entries)})", style="bold")]
             parts.append(refusals(entries) if verdict == "refused" else possible(entries, before))
-    return Group(*parts)
+    return Group(*parts, Text(), Text("Where they come from", style="bold"), sources(found.entries))
 
 
 def possible(entries: Sequence[Listed], before: Costs) -> Table:
-    """A row a swap, and under it where it comes from."""
+    """A row a swap: what it gives, and how its costs change."""
     from rich.text import Text
 
     table = plain_table(("", "left"), ("", "left"), ("params", "right"), ("FLOPs", "right"), ("KV", "right"))
@@ -107,22 +107,41 @@ def possible(entries: Sequence[Listed], before: Costs) -> Table:
                 change(before.cached, now.cached),
             ]
         what = Text(entry.swap.gives)
-        what.append(f"\n{entry.swap.source}", style="dim")
+        if entry.limits or entry.costs is None:
+            what.append(f"; {entry.limits or entry.said}", style="dim")
         table.add_row(Text(entry.asked), what, *cells)
     return table
 
 
 def refusals(entries: Sequence[Listed]) -> Table:
-    """A row a swap: why not, and what would be possible."""
+    """A row a reason: which swaps it stops, and what would be possible."""
     from rich.text import Text
 
     table = plain_table(("", "left"), ("", "left"))
     table.show_header = False
+    reasons: dict[tuple[str, str], list[str]] = {}
     for entry in entries:
-        why = Text(entry.said)
-        if entry.hint:
-            why.append(f"\n{entry.hint}", style="dim")
-        table.add_row(Text(entry.asked), why)
+        reasons.setdefault((entry.said, entry.hint), []).append(entry.asked)
+    for (said, hint), asked in reasons.items():
+        why = Text(said)
+        if hint:
+            why.append(f"\n{hint}", style="dim")
+        table.add_row(Text("\n".join(asked)), why)
+    return table
+
+
+def sources(entries: Sequence[Listed]) -> Table:
+    """Papers and code, by option."""
+    from rich.text import Text
+
+    table = plain_table(("", "left"), ("", "left"))
+    table.show_header = False
+    known: dict[str, dict[str, None]] = {}
+    for entry in entries:
+        if entry.verdict != "refused":
+            known.setdefault(entry.swap.option, {}).update(dict.fromkeys(entry.swap.source.split("; ")))
+    for option, found in known.items():
+        table.add_row(Text(f"--{option.replace('_', '-')}"), Text("; ".join(found), style="dim"))
     return table
 
 

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..analysis.costs import Costs, costs
-from ..errors import GptkitError, InvalidInput
+from ..analysis.costs import Costs, costs, usual_context
+from ..errors import GptkitError, InvalidInput, UsageError
+from ..spec import ModelSpec
 from .options import spelled
 from .registry import Step, Swap, all_swaps, apply
 
 if TYPE_CHECKING:
     from ..converter.checkpoint import Checkpoint
+    from .base import Promise
 
 __all__ = ["Listed", "Listing", "Verdict", "listing", "values_of"]
 
@@ -31,8 +33,9 @@ FITTED_ON = 256
 class Listed:
     """A swap as it would be on a model.
 
-    said: why it is refused, with what would be possible in `hint`; or what a person should know of it. costs: of the
-    tree after it, at the context of the tree before; None where it is refused, or where only a text could tell.
+    said: why it is refused, with what would be possible in `hint`; or what a person should know of it. limits: what of
+    the logits it promises something about, where that is not all. costs: of the tree after it, at the context of the
+    tree before; None where it is refused, or where only a text could tell.
     """
 
     swap: Swap
@@ -40,6 +43,7 @@ class Listed:
     verdict: Verdict
     said: str = ""
     hint: str = ""
+    limits: str = ""
     costs: Costs | None = None
 
     @property
@@ -57,6 +61,7 @@ class Listed:
             "verdict": self.verdict,
             "said": self.said,
             "hint": self.hint,
+            "limits": self.limits,
             "by_layer": self.swap.by_layer,
             "calibrated": self.swap.calibrated,
             "needs": self.swap.needs,
@@ -87,12 +92,12 @@ class Listing:
         }
 
 
-def values_of(swap: Swap, spec: Any) -> Iterator[str]:
-    """What to try: a swap's examples for a tree; where it has none, its form if that is a value by itself, so that
-    it can say why not.
+def values_of(swap: Swap, spec: ModelSpec) -> Iterator[str]:
+    """What to try: a swap's examples for a tree; where it has none, its form if that is a value by itself, and no
+    variant of another ("silu:2"), so that it can say why not.
     """
     found = list(dict.fromkeys(swap.examples(spec)))
-    fixed = not any(letter.isupper() for letter in swap.form)
+    fixed = not any(letter.isupper() or letter == ":" for letter in swap.form)
     yield from found or ([swap.form] if fixed else [])
 
 
@@ -121,15 +126,24 @@ def listing(source: Checkpoint) -> Listing:
                 entries.append(_not(swap, value, error))
                 continue
             after = costs(found.spec, before.context)
-            entries.append(Listed(swap, value, found.guarantee, " ".join(found.notes), costs=after))
+            limits = limits_of(found.promise, source.spec)
+            entries.append(Listed(swap, value, found.guarantee, " ".join(found.notes), limits=limits, costs=after))
             source.release()
     return Listing(source.reference, before, tuple(entries))
 
 
+def limits_of(promise: Promise, before: ModelSpec) -> str:
+    """A promise in words, "" where it is about all of the logits."""
+    words = []
+    if promise.length is not None and promise.length < usual_context(before):
+        words.append(f"up to {promise.length:,} tokens")
+    if promise.tokens is not None and len(promise.tokens[0]) < before.vocab_size:
+        words.append(f"for the {len(promise.tokens[0]):,} tokens kept")
+    return ", ".join(words)
+
+
 def _not(swap: Swap, value: str, error: GptkitError) -> Listed:
     """What is said of a swap that cannot be tried: because it needs a text, or because it is impossible."""
-    from ..errors import UsageError
-
     if swap.calibrated and isinstance(error, UsageError):
         return Listed(swap, value, swap.guarantee, "fitted on a text: --calibrate FILE")
     return Listed(swap, value, "refused", error.message, error.hint or "")
