@@ -103,6 +103,23 @@ def test_keys_are_never_worse_than_the_naive_forms(seed, rotary_dim):
         assert fitted <= score_error(q, k, q, naive, covariance, rotary_dim) + 1e-9
 
 
+@settings(max_examples=15, deadline=None)
+@given(seeds, st.sampled_from([0, 4, 8]))
+def test_no_small_change_of_a_fit_makes_it_better(seed, rotary_dim):
+    q, k, v, o, covariance = group(seed)
+    new = normal(seed + 1)
+    fits = [
+        (fit_keys(q, k, covariance, rotary_dim, 1e-12), lambda *fit: score_error(q, k, *fit, covariance, rotary_dim)),
+        (fit_values(v, o, covariance, 1e-12), lambda *fit: value_error(v, o, *fit, covariance)),
+    ]
+    for fit, error in fits:
+        for part in (0, 1):
+            change = 1e-5 * new(*fit[part].shape) * fit[part].norm() / fit[part].numel() ** 0.5
+            for sign in (1, -1):
+                moved = [each + sign * change if index == part else each for index, each in enumerate(fit)]
+                assert error(*moved) >= error(*fit) - 1e-11
+
+
 def test_the_score_error_is_the_mean_over_all_distances():
     q, k, _, _, covariance = group(5, old=2, readers=1)
     root = square_roots(covariance, 0.0)[0]
@@ -270,11 +287,11 @@ def teacher(seed, rotary, n=3, length=12, batch=3):
 def test_scores_that_can_be_had_are_found_again(rotary):
     q, k, x, p, scores, angles = teacher(9, rotary)
     start = q + 0.1 * normal(1)(*q.shape), k + 0.1 * normal(2)(*k.shape)
-    fit = refit_scores(*start, x, p, scores, 0.3, angles, rounds=6, steps=300, strength=1e-12)
-    assert fit.before > 1e-3 and fit.after < 1e-6 * fit.before
+    fit = refit_scores(*start, x, p, scores, 0.3, angles, rounds=4, steps=100, strength=1e-12)
+    assert fit.before > 1e-3 and fit.after < 1e-5 * fit.before
     if rotary:  # with the rotation left out there is no such fit
         assert (
-            refit_scores(*start, x, p, scores, 0.3, None, rounds=6, steps=300, strength=1e-12).after > 1e-3 * fit.before
+            refit_scores(*start, x, p, scores, 0.3, None, rounds=4, steps=100, strength=1e-12).after > 1e-2 * fit.before
         )
     again = refit_scores(q, k, x, p, scores, 0.3, angles)
     assert again.before < 1e-25 and torch.allclose(again.queries, q)
