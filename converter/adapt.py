@@ -91,12 +91,14 @@ def obstacles(architecture: Architecture, spec: ModelSpec) -> list[tuple[str, An
     """Where a family computes otherwise than a tree, (path, in the tree, in the family), layers that are alike told
     once; None where the family has no config at all for such a tree.
     """
-    plain = without_rounding(spec)
-    try:
-        found = architecture.spec({"model_type": architecture.name, **architecture.write(plain)})
-    except REFUSED:
-        return None
-    return collapse(differences(plain, without_rounding(found)))
+    plain, told = without_rounding(spec), []
+    for each in (spec, plain):  # a family may have no word for how a component rounds, and one for the component
+        try:
+            found = architecture.spec({"model_type": architecture.name, **architecture.write(each)})
+        except REFUSED:
+            continue
+        told.append(collapse(differences(plain, without_rounding(found))))
+    return min(told, key=len, default=None)
 
 
 def _is_bias(path: str, a: Any, b: Any) -> bool:

@@ -7,8 +7,11 @@ is never fitted on; what a swap costs is measured there.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
+import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,11 +84,10 @@ def read_text(checkpoint: Checkpoint, file: str | Path | None, tokens: int = TOK
     except OSError as error:
         raise UsageError(f"cannot read {name}: {error.strerror}") from error
     try:
-        text = data.decode() if len(data) < READ_BYTES else data.decode(errors="ignore")
+        # A file that is cut may end within a character, which then waits for the rest.
+        text = codecs.getincrementaldecoder("utf-8")().decode(data, final=len(data) < READ_BYTES)
     except UnicodeDecodeError as error:
-        raise InvalidInput(
-            f"{name} is not plain text (UTF-8): byte {error.start:,} is {data[error.start]:#04x}"
-        ) from error
+        raise InvalidInput(f"{name} is not plain text in UTF-8, from byte {error.start:,} on") from error
     tokenizer = load_tokenizer(checkpoint.folder, checkpoint.texts)
     if tokenizer is None:
         raise UsageError(f"{checkpoint.reference} has no tokenizer to read {name} with")
@@ -216,15 +218,16 @@ class Scratch:
 
     def __init__(self, fit: Callable[[], Iterator[Mapping[str, Wide]]]) -> None:
         self._fit = fit
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: Path | None = None
         self._files: dict[str, Path] = {}
 
     def __getitem__(self, name: str) -> Wide:
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="gptkit-fit-")
+            self._folder = Path(tempfile.mkdtemp(prefix="gptkit-fit-"))
+            weakref.finalize(self, shutil.rmtree, self._folder)
             for group in self._fit():
                 for key, array in group.items():
-                    path = Path(self._folder.name) / f"{len(self._files)}.npy"
+                    path = self._folder / f"{len(self._files)}.npy"
                     np.save(path, array)
                     self._files[key] = path
         found: Wide = np.load(self._files[name])

@@ -17,9 +17,10 @@ import numpy as np
 from ..architectures import ARCHITECTURES, Architecture, named
 from ..architectures.base import short
 from ..converter.adapt import nearest_tree, obstacles, without_biases
-from ..errors import CannotExpress, GptkitError, SwapRefused
+from ..errors import CannotExpress, SwapRefused, UsageError
 from ..spec import ModelSpec
-from .base import Filled, Model, Swapped, SwappedModel, Tensor
+from .base import Exactly, Filled, Model, Swapped, SwappedModel, Tensor
+from .measure import measure
 from .registry import Step, apply
 
 __all__ = ["Clearing", "clearing", "fitting", "leave", "nearest_families"]
@@ -44,6 +45,8 @@ REMEDIES = (
 """Swaps that may bring a tree into a family, those that cost nothing or little."""
 TRIED = 2
 """Swaps that are tried together."""
+SMALL = 50_000_000
+"""Parameters of a model whose damage is measured only to tell of it."""
 SHOWN = 3
 """Families, and obstacles of each, in a message."""
 
@@ -98,7 +101,7 @@ def leave(model: Model, origin: str | None, to: str) -> tuple[Architecture, Swap
         found = fitting(architecture, model.spec, zero)
         if found is not None:
             return architecture, into(model, found, architecture)
-    raise in_the_way(model, tried, zero)
+    raise in_the_way(model, tried)
 
 
 def into(model: Model, spec: ModelSpec, architecture: Architecture) -> Swapped | None:
@@ -174,7 +177,7 @@ def _after(model: Model, steps: Sequence[Step]) -> tuple[Model | None, bool]:
     for step in steps:
         try:
             swapped = apply(model, step)
-        except SwapRefused:
+        except (SwapRefused, UsageError):
             return None, False
         if swapped.spec == model.spec or swapped.guarantee == "retrained":
             return None, False
@@ -183,29 +186,39 @@ def _after(model: Model, steps: Sequence[Step]) -> tuple[Model | None, bool]:
     return model, exact
 
 
-def in_the_way(model: Model, tried: Sequence[Architecture], zero: set[str]) -> CannotExpress:
+def in_the_way(model: Model, tried: Sequence[Architecture]) -> CannotExpress:
     """What stands between a tree and the families that come nearest to it."""
     lines = []
-    for architecture, between in nearest_families(model, tried)[:SHOWN]:
+    near = nearest_families(model, tried)
+    for architecture, between in near[:SHOWN]:
         told = [f"{path} is {short(a)}, there {short(b)}" for path, a, b in between[:SHOWN]]
         told += [f"and {len(between) - SHOWN} more"] if len(between) > SHOWN else []
         told = told or ["its checkpoints have no names for some tensors"]
         lines += [f"  {architecture.name}: {told[0]}", *(f"    {each}" for each in told[1:])]
+    if not near:
+        lines = [f"  {architecture.name}: {refusal(architecture, model.spec)}" for architecture in tried[:SHOWN]]
     which = "no transformers architecture" if len(tried) > 1 else tried[0].name
     message = f"{which} {'can' if len(tried) > 1 else 'cannot'} hold this tree. In the way:\n" + "\n".join(lines)
-    try:
-        way = clearing(model, tried)
-    except GptkitError:
-        way = None
+    way = clearing(model, tried)
     if way is None:
         return CannotExpress(message, "gptkit's own format holds any tree: --as local")
-    kept = "changes nothing" if way.exact else f"costs KL {cost(model, way):.2g} on the probe"
+    kept = "changes nothing" if way.exact else cost(model, way)
     return CannotExpress(message, f"It falls short of {way.family} by what {way} would clear, which {kept}.")
 
 
-def cost(model: Model, way: Clearing) -> float:
-    """The KL divergence, in nats a token, that clearing the way costs on the probe."""
-    from .base import Exactly
-    from .measure import measure
+def refusal(architecture: Architecture, spec: ModelSpec) -> str:
+    """Why a family has no config at all for anything like a tree."""
+    try:
+        architecture.config_for(spec)
+        architecture.bind(spec)
+    except CannotExpress as error:
+        return error.message.partition(": ")[2] or error.message
+    return "its own form of this tree computes something else"
 
-    return measure(Exactly(model), Exactly(way.model), dtypes=("float32",)).kl
+
+def cost(model: Model, way: Clearing) -> str:
+    """What clearing the way costs, measured on models that are quickly run."""
+    if sum(parameter.count for parameter in model.spec.parameters()) > SMALL:
+        return "costs something: swap it and see"
+    kl = measure(Exactly(model), Exactly(way.model), dtypes=("float32",)).kl
+    return f"costs KL {kl:.2g} on the probe"

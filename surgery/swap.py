@@ -13,6 +13,7 @@ import numpy as np
 
 from .. import __version__
 from ..analysis.parameters import count
+from ..architectures import Architecture
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.convert import plan_output
 from ..converter.dtypes import HF_NAMES, parse_dtype, widest
@@ -21,10 +22,11 @@ from ..converter.resolve import CONFIG
 from ..converter.tokenizer import token_files
 from ..converter.write import Plan, execute
 from ..errors import GptkitError, InvalidInput, UsageError
-from ..parity.verify import require_finite_weights
+from ..parity.verify import require_finite_weights, verify
 from ..spec import ModelSpec
 from .base import Exactly, Guarantee, Model, Promise, Stored, Swapped, SwappedModel, weakest
 from .calibration import TOKENS, Calibration, Text, read_text
+from .leaving import leave
 from .measure import Measurement, measure
 from .recipe import Recipe, described, hashes, plain, read_recipe, recipe_of_steps, told_as
 from .registry import Step, apply, options, steps_of
@@ -90,6 +92,12 @@ class Chain:
         """Parameters of the largest tree in it."""
         return max(count(model.spec).total for model in self.models)
 
+    @property
+    def stored(self) -> str:
+        """The dtype of computed tensors."""
+        last = self.models[-1]
+        return last.stored if isinstance(last, SwappedModel) else "F64"
+
     def computed(self, name: str) -> bool:
         """Whether a tensor of the result is computed by some step, and not moved alone."""
         last = self.models[-1]
@@ -135,19 +143,21 @@ def chain(
     text: Callable[[], Text] | None = None,
     offline: bool = False,
     names: Sequence[str] = (),
+    empty: bool = False,
 ) -> Chain:
     """Carry out steps on an opened checkpoint, without computing a tensor.
 
     `stored` is the dtype of computed tensors; None is float64 for exact chains and the checkpoint's own otherwise.
     `text` gives what calibrated swaps are fitted on, in the checkpoint's own vocabulary, or says what to give. `names`
-    is what errors call the steps, by default their number and option where there are several.
+    is what errors call the steps, by default their number and option where there are several. `empty`: without a step
+    the chain is the checkpoint as it is.
 
     Raises:
         SwapRefused: a precondition of a step does not hold.
         UsageError: a step that does not exist, or no step.
 
     """
-    if not steps:
+    if not steps and not empty:
         raise UsageError("nothing to swap", f"say what: --norm rmsnorm, or one of --{', --'.join(options())}")
     files = source.folder
     models: list[Model] = [Stored(source)]
@@ -193,6 +203,7 @@ def swap(
     *,
     blocks: str | None = None,
     approximate: bool = False,
+    to: str = "local",
     calibrate: str | Path | None = None,
     calibrate_tokens: int | None = None,
     recipe: str | Path | None = None,
@@ -216,6 +227,9 @@ def swap(
         asked: the same by name, `norm="rmsnorm", attention="gqa:4"`, carried out in the registry's order.
         blocks: the layers that `asked` is for ("3-7"); all by default.
         approximate: replace plainly instead of in the best form known, and report what it costs.
+        to: "local", gptkit's own format, or Hugging Face files: "hf" of the family that the model came from,
+            "hf:FAMILY", "auto" of whichever can hold the tree, its own first. These are then also verified against
+            transformers, from the files.
         calibrate: a text file that calibrated swaps are fitted on, and its last part measured on; by default the
             bundled play, for checkpoints that come from the samples alone.
         calibrate_tokens: how many of its tokens they are fitted on; 2,048 by default.
@@ -237,7 +251,9 @@ def swap(
 
     Raises:
         SwapRefused: a precondition does not hold; nothing was written.
-        GptkitError: an exact swap came out above its bound; nothing was published.
+        CannotExpress: no family that was asked for can hold the tree; what is in the way, and what would clear it.
+        GptkitError: an exact swap came out above its bound, or transformers computes something else; nothing was
+            published.
         InvalidInput, Offline, UsageError: as `convert`; weights or logits that are not finite.
 
     """
@@ -255,29 +271,42 @@ def swap(
         Staging(Path(out), force).check()  # what cannot be written is refused before anything is fetched or computed
     source = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
     text = cache(lambda: read_text(source, calibrate, calibrate_tokens or TOKENS))
-    done = chain(source, wanted, stored=stored, text=text, offline=offline, names=told.labels() if told else ())
+    if stored is None and to != "local" and wanted:
+        stored = widest([source.dtype, "F32"])  # what transformers' users run; exactness is measured before it rounds
+    done = chain(
+        source,
+        wanted,
+        stored=stored,
+        text=text,
+        offline=offline,
+        names=told.labels() if told else (),
+        empty=to != "local",
+    )
     if repeated and told is not None and told.calibration and done.calibration != told.calibration:
         raise told.another_text(str(told.calibration.get("text")))
     carried = recipe_of_steps(wanted, told, dtype, done.calibration)
-    last = done.models[-1]
-    assert isinstance(last, SwappedModel)
-    stored = last.stored
+    architecture = None
+    if to != "local":
+        architecture, done = leaving(done, source, to)
+    stored = done.stored
     records = [{**each.summary, "dtype": HF_NAMES[stored], "gptkit": __version__} for each in done.swapped]
-    plan = _plan(source, done, records)
+    plan = _plan(source, done, records, "local" if architecture is None else f"hf:{architecture.name}")
     found, each = None, ()
     if not dry_run:
         carried = replace(carried, sources=hashes([*source.files, *described(source.path)]))
         with Staging(Path(out), force) as staging:
-            files = execute(plan, _tensors(last), staging, progress)
+            files = execute(plan, _tensors(done.models[-1]), staging, progress)
             if measured:
                 sampled = (source.origin.reference or "").startswith("sample:")
                 held_out = text().held_out if calibrate is not None or sampled else None
                 found = _measured(source, done, stored, staging.path, held_out)
+                if architecture is not None:
+                    _verified(staging.path)
                 if each_step or (each_step is None and len(wanted) > 1 and done.largest <= SMALL):
                     each = _each(done, text() if held_out else None)
             manifest: dict[str, Any] = {
                 "gptkit": __version__,
-                "format": "local",
+                "format": "local" if architecture is None else "hf",
                 "source": {"reference": source.origin.reference, "revision": source.revision},
                 "swap": {
                     "recipe": carried.as_json(),
@@ -293,7 +322,37 @@ def swap(
     return SwapResult(source, Path(out), done, stored_as, found, totals, plan, not dry_run, each, carried, same)
 
 
-def _plan(source: Checkpoint, done: Chain, records: Sequence[Mapping[str, Any]]) -> Plan:
+def leaving(done: Chain, source: Checkpoint, to: str) -> tuple[Architecture, Chain]:
+    """The family that the result goes to, and the chain with the step into its own form.
+
+    Raises:
+        CannotExpress: there is none.
+
+    """
+    model = done.models[-1]
+    architecture, step = leave(model, source.origin.family, to)
+    if step is None:
+        return architecture, done
+    after = SwappedModel(model, step, done.stored)
+    steps = (*done.steps, Step("as", f"hf:{architecture.name}"))
+    return architecture, replace(done, steps=steps, swapped=(*done.swapped, step), models=(*done.models, after))
+
+
+def _verified(folder: Path) -> None:
+    """Raise GptkitError where transformers does not compute from the files what gptkit does."""
+    checkpoint = open_checkpoint(folder)
+    large = count(checkpoint.spec).total > SMALL
+    found = verify(folder, mutations=False, bisected=False, stream=large, dtype=HF_NAMES[checkpoint.dtype])
+    if not found.passed:
+        worst = max(prompt.maximum for prompt in found.prompts)
+        raise GptkitError(
+            f"transformers computes other logits from these files: {found.verdict}, up to {worst:.1e}. Nothing was"
+            " written.",
+            "Please report this checkpoint; --as local keeps it in gptkit's own format.",
+        )
+
+
+def _plan(source: Checkpoint, done: Chain, records: Sequence[Mapping[str, Any]], to: str) -> Plan:
     """Every file of the output."""
     last = done.models[-1]
     dtypes = {parameter.name: last.dtype(parameter.name) for parameter in done.spec.parameters()}
@@ -302,14 +361,14 @@ def _plan(source: Checkpoint, done: Chain, records: Sequence[Mapping[str, Any]])
     compute = widest([source.dtype, "F32"]) if wide else source.dtype
     origin = replace(source.origin, history=(*source.origin.history, *records))
     if not done.texts:
-        return plan_output(done.spec, origin, "local", dtypes, compute, source.folder, texts=source.texts)
+        return plan_output(done.spec, origin, to, dtypes, compute, source.folder, texts=source.texts)
     texts = {path.name: path.read_bytes() for path in token_files(source.folder)} | dict(source.texts)
     texts.update({name: text for name, text in done.texts.items() if text is not None})
     kept = {name: text for name, text in texts.items() if done.texts.get(name, b"") is not None}
     config = kept.pop(CONFIG, None)  # the original's, in which token ids have changed
     if config is not None:
         origin = replace(origin, config_text=config.decode())
-    return plan_output(done.spec, origin, "local", dtypes, compute, None, texts=kept)
+    return plan_output(done.spec, origin, to, dtypes, compute, None, texts=kept)
 
 
 def _tensors(model: Model) -> Iterator[tuple[str, np.ndarray, str]]:

@@ -1,0 +1,242 @@
+"""Key-value heads: more of them exactly, equal ones merged exactly, others fitted better than averaged."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from exactness import Mutation, exactly, is_caught
+from families import CONFIGS, LLAMA, save_hf, spec_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gptkit
+from gptkit.errors import SwapRefused, UsageError
+from gptkit.spec import Attention
+from gptkit.surgery import kv_fit, regression
+from gptkit.surgery import kv_heads as module
+from gptkit.surgery.base import Stored
+from gptkit.surgery.calibration import Calibration, Text
+
+GROUPED = ["mistral", "qwen2", "qwen3", "falcon-7b", "falcon-40b"]
+
+
+def kv_heads(folder: Path) -> list[int]:
+    attentions = [block.attention for block in gptkit.open_checkpoint(folder).spec.blocks]
+    return [each.kv_heads for each in attentions if isinstance(each, Attention)]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_more_heads_and_back_are_the_same_bytes(name: str, tmp_path: Path) -> None:
+    save_hf(CONFIGS[name], tmp_path / "hf", torch.bfloat16)
+    gptkit.convert(tmp_path / "hf", tmp_path / "local")
+    exactly(tmp_path / "local", tmp_path / "mha", attention="mha")
+    assert set(kv_heads(tmp_path / "mha")) == {6}
+    step = module.back(spec_of(CONFIGS[name]), module.Asked("mha"))
+    assert step is not None
+    done = exactly(tmp_path / "mha", tmp_path / "back", step)
+    assert done.spec == gptkit.open_checkpoint(tmp_path / "local").spec
+    same = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("local", "back")]
+    assert same[0] == same[1]
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
+def test_repeating_and_picking(own: int, times: int, head_dim: int, width: int) -> None:
+    tensor = np.random.default_rng(0).normal(size=(own * head_dim, width))
+    repeated = module.repeated_heads(tensor, times, head_dim)
+    np.testing.assert_array_equal(module.first_of_groups(repeated, times, head_dim), tensor)
+    mean = module.mean_of_groups(repeated, own * times, own, own * times, head_dim)
+    np.testing.assert_allclose(mean, tensor, rtol=1e-12)
+
+
+def test_groups_that_cut_through_readers_take_the_mean_over_readers() -> None:
+    """Six query heads on two key-value heads, three wanted: the middle one stands for one reader of each."""
+    tensor = np.array([[1.0], [3.0]])
+    np.testing.assert_allclose(module.mean_of_groups(tensor, 2, 3, 6, 1)[:, 0], [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("value", "words", "hint"),
+    [
+        ("gqa:5", "5 key-value heads cannot be shared by 12 query heads", "Possible here: 1, 2, 3, 4, 6, 12."),
+        ("gqa:4", "has 4 key-value heads already", None),
+        ("gqa:24", "24 key-value heads cannot be shared by 12 query heads", "Possible here: 1, 2, 3, 4, 6, 12."),
+    ],
+)
+def test_refusals(value: str, words: str, hint: str | None, tmp_path: Path) -> None:
+    save_hf({**LLAMA, "num_attention_heads": 12, "num_key_value_heads": 4}, tmp_path / "hf")
+    for approximate in (False, True):
+        with pytest.raises(SwapRefused, match=words) as caught:
+            gptkit.swap(tmp_path / "hf", tmp_path / "out", attention=value, approximate=approximate)
+        assert caught.value.hint == hint
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_values_that_are_no_swap(tmp_path: Path) -> None:
+    for value in ("gqa:x", "gqa:0", "gqa"):
+        with pytest.raises(UsageError):
+            gptkit.swap("sample:llama", tmp_path / "out", attention=value)
+    save_hf(CONFIGS["gpt2"], tmp_path / "hf")
+    with pytest.raises(UsageError, match="none was given"):
+        gptkit.swap(tmp_path / "hf", tmp_path / "out", attention="mqa")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_text_that_is_too_short(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("Now is the winter of our discontent")
+    with pytest.raises(UsageError, match="is too short") as caught:
+        gptkit.swap("sample:gpt2", tmp_path / "out", attention="mqa", calibrate=tmp_path / "short.txt")
+    assert "--calibrate-tokens" in str(caught.value.hint)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("sample", "value", "times"),
+    [("llama", "mqa", 5), ("llama", "gqa:3", 4), ("gpt2", "gqa:2", 20), ("gpt2", "mqa", 10), ("bloom", "mqa", 4)],
+)
+def test_the_fit_is_many_times_nearer_than_the_mean(sample: str, value: str, times: float, tmp_path: Path) -> None:
+    fitted = gptkit.swap(f"sample:{sample}", tmp_path / "fitted", attention=value)
+    mean = gptkit.swap(f"sample:{sample}", tmp_path / "mean", attention=value, approximate=True)
+    assert fitted.guarantee == mean.guarantee == "approximate"
+    assert fitted.measured is not None and mean.measured is not None
+    assert fitted.measured.kl_text is not None and mean.measured.kl_text is not None
+    assert fitted.measured.kl_text * times < mean.measured.kl_text
+    assert fitted.chain.calibration["tokens"] == 2048
+    again = gptkit.swap(f"sample:{sample}", tmp_path / "again", attention=value, measured=False)
+    assert again.spec == fitted.spec
+    same = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("fitted", "again")]
+    assert same[0] == same[1]
+
+
+def test_some_layers_alone(tmp_path: Path) -> None:
+    gptkit.swap("sample:gpt2", tmp_path / "out", attention="mqa", blocks="1,3")
+    assert kv_heads(tmp_path / "out") == [4, 1, 4, 1]
+    before, after = gptkit.load("sample:gpt2"), gptkit.load(tmp_path / "out")
+    for name, tensor in before.state_dict().items():
+        touched = name.startswith(("blocks.1.attention.", "blocks.3.attention.")) and "o_proj.bias" not in name
+        assert touched or torch.equal(tensor, after.state_dict()[name])
+
+
+# --- fitting on any tree ----------------------------------------------------------------------------------------------
+
+
+def random_calibration(spec: Any, tokens: int = 256) -> Calibration:
+    ids = np.random.default_rng(0).integers(0, spec.vocab_size, 2 * tokens).tolist()
+    return Calibration(Text(tuple(ids[:tokens]), tuple(ids[tokens:]), "random", ""), spec)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "gpt2-by-layer", "mistral", "qwen2", "qwen3", "falcon-40b", "falcon-rw", "bloom", "llama-yarn"]
+)
+def test_heads_that_are_alike_but_for_rounding_are_found(name: str, tmp_path: Path) -> None:
+    """Old heads that one new head can stand for: the fit gives the original's function, whatever the family."""
+    config = dict(CONFIGS.get(name, CONFIGS["llama"]))
+    save_hf(config, tmp_path / "hf")
+    gptkit.swap(tmp_path / "hf", tmp_path / "mha", attention="mha", measured=False) if name in GROUPED else None
+    source = gptkit.open_checkpoint(tmp_path / ("mha" if name in GROUPED else "hf"))
+    spec = source.spec
+    if name not in GROUPED:
+        return _alike(tmp_path, spec, name)
+    changed = {0: dataclass_of(spec, 2)}
+    _near(source, changed, spec)
+    return None
+
+
+def dataclass_of(spec: Any, count: int) -> Attention:
+    attention = spec.blocks[0].attention
+    assert isinstance(attention, Attention)
+    return module.replace(attention, kv_heads=count)
+
+
+def _alike(folder: Path, spec: Any, name: str) -> None:
+    """Make the heads of layer 0 equal in pairs in the local files, so that half as many can stand for them."""
+    gptkit.convert(folder / "hf", folder / "local")
+    weights = safetensors.torch.load_file(folder / "local" / "model.safetensors")
+    attention = spec.blocks[0].attention
+    group, dim = 2, attention.head_dim
+    for which in ("k_proj", "v_proj"):
+        for part in ("weight", "bias"):
+            key = f"blocks.0.attention.{which}.{part}"
+            if key in weights:
+                heads = weights[key].unflatten(0, (-1, group, dim))
+                weights[key] = heads[:, :1].expand_as(heads).flatten(0, 2).contiguous()
+    safetensors.torch.save_file(weights, folder / "local" / "model.safetensors", {"format": "pt"})
+    source = gptkit.open_checkpoint(folder / "local")
+    _near(source, {0: dataclass_of(spec, attention.kv_heads // group)}, spec)
+
+
+def _near(source: Any, changed: dict[int, Attention], spec: Any) -> None:
+    model = Stored(source)
+    calibration = random_calibration(spec)
+    (found,) = kv_fit.fitted_layers(model, changed, calibration)
+    old = kv_fit.block_of(model, 0)
+    context = kv_fit.context_of(calibration.ids, torch.float32)
+    x = kv_fit.embed(model, calibration.ids)
+    tensors = {name.removeprefix("blocks.0.attention."): torch.tensor(value) for name, value in found.items()}
+    new = kv_fit._block_with(old, model, 0, changed[0], tensors)
+    with torch.no_grad():
+        normed = old.attention_norm(x)
+        a, b = old.attention(normed, context), new.attention(normed, context)
+    assert (a - b).norm() / a.norm() < 2e-3
+
+
+# --- the exact side cannot be fooled ----------------------------------------------------------------------------------
+
+
+def tiled(patch: pytest.MonkeyPatch) -> None:
+    def wrong(tensor: np.ndarray, times: int, head_dim: int) -> np.ndarray:
+        return np.concatenate([tensor] * times)
+
+    patch.setattr(module, "repeated_heads", wrong)
+
+
+def values_alone(patch: pytest.MonkeyPatch) -> None:
+    right = module.repeated_heads
+    turn = iter(range(10**6))
+
+    def wrong(tensor: np.ndarray, times: int, head_dim: int) -> np.ndarray:
+        found = right(tensor, times, head_dim)
+        return np.roll(found, head_dim, axis=0) if next(turn) % 2 else found
+
+    patch.setattr(module, "repeated_heads", wrong)
+
+
+def always_equal(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(module, "equal_in_groups", lambda model, path, attention, wanted: attention.kv_heads % wanted == 0)
+
+
+MUTATIONS: dict[str, tuple[str, Mutation]] = {
+    "heads tiled, not repeated": ("mha", (tiled, ("mistral", "falcon-40b"))),
+    "one tensor's heads shifted": ("mha", (values_alone, ("qwen2", "qwen3"))),
+    "unequal heads taken for equal": ("mqa", (always_equal, ("gpt2", "mistral", "bloom", "falcon-40b"))),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_wrong_movement_is_not_published(name: str, tmp_path: Path) -> None:
+    value, mutation = MUTATIONS[name]
+    is_caught(name, {name: mutation}, {"attention": value}, tmp_path)
+
+
+def test_a_wrong_fit_costs_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the fit gains comes of its parts: each left out shows in the KL that is reported."""
+    right = gptkit.swap("sample:llama", tmp_path / "right", attention="mqa").measured
+    assert right is not None and right.kl_text is not None
+
+    def conjugate_forgotten(*args: Any) -> Any:
+        queries, keys = args[0], args[1]
+        return queries, regression.pool_mean(keys)
+
+    for name, wrong in {"fit_keys": conjugate_forgotten}.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(kv_fit, name, wrong)
+            found = gptkit.swap("sample:llama", tmp_path / name, attention="mqa").measured
+        assert found is not None and found.kl_text is not None and found.kl_text > right.kl_text
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_fit, "ridge", lambda start, moment, strength: start.flip(0))
+        found = gptkit.swap("sample:llama", tmp_path / "flipped", attention="mqa").measured
+    assert found is not None and found.kl_text is not None and found.kl_text > 3 * right.kl_text
+    assert dataclasses.is_dataclass(right)
