@@ -1,9 +1,477 @@
-"""Query heads: more of them, or fewer."""
+"""How many query heads there are.
+
+More, exact: new heads whose columns in o_proj are zero; their other weights are those of old heads, so that training
+reaches the zeros. In grouped attention each key-value head gets as many more query heads, or, where the number does not
+allow it, whole groups are added; where every head has its own key and value, they are added too.
+
+Fewer, exact: heads go that nothing comes out of. Otherwise those that matter least: with a text those that the others
+can best make up for, o_proj being fitted again (Hassibi & Stork 1993, a head at a time); without one (--approximate)
+those of the smallest ‖O V‖. As many of each group go, or whole groups.
+
+ALiBi gives a head its slope by its number among so many (2108.12409). The slopes of n and N heads have some in common:
+heads move to where theirs is, and where one is missing there is no exact form.
+"""
 
 from __future__ import annotations
 
-from .registry import Swap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["SWAPS"]
+import msgspec
+import numpy as np
+import torch
 
-SWAPS: tuple[Swap, ...] = ()
+from ..errors import SwapRefused
+from ..modules.positions import alibi_slopes
+from ..spec import ALiBi, Attention, LatentAttention, ModelSpec
+from .base import Computed, Model, Swapped, Tensor, Wide
+from .calibration import Calibration, Scratch
+from .gather import Index, by_head, gather, taken
+from .registry import Asked, Step, Swap
+from .width import refit, with_ridge
+
+__all__ = ["SWAPS", "resize_heads", "slopes"]
+
+replace = msgspec.structs.replace
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor that holds heads side by side along an axis: query heads, or key-value heads."""
+
+    name: str
+    size: int
+    keys: bool = False
+    axis: int = 0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The old query head and the old key-value head that each new one is, and which query heads are to be silent."""
+
+    heads: Index
+    keys: Index
+    silent: np.ndarray
+
+
+def parts(path: str, attention: Attention | LatentAttention) -> tuple[Part, ...]:
+    """The tensors of an attention (at `path`) that have heads; o_proj's weight is the last."""
+    if isinstance(attention, LatentAttention):
+        found = [Part(f"{path}.q_proj.weight", attention.query_dim)]
+        if attention.qkv_bias:
+            found.append(Part(f"{path}.q_proj.bias", attention.query_dim))
+        if attention.nope_dim:
+            found.append(Part(f"{path}.k_up_proj.weight", attention.nope_dim))
+        found.append(Part(f"{path}.v_up_proj.weight", attention.value_dim))
+        return (*found, Part(f"{path}.o_proj.weight", attention.value_dim, axis=1))
+    size = attention.head_dim
+    found = []
+    for suffix in ("weight", "bias") if attention.qkv_bias else ("weight",):
+        found.append(Part(f"{path}.q_proj.{suffix}", size))
+        found += [Part(f"{path}.{name}.{suffix}", size, keys=True) for name in ("k_proj", "v_proj")]
+    return (*found, Part(f"{path}.o_proj.weight", size, axis=1))
+
+
+def key_heads(attention: Attention | LatentAttention) -> int:
+    """Key-value heads; a latent is made into one for every query head."""
+    return attention.kv_heads if isinstance(attention, Attention) else attention.heads
+
+
+def slopes(attention: Attention | LatentAttention, heads: int) -> list[float] | None:
+    """The slope of each of so many heads, as it enters the scores, or None without ALiBi."""
+    if not isinstance(attention.position, ALiBi):
+        return None
+    found = alibi_slopes(heads)
+    if attention.position.rounding == "bfloat16":
+        found = found.bfloat16()
+    return [float(each) for each in found.to(torch.float64)]
+
+
+def resize_heads(model: Model, asked: Asked) -> Swapped:
+    """The tree with another number of query heads, in the layers asked for.
+
+    Raises:
+        SwapRefused: there are as many already; key-value heads or ALiBi's slopes do not allow the number; heads in use
+            would go and there is no text to choose and fit by.
+
+    """
+    spec, new = model.spec, asked.number("a number of heads")
+    layers = [layer for layer in asked.chosen(spec) if spec.blocks[layer].attention.heads != new]
+    if not layers:
+        raise SwapRefused(f"there are {new} heads already", "Possible: another number.")
+    blocks, tensors = list(spec.blocks), dict[str, Tensor]()
+    fitting: dict[int, tuple[int, tuple[Index, ...]]] = {}
+    exact = True
+    for layer in layers:
+        path, attention = f"blocks.{layer}.attention", spec.blocks[layer].attention
+        if new > attention.heads:
+            choice: Choice | None = more(attention, new)
+            keys = len(choice.keys)
+        else:
+            tried = [(keys, units_of(attention, new, keys)) for keys in key_counts(attention, new)]
+            found = [without_dead(model, path, attention, new, keys, units) for keys, units in tried]
+            choice = next((each for each in found if each is not None), None)
+            exact = exact and choice is not None
+            keys, units = tried[0]
+            if choice is None and asked.approximate:
+                score = by_score(by_weights(model, path, attention))
+                choice = kept(attention, remaining(attention, units, new, keys, score))
+            elif choice is None:
+                fitting[layer] = (keys, units)
+            keys = keys if choice is None else len(choice.keys)
+        blocks[layer] = replace(blocks[layer], attention=resized(attention, new, keys))
+        tensors |= {} if choice is None else chosen_heads(path, attention, choice)
+        model.release()
+    if fitting:
+        tensors |= fitted(spec, fitting, new, text_for(spec, fitting, asked))
+    old = sorted({spec.blocks[layer].attention.heads for layer in layers})
+    summary: dict[str, Any] = {"heads": [old[0] if len(old) == 1 else old, new]}
+    return Swapped(replace(spec, blocks=tuple(blocks)), "exact" if exact else "approximate", tensors, summary)
+
+
+def text_for(spec: ModelSpec, fitting: Mapping[int, Any], asked: Asked) -> Calibration:
+    """The text to choose and fit by."""
+    if asked.calibration is None:
+        first = min(fitting)
+        raise SwapRefused(
+            f"the {spec.blocks[first].attention.heads} heads of layer {first} are in use, and which of them matter"
+            " least shows on a text alone",
+            "Possible: --calibrate FILE; --approximate, which goes by the weights.",
+        )
+    return asked.calibration()
+
+
+def resized(attention: Attention | LatentAttention, heads: int, keys: int) -> Attention | LatentAttention:
+    """The record with other numbers of heads."""
+    if isinstance(attention, LatentAttention):
+        return replace(attention, heads=heads)
+    return replace(attention, heads=heads, kv_heads=keys)
+
+
+def chosen_heads(path: str, attention: Attention | LatentAttention, choice: Choice) -> dict[str, Tensor]:
+    """The tensors with the heads of a choice; silent ones have no columns in o_proj."""
+    *before, output = parts(path, attention)
+    tensors: dict[str, Tensor] = {}
+    for part in before:
+        heads = choice.keys if part.keys else choice.heads
+        tensors[part.name] = taken(part.name, by_head(heads, np.arange(part.size), part.size))
+    heads = np.where(choice.silent, -1, choice.heads)
+    tensors[output.name] = taken(output.name, by_head(heads, np.arange(output.size), output.size), output.axis)
+    return tensors
+
+
+# --- how many are possible --------------------------------------------------------------------------------------------
+
+
+def key_counts(attention: Attention | LatentAttention, new: int) -> list[int]:
+    """How many key-value heads so many query heads may have, the number to prefer first: in grouped attention as many
+    as there are, with groups of another size, or groups of the size they have.
+
+    Raises:
+        SwapRefused: neither gives that number of query heads.
+
+    """
+    keys = key_heads(attention)
+    group = attention.heads // keys
+    if group == 1:
+        return [new]
+    found = [keys] * (new % keys == 0) + [new // group] * (new % group == 0)
+    if not found:
+        near = [n for n in range(1, 2 * attention.heads + 1) if n % keys == 0 or n % group == 0]
+        raise SwapRefused(
+            f"{new} query heads cannot be shared out over {keys} key-value heads, nor in groups of {group}",
+            f"Possible: {', '.join(map(str, near))}, …",
+        )
+    return list(dict.fromkeys(found))
+
+
+def more(attention: Attention | LatentAttention, new: int) -> Choice:
+    """More heads, the old ones where their positions, if ALiBi gives them some, are what they were."""
+    old, keys = attention.heads, key_heads(attention)
+    group = old // keys
+    if keys == old or keys == 1:
+        places = places_of(attention, new)
+        heads, silent = np.arange(new) % old, np.ones(new, dtype=bool)
+        for head, place in enumerate(places):
+            heads[place], silent[place] = head, False
+        return Choice(heads, heads if keys == old else np.zeros(1, dtype=np.int64), silent)
+    refuse_grouped_alibi(attention, new)
+    new_keys = key_counts(attention, new)[0]
+    key_index = np.arange(new_keys) % keys
+    within = np.arange(new // new_keys)
+    heads = (key_index[:, None] * group + within[None, :] % group).reshape(-1)
+    silent = ((np.arange(new_keys) >= keys)[:, None] | (within >= group)[None, :]).reshape(-1)
+    return Choice(heads, key_index, silent)
+
+
+def places_of(attention: Attention | LatentAttention, new: int) -> list[int]:
+    """Where each old head goes among `new`: one after the other, or to where ALiBi has its slope."""
+    before, after = slopes(attention, attention.heads), slopes(attention, new)
+    if before is None or after is None:
+        return list(range(attention.heads))
+    if not set(before) <= set(after):
+        fit = [
+            n for n in range(attention.heads + 1, 4 * attention.heads) if set(before) <= set(slopes_of(attention, n))
+        ]
+        raise SwapRefused(
+            f"ALiBi's slopes for {new} heads leave out some of those for {attention.heads}",
+            f"Possible: {', '.join(map(str, fit))}." if fit else "Possible: other positions first (--position).",
+        )
+    return [after.index(each) for each in before]
+
+
+def slopes_of(attention: Attention | LatentAttention, heads: int) -> list[float]:
+    """The slopes of an attention that has such."""
+    return slopes(attention, heads) or []
+
+
+def refuse_grouped_alibi(attention: Attention | LatentAttention, new: int) -> None:
+    """Raise SwapRefused where heads cannot move to their slopes without leaving their group."""
+    if isinstance(attention.position, ALiBi):
+        raise SwapRefused(
+            f"ALiBi's slopes depend on the number of heads, and {attention.heads} in groups cannot move to where {new}"
+            " have theirs",
+            "Possible: --attention mha first, which gives every head its own key and value.",
+        )
+
+
+def units_of(attention: Attention | LatentAttention, new: int, new_keys: int) -> tuple[Index, ...]:
+    """What may go as a whole: single heads, groups of them, or, with ALiBi, the heads whose slopes will be no more."""
+    old, keys = attention.heads, key_heads(attention)
+    single = tuple(np.array([head]) for head in range(old))
+    if keys not in (old, 1):
+        refuse_grouped_alibi(attention, new)
+        group = old // keys
+        if new_keys == keys:
+            return single
+        return tuple(np.arange(key * group, (key + 1) * group) for key in range(keys))
+    before, after = slopes(attention, old), slopes(attention, new)
+    if before is None or after is None:
+        return single
+    if not set(after) <= set(before):
+        fit = [n for n in range(1, old) if set(slopes_of(attention, n)) <= set(before)]
+        raise SwapRefused(
+            f"{new} heads have slopes in ALiBi that the {old} here have not",
+            f"Possible: {', '.join(map(str, fit))}.",
+        )
+    gone = np.array([head for head, slope in enumerate(before) if slope not in after])
+    return (gone,)
+
+
+def kept(attention: Attention | LatentAttention, heads: Sequence[int]) -> Choice:
+    """The choice of some old heads, in the order that their slopes want."""
+    old, keys = attention.heads, key_heads(attention)
+    before, after = slopes(attention, old), slopes(attention, len(heads))
+    if before is not None and after is not None:
+        heads = [before.index(slope) for slope in after]
+    index = np.array(heads)
+    group = old // keys
+    key_index = index if keys == old else np.array(sorted({head // group for head in heads}))
+    return Choice(index, key_index, np.zeros(len(index), dtype=bool))
+
+
+# --- which go ---------------------------------------------------------------------------------------------------------
+
+
+def allowed(
+    attention: Attention | LatentAttention, gone: set[int], units: Sequence[Index], new: int, new_keys: int
+) -> list[Index]:
+    """The units that may go next: of each group as many as leave it as large as it is to be."""
+    left = [unit for unit in units if not gone & set(unit.tolist())]
+    keys = key_heads(attention)
+    if keys in (attention.heads, 1) or new_keys != keys:
+        return left
+    group = attention.heads // keys
+    lost = [sum(head // group == key for head in gone) for key in range(keys)]
+    return [unit for unit in left if lost[unit[0] // group] < group - new // keys]
+
+
+def remaining(
+    attention: Attention | LatentAttention,
+    units: Sequence[Index],
+    new: int,
+    new_keys: int,
+    costs: Callable[[list[int]], Callable[[Index], float]],
+) -> list[int]:
+    """The heads that stay when the unit of the least cost goes, until there are `new`.
+
+    `costs` gets the heads that are left, and gives what it costs to take off a unit of them.
+    """
+    old, gone = attention.heads, set[int]()
+    while old - len(gone) > new:
+        cost = costs([head for head in range(old) if head not in gone])
+        unit = min(allowed(attention, gone, units, new, new_keys), key=cost)
+        gone |= set(unit.tolist())
+    return [head for head in range(old) if head not in gone]
+
+
+def by_score(score: Wide) -> Callable[[list[int]], Callable[[Index], float]]:
+    """Costs that do not depend on what is left."""
+    return lambda left: lambda unit: float(score[unit].sum())
+
+
+def outputs(model: Model, path: str, attention: Attention | LatentAttention) -> Wide:
+    """The columns of o_proj by head: (hidden, heads, elements)."""
+    found: Wide = model.wide(f"{path}.o_proj.weight")
+    return found.reshape(len(found), attention.heads, -1)
+
+
+def values(model: Model, path: str, attention: Attention | LatentAttention) -> Wide:
+    """What makes the values of each query head, biases as one more column: (heads, elements, inputs)."""
+    if isinstance(attention, LatentAttention):
+        return model.wide(f"{path}.v_up_proj.weight").reshape(attention.heads, attention.value_dim, -1)
+    found = model.wide(f"{path}.v_proj.weight")
+    if attention.qkv_bias:
+        found = np.concatenate([found, model.wide(f"{path}.v_proj.bias")[:, None]], axis=1)
+    return found.reshape(attention.kv_heads, attention.head_dim, -1).repeat(attention.group, axis=0)
+
+
+def by_weights(model: Model, path: str, attention: Attention | LatentAttention) -> Wide:
+    """‖O V‖² of each head."""
+    products = np.einsum("ohe,hei->hoi", outputs(model, path, attention), values(model, path, attention), optimize=True)
+    score: Wide = (products**2).sum(axis=(1, 2))
+    return score
+
+
+def dead(model: Model, path: str, attention: Attention | LatentAttention) -> np.ndarray:
+    """For each head whether nothing comes out of it."""
+    found: np.ndarray = ~outputs(model, path, attention).any(axis=(0, 2)) | ~values(model, path, attention).any(
+        axis=(1, 2)
+    )
+    return found
+
+
+def without_dead(
+    model: Model, path: str, attention: Attention | LatentAttention, new: int, new_keys: int, units: Sequence[Index]
+) -> Choice | None:
+    """The choice that leaves out heads of which nothing comes out, if there are enough of them."""
+    nothing = dead(model, path, attention)
+    # The last go first, so that what was added is what is taken away.
+    order = np.where(nothing, -np.arange(attention.heads, dtype=np.float64), 1e9)
+    stay = remaining(attention, units, new, new_keys, by_score(order))
+    gone = np.setdiff1d(np.arange(attention.heads), stay)
+    return kept(attention, stay) if nothing[gone].all() else None
+
+
+def by_need(old: Wide, moments: Wide, size: int) -> Callable[[list[int]], Callable[[Index], float]]:
+    """By how much o_proj's output [hidden] is off, on average, without a unit, the rest fitted again.
+
+    old [hidden, heads · size (and 1 for a bias)]; moments are the second moments of what it is multiplied with.
+    """
+
+    def costs(left: list[int]) -> Callable[[Index], float]:
+        index = with_bias(np.array(left), size, old.shape[1])
+        weight = refit(old, moments, index)
+        inverse = np.linalg.inv(with_ridge(moments, index))
+
+        def cost(unit: Index) -> float:
+            at = np.concatenate([np.arange(size) + left.index(head) * size for head in unit.tolist()])
+            part = weight[:, at]
+            return float((part * np.linalg.solve(inverse[np.ix_(at, at)], part.T).T).sum())
+
+        return cost
+
+    return costs
+
+
+def with_bias(heads: Index, size: int, columns: int) -> Index:
+    """The columns of some heads, and those after the last head's."""
+    whole = columns // size * size
+    return np.append(by_head(heads, np.arange(size), size), np.arange(whole, columns)).astype(np.int64)
+
+
+def fitted(
+    spec: ModelSpec, fitting: Mapping[int, tuple[int, Sequence[Index]]], new: int, calibration: Calibration
+) -> dict[str, Tensor]:
+    """Tensors that wait for the text to have run through the model, once for all of them."""
+    scratch: list[Scratch] = []
+
+    def of(name: str) -> Computed:
+        def make(model: Model) -> Wide:
+            if not scratch:
+                scratch.append(Scratch(lambda: fit(model, fitting, new, calibration)))
+            return scratch[0][name]
+
+        return Computed(make)
+
+    names = []
+    for layer in fitting:
+        path, attention = f"blocks.{layer}.attention", spec.blocks[layer].attention
+        names += [part.name for part in parts(path, attention)]
+        names += [f"{path}.o_proj.bias"] if attention.output_bias else []
+    return {name: of(name) for name in names}
+
+
+def fit(
+    model: Model, fitting: Mapping[int, tuple[int, Sequence[Index]]], new: int, calibration: Calibration
+) -> Iterator[dict[str, Wide]]:
+    """The tensors of one layer's attention after the other."""
+    for layer in calibration.walk(model):
+        if layer.index in fitting:
+            _, seen = layer.run(["attention.o_proj"])
+            rows = seen["attention.o_proj"][0]
+            activations = rows.reshape(-1, rows.shape[-1]).double().numpy()
+            attention = model.spec.blocks[layer.index].attention
+            yield fit_one(model, f"blocks.{layer.index}.attention", attention, fitting[layer.index], new, activations)
+
+
+def fit_one(
+    model: Model,
+    path: str,
+    attention: Attention | LatentAttention,
+    how: tuple[int, Sequence[Index]],
+    new: int,
+    activations: Wide,
+) -> dict[str, Wide]:
+    """The tensors of the heads that are needed most, and o_proj fitted to them.
+
+    A bias is the weight of an input that is always 1, and always stays.
+    """
+    (keys, units), (*before, output) = how, parts(path, attention)
+    old, bias = model.wide(output.name), f"{path}.o_proj.bias"
+    if attention.output_bias:
+        old = np.concatenate([old, model.wide(bias)[:, None]], axis=1)
+        activations = np.concatenate([activations, np.ones((len(activations), 1))], axis=1)
+    moments = activations.T @ activations / len(activations)
+    choice = kept(attention, remaining(attention, units, new, keys, by_need(old, moments, output.size)))
+    arrays = {}
+    for part in before:
+        heads = choice.keys if part.keys else choice.heads
+        arrays[part.name] = gather(model.wide(part.name), by_head(heads, np.arange(part.size), part.size), part.axis)
+    fresh = refit(old, moments, with_bias(choice.heads, output.size, old.shape[1]))
+    arrays[output.name] = fresh[:, : new * output.size]
+    return arrays | ({bias: fresh[:, -1]} if attention.output_bias else {})
+
+
+def undone(before: ModelSpec, asked: Asked) -> Step | None:
+    """The number as it was, where it was one and there are more."""
+    found = {block.attention.heads for block in before.blocks}
+    return Step("heads", str(max(found))) if len(found) == 1 and int(asked.value) > max(found) else None
+
+
+def examples(spec: ModelSpec) -> tuple[str, ...]:
+    """Numbers worth trying."""
+    attention = spec.blocks[0].attention
+    keys, heads = key_heads(attention), attention.heads
+    step = keys if 1 < keys < heads else 1
+    return (str(heads + step), *([str(heads - step)] if heads > step else []))
+
+
+SWAPS: tuple[Swap, ...] = (
+    Swap(
+        option="heads",
+        form="N",
+        takes="n query heads",
+        gives="N query heads",
+        guarantee="exact",
+        needs="more: as groups and ALiBi's slopes allow; fewer: heads that nothing comes out of, or a text to fit by",
+        source="zeros after Net2Net 1511.05641; fewer: Hassibi & Stork 1993 (Optimal Brain Surgeon)",
+        apply=resize_heads,
+        examples=examples,
+        by_layer=True,
+        calibrated=True,
+        inverse=undone,
+    ),
+)
+"""How many heads there are."""
