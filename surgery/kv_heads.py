@@ -99,6 +99,15 @@ def equal_in_groups(model: Model, path: str, attention: Attention, wanted: int) 
     return True
 
 
+def with_heads(attention: Attention, wanted: int) -> Attention:
+    """The attention with so many key-value heads. One alone, or one a query head, broadcast in a product; others are
+    repeated.
+    """
+    several = attention.kv_expansion == "broadcast" and wanted not in (1, attention.heads)
+    expansion = "repeat" if several else attention.kv_expansion
+    return replace(attention, kv_heads=wanted, kv_expansion=expansion)
+
+
 def change(model: Model, asked: Asked) -> Swapped:
     """Another number of key-value heads."""
     tensors: dict[str, Tensor] = {}
@@ -108,7 +117,7 @@ def change(model: Model, asked: Asked) -> Swapped:
     for layer, (attention, wanted) in wanted_heads(model, asked).items():
         before[layer] = attention
         path = f"blocks.{layer}.attention"
-        changed[layer] = replace(attention, kv_heads=wanted)
+        changed[layer] = with_heads(attention, wanted)
         if wanted % attention.kv_heads == 0:
             move = mover(repeated_heads, wanted // attention.kv_heads, attention.head_dim)
         elif equal_in_groups(model, path, attention, wanted):

@@ -148,7 +148,7 @@ def test_heads_that_are_alike_but_for_rounding_are_found(name: str, tmp_path: Pa
 def dataclass_of(spec: Any, count: int) -> Attention:
     attention = spec.blocks[0].attention
     assert isinstance(attention, Attention)
-    return module.replace(attention, kv_heads=count)
+    return module.with_heads(attention, count)
 
 
 def _alike(folder: Path, spec: Any, name: str) -> None:
