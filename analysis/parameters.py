@@ -235,10 +235,10 @@ def _end_norms(spec: ModelSpec) -> str:
 def _attention(block: Block) -> str:
     attention = block.attention
     if isinstance(attention, LatentAttention):
-        return (
-            f"MLA, {attention.heads} heads, latent {attention.kv_rank}, query dim {attention.query_dim},"
-            f" value dim {attention.value_dim}, scale {attention.scale:.4g}"
-        )
+        dims = f"query dim {attention.query_dim}, value dim {attention.value_dim}"
+        if not math.isclose(attention.scale, attention.query_dim**-0.5, rel_tol=1e-6):
+            dims += f", scale {attention.scale:.4g}"
+        return f"MLA, {attention.heads} heads, latent {attention.kv_rank}, {dims}"
     heads, kv_heads, size = attention.heads, attention.kv_heads, f"head dim {attention.head_dim}"
     if not math.isclose(attention.scale, attention.head_dim**-0.5, rel_tol=1e-6):
         size += f", scale {attention.scale:.4g}"

@@ -1,0 +1,114 @@
+"""Trees that only a swap makes: what knows no latent attention or no experts says so, by the component's name."""
+
+import io
+
+import pytest
+from rich.console import Console
+from trees import TREES
+
+from gptkit.analysis.parameters import count, describe
+from gptkit.architectures import ARCHITECTURES, gguf, llama2c, nanogpt
+from gptkit.errors import CannotExpress
+from gptkit.report.tables import parameter_table
+from gptkit.spec import LatentAttention, ModelSpec
+
+
+def unknown(spec: ModelSpec) -> str:
+    """What of a tree no other format has."""
+    first = spec.blocks[0]
+    return "LatentAttention" if isinstance(first.attention, LatentAttention) else type(first.feed_forward).__name__
+
+
+OTHERS = [name for name in TREES if name != "rotary-adjacent"]
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("name", TREES)
+def test_a_family_refuses_by_the_component_or_expresses(name, family):
+    spec = TREES[name]
+    try:
+        config = ARCHITECTURES[family].config_for(spec)
+    except CannotExpress as refused:
+        said = str(refused)
+        assert "object has no attribute" not in said
+        assert len(said) < 2000
+        llama_like = family in ("llama", "mistral", "mixtral", "qwen2", "qwen3")
+        if llama_like and name in ("latent-deepseek", "latent-two-keys", "both"):
+            assert "LatentAttention" in said or "GatedFeedForward" in said
+    else:
+        assert (family, ARCHITECTURES[family].spec(config)) == ("mixtral", spec)
+        ARCHITECTURES[family].bind(spec)
+
+
+def test_mixtral_expresses_a_mixture_that_is_one_of_its_own():
+    assert ARCHITECTURES["mixtral"].config_for(TREES["experts-gated-fused"])["num_local_experts"] == 5
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_binding_names_what_has_no_name(name):
+    for architecture in ARCHITECTURES.values():
+        if architecture.name == "mixtral" and name.startswith("experts") and "biases" not in name:
+            continue
+        if name == "rotary-adjacent":
+            continue
+        with pytest.raises(CannotExpress):
+            architecture.bind(TREES[name])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_formats_refuse_by_the_component(name):
+    spec = TREES[name]
+    for express in (gguf.expressed, llama2c.expressed):
+        with pytest.raises(CannotExpress, match=unknown(spec)):
+            express(spec)  # type: ignore[operator]
+    with pytest.raises(CannotExpress):
+        nanogpt.expressed(spec, "gelu")
+
+
+def test_neighbours_for_rotary_pairs_are_refused_where_there_are_none():
+    spec = TREES["rotary-adjacent"]
+    for family in ("llama", "mistral"):
+        with pytest.raises(CannotExpress, match='pairs: "adjacent"'):
+            ARCHITECTURES[family].config_for(spec)
+    for express in (gguf.expressed, llama2c.expressed):
+        with pytest.raises(CannotExpress, match="pairs"):
+            express(spec)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_tree_is_counted_and_described(name):
+    spec = TREES[name]
+    found, words = count(spec), describe(spec)
+    assert found.total == sum(found.by_component.values()) == sum(each.count for each in spec.parameters())
+    assert found.total == sum(each.total for each in found.by_layer) + sum(found.outside.values())
+    if name.startswith(("latent", "both")):
+        attention = spec.blocks[0].attention
+        assert isinstance(attention, LatentAttention)
+        assert words["attention"].startswith(f"MLA, 4 heads, latent {attention.kv_rank}, query dim ")
+    if name.startswith(("experts", "both")):
+        assert " experts" in words["feed-forward"]
+        assert (
+            found.by_component["router"]
+            == len(spec.blocks) * spec.blocks[0].feed_forward.shapes()["router.weight"][0] * spec.hidden_size
+        )
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_tree_has_its_table(name):
+    file = io.StringIO()
+    for by_layer in (False, True):
+        table = parameter_table([(name, "local", TREES[name], count(TREES[name]))], by_layer)
+        Console(file=file, width=80).print(table)
+    assert ("a row for each expert" in file.getvalue()) == name.startswith(("experts", "both"))
+
+
+def test_words_for_what_is_new():
+    assert describe(TREES["latent-deepseek"])["positions"] == (
+        "rotary, base 10,000, on 1 key of 6 dimensions for all heads, pairs of neighbours"
+    )
+    assert describe(TREES["latent-deepseek"])["q/k norm"] == "RMSNorm on the latent, eps 1e-06"
+    assert describe(TREES["latent-biases"])["biases"] == "q and latent, attention output"
+    assert describe(TREES["rotary-adjacent"])["positions"] == "rotary, base 10,000, pairs of neighbours"
+    assert describe(TREES["experts-plain"])["feed-forward"] == (
+        "3 of 4 experts, weights as the router gives them, each plain, gelu, 40"
+    )
