@@ -30,6 +30,9 @@ from .surgery.options import OPTIONS
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
 
+    from .converter.checkpoint import Checkpoint
+    from .surgery.swap import SwapResult
+
 __all__ = ["app", "main"]
 
 INTERRUPTED = 130
@@ -403,6 +406,10 @@ def swap(
     calibrate_tokens: Annotated[
         int | None, typer.Option(metavar="N", min=1, rich_help_panel=HOW, help="Tokens of it to fit on (2,048).")
     ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option("--as", metavar="FORMAT", rich_help_panel=HOW, help="local, or auto, hf, hf:FAMILY to leave."),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(metavar="DTYPE", rich_help_panel=HOW, help="Of computed tensors (float64 if the swap is exact)."),
@@ -411,6 +418,9 @@ def swap(
     measure_steps: Annotated[
         bool, typer.Option("--measure-steps", help="Each step by itself, of a large model too.")
     ] = False,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what it costs, FILE.html and FILE.json.")
+    ] = None,
     force: Force = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would come out; write nothing.")] = False,
     offline: Offline = False,
@@ -423,6 +433,10 @@ def swap(
     from .report.summaries import swap_lines
     from .surgery.swap import swap as run
 
+    if report is not None and not dry_run:
+        from .report.damage import report_paths
+
+        report_paths(report)
     values = {name: ("" if value is True else value) for name, value in asked.items() if value not in (None, False)}
     with progress_bar("swapping", quiet) as advance:
         done = run(
@@ -433,6 +447,7 @@ def swap(
             approximate=approximate,
             calibrate=calibrate,
             calibrate_tokens=calibrate_tokens,
+            to=to,
             dtype=dtype,
             force=force,
             dry_run=dry_run,
@@ -444,15 +459,28 @@ def swap(
             progress=lambda nbytes: advance(nbytes, 0),
             **values,  # type: ignore[arg-type]
         )
-    if quiet:
-        return
-    from .report.surgery import dry_run_report, steps_report
+    if not quiet:
+        from .report.surgery import dry_run_report, steps_report
 
-    say(swap_lines(done), quiet)
-    if dry_run:
-        console().print("", dry_run_report(done), sep="\n")
-    elif len(done.chain.steps) > 1:
-        console().print("", steps_report(done), sep="\n")
+        say(swap_lines(done), quiet)
+        if dry_run:
+            console().print("", dry_run_report(done), sep="\n")
+        elif len(done.chain.steps) > 1:
+            console().print("", steps_report(done), sep="\n")
+    if report is not None and not dry_run:
+        damage_report(done, report, calibrate, calibrate_tokens, quiet)
+
+
+def damage_report(done: SwapResult, path: Path, calibrate: str | None, tokens: int | None, quiet: bool) -> None:
+    """`swap --report`."""
+    from .report.damage import write_report
+    from .report.summaries import damage_lines
+    from .surgery.damage import assess, held_out
+
+    with status("measuring the damage", quiet) as tell:
+        found = assess(done, held_out(done, calibrate, tokens), tell)
+    written = write_report(done, found, path)
+    say([*damage_lines(found), f"report: {', '.join(map(str, written))}"], quiet)
 
 
 @app.command(epilog="Example: gptkit swaps sample:gpt2  ·  gptkit swaps --recipes")
@@ -521,6 +549,11 @@ def verify(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page: a heatmap by layer and component.")
     ] = None,
+    damage: Annotated[
+        bool | None,
+        typer.Option("--damage/--no-damage", help="What LOCAL costs by position, layer and component."),
+    ] = None,
+    text: Annotated[Path | None, typer.Option(metavar="FILE", help="A text to measure perplexity on.")] = None,
     stream: Annotated[bool, typer.Option("--stream", help="A layer at a time, for models larger than memory.")] = False,
     json: Json = False,
     offline: Offline = False,
@@ -553,6 +586,8 @@ def verify(
             mutations=mutations,
             stream=stream,
             bisected=None if html is None else True,
+            damaged=True if damage is None and text is not None else damage,
+            text=lambda source: measured_text(source, text),
             offline=offline,
             allow_pickle=allow_pickle,
             allow_extra=allow_extra,
@@ -576,6 +611,15 @@ def verify(
         say([f"page: {html}"], quiet or json)
     if not result.passed:
         raise typer.Exit(3)
+
+
+def measured_text(source: Checkpoint, file: Path | None) -> tuple[int, ...] | None:
+    """The end of a text, or of the bundled play for the samples."""
+    from .surgery.calibration import read_text
+
+    if file is None and not (source.origin.reference or "").startswith("sample:"):
+        return None
+    return read_text(source, file, tokens=0).held_out
 
 
 def verify_against(model: str, against: str, html: Path | None, json: bool, quiet: bool, offline: bool) -> None:

@@ -51,7 +51,7 @@ FLOORS = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 @dataclass(frozen=True)
 class Bin:
-    """Positions `first` to `last`, counted from 0: what is predicted after that many tokens and one.
+    """Positions `first` to `last`, counted from 0: what is predicted from the token there and those before it.
 
     kl: mean KL(before ‖ after) in nats a token; top1: the share of positions with the same likeliest token; before and
     after: perplexity, None where what follows is not text.
@@ -276,7 +276,11 @@ def _pairs(
     """The layers that stand for one another."""
     counts = len(before.blocks), len(after.blocks)
     if layers is not None:
-        return [(a, b) for a, b in layers if a < counts[0] and b < counts[1]]
+        for side, (count, of) in enumerate(zip(counts, ("the original's", "the other's"), strict=True)):
+            alone = sorted(set(range(count)) - {pair[side] for pair in layers})
+            if alone:
+                notes.append(f"not compared: {of} layer{'s' if len(alone) > 1 else ''} {', '.join(map(str, alone))}")
+        return list(layers)
     if counts[0] == counts[1]:
         return [(layer, layer) for layer in range(counts[0])]
     notes.append(f"not compared by layer: {counts[0]} layers before, {counts[1]} after")

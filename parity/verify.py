@@ -199,10 +199,12 @@ def verify(
 
     Raises:
         InvalidInput, Offline: as `open_checkpoint`; vocabularies that differ; logits that are not finite.
-        UsageError: a path of attention that transformers has not, a prompt without a tokenizer.
+        UsageError: a path of attention that transformers has not, a prompt without a tokenizer, damage of nothing.
         CannotExpress: no transformers class computes the reference's tree.
 
     """
+    if damaged and other is None:
+        raise UsageError("the damage is of one checkpoint beside another", "gptkit verify ORIGINAL CHANGED --damage")
     say = progress or (lambda text: None)
     options = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
     source = open_checkpoint(model, **options)

@@ -96,9 +96,9 @@ def write_report(result: SwapResult, found: Damage, path: Path) -> tuple[Path, P
 
 def _position_table(found: Damage) -> Table:
     rows = [_bin_row(each.name, each) for each in found.bins]
-    columns = [("tokens before", False), ("positions", True), ("KL", True), ("top-1", True)]
+    columns = [("position", False), ("tokens", True), ("KL", True), ("top-1", True)]
     if found.total.before is not None:
-        columns += [("perplexity", True), ("after", True)]
+        columns += [("perplexity before", True), ("and after", True)]
     worst = max(range(len(rows)), key=lambda index: _or_infinite(found.bins[index].kl))
     lit = frozenset([worst] if found.bins[worst].kl > ROUNDING else [])
     return Table("By position", tuple(columns), (*rows, _bin_row("all", found.total)), lit)
@@ -130,10 +130,10 @@ def _lens_figure(found: Damage) -> Figure:
     cells = []
     for layer in found.layers:
         for each, value in zip(found.bins, layer.by_bin, strict=True):
-            told = (f"KL: {number(value)} nats a token", f"after {each.name} tokens", _pair(layer))
-            cells.append(Cell(f"tokens {each.name}", layer.after, _or_infinite(value), told, not value <= ROUNDING))
+            told = (f"KL: {number(value)} nats a token", f"at position {each.name}", _pair(layer))
+            cells.append(Cell(f"at {each.name}", layer.after, _or_infinite(value), told, not value <= ROUNDING))
     worst = max(found.layers, key=lambda layer: _or_infinite(layer.kl))
-    columns = (("layer", False), *((f"tokens {each.name}", True) for each in found.bins))
+    columns = (("layer", False), *((f"at {each.name}", True) for each in found.bins))
     rows = tuple((str(layer.after), *map(number, layer.by_bin)) for layer in found.layers)
     return heatmap(
         cells,
@@ -153,7 +153,7 @@ def _pair(layer: Layer) -> str:
 def _layer_table(layers: tuple[Layer, ...]) -> Table:
     columns = [("layer", False), ("streams apart", True), ("KL", True), ("top-1", True)]
     text = layers[0].perplexity_before is not None
-    columns += [("perplexity", True), ("after", True)] if text else []
+    columns += [("perplexity before", True), ("and after", True)] if text else []
     rows = []
     for each in layers:
         name = str(each.after) if each.before == each.after else f"{each.before} → {each.after}"

@@ -368,8 +368,8 @@ def damage_lines(found: Damage) -> list[str]:
         lines.append(f"          perplexity {_perplexity(total.before)} -> {_perplexity(total.after)}")
     if len(found.bins) > 1:
         worst, best = (order(found.bins, key=lambda each: each.kl) for order in (max, min))
-        lines.append(f"position  KL {number(worst.kl)} after {worst.name} tokens, the worst")
-        lines.append(f"          KL {number(best.kl)} after {best.name} tokens, the best")
+        lines.append(f"position  KL {number(worst.kl)} at {worst.name}, the worst")
+        lines.append(f"          KL {number(best.kl)} at {best.name}, the best")
     if found.layers:
         lines.append("layer     KL if both models ended there, and how far their streams are apart:")
         worst_layers = sorted(found.layers, key=lambda each: -each.kl)[:LAYERS]

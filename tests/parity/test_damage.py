@@ -217,6 +217,7 @@ def test_fewer_layers_need_to_be_told_apart() -> None:
     assert any("3 layers before, 2 after" in note for note in found.notes)
     found = damage(before, after, text=TEXT, layers=[(0, 0), (2, 1)])
     assert [(each.before, each.after) for each in found.layers] == [(0, 0), (2, 1)]
+    assert "not compared: the original's layer 1" in found.notes
     assert found.layers[0].kl < 1e-14
     assert found.layers[1].kl == pytest.approx(found.total.kl, rel=1e-9)
     assert places(found)["layer 1 attention"] == 0  # the layer that was kept is what it was

@@ -1,0 +1,73 @@
+"""The damage report of a swap that was made: what `parity.damage` says of its files against what it was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..converter.checkpoint import open_checkpoint
+from ..parity.damage import Damage, damage
+from .base import Moved, Stored, Swapped
+from .calibration import TOKENS, read_text
+from .swap import Chain, SwapResult
+
+__all__ = ["assess", "held_out", "layers_of"]
+
+
+def assess(result: SwapResult, text: Sequence[int] | None, progress: Callable[[str], None] | None = None) -> Damage:
+    """The damage of a swap, from the files that it wrote.
+
+    Args:
+        result: a swap that was published.
+        text: token ids of the old vocabulary to measure on, or None.
+        progress: told what is being done.
+
+    """
+    done = result.chain
+    return damage(
+        done.against,
+        Stored(open_checkpoint(result.target)),
+        text=text,
+        tokens=done.promise.tokens,
+        most=done.promise.length,
+        layers=layers_of(done),
+        progress=progress,
+    )
+
+
+def held_out(result: SwapResult, calibrate: str | Path | None, tokens: int | None) -> tuple[int, ...] | None:
+    """The text that a swap is measured on: the last part of the one it was or could be fitted on; None where there is
+    none.
+    """
+    recipe, source = result.recipe, result.source
+    file = calibrate or (None if recipe is None else recipe.text())
+    if file is None and not (source.origin.reference or "").startswith("sample:"):
+        return None
+    known = None if recipe is None else recipe.calibration.get("tokens")
+    return read_text(source, file, tokens or known or TOKENS).held_out
+
+
+def layers_of(done: Chain) -> list[tuple[int, int]]:
+    """The layers that stand for one another before and after: (before, after), each at most once. A layer stands for
+    the one that its tensors were moved from.
+    """
+    pairs = [(layer, layer) for layer in range(len(done.models[0].spec.blocks))]
+    for swapped in done.swapped:
+        step = {after: before for before, after in _pairs(swapped)}
+        renamed = {before: after for after, before in reversed(step.items())}  # of copies the first
+        pairs = [(first, renamed[before]) for first, before in pairs if before in renamed]
+    return pairs
+
+
+def _pairs(swapped: Swapped) -> list[tuple[int, int]]:
+    found = []
+    for layer in range(len(swapped.spec.blocks)):
+        origins = set()
+        for parameter in swapped.spec.parameters():
+            if parameter.layer == layer:
+                made = swapped.tensors.get(parameter.name, Moved(parameter.name))
+                names = made.names if isinstance(made, Moved) else ()
+                origins |= {int(name.split(".")[1]) for name in names if name.startswith("blocks.")}
+        if len(origins) <= 1:
+            found.append((origins.pop() if origins else layer, layer))
+    return found
