@@ -35,7 +35,7 @@ def group_similar(similarity: Tensor, groups: int) -> Groups:
     """
     heads = len(similarity)
     found = [list(group) for group in contiguous_groups(heads, groups)]
-    table = ((similarity + similarity.T) / 2).tolist()
+    table: list[list[float]] = ((similarity + similarity.T) / 2).tolist()
 
     def gain(one: list[int], i: int, two: list[int], j: int) -> float:
         a, b = one[i], two[j]
@@ -82,7 +82,7 @@ def head_similarity(
     """
     heads = len(keys)
     readers = len(queries) // heads
-    q, o = queries.unflatten(0, (heads, readers)), outputs.unflatten(0, (heads, readers))
+    q, o = (each.reshape(heads, readers, *each.shape[1:]) for each in (queries, outputs))
     result = torch.eye(heads, dtype=keys.dtype)
     for a, b in itertools.combinations(range(heads), 2):
         pair = [a, b]

@@ -189,7 +189,7 @@ def _fit_pairs(queries: Tensor, keys: Tensor, covariance: Tensor, floor: float) 
     readers = queries.shape[0] // keys.shape[0]
     q, k = _pairs(queries), _pairs(keys)  # complex: (n, p, e), (m, p, e)
     power = ((queries @ covariance) * queries).sum(dim=-1)  # E q², (n, d)
-    power = power.unflatten(-1, (2, -1)).sum(dim=1).unflatten(0, (-1, readers)).sum(dim=1)  # E|q|², (m, p)
+    power = power.reshape(keys.shape[0], readers, 2, -1).sum(dim=(1, 2))  # E|q|² of each old head's readers, (m, p)
     weight = power.clamp_min(torch.finfo(power.dtype).tiny).sqrt()
     stacked = (weight[..., None] * (k @ root.to(k.dtype))).transpose(0, 1)  # (p, m, e)
     u, s, vh = torch.linalg.svd(stacked, full_matrices=False)
@@ -353,6 +353,6 @@ def block_influence(before: Tensor, after: Tensor) -> Tensor:
     """1 - the cosine between a block's input and output (..., hidden), for each token (...): the mean is ShortGPT's
     block influence (Men et al. 2403.03853), and the block of the lowest goes first.
     """
-    wide = (each.to(torch.float64) for each in (before, after))
-    result: Tensor = 1 - torch.nn.functional.cosine_similarity(*wide, dim=-1)
+    one, two = before.to(torch.float64), after.to(torch.float64)
+    result: Tensor = 1 - torch.nn.functional.cosine_similarity(one, two, dim=-1)
     return result
