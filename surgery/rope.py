@@ -95,7 +95,7 @@ def llama3(rotary: Rotary, factor: float, context: int) -> Rotary:
 
 KINDS = (
     Kind("yarn", yarn, "YaRN", "Peng et al. 2309.00071; transformers modeling_rope_utils.py"),
-    Kind("llama3", llama3, "Llama 3's", "transformers modeling_rope_utils.py, _compute_llama3_parameters"),
+    Kind("llama3", llama3, "Llama 3's", "Llama 3.1; transformers modeling_rope_utils.py"),
     Kind("ntk", ntk, "larger base (NTK)", "bloc97 2023, NTK-aware scaled RoPE; 2309.00071, section 3.1"),
     Kind("linear", linear, "positions divided", "Chen et al. 2306.15595; kaiokendev 2023"),
     Kind("dynamic", dynamic, "base grows with the sequence", "emozilla 2023; transformers modeling_rope_utils.py"),

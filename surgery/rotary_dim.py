@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import SwapRefused, UsageError
 from ..spec import Attention, DynamicScaling, LatentAttention, LinearScaling, LongRopeScaling, Rotary
-from .base import Computed, Model, Moved, Swapped, Tensor, Wide
+from .base import Computed, Model, Moved, Promise, Swapped, Tensor, Wide
 from .registry import Asked
 from .rotation import (
     Elements,
@@ -68,7 +68,10 @@ def rotary_dim(model: Model, asked: Asked) -> Swapped:
         "to": size,
         "layers": list(layers),
     }
-    return Swapped(new, "exact" if exact else "approximate", tensors, summary)
+    grows = [rotary.scaling for rotary in layers.values() if isinstance(rotary.scaling, DynamicScaling)]
+    # Beyond its original context a base that grows does so by the dimension, which has changed.
+    promise = Promise(length=min((each.original_context for each in grows), default=None) if exact else None)
+    return Swapped(new, "exact" if exact else "approximate", tensors, summary, promise=promise)
 
 
 def _size_and_drop(asked: Asked) -> tuple[int, str]:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from exactness import exactly, relative_error
 from families import CONFIGS, save_hf, spec_of
 from transformers import AutoModelForCausalLM
-from trees import LATENT, ROPE, random_weights, with_blocks
+from trees import LATENT, ROPE, with_blocks
+from weights import Weights, after, apart, bytes_of, error, exactly
 
 import gptkit
 from gptkit.converter.resolve import SAMPLES_DIR
@@ -20,7 +20,7 @@ from gptkit.errors import GptkitError, SwapRefused, UsageError
 from gptkit.spec import ALiBi, LayerNorm, LearnedPositions, ModelSpec, RMSNorm, Rotary
 from gptkit.surgery import context_length, rotation
 from gptkit.surgery import positions as module
-from gptkit.surgery.base import Exactly, Stored, Swapped, SwappedModel
+from gptkit.surgery.base import Exactly, Stored
 from gptkit.surgery.calibration import read_text
 from gptkit.surgery.measure import Measurement, measure
 from gptkit.surgery.positions import kind
@@ -31,56 +31,12 @@ replace = msgspec.structs.replace
 FAMILIES = ["gpt2", "llama", "qwen2", "qwen3", "mixtral", "bloom", "falcon-7b", "falcon-40b", "falcon-rw"]
 
 
-class Weights:
-    """A tree with weights in memory, all random but for those that are given."""
-
-    reference = "weights"
-
-    def __init__(self, spec: ModelSpec, seed: int = 0, **given: np.ndarray) -> None:
-        self.spec = spec
-        self.values = {name: each.numpy() for name, each in random_weights(spec, seed).items()}
-        self.values |= {name.replace("__", "."): value for name, value in given.items()}
-
-    def dtype(self, name: str) -> str:
-        return str(self.values[name].dtype).replace("float", "F")
-
-    def raw(self, name: str) -> tuple[np.ndarray, str]:
-        return self.values[name], self.dtype(name)
-
-    def wide(self, name: str) -> np.ndarray:
-        return self.values[name]
-
-    def read(self, name: str) -> torch.Tensor:
-        return torch.tensor(self.values[name])
-
-    def release(self) -> None:
-        pass
-
-
-def after(model: Any, *steps: Step) -> tuple[list[Swapped], Any]:
-    """The tree after some steps, nothing written."""
-    found = []
-    for step in steps:
-        found.append(apply(model, step))
-        model = SwappedModel(model, found[-1])
-    return found, model
-
-
-def error(before: Any, swapped: Swapped, model: Any) -> float:
-    return measure(before, Exactly(model), promise=swapped.promise, dtypes=("float64",)).relative["float64"]
-
-
 def without_positions(name: str, folder: Path) -> Path:
     """A checkpoint of a family, its positions taken off."""
     save_hf(CONFIGS[name], folder / "hf")
     gptkit.swap(folder / "hf", folder / "none", position="none", measured=False)
     assert kind(gptkit.open_checkpoint(folder / "none").spec) == "none"
     return folder / "none"
-
-
-def tensors(folder: Path) -> dict[str, bytes]:
-    found = safetensors.torch.load_file(folder / "model.safetensors")
-    return {name: each.view(torch.uint8).numpy().tobytes() for name, each in found.items()}
 
 
 # --- exact ------------------------------------------------------------------------------------------------------------
@@ -97,7 +53,7 @@ def test_from_none_and_back(name: str, tmp_path: Path) -> None:
         undo = swap_for("position", value).inverse(spec, Asked(value, value.partition(":")[2] or None))
         assert undo == (None if length and value != "rope:neutral" else Step("position", "none"))
         exactly(out, back, Step("position", "none"))
-        assert tensors(back) == tensors(source)
+        assert bytes_of(back) == bytes_of(source)
         assert length or gptkit.open_checkpoint(back).spec == spec
     there = gptkit.open_checkpoint(tmp_path / "rope-neutral").spec
     undo = swap_for("position", "none").inverse(there, Asked("none"))
@@ -122,7 +78,7 @@ def test_a_table_of_equal_rows_goes_exactly(name: str, value: str, tmp_path: Pat
     naive = gptkit.swap(tmp_path / "hf", tmp_path / "naive", position=value, approximate=True)
     assert naive.guarantee == "retrained"
     assert naive.spec.head == spec_of(CONFIGS[name]).head
-    assert relative_error(tmp_path / "hf", tmp_path / "naive", torch.float64) > 1e-2
+    assert apart(tmp_path / "hf", tmp_path / "naive") > 1e-2
 
 
 def alike(folder: Path) -> None:
@@ -140,11 +96,11 @@ def test_behind_a_norm_the_mean_joins_its_bias(bias: bool) -> None:
     spec = with_blocks(spec, attention=replace(spec.blocks[0].attention, position=None))
     spec = replace(spec, embedding=replace(spec.embedding, norm=norm), positions=LearnedPositions(length=90, size=48))
     table = np.tile(np.random.default_rng(1).normal(size=48), (90, 1))
-    model = Weights(spec, positions__weight=table)
+    model = Weights(spec, {"positions.weight": table})
     (swapped,), result = after(model, Step("position", "none"))
     assert swapped.guarantee == "exact"
     assert swapped.spec.embedding.norm == LayerNorm(size=48, eps=1e-5)
-    assert error(model, swapped, result) <= 1e-12
+    assert error(model, result, swapped) <= 1e-12
     rms = replace(spec, embedding=replace(spec.embedding, norm=RMSNorm(size=48, eps=1e-5)))
     with pytest.raises(SwapRefused, match="behind their RMSNorm, which has no bias") as refused:
         apply(Weights(rms), Step("position", "none"))
@@ -284,7 +240,7 @@ def test_a_longer_table_and_back(stored: torch.dtype, tmp_path: Path) -> None:
     back = exactly(tmp_path / "long", tmp_path / "back", undo)
     assert back.spec == gptkit.open_checkpoint(tmp_path / "hf").spec
     gptkit.convert(tmp_path / "hf", tmp_path / "local", to="local")
-    assert tensors(tmp_path / "back") == tensors(tmp_path / "local")
+    assert bytes_of(tmp_path / "back") == bytes_of(tmp_path / "local")
 
 
 def test_a_shorter_table(tmp_path: Path) -> None:
