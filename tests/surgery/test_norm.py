@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from exactness import caught, exactly, saved
 from families import BLOOM, CONFIGS, FALCON, FALCON_40B, GPT2, save_hf, spec_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from gptkit.errors import GptkitError, SwapRefused
 from gptkit.modules import Decoder
 from gptkit.parity.probe import probe
 from gptkit.spec import Head, LayerNorm, ModelSpec, RMSNorm
+from gptkit.surgery import basis
 from gptkit.surgery import norm as module
 from gptkit.surgery.base import Model
 from gptkit.surgery.norm import layernorm_to_rmsnorm, replace_layernorm, why_not_exact
@@ -307,3 +309,91 @@ def test_a_wrong_formula_is_not_published(
         assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
             {model, *(m for m in models if (tmp_path / m).exists())}
         )
+
+
+# --- the other way, and some layers alone -----------------------------------------------------------------------------
+
+RMS_TREES = ("llama", "llama-yarn", "mixtral", "qwen2", "qwen3-windowed")
+
+
+@pytest.mark.parametrize("name", RMS_TREES)
+def test_rmsnorm_becomes_layernorm_with_one_more_dimension(name: str, tmp_path: Path) -> None:
+    source = saved(name, tmp_path)
+    result = exactly(source, tmp_path / "ln", norm="layernorm")
+    assert result.spec.hidden_size == 49 and not result.spec.head.tied
+    assert all(isinstance(norm, LayerNorm) and not norm.bias for _, norm in module.stream_norms(result.spec))
+    naive = gptkit.swap(source, tmp_path / "naive", norm="layernorm", approximate=True)
+    assert naive.guarantee == "approximate" and naive.measured is not None and naive.measured.relative["float64"] > 1e-3
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "falcon-7b", "llama"])
+def test_some_layers_alone_and_back(name: str, tmp_path: Path) -> None:
+    source = saved(name, tmp_path)
+    there, back = ("layernorm", "rmsnorm") if name == "llama" else ("rmsnorm", "layernorm")
+    spec = exactly(source, tmp_path / "some", norm=there, blocks="1").spec
+    kinds = [type(block.attention_norm) is type(spec.final_norm) for block in spec.blocks]
+    assert kinds == [layer != 1 for layer in range(len(kinds))]
+    exactly(source, tmp_path / "all", norm=there)
+    width = gptkit.open_checkpoint(tmp_path / "all").spec.hidden_size
+    # A stream without a mean needs no other dimension on the way back.
+    assert exactly(tmp_path / "all", tmp_path / "back", norm=back).spec.hidden_size == width
+
+
+@given(rows=st.integers(1, 6), size=st.integers(1, 40), seed=st.integers(0, 2**31))
+def test_the_isometry(rows: int, size: int, seed: int) -> None:
+    x = np.random.default_rng(seed).normal(size=(rows, size))
+    y = module.off_the_mean(x)
+    np.testing.assert_allclose(y.mean(axis=1), 0, atol=1e-14)
+    np.testing.assert_allclose(y @ y.T, x @ x.T, atol=1e-12)
+
+
+def test_what_is_left_of_post_norm(tmp_path: Path) -> None:
+    source = saved("bloom-post-norm", tmp_path)
+    result = gptkit.swap(source, tmp_path / "out", norm="rmsnorm", approximate=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "centred_tree", lambda spec, layers: (replace_layernorm(spec).spec, {}))
+        naive = gptkit.swap(source, tmp_path / "naive", norm="rmsnorm", approximate=True)
+    assert result.guarantee == "approximate" and result.measured is not None and naive.measured is not None
+    assert result.measured.kl < naive.measured.kl / 10
+
+
+def ratio_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(basis, "length_ratio", lambda old, new: 1.0)
+
+
+def eps_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(module, "eps_for", lambda eps, old, new: eps)
+
+
+def gamma_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(basis, "reader", lambda weight, gamma, ratio, into: lambda m: into(m, m.wide(weight)) * ratio)
+
+
+def not_turned(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(module, "off_the_mean", lambda rows: np.pad(rows, ((0, 0), (0, 1))))
+
+
+def a_table_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(basis, "rows_in", lambda table, into, norm=None: lambda m: np.pad(m.wide(table), ((0, 0), (0, 1))))
+
+
+def a_bias_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(basis, "shift", lambda bias, into: lambda m: np.pad(m.wide(bias), (0, 1)))
+
+
+@pytest.mark.parametrize(
+    "mutate", [ratio_forgotten, eps_forgotten, gamma_forgotten, not_turned, a_table_forgotten, a_bias_forgotten]
+)
+def test_a_wrong_isometry_is_not_published(
+    mutate: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = saved("llama", tmp_path)
+    mutate(monkeypatch)
+    caught(source, tmp_path / "out", norm="layernorm")
+
+
+def test_the_way_back_is_refused_with_reasons() -> None:
+    with pytest.raises(SwapRefused, match="no RMSNorm on its stream"):
+        module.why_not_layernorm(spec_of(CONFIGS["gpt2"]))
+    mixed = with_norm(spec_of(CONFIGS["gpt2"]), RMSNorm(size=48, eps=1e-5), only_final=True)
+    assert "blocks.0.attention_norm is a LayerNorm already" in str(module.why_not_layernorm(mixed))
