@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from exactness import Mutation, exactly, is_caught
+from exact_swaps import Mutation, exactly, is_caught
 from families import CONFIGS, save_hf, spec_of
 
 import gptkit

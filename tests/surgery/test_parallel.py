@@ -1,0 +1,188 @@
+"""Serial <-> parallel blocks: exact where a branch writes nothing, measured where both do."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import safetensors.torch
+import torch
+from exact_swaps import exactly
+from families import CONFIGS, save_hf, spec_of
+
+import gptkit
+from gptkit.errors import GptkitError, SwapRefused
+from gptkit.surgery import parallel as module
+from gptkit.surgery.registry import Asked, Step, swap_for
+
+ATTENTION = ("attn.c_proj.weight", "attn.c_proj.bias", "o_proj.weight", "o_proj.bias", "dense.weight", "dense.bias")
+FEED_FORWARD = (
+    *("mlp.c_proj.weight", "mlp.c_proj.bias", "down_proj.weight", "down_proj.bias", ".w2.weight"),
+    *("dense_4h_to_h.weight", "dense_4h_to_h.bias"),
+)
+
+
+def zeroed(folder: Path, *endings: str) -> None:
+    """Set tensors of a checkpoint to zero in place."""
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    for name, tensor in weights.items():
+        if name.endswith(endings):
+            tensor.zero_()
+    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def undone(source: Path, value: str, folder: Path) -> None:
+    """A swap that is exact here, and its inverse, which gives the same bytes."""
+    gptkit.convert(source, folder / "local")
+    result = exactly(source, folder / "there", block=value)
+    assert all(block.parallel is not value.startswith("serial") for block in result.spec.blocks)
+    spec = gptkit.open_checkpoint(source).spec
+    step = swap_for("block", value).inverse(spec, Asked(value))
+    assert step is not None
+    assert exactly(folder / "there", folder / "back", step).spec == spec
+    assert (folder / "back" / "model.safetensors").read_bytes() == (folder / "local" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "llama", "qwen3", "mixtral", "falcon-rw", "falcon-serial"])
+@pytest.mark.parametrize("silent", [ATTENTION, FEED_FORWARD], ids=["attention", "feed-forward"])
+def test_serial_to_parallel_where_a_branch_writes_nothing(name: str, silent: tuple[str, ...], tmp_path: Path) -> None:
+    save_hf(CONFIGS[name], tmp_path / "hf")
+    zeroed(tmp_path / "hf", *silent)
+    undone(tmp_path / "hf", "parallel", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["falcon-7b", "falcon-40b", "falcon-11b", "falcon-alibi-parallel"])
+@pytest.mark.parametrize("silent", [ATTENTION, FEED_FORWARD], ids=["attention", "feed-forward"])
+def test_parallel_to_serial_where_a_branch_writes_nothing(name: str, silent: tuple[str, ...], tmp_path: Path) -> None:
+    save_hf(CONFIGS[name], tmp_path / "hf")
+    zeroed(tmp_path / "hf", *silent)
+    undone(tmp_path / "hf", "serial", tmp_path)
+
+
+def test_a_norm_is_shared_where_both_are_alike(tmp_path: Path) -> None:
+    save_hf(CONFIGS["falcon-40b"], tmp_path / "hf")
+    with pytest.raises(SwapRefused, match=r"differ in layers 0, 1, 2: they cannot be shared") as caught:
+        gptkit.swap(tmp_path / "hf", tmp_path / "out", block="parallel:shared")
+    assert caught.value.hint == "--block parallel keeps both."
+    weights = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
+    for name in weights:
+        if "ln_mlp" in name:
+            weights[name] = weights[name.replace("ln_mlp", "ln_attn")].clone()
+    safetensors.torch.save_file(weights, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    result = exactly(tmp_path / "hf", tmp_path / "out", block="parallel:shared")
+    assert all(block.feed_forward_norm is None for block in result.spec.blocks)
+    with pytest.raises(SwapRefused, match="parallel already"):
+        gptkit.swap(tmp_path / "out", tmp_path / "again", block="parallel:shared")
+    # Serial from shared norms, then parallel: both norms are there, and it is said that they are the same.
+    gptkit.swap(tmp_path / "out", tmp_path / "serial", block="serial", blocks="1")
+    noted = gptkit.swap(tmp_path / "serial", tmp_path / "both", block="parallel", blocks="1", measured=False)
+    assert "layer 1: both norms are the same; --block parallel:shared" in noted.chain.notes[-1]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "llama", "falcon-7b", "falcon-40b", "mixtral"])
+def test_where_both_branches_write(name: str, tmp_path: Path) -> None:
+    save_hf(CONFIGS[name], tmp_path / "hf")
+    to = "serial" if name.startswith("falcon") else "parallel"
+    one = gptkit.swap(tmp_path / "hf", tmp_path / "one", block=to, blocks="1")
+    every = gptkit.swap(tmp_path / "hf", tmp_path / "all", block=to)
+    assert (one.guarantee, every.guarantee) == ("approximate", "retrained")
+    assert one.measured is not None and every.measured is not None
+    assert every.measured.kl > one.measured.kl > 1e-4
+    assert one.chain.notes[0] == "layer 1: the feed-forward reads another stream, since both branches write"
+    assert [block.parallel for block in one.spec.blocks] == [(i == 1) == (to == "parallel") for i in range(3)]
+    assert one.chain.swapped[0].summary["exact_layers"] == []
+
+
+def test_layers_are_looked_at_one_by_one(tmp_path: Path) -> None:
+    """A bias alone is enough to write, and one silent layer is exact among others."""
+    save_hf(CONFIGS["gpt2"], tmp_path / "hf")
+    zeroed(tmp_path / "hf", "h.0.attn.c_proj.weight", "h.2.attn.c_proj.weight", "h.2.attn.c_proj.bias")
+    exactly(tmp_path / "hf", tmp_path / "exact", block="parallel", blocks="2")
+    found = gptkit.swap(tmp_path / "hf", tmp_path / "out", block="parallel", blocks="0,2")
+    assert found.guarantee == "approximate"
+    assert found.chain.swapped[0].summary["exact_layers"] == [2]
+
+
+def test_refusals(tmp_path: Path) -> None:
+    for name, value, words in (
+        ("bloom-post-norm", "parallel", "residual of layers 0, 1, 2 is taken from the norm's output"),
+        ("falcon-7b", "parallel", "the blocks asked for are parallel already"),
+        ("gpt2", "serial", "the blocks asked for are serial already"),
+        ("gpt2", "parallel:shared", "differ in layers 0, 1, 2"),
+    ):
+        save_hf(CONFIGS[name], tmp_path / name)
+        with pytest.raises(SwapRefused, match=words) as caught:
+            gptkit.swap(tmp_path / name, tmp_path / "out", block=value)
+        assert caught.value.hint
+        assert not (tmp_path / "out").exists()
+
+
+def test_examples_and_inverses() -> None:
+    def tried(name: str) -> list[str]:
+        return [value for swap in module.SWAPS for value in swap.examples(spec_of(CONFIGS[name]))]
+
+    assert tried("gpt2") == ["parallel"] and tried("falcon-7b") == ["serial"] and not tried("bloom-post-norm")
+    parallel, serial = swap_for("block", "parallel"), swap_for("block", "serial")
+    assert serial.inverse(spec_of(CONFIGS["falcon-7b"]), Asked("serial")) == Step("block", "parallel:shared")
+    assert serial.inverse(spec_of(CONFIGS["falcon-40b"]), Asked("serial", layers=(1,))) == Step(
+        "block", "parallel", "1"
+    )
+    assert parallel.inverse(spec_of(CONFIGS["falcon-7b"]), Asked("parallel")) is None
+    assert serial.inverse(spec_of(CONFIGS["gpt2"]), Asked("serial")) is None
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def attention_unseen(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(module, "silent_attention", lambda model, layer: True)
+
+
+def weights_alone(patch: pytest.MonkeyPatch) -> None:
+    right = module.writes_nothing
+    patch.setattr(
+        module, "writes_nothing", lambda model, names: right(model, [n for n in names if n.endswith("weight")])
+    )
+
+
+def norm_not_copied(patch: pytest.MonkeyPatch) -> None:
+    right = module.copied_norm
+
+    def other(block: object, path: str) -> object:
+        found = right(block, path)  # type: ignore[arg-type]
+        return {name: module.Moved(how.sources, lambda array: array[::-1]) for name, how in found.items()}
+
+    patch.setattr(module, "copied_norm", other)
+
+
+def norm_of_another_eps(patch: pytest.MonkeyPatch) -> None:
+    right = module.rearranged
+
+    def other(model: object, changed: object, blocks: list, tensors: object, to: str, note: object) -> object:  # type: ignore[type-arg]
+        changed_eps = [
+            msgspec.structs.replace(b, feed_forward_norm=msgspec.structs.replace(b.feed_forward_norm, eps=1e-2))
+            for b in blocks
+        ]
+        return right(model, changed, changed_eps, tensors, to, note)  # type: ignore[arg-type]
+
+    patch.setattr(module, "rearranged", other)
+
+
+MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, tuple[str, ...]]] = {
+    "attention taken for silent": (attention_unseen, "gpt2", "parallel", ()),
+    "its bias not looked at": (weights_alone, "gpt2", "parallel", ("attn.c_proj.weight",)),
+    "the norm copied wrongly": (norm_not_copied, "falcon-7b", "serial", ATTENTION),
+    "another eps": (norm_of_another_eps, "falcon-7b", "serial", ATTENTION),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_not_published(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate, model, value, silent = MISTAKES[name]
+    save_hf(CONFIGS[model], tmp_path / "hf", torch.float32)
+    if silent:
+        zeroed(tmp_path / "hf", *silent)
+    mutate(monkeypatch)
+    with pytest.raises(GptkitError, match="the swap is not exact on this checkpoint"):
+        gptkit.swap(tmp_path / "hf", tmp_path / "out", block=value)
+    assert not (tmp_path / "out").exists()
