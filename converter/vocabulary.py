@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -319,7 +319,7 @@ def _pipeline_ids(data: dict[str, Any]) -> Iterator[tuple[Callable[[list[int]], 
         each = waiting.pop()
         waiting += each.get("processors", [])
         for token in each["special_tokens"].values() if each["type"] == "TemplateProcessing" else ():
-            yield (lambda ids, token=token: token.__setitem__("ids", ids)), token["ids"]
+            yield partial(token.__setitem__, "ids"), token["ids"]
         for name in ("sep", "cls"):
             if name in each:
                 yield item(each[name], 1), [each[name][1]]

@@ -95,11 +95,13 @@ def merged(adapter: Adapter, change: Change, part: int) -> Callable[[Model], Wid
             return whole
         magnitude = adapter.read(lora.magnitude)
         if lora.embedding:
-            return whole * (magnitude / norms(whole.T))
+            scaled: Wide = whole * (magnitude / norms(whole.T))
+            return scaled
         columns = 1 if change.leaf.layout.is_identity else whole.shape[1]
         spread = np.broadcast_to(magnitude[:, None], (len(magnitude), columns))
-        own = change.leaf.to_shared(oriented(change, spread))[part][:, :1]
-        return whole * (own / norms(whole)[:, None])
+        own: Wide = change.leaf.to_shared(oriented(change, spread))[part][:, :1]
+        result: Wide = whole * (own / norms(whole)[:, None])
+        return result
 
     return compute
 
@@ -310,7 +312,7 @@ def _require_fitting(adapter: Adapter, changes: Mapping[str, Change], layers: in
         raise SwapRefused(
             f"{adapter.reference} was trained on another model: {'; '.join(wrong[:TOLD])}"
             + (f"; {len(wrong) - TOLD} more" if len(wrong) > TOLD else ""),
-            _hint_of_base(adapter),
+            _hint_of_tokens(adapter, changes) or _hint_of_base(adapter),
         )
     targets = adapter.config.get("target_modules")
     partly = adapter.config.get("layers_to_transform") is not None or adapter.config.get("exclude_modules")
@@ -388,6 +390,16 @@ def _about_base(adapter: Adapter, model: Model) -> tuple[str, ...]:
 def _hint_of_base(adapter: Adapter) -> str | None:
     base = adapter.config.get("base_model_name_or_path")
     return f"It says that it was trained on {base:.80}." if isinstance(base, str) and base else None
+
+
+def _hint_of_tokens(adapter: Adapter, changes: Mapping[str, Change]) -> str | None:
+    """Where the adapter came with tokens of its own, how the model gets rows for them."""
+    for change in changes.values():
+        if change.leaf.shared[0] in (EMBEDDING, HEAD) and change.stands_in is not None:
+            tokens, now = adapter.shape(change.stands_in)[0], change.leaf.shape[0]
+            if tokens != now:
+                return f"It has {tokens:,} tokens: swap --vocab {tokens} first, and merge it into the result."
+    return None
 
 
 def _some(names: list[str]) -> str:

@@ -150,7 +150,7 @@ NO_TOKENIZER = "there is no tokenizer beside the model: ids that its config.json
 
 def _require_within(vocabulary: Vocabulary, size: int, now: int) -> None:
     """Raise SwapRefused where the first `size` tokens cannot do without a later one."""
-    hint = "--vocab prune:FILE keeps chosen tokens and what they need, wherever it lies, and renumbers them."
+    hint = "--vocab prune:FILE keeps chosen tokens and what they need, and renumbers them."
     needed = {i: why for i, why in vocabulary.required().items() if size <= i < now}
     if needed:
         some = [f"{vocabulary.names[i]!r} ({i}: {needed[i]})" for i in sorted(needed)[:TOLD]]
@@ -320,7 +320,7 @@ SWAPS = (
         needs="no multiple yet; exact on the tokens there were",
         source="zeros; Megatron-LM's padding",
         apply=to_multiple,
-        examples=lambda spec: (f"multiple:{64 if spec.vocab_size % 64 else 2 * spec.vocab_size - 1}",),
+        examples=lambda spec: tuple(f"multiple:{of}" for of in (64, 100) if spec.vocab_size % of)[:1],
         inverse=_unpadded,
     ),
     Swap(

@@ -248,6 +248,21 @@ def test_another_base_is_refused_with_what_does_not_fit(copy: Path) -> None:
     )
 
 
+def test_an_adapter_with_more_tokens_than_the_model(tmp_path: Path) -> None:
+    trained("llama", tmp_path, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+
+    def longer(old: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {n: torch.cat([t, torch.ones(3, 48)]) if len(t) == 97 else t for n, t in old.items()}
+
+    tensors(tmp_path, longer)
+    assert refused(tmp_path).hint == "It has 100 tokens: swap --vocab 100 first, and merge it into the result."
+    steps = [Step("vocab", "100"), Step("merge_lora", str(tmp_path / "adapter"))]
+    result = gptkit.swap(tmp_path / "base", tmp_path / "out", steps)
+    assert result.guarantee == "exact"
+    found = {name: array for name, array, _ in gptkit.open_checkpoint(tmp_path / "out").tensors()}
+    assert (found["head.weight"][97:] == 1).all() and len(found["head.weight"]) == 100
+
+
 def test_files_that_are_missing_or_broken(copy: Path, tmp_path: Path) -> None:
     tensors(copy, lambda old: {n: t for n, t in old.items() if "layers.1.self_attn.q_proj.lora_B" not in n})
     assert "only A or only B for: model.layers.1.self_attn.q_proj" in refused(copy).message
