@@ -3,6 +3,8 @@
     name = "llama-to-mqa"
     description = "One key-value head for all query heads."
 
+    as = "auto"                  # the format of the result, as --as
+
     [[step]]
     attention = "gqa:1/2"        # OPTION = VALUE; a flag is true
     comment = "half of them first"
@@ -61,7 +63,7 @@ PLAY = "the bundled play"
 MOST_BYTES = 10**6
 """A larger file is no recipe."""
 
-HEAD_KEYS = ("name", "description", "step")
+HEAD_KEYS = ("name", "description", "as", "step")
 STEP_KEYS = ("blocks", "approximate", "settings", "comment")
 
 
@@ -69,7 +71,8 @@ STEP_KEYS = ("blocks", "approximate", "settings", "comment")
 class Recipe:
     """Steps with a name.
 
-    where: the file, for messages. comments: one a step, "" where there is none. dtype, calibration, sources: only of
+    where: the file, for messages. comments: one a step, "" where there is none. to: the format of the result, "as" in
+    the file: "local", "auto", "hf:llama". dtype, calibration, sources: only of
     what gptkit wrote: the dtype that was asked for, the text that steps were fitted on (its name, sha256, tokens), and
     the sha256 of the source's files.
     """
@@ -79,6 +82,7 @@ class Recipe:
     steps: tuple[Step, ...]
     where: str
     comments: tuple[str, ...] = ()
+    to: str | None = None
     dtype: str | None = None
     calibration: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -88,6 +92,8 @@ class Recipe:
         comments = self.comments or ("",) * len(self.steps)
         steps = [step_json(step, comment) for step, comment in zip(self.steps, comments, strict=True)]
         found: dict[str, Any] = {"name": self.name, "description": self.description, "step": steps}
+        if self.to is not None:
+            found["as"] = self.to
         if self.dtype is not None:
             found["dtype"] = self.dtype
         if self.calibration:
@@ -134,13 +140,15 @@ def step_json(step: Step, comment: str = "") -> dict[str, Any]:
 
 
 def recipe_of_steps(
-    steps: Sequence[Step], recipe: Recipe | None, dtype: str | None, calibration: Mapping[str, Any]
+    steps: Sequence[Step], recipe: Recipe | None, to: str | None, dtype: str | None, calibration: Mapping[str, Any]
 ) -> Recipe:
     """What is written into the output: a recipe's steps, and those that were asked for beside it."""
     if recipe is None:
         recipe = Recipe("", "", (), "the call")
     comments = (recipe.comments or ("",) * len(recipe.steps)) + ("",) * (len(steps) - len(recipe.steps))
-    return replace(recipe, steps=tuple(steps), comments=comments, dtype=dtype, calibration=calibration, sources={})
+    return replace(
+        recipe, steps=tuple(steps), comments=comments, to=to, dtype=dtype, calibration=calibration, sources={}
+    )
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -237,7 +245,7 @@ def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
     for key in data:
         if key not in known:
             raise InvalidInput(f"{where}: unknown key {key!r}", f"known: {', '.join(known)}; options go into [[step]]")
-    for key in ("name", "description"):
+    for key in ("name", "description", "as"):
         if not isinstance(data.get(key, ""), str):
             raise InvalidInput(f"{where}: {key} is to be text")
     tables = data.get("step", [])
@@ -255,7 +263,7 @@ def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
             raise InvalidInput(f"{where}: {wrong[0]} is not what gptkit writes")
         more = {key: data[key] for key in kinds if key in data}
     named = data.get("name", "") or ("" if written else name)
-    return Recipe(named, data.get("description", ""), tuple(steps), where, tuple(comments), **more)
+    return Recipe(named, data.get("description", ""), tuple(steps), where, tuple(comments), data.get("as"), **more)
 
 
 def _flag(option: str) -> bool:

@@ -203,7 +203,7 @@ def swap(
     *,
     blocks: str | None = None,
     approximate: bool = False,
-    to: str = "local",
+    to: str | None = None,
     calibrate: str | Path | None = None,
     calibrate_tokens: int | None = None,
     recipe: str | Path | None = None,
@@ -227,7 +227,7 @@ def swap(
         asked: the same by name, `norm="rmsnorm", attention="gqa:4"`, carried out in the registry's order.
         blocks: the layers that `asked` is for ("3-7"); all by default.
         approximate: replace plainly instead of in the best form known, and report what it costs.
-        to: "local", gptkit's own format, or Hugging Face files: "hf" of the family that the model came from,
+        to: "local", gptkit's own format, which is the default, or Hugging Face files: "hf" of the family that the model came from,
             "hf:FAMILY", "auto" of whichever can hold the tree, its own first. These are then also verified against
             transformers, from the files.
         calibrate: a text file that calibrated swaps are fitted on, and its last part measured on; by default the
@@ -259,12 +259,13 @@ def swap(
     """
     told, repeated = None if recipe is None else read_recipe(recipe), False
     if told is not None:
-        dtype = dtype or told.dtype
+        dtype, to = dtype or told.dtype, to or told.to
         calibrate_tokens = calibrate_tokens or told.calibration.get("tokens")
         repeated = calibrate is None
         calibrate = told.text() if calibrate is None else calibrate
     if calibrate is not None and not Path(calibrate).is_file():
         raise UsageError(f"there is no text file {calibrate}", "--calibrate FILE: some pages of plain text.")
+    asked_to, to = to, to or "local"
     wanted = [*(told.steps if told else ()), *steps, *steps_of(asked, blocks, approximate)]
     stored = None if dtype is None else parse_dtype(dtype)
     if not dry_run:
@@ -284,7 +285,7 @@ def swap(
     )
     if repeated and told is not None and told.calibration and done.calibration != told.calibration:
         raise told.another_text(str(told.calibration.get("text")))
-    carried = recipe_of_steps(wanted, told, dtype, done.calibration)
+    carried = recipe_of_steps(wanted, told, asked_to, dtype, done.calibration)
     architecture = None
     if to != "local":
         architecture, done = leaving(done, source, to)

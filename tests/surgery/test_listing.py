@@ -1,0 +1,122 @@
+"""The listing: it says what the swap then does, it computes nothing, and the command line offers what is registered."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import CONFIGS, save_hf
+
+import gptkit
+from gptkit.analysis.costs import costs
+from gptkit.converter.resolve import SAMPLES
+from gptkit.errors import SwapRefused, UsageError
+from gptkit.surgery.base import Promise, SwappedModel
+from gptkit.surgery.listing import Listed, limits_of, listing, values_of
+from gptkit.surgery.options import OPTIONS, spelled
+from gptkit.surgery.registry import Step, all_swaps, options
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_command_line_offers_every_swap_and_no_other() -> None:
+    assert {option.name for option in OPTIONS} == set(options())
+    for option in OPTIONS:
+        forms = [swap.form for swap in options()[option.name]]
+        assert option.flag == (forms == [""]), option.name
+        assert bool(option.metavar) != option.flag and option.help.endswith((".", "…"))
+    assert [spelled(option.name) for option in OPTIONS][:2] == ["--norm", "--block"]
+
+
+def test_forms_that_the_help_names_exist() -> None:
+    """An example in the help's metavar is a value that some swap takes."""
+    for option in OPTIONS:
+        for form in option.metavar.split("|"):
+            if form not in ("…", ""):
+                assert any(swap.matches(form) or swap.form == form for swap in options()[option.name]), (
+                    option.name,
+                    form,
+                )
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bloom", "falcon-40b", "qwen3-windowed"])
+def test_what_is_listed_is_what_happens(name: str, tmp_path: Path) -> None:
+    """On a tiny model without a tokenizer: the same verdict, reason and costs as the swap itself."""
+    save_hf(CONFIGS[name], tmp_path / "hf")
+    found = listing(gptkit.open_checkpoint(tmp_path / "hf"))
+    assert len(found.entries) > 20
+    assert found.before == costs(gptkit.open_checkpoint(tmp_path / "hf").spec)
+    for entry in found.entries:
+        step = Step(entry.swap.option, entry.value)
+        if entry.verdict == "refused":
+            assert entry.said and entry.costs is None
+            with pytest.raises((SwapRefused, UsageError)) as caught:
+                gptkit.swap(tmp_path / "hf", tmp_path / "out", [step], dry_run=True)
+            assert caught.value.message == entry.said and (caught.value.hint or "") == entry.hint
+        elif entry.costs is None:
+            assert entry.swap.calibrated and "--calibrate FILE" in entry.said
+            with pytest.raises(UsageError):
+                gptkit.swap(tmp_path / "hf", tmp_path / "out", [step], dry_run=True)
+        else:
+            done = gptkit.swap(tmp_path / "hf", tmp_path / "out", [step], dry_run=True)
+            assert done.guarantee == entry.verdict
+            assert costs(done.spec, found.before.context) == entry.costs
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_samples_compute_no_tensor(sample: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def computed(*_: Any) -> None:
+        pytest.fail("a tensor was computed")
+
+    monkeypatch.setattr(SwappedModel, "raw", computed)
+    monkeypatch.setattr(SwappedModel, "wide", computed)
+    found = listing(gptkit.open_checkpoint(f"sample:{sample}"))
+    for verdict in ("exact", "approximate", "refused"):
+        assert len(found.of(verdict)) >= 5, verdict  # type: ignore[arg-type]
+    assert all(entry.costs is not None for entry in found.entries if entry.verdict != "refused")
+    unsaid = set(options()) - {entry.swap.option for entry in found.entries}
+    assert unsaid <= {"merge_lora", "rotary_dim", "context", "drop"}  # which need a value, and have none to try
+
+
+def test_json(tmp_path: Path) -> None:
+    found = listing(gptkit.open_checkpoint("sample:llama"))
+    told = json.loads(json.dumps(found.as_json(), allow_nan=False))
+    assert told["schema_version"] == 1 and len(told["swaps"]) == len(found.entries)
+    mha = next(each for each in told["swaps"] if each["option"] == "attention" and each["value"] == "mha")
+    assert mha["verdict"] == "exact" and mha["by_layer"] is True
+    assert mha["costs"]["cache_bytes_a_token"]["bfloat16"] == 3 * told["costs"]["cache_bytes_a_token"]["bfloat16"]
+
+
+def test_values_without_examples() -> None:
+    """A form that is a value says why it does not apply; a variant or a pattern keeps quiet."""
+    spec = gptkit.open_checkpoint("sample:llama").spec
+    by_form = {(swap.option, swap.form): list(values_of(swap, spec)) for swap in all_swaps()}
+    assert by_form["norm", "rmsnorm"] == ["rmsnorm"]
+    assert all("N" not in values for values in by_form.values())
+    for (option, form), values in by_form.items():
+        for value in values:
+            assert any(swap.matches(value) for swap in options()[option]), (option, form, value)
+
+
+def test_limits_in_words() -> None:
+    spec = gptkit.open_checkpoint("sample:gpt2").spec
+    assert limits_of(Promise(), spec) == limits_of(Promise(length=256), spec) == ""
+    assert limits_of(Promise(length=128), spec) == "up to 128 tokens"
+    assert limits_of(Promise(tokens=((0, 1), (0, 1)), length=8), spec) == "up to 8 tokens, for the 2 tokens kept"
+    every = tuple(range(spec.vocab_size))
+    assert limits_of(Promise(tokens=(every, every)), spec) == ""
+
+
+def test_asked_as_on_the_command_line() -> None:
+    swaps = {(swap.option, swap.form): swap for swap in all_swaps()}
+    assert Listed(swaps["untie", ""], "", "exact").asked == "--untie"
+    assert Listed(swaps["norm", "rmsnorm"], "rmsnorm", "exact").asked == "--norm rmsnorm"
