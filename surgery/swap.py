@@ -228,8 +228,8 @@ def swap(
         blocks: the layers that `asked` is for ("3-7"); all by default.
         approximate: replace plainly instead of in the best form known, and report what it costs.
         to: "local", gptkit's own format, which is the default, or Hugging Face files: "hf" of the family that the model
-            came from, "hf:FAMILY", "auto" of whichever can hold the tree, its own first. These are then also verified against
-            transformers, from the files.
+            came from, "hf:FAMILY", "auto" of whichever can hold the tree, its own first. These are then also verified
+            against transformers, from the files.
         calibrate: a text file that calibrated swaps are fitted on, and its last part measured on; by default the
             bundled play, for checkpoints that come from the samples alone.
         calibrate_tokens: how many of its tokens they are fitted on; 2,048 by default.
