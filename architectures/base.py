@@ -14,7 +14,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import CannotExpress, ConfigError
-from ..spec import Attention, Block, Component, LatentAttention, MixtureOfExperts, ModelSpec, differences
+from ..spec import (
+    Attention,
+    Block,
+    Component,
+    FeedForward,
+    GatedFeedForward,
+    LatentAttention,
+    MixtureOfExperts,
+    ModelSpec,
+    differences,
+)
 from .config import COMMON_IRRELEVANT, COMMON_REFUSED, ConfigReader
 from .layout import IDENTITY, Layout, Shape, concatenate
 
@@ -331,6 +341,21 @@ def require_kinds(owner: str, spec: ModelSpec, *kinds: type[Component]) -> None:
             f"{owner} cannot express {len(wrong)} of the tree's components, it has {known}:\n" + "\n".join(wrong[:12]),
             "gptkit's own format holds any tree: convert --to local",
         )
+
+
+def usual_layer(spec: ModelSpec) -> tuple[Block, Attention, FeedForward | GatedFeedForward]:
+    """The first layer, for a `write`: with its attention and feed-forward, of the kinds that most families have.
+
+    Raises:
+        TypeError: they are of others, which `config_for` makes a refusal of.
+
+    """
+    first = spec.blocks[0]
+    if not isinstance(first.attention, Attention):
+        raise TypeError(f"it has no {type(first.attention).__name__}")
+    if isinstance(first.feed_forward, MixtureOfExperts):
+        raise TypeError(f"it has no {type(first.feed_forward).__name__}")
+    return first, first.attention, first.feed_forward
 
 
 def unwritable(error: Exception) -> str:

@@ -22,7 +22,7 @@ from ..spec import (
     ModelSpec,
     Rotary,
 )
-from .base import Architecture, Leaf, qkv
+from .base import Architecture, Leaf, qkv, usual_layer
 from .bloom import GROUPED_BIAS, GROUPED_WEIGHT
 from .config import ConfigReader
 from .gpt2 import ACTIVATION_NAMES, ACTIVATIONS
@@ -98,8 +98,7 @@ def read(config: ConfigReader) -> ModelSpec:
 
 def write(spec: ModelSpec) -> dict[str, Any]:
     """Tree -> the config.json fields that describe it."""
-    first = spec.blocks[0]
-    attention = first.attention
+    first, attention, feed_forward = usual_layer(spec)
     grouped = attention.kv_expansion == "projection"
     rotary = attention.position
     return {
@@ -114,8 +113,8 @@ def write(spec: ModelSpec) -> dict[str, Any]:
         "num_ln_in_parallel_attn": (2 if first.feed_forward_norm is not None else 1) if grouped else None,
         "alibi": not isinstance(rotary, Rotary),
         "bias": attention.qkv_bias,
-        "ffn_hidden_size": first.feed_forward.intermediate_size,
-        "activation": ACTIVATION_NAMES[first.feed_forward.activation],
+        "ffn_hidden_size": feed_forward.intermediate_size,
+        "activation": ACTIVATION_NAMES[feed_forward.activation],
         "layer_norm_epsilon": first.attention_norm.eps,
         "max_position_embeddings": spec.context_length,
         "tie_word_embeddings": spec.head.tied,

@@ -21,7 +21,7 @@ import msgspec
 from ..errors import CannotExpress, ConfigError, UnknownFamily
 from ..spec import Attention, FeedForward, GatedFeedForward, ModelSpec, Rotary, differences
 from . import ARCHITECTURES, Architecture
-from .base import BoundLeaf, Leaf, bind, collapse, qkv, require_kinds, short
+from .base import BoundLeaf, Leaf, bind, collapse, qkv, require_kinds, short, usual_layer
 from .falcon import other_norms, two_parallel_norms
 from .gguf_facts import Facts, Value, fp32, is_close
 from .gguf_rope import read_rope, refitted, rope_tensors, write_rope
@@ -275,19 +275,20 @@ def write_falcon(spec: ModelSpec) -> dict[str, Value]:
 
 
 def _sizes(spec: ModelSpec) -> dict[str, Value]:
-    first = spec.blocks[0]
+    _, attention, feed_forward = usual_layer(spec)
     return {
         "context_length": _context(spec),
         "embedding_length": spec.hidden_size,
-        "feed_forward_length": first.feed_forward.intermediate_size,
+        "feed_forward_length": feed_forward.intermediate_size,
         "block_count": len(spec.blocks),
-        "attention.head_count": first.attention.heads,
-        "attention.head_count_kv": first.attention.kv_heads,
+        "attention.head_count": attention.heads,
+        "attention.head_count_kv": attention.kv_heads,
     }
 
 
 def _head_sizes(spec: ModelSpec) -> dict[str, Value]:
-    head_dim = spec.blocks[0].attention.head_dim
+    _, attention, _ = usual_layer(spec)
+    head_dim = attention.head_dim
     return {"attention.key_length": head_dim, "attention.value_length": head_dim, "rope.dimension_count": head_dim}
 
 

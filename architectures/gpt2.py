@@ -19,7 +19,7 @@ from ..spec import (
     LearnedPositions,
     ModelSpec,
 )
-from .base import Architecture, Leaf, qkv
+from .base import Architecture, Leaf, qkv, usual_layer
 from .config import ConfigReader
 from .layout import Layout
 
@@ -101,20 +101,20 @@ def read(config: ConfigReader) -> ModelSpec:
 
 def write(spec: ModelSpec) -> dict[str, Any]:
     """Tree -> the config.json fields that describe it."""
-    first = spec.blocks[0]
-    plain = first.attention.head_dim**-0.5
+    first, attention, feed_forward = usual_layer(spec)
+    plain = attention.head_dim**-0.5
     return {
         "vocab_size": spec.vocab_size,
         "n_positions": spec.context_length,
         "n_embd": spec.hidden_size,
         "n_layer": len(spec.blocks),
-        "n_head": first.attention.heads,
-        "n_inner": first.feed_forward.intermediate_size,
-        "activation_function": ACTIVATION_NAMES[first.feed_forward.activation],
+        "n_head": attention.heads,
+        "n_inner": feed_forward.intermediate_size,
+        "activation_function": ACTIVATION_NAMES[feed_forward.activation],
         "layer_norm_epsilon": first.attention_norm.eps,
-        "scale_attn_weights": first.attention.scale == plain,
-        "reorder_and_upcast_attn": first.attention.scores == "float32",
-        "scale_attn_by_inverse_layer_idx": spec.blocks[-1].attention.scale != first.attention.scale,
+        "scale_attn_weights": attention.scale == plain,
+        "reorder_and_upcast_attn": attention.scores == "float32",
+        "scale_attn_by_inverse_layer_idx": spec.blocks[-1].attention.scale != attention.scale,
         "tie_word_embeddings": spec.head.tied,
     }
 

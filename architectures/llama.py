@@ -18,7 +18,7 @@ from ..spec import (
     RMSNorm,
     Rotary,
 )
-from .base import Architecture, Leaf
+from .base import Architecture, Leaf, usual_layer
 from .config import ConfigReader
 from .gpt2 import ACTIVATION_NAMES, ACTIVATIONS
 from .rope import DEFAULT_BASE, read_rotary, write_rotary
@@ -96,8 +96,7 @@ def read_llama_like(
 
 def write_llama_like(spec: ModelSpec) -> dict[str, Any]:
     """The config fields that every llama-like family shares."""
-    first = spec.blocks[0]
-    attention, feed_forward = first.attention, first.feed_forward
+    first, attention, feed_forward = usual_layer(spec)
     rotary = attention.position
     if not isinstance(rotary, Rotary):
         raise TypeError("its attention has no rotary positions")
@@ -132,14 +131,14 @@ def read(config: ConfigReader) -> ModelSpec:
 
 def write(spec: ModelSpec) -> dict[str, Any]:
     """Tree -> the config.json fields that describe it."""
-    first = spec.blocks[0]
-    if spec.hidden_size % first.attention.heads:
+    _, attention, feed_forward = usual_layer(spec)
+    if spec.hidden_size % attention.heads:
         # Needless beside head_dim, but LlamaConfig.validate_architecture refuses it.
-        raise CannotExpress(f"transformers' llama refuses {spec.hidden_size} wide with {first.attention.heads} heads")
+        raise CannotExpress(f"transformers' llama refuses {spec.hidden_size} wide with {attention.heads} heads")
     return {
         **write_llama_like(spec),
-        "attention_bias": first.attention.qkv_bias,
-        "mlp_bias": first.feed_forward.up_bias,
+        "attention_bias": attention.qkv_bias,
+        "mlp_bias": feed_forward.up_bias,
     }
 
 

@@ -177,8 +177,9 @@ class LatentAttentionModule(nn.Module):
         if isinstance(spec.position, Rotary):
             tables = context.rotary(spec.position)
             rope = apply_rotary(rope, tables)
-            turned = q[..., spec.nope_dim :].unflatten(-1, (spec.rope_heads, -1)).transpose(2, 3)  # (B, H, R, T, dim)
-            turned = apply_rotary(turned.flatten(1, 2), tables).unflatten(1, (heads, -1)).transpose(2, 3)
+            turned = torch.unflatten(q[..., spec.nope_dim :], -1, (spec.rope_heads, -1))  # (B, H, T, R, dim)
+            turned = turned.transpose(2, 3)
+            turned = torch.unflatten(apply_rotary(turned.flatten(1, 2), tables), 1, (heads, -1)).transpose(2, 3)
             q = torch.cat((q[..., : spec.nope_dim], turned.flatten(-2)), dim=-1)
         if cache is not None:
             rope, kept = cache.append(rope, latent[:, None])
@@ -192,7 +193,7 @@ class LatentAttentionModule(nn.Module):
 
 def _heads(x: Tensor, heads: int) -> Tensor:
     """(B, T, H·d) -> (B, H, T, d)."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return torch.unflatten(x, -1, (heads, -1)).transpose(1, 2)
 
 
 def _of_every_head(spec: LatentAttention) -> Attention:

@@ -97,13 +97,13 @@ class MixtureOfExpertsModule(nn.Module):
         """Every expert's output for its own of the tokens `taken`, `counts` of them, one expert's behind another's."""
         used: list[Any] = [expert for expert, count in zip(self.experts, counts, strict=True) if count]
         sizes = [count for count in counts if count]
-        pairs = zip(used, taken.split(sizes), strict=True)
+        pairs = zip(used, torch.split(taken, sizes), strict=True)
         first = used[0]
         if not isinstance(first, GatedFeedForwardModule) or first.fused is None:
             return torch.cat([expert(tokens) for expert, tokens in pairs])
         # All tokens' activations at once: of one expert's single row they are contiguous, and gelu rounds otherwise.
         inner = first.gated(torch.cat([expert.raised(tokens) for expert, tokens in pairs]))
-        return torch.cat([expert.down_proj(part) for expert, part in zip(used, inner.split(sizes), strict=True)])
+        return torch.cat([expert.down_proj(part) for expert, part in zip(used, torch.split(inner, sizes), strict=True)])
 
 
 def build_expert(spec: FeedForward | GatedFeedForward) -> FeedForwardModule | GatedFeedForwardModule:

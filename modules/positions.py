@@ -109,7 +109,7 @@ def apply_rotary(x: Tensor, tables: RotaryTables) -> Tensor:
     dim, head_dim = cos.shape[-1], x.shape[-1]
     turned = x if dim == head_dim else x[..., :dim]
     # Each element's partner.
-    other = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if adjacent else turned.roll(dim // 2, dims=-1)
+    other = torch.unflatten(turned, -1, (-1, 2)).flip(-1).flatten(-2) if adjacent else turned.roll(dim // 2, dims=-1)
     # In place on what was made here: the same roundings, without two more tensors of this size.
     turned = (turned * cos).add_(other.mul_(sin))
     return turned if dim == head_dim else torch.cat((turned, x[..., dim:]), dim=-1)

@@ -267,7 +267,8 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
     def read(name: str) -> Tensor:
         if name in stacked:
             how, parts = stacked[name]
-            return how.gather(parts, read_tensor)
+            gathered: Tensor = how.gather(parts, read_tensor)
+            return gathered
         return read_tensor(name)
 
     def read_tensor(name: str) -> Tensor:

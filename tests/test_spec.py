@@ -310,7 +310,7 @@ def test_a_tied_head_is_counted_once():
 
 def test_component_labels_cover_every_parameter():
     labels = {p.component for v in VARIANTS for p in spec_of(v.config).parameters()}
-    assert labels == {"embedding", "positions", "attention", "feed-forward", "norms", "head"}
+    assert labels == {"embedding", "positions", "attention", "router", "feed-forward", "norms", "head"}
 
 
 def test_gpt2_has_its_known_size():
