@@ -153,10 +153,10 @@ class Moved:
 
 @dataclass(frozen=True)
 class Filled:
-    """A new tensor of one value that every floating point dtype has (0, 1, -1, ½), stored as the tensor `like` is."""
+    """A new tensor of values that every floating point dtype has (0, 1, -1, ½), stored as the tensor `like` is."""
 
     shape: tuple[int, ...]
-    value: float
+    value: float | Wide
     like: str
 
 

@@ -25,14 +25,24 @@ from ..modules.attention import AttentionModule
 from ..modules.context import Context
 from ..modules.decoder import BlockModule
 from ..modules.positions import apply_rotary, inverse_frequencies
-from ..spec import ALiBi, Attention, Rotary
+from ..spec import ALiBi, Attention, LatentAttention, Rotary
 from .base import Model, Wide
 from .calibration import Calibration, block_of, context_of, embed, run_block
 from .grouping import Groups, contiguous_groups, group_similar, head_similarity, query_order
 from .regression import Moment, augment, fit_keys, fit_values, mix_inputs, pool_mean, ridge
 from .scores import refit_scores
 
-__all__ = ["fitted_layers"]
+__all__ = [
+    "Heads",
+    "as_halves",
+    "augmented",
+    "block_with",
+    "by_head",
+    "fitted_layers",
+    "patterns",
+    "refit_output",
+    "shared_key",
+]
 
 ROUNDS, STEPS, STRENGTH = 2, 10, 1e-3
 """Of `refit_scores`: how often it linearises, conjugate gradients each time, and its ridge."""
@@ -69,19 +79,19 @@ def fitted_layers(model: Model, changed: dict[int, Attention], calibration: Cali
             continue
         with torch.no_grad():
             tensors = _fit(old, changed[index], teacher, student, context)
-            new = _block_with(old, model, index, changed[index], tensors)
+            new = block_with(old, model, index, changed[index], tensors)
         yield {f"blocks.{index}.attention.{name}": value.numpy() for name, value in tensors.items()}
         teacher, student = run_block(old, teacher, context)[0], run_block(new, student, context)[0]
         model.release()
 
 
-def _block_with(
-    old: BlockModule, model: Model, index: int, attention: Attention, tensors: dict[str, Tensor]
+def block_with(
+    old: BlockModule, model: Model, index: int, attention: Attention | LatentAttention, tensors: dict[str, Tensor]
 ) -> BlockModule:
     """The block with its new attention, everything else shared with the old one."""
     spec = msgspec.structs.replace(model.spec.blocks[index], attention=attention)
     new = BlockModule(spec).to(torch.float32).eval()
-    values = {name: value for name, value in old.state_dict().items() if name != "attention"}
+    values = dict(old.state_dict())
     values.update({f"attention.{name}": value.float() for name, value in tensors.items()})
     new.load_state_dict({name: values[name] for name in new.state_dict()})
     return new
@@ -94,7 +104,7 @@ def _fit(block: BlockModule, new: Attention, teacher: Tensor, student: Tensor, c
     spec = attention.spec
     before, after = block.attention_norm(teacher), block.attention_norm(student)
     scores, pattern = patterns(attention, before, context)
-    heads = _by_head(attention)
+    heads = by_head(attention)
     if len(heads.keys) % new.kv_heads:  # groups that cut through the readers of one head: every reader gets its own
         each = [tensor.repeat_interleave(spec.group, dim=0) for tensor in (heads.keys, heads.values)]
         heads = replace(heads, keys=each[0], values=each[1])
@@ -117,7 +127,7 @@ def _fit(block: BlockModule, new: Attention, teacher: Tensor, student: Tensor, c
     q = torch.cat([each[0] for each in fitted]).flatten(0, 1).double()  # (H·d, e), in the new order
     k, v = (torch.cat([each[which] for each in fitted]).double() for which in (1, 2))
     o = torch.cat([each[3] for each in fitted]).transpose(0, 1).flatten(1)  # (hidden, H·d)
-    o = _refit_output(attention, o, torch.cat(mixed, dim=1), before, teacher, context)
+    o = refit_output(attention, o, torch.cat(mixed, dim=1), before, teacher, context)
     assert len(order) == spec.heads
     found = {"q_proj": q, "k_proj": k, "v_proj": v}
     tensors = {f"{name}.weight": each[:, : spec.hidden_size].contiguous() for name, each in found.items()}
@@ -143,7 +153,7 @@ def _keys(
         return queries, pool_mean(keys)  # what a norm follows is not bilinear in the inputs
     position = spec.position
     rotary = position if isinstance(position, Rotary) else None
-    rows = _as_halves(rotary, spec.head_dim)
+    rows = as_halves(rotary, spec.head_dim)
     queries, key = fit_keys(queries[:, rows], keys[:, rows], moment.covariance, 0 if rotary is None else rotary.dim)
     found = refit_scores(
         queries.to(inputs),
@@ -161,7 +171,21 @@ def _keys(
     return found.queries[:, back], found.key[back]
 
 
-def _refit_output(
+def shared_key(
+    spec: Attention,
+    heads: Heads,
+    moment: Moment,
+    inputs: Tensor,
+    scores: Tensor,
+    pattern: Tensor,
+    context: Context,
+) -> tuple[Tensor, Tensor]:
+    """Queries (H, d, e) and one key (d, e) for all heads of an attention."""
+    everyone = range(len(heads.keys))
+    return _keys(spec, heads, everyone, range(spec.heads), moment, inputs, scores, pattern, context)
+
+
+def refit_output(
     attention: AttentionModule, start: Tensor, mixed: Tensor, before: Tensor, stream: Tensor, context: Context
 ) -> Tensor:
     """The output projection (hidden, H·d) that takes what is mixed now, (B, H, T, d), to the original's output, each
@@ -232,7 +256,7 @@ def _angles(rotary: Rotary, context: Context, dtype: torch.dtype) -> Tensor:
     return torch.arange(steps, dtype=dtype)[:, None] * inverse_frequencies(rotary, steps, dtype)
 
 
-def _as_halves(rotary: Rotary | None, head_dim: int) -> Tensor:
+def as_halves(rotary: Rotary | None, head_dim: int) -> Tensor:
     """The order in which a head's elements have their rotary pairs at i and i + dim/2."""
     order = torch.arange(head_dim)
     if rotary is None or rotary.pairs == "halves":
@@ -244,7 +268,7 @@ def _as_halves(rotary: Rotary | None, head_dim: int) -> Tensor:
 # --- heads ------------------------------------------------------------------------------------------------------------
 
 
-def _by_head(attention: AttentionModule) -> Heads:
+def by_head(attention: AttentionModule) -> Heads:
     """The projections by head, in fp64."""
     spec = attention.spec
 
@@ -270,7 +294,7 @@ def _groups(spec: Attention, new: Attention, heads: Heads, covariance: Tensor) -
         return contiguous_groups(old, new.kv_heads)  # a slope belongs to its place
     if old * (old - 1) // 2 * covariance.shape[0] ** 3 > GROUPING_WORK:
         return contiguous_groups(old, new.kv_heads)
-    rows = _as_halves(spec.position if isinstance(spec.position, Rotary) else None, spec.head_dim)
+    rows = as_halves(spec.position if isinstance(spec.position, Rotary) else None, spec.head_dim)
     rotary = spec.position.dim if isinstance(spec.position, Rotary) else 0
     table = head_similarity(
         heads.queries[:, rows], heads.keys[:, rows], heads.values, heads.outputs, covariance, rotary

@@ -1,9 +1,240 @@
-"""Multi-head latent attention in place of keys and values a head."""
+"""Multi-head latent attention in place of keys and values a head (DeepSeek-V2 2405.04434; TransMLA 2502.07864).
+
+"mla:full" changes nothing: the latent is all values (and what of the keys is not rotated), and every rotary key head
+stays a shared one, which queries of other heads multiply by zero. The cache is as large as before; it is where training
+may start from.
+
+"mla:R" keeps a latent of R numbers a token. Values come out of it by the best linear map of that rank on a text; keys
+without rotary positions too. Rotary keys become one that all heads share, as `kv_fit` makes it. Lossless where R is as
+much as there is to hold and there is one rotary key head.
+"""
 
 from __future__ import annotations
 
-from .registry import Swap
+from collections.abc import Callable, Iterable
+from typing import Any
 
-__all__ = ["SWAPS"]
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-SWAPS: tuple[Swap, ...] = ()
+from ..errors import SwapRefused, UsageError
+from ..spec import Attention, Block, LatentAttention, ModelSpec, Rotary
+from .base import Computed, Filled, Model, Moved, Swapped, Tensor
+from .calibration import Scratch
+from .registry import Asked, Swap
+
+__all__ = ["SWAPS", "picking", "spread_queries", "whole"]
+
+replace = msgspec.structs.replace
+Array = NDArray[Any]
+
+
+def latent_of(attention: Attention, rank: int, rope_heads: int) -> LatentAttention:
+    """The record in a grouped attention's place."""
+    rotary = attention.position if isinstance(attention.position, Rotary) else None
+    return LatentAttention(
+        hidden_size=attention.hidden_size,
+        heads=attention.heads,
+        kv_rank=rank,
+        nope_dim=plain_dim(attention),
+        value_dim=attention.head_dim,
+        scale=attention.scale,
+        rope_heads=0 if rotary is None else rope_heads,
+        position=attention.position,
+        window=attention.window,
+        qkv_bias=attention.qkv_bias,
+        output_bias=attention.output_bias,
+        arithmetic=attention.arithmetic,
+    )
+
+
+def plain_dim(attention: Attention) -> int:
+    """Elements of a key head that no position is turned into."""
+    rotary = attention.position if isinstance(attention.position, Rotary) else None
+    return attention.head_dim - (0 if rotary is None else rotary.dim)
+
+
+def whole(attention: Attention) -> int:
+    """The rank that holds all there is of values, and of keys without rotary positions."""
+    return attention.kv_heads * (attention.head_dim + plain_dim(attention))
+
+
+def grouped(model: Model, asked: Asked) -> dict[int, Attention]:
+    """The attentions that change.
+
+    Raises:
+        SwapRefused: one of them is latent already, or normalises its queries or keys.
+
+    """
+    found = {}
+    for layer in asked.chosen(model.spec):
+        attention = model.spec.blocks[layer].attention
+        if not isinstance(attention, Attention):
+            raise SwapRefused(f"layer {layer} has latent attention already")
+        if attention.q_norm is not None or attention.k_norm is not None:
+            raise SwapRefused(
+                f"layer {layer} normalises queries and keys head by head, which a shared key has no heads for",
+                "Possible here: fewer key-value heads, --attention gqa:N or mqa.",
+            )
+        found[layer] = attention
+    return found
+
+
+# --- all of it --------------------------------------------------------------------------------------------------------
+
+
+def spread_queries(tensor: Array, attention: Attention) -> Array:
+    """[heads · head_dim, …] -> [heads · (plain + kv_heads · rotary), …]: each query head's elements without positions,
+    then a part for every key head, zero but for its own.
+    """
+    plain = plain_dim(attention)
+    dim = attention.head_dim - plain
+    heads = tensor.reshape(attention.heads, attention.head_dim, *tensor.shape[1:])
+    new = np.zeros((attention.heads, plain + attention.kv_heads * dim, *tensor.shape[1:]), tensor.dtype)
+    for head in range(attention.heads):
+        new[head, :plain] = heads[head, dim:]
+        start = plain + (head // attention.group) * dim
+        new[head, start : start + dim] = heads[head, :dim]
+    return new.reshape(-1, *tensor.shape[1:])
+
+
+def key_rows(tensor: Array, attention: Attention, rotary: bool) -> Array:
+    """The rows of the keys [kv_heads · head_dim, …] that are rotated, or those that are not, heads in order."""
+    dim = attention.head_dim - plain_dim(attention)
+    heads = tensor.reshape(attention.kv_heads, attention.head_dim, *tensor.shape[1:])
+    part = heads[:, :dim] if rotary else heads[:, dim:]
+    return np.ascontiguousarray(part).reshape(-1, *tensor.shape[1:])
+
+
+def picking(attention: Attention, width: int, start: int, rank: int) -> Array:
+    """The map [heads · width, rank] by which query heads take their group's `width` elements out of the latent, where
+    they stand from `start` on.
+    """
+    found = np.zeros((attention.heads, width, rank))
+    for head in range(attention.heads):
+        first = start + (head // attention.group) * width
+        found[head, np.arange(width), first + np.arange(width)] = 1
+    return found.reshape(-1, rank)
+
+
+def lossless(path: str, attention: Attention) -> dict[str, Tensor]:
+    """Every tensor of "mla:full", nothing of it computed."""
+    plain, rank = plain_dim(attention), whole(attention)
+    made: dict[str, Tensor] = {}
+    for part in ("weight", *(["bias"] if attention.qkv_bias else [])):
+        q, k, v = (f"{path}.{name}_proj.{part}" for name in "qkv")
+        made[q] = Moved(q, lambda tensor: spread_queries(tensor, attention))
+        made[f"{path}.kv_down_proj.{part}"] = Moved(
+            (k, v), lambda key, value: np.concatenate([key_rows(key, attention, False), value])
+        )
+        if plain < attention.head_dim:
+            made[f"{path}.k_rope_proj.{part}"] = Moved(k, lambda key: key_rows(key, attention, True))
+    like = f"{path}.v_proj.weight"
+    if plain:
+        made[f"{path}.k_up_proj.weight"] = Filled(
+            (attention.heads * plain, rank), picking(attention, plain, 0, rank), like
+        )
+    made[f"{path}.v_up_proj.weight"] = Filled(
+        (attention.heads * attention.head_dim, rank),
+        picking(attention, attention.head_dim, attention.kv_heads * plain, rank),
+        like,
+    )
+    return made
+
+
+def to_whole(model: Model, asked: Asked) -> Swapped:
+    """Latent attention that computes what was there."""
+    attentions = grouped(model, asked)
+    tensors: dict[str, Tensor] = {}
+    for layer, attention in attentions.items():
+        tensors.update(lossless(f"blocks.{layer}.attention", attention))
+    changed = {layer: latent_of(each, whole(each), each.kv_heads) for layer, each in attentions.items()}
+    summary = {"layers": sorted(changed), "rank": sorted({each.kv_rank for each in changed.values()})}
+    return Swapped(with_latent(model.spec, changed), "exact", tensors, summary)
+
+
+def with_latent(spec: ModelSpec, changed: dict[int, LatentAttention]) -> ModelSpec:
+    """The tree with latent attention in some layers."""
+    blocks: list[Block] = [
+        replace(block, attention=changed[layer]) if layer in changed else block
+        for layer, block in enumerate(spec.blocks)
+    ]
+    return replace(spec, blocks=tuple(blocks))
+
+
+# --- some of it -------------------------------------------------------------------------------------------------------
+
+
+def to_rank(model: Model, asked: Asked) -> Swapped:
+    """A latent of R numbers, and one rotary key."""
+    rank = asked.number("numbers a token in the latent")
+    attentions = grouped(model, asked)
+    smaller = {layer: each for layer, each in attentions.items() if rank < whole(each) or rotary_heads(each) > 1}
+    for layer, each in attentions.items():
+        if rank > whole(each):
+            raise SwapRefused(
+                f"layer {layer} has {whole(each)} numbers a token for a latent to hold, not {rank}",
+                f"Possible here: mla:{whole(each)}, or less, or mla:full, which changes nothing.",
+            )
+    if not smaller:
+        return to_whole(model, asked)
+    from .latent_fit import averaged_layers, fitted_layers
+
+    changed = {layer: latent_of(each, rank, 1) for layer, each in attentions.items()}
+    if asked.approximate:
+        scratch = Scratch(lambda: averaged_layers(model, changed))
+    else:
+        if asked.calibration is None:
+            raise UsageError("a latent is fitted on a text, and none was given", "--calibrate FILE")
+        calibration = asked.calibration()
+        scratch = Scratch(lambda: fitted_layers(model, changed, calibration))
+    new = with_latent(model.spec, changed)
+    kept = {parameter.name for parameter in model.spec.parameters()}
+    tensors: dict[str, Tensor] = {}
+    for parameter in new.parameters():
+        inside = parameter.layer in changed and ".attention." in parameter.name
+        if inside and not (parameter.name in kept and parameter.name.endswith("o_proj.bias")):
+            tensors[parameter.name] = waiting(scratch, parameter.name)
+    summary = {"layers": sorted(changed), "rank": rank, "by": "weights alone" if asked.approximate else "regression"}
+    return Swapped(new, "approximate", tensors, summary)
+
+
+def waiting(scratch: Scratch, name: str) -> Computed:
+    """A tensor that is fitted when it is asked for."""
+    return Computed(lambda _: scratch[name])
+
+
+def rotary_heads(attention: Attention) -> int:
+    """Key heads with rotary positions."""
+    return attention.kv_heads if isinstance(attention.position, Rotary) else 0
+
+
+def half(spec: ModelSpec) -> Iterable[str]:
+    """Half of what there is to hold."""
+    attention = spec.blocks[0].attention
+    if isinstance(attention, Attention) and attention.q_norm is None:
+        yield f"mla:{max(whole(attention) // 2, 1)}"
+
+
+def entry(form: str, gives: str, guarantee: Any, apply: Callable[[Model, Asked], Swapped], examples: Any) -> Swap:
+    """One of the two forms."""
+    return Swap(
+        option="attention",
+        form=form,
+        takes="keys and values by head",
+        gives=gives,
+        guarantee=guarantee,
+        needs="no norm of queries and keys" + ("; calibration text" if form == "mla:R" else ""),
+        source="DeepSeek-V2 2405.04434; TransMLA 2502.07864",
+        apply=apply,
+        examples=examples,
+        by_layer=True,
+        calibrated=form == "mla:R",
+    )
+
+
+SWAPS: tuple[Swap, ...] = (
+    entry("mla:full", "a latent that holds all of them", "exact", to_whole, lambda spec: ("mla:full",)),
+    entry("mla:R", "a latent of R numbers, one rotary key", "approximate", to_rank, half),
+)

@@ -1,5 +1,6 @@
 """Exactness of a swap, looked at from outside: logits of both folders, loaded as anyone loads them."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,11 @@ from families import CONFIGS, save_hf
 import gptkit
 from gptkit.errors import GptkitError
 from gptkit.parity.probe import probe
+from gptkit.surgery.registry import Step
 from gptkit.surgery.swap import EXACT_FP32, EXACT_FP64, SwapResult
+
+Mutation = tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]]
+"""What breaks a formula, and the models on which that must show."""
 
 MODELS = ("gpt2", "llama", "mixtral", "qwen2", "qwen3", "bloom", "falcon-7b", "falcon-40b")
 """Trees that differ in what a swap of sizes meets: norms, biases, positions, groups, experts, parallel blocks."""
@@ -27,17 +32,18 @@ def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
 def gap(a: str | Path, b: str | Path, dtype: torch.dtype = torch.float64) -> float:
     """The largest difference of logits on the probe, relative to the largest logit."""
     one, other = gptkit.load(a, dtype=dtype), gptkit.load(b, dtype=dtype)
-    largest, found = 0.0, 0.0
+    found = largest = torch.zeros((), dtype=dtype)
     with torch.inference_mode():
         for batch in probe(one.spec, other.spec):
-            x, y = (batch.valid(model(batch.input_ids, batch.attention_mask)).double() for model in (one, other))
-            found, largest = max(found, (x - y).abs().max().item()), max(largest, x.abs().max().item())
-    return found / largest
+            x, y = (batch.valid(model(batch.input_ids, batch.attention_mask)) for model in (one, other))
+            # Not Python's max, which loses a NaN that does not come first.
+            found, largest = torch.maximum(found, (x - y).abs().max()), torch.maximum(largest, x.abs().max())
+    return (found / largest).item()
 
 
 def exactly(source: str | Path, out: Path, steps: Any = (), **asked: Any) -> SwapResult:
     """Swap, and hold the result to the bounds from inside and from outside."""
-    result = gptkit.swap(source, out, steps, **asked)
+    result = gptkit.swap(source, out, (steps,) if isinstance(steps, Step) else steps, **asked)
     assert result.guarantee == "exact"
     assert EXACT_FP64 == 1e-12 and EXACT_FP32 == 1e-5
     assert result.measured is not None and result.measured.relative["float64"] <= 1e-12
@@ -58,3 +64,13 @@ def caught(source: Path, out: Path, **asked: Any) -> None:
     with pytest.raises(GptkitError, match="the swap is not exact on this checkpoint"):
         gptkit.swap(source, out, **asked)
     assert not out.exists()
+
+
+def is_caught(name: str, mutations: Mapping[str, Mutation], asked: Mapping[str, str], folder: Path) -> None:
+    """Break one formula and see that the swap is refused on each of its models."""
+    mutate, models = mutations[name]
+    sources = [saved(model, folder) for model in models]
+    with pytest.MonkeyPatch.context() as patch:
+        mutate(patch)
+        for source in sources:
+            caught(source, folder / "out", **asked)

@@ -176,7 +176,7 @@ def _near(source: Any, changed: dict[int, Attention], spec: Any) -> None:
     context = kv_fit.context_of(calibration.ids, torch.float32)
     x = kv_fit.embed(model, calibration.ids)
     tensors = {name.removeprefix("blocks.0.attention."): torch.tensor(value) for name, value in found.items()}
-    new = kv_fit._block_with(old, model, 0, changed[0], tensors)
+    new = kv_fit.block_with(old, model, 0, changed[0], tensors)
     with torch.no_grad():
         normed = old.attention_norm(x)
         a, b = old.attention(normed, context), new.attention(normed, context)

@@ -1,0 +1,104 @@
+"""Latent attention: all of it exactly, some of it fitted."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from exactness import Mutation, exactly, is_caught
+from families import CONFIGS, save_hf, spec_of
+
+import gptkit
+from gptkit.errors import SwapRefused, UsageError
+from gptkit.spec import Attention, LatentAttention
+from gptkit.surgery import latent as module
+from gptkit.surgery.base import Filled
+
+ALL = ["gpt2", "llama", "mistral", "qwen2", "bloom", "falcon-7b", "falcon-40b", "falcon-rw"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_whole_latent_is_exact(name: str, tmp_path: Path) -> None:
+    save_hf(CONFIGS[name], tmp_path / "hf", torch.bfloat16)
+    done = exactly(tmp_path / "hf", tmp_path / "out", attention="mla:full")
+    for old, new in zip(spec_of(CONFIGS[name]).blocks, done.spec.blocks, strict=True):
+        assert isinstance(old.attention, Attention) and isinstance(new.attention, LatentAttention)
+        assert new.attention.kv_rank == module.whole(old.attention)
+    # Nothing was computed: every weight is as it was stored.
+    assert set(gptkit.open_checkpoint(tmp_path / "out").shared_dtypes().values()) == {"BF16"}
+    some = exactly(tmp_path / "hf", tmp_path / "some", attention="mla:full", blocks="1")
+    assert [isinstance(block.attention, LatentAttention) for block in some.spec.blocks[:2]] == [False, True]
+
+
+@pytest.mark.parametrize("name", ["falcon-7b", "gpt2", "bloom"])
+def test_the_whole_rank_is_the_whole_where_no_rotary_heads_become_one(name: str, tmp_path: Path) -> None:
+    save_hf(CONFIGS[name], tmp_path / "hf")
+    attention = spec_of(CONFIGS[name]).blocks[0].attention
+    assert isinstance(attention, Attention)
+    exactly(tmp_path / "hf", tmp_path / "out", attention=f"mla:{module.whole(attention)}")
+
+
+@pytest.mark.parametrize(("sample", "rank", "times"), [("llama", 48, 4), ("gpt2", 112, 1), ("bloom", 54, 1.2)])
+def test_the_fit_beats_the_weights_alone(sample: str, rank: int, times: float, tmp_path: Path) -> None:
+    fitted, plain = (
+        gptkit.swap(f"sample:{sample}", tmp_path / str(naive), attention=f"mla:{rank}", approximate=naive).measured
+        for naive in (False, True)
+    )
+    assert fitted is not None and fitted.kl_text is not None
+    assert plain is not None and plain.kl_text is not None
+    assert fitted.kl_text * times < plain.kl_text
+
+
+def test_refusals(tmp_path: Path) -> None:
+    save_hf(CONFIGS["qwen3"], tmp_path / "qwen3")
+    with pytest.raises(SwapRefused, match="normalises queries and keys"):
+        gptkit.swap(tmp_path / "qwen3", tmp_path / "out", attention="mla:full")
+    with pytest.raises(SwapRefused, match="has 16 numbers a token for a latent to hold, not 28") as caught:
+        gptkit.swap("sample:falcon", tmp_path / "out", attention="mla:28")
+    assert "mla:16" in str(caught.value.hint)
+    with pytest.raises(UsageError, match="from 1"):
+        gptkit.swap("sample:llama", tmp_path / "out", attention="mla:0")
+    save_hf(CONFIGS["llama"], tmp_path / "llama")
+    with pytest.raises(UsageError, match="none was given"):
+        gptkit.swap(tmp_path / "llama", tmp_path / "out", attention="mla:8")
+    gptkit.swap(tmp_path / "llama", tmp_path / "full", attention="mla:full", measured=False)
+    with pytest.raises(SwapRefused, match="has latent attention already"):
+        gptkit.swap(tmp_path / "full", tmp_path / "out", attention="mla:full")
+    assert not (tmp_path / "out").exists()
+
+
+def other_head(patch: pytest.MonkeyPatch) -> None:
+    right = module.spread_queries
+
+    def wrong(tensor: np.ndarray, attention: Attention) -> np.ndarray:
+        found = right(tensor, attention).reshape(attention.heads, -1)
+        return np.roll(found, 1, axis=0).reshape(-1, *tensor.shape[1:])
+
+    patch.setattr(module, "spread_queries", wrong)
+
+
+def no_rest(patch: pytest.MonkeyPatch) -> None:
+    right = module.key_rows
+    patch.setattr(module, "key_rows", lambda t, a, rotary: right(t, a, rotary) if rotary else right(t, a, rotary)[::-1])
+
+
+def values_first(patch: pytest.MonkeyPatch) -> None:
+    right = module.picking
+    patch.setattr(module, "picking", lambda a, width, start, rank: np.roll(right(a, width, start, rank), 1, axis=1))
+
+
+def halved(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(module, "Filled", lambda shape, value, like: Filled(shape, value / 2, like))
+
+
+MUTATIONS: dict[str, Mutation] = {
+    "another head's queries": (other_head, ("llama", "falcon-40b", "gpt2")),
+    "rows without positions in another order": (no_rest, ("gpt2", "bloom")),
+    "out of the wrong place": (values_first, ("mistral", "gpt2")),
+    "half of it": (halved, ("mistral", "falcon-7b")),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_wrong_movement_is_not_published(name: str, tmp_path: Path) -> None:
+    is_caught(name, MUTATIONS, {"attention": "mla:full"}, tmp_path)
