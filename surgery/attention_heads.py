@@ -106,8 +106,9 @@ def resize_heads(model: Model, asked: Asked) -> Swapped:
     for layer in layers:
         path, attention = f"blocks.{layer}.attention", spec.blocks[layer].attention
         if new > attention.heads:
-            choice: Choice | None = more(attention, new)
-            keys = len(choice.keys)
+            grown = more(attention, new)
+            choice: Choice | None = grown
+            keys = len(grown.keys)
         else:
             tried = [(keys, units_of(attention, new, keys)) for keys in key_counts(attention, new)]
             found = [without_dead(model, path, attention, new, keys, units) for keys, units in tried]
@@ -336,10 +337,8 @@ def by_weights(model: Model, path: str, attention: Attention | LatentAttention) 
 
 def dead(model: Model, path: str, attention: Attention | LatentAttention) -> np.ndarray:
     """For each head whether nothing comes out of it."""
-    found: np.ndarray = ~outputs(model, path, attention).any(axis=(0, 2)) | ~values(model, path, attention).any(
-        axis=(1, 2)
-    )
-    return found
+    unheard = ~outputs(model, path, attention).any(axis=(0, 2))
+    return np.asarray(unheard | ~values(model, path, attention).any(axis=(1, 2)))
 
 
 def without_dead(

@@ -196,7 +196,7 @@ def in_use(model: Model, path: str, attention: Attention, within: Index) -> bool
         """For each key-value head and element that goes, whether all there is of it is zero."""
         values = np.moveaxis(model.wide(f"{path}.{name}"), axis, 0)
         values = values.reshape(attention.kv_heads, heads // attention.kv_heads, attention.head_dim, -1)
-        found: np.ndarray = ~values[:, :, gone].any(axis=(1, 3))
+        found: np.ndarray = np.asarray(~values[:, :, gone].any(axis=(1, 3)))
         return found
 
     def silent(projection: str, heads: int) -> np.ndarray:
@@ -235,7 +235,7 @@ def scale_for(attention: Attention, size: int) -> float:
     old, scale = attention.head_dim, attention.scale
     if isinstance(attention.position, ALiBi) and attention.position.scaled:
         return scale
-    return size**-0.5 if scale == old**-0.5 else scale * (size**-0.5 / old**-0.5)
+    return float(size**-0.5 if scale == old**-0.5 else scale * (size**-0.5 / old**-0.5))
 
 
 def refilled(path: str, old: Attention, new: Attention, within: Index) -> dict[str, Tensor]:

@@ -142,7 +142,7 @@ def narrowed(model: Model, inner: list[Inner], size: int, asked: Asked) -> Swapp
 
 def dead(model: Model, inner: Inner) -> np.ndarray:
     """For each unit whether nothing comes out of it: every activation here is 0 at 0."""
-    silent: np.ndarray = ~model.wide(inner.down).any(axis=0)
+    silent: np.ndarray = np.asarray(~model.wide(inner.down).any(axis=0))
     for name in inner_projections(inner.record):
         nothing = ~model.wide(f"{inner.path}.{name}.weight").any(axis=1)
         if inner.record.up_bias:
@@ -186,7 +186,7 @@ def refit(old: Wide, moments: Wide, kept: Index) -> Wide:
     """
     gram = with_ridge(moments, kept)
     target = old @ moments[:, kept] + old[:, kept] * (gram - moments[np.ix_(kept, kept)]).diagonal()
-    found: Wide = np.linalg.solve(gram, target.T).T
+    found: Wide = np.asarray(np.linalg.solve(gram, target.T).T, dtype=np.float64)
     return found
 
 
