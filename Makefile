@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Two processes of one thread each beat one of two on the small models of the tests.
 JOBS ?= 2
 
-.PHONY: help demo test pytest test-slow test-browser soak lint types format wheel samples parity bench bench-convert clean
+.PHONY: help demo test pytest test-slow test-browser soak lint types format wheel samples parity swaps bench bench-convert clean
 
 help:
 	@echo "make demo          the tour on the trained samples"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-browser  the pages of --html in headless Chromium"
 	@echo "make soak          thousands of kills, every I/O call refused, millions of broken files (KILLS=, FUZZ=, CONFIGS=)"
 	@echo "make parity        docs/parity.md, from a run against transformers"
+	@echo "make swaps         docs/swaps.md, from every swap on the trained samples"
 	@echo "make bench         speed against transformers, as ratios"
 	@echo "make bench-convert conversion against copying, hashing and transformers"
 	@echo "make format        let ruff rewrite the code"
@@ -75,6 +76,10 @@ wheel: $(STAMP)
 # docs/parity.md, from a run against transformers.
 parity: $(STAMP)
 	$(BIN)/python benchmarks/parity.py
+
+# docs/swaps.md, from every swap on the trained samples; some minutes on two cores.
+swaps: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/swaps.py --jobs $(JOBS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py

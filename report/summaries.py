@@ -321,11 +321,12 @@ def swap_lines(result: SwapResult) -> list[str]:
     """What was exchanged, at what price, and how well the guarantee held."""
     before, after = result.parameters
     done = "wrote" if result.published else "would write"
-    recipe = f"recipe {result.recipe.name}, " if result.recipe is not None and result.recipe.name else ""
     lines = [
-        f"{done} {result.target}: {recipe}{result.guarantee} swap, computed tensors stored as {result.dtype}",
+        f"{done} {result.target}: {result.guarantee} swap, computed tensors stored as {result.dtype}",
         f"parameters  {before:,} -> {after:,}" + (f" ({after - before:+,})" if after != before else ""),
     ]
+    if result.recipe is not None and result.recipe.name:
+        lines.insert(1, f"recipe      {result.recipe.name}")
     notes = list(result.chain.notes)
     if result.same_source is False:
         notes.append("the recipe was made of other files than these: the result has other bytes")

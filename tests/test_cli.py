@@ -21,6 +21,7 @@ from typer.testing import CliRunner, Result
 import gptkit
 from gptkit import cli
 from gptkit.cli import app
+from gptkit.surgery.options import OPTIONS
 
 runner = CliRunner()
 SAMPLE = Path(gptkit.__file__).parent / "samples" / "gpt2"
@@ -123,12 +124,21 @@ def test_version_and_help() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"gptkit {gptkit.__version__}\n", "")
     done = command("-h")
     assert done.returncode == 0 and "\x1b" not in done.stdout
-    for name in ("params", "presets", "load", "convert", "swap", "verify", "generate", "check", "demo"):
+    for name in ("params", "presets", "load", "convert", "swap", "swaps", "verify", "generate", "check", "demo"):
         assert name in done.stdout
 
 
 @pytest.mark.parametrize(
-    "args", [["--help"], ["convert", "--help"], ["params", "qwen3-8b"], ["params", "--json", "gpt2"], ["presets"]]
+    "args",
+    [
+        ["--help"],
+        ["convert", "--help"],
+        ["swap", "--help"],
+        ["swaps", "--recipes"],
+        ["params", "qwen3-8b"],
+        ["params", "--json", "gpt2"],
+        ["presets"],
+    ],
 )
 def test_nothing_heavy_is_imported(args: list[str]) -> None:
     code = (
@@ -232,8 +242,12 @@ def test_a_terminal_that_lacks_characters() -> None:
         (["verify", "sample:gpt2", "--dtype", "int8"], "unknown dtype"),
         (["verify", "sample:bloom", "--attention", "sdpa"], "--attention eager"),
         (["swap", "sample:gpt2", "out"], "--norm rmsnorm"),
-        (["swap", "sample:gpt2", "out", "--norm", "batchnorm"], "unknown norm"),
+        (["swap", "sample:gpt2", "out", "--norm", "batchnorm"], "--norm 'batchnorm' is unknown"),
         (["swap", "sample:gpt2", "out", "--norm", "rmsnorm", "--dtype", "int8"], "unknown dtype"),
+        (["swap", "sample:gpt2", "out", "--norm"], "requires an argument"),
+        (["swap", "sample:gpt2", "out", "--recipe", "nope"], "no recipe 'nope'"),
+        (["swap", "sample:gpt2", "out", "--norm", "rmsnorm", "--calibrate", "nope.txt"], "no text file nope.txt"),
+        (["swaps", "sample:gpt2", "--recipes"], "takes no MODEL"),
         (["convert", "sample:gpt2", "--to", "onnx"], "known: local, hf, hf:FAMILY"),
         (["convert", "sample:gpt2", "no/such/parent"], "does not exist"),
     ],
@@ -268,6 +282,7 @@ def test_an_output_that_exists(command: str, tmp_path: Path) -> None:
     ("args", "code", "message"),
     [
         (["swap", "sample:llama", "out", "--norm", "rmsnorm"], 1, "already"),
+        (["swap", "sample:gpt2", "out", "--tie", "--untie"], 1, r"step 1 \(--tie\): the head is tied"),
         (["convert", "sample:gpt2", "--to", "hf:llama"], 1, "cannot express"),
         (["convert", "sample:gpt2", "--to", "hf:nope"], 4, "known families"),
         (["convert", "sample:nope"], 4, "sample:llama"),
@@ -389,6 +404,46 @@ def test_swap_and_verify(tmp_path: Path) -> None:
     assert (data["verdict"], data["passed"]) == ("different", False)
 
 
+def test_help_of_swap_has_every_option_under_a_heading() -> None:
+    text = run("swap", "--help").stdout
+    headings = re.findall(r"^╭─ (.+?) ─", text, re.MULTILINE)
+    assert headings[:3] == ["Arguments", "Options", "How"]
+    assert headings[3:] == list(dict.fromkeys(option.group for option in OPTIONS))
+    for option in OPTIONS:
+        assert f"│ {option.spelled} " in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_recipes_and_dry_runs(tmp_path: Path) -> None:
+    text = run("swap", "sample:llama", "out", "--recipe", "llama-pro", "--dry-run").stdout
+    assert text.startswith("would write out: exact swap") and "recipe      llama-pro" in text
+    assert "FLOPs a token at 256" in text and "1      --layers +1   exact" in text
+    assert not (tmp_path / "out").exists()
+    run("swap", "sample:llama", "out", "--layers", "+1", "--untie", code=1)
+    text = run("swap", "sample:llama", "out", "--norm", "layernorm", "--layers", "+20%").stdout
+    assert "each step against the one before" in text and "2      --norm layernorm   exact" in text
+    run("swap", "sample:llama", "again", "--recipe", "out", "-q")
+    for path in (tmp_path / "out").iterdir():
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
+    (tmp_path / "bad.toml").write_text("[[step]]\nlayers = '0-9'\n")
+    told = run("swap", "sample:llama", "not", "--recipe", "bad.toml", code=1).stderr
+    assert told.startswith("gptkit: bad.toml, step 1: '0-9' names layer 9") and not (tmp_path / "not").exists()
+
+
+def test_swaps(tiny: Path) -> None:
+    text = run("swaps", "sample:gpt2").stdout
+    assert "Possible and exact here" in text and "--norm rmsnorm" in text
+    told = json.loads(run("swaps", tiny, "--json").stdout)
+    assert {each["verdict"] for each in told["swaps"]} == {"exact", "approximate", "retrained", "refused"}
+    assert "LayerNorm -> RMSNorm" in run("swaps").stdout
+    known = json.loads(run("swaps", "--json").stdout)["swaps"]
+    assert {each["option"] for each in known} == {option.name for option in OPTIONS}
+    assert "gpt2-to-llama" in run("swaps", "--recipes").stdout
+    recipes = json.loads(run("swaps", "--recipes", "--json").stdout)["recipes"]
+    assert len(recipes) == 7 and recipes[0]["step"]
+    assert "no such file" in run("swaps", "no/such/folder", code=4).stderr
+
+
 def test_verify_counts_bytes(tiny: Path) -> None:
     run("convert", tiny, "local")
     tensors = load_file("local/model.safetensors")
@@ -455,7 +510,7 @@ def test_weights_that_are_no_numbers(tiny: Path) -> None:
 
 def test_help_keeps_its_words() -> None:
     """Small letters in brackets are markup to rich, and gone."""
-    for command in ("load", "convert", "swap", "params", "verify", "generate", "check", "demo", "presets"):
+    for command in ("load", "convert", "swap", "swaps", "params", "verify", "generate", "check", "demo", "presets"):
         assert not re.search(r"\w \.(\s|$)", run(command, "--help").stdout), command
 
 
