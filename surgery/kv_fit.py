@@ -6,7 +6,9 @@ layer, for every group of old heads that becomes one:
 1. keys and queries in closed form (`regression.fit_keys`) on what comes to the layer in the new model,
 2. both refitted to the original's scores there (`scores.refit_scores`),
 3. values in closed form (`regression.fit_values`) on what the new pattern of attention mixes,
-4. the output projection by ridge regression to the original's attention output.
+4. the output projection by ridge regression to the original's attention output, and to what the streams have drifted
+   apart by,
+5. the feed-forward's down projection likewise, to the original's stream after the layer.
 
 Memory is one layer of each model, the activations of the text, and one layer's attention patterns. What is fitted on is
 the text alone: there are no gradients through the model.
@@ -24,6 +26,7 @@ from torch import Tensor
 from ..modules.attention import AttentionModule
 from ..modules.context import Context
 from ..modules.decoder import BlockModule
+from ..modules.feed_forward import MixtureOfExpertsModule
 from ..modules.positions import apply_rotary, inverse_frequencies
 from ..spec import ALiBi, Attention, LatentAttention, Rotary
 from .base import Model, Wide
@@ -47,7 +50,7 @@ __all__ = [
 ROUNDS, STEPS, STRENGTH = 2, 10, 1e-3
 """Of `refit_scores`: how often it linearises, conjugate gradients each time, and its ridge."""
 RIDGE = 1.0
-"""Strength of the output projection's ridge: as much weight on the closed form as on the text."""
+"""Strength of the projections' ridges: as much weight on where they start as on the text."""
 GROUPING_WORK = 10**11
 """Multiplications that finding similar heads may take; beyond it, neighbours are put together."""
 
@@ -80,8 +83,12 @@ def fitted_layers(model: Model, changed: dict[int, Attention], calibration: Cali
         with torch.no_grad():
             tensors = _fit(old, changed[index], teacher, student, context)
             new = block_with(old, model, index, changed[index], tensors)
-        yield {f"blocks.{index}.attention.{name}": value.numpy() for name, value in tensors.items()}
-        teacher, student = run_block(old, teacher, context)[0], run_block(new, student, context)[0]
+        found = {f"blocks.{index}.attention.{name}": value for name, value in tensors.items()}
+        teacher = run_block(old, teacher, context)[0]
+        student, down = refit_down(new, student, teacher, context)
+        if down is not None:
+            found[f"blocks.{index}.{DOWN}.weight"] = down
+        yield {name: value.numpy() for name, value in found.items()}
         model.release()
 
 
@@ -127,7 +134,7 @@ def _fit(block: BlockModule, new: Attention, teacher: Tensor, student: Tensor, c
     q = torch.cat([each[0] for each in fitted]).flatten(0, 1).double()  # (H·d, e), in the new order
     k, v = (torch.cat([each[which] for each in fitted]).double() for which in (1, 2))
     o = torch.cat([each[3] for each in fitted]).transpose(0, 1).flatten(1)  # (hidden, H·d)
-    o = refit_output(attention, o, torch.cat(mixed, dim=1), before, teacher, context)
+    o = refit_output(attention, o, torch.cat(mixed, dim=1), before, teacher, student, context)
     assert len(order) == spec.heads
     found = {"q_proj": q, "k_proj": k, "v_proj": v}
     tensors = {f"{name}.weight": each[:, : spec.hidden_size].contiguous() for name, each in found.items()}
@@ -186,18 +193,51 @@ def shared_key(
 
 
 def refit_output(
-    attention: AttentionModule, start: Tensor, mixed: Tensor, before: Tensor, stream: Tensor, context: Context
+    attention: AttentionModule,
+    start: Tensor,
+    mixed: Tensor,
+    before: Tensor,
+    teacher: Tensor,
+    student: Tensor,
+    context: Context,
 ) -> Tensor:
-    """The output projection (hidden, H·d) that takes what is mixed now, (B, H, T, d), to the original's output, each
-    token counted by what it is worth in the stream: one over the mean square of the original's.
+    """The output projection (hidden, H·d) that takes what is mixed now, (B, H, T, d), to the original's output and what
+    the streams before the layer differ by. Each token counts by what it is worth there: one over the mean square of
+    the original's stream, of which a few tokens have nearly all.
     """
     wanted: Tensor = attention(before, context)
-    weight = (stream + wanted).square().mean(dim=-1).clamp_min(1e-30).reciprocal()
+    weight = (teacher + wanted).square().mean(dim=-1).clamp_min(1e-30).reciprocal()
     if attention.o_proj.bias is not None:
         wanted = wanted - attention.o_proj.bias
     moment = Moment.zeros(start.shape[1], start.shape[0])
-    moment.add(mixed.transpose(1, 2).flatten(2), wanted, weight)
+    moment.add(mixed.transpose(1, 2).flatten(2), wanted + (teacher - student), weight)
     return ridge(start, moment, RIDGE)
+
+
+DOWN = "feed_forward.down_proj"
+
+
+def refit_down(
+    block: BlockModule, student: Tensor, teacher_output: Tensor, context: Context
+) -> tuple[Tensor, Tensor | None]:
+    """The stream after a new block, and the down projection that took it nearer to the original's; None where there is
+    no one such projection (experts).
+    """
+    if isinstance(block.feed_forward, MixtureOfExpertsModule):
+        return run_block(block, student, context)[0], None
+    output, seen = run_block(block, student, context, [DOWN])
+    inner, made = seen[DOWN]
+    linear = block.feed_forward.down_proj
+    wanted = teacher_output - (output - made)
+    if linear.bias is not None:
+        wanted = wanted - linear.bias.detach()
+    weight = teacher_output.square().mean(dim=-1).clamp_min(1e-30).reciprocal()
+    moment = Moment.zeros(inner.shape[-1], made.shape[-1])
+    moment.add(inner, wanted, weight)
+    fitted = ridge(linear.weight.detach().double(), moment, RIDGE)
+    with torch.no_grad():
+        linear.weight.copy_(fitted)
+    return run_block(block, student, context)[0], fitted
 
 
 # --- what a layer computes on the way ---------------------------------------------------------------------------------

@@ -174,12 +174,18 @@ def fit(model: Model, changed: dict[int, Attention], merged: Sequence[int], aske
         return Computed(lambda _: scratch[name])
 
     names = [f"{which}_proj.{part}" for which in "qkv" for part in ("weight", "bias")]
-    return {
+    refitted = [f"blocks.{layer}.feed_forward.down_proj.weight" for layer in merged]
+    return {name: waiting(name) for name in refitted if name in names_of(model.spec)} | {
         f"blocks.{layer}.attention.{name}": waiting(f"blocks.{layer}.attention.{name}")
         for layer in merged
         for name in (*names, "o_proj.weight")
         if changed[layer].qkv_bias or not name.endswith("bias")
     }
+
+
+def names_of(spec: ModelSpec) -> set[str]:
+    """The shared names of a tree's tensors."""
+    return {parameter.name for parameter in spec.parameters()}
 
 
 def back(before: ModelSpec, _: Asked) -> Step | None:

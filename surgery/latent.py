@@ -196,6 +196,9 @@ def to_rank(model: Model, asked: Asked) -> Swapped:
         inside = parameter.layer in changed and ".attention." in parameter.name
         if inside and not (parameter.name in kept and parameter.name.endswith("o_proj.bias")):
             tensors[parameter.name] = waiting(scratch, parameter.name)
+        refitted = parameter.layer in changed and parameter.name.endswith(".feed_forward.down_proj.weight")
+        if refitted and not asked.approximate:
+            tensors[parameter.name] = waiting(scratch, parameter.name)
     summary = {"layers": sorted(changed), "rank": rank, "by": "weights alone" if asked.approximate else "regression"}
     return Swapped(new, "approximate", tensors, summary)
 

@@ -19,7 +19,17 @@ from ..modules.decoder import BlockModule
 from ..spec import Attention, LatentAttention, Rotary
 from .base import Model, Wide
 from .calibration import Calibration, block_of, context_of, embed, run_block
-from .kv_fit import Heads, augmented, block_with, by_head, patterns, refit_output, shared_key
+from .kv_fit import (
+    DOWN,
+    Heads,
+    augmented,
+    block_with,
+    by_head,
+    patterns,
+    refit_down,
+    refit_output,
+    shared_key,
+)
 from .regression import Moment, pool_mean, square_roots
 
 __all__ = ["averaged_layers", "fitted_layers"]
@@ -37,12 +47,16 @@ def fitted_layers(
         if index in changed:
             with torch.no_grad():
                 tensors, new = _fit(model, index, old, changed[index], teacher, student, context)
-            yield {f"blocks.{index}.attention.{name}": value.numpy() for name, value in tensors.items()}
+            found = {f"blocks.{index}.attention.{name}": value for name, value in tensors.items()}
+            teacher = run_block(old, teacher, context)[0]
+            student, down = refit_down(new, student, teacher, context)
+            if down is not None:
+                found[f"blocks.{index}.{DOWN}.weight"] = down
+            yield {name: value.numpy() for name, value in found.items()}
         else:
-            new = old
-        before = student is teacher and new is old
-        teacher = run_block(old, teacher, context)[0]
-        student = teacher if before else run_block(new, student, context)[0]
+            output = run_block(old, teacher, context)[0]
+            student = output if student is teacher else run_block(old, student, context)[0]
+            teacher = output
         model.release()
 
 
@@ -86,7 +100,9 @@ def _fit(
     tensors["o_proj.weight"] = attention.o_proj.weight.detach().double()
     made = block_with(block, model, index, new, tensors)
     mixed = _mixed(made, after, context)
-    tensors["o_proj.weight"] = refit_output(attention, tensors["o_proj.weight"], mixed, before, teacher, context)
+    tensors["o_proj.weight"] = refit_output(
+        attention, tensors["o_proj.weight"], mixed, before, teacher, student, context
+    )
     return tensors, block_with(block, model, index, new, tensors)
 
 
