@@ -347,7 +347,9 @@ def test_shards_come_back_as_the_same_files(name: str, tmp_path: Path) -> None:
     convert(tmp_path / "local", tmp_path / "again", "hf", max_shard_bytes=40_000)
     before = contents(tmp_path / "source")
     assert len([path for path in before if path.endswith(".safetensors")]) > 3
-    for folder in ("back", "again"):
+    # What transformers holds in one parameter and writes as several tensors it never deals out over two shards.
+    stacked = architecture_of(CONFIGS[name]).stacked
+    for folder in ("back",) if stacked else ("back", "again"):
         after = contents(tmp_path / folder)
         assert after.pop("manifest.json")
         assert after == before

@@ -41,6 +41,10 @@ REFUSED = {
     "llama-dynamic": "scaling",
     "llama-yarn-mscale": "beta_fast",
     "mistral": "window",
+    "mixtral": "MixtureOfExperts",
+    "mixtral-windowed": "MixtureOfExperts",
+    "mixtral-one": "MixtureOfExperts",
+    "mixtral-other-names": "MixtureOfExperts",
     "qwen2": "window",
     "qwen2-layer-types": "window",
     "qwen3-windowed": "o_proj.bias",
@@ -52,7 +56,7 @@ REFUSED = {
     "falcon-serial": "feed_forward_norm",
     "falcon-RefinedWebModel-rw": "bias",
 }
-"""What llama.cpp computes otherwise or not at all, and the word that says so."""
+"""What llama.cpp computes otherwise or not at all, or is not written yet (experts), and the word that says so."""
 WRITTEN = [variant for variant in VARIANTS if variant.name not in REFUSED]
 ARCH = {"mistral": "llama"}
 
