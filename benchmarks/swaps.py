@@ -25,12 +25,14 @@ from gptkit.analysis.parameters import count
 from gptkit.errors import GptkitError, SwapRefused, UsageError
 from gptkit.report.surgery import change
 from gptkit.surgery.calibration import read_text
+from gptkit.surgery.chain import chain
+from gptkit.surgery.guarantee import EXACT_FP32, EXACT_FP64
 from gptkit.surgery.listing import limits_of, values_of
 from gptkit.surgery.measure import Measurement, measure
 from gptkit.surgery.options import OPTIONS, spelled
 from gptkit.surgery.recipe import read_recipe, shipped
 from gptkit.surgery.registry import Step, all_swaps
-from gptkit.surgery.swap import EXACT_FP32, EXACT_FP64, SwapResult, chain
+from gptkit.surgery.swap import SwapResult
 
 PAGE = Path(__file__).parents[1] / "docs" / "swaps.md"
 SAMPLES = ("gpt2", "llama", "bloom", "falcon")

@@ -348,6 +348,11 @@ def swap_lines(result: SwapResult) -> list[str]:
             f"text        perplexity {found.perplexity[0]:,.2f} -> {found.perplexity[1]:,.2f}, KL"
             f" {number(found.kl_text)}, top-1 {found.top1_text:.1%}, {found.text_positions:,} tokens"
         )
+    naive = result.naive
+    if naive is not None and naive.perplexity is not None and naive.kl_text is not None:
+        lines.append(
+            f"plain form  perplexity {naive.perplexity[1]:,.2f}, KL {number(naive.kl_text)}: what it would be, not fitted"
+        )
     for note in found.notes:
         lines += wrap(note, indent=12, width=80)
     return lines

@@ -9,7 +9,8 @@ from ..converter.checkpoint import open_checkpoint
 from ..parity.damage import Damage, damage
 from .base import Moved, Stored, Swapped
 from .calibration import TOKENS, read_text
-from .swap import Chain, SwapResult
+from .chain import Chain
+from .swap import SwapResult
 
 __all__ = ["assess", "held_out", "layers_of"]
 

@@ -11,8 +11,9 @@ from families import CONFIGS, save_hf
 import gptkit
 from gptkit.errors import GptkitError
 from gptkit.parity.probe import probe
+from gptkit.surgery.guarantee import EXACT_FP32, EXACT_FP64
 from gptkit.surgery.registry import Step
-from gptkit.surgery.swap import EXACT_FP32, EXACT_FP64, SwapResult
+from gptkit.surgery.swap import SwapResult
 
 Mutation = tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]]
 """What breaks a formula, and the models on which that must show."""

@@ -22,8 +22,8 @@ from gptkit.spec import Head, LayerNorm, ModelSpec, RMSNorm
 from gptkit.surgery import basis
 from gptkit.surgery import norm as module
 from gptkit.surgery.base import Model
+from gptkit.surgery.guarantee import EXACT_FP32, EXACT_FP64
 from gptkit.surgery.norm import layernorm_to_rmsnorm, replace_layernorm, why_not_exact
-from gptkit.surgery.swap import EXACT_FP32, EXACT_FP64
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -22,10 +22,10 @@ from gptkit.surgery import context_length, rotation
 from gptkit.surgery import positions as module
 from gptkit.surgery.base import Exactly, Stored
 from gptkit.surgery.calibration import read_text
+from gptkit.surgery.chain import chain
 from gptkit.surgery.measure import Measurement, measure
 from gptkit.surgery.positions import kind
 from gptkit.surgery.registry import Asked, Step, apply, swap_for
-from gptkit.surgery.swap import chain
 
 replace = msgspec.structs.replace
 FAMILIES = ["gpt2", "llama", "qwen2", "qwen3", "mixtral", "bloom", "falcon-7b", "falcon-40b", "falcon-rw"]

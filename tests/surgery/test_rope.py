@@ -33,9 +33,9 @@ from gptkit.surgery import rope as module
 from gptkit.surgery import rotary_dim, rotation
 from gptkit.surgery.base import Computed, Exactly, Stored
 from gptkit.surgery.calibration import read_text
+from gptkit.surgery.chain import chain
 from gptkit.surgery.measure import measure
 from gptkit.surgery.registry import Asked, Step, apply, swap_for
-from gptkit.surgery.swap import chain
 
 replace = msgspec.structs.replace
 ROPE = ["llama", "llama-yarn", "mistral", "qwen2", "qwen3", "mixtral", "falcon-7b", "falcon-40b"]

@@ -1,0 +1,177 @@
+"""Swaps one after the other on an opened checkpoint, without a tensor computed or a file written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ..analysis.parameters import count
+from ..architectures import Architecture
+from ..converter.checkpoint import Checkpoint
+from ..converter.dtypes import widest
+from ..errors import UsageError
+from ..spec import ModelSpec
+from .base import Guarantee, Model, Promise, Stored, Swapped, SwappedModel, weakest
+from .calibration import Calibration, Text, read_text
+from .leaving import leave
+from .recipe import plain, told_as
+from .registry import Step, apply, options
+
+__all__ = ["Chain", "chain", "leaving", "plainly"]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Steps carried out one after the other, nothing of it computed yet.
+
+    models has the tree before the first step, after the first, and so on.
+    """
+
+    steps: tuple[Step, ...]
+    swapped: tuple[Swapped, ...]
+    models: tuple[Model, ...]
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.models[-1].spec
+
+    @property
+    def guarantee(self) -> Guarantee:
+        return weakest(each.guarantee for each in self.swapped)
+
+    @property
+    def promise(self) -> Promise:
+        """What of the logits the whole chain says something about."""
+        found = Promise()
+        for each in self.swapped:
+            found = found.then(each.promise)
+        return found
+
+    @property
+    def against(self) -> Model:
+        """The tree that the result is to equal."""
+        return next((each.against for each in reversed(self.swapped) if each.against is not None), self.models[0])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(note for each in self.swapped for note in each.notes)
+
+    @property
+    def texts(self) -> dict[str, bytes | None]:
+        """The tokenizer's files that change."""
+        return {name: text for each in self.swapped for name, text in each.texts.items()}
+
+    @property
+    def calibration(self) -> Mapping[str, Any]:
+        """The text that steps were fitted on: its name, sha256 and tokens; empty where none was."""
+        return next((each.summary["calibration"] for each in self.swapped if "calibration" in each.summary), {})
+
+    @property
+    def largest(self) -> int:
+        """Parameters of the largest tree in it."""
+        return max(count(model.spec).total for model in self.models)
+
+    @property
+    def stored(self) -> str:
+        """The dtype of computed tensors."""
+        last = self.models[-1]
+        return last.stored if isinstance(last, SwappedModel) else "F64"
+
+    def computed(self, name: str) -> bool:
+        """Whether a tensor of the result is computed by some step, and not moved alone."""
+        last = self.models[-1]
+        return isinstance(last, SwappedModel) and last.computed(name)
+
+
+def chain(
+    source: Checkpoint,
+    steps: Sequence[Step],
+    *,
+    stored: str | None = None,
+    text: Callable[[], Text] | None = None,
+    offline: bool = False,
+    names: Sequence[str] = (),
+    empty: bool = False,
+) -> Chain:
+    """Carry out steps on an opened checkpoint, without computing a tensor.
+
+    `stored` is the dtype of computed tensors; None is float64 for exact chains and the checkpoint's own otherwise.
+    `text` gives what calibrated swaps are fitted on, in the checkpoint's own vocabulary, or says what to give. `names`
+    is what errors call the steps, by default their number and option where there are several. `empty`: without a step
+    the chain is the checkpoint as it is.
+
+    Raises:
+        SwapRefused: a precondition of a step does not hold.
+        UsageError: a step that does not exist, or no step.
+
+    """
+    if not steps and not empty:
+        raise UsageError("nothing to swap", f"say what: --norm rmsnorm, or one of --{', --'.join(options())}")
+    files = source.folder
+    models: list[Model] = [Stored(source)]
+    found: list[Swapped] = []
+    texts = dict(source.texts)
+    text = text or (lambda: read_text(source, None))
+    promise = Promise()
+    done: list[Step] = []
+    for number, asked in enumerate(steps):
+        used: list[Text] = []
+        calibration = partial(_calibration, text, promise, models[-1].spec, used)
+        several = f"step {number + 1} ({asked})" if len(steps) > 1 else None
+        with told_as(names[number] if number < len(names) else several):
+            step = plain(asked, models[-1].spec)
+            swapped = apply(models[-1], step, calibration=calibration, files=files, texts=texts, offline=offline)
+        done.append(step)
+        if used:
+            drawn = {"text": used[0].name, "sha256": used[0].sha256, "tokens": len(used[0].fitted)}
+            swapped = replace(swapped, summary={**swapped.summary, "calibration": drawn})
+        found.append(swapped)
+        promise = promise.then(swapped.promise)
+        texts.update({name: text for name, text in swapped.texts.items() if text is not None})
+        models.append(SwappedModel(models[-1], swapped))
+    exact = weakest(each.guarantee for each in found) == "exact"
+    dtype = stored or ("F64" if exact else widest(list(set(source.shared_dtypes().values()))))
+    for model in models[1:]:
+        assert isinstance(model, SwappedModel)
+        model.stored = dtype
+    return Chain(tuple(done), tuple(found), tuple(models))
+
+
+def _calibration(text: Callable[[], Text], promise: Promise, spec: ModelSpec, used: list[Text]) -> Calibration:
+    """The text in the vocabulary of a tree in the middle of a chain; `used` notes that a swap drew on it."""
+    found = text().renamed(promise)
+    used.append(found)
+    return Calibration(found, spec)
+
+
+def leaving(done: Chain, source: Checkpoint, to: str) -> tuple[Architecture, Chain]:
+    """The family that the result goes to, and the chain with the step into its own form.
+
+    Raises:
+        CannotExpress: there is none.
+
+    """
+    model = done.models[-1]
+    architecture, step = leave(model, source.origin.family, to)
+    if step is None:
+        return architecture, done
+    after = SwappedModel(model, step, done.stored)
+    steps = (*done.steps, Step("as", f"hf:{architecture.name}"))
+    return architecture, replace(done, steps=steps, swapped=(*done.swapped, step), models=(*done.models, after))
+
+
+def plainly(source: Checkpoint, done: Chain, text: Text) -> Chain:
+    """The same steps, those that were fitted on a text in their plain form.
+
+    Raises:
+        SwapRefused: there is none.
+
+    """
+    steps = [
+        replace(step, approximate=True) if "calibration" in swapped.summary else step
+        for step, swapped in zip(done.steps, done.swapped, strict=True)
+        if step.option != "as"
+    ]
+    return chain(source, steps, stored=done.stored, text=lambda: text)

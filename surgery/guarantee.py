@@ -1,0 +1,122 @@
+"""What a swap guarantees, held against the files that were written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..analysis.parameters import count
+from ..converter.checkpoint import Checkpoint, open_checkpoint
+from ..converter.dtypes import HF_NAMES
+from ..errors import GptkitError, InvalidInput, SwapRefused
+from ..parity.verify import require_finite_weights, verify
+from .base import Exactly, Stored
+from .calibration import Text
+from .chain import Chain, plainly
+from .measure import Measurement, measure
+
+__all__ = [
+    "EXACT_FP32",
+    "EXACT_FP64",
+    "SMALL",
+    "each_alone",
+    "hold_to_transformers",
+    "measured_from_files",
+    "plain_form",
+]
+
+EXACT_FP64 = 1e-12
+EXACT_FP32 = 1e-5
+"""The largest relative error of logits that "exact" allows, in fp64 and in fp32."""
+
+SMALL = 50_000_000
+"""Parameters of a model of which each step of a chain is measured without being asked to."""
+
+
+def hold_to_transformers(folder: Path) -> None:
+    """Raise GptkitError where transformers does not compute from the files what gptkit does."""
+    checkpoint = open_checkpoint(folder)
+    large = count(checkpoint.spec).total > SMALL
+    found = verify(folder, mutations=False, bisected=False, stream=large, dtype=HF_NAMES[checkpoint.dtype])
+    if not found.passed:
+        worst = max(prompt.maximum for prompt in found.prompts)
+        raise GptkitError(
+            f"transformers computes other logits from these files: {found.verdict}, up to {worst:.1e}. Nothing was"
+            " written.",
+            "Please report this checkpoint; --as local keeps it in gptkit's own format.",
+        )
+
+
+def measured_from_files(
+    source: Checkpoint, done: Chain, stored: str, folder: Path, text: Sequence[int] | None
+) -> Measurement:
+    """The logits of the written files against the original's, on the probe and on a text, where there is one.
+
+    Raises:
+        GptkitError: the chain is called exact and is not.
+        InvalidInput: there are logits that are no numbers.
+
+    """
+    found = measure(done.against, Stored(open_checkpoint(folder)), promise=done.promise, text=text)
+    _require_numbers(source, found)
+    if done.guarantee == "exact":
+        _hold_to_exact(done, stored, found)
+    return found
+
+
+def each_alone(done: Chain, text: Text | None) -> tuple[Measurement, ...]:
+    """What every step costs by itself, in fp64 and before any rounding: the tree after it against the tree before."""
+    found = []
+    for before, swapped, after in zip(done.models, done.swapped, done.models[1:], strict=False):
+        against = Exactly(swapped.against or before)
+        ids = None if text is None else text.held_out
+        found.append(measure(against, Exactly(after), promise=swapped.promise, text=ids, dtypes=("float64",)))
+        text = None if text is None else text.renamed(swapped.promise)
+    return tuple(found)
+
+
+def _require_numbers(source: Checkpoint, found: Measurement) -> None:
+    """Raise InvalidInput where the logits are not numbers, with the weights to blame if the source has such."""
+    if not all(math.isfinite(value) for value in (*found.maximum.values(), found.kl)):
+        require_finite_weights(source)
+        raise InvalidInput(f"{source.reference}: logits before or after the swap are not finite. Nothing was written.")
+
+
+def _hold_to_exact(done: Chain, stored: str, found: Measurement) -> None:
+    """Raise GptkitError where an exact swap is not.
+
+    The files say so themselves where they hold all that was computed. Where storing rounds, exactness in fp64 is that
+    of the tensors before, and fp32 files must still be right to fp32.
+
+    A model whose stream has a large mean, or whose layers amplify, may itself round by more than the fp32 bound. The
+    bound stays: what is called exact is exact to it, and the message says that fp32 is what failed.
+    """
+    errors = dict(found.relative)
+    rounds = any(done.computed(parameter.name) for parameter in done.spec.parameters())
+    if stored != "F64" and rounds:
+        exactly = measure(done.against, Exactly(done.models[-1]), promise=done.promise, dtypes=("float64",))
+        errors["float64"] = exactly.relative["float64"]
+        if stored != "F32":
+            del errors["float32"]
+    for name, bound in (("float64", EXACT_FP64), ("float32", EXACT_FP32)):
+        error = errors.get(name, 0.0)
+        if not error <= bound:
+            raise GptkitError(
+                f"the swap is not exact on this checkpoint: relative error {error:.1e} in {name}, at most {bound:.0e}"
+                " allowed. Nothing was written.",
+                "Please report this checkpoint; --approximate gives the plain replacement.",
+            )
+
+
+def plain_form(source: Checkpoint, done: Chain, text: Text | None) -> Measurement | None:
+    """What the same steps cost in fp32 where those that were fitted on the text take their plain form instead; None
+    where no step was fitted, or where a plain form is refused.
+    """
+    if text is None or not done.calibration:
+        return None
+    try:
+        naive = plainly(source, done, text)
+    except SwapRefused:
+        return None
+    return measure(naive.against, naive.models[-1], promise=naive.promise, text=text.held_out, dtypes=("float32",))
