@@ -5,7 +5,8 @@ A test holds this list to the registry: every option that is registered is here,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 __all__ = ["OPTIONS", "Option", "spelled"]
 
@@ -14,7 +15,8 @@ __all__ = ["OPTIONS", "Option", "spelled"]
 class Option:
     """An option of the registry as the command line has it.
 
-    name: as in Python and recipes. group: the heading that it stands under. flag: it takes no value.
+    name: as in Python and recipes. group: the heading that it stands under. flag: it takes no value. settings: what a
+    recipe's step may set beside it, and the type of each.
     """
 
     name: str
@@ -22,6 +24,7 @@ class Option:
     help: str
     metavar: str = ""
     flag: bool = False
+    settings: Mapping[str, type] = field(default_factory=dict)
 
     @property
     def spelled(self) -> str:
@@ -50,7 +53,13 @@ OPTIONS: tuple[Option, ...] = (
     Option("rotary_dim", POSITIONS, "Dimensions of a head that RoPE turns.", "N"),
     Option("rope_pairs", POSITIONS, "Which dimensions turn together.", "halves|adjacent"),
     Option("context", POSITIONS, "Length of the position table, or of the context.", "N"),
-    Option("mlp", FEED_FORWARD, "moe:8x2: 8 experts, 2 of them a token.", "gated|plain|moe:ExK|dense"),
+    Option(
+        "mlp",
+        FEED_FORWARD,
+        "moe:8x2: 8 experts, 2 of them a token.",
+        "gated|plain|moe:ExK|dense",
+        settings={"seed": int, "drop_zero_bias": bool},
+    ),
     Option("activation", FEED_FORWARD, "Rescaled so that it is as near as can be.", "silu|gelu|relu|…"),
     Option("intermediate", FEED_FORWARD, "Width of the feed-forward.", "N"),
     Option("vocab", VOCABULARY, "How many tokens, or which.", "N|multiple:64|prune:FILE"),

@@ -64,6 +64,7 @@ MOST_BYTES = 10**6
 """A larger file is no recipe."""
 
 HEAD_KEYS = ("name", "description", "as", "step")
+CALIBRATION = {"text": str, "sha256": str, "tokens": int}
 STEP_KEYS = ("blocks", "approximate", "settings", "comment")
 
 
@@ -261,9 +262,15 @@ def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
         wrong = [key for key, kind in kinds.items() if key in data and not isinstance(data[key], kind)]
         if wrong:
             raise InvalidInput(f"{where}: {wrong[0]} is not what gptkit writes")
+        drawn = data.get("calibration", {})
+        if any(type(drawn[key]) is not kind for key, kind in CALIBRATION.items() if key in drawn):
+            raise InvalidInput(f"{where}: calibration is not what gptkit writes")
         more = {key: data[key] for key in kinds if key in data}
     named = data.get("name", "") or ("" if written else name)
     return Recipe(named, data.get("description", ""), tuple(steps), where, tuple(comments), data.get("as"), **more)
+
+
+WORDS = {str: "text", bool: "true or false", dict: "a table", int: "a whole number"}
 
 
 def _flag(option: str) -> bool:
@@ -292,8 +299,15 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
     found = {name: table.get(name, default) for name, _, default in checks}
     for name, kind, _ in checks:
         if name in table and not isinstance(table[name], kind):
-            words = {str: "text", bool: "true or false", dict: "a table"}
-            raise InvalidInput(f"{where}: {name} is to be {words[kind]}, not {table[name]!r:.40}")
+            raise InvalidInput(f"{where}: {name} is to be {WORDS[kind]}, not {table[name]!r:.40}")
+    allowed = next(each.settings for each in OPTIONS if each.name == option)
+    for name, setting in found["settings"].items():
+        if name not in allowed:
+            raise InvalidInput(
+                f"{where}: {key} has no setting {name!r}", f"known: {', '.join(allowed)}" if allowed else None
+            )
+        if type(setting) is not allowed[name]:
+            raise InvalidInput(f"{where}: the setting {name} is to be {WORDS[allowed[name]]}, not {setting!r:.40}")
     value = _value(table[key], _flag(option), f"{where}: {key}")
     return Step(option, value, found["blocks"], found["approximate"], found["settings"])
 

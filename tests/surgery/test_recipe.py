@@ -64,16 +64,20 @@ blocks = "0-1"
 
 def test_a_recipe_is_read(tmp_path: Path) -> None:
     text = (
-        'description = "d"\n[[step]]\nhead-dim = 8\napproximate = true\nsettings = { seed = 3 }\n[[step]]\ntie = true\n'
+        'description = "d"\n[[step]]\nhead-dim = 8\napproximate = true\n'
+        '[[step]]\nmlp = "moe:4x2"\nsettings = { seed = 3 }\n[[step]]\ntie = true\n'
     )
     recipe = read_recipe(written(tmp_path, text))
-    first, second = recipe.steps
-    assert first == Step("head_dim", "8", None, True, {"seed": 3})
-    assert second == Step("tie", "")
+    assert recipe.steps == (
+        Step("head_dim", "8", None, True),
+        Step("mlp", "moe:4x2", settings={"seed": 3}),
+        Step("tie", ""),
+    )
     assert (recipe.name, recipe.description) == ("my", "d")
     assert recipe.labels()[1] == f"{tmp_path / 'my.toml'}, step 2"
     assert [step_json(step) for step in recipe.steps] == [
-        {"head_dim": "8", "approximate": True, "settings": {"seed": 3}},
+        {"head_dim": "8", "approximate": True},
+        {"mlp": "moe:4x2", "settings": {"seed": 3}},
         {"tie": True},
     ]
 
@@ -93,6 +97,9 @@ def test_a_recipe_is_read(tmp_path: Path) -> None:
         ("[[step]]\nnorm='rmsnorm'\nblocks=3", "step 1: blocks is to be text, not 3"),
         ("[[step]]\nnorm='rmsnorm'\napproximate='yes'", "step 1: approximate is to be true or false"),
         ("[[step]]\nnorm='rmsnorm'\nsettings=1", "step 1: settings is to be a table"),
+        ("[[step]]\nnorm='rmsnorm'\nsettings={seed=1}", "step 1: norm has no setting 'seed'"),
+        ("[[step]]\nmlp='moe:4x2'\nsettings={sed=1}", "mlp has no setting 'sed'\nknown: seed, drop_zero_bias"),
+        ("[[step]]\nmlp='moe:4x2'\nsettings={seed=true}", "the setting seed is to be a whole number, not True"),
         ("[[step]]\nnorm=true", "step 1: norm is to be text or a whole number, not True"),
         ("[[step]]\nnorm=1.5", "norm is to be text or a whole number"),
         ("[[step]]\nnorm=''", "norm is to be text or a whole number"),
@@ -101,6 +108,7 @@ def test_a_recipe_is_read(tmp_path: Path) -> None:
         ("[[step]\n", "no TOML: "),
         ("[[step]]\nnorm='a'\nnorm='b'", "no TOML: "),
         ("sources = 3\n[[step]]\nnorm='rmsnorm'", "sources is not what gptkit writes"),
+        ("[sources]\n[calibration]\ntokens='x'\n[[step]]\nnorm='rmsnorm'", "calibration is not what gptkit writes"),
     ],
 )
 def test_what_is_no_recipe(text: str, words: str, hf: Path, tmp_path: Path) -> None:
