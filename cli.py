@@ -372,6 +372,7 @@ def with_swaps(function: F) -> F:
     signature = inspect.signature(function, eval_str=True)
     parameters = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
     for each in OPTIONS:
+        kind: Any
         kind, default = (bool, False) if each.flag else (str | None, None)
         option = typer.Option(each.spelled, help=each.help, metavar=each.metavar or None, rich_help_panel=each.group)
         annotation = Annotated[kind, option]

@@ -351,7 +351,7 @@ def swap_lines(result: SwapResult) -> list[str]:
     naive = result.naive
     if naive is not None and naive.perplexity is not None and naive.kl_text is not None:
         lines.append(
-            f"plain form  perplexity {naive.perplexity[1]:,.2f}, KL {number(naive.kl_text)}: what it would be, not fitted"
+            f"plain form  perplexity {naive.perplexity[1]:,.2f}, KL {number(naive.kl_text)}: the same, not fitted"
         )
     for note in found.notes:
         lines += wrap(note, indent=12, width=80)

@@ -230,7 +230,7 @@ def steps_table(result: SwapResult) -> Table:
     models = result.chain.models
     for index, (step, swapped) in enumerate(zip(result.chain.steps, result.chain.swapped, strict=True)):
         before, after = count(models[index].spec).total, count(models[index + 1].spec).total
-        cells = [str(index + 1), Text(str(step)), Text(swapped.guarantee), change(before, after)]
+        cells: list[str | Text] = [str(index + 1), Text(str(step)), Text(swapped.guarantee), change(before, after)]
         if measured:
             one = measured[index]
             kl, top1 = (

@@ -27,6 +27,7 @@ from ..modules.attention import AttentionModule
 from ..modules.context import Context
 from ..modules.decoder import BlockModule
 from ..modules.feed_forward import MixtureOfExpertsModule
+from ..modules.layers import Linear
 from ..modules.positions import apply_rotary, inverse_frequencies
 from ..spec import ALiBi, Attention, LatentAttention, Rotary
 from .base import Model, Wide
@@ -228,6 +229,7 @@ def refit_down(
     output, seen = run_block(block, student, context, [DOWN])
     inner, made = seen[DOWN]
     linear = block.feed_forward.down_proj
+    assert isinstance(linear, Linear)
     wanted = teacher_output - (output - made)
     if linear.bias is not None:
         wanted = wanted - linear.bias.detach()
@@ -247,7 +249,7 @@ def patterns(attention: AttentionModule, x: Tensor, context: Context) -> tuple[T
     """An attention's scores q·k · scale without biases of positions, and its weights: (B, H, T, T) each."""
     spec = attention.spec
     q, k = (
-        each.unflatten(-1, (-1, spec.head_dim)) for each in (attention.q_proj(x), attention.k_proj(x))
+        torch.unflatten(each, -1, (-1, spec.head_dim)) for each in (attention.q_proj(x), attention.k_proj(x))
     )  # (B, T, heads, d)
     q = q if attention.q_norm is None else attention.q_norm(q)
     k = k if attention.k_norm is None else attention.k_norm(k)
@@ -312,13 +314,13 @@ def by_head(attention: AttentionModule) -> Heads:
     """The projections by head, in fp64."""
     spec = attention.spec
 
-    def heads(linear: torch.nn.Module) -> Tensor:
-        weight: Tensor = linear.weight.detach().double()  # type: ignore[union-attr, operator]
-        if spec.qkv_bias:
-            weight = augment(weight, linear.bias.detach().double())  # type: ignore[union-attr, operator]
-        return weight.unflatten(0, (-1, spec.head_dim))
+    def heads(linear: Linear) -> Tensor:
+        weight: Tensor = linear.weight.detach().double()
+        if linear.bias is not None:
+            weight = augment(weight, linear.bias.detach().double())
+        return torch.unflatten(weight, 0, (-1, spec.head_dim))
 
-    outputs = attention.o_proj.weight.detach().double().unflatten(1, (spec.heads, -1)).transpose(0, 1)
+    outputs = torch.unflatten(attention.o_proj.weight.detach().double(), 1, (spec.heads, -1)).transpose(0, 1)
     return Heads(heads(attention.q_proj), heads(attention.k_proj), heads(attention.v_proj), outputs, spec.qkv_bias)
 
 

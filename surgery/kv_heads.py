@@ -49,7 +49,8 @@ def mean_of_groups(tensor: Wide, own: int, new: int, heads: int, head_dim: int) 
     """Rows of `own` heads -> `new` heads: the mean over the query heads of a group (Ainslie et al., section 2.1)."""
     every = repeated_heads(tensor, heads // own, head_dim)  # one a query head, so that groups need not divide the old
     grouped = every.reshape(new, heads // new, head_dim, *tensor.shape[1:])
-    return grouped.mean(axis=1).reshape(-1, *tensor.shape[1:])
+    result: Wide = grouped.mean(axis=1).reshape(-1, *tensor.shape[1:])
+    return result
 
 
 def possible(attention: Attention) -> list[int]:
@@ -175,7 +176,8 @@ def fit(model: Model, changed: dict[int, Attention], merged: Sequence[int], aske
 
     names = [f"{which}_proj.{part}" for which in "qkv" for part in ("weight", "bias")]
     refitted = [f"blocks.{layer}.feed_forward.down_proj.weight" for layer in merged]
-    return {name: waiting(name) for name in refitted if name in names_of(model.spec)} | {
+    tensors: dict[str, Tensor] = {name: waiting(name) for name in refitted if name in names_of(model.spec)}
+    return tensors | {
         f"blocks.{layer}.attention.{name}": waiting(f"blocks.{layer}.attention.{name}")
         for layer in merged
         for name in (*names, "o_proj.weight")

@@ -116,7 +116,7 @@ def _mixed(block: BlockModule, x: Tensor, context: Context) -> Tensor:
         attention(x, context)
     finally:
         hook.remove()
-    return seen[0].unflatten(-1, (attention.spec.heads, -1)).transpose(1, 2)
+    return torch.unflatten(seen[0], -1, (attention.spec.heads, -1)).transpose(1, 2)
 
 
 def _assembled(

@@ -52,9 +52,9 @@ def quantise(model: Model, asked: Asked) -> Swapped:
     size = asked.number("inputs a group") if group else None
     names = linears(model.spec, asked.chosen(model.spec))
     shapes = {parameter.name: parameter.shape for parameter in model.spec.parameters()}
-    for each in names if size is not None else ():
+    for each in names:
         inputs = shapes[each][1]
-        if inputs % size:
+        if size is not None and inputs % size:
             fits = [n for n in (16, 32, 64, 128, 256, inputs) if inputs % n == 0]
             raise SwapRefused(
                 f"{each} has {inputs} inputs, which groups of {size} do not share out",

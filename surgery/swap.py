@@ -161,7 +161,8 @@ def swap(
     stored = done.stored
     records = [{**each.summary, "dtype": HF_NAMES[stored], "gptkit": __version__} for each in done.swapped]
     plan = _plan(source, done, records, "local" if architecture is None else f"hf:{architecture.name}")
-    found, each, naive = None, (), None
+    found, naive = None, None
+    each: tuple[Measurement, ...] = ()
     if not dry_run:
         carried = replace(carried, sources=hashes([*source.files, *described(source.path)]))
         with Staging(Path(out), force) as staging:
@@ -201,7 +202,7 @@ def _plan(source: Checkpoint, done: Chain, records: Sequence[Mapping[str, Any]],
     # What is stored wide is computed in fp32 at least: a bf16 model would round the exactness away.
     wide = any(done.computed(name) for name in dtypes) and done.guarantee == "exact"
     compute = widest([source.dtype, "F32"]) if wide else source.dtype
-    origin = replace(source.origin, history=(*source.origin.history, *records))
+    origin = replace(source.origin, history=(*source.origin.history, *(dict(each) for each in records)))
     if not done.texts:
         return plan_output(done.spec, origin, to, dtypes, compute, source.folder, texts=source.texts)
     texts = {path.name: path.read_bytes() for path in token_files(source.folder)} | dict(source.texts)
