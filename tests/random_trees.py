@@ -1,0 +1,365 @@
+"""Random trees with weights, and random chains of exact swaps on them.
+
+Everything is drawn through `choose`, one of several things: hypothesis shrinks what it draws, and a seeded generator
+draws without it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from families import CONFIGS, spec_of
+from tokenizers import Tokenizer, models
+from trees import TREES
+from weights import Weights
+
+from gptkit.analysis.parameters import count
+from gptkit.converter.checkpoint import Checkpoint, open_checkpoint
+from gptkit.converter.convert import plan_output
+from gptkit.converter.dtypes import from_float64
+from gptkit.converter.publish import Staging
+from gptkit.converter.tree import Origin
+from gptkit.converter.write import execute
+from gptkit.errors import SwapRefused, UsageError
+from gptkit.spec import ModelSpec, without_rounding
+from gptkit.surgery.base import Model, Stored, Swapped, SwappedModel
+from gptkit.surgery.listing import values_of
+from gptkit.surgery.registry import Asked, Step, Swap, all_swaps, apply, layers_in, swap_for
+
+T = TypeVar("T")
+Choose = Callable[[Sequence[Any]], Any]
+Arrays = dict[str, np.ndarray]
+
+LARGEST = 300_000
+"""Parameters of a tree in a chain: four swaps that double something are still quick."""
+
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+LAYERS, HEADS = ("n_layer", "num_hidden_layers"), ("n_head", "num_attention_heads")
+HIDDEN = ("n_embd", "n_embed", "hidden_size")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+WIDTHS = ("intermediate_size", "ffn_hidden_size")
+
+
+def resized(config: Mapping[str, Any], choose: Choose) -> dict[str, Any]:
+    """A config of any family in other sizes, under whichever names it has them."""
+    found = dict(config)
+    name = {names: next((n for n in names if n in config), "") for names in (LAYERS, HEADS, HIDDEN, KV_HEADS, WIDTHS)}
+    own = config[name[HIDDEN]] // config[name[HEADS]]
+    head_dim = own if "longrope" in str(config.get("rope_scaling")) else choose((4, 6, 8, 10))
+    kv_heads, group = choose((1, 2, 3)), choose((1, 2, 3))
+    if config.get(name[KV_HEADS]):
+        found[name[KV_HEADS]] = kv_heads
+    found[name[HEADS]] = kv_heads * group
+    found[name[HIDDEN]] = kv_heads * group * head_dim
+    if config.get("head_dim"):
+        found["head_dim"], found[name[HIDDEN]] = head_dim, choose((18, 24, 29))
+    if "layer_types" not in config:
+        found[name[LAYERS]] = choose((1, 2, 3))
+    if name[WIDTHS]:
+        found[name[WIDTHS]] = choose((8, 20, 30, 33))
+    return {**found, "vocab_size": choose((41, 64, 97))}
+
+
+def drawn_spec(choose: Choose) -> ModelSpec:
+    """The tree of a family's config in random sizes, or one that no family has."""
+    name = choose((*CONFIGS, *TREES))
+    return TREES[name] if name in TREES else spec_of(resized(CONFIGS[name], choose))
+
+
+def prepared(model: Weights, choose: Choose) -> Weights:
+    """Sometimes the tree after a swap that is not exact, such as no family has: a GPT-2 with ALiBi, say."""
+    if not choose((False, True)):
+        return model
+    found = [
+        (f"{step}", swapped)
+        for step, swapped in possible(model, steps_for(model.spec), lambda each: each.guarantee != "exact")
+        if swapped.spec != model.spec
+    ]
+    if not found:
+        return model
+    chosen = choose([name for name, _ in found])
+    after = SwappedModel(model, dict(found)[chosen])
+    return Weights(after.spec, {each.name: np.array(after.wide(each.name)) for each in after.spec.parameters()})
+
+
+# --- what training may leave in weights, and exactness may hang on ----------------------------------------------------
+
+
+def no_biases(spec: ModelSpec, weights: Arrays, choose: Choose) -> None:
+    """Some kinds of bias are zero in every layer."""
+    kinds = sorted({".".join(name.split(".")[-2:]) for name in weights if name.endswith(".bias")})
+    for kind in kinds:
+        if choose((False, True)):
+            for name in weights:
+                if name.endswith(kind):
+                    weights[name][...] = 0
+
+
+def silent(spec: ModelSpec, weights: Arrays, choose: Choose) -> None:
+    """Attention or the feed-forward of every layer, or of one, adds nothing."""
+    part = choose(("o_proj.", "down_proj."))
+    layer = choose(("", *(f"blocks.{layer}." for layer in range(len(spec.blocks)))))
+    for name in weights:
+        if part in name and name.startswith(layer):
+            weights[name][...] = 0
+
+
+def one_table(spec: ModelSpec, weights: Arrays, choose: Choose) -> None:
+    """A head of its own has the values of the embedding."""
+    if "head.weight" in weights:
+        weights["head.weight"][...] = weights["embedding.weight"]
+        if "head.bias" in weights:
+            weights["head.bias"][...] = 0
+
+
+def no_positions(spec: ModelSpec, weights: Arrays, choose: Choose) -> None:
+    """The table of positions is zero."""
+    if "positions.weight" in weights:
+        weights["positions.weight"][...] = 0
+
+
+def alike_heads(spec: ModelSpec, weights: Arrays, choose: Choose) -> None:
+    """The key-value heads are all the first one."""
+    for layer, block in enumerate(spec.blocks):
+        heads = getattr(block.attention, "kv_heads", 1)
+        for name, array in weights.items():
+            if name.startswith(f"blocks.{layer}.attention.") and name.split(".")[3] in ("k_proj", "v_proj"):
+                part = array.reshape(heads, -1, *array.shape[1:])
+                part[...] = part[:1]
+
+
+def dead_heads(spec: ModelSpec, weights: Arrays, choose: Choose) -> None:
+    """Nothing comes out of the last query head of each key-value head."""
+    for layer, block in enumerate(spec.blocks):
+        attention = block.attention
+        output = weights[f"blocks.{layer}.attention.o_proj.weight"]
+        kv_heads = getattr(attention, "kv_heads", 1)
+        output.reshape(len(output), kv_heads, attention.heads // kv_heads, -1)[:, :, -1] = 0
+
+
+def dead_dims(spec: ModelSpec, weights: Arrays, choose: Choose) -> None:
+    """The slowest rotary pairs of queries are zero, and so are the values' elements at their places."""
+    for layer, block in enumerate(spec.blocks):
+        head_dim, rotary = getattr(block.attention, "head_dim", 0), getattr(block.attention, "position", None)
+        for part in ("q_proj", "q_norm", "v_proj") if head_dim else ():
+            for name, array in weights.items():
+                if name.startswith(f"blocks.{layer}.attention.{part}."):
+                    heads = array.reshape(-1, head_dim, *array.shape[1:])
+                    halves = getattr(rotary, "pairs", "halves") == "halves" and part != "v_proj"
+                    dim = getattr(rotary, "dim", head_dim)
+                    heads[:, [dim // 2 - 1, dim - 1] if halves else [dim - 2, dim - 1]] = 0
+
+
+def dead_units(spec: ModelSpec, weights: Arrays, choose: Choose) -> None:
+    """Nothing comes out of a third of each feed-forward's units."""
+    for name, array in weights.items():
+        if name.endswith("down_proj.weight"):
+            array[:, ::3] = 0
+
+
+def alike_experts(spec: ModelSpec, weights: Arrays, choose: Choose) -> None:
+    """The experts of each layer are all the first one."""
+    for name, array in weights.items():
+        before, experts, after = name.partition(".experts.")
+        if experts:
+            array[...] = weights[f"{before}.experts.0.{after.partition('.')[2]}"]
+
+
+def alike_norms(spec: ModelSpec, weights: Arrays, choose: Choose) -> None:
+    """The feed-forward's norm is the attention's."""
+    for name, array in weights.items():
+        other = name.replace("feed_forward_norm", "attention_norm")
+        if ".feed_forward_norm." in name and weights[other].shape == array.shape:
+            array[...] = weights[other]
+
+
+def constant_factor(spec: ModelSpec, weights: Arrays, choose: Choose) -> None:
+    """What the gate is multiplied by is the same for every input, where it has a bias."""
+    for name, array in weights.items():
+        others = {name.replace("weight", "bias"), name.replace("up_proj", "gate_proj")}
+        if name.endswith("up_proj.weight") and others <= set(weights):
+            array[...] = 0
+
+
+STATES: tuple[Callable[[ModelSpec, Arrays, Choose], None], ...] = (
+    no_biases,
+    silent,
+    one_table,
+    no_positions,
+    alike_heads,
+    dead_heads,
+    dead_dims,
+    dead_units,
+    alike_experts,
+    alike_norms,
+    constant_factor,
+)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def tokenizer(size: int) -> bytes:
+    """Of characters, and of pairs of them."""
+    letters = "abcdefghijklmnop"
+    merges = [(a, b) for a in letters for b in letters][: size - len(letters)]
+    tokens = [*letters, *(a + b for a, b in merges)]
+    text: str = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges)).to_str()
+    return text.encode()
+
+
+def drawn_source(choose: Choose, folder: Path) -> Path:
+    """A random tree with random weights in gptkit's own format; beside it lists of tokens, for pruning."""
+    model = prepared(Weights(drawn_spec(choose)), choose)
+    for _ in range(choose((0, 1, 2))):
+        choose(STATES)(model.spec, model.values, choose)
+    dtype = choose(("F32", "BF16"))
+    texts = {"tokenizer.json": tokenizer(model.spec.vocab_size)} if choose((False, True)) else {}
+    source = folder / "source"
+    write(model.spec, model.values, dtype, source, texts)
+    (folder / "tokens.txt").write_text("a\n")
+    (folder / "text.txt").write_text("abadabaeac")
+    return source
+
+
+def write(spec: ModelSpec, weights: Arrays, dtype: str, folder: Path, texts: Mapping[str, bytes]) -> None:
+    """A tree in gptkit's own format."""
+    names = [parameter.name for parameter in spec.parameters()]
+    plan = plan_output(spec, Origin(), "local", dict.fromkeys(names, dtype), dtype, None, texts=texts)
+    with Staging(folder, False) as staging:
+        files = execute(plan, ((name, from_float64(weights[name], dtype), dtype) for name in names), staging)
+        staging.commit({"format": "local"}, files=files)
+
+
+# --- chains -----------------------------------------------------------------------------------------------------------
+
+MORE: dict[tuple[str, str], Callable[[ModelSpec, Path], Sequence[str]]] = {
+    ("vocab", "prune:FILE"): lambda spec, folder: (f"prune:{folder / 'tokens.txt'}",),
+    ("vocab", "prune-text:FILE"): lambda spec, folder: (f"prune-text:{folder / 'text.txt'}",),
+    ("vocab", "N"): lambda spec, folder: (str(spec.vocab_size - 3),),
+    ("position", "learned:LENGTH"): lambda spec, folder: ("learned:40",),
+    ("block", "parallel:shared"): lambda spec, folder: ("parallel:shared",),
+    ("mlp", "moe:ExK:split"): lambda spec, folder: ("moe:3x3:split",),
+    ("mlp", "moe:ExK"): lambda spec, folder: ("moe:3x1",),
+    ("rotary_dim", "N"): lambda spec, folder: tuple(f"{n}:slowest" for n in (2, 4, 6, 8)),
+    ("drop", "BIASES"): lambda spec, folder: ("biases",),
+    ("activation", "gelu_bloom"): lambda spec, folder: ("gelu_bloom",),
+    ("heads", "N"): lambda spec, folder: (str(2 * spec.blocks[0].attention.heads),),
+    ("intermediate", "N"): lambda spec, folder: (str(spec.blocks[0].feed_forward.intermediate_size * 2 // 3),),
+}
+"""Values that are worth trying on these trees beside a swap's own examples."""
+
+
+def steps_for(spec: ModelSpec, folder: Path | None = None, blocks: str | None = None) -> Iterator[Step]:
+    """Everything that may be asked for on a tree."""
+    for swap in all_swaps():
+        more = MORE.get((swap.option, swap.form)) if folder is not None else None
+        values = [*values_of(swap, spec), *(more(spec, folder) if more is not None and folder is not None else ())]
+        for value in dict.fromkeys(values):
+            if swap_for(swap.option, value) is swap:
+                yield Step(swap.option, value)
+                if blocks is not None and swap.by_layer:
+                    yield Step(swap.option, value, blocks)
+
+
+def possible(
+    model: Model,
+    steps: Iterator[Step] | Sequence[Step],
+    wanted: Callable[[Swapped], bool],
+    **given: Any,
+) -> Iterator[tuple[Step, Swapped]]:
+    """Those that are not refused, do not need a text, and are as wanted."""
+    for step in steps:
+        try:
+            swapped = apply(model, step, **given)
+        except (SwapRefused, UsageError):
+            continue
+        if wanted(swapped) and count(swapped.spec).total <= LARGEST:
+            yield step, swapped
+
+
+@dataclass
+class Chain:
+    """Exact swaps one after the other on the files of a tree; what else could have been drawn is noted in `reached`."""
+
+    source: Checkpoint
+    folder: Path
+    steps: list[Step] = field(default_factory=list)
+    swapped: list[Swapped] = field(default_factory=list)
+    models: list[Model] = field(default_factory=list)
+    reached: set[Swap] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.models.append(Stored(self.source))
+
+    @property
+    def moves(self) -> bool:
+        """Whether no step computes anything."""
+        last = self.models[-1]
+        return not any(isinstance(last, SwappedModel) and last.computed(each.name) for each in last.spec.parameters())
+
+    def backwards(self) -> list[Step]:
+        """What undoes the last steps, the last one first: as many as have an inverse, as long as the inverses of those
+        after them give back the very tree that they had left. (An inverse gives back the function; of a stream that
+        has become wider for a norm it may leave the width.)
+        """
+        found: list[Step] = []
+        here = self.models[-1]
+        for step, before, left in reversed(list(zip(self.steps, self.models[:-1], self.models[1:], strict=True))):
+            undo = inverse(step, before.spec)
+            if undo is None or without_rounding(here.spec) != without_rounding(left.spec):
+                break
+            found.append(undo)
+            here = SwappedModel(here, apply(here, undo, **self.given))
+        return found
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What swaps may draw on: the tokenizer's files as the steps left them."""
+        texts = dict(self.source.texts)
+        for each in self.swapped:
+            texts |= {name: text for name, text in each.texts.items() if text is not None}
+        return {"files": self.source.folder, "texts": texts}
+
+    def candidates(self, blocks: str | None) -> dict[str, tuple[Step, Swapped]]:
+        """Every exact swap that there is on the last tree: those that undo earlier ones too."""
+        model = self.models[-1]
+        undone = [inverse(step, before.spec) for step, before in zip(self.steps, self.models, strict=False)]
+        steps = [*steps_for(model.spec, self.folder, blocks), *(step for step in undone if step is not None)]
+        exact = possible(model, steps, lambda each: each.guarantee == "exact" and each.against is None, **self.given)
+        found = {f"{step} {dict(step.settings)}": (step, swapped) for step, swapped in exact}
+        self.reached |= {swap_for(step.option, step.value) for step, _ in found.values()}
+        return found
+
+    def draw(self, choose: Choose) -> bool:
+        """One more step; options are as likely as one another, however many values they have. False: there is none."""
+        layers = len(self.models[-1].spec.blocks)
+        found = self.candidates(choose((None, "0", f"{layers - 1}", f"{layers // 2}-")))
+        if not found:
+            return False
+        option = choose(sorted({step.option for step, _ in found.values()}))
+        step, swapped = found[choose([name for name, (step, _) in found.items() if step.option == option])]
+        self.steps.append(step)
+        self.swapped.append(swapped)
+        self.models.append(SwappedModel(self.models[-1], swapped))
+        return True
+
+
+def drawn_chain(choose: Choose, folder: Path, longest: int = 4) -> Chain:
+    """A random chain on a random tree, written to `folder`."""
+    chain = Chain(open_checkpoint(drawn_source(choose, folder)), folder)
+    for _ in range(choose(range(1, longest + 1))):
+        if not chain.draw(choose):
+            break
+    return chain
+
+
+def inverse(step: Step, before: ModelSpec) -> Step | None:
+    """What undoes a step on a tree."""
+    argument = step.value.partition(":")[2] if ":" in step.value else None
+    layers = None if step.blocks is None else layers_in(step.blocks, len(before.blocks))
+    asked = Asked(step.value, argument, layers, step.approximate, step.settings)
+    return swap_for(step.option, step.value).inverse(before, asked)
