@@ -328,7 +328,7 @@ def entry(new: Activation, form: str, apply: Callable[..., Swapped], needs: str)
         form=form,
         takes="feed-forward's activation",
         gives=new + {"2": ", two units for one", "fit": ", slope fitted"}.get(form.partition(":")[2], ""),
-        guarantee="exact" if plain and new != "gelu_bloom" else "approximate",
+        guarantee=("retrained" if new == "relu" else "exact") if plain else "approximate",
         needs=needs,
         source="Hendrycks & Gimpel 1606.08415 (1.702); derived for gptkit; ReLU: 2310.04564",
         apply=partial(apply, new),
