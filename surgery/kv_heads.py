@@ -18,7 +18,7 @@ from ..errors import SwapRefused, UsageError
 from ..spec import Attention, ModelSpec
 from .base import Computed, Guarantee, Model, Moved, Swapped, Tensor, Wide
 from .calibration import Scratch
-from .folds import with_attention
+from .layerwise import with_attention
 from .registry import Asked, Step, Swap
 
 __all__ = ["SWAPS", "mean_of_groups", "repeated_heads"]
@@ -95,7 +95,9 @@ def equal_in_groups(model: Model, path: str, attention: Attention, wanted: int) 
     for name in projections(attention):
         tensor, _ = model.raw(f"{path}.{name}")
         heads = tensor.reshape(wanted, group, -1)
-        if not (heads == heads[:, :1]).all():
+        equal = bool((heads == heads[:, :1]).all())
+        model.release()
+        if not equal:
             return False
     return True
 
@@ -171,14 +173,11 @@ def fit(model: Model, changed: dict[int, Attention], merged: Sequence[int], aske
     chosen = {layer: changed[layer] for layer in merged}
     scratch = Scratch(lambda: fitted_layers(model, chosen, calibration))
 
-    def waiting(name: str) -> Computed:
-        return Computed(lambda _: scratch[name])
-
     names = [f"{which}_proj.{part}" for which in "qkv" for part in ("weight", "bias")]
     refitted = [f"blocks.{layer}.feed_forward.down_proj.weight" for layer in merged]
-    tensors: dict[str, Tensor] = {name: waiting(name) for name in refitted if name in names_of(model.spec)}
+    tensors: dict[str, Tensor] = {name: scratch.waiting(name) for name in refitted if name in names_of(model.spec)}
     return tensors | {
-        f"blocks.{layer}.attention.{name}": waiting(f"blocks.{layer}.attention.{name}")
+        f"blocks.{layer}.attention.{name}": scratch.waiting(f"blocks.{layer}.attention.{name}")
         for layer in merged
         for name in (*names, "o_proj.weight")
         if changed[layer].qkv_bias or not name.endswith("bias")
