@@ -28,7 +28,8 @@ from ..modules.layers import ACTIVATIONS
 from ..spec import Activation, FeedForward, GatedFeedForward, MixtureOfExperts, ModelSpec
 from .base import Computed, Guarantee, Model, Moved, Swapped, Tensor, Wide, weakest
 from .calibration import Calibration, Layer, Scratch
-from .mlp import blocks_text, chosen_layers, dense_of, in_words, paths, with_dense
+from .layerwise import blocks_text, chosen_layers, in_words
+from .mlp import dense_of, paths, with_dense
 from .registry import Asked, Step, Swap
 from .regression import best_slope
 

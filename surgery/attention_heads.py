@@ -25,7 +25,7 @@ import torch
 from ..errors import SwapRefused
 from ..modules.positions import alibi_slopes
 from ..spec import ALiBi, Attention, LatentAttention, ModelSpec
-from .base import Computed, Model, Swapped, Tensor, Wide
+from .base import Model, Swapped, Tensor, Wide
 from .calibration import Calibration, Scratch
 from .gather import Index, by_head, gather, taken
 from .registry import Asked, Step, Swap
@@ -125,7 +125,7 @@ def resize_heads(model: Model, asked: Asked) -> Swapped:
         tensors |= {} if choice is None else chosen_heads(path, attention, choice)
         model.release()
     if fitting:
-        tensors |= fitted(spec, fitting, new, text_for(spec, fitting, asked))
+        tensors |= fitted(model, fitting, new, text_for(spec, fitting, asked))
     old = sorted({spec.blocks[layer].attention.heads for layer in layers})
     summary: dict[str, Any] = {"heads": [old[0] if len(old) == 1 else old, new]}
     return Swapped(replace(spec, blocks=tuple(blocks)), "exact" if exact else "approximate", tensors, summary)
@@ -381,25 +381,16 @@ def with_bias(heads: Index, size: int, columns: int) -> Index:
 
 
 def fitted(
-    spec: ModelSpec, fitting: Mapping[int, tuple[int, Sequence[Index]]], new: int, calibration: Calibration
+    model: Model, fitting: Mapping[int, tuple[int, Sequence[Index]]], new: int, calibration: Calibration
 ) -> dict[str, Tensor]:
     """Tensors that wait for the text to have run through the model, once for all of them."""
-    scratch: list[Scratch] = []
-
-    def of(name: str) -> Computed:
-        def make(model: Model) -> Wide:
-            if not scratch:
-                scratch.append(Scratch(lambda: fit(model, fitting, new, calibration)))
-            return scratch[0][name]
-
-        return Computed(make)
-
+    scratch = Scratch(lambda: fit(model, fitting, new, calibration))
     names = []
     for layer in fitting:
-        path, attention = f"blocks.{layer}.attention", spec.blocks[layer].attention
+        path, attention = f"blocks.{layer}.attention", model.spec.blocks[layer].attention
         names += [part.name for part in parts(path, attention)]
         names += [f"{path}.o_proj.bias"] if attention.output_bias else []
-    return {name: of(name) for name in names}
+    return {name: scratch.waiting(name) for name in names}
 
 
 def fit(

@@ -26,7 +26,7 @@ from ..errors import InvalidInput, UsageError
 from ..modules.context import Context
 from ..modules.decoder import BlockModule, EmbeddingModule, PositionsModule
 from ..spec import ModelSpec
-from .base import Model, Promise, Wide
+from .base import Computed, Model, Promise, Wide
 
 __all__ = ["Calibration", "Layer", "Scratch", "Text", "block_of", "embed", "read_text", "walk"]
 
@@ -220,6 +220,10 @@ class Scratch:
         self._fit = fit
         self._folder: Path | None = None
         self._files: dict[str, Path] = {}
+
+    def waiting(self, name: str) -> Computed:
+        """A tensor that is fitted when it is asked for."""
+        return Computed(lambda _: self[name])
 
     def __getitem__(self, name: str) -> Wide:
         if self._folder is None:

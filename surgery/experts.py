@@ -27,7 +27,7 @@ from ..modules.feed_forward import MixtureOfExpertsModule
 from ..spec import Block, FeedForward, GatedFeedForward, MixtureOfExperts, ModelSpec
 from .base import Computed, Filled, Model, Moved, Swapped, Tensor, Wide
 from .calibration import Calibration, Scratch
-from .mlp import blocks_text, chosen_layers, guarantee_of, in_words
+from .layerwise import blocks_text, chosen_layers, guarantee_of, in_words
 from .registry import Asked, Step, Swap
 
 __all__ = ["SWAPS", "experts_alike"]

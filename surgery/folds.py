@@ -18,6 +18,7 @@ import numpy as np
 from ..errors import SwapRefused
 from ..spec import ALiBi, Attention, Block, LayerNorm, ModelSpec, Norm
 from .base import Computed, Filled, Model, Swapped, Tensor, Wide
+from .layerwise import with_attention
 from .norm import shifted
 from .registry import Asked, Step, Swap
 from .stream import head_weight, norms, readers
@@ -46,12 +47,6 @@ def grouped(spec: ModelSpec, layers: tuple[int, ...], what: str) -> dict[int, At
             raise SwapRefused(f"layer {layer} has latent attention, which has no {what}")
         found[layer] = attention
     return found
-
-
-def with_attention(spec: ModelSpec, changed: dict[int, Attention]) -> ModelSpec:
-    """The tree with other attentions in some layers."""
-    blocks = [replace(b, attention=changed[i]) if i in changed else b for i, b in enumerate(spec.blocks)]
-    return replace(spec, blocks=tuple(blocks))
 
 
 # --- the bias of the values -------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..errors import SwapRefused, UsageError
 from ..spec import Attention, Block, LatentAttention, ModelSpec, Rotary
-from .base import Computed, Filled, Model, Moved, Swapped, Tensor
+from .base import Filled, Model, Moved, Swapped, Tensor
 from .calibration import Scratch
 from .registry import Asked, Swap
 
@@ -195,17 +195,12 @@ def to_rank(model: Model, asked: Asked) -> Swapped:
     for parameter in new.parameters():
         inside = parameter.layer in changed and ".attention." in parameter.name
         if inside and not (parameter.name in kept and parameter.name.endswith("o_proj.bias")):
-            tensors[parameter.name] = waiting(scratch, parameter.name)
+            tensors[parameter.name] = scratch.waiting(parameter.name)
         refitted = parameter.layer in changed and parameter.name.endswith(".feed_forward.down_proj.weight")
         if refitted and not asked.approximate:
-            tensors[parameter.name] = waiting(scratch, parameter.name)
+            tensors[parameter.name] = scratch.waiting(parameter.name)
     summary = {"layers": sorted(changed), "rank": rank, "by": "weights alone" if asked.approximate else "regression"}
     return Swapped(new, "approximate", tensors, summary)
-
-
-def waiting(scratch: Scratch, name: str) -> Computed:
-    """A tensor that is fitted when it is asked for."""
-    return Computed(lambda _: scratch[name])
 
 
 def rotary_heads(attention: Attention) -> int:

@@ -19,21 +19,19 @@ import torch
 
 from ..errors import SwapRefused
 from ..spec import Block, FeedForward, GatedFeedForward, MixtureOfExperts, ModelSpec
-from .base import Computed, Filled, Guarantee, Model, Moved, Swapped, Tensor, Wide
+from .base import Computed, Filled, Model, Moved, Swapped, Tensor, Wide
 from .calibration import Calibration, Layer, Scratch
+from .layerwise import blocks_text, chosen_layers, guarantee_of, in_words
 from .registry import Asked, Step, Swap
 from .regression import Moment, ridge
 from .stream import experts
 
-__all__ = ["SWAPS", "chosen_layers", "dense_of", "guarantee_of", "in_words", "is_gated", "paths", "with_dense"]
+__all__ = ["SWAPS", "dense_of", "is_gated", "paths", "with_dense"]
 
 replace = msgspec.structs.replace
 
 STRENGTH = 1e-3
 """Of the ridge that holds the refitted projection to a multiple of the old one."""
-FEW = 4
-"""Layers that a lossy change may be made in, as a share of all: one in so many, or one. A changed layer costs some
-hundredths of a nat, and its neighbours make up for little of it: beyond this the model is to be trained."""
 
 
 # --- walking over feed-forwards, those of experts too -----------------------------------------------------------------
@@ -61,23 +59,6 @@ def paths(spec: ModelSpec, layer: int) -> list[str]:
 def is_gated(block: Block) -> bool:
     """Whether a block's feed-forward, or each of its experts, is gated."""
     return isinstance(dense_of(block), GatedFeedForward)
-
-
-def guarantee_of(changed: int, layers: int) -> Guarantee:
-    """What a lossy change of so many layers, each for itself harmless, leaves of a model."""
-    return "exact" if not changed else "approximate" if changed <= max(1, layers // FEW) else "retrained"
-
-
-def chosen_layers(spec: ModelSpec, asked: Asked) -> list[int]:
-    """The layers that are asked for, each once, in order."""
-    return sorted(set(asked.chosen(spec)))
-
-
-def in_words(layers: list[int]) -> str:
-    """Layers in a message: "layer 3", "layers 0, 1, 2, 3 and 8 others"."""
-    few = layers[:5] if len(layers) > 6 else layers
-    more = f" and {len(layers) - len(few)} others" if len(few) < len(layers) else ""
-    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, few))}{more}"
 
 
 # --- plain -> gated ---------------------------------------------------------------------------------------------------
@@ -142,11 +123,6 @@ def ungate(before: ModelSpec, asked: Asked) -> Step | None:
     return Step("mlp", "plain", blocks_text(asked), settings={} if biased == {True} else {"drop_zero_bias": True})
 
 
-def blocks_text(asked: Asked) -> str | None:
-    """The layers as --blocks has them."""
-    return None if asked.layers is None else ",".join(map(str, asked.layers))
-
-
 # --- gated -> plain ---------------------------------------------------------------------------------------------------
 
 
@@ -174,7 +150,7 @@ def to_plain(model: Model, asked: Asked) -> Swapped:
             if layer not in varying:
                 tensors |= folded_tensors(model, path, old)
             elif refit is not None:
-                tensors[f"{path}.down_proj.weight"] = fitted(refit, f"{path}.down_proj.weight")
+                tensors[f"{path}.down_proj.weight"] = refit.waiting(f"{path}.down_proj.weight")
         blocks[layer] = with_dense(blocks[layer], plain(old, bias))
     new = replace(spec, blocks=tuple(blocks))
     summary = {"from": "gated", "to": "plain", "layers": found, "refitted": varying if refit is not None else []}
@@ -270,11 +246,6 @@ def refit_down(layer: Layer, down: torch.Tensor) -> Wide:
     moment.add(gate, (gate * up) @ down.T)
     result: Wide = ridge(down * share, moment, STRENGTH).numpy()
     return result
-
-
-def fitted(scratch: Scratch, name: str) -> Computed:
-    """A tensor that a fit gives."""
-    return Computed(lambda model: scratch[name])
 
 
 SWAPS = (

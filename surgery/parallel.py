@@ -22,7 +22,8 @@ import numpy as np
 from ..errors import SwapRefused
 from ..spec import Block, ModelSpec
 from .base import Model, Moved, Swapped, Tensor
-from .mlp import blocks_text, chosen_layers, guarantee_of, in_words, paths
+from .layerwise import blocks_text, chosen_layers, guarantee_of, in_words
+from .mlp import paths
 from .registry import Asked, Step, Swap
 
 __all__ = ["SWAPS", "norms_alike", "writes_nothing"]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -23,8 +24,9 @@ from ..errors import SwapRefused, UsageError
 from ..spec import ALiBi, Attention, LatentAttention, LayerNorm, LearnedPositions, ModelSpec, Rotary
 from .base import Computed, Filled, Guarantee, Model, Moved, Promise, Swapped, Tensor, Wide
 from .context_length import CONTEXT
+from .layerwise import blocks_text, with_attention
 from .registry import Asked, Step, Swap
-from .rotation import NEUTRAL, is_neutral, listed, mean_rotation, turned_queries, with_attention
+from .rotation import NEUTRAL, is_neutral, mean_rotation, turned_queries
 
 __all__ = ["SWAPS", "Kind", "kind"]
 
@@ -291,7 +293,7 @@ def back_to_none(before: ModelSpec, asked: Asked) -> Step | None:
         length = before.context_length if asked.argument is None else int(asked.argument)
         if length != before.context_length:
             return None
-    return Step("position", "none", blocks=listed(asked))
+    return Step("position", "none", blocks=blocks_text(asked))
 
 
 def back_to_neutral(before: ModelSpec, asked: Asked) -> Step | None:
@@ -305,7 +307,7 @@ def back_to_neutral(before: ModelSpec, asked: Asked) -> Step | None:
             return None
     if before.positions is not None:
         return None
-    return Step("position", "rope:neutral", blocks=listed(asked))
+    return Step("position", "rope:neutral", blocks=blocks_text(asked))
 
 
 # --- the list ---------------------------------------------------------------------------------------------------------
@@ -324,10 +326,11 @@ def _none_example(spec: ModelSpec) -> Sequence[str]:
     return () if plain else ("none",)
 
 
-def _learned_example(spec: ModelSpec) -> Sequence[str]:
-    if spec.positions is not None:
+def _learned_example(form: str, spec: ModelSpec) -> Sequence[str]:
+    """The form that says a length is for trees that know none."""
+    if spec.positions is not None or (form == "learned") != (spec.context_length is not None):
         return ()
-    return ("learned:64",) if spec.context_length is None else ("learned",)
+    return (form.replace("LENGTH", "64"),)
 
 
 TRAINED = "to be trained, but where nothing told positions apart before either"
@@ -397,7 +400,7 @@ SWAPS: tuple[Swap, ...] = (
             needs=TRAINED,
             source="own",
             apply=to_learned,
-            examples=_learned_example if form == "learned" else lambda spec: (),
+            examples=partial(_learned_example, form),
             inverse=back_to_none,
         )
         for form in ("learned", "learned:LENGTH")

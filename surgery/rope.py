@@ -24,13 +24,13 @@ from ..spec import (
     YarnScaling,
 )
 from .base import Guarantee, Model, Moved, Promise, Swapped, Tensor
+from .layerwise import blocks_text, with_attention
 from .registry import Asked, Step, Swap
 from .rotary_dim import rotary_dim
 from .rotation import (
     Elements,
     Pairs,
     is_neutral,
-    listed,
     original_context,
     pair_elements,
     reordered,
@@ -38,7 +38,6 @@ from .rotation import (
     rotary_layers,
     row_tensors,
     turns_alike,
-    with_attention,
     with_rotary,
 )
 
@@ -213,7 +212,7 @@ def unscaled_context(scaling: RopeScaling | None, context: int) -> int:
 
 def unscale(_before: ModelSpec, asked: Asked) -> Step | None:
     """What undoes dynamic scaling."""
-    return Step("rope_scaling", "none", blocks=listed(asked))
+    return Step("rope_scaling", "none", blocks=blocks_text(asked))
 
 
 # --- how pairs lie ----------------------------------------------------------------------------------------------------
@@ -262,7 +261,7 @@ def pair_orders(
 def other_pairs(before: ModelSpec, asked: Asked) -> Step | None:
     """The way back, where all layers go the same way."""
     found = {rotary.pairs for rotary in rotary_layers(before, asked.chosen(before)).values()}
-    return Step("rope_pairs", found.pop(), blocks=listed(asked)) if len(found) == 1 else None
+    return Step("rope_pairs", found.pop(), blocks=blocks_text(asked)) if len(found) == 1 else None
 
 
 # --- the list ---------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import numpy as np
 from ..errors import SwapRefused, UsageError
 from ..spec import Attention, DynamicScaling, LatentAttention, LinearScaling, LongRopeScaling, Rotary
 from .base import Computed, Model, Moved, Promise, Swapped, Tensor, Wide
+from .layerwise import with_attention
 from .registry import Asked
 from .rotation import (
     Elements,
@@ -26,7 +27,6 @@ from .rotation import (
     require_rotary,
     row_tensors,
     turned_queries,
-    with_attention,
 )
 
 __all__ = ["rotary_dim"]

@@ -32,7 +32,6 @@ __all__ = [
     "amplitude",
     "frequencies",
     "is_neutral",
-    "listed",
     "mean_rotation",
     "original_context",
     "pair_elements",
@@ -43,7 +42,6 @@ __all__ = [
     "turn_rows",
     "turned_queries",
     "turns_alike",
-    "with_attention",
     "with_rotary",
 ]
 
@@ -82,15 +80,6 @@ def require_rotary(spec: ModelSpec, asked: Asked) -> dict[int, Rotary]:
         where = "these layers have" if asked.layers is not None else "this model has"
         raise SwapRefused(f"{where} no rotary positions", "--position rope gives it some, and is to be trained.")
     return found
-
-
-def with_attention(spec: ModelSpec, changed: dict[int, Attention | LatentAttention], **fields: Any) -> ModelSpec:
-    """The tree with some layers' attention exchanged, and other fields of its own."""
-    blocks = tuple(
-        replace(block, attention=changed[layer]) if layer in changed else block
-        for layer, block in enumerate(spec.blocks)
-    )
-    return replace(spec, blocks=blocks, **fields)
 
 
 def frequencies(rotary: Rotary, length: int = 1) -> Wide:
@@ -178,8 +167,3 @@ def _turned(name: str, factors: Array, rotary: Rotary, head_dim: int) -> Callabl
 def with_rotary(spec: ModelSpec, positions: dict[int, Rotary]) -> dict[int, Attention | LatentAttention]:
     """The attention of each layer with other rotary positions."""
     return {layer: replace(spec.blocks[layer].attention, position=each) for layer, each in positions.items()}
-
-
-def listed(asked: Asked) -> str | None:
-    """The layers that are asked for, as --blocks says it."""
-    return None if asked.layers is None else ",".join(map(str, asked.layers))

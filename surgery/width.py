@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import SwapRefused
 from ..spec import FeedForward, GatedFeedForward, MixtureOfExperts, ModelSpec
-from .base import Computed, Model, Swapped, Tensor, Wide
+from .base import Model, Swapped, Tensor, Wide
 from .calibration import Calibration, Layer, Scratch
 from .gather import Index, padded, taken
 from .registry import Asked, Step, Swap
@@ -135,9 +135,8 @@ def narrowed(model: Model, inner: list[Inner], size: int, asked: Asked) -> Swapp
             f"{first.path} has {alive} units in use, and which of them matter least shows on a text alone",
             f"Possible: {alive} or more; --calibrate FILE; --approximate, which goes by the weights.",
         )
-    return Swapped(
-        spec, "approximate", fitted(inner, size, asked.calibration()), {"method": "activations, ridge refit"}
-    )
+    tensors = fitted(model, inner, size, asked.calibration())
+    return Swapped(spec, "approximate", tensors, {"method": "activations, ridge refit"})
 
 
 def dead(model: Model, inner: Inner) -> np.ndarray:
@@ -213,21 +212,12 @@ def least_needed(old: Wide, moments: Wide, units: int, size: int) -> Index:
     return kept
 
 
-def fitted(inner: list[Inner], size: int, calibration: Calibration) -> dict[str, Tensor]:
+def fitted(model: Model, inner: list[Inner], size: int, calibration: Calibration) -> dict[str, Tensor]:
     """Tensors that wait for the text to have run through the model, once for all of them."""
-    scratch: list[Scratch] = []
-
-    def of(name: str) -> Computed:
-        def make(model: Model) -> Wide:
-            if not scratch:
-                scratch.append(Scratch(lambda: fit(model, inner, size, calibration)))
-            return scratch[0][name]
-
-        return Computed(make)
-
+    scratch = Scratch(lambda: fit(model, inner, size, calibration))
     names = [name for each in inner for name in (*each.up, each.down)]
     names += [f"{each.path}.down_proj.bias" for each in inner if each.record.down_bias]
-    return {name: of(name) for name in names}
+    return {name: scratch.waiting(name) for name in names}
 
 
 def fit(model: Model, inner: list[Inner], size: int, calibration: Calibration) -> Iterator[dict[str, Wide]]:
