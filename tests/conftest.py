@@ -1,14 +1,25 @@
-"""What test files share: modules (`from families import VARIANTS`; tests are no package) and the `hub` fixture."""
+"""What test files share: modules (`from families import VARIANTS`; tests are no package), the `hub` fixture,
+and one thread for all."""
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from hubserver import Hub
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Models this small wait for other threads longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from families import CONFIGS, save_hf
 
@@ -12,7 +13,7 @@ import gptkit
 from gptkit.errors import GptkitError
 from gptkit.parity.probe import probe
 from gptkit.surgery.guarantee import EXACT_FP32, EXACT_FP64
-from gptkit.surgery.registry import Step
+from gptkit.surgery.registry import Asked, Step, layers_in, swap_for
 from gptkit.surgery.swap import SwapResult
 
 Mutation = tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]]
@@ -30,8 +31,10 @@ def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     return source
 
 
-def gap(a: str | Path, b: str | Path, dtype: torch.dtype = torch.float64) -> float:
-    """The largest difference of logits on the probe, relative to the largest logit."""
+def difference(a: str | Path, b: str | Path, dtype: torch.dtype = torch.float64) -> tuple[float, float]:
+    """The largest difference of logits on the probe, and the largest logit, both models from their files; nothing of
+    a swap's own measurement is used.
+    """
     one, other = gptkit.load(a, dtype=dtype), gptkit.load(b, dtype=dtype)
     found = largest = torch.zeros((), dtype=dtype)
     with torch.inference_mode():
@@ -39,12 +42,19 @@ def gap(a: str | Path, b: str | Path, dtype: torch.dtype = torch.float64) -> flo
             x, y = (batch.valid(model(batch.input_ids, batch.attention_mask)) for model in (one, other))
             # Not Python's max, which loses a NaN that does not come first.
             found, largest = torch.maximum(found, (x - y).abs().max()), torch.maximum(largest, x.abs().max())
-    return (found / largest).item()
+    assert largest > 0
+    return found.item(), largest.item()
 
 
-def exactly(source: str | Path, out: Path, steps: Any = (), **asked: Any) -> SwapResult:
+def gap(a: str | Path, b: str | Path, dtype: torch.dtype = torch.float64) -> float:
+    """The largest difference of logits on the probe, relative to the largest logit."""
+    found, largest = difference(a, b, dtype)
+    return found / largest
+
+
+def exactly(source: str | Path, out: Path, *steps: Step, **asked: Any) -> SwapResult:
     """Swap, and hold the result to the bounds from inside and from outside."""
-    result = gptkit.swap(source, out, (steps,) if isinstance(steps, Step) else steps, **asked)
+    result = gptkit.swap(source, out, steps, **asked)
     assert result.guarantee == "exact"
     assert EXACT_FP64 == 1e-12 and EXACT_FP32 == 1e-5
     assert result.measured is not None and result.measured.relative["float64"] <= 1e-12
@@ -53,11 +63,33 @@ def exactly(source: str | Path, out: Path, steps: Any = (), **asked: Any) -> Swa
     return result
 
 
+def undone(source: Path, step: Step, folder: Path) -> tuple[SwapResult, SwapResult]:
+    """Carry an exact swap out in `folder`/there, then its inverse in `folder`/back, and see that what comes out is what
+    there was, byte for byte.
+    """
+    gptkit.convert(source, folder / "local")
+    there = exactly(source, folder / "there", step)
+    spec = gptkit.open_checkpoint(source).spec
+    layers = None if step.blocks is None else layers_in(step.blocks, len(spec.blocks))
+    inverse = swap_for(step.option, step.value).inverse(spec, Asked(step.value, layers=layers))
+    assert inverse is not None
+    back = exactly(folder / "there", folder / "back", inverse)
+    assert back.spec == spec
+    assert (folder / "back" / "model.safetensors").read_bytes() == (folder / "local" / "model.safetensors").read_bytes()
+    return there, back
+
+
 def same_values(a: str | Path, b: str | Path) -> bool:
     """Whether two folders have one tree and equal tensors."""
     one, other = gptkit.open_checkpoint(a), gptkit.open_checkpoint(b)
     names = [parameter.name for parameter in one.spec.parameters()]
     return one.spec == other.spec and all((one.tensor(n)[0] == other.tensor(n)[0]).all() for n in names)
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    """Every tensor of a folder that gptkit wrote."""
+    found = safetensors.torch.load_file(folder / "model.safetensors")
+    return {name: each.view(torch.uint8).numpy().tobytes() for name, each in found.items()}
 
 
 def caught(source: Path, out: Path, **asked: Any) -> None:

@@ -6,11 +6,12 @@ included; `modern` is the same in words that transformers understands.
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import transformers
 from transformers.core_model_loading import revert_weight_conversion
@@ -348,6 +349,18 @@ def save_hf(
     if modern(config) != config:
         (folder / "config.json").write_text(json.dumps(config, indent=2))
     return model
+
+
+def edited(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Alter the tensors of a checkpoint in place."""
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    change(weights)
+    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def zeroed(folder: Path, *endings: str) -> None:
+    """Set the tensors of a checkpoint whose names end so to zero."""
+    edited(folder, lambda weights: [tensor.zero_() for name, tensor in weights.items() if name.endswith(endings)])
 
 
 def spec_of(config: Mapping[str, Any]) -> ModelSpec:

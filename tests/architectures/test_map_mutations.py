@@ -336,14 +336,6 @@ def is_the_same_map(mutant: Mutant, family: str) -> bool:
     return True
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_every_wrong_map_is_caught(family: str) -> None:
     assert killer(Mutant("none", ARCHITECTURES[family]), family) is None

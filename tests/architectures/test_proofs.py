@@ -39,15 +39,6 @@ families = pytest.mark.parametrize("family", ARCHITECTURES)
 variants = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny products are faster on one, and several sessions may share the machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # --- the registry itself ---------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,15 +27,6 @@ CASES: dict[str, dict[str, Any]] = {
     "falcon-40b": {**FALCON, **WIDE, "num_kv_heads": 2, "new_decoder_architecture": True, "bias": True},
     "falcon-rw": {**FALCON, **WIDE, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True},
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small wait for other threads longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,6 +1,5 @@
 """generate: transformers' tokens one for one, its filters value for value, and an end where there is one."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +81,6 @@ def expected(reference: Any, prompt: list[int], count: int, **options: Any) -> l
         **{"do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options},
     )
     return out[0, len(prompt) :].tolist()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small wait for other threads longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

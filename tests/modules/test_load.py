@@ -1,7 +1,6 @@
 """load: the same module from either format, in the dtype asked for, ready to run and ready to train."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,6 @@ from gptkit.modules.generate import generate_ids
 from gptkit.modules.load import as_torch, build, load_checkpoint, torch_dtype
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4]])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small wait for other threads longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def dtypes(model: nn.Module) -> set[torch.dtype]:

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -20,15 +19,6 @@ from gptkit.parity.damage import Damage, damage
 
 TEXT = torch.randint(97, (90,), generator=torch.Generator().manual_seed(3)).tolist()
 replace = msgspec.structs.replace
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small wait for other threads longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def places(found: Damage) -> dict[str, float]:

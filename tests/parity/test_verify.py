@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,6 @@ Tensors = dict[str, torch.Tensor]
 # Shapes that let damage be told: as many key-value heads as heads, gate and up alike, two layers at least.
 EQUAL_HEADS = {**CONFIGS["llama-2"], "num_hidden_layers": 2}
 TINY: dict[str, dict[str, Any]] = {**CONFIGS, "equal-heads": EQUAL_HEADS}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small wait for other threads longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from held import Held
 from trees import TREES, random_weights
 from typer.testing import CliRunner, Result
@@ -24,15 +23,6 @@ from gptkit.report.summaries import damage_lines
 pytest.importorskip("plotly", reason='the pages need pip install "gptkit[html]"')
 
 ATTACK = '<script>document.title="taken"</script>'
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small wait for other threads longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def gptkit(*words: object) -> Result:

@@ -2,12 +2,10 @@
 
 import dataclasses
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
 import gptkit
@@ -22,15 +20,6 @@ from gptkit.report.summaries import verdict_lines, verification_report
 pytestmark = pytest.mark.skipif(
     not all((SAMPLES_DIR / name).is_dir() for name in SAMPLES), reason=f"not all samples are in {SAMPLES_DIR}"
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small wait for other threads longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def console(width: int = 80) -> tuple[Console, io.StringIO]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from exact_swaps import Mutation, exactly, is_caught, relative_error
+from exactness import Mutation, exactly, gap, is_caught
 from families import CONFIGS, LLAMA, save_hf, spec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,7 +60,7 @@ def test_exact(base: str, old: str, new: str, back: str | None, tmp_path: Path) 
         assert step == Step("activation", back)
         there = exactly(tmp_path / "out", tmp_path / "back", step)
         assert there.spec == spec
-        assert relative_error(tmp_path / "hf", tmp_path / "back", torch.float64) < 1e-13
+        assert gap(tmp_path / "hf", tmp_path / "back") < 1e-13
 
 
 def test_one_function_under_two_names_moves_nothing(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_transformers_reads_what_comes_out(tmp_path: Path) -> None:
 # --- the functions ----------------------------------------------------------------------------------------------------
 
 
-def gap(old: str, new: str, s: float) -> float:
+def apart(old: str, new: str, s: float) -> float:
     """The largest difference of new(s·x)/s from old(x)."""
     return (ACTIVATIONS[old](X) - ACTIVATIONS[new](s * X) / s).abs().max().item()  # type: ignore[index]
 
@@ -107,12 +107,12 @@ def gap(old: str, new: str, s: float) -> float:
 @pytest.mark.parametrize("new", ACTIVATIONS)
 def test_what_is_called_exact_is_one_function(old: str, new: str) -> None:
     guarantee, s = module.how(old, new), module.slope(old, new)  # type: ignore[arg-type]
-    found = gap(old, new, s)
+    found = apart(old, new, s)
     if guarantee == "exact":
         assert found < 1e-14
     elif guarantee == "approximate":
         assert 1e-10 < found < 0.036
-        assert found <= 1.01 * gap(old, new, 1.0)
+        assert found <= 1.01 * apart(old, new, 1.0)
     else:
         assert new == "relu" and found > 0.15
 
@@ -154,7 +154,7 @@ def test_two_units_are_the_nearest_two(kind: str, bound: float, times: float) ->
     best = module.TWO_UNITS[kind]
     found = largest(kind, best)
     assert found < bound
-    one = gap("gelu", "silu", 1.702) if kind == "silu" else gap("silu", "gelu", 1 / 1.702)
+    one = apart("gelu", "silu", 1.702) if kind == "silu" else apart("silu", "gelu", 1 / 1.702)
     assert one / found > times
     free = (0, 1) if kind == "silu" else (0, 1, 2)  # q is held at -1
     for index in free:

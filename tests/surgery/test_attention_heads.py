@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from exactness import MODELS, caught, exactly, same_values, saved
 from families import CONFIGS, spec_of
 
@@ -18,7 +17,6 @@ from gptkit.surgery import attention_heads as module
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return tmp_path_factory.mktemp("number")
 
 

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 from exactness import exactly, is_caught
-from families import CONFIGS, save_hf
+from families import CONFIGS, save_hf, zeroed
 
 import gptkit
 from gptkit.errors import SwapRefused, UsageError
@@ -31,14 +30,6 @@ def test_with_rotary_it_is(name: str, tmp_path: Path) -> None:
     done = gptkit.swap(tmp_path / "hf", tmp_path / "out", drop="key.bias")
     assert done.guarantee == "approximate" and done.measured is not None and done.measured.kl > 1e-6
     assert "not zero, blocks.0.attention.k_proj.bias the first" in done.chain.notes[0]
-
-
-def zeroed(folder: Path, *endings: str) -> None:
-    weights = safetensors.torch.load_file(folder / "model.safetensors")
-    for name, tensor in weights.items():
-        if name.endswith(endings):
-            tensor.zero_()
-    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,10 @@
 """The listing: it says what the swap then does, it computes nothing, and the command line offers what is registered."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from families import CONFIGS, save_hf
 
 import gptkit
@@ -17,14 +15,6 @@ from gptkit.surgery.base import Promise, SwappedModel
 from gptkit.surgery.listing import Listed, limits_of, listing, values_of
 from gptkit.surgery.options import OPTIONS, spelled
 from gptkit.surgery.registry import Step, all_swaps, options
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_the_command_line_offers_every_swap_and_no_other() -> None:

@@ -4,7 +4,6 @@ import math
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,15 +25,6 @@ from gptkit.parity.scope import Scope
 from gptkit.surgery import measure as module
 from gptkit.surgery.base import Promise, Stored
 from gptkit.surgery.measure import affordable, measure
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small wait for other threads longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def plainly(before: Held, after: Held, dtype: torch.dtype) -> tuple[float, float, float, float]:

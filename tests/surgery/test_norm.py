@@ -1,7 +1,7 @@
 """LayerNorm -> RMSNorm: exact on any pre-norm tree through the written files; a wrong formula is not published."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,15 +24,6 @@ from gptkit.surgery import norm as module
 from gptkit.surgery.base import Model
 from gptkit.surgery.guarantee import EXACT_FP32, EXACT_FP64
 from gptkit.surgery.norm import layernorm_to_rmsnorm, replace_layernorm, why_not_exact
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small wait for other threads longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @st.composite

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import safetensors.torch
 import torch
-from exact_swaps import exactly
-from families import CONFIGS, save_hf, spec_of
+from exactness import exactly, undone
+from families import CONFIGS, edited, save_hf, spec_of, zeroed
 
 import gptkit
 from gptkit.errors import GptkitError, SwapRefused
@@ -22,33 +21,13 @@ FEED_FORWARD = (
 )
 
 
-def zeroed(folder: Path, *endings: str) -> None:
-    """Set tensors of a checkpoint to zero in place."""
-    weights = safetensors.torch.load_file(folder / "model.safetensors")
-    for name, tensor in weights.items():
-        if name.endswith(endings):
-            tensor.zero_()
-    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
-
-
-def undone(source: Path, value: str, folder: Path) -> None:
-    """A swap that is exact here, and its inverse, which gives the same bytes."""
-    gptkit.convert(source, folder / "local")
-    result = exactly(source, folder / "there", block=value)
-    assert all(block.parallel is not value.startswith("serial") for block in result.spec.blocks)
-    spec = gptkit.open_checkpoint(source).spec
-    step = swap_for("block", value).inverse(spec, Asked(value))
-    assert step is not None
-    assert exactly(folder / "there", folder / "back", step).spec == spec
-    assert (folder / "back" / "model.safetensors").read_bytes() == (folder / "local" / "model.safetensors").read_bytes()
-
-
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "llama", "qwen3", "mixtral", "falcon-rw", "falcon-serial"])
 @pytest.mark.parametrize("silent", [ATTENTION, FEED_FORWARD], ids=["attention", "feed-forward"])
 def test_serial_to_parallel_where_a_branch_writes_nothing(name: str, silent: tuple[str, ...], tmp_path: Path) -> None:
     save_hf(CONFIGS[name], tmp_path / "hf")
     zeroed(tmp_path / "hf", *silent)
-    undone(tmp_path / "hf", "parallel", tmp_path)
+    there, _ = undone(tmp_path / "hf", Step("block", "parallel"), tmp_path)
+    assert all(block.parallel is True for block in there.spec.blocks)
 
 
 @pytest.mark.parametrize("name", ["falcon-7b", "falcon-40b", "falcon-11b", "falcon-alibi-parallel"])
@@ -56,7 +35,8 @@ def test_serial_to_parallel_where_a_branch_writes_nothing(name: str, silent: tup
 def test_parallel_to_serial_where_a_branch_writes_nothing(name: str, silent: tuple[str, ...], tmp_path: Path) -> None:
     save_hf(CONFIGS[name], tmp_path / "hf")
     zeroed(tmp_path / "hf", *silent)
-    undone(tmp_path / "hf", "serial", tmp_path)
+    there, _ = undone(tmp_path / "hf", Step("block", "serial"), tmp_path)
+    assert all(block.parallel is False for block in there.spec.blocks)
 
 
 def test_a_norm_is_shared_where_both_are_alike(tmp_path: Path) -> None:
@@ -64,11 +44,13 @@ def test_a_norm_is_shared_where_both_are_alike(tmp_path: Path) -> None:
     with pytest.raises(SwapRefused, match=r"differ in layers 0, 1, 2: they cannot be shared") as caught:
         gptkit.swap(tmp_path / "hf", tmp_path / "out", block="parallel:shared")
     assert caught.value.hint == "--block parallel keeps both."
-    weights = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
-    for name in weights:
-        if "ln_mlp" in name:
-            weights[name] = weights[name.replace("ln_mlp", "ln_attn")].clone()
-    safetensors.torch.save_file(weights, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+
+    def alike(weights: dict[str, torch.Tensor]) -> None:
+        for name in weights:
+            if "ln_mlp" in name:
+                weights[name] = weights[name.replace("ln_mlp", "ln_attn")].clone()
+
+    edited(tmp_path / "hf", alike)
     result = exactly(tmp_path / "hf", tmp_path / "out", block="parallel:shared")
     assert all(block.feed_forward_norm is None for block in result.spec.blocks)
     with pytest.raises(SwapRefused, match="parallel already"):

@@ -2,7 +2,6 @@
 
 import json
 import tomllib
-from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,6 @@ from gptkit.surgery.recipe import FOLDER, WHOLES, plain, read_recipe, shipped, s
 from gptkit.surgery.registry import Step, swap_for
 
 replace = msgspec.structs.replace
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

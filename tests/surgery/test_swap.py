@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +9,17 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from families import CONFIGS, save_hf
+from exactness import difference
+from families import CONFIGS, edited, save_hf
 
 import gptkit
 from gptkit.converter.publish import check_manifest
 from gptkit.converter.resolve import SAMPLES_DIR
 from gptkit.converter.tree import is_local
 from gptkit.errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, SwapRefused, UsageError
-from gptkit.parity.probe import probe
 from gptkit.report.summaries import swap_lines
 from gptkit.spec import LayerNorm, RMSNorm
 from gptkit.surgery.swap import SwapResult
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small wait for other threads longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +28,6 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gpt2") / "hf"
     save_hf(CONFIGS["gpt2"], folder, torch.bfloat16)
     return folder
-
-
-def gap(a: str | Path, b: str | Path, dtype: torch.dtype) -> float:
-    """The largest difference of logits on the probe, both from their files."""
-    spec = gptkit.open_checkpoint(a).spec
-    first, second = gptkit.load(a, dtype=dtype), gptkit.load(b, dtype=dtype)
-    with torch.inference_mode():
-        return max(
-            (
-                batch.valid(first(batch.input_ids, batch.attention_mask))
-                - batch.valid(second(batch.input_ids, batch.attention_mask))
-            )
-            .abs()
-            .max()
-            .item()
-            for batch in probe(spec)
-        )
 
 
 def tree(folder: Path) -> list[str]:
@@ -73,10 +46,10 @@ def test_trained_samples_from_their_files(sample: str, tmp_path: Path) -> None:
     model = f"sample:{sample}"
     result = gptkit.swap(model, tmp_path / "rms", norm="rmsnorm")
     assert (result.guarantee, result.dtype) == ("exact", "float64")
-    assert gap(model, tmp_path / "rms", torch.float32) <= 1e-4
-    assert gap(model, tmp_path / "rms", torch.float64) <= 1e-10
+    assert difference(model, tmp_path / "rms", torch.float32)[0] <= 1e-4
+    assert difference(model, tmp_path / "rms")[0] <= 1e-10
     naive = gptkit.swap(model, tmp_path / "naive", norm="rmsnorm", approximate=True)
-    assert gap(model, tmp_path / "naive", torch.float64) > 1
+    assert difference(model, tmp_path / "naive")[0] > 1
     assert naive.measured is not None and naive.measured.kl > 0.01
     assert gptkit.verify(model, tmp_path / "rms").verdict == "equal"
     assert gptkit.verify(model, tmp_path / "naive").verdict == "different"
@@ -101,16 +74,14 @@ def test_what_is_computed_is_wide_and_the_rest_as_it_was(hf: Path, tmp_path: Pat
         weights = safetensors.torch.load_file(hf / "model.safetensors")
         assert torch.equal(q, weights["transformer.h.1.attn.c_attn.weight"][:, :48].t())
         assert result.measured is not None
-    errors = [gap(hf, tmp_path / asked, torch.float64) for asked in ("float64", "float32", "bf16")]
+    errors = [difference(hf, tmp_path / asked)[0] for asked in ("float64", "float32", "bf16")]
     assert errors[0] < 1e-12 < errors[1] < 1e-4 < errors[2] < 0.5
 
 
 def test_fp32_above_its_bound_is_refused_whatever_the_original_rounds(tmp_path: Path) -> None:
     """A stream with a large mean, which LayerNorm takes off in fp32: right in fp64, and still not called exact."""
     save_hf(CONFIGS["gpt2"], tmp_path / "hf")
-    weights = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
-    weights["transformer.wte.weight"] += 200
-    safetensors.torch.save_file(weights, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    edited(tmp_path / "hf", lambda weights: weights["transformer.wte.weight"].add_(200))
     with pytest.raises(GptkitError, match=r"not exact on this checkpoint: .* in float32, at most 1e-05"):
         gptkit.swap(tmp_path / "hf", tmp_path / "out", norm="rmsnorm")
     assert not (tmp_path / "out").exists()
@@ -118,9 +89,7 @@ def test_fp32_above_its_bound_is_refused_whatever_the_original_rounds(tmp_path: 
 
 def test_float16_that_does_not_hold_the_values(tmp_path: Path) -> None:
     save_hf(CONFIGS["gpt2"], tmp_path / "hf")
-    weights = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
-    weights["transformer.wte.weight"][3] *= 1e6
-    safetensors.torch.save_file(weights, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    edited(tmp_path / "hf", lambda weights: weights["transformer.wte.weight"][3].mul_(1e6))
     with pytest.raises(CheckpointError, match="do not fit float16"):
         gptkit.swap(tmp_path / "hf", tmp_path / "out", norm="rmsnorm", dtype="float16")
     assert tree(tmp_path) == ["hf", *(f"hf/{name}" for name in tree(tmp_path / "hf"))]
@@ -200,7 +169,7 @@ def test_post_norm_is_refused_and_then_approximate(tmp_path: Path) -> None:
     result = gptkit.swap(tmp_path / "hf", tmp_path / "out", norm="rmsnorm", approximate=True)
     assert result.guarantee == "approximate"
     assert result.measured is not None
-    assert result.measured.maximum["float64"] == pytest.approx(gap(tmp_path / "hf", tmp_path / "out", torch.float64))
+    assert result.measured.maximum["float64"] == pytest.approx(difference(tmp_path / "hf", tmp_path / "out")[0])
     assert result.measured.maximum["float64"] > 0.5
     assert result.measured.kl > 0
     assert 0 < result.measured.top1 < 1
@@ -239,9 +208,7 @@ def test_an_output_that_exists(hf: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers_are_named(value: float, approximate: bool, hf: Path, tmp_path: Path) -> None:
     shutil.copytree(hf, tmp_path / "hf")
-    weights = safetensors.torch.load_file(hf / "model.safetensors")
-    weights["transformer.h.1.mlp.c_proj.weight"][0, 0] = value
-    safetensors.torch.save_file(weights, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    edited(tmp_path / "hf", lambda weights: weights["transformer.h.1.mlp.c_proj.weight"][0, 0].fill_(value))
     with pytest.raises(InvalidInput, match=r"blocks.1.feed_forward.down_proj.weight \(1 values\)"):
         gptkit.swap(tmp_path / "hf", tmp_path / "out", norm="rmsnorm", approximate=approximate)
     assert not (tmp_path / "out").exists()

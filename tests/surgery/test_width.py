@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from exactness import MODELS, caught, exactly, same_values, saved
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +18,6 @@ from gptkit.surgery.registry import Step
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return tmp_path_factory.mktemp("width")
 
 
