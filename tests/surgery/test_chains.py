@@ -17,13 +17,16 @@ from typing import Any
 
 import pytest
 import torch
+from families import CONFIGS, spec_of
 from hypothesis import HealthCheck, Phase, event, given, note, settings
 from hypothesis import strategies as st
-from random_trees import Chain, alike, drawn_chain
+from random_trees import Chain, alike, drawn_chain, write
+from weights import Weights
 
 import gptkit
 from gptkit.errors import GptkitError
 from gptkit.parity.scope import Scope
+from gptkit.surgery import folds
 from gptkit.surgery.base import Promise
 from gptkit.surgery.registry import Step, all_swaps
 
@@ -168,3 +171,18 @@ def test_every_exact_swap_is_drawn_on_some_tree(tmp_path: Path) -> None:
         if wanted <= reached:
             break
     assert wanted <= reached, sorted(wanted - reached)
+
+
+def test_a_wrong_formula_in_a_chain_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = folds.output_of_value_bias
+    monkeypatch.setattr(folds, "output_of_value_bias", lambda *given: 1.001 * right(*given))
+    model = Weights(spec_of(CONFIGS["gpt2"]))
+    write(model.spec, model.values, "F32", tmp_path / "source", {})
+    chain = Chain(gptkit.open_checkpoint(tmp_path / "source"), tmp_path)
+    wanted = iter((None, "norm", "--norm rmsnorm {}", None, "fold", "--fold value-bias {}"))
+    assert chain.draw(lambda things: next(wanted)) and chain.draw(lambda things: next(wanted))
+    with pytest.raises(GptkitError, match=r"not exact on this checkpoint: relative error .* in float64"):
+        check(chain)
+    # Files that hold another function do not pass for the original's, whatever made them.
+    gptkit.swap(tmp_path / "source", tmp_path / "out", chain.steps, measured=False)
+    assert gap(tmp_path / "source", tmp_path / "out", Promise(), torch.float64) > 1e-6
