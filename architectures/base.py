@@ -106,6 +106,10 @@ class Stacked:
         return concatenate([part[None] for part in parts], 0) if self.of_experts else parts[0]
 
 
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Config fields that are about the vocabulary, and true of it whatever family the weights are written for."""
+
+
 @dataclass(frozen=True)
 class Architecture:
     """A family of checkpoints.
@@ -122,6 +126,7 @@ class Architecture:
     aliases: (old name template, name template) pairs of older files.
     dropped: name templates of buffers that hold no weights.
     stacked: what transformers' modules hold otherwise than their checkpoints.
+    token_ids: what transformers' config class takes for `TOKEN_IDS` that config.json does not state, None where absent.
     reference: transformers' attention paths that compute this family rightly, all unless `reference_quirk` says why.
     irrelevant, refused: config fields beside the common ones; see ConfigReader.
     """
@@ -140,6 +145,7 @@ class Architecture:
     aliases: tuple[tuple[str, str], ...] = ()
     dropped: tuple[str, ...] = ()
     stacked: tuple[Stacked, ...] = ()
+    token_ids: Mapping[str, int] = field(default_factory=dict)
     irrelevant: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
     reference: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ("sdpa", "eager")

@@ -86,6 +86,7 @@ BLOOM = Architecture(
     model_types=("bloom",),
     hf_class="BloomForCausalLM",
     hf_config="BloomConfig",
+    token_ids={"bos_token_id": 1, "eos_token_id": 2},
     read=read,
     write=write,
     config_aliases={

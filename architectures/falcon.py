@@ -139,6 +139,7 @@ FALCON = Architecture(
     model_types=("falcon", "RefinedWeb", "RefinedWebModel"),
     hf_class="FalconForCausalLM",
     hf_config="FalconConfig",
+    token_ids={"bos_token_id": 11, "eos_token_id": 11},
     read=read,
     write=write,
     config_aliases={

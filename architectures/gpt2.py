@@ -6,6 +6,7 @@ in the presets use this architecture with its dense attention.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ..spec import (
@@ -112,7 +113,7 @@ def write(spec: ModelSpec) -> dict[str, Any]:
         "n_inner": feed_forward.intermediate_size,
         "activation_function": ACTIVATION_NAMES[feed_forward.activation],
         "layer_norm_epsilon": first.attention_norm.eps,
-        "scale_attn_weights": attention.scale == plain,
+        "scale_attn_weights": math.isclose(attention.scale, plain, rel_tol=1e-12),  # `without_rounding` rounds it
         "reorder_and_upcast_attn": attention.scores == "float32",
         "scale_attn_by_inverse_layer_idx": spec.blocks[-1].attention.scale != attention.scale,
         "tie_word_embeddings": spec.head.tied,
@@ -126,6 +127,7 @@ GPT2 = Architecture(
     model_types=("gpt2",),
     hf_class="GPT2LMHeadModel",
     hf_config="GPT2Config",
+    token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
     read=read,
     write=write,
     config_aliases={

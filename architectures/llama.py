@@ -180,6 +180,7 @@ LLAMA = Architecture(
     model_types=("llama",),
     hf_class="LlamaForCausalLM",
     hf_config="LlamaConfig",
+    token_ids={"bos_token_id": 1, "eos_token_id": 2},
     read=read,
     write=write,
     leaves=LEAVES,

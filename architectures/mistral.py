@@ -45,6 +45,7 @@ MISTRAL = Architecture(
     model_types=("mistral",),
     hf_class="MistralForCausalLM",
     hf_config="MistralConfig",
+    token_ids={"bos_token_id": 1, "eos_token_id": 2},
     read=read,
     write=write,
     leaves=LEAVES,

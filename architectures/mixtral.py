@@ -91,6 +91,7 @@ MIXTRAL = Architecture(
     model_types=("mixtral",),
     hf_class="MixtralForCausalLM",
     hf_config="MixtralConfig",
+    token_ids={"bos_token_id": 1, "eos_token_id": 2},
     read=read,
     write=write,
     leaves=LEAVES,

@@ -7,7 +7,8 @@ which is looked up in the weights. Everything else that differs stands in the wa
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import sys
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,24 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..architectures import Architecture, BoundLeaf
+from ..architectures import ARCHITECTURES, Architecture, BoundLeaf, named
 from ..architectures.base import collapse, short
 from ..architectures.layout import IDENTITY
 from ..errors import CannotExpress, GptkitError
-from ..spec import Component, ModelSpec, differences, without_rounding
+from ..spec import (
+    Attention,
+    Component,
+    LatentAttention,
+    MixtureOfExperts,
+    ModelSpec,
+    differences,
+    without_rounding,
+)
 from .checkpoint import Checkpoint, Weights
 from .dtypes import to_float64, widest
 from .safetensors import DTYPES
 
-__all__ = ["adapt", "nearest_tree", "obstacles", "without_biases"]
+__all__ = ["adapt", "adapt_to_any", "any_family", "between", "is_bias", "nearest_tree", "obstacles", "without_biases"]
 
 
 def adapt(source: Checkpoint, architecture: Architecture) -> Checkpoint:
@@ -47,6 +56,32 @@ def adapt(source: Checkpoint, architecture: Architecture) -> Checkpoint:
     raise _in_the_way(architecture, source) or reason
 
 
+def any_family(origin: str | None) -> list[Architecture]:
+    """All families, the one that a checkpoint came from first."""
+    first = [] if origin is None else [named(origin)]
+    return first + [each for each in ARCHITECTURES.values() if each.name != origin]
+
+
+def adapt_to_any(source: Checkpoint) -> tuple[Architecture, Checkpoint]:
+    """The first family that expresses the checkpoint's tree, its own before others, and the checkpoint so.
+
+    Raises:
+        CannotExpress: there is none; what is in the way of the nearest one is listed.
+
+    """
+    refused: list[tuple[int, CannotExpress]] = []
+    for architecture in any_family(source.origin.family):
+        try:
+            found = adapt(source, architecture)
+            architecture.bind(found.spec)
+        except CannotExpress as error:
+            told = obstacles(architecture, source.spec)
+            refused.append((sys.maxsize if told is None else len(told), error))
+            continue
+        return architecture, found
+    raise min(refused, key=lambda each: each[0])[1]
+
+
 def nearest_tree(architecture: Architecture, spec: ModelSpec, without: ModelSpec) -> ModelSpec | None:
     """The nearest tree that a family expresses and that computes the same, None where there is none. `without` is the
     tree without the biases that are zero.
@@ -65,8 +100,8 @@ def _nearest(architecture: Architecture, spec: ModelSpec) -> ModelSpec | None:
         architecture.config_for(found)
     except REFUSED:
         return None
-    between = differences(without_rounding(spec), without_rounding(found))
-    return found if all(_is_bias(path, a, b) for path, a, b in between) else None
+    apart = differences(without_rounding(spec), without_rounding(found))
+    return found if all(is_bias(path, a, b) for path, a, b in apart) else None
 
 
 REFUSED = (KeyError, AttributeError, TypeError, ValueError, GptkitError)
@@ -75,12 +110,12 @@ REFUSED = (KeyError, AttributeError, TypeError, ValueError, GptkitError)
 
 def _in_the_way(architecture: Architecture, source: Checkpoint) -> CannotExpress | None:
     """What the family computes otherwise, without what is only rounded otherwise; None where it cannot be laid out."""
-    between = obstacles(architecture, source.spec)
-    if between is None:
+    found = obstacles(architecture, source.spec)
+    if found is None:
         return None
-    lines = [f"  {path}: {short(a)}; {architecture.name} has {short(b)}" for path, a, b in between]
+    lines = [f"  {path}: {short(a)}; {architecture.name} has {short(b)}" for path, a, b in found]
     hint = "gptkit's own format holds any tree: convert --to local"
-    if not source.fetched and any(_is_bias(*each) for each in between):
+    if not source.fetched and any(is_bias(*each) for each in found):
         hint = "Biases that are zero are no obstacle, but no weight was fetched to tell."
     return CannotExpress(
         f"{architecture.name} cannot express {len(lines)} of the tree's components:\n" + "\n".join(lines[:12]), hint
@@ -91,17 +126,71 @@ def obstacles(architecture: Architecture, spec: ModelSpec) -> list[tuple[str, An
     """Where a family computes otherwise than a tree, (path, in the tree, in the family), layers that are alike told
     once; None where the family has no config at all for such a tree.
     """
+    found = between(architecture, spec)
+    return None if found is None else collapse(found)
+
+
+def between(architecture: Architecture, spec: ModelSpec) -> list[tuple[str, Any, Any]] | None:
+    """As `obstacles`, each layer for itself."""
     plain, told = without_rounding(spec), []
     for each in (spec, plain):  # a family may have no word for how a component rounds, and one for the component
-        try:
-            found = architecture.spec({"model_type": architecture.name, **architecture.write(each)})
-        except REFUSED:
-            continue
-        told.append(collapse(differences(plain, without_rounding(found))))
-    return min(told, key=len, default=None)
+        found = _written(architecture, each)
+        if found is not None:
+            told.append(differences(plain, without_rounding(found)))
+    if not told:  # it cannot even be written down: then as much of it as the family has components for
+        near = _in_kind(architecture, plain)
+        found = None if near is None else _written(architecture, near)
+        return None if found is None else differences(plain, without_rounding(found))
+    return min(told, key=lambda found: len(collapse(found)))
 
 
-def _is_bias(path: str, a: Any, b: Any) -> bool:
+def _written(architecture: Architecture, spec: ModelSpec) -> ModelSpec | None:
+    """What a family reads where it has written a tree, None where it cannot."""
+    try:
+        return architecture.spec({"model_type": architecture.name, **architecture.write(spec)})
+    except REFUSED:
+        return None
+
+
+def _in_kind(architecture: Architecture, spec: ModelSpec) -> ModelSpec | None:
+    """A tree of the family's components with this one's sizes, as far as they have such; None where they do not fit.
+
+    The components are those of the family's config without a field.
+    """
+    try:
+        usual = architecture.spec({"model_type": architecture.name})
+        whole = msgspec.structs.replace(spec, context_length=spec.context_length or usual.context_length)
+        sizes = {"size": spec.hidden_size, "hidden_size": spec.hidden_size, "length": whole.context_length}
+        blocks = tuple(_of_kind(block, usual.blocks[0], sizes) for block in spec.blocks)
+        found: ModelSpec = _of_kind(whole, usual, {**sizes, "blocks": blocks})
+    except REFUSED:
+        return None
+    return found
+
+
+def _of_kind(node: Any, usual: Component, sizes: Mapping[str, Any]) -> Any:
+    """A component like `usual` with what `node` says of it, or else what `sizes` says."""
+    if isinstance(node, MixtureOfExperts) and not isinstance(usual, MixtureOfExperts):
+        node = node.expert
+    if isinstance(usual, Attention) and isinstance(node, Attention | LatentAttention):
+        width = node.head_dim if isinstance(node, Attention) else node.query_dim
+        sizes = {**sizes, "size": width, "dim": width, "head_dim": width, "kv_heads": node.heads}
+    fields = {}
+    for name in usual.__struct_fields__:
+        theirs, ours = getattr(usual, name), getattr(node, name, sizes.get(name))
+        if name == "blocks":
+            fields[name] = sizes[name]
+        elif isinstance(theirs, Component):
+            inner = node if name == "expert" and not isinstance(node, MixtureOfExperts) else ours
+            fields[name] = _of_kind(inner, theirs, sizes)
+        elif isinstance(ours, Component):
+            fields[name] = None
+        else:
+            fields[name] = ours if hasattr(node, name) or name in sizes else theirs
+    return type(usual)(**fields)
+
+
+def is_bias(path: str, a: Any, b: Any) -> bool:
     """Whether a difference is a flag for a bias."""
     return path.endswith("bias") and isinstance(a, bool) and isinstance(b, bool)
 

@@ -12,9 +12,10 @@ from typing import Any
 
 from .. import __version__
 from ..architectures import Architecture, named
+from ..architectures.base import TOKEN_IDS
 from ..errors import UsageError
 from ..spec import ModelSpec, to_json
-from .adapt import adapt
+from .adapt import adapt, adapt_to_any
 from .checkpoint import Checkpoint, identity_leaves, open_checkpoint, stated_dtype
 from .distributed import team, together
 from .dtypes import HF_NAMES, parse_dtype, widest
@@ -109,11 +110,11 @@ def plan_output(
 
 
 def _check_format(to: str) -> str | None:
-    """The FAMILY of "hf:FAMILY", None where `to` has none. Raises UsageError, UnknownFamily."""
+    """The FAMILY of "hf:FAMILY", None where `to` has none or is "hf:auto". Raises UsageError, UnknownFamily."""
     kind, colon, family = to.partition(":")
     if to != "local" and (kind != "hf" or (colon and not family)) and not writable(to):
         raise UsageError(f"unknown format {to!r}", f"known: {', '.join(('local', 'hf', 'hf:FAMILY', *NAMES))}")
-    return named(family).name if family else None
+    return named(family).name if family and family != "auto" else None
 
 
 def _target_family(origin: Origin, to: str) -> Architecture:
@@ -136,8 +137,15 @@ def _hf_config(architecture: Architecture, spec: ModelSpec, origin: Origin, stor
         config = dict(original or {})
         stored = compute
     assert config is not None
+    if original is not None and origin.family not in (None, architecture.name):
+        config |= _token_ids(named(str(origin.family)), original)
     config.pop("torch_dtype", None)
     return json_bytes({**config, "dtype": HF_NAMES[stored]})
+
+
+def _token_ids(family: Architecture, original: Mapping[str, Any]) -> dict[str, Any]:
+    """The ids of special tokens that a config.json of a family states, or leaves for transformers to know."""
+    return {name: original.get(name, family.token_ids.get(name)) for name in TOKEN_IDS}
 
 
 def plan_conversion(source: Checkpoint, to: str, dtype: str | None = None, max_shard_bytes: int | None = None) -> Plan:
@@ -221,7 +229,8 @@ def convert(
     Args:
         model: a reference; see `converter.resolve`.
         out: the folder to make; by default the model's name with the format behind it, in the working directory.
-        to: "local", "hf", "hf:FAMILY" for another family that can hold the tree, or a name of `converter.formats`.
+        to: "local", "hf", "hf:FAMILY" for another family that can hold the tree, "hf:auto" for the first that
+            can, its own before others, or a name of `converter.formats`.
         force: replace an existing checkpoint folder, in one step.
         dry_run: plan only.
         offline: use local files and the hub's cache only.
@@ -256,6 +265,9 @@ def convert(
         )
         if family is not None:
             source = adapt(source, named(family))
+        elif to == "hf:auto":
+            found, source = adapt_to_any(source)
+            to = f"hf:{found.name}"
         planned = plan_conversion(source, to, dtype, max_shard_bytes)
         conversion = Conversion(source, target, to, planned, memory_of(jobs_of(planned, source), max_memory))
         if dry_run:

@@ -321,12 +321,16 @@ def swap_lines(result: SwapResult) -> list[str]:
     """What was exchanged, at what price, and how well the guarantee held."""
     before, after = result.parameters
     done = "wrote" if result.published else "would write"
+    computed = any(result.chain.computed(parameter.name) for parameter in result.spec.parameters())
+    stored = f", computed tensors stored as {result.dtype}" if computed else ""
     lines = [
-        f"{done} {result.target}: {result.guarantee} swap, computed tensors stored as {result.dtype}",
+        f"{done} {result.target}: {result.guarantee} swap{stored}",
         f"parameters  {before:,} -> {after:,}" + (f" ({after - before:+,})" if after != before else ""),
     ]
     if result.recipe is not None and result.recipe.name:
         lines.insert(1, f"recipe      {result.recipe.name}")
+    if result.family is not None:
+        lines.insert(1, f"format      Hugging Face files, {result.family.name}: {result.family.hf_class}")
     notes = list(result.chain.notes)
     if result.same_source is False:
         notes.append("the recipe was made of other files than these: the result has other bytes")

@@ -62,7 +62,20 @@ def measured_from_files(
     _require_numbers(source, found)
     if done.guarantee == "exact":
         _hold_to_exact(done, stored, found)
+    elif done.steps and done.steps[-1].option == "as":
+        _hold_form_to_exact(done)
     return found
+
+
+def _hold_form_to_exact(done: Chain) -> None:
+    """Raise GptkitError where the last step, into a family's own form, changes what approximate ones made."""
+    before, after = (Exactly(model) for model in done.models[-2:])
+    error = measure(before, after, dtypes=("float32",)).relative["float32"]
+    if not error <= EXACT_FP32:
+        raise GptkitError(
+            f"{done.steps[-1]} changes logits by {error:.1e}, at most {EXACT_FP32:.0e} allowed. Nothing was written.",
+            "Please report this checkpoint; --as local keeps it in gptkit's own format.",
+        )
 
 
 def each_alone(done: Chain, text: Text | None) -> tuple[Measurement, ...]:

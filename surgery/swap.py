@@ -12,6 +12,7 @@ import numpy as np
 
 from .. import __version__
 from ..analysis.parameters import count
+from ..architectures import Architecture
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.convert import plan_output
 from ..converter.dtypes import HF_NAMES, parse_dtype, widest
@@ -40,7 +41,7 @@ class SwapResult:
     in; `parameters` are the totals before and after. `each` has what every step of a chain costs by itself, empty where
     that was not measured; `recipe` what the output carries, so that it can be made again; `same_source`
     whether a recipe that gptkit wrote was made of the very same files. `naive` is what the plain form of the steps that
-    were fitted on a text costs.
+    were fitted on a text costs, `family` whose Hugging Face files they are.
     """
 
     source: Checkpoint
@@ -55,6 +56,7 @@ class SwapResult:
     recipe: Recipe | None = None
     same_source: bool | None = None
     naive: Measurement | None = None
+    family: Architecture | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -192,7 +194,10 @@ def swap(
     totals = (count(source.spec).total, count(done.spec).total)
     same = None if told is None or not told.sources or dry_run else told.sources == carried.sources
     stored_as = HF_NAMES[stored]
-    return SwapResult(source, Path(out), done, stored_as, found, totals, plan, not dry_run, each, carried, same, naive)
+    published = not dry_run
+    return SwapResult(
+        source, Path(out), done, stored_as, found, totals, plan, published, each, carried, same, naive, architecture
+    )
 
 
 def _plan(source: Checkpoint, done: Chain, records: Sequence[Mapping[str, Any]], to: str) -> Plan:

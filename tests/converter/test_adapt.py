@@ -91,7 +91,7 @@ def test_what_is_in_the_way_is_told_without_what_only_rounds(tmp_path):
 @pytest.mark.parametrize(
     ("source", "family", "way"),
     [
-        ("gpt2", "llama", "rotary"),
+        ("gpt2", "llama", r"attention\.position: null; llama has Rotary"),
         ("qwen3", "llama", "norm"),
         ("mistral", "llama", "window"),
         ("falcon-7b", "bloom", "Rotary"),

@@ -1,0 +1,386 @@
+"""Leaving again: a swapped model in a Hugging Face family's own form, loaded by transformers; or what is in the way."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from exactness import saved
+from families import CONFIGS, spec_of
+
+import gptkit
+from gptkit.architectures import ARCHITECTURES, named
+from gptkit.converter.adapt import obstacles
+from gptkit.converter.publish import check_manifest
+from gptkit.converter.resolve import SAMPLES_DIR
+from gptkit.errors import CannotExpress, GptkitError, UnknownFamily
+from gptkit.modules.generate import generate_ids
+from gptkit.parity.probe import probe
+from gptkit.surgery import clearing, fitting, guarantee, leaving
+from gptkit.surgery.base import Filled, Stored
+from gptkit.surgery.clearing import Bounded, Obstacle, by_layers, remedies, told, way_to
+from gptkit.surgery.registry import Step, swap_for
+from gptkit.surgery.swap import SwapResult
+
+IDS = {"bos_token_id": 5, "eos_token_id": [7, 8], "pad_token_id": 0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("leaving")
+
+
+def source(name: str, folder: Path) -> Path:
+    """A random checkpoint whose config.json states ids of special tokens."""
+    found = saved(name, folder)
+    config = json.loads((found / "config.json").read_text())
+    (found / "config.json").write_text(json.dumps({**config, **IDS}))
+    return found
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return found
+
+
+def gap_to_transformers(folder: Path, dtype: torch.dtype = torch.float32) -> float:
+    """The largest difference of logits, gptkit's from transformers' AutoModelForCausalLM, relative to the largest."""
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert not any(loading.values()), loading
+    ours = gptkit.load(folder, dtype=dtype)
+    found = 0.0
+    with torch.inference_mode():
+        for batch in probe(ours.spec):
+            a = batch.valid(model.eval()(batch.input_ids, attention_mask=batch.attention_mask).logits)
+            b = batch.valid(ours(batch.input_ids, batch.attention_mask))
+            found = max(found, ((a - b).abs().max() / b.abs().max()).item())
+    return found
+
+
+def left(result: SwapResult, family: str) -> Path:
+    """Hold an output to what every one of Hugging Face files has to be."""
+    out, config = result.target, config_of(result.target)
+    assert result.family is named(family)
+    assert config["model_type"] == family and config["architectures"] == [named(family).hf_class]
+    assert "auto_map" not in config
+    assert not (out / "gptkit.json").exists() and not check_manifest(out)
+    assert gap_to_transformers(out) <= 1e-5
+    stored = {str(tensor.dtype) for tensor in safetensors.torch.load_file(out / "model.safetensors").values()}
+    assert f"torch.{config['dtype']}" in stored
+    steps = json.loads((out / "manifest.json").read_text())["swap"]["steps"]
+    assert [step["guarantee"] for step in steps] == [each.guarantee for each in result.chain.swapped]
+    return out
+
+
+# --- what leaves ------------------------------------------------------------------------------------------------------
+
+LEAVING: list[tuple[str, str, str, dict[str, str]]] = [
+    ("llama-2", "hf:qwen2", "qwen2", {}),
+    ("llama-2", "hf:mistral", "mistral", {}),
+    ("llama", "auto", "llama", {"attention": "mha"}),
+    ("llama-2", "hf", "llama", {"layers": "+1"}),
+    ("llama-2", "auto", "llama", {"intermediate": "80"}),
+    ("llama-2", "auto", "llama", {"hidden": "60"}),
+    ("llama-2", "auto", "mistral", {"hidden": "50"}),  # transformers' llama wants a multiple of its heads
+    ("llama-2", "auto", "llama", {"head_dim": "16"}),
+    ("llama-2", "auto", "llama", {"heads": "8"}),
+    ("llama-2", "auto", "llama", {"vocab": "multiple:64"}),
+    ("llama-2", "auto", "mixtral", {"mlp": "moe:2x1"}),
+    ("llama-2", "hf:qwen2", "qwen2", {"rope_scaling": "yarn:4"}),
+    ("llama-2", "hf:mistral", "mistral", {"rope_scaling": "llama3:8"}),
+    ("gpt2", "hf", "gpt2", {"untie": ""}),
+    ("gpt2", "auto", "gpt2", {"intermediate": "200"}),
+    (
+        "qwen2-no-window",
+        "hf:llama",
+        "llama",
+        {"attention": "mha"},
+    ),  # which has a bias of the output too
+]
+
+
+@pytest.mark.parametrize(("name", "to", "family", "asked"), LEAVING, ids=lambda value: str(value))
+def test_it_loads_in_transformers(
+    name: str, to: str, family: str, asked: dict[str, str], folder: Path, tmp_path: Path
+) -> None:
+    out = left(gptkit.swap(source(name, folder), tmp_path / "out", to=to, **asked), family)
+    assert {key: config_of(out)[key] for key in IDS} == IDS
+
+
+def test_gpt2_in_the_shape_of_llama(folder: Path, tmp_path: Path) -> None:
+    steps = (Step("norm", "rmsnorm"), Step("mlp", "gated"), Step("drop", "head.bias"), Step("position", "rope"))
+    result = gptkit.swap(source("gpt2", folder), tmp_path / "out", steps, to="auto")
+    config = config_of(left(result, "llama"))
+    assert config["attention_bias"] is config["mlp_bias"] is True
+    assert (config["hidden_act"], config["dtype"], result.guarantee) == ("gelu_new", "float32", "retrained")
+    assert not {key for key in config if key.startswith("n_") or "pdrop" in key or key == "activation_function"}
+    assert {key: config[key] for key in IDS} == IDS
+
+
+def test_ids_that_a_config_leaves_to_its_class(folder: Path, tmp_path: Path) -> None:
+    plain = saved("llama-2", tmp_path)
+    config = {key: value for key, value in config_of(plain).items() if key not in IDS}
+    (plain / "config.json").write_text(json.dumps(config))
+    gptkit.swap(plain, tmp_path / "out", to="hf:qwen2", measured=False)
+    found = config_of(tmp_path / "out")
+    assert [found[key] for key in IDS] == [1, 2, None]
+    for architecture in ARCHITECTURES.values():
+        usual = getattr(transformers, architecture.hf_config)()
+        assert {key: getattr(usual, key) for key in ("bos_token_id", "eos_token_id")} == {
+            "bos_token_id": architecture.token_ids.get("bos_token_id"),
+            "eos_token_id": architecture.token_ids.get("eos_token_id"),
+        }
+
+
+def test_a_pruned_vocabulary_leaves_with_its_tokenizer(tmp_path: Path) -> None:
+    if not (SAMPLES_DIR / "llama").is_dir():
+        pytest.skip("there are no samples")
+    text = "My lord, what say you to the king?"
+    used = tmp_path / "tokens.txt"
+    used.write_text("\n".join(map(str, range(300))))
+    result = gptkit.swap("sample:llama", tmp_path / "out", vocab=f"prune:{used}", to="hf:qwen2", each_step=False)
+    out = left(result, "qwen2")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    ids = tokenizer(text)["input_ids"]
+    assert max(ids) < result.spec.vocab_size < 512
+    assert tokenizer.decode(ids) == text
+    assert config_of(out)["vocab_size"] == result.spec.vocab_size
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert model.generation_config.eos_token_id == config_of(out)["eos_token_id"]
+    assert model.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False).shape[0] == 1
+
+
+@pytest.mark.parametrize("to", ["hf:llama", "hf:auto"])
+def test_convert_of_a_swapped_folder_gives_the_same(to: str, folder: Path, tmp_path: Path) -> None:
+    asked = {"norm": "rmsnorm", "mlp": "gated", "position": "rope", "drop": "head.bias"}
+    gptkit.swap(source("gpt2", folder), tmp_path / "local", dtype="float32", measured=False, **asked)
+    gptkit.swap(source("gpt2", folder), tmp_path / "direct", to="hf:llama", measured=False, **asked)
+    gptkit.convert(tmp_path / "local", tmp_path / "hf", to)
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "hf" / file).read_bytes() == (tmp_path / "direct" / file).read_bytes()
+
+
+def test_convert_to_any_family_that_there_is_none_for(folder: Path, tmp_path: Path) -> None:
+    gptkit.swap(source("llama-2", folder), tmp_path / "local", block="parallel", measured=False)
+    with pytest.raises(CannotExpress, match=r"parallel: true; llama has false"):
+        gptkit.convert(tmp_path / "local", tmp_path / "hf", "hf:auto")
+    with pytest.raises(UnknownFamily, match="no family is called 'gpt5'"):
+        gptkit.swap(source("llama-2", folder), tmp_path / "hf", to="hf:gpt5")
+    assert [path.name for path in tmp_path.iterdir()] == ["local"]
+
+
+# --- what stays -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("mistral-no-window", {"attention": "mla:full"}),
+        ("mistral-no-window", {"attention": "mha", "blocks": "0"}),
+        ("gpt2", {"mlp": "gated"}),
+    ],
+)
+def test_a_tree_of_no_family_is_refused_and_stays_usable(
+    name: str, asked: dict[str, str], folder: Path, tmp_path: Path
+) -> None:
+    original = source(name, folder)
+    with pytest.raises(CannotExpress, match="no transformers architecture can hold this tree"):
+        gptkit.swap(original, tmp_path / "out", to="auto", **asked)
+    assert not (tmp_path / "out").exists()
+    gptkit.swap(original, tmp_path / "out", **asked)
+    assert gptkit.verify(original, tmp_path / "out").verdict in ("equal", "identical")
+    model = gptkit.load(tmp_path / "out")
+    assert len(generate_ids(model, [3, 4], 5)) == 5
+
+
+def test_a_sample_without_a_family_generates_on_the_command_line(tmp_path: Path) -> None:
+    if not (SAMPLES_DIR / "gpt2").is_dir():
+        pytest.skip("there are no samples")
+    gptkit.swap("sample:gpt2", tmp_path / "out", mlp="gated", measured=False)
+    assert "".join(gptkit.generate(str(tmp_path / "out"), "ROMEO:", max_new_tokens=8)) == "".join(
+        gptkit.generate("sample:gpt2", "ROMEO:", max_new_tokens=8)
+    )
+
+
+# --- what is in the way -----------------------------------------------------------------------------------------------
+
+
+def refused(name: str, folder: Path, out: Path, to: str, **asked: Any) -> tuple[str, str]:
+    """The message and the hint of a swap that cannot leave; both within 80 columns as the command line shows them."""
+    with pytest.raises(CannotExpress) as caught:
+        gptkit.swap(source(name, folder), out, to=to, **asked)
+    message, hint = caught.value.message, caught.value.hint or ""
+    assert all(len(line) <= 78 for line in hint.splitlines())
+    assert all(len(line) <= 78 for line in message.splitlines()[1:])
+    assert not out.exists()
+    return message, hint
+
+
+def test_the_whole_way_is_told_and_is_a_way(folder: Path, tmp_path: Path) -> None:
+    message, hint = refused("gpt2", folder, tmp_path / "out", "hf:llama")
+    for line in (
+        "blocks.*.attention_norm: LayerNorm, llama has RMSNorm",
+        "blocks.*.feed_forward: FeedForward, llama has GatedFeedForward",
+        "blocks.*.attention.position: none, llama has Rotary",
+        "positions (LearnedPositions): llama has none",
+    ):
+        assert f"  {line}\n" in f"{message}\n"
+    steps = [line.split()[:2] for line in hint.splitlines() if line.startswith("  --")]
+    assert steps == [["--norm", "rmsnorm"], ["--position", "rope"], ["--mlp", "gated"], ["--drop", "head.bias"]]
+    assert "--norm rmsnorm    changes nothing" in hint
+    assert "on the probe, and is to be trained" in hint and "All at once, with --as hf:llama." in hint
+    asked = {option.removeprefix("--"): value for option, value in steps}
+    gptkit.swap(source("gpt2", folder), tmp_path / "out", to="hf:llama", measured=False, **asked)
+    assert gap_to_transformers(tmp_path / "out") <= 1e-5
+
+
+def test_a_little_that_is_missing(folder: Path, tmp_path: Path) -> None:
+    asked = {"norm": "rmsnorm", "mlp": "gated", "position": "rope"}
+    message, hint = refused("gpt2", folder, tmp_path / "out", "auto", **asked)
+    assert "no transformers architecture can hold this tree" in message
+    assert "  head.bias: llama has none" in message
+    words = " ".join(hint.split())
+    assert words.startswith("It falls short of llama by head.bias: --drop head.bias costs KL 0.")
+    assert words.endswith("on the probe.")
+
+
+def test_layers_that_differ_are_named(folder: Path, tmp_path: Path) -> None:
+    message, hint = refused("mistral-no-window", folder, tmp_path / "out", "auto", attention="mha", blocks="0")
+    assert "  blocks.1-2.attention.kv_heads: 2, mistral has 6" in message
+    assert "--attention mha changes nothing." in " ".join(hint.split())
+
+
+def test_what_no_swap_clears(folder: Path, tmp_path: Path) -> None:
+    message, hint = refused("gpt2", folder, tmp_path / "out", "hf:bloom")
+    assert "  embedding.norm: none, bloom has LayerNorm" in message
+    words = " ".join(hint.split())
+    assert "No swap clears embedding.norm on the way to bloom; --position alibi would clear the rest." in words
+    assert hint.endswith("gptkit's own format holds any tree: --as local")
+    _, hint = refused("mistral-no-window", folder, tmp_path / "out", "auto", attention="mla:full")
+    assert hint.startswith("No swap clears blocks.*.attention on the way to")
+
+
+def test_what_a_family_refuses_is_said(folder: Path, tmp_path: Path) -> None:
+    message, hint = refused("llama-2", folder, tmp_path / "out", "hf:llama", hidden="50")
+    assert "llama: transformers' llama refuses 50 wide with 6 heads" in message
+    assert hint == "gptkit's own format holds any tree: --as local"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-2", "qwen3", "mixtral", "bloom", "falcon-7b", "falcon-40b"])
+def test_ways_are_ways(name: str, folder: Path) -> None:
+    """Whatever way is found, the family has a config for the tree at its end, and every link of it is needed."""
+    model = Stored(gptkit.open_checkpoint(source(name, folder)))
+    for architecture in ARCHITECTURES.values():
+        way = way_to(architecture, Bounded(model))
+        if not way.arrived:
+            continue
+        end = way.links[-1].model if way.links else model
+        assert leaving.leave(end, None, f"hf:{architecture.name}")[0] is architecture
+        for link in way.links:
+            fewer = [each.remedy for each in way.links if each is not link]
+            assert clearing._again(way, fewer) is None
+
+
+def test_every_remedy_is_a_swap_that_exists() -> None:
+    """All that is proposed for what keeps any family's tree from any other family."""
+    seen = set()
+    for config in CONFIGS.values():
+        spec = spec_of(config)
+        for architecture in ARCHITECTURES.values():
+            for obstacle in obstacles(architecture, spec) or ():
+                for remedy in remedies(obstacle):
+                    seen |= {(step.option, step.value.partition(":")[0]) for step in remedy}
+                    for step in remedy:
+                        swap_for(step.option, step.value)
+    assert {("norm", "rmsnorm"), ("mlp", "gated"), ("position", "rope"), ("block", "serial"), ("mlp", "moe")} <= seen
+
+
+def test_obstacles_in_words() -> None:
+    found: list[Obstacle] = [(f"blocks.{layer}.parallel", True, False) for layer in (0, 1, 2, 5)]
+    assert by_layers(found, 6) == [("blocks.0-2,5.parallel", True, False)]
+    assert by_layers(found, 4) == [("blocks.*.parallel", True, False)]
+    assert told(found[0], "llama") == "blocks.0.parallel: true, llama has false"
+    assert told(("head.bias", True, False), "llama") == "head.bias: llama has none"
+
+
+def test_little_is_read_of_a_large_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past the limit biases count as more than zeros, and what cannot be tried is named."""
+    monkeypatch.setattr(clearing, "READ_ONCE", 10)
+    model = Bounded(Stored(gptkit.open_checkpoint(source("bloom", folder))))
+    way = way_to(named("llama"), model)
+    assert way.arrived and [str(step) for step in way.steps][-1] == "--drop head.bias"
+    plain = Bounded(Stored(gptkit.open_checkpoint(source("llama-2", folder))))
+    way = way_to(named("gpt2"), plain)
+    assert not way.arrived
+    assert "not tried, for too much would have to be read: " in " ".join(clearing._told_left([way], plain.spec))
+    assert model.left + plain.left == 2 * clearing.READ
+
+
+def test_what_a_way_costs_is_measured_whatever_it_reads(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clearing, "READ_ONCE", 13_000)
+    _, hint = refused("gpt2", folder, tmp_path / "out", "hf:llama")
+    assert "--drop head.bias  costs KL " in hint
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_remedy_that_clears_nothing_is_not_offered(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    useless = (Step("mlp", "moe:2x1"), Step("untie", ""), Step("drop", "value.bias"), Step("context", "100"))
+    monkeypatch.setattr(clearing, "remedies", lambda obstacle: iter([(step,) for step in useless]))
+    _, hint = refused("gpt2", folder, tmp_path / "out", "hf:llama")
+    assert not any(str(step) in hint for step in useless)
+    assert "would clear" not in hint
+
+
+def with_ones(function: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(*args: Any) -> Any:
+        found = function(*args)
+        tensors = {name: Filled(each.shape, 1.0, each.like) for name, each in found.tensors.items()}
+        return type(found)(found.spec, found.guarantee, tensors, found.summary, found.notes)
+
+    return broken
+
+
+@pytest.mark.parametrize("asked", [{}, {"activation": "relu"}], ids=["exact", "approximate"])
+def test_a_wrong_bias_is_not_published(
+    asked: dict[str, str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaving, "into", with_ones(leaving.into))
+    with pytest.raises(GptkitError, match=r"not exact on this checkpoint|--as hf:qwen2 changes logits by"):
+        gptkit.swap(source("llama-2", folder), tmp_path / "out", to="hf:qwen2", **asked)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bias_that_is_not_zero_does_not_get_lost(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaving, "zero_biases", lambda model: set(fitting.biases(model.spec)))
+    with pytest.raises(GptkitError, match="not exact on this checkpoint"):
+        gptkit.swap(source("qwen2-no-window", folder), tmp_path / "out", to="hf:mistral")
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_transformers_reads_otherwise_are_not_published(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guarantee, "verify", lambda *args, **options: Failed())
+    with pytest.raises(GptkitError, match="transformers computes other logits from these files: different"):
+        gptkit.swap(source("llama-2", folder), tmp_path / "out", to="hf:mistral")
+    assert not (tmp_path / "out").exists()
+
+
+class Failed:
+    """A verification that found a difference."""
+
+    passed = False
+    verdict = "different"
+    prompts = (type("Prompt", (), {"maximum": 0.25}),)
