@@ -87,7 +87,7 @@ def resize_heads(model: Model, asked: Asked) -> Swapped:
         replace(spec, blocks=tuple(blocks)),
         "exact",
         tensors,
-        {"head_dim": [widths(spec, layers), size]},
+        {"from": widths(spec, layers), "to": size},
         tuple(dict.fromkeys(note for note in notes if note)),
     )
 

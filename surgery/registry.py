@@ -227,6 +227,7 @@ def apply(
         step.value, argument, layers, step.approximate, step.settings, calibration, files, dict(texts or {}), offline
     )
     found = swap.apply(model, asked)
+    assert step.option not in found.summary, f"{step.option}: what was asked for and what was done have one name"
     record = {"swap": step.option, **step.as_json(), "guarantee": found.guarantee, **found.summary}
     return replace(found, summary=record)
 
