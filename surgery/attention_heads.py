@@ -14,7 +14,7 @@ heads move to where theirs is, and where one is missing there is no exact form.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +26,9 @@ from ..errors import SwapRefused
 from ..modules.positions import alibi_slopes
 from ..spec import ALiBi, Attention, LatentAttention, ModelSpec
 from .base import Model, Swapped, Tensor, Wide
-from .calibration import Calibration, Scratch
-from .gather import Index, by_head, gather, taken
+from .calibration import Calibration
+from .gather import Index, by_head, taken
 from .registry import Asked, Step, Swap
-from .width import refit, with_ridge
 
 __all__ = ["SWAPS", "resize_heads", "slopes"]
 
@@ -125,9 +124,11 @@ def resize_heads(model: Model, asked: Asked) -> Swapped:
         tensors |= {} if choice is None else chosen_heads(path, attention, choice)
         model.release()
     if fitting:
+        from .heads_fit import fitted
+
         tensors |= fitted(model, fitting, new, text_for(spec, fitting, asked))
     old = sorted({spec.blocks[layer].attention.heads for layer in layers})
-    summary: dict[str, Any] = {"heads": [old[0] if len(old) == 1 else old, new]}
+    summary: dict[str, Any] = {"from": old[0] if len(old) == 1 else old, "to": new}
     return Swapped(replace(spec, blocks=tuple(blocks)), "exact" if exact else "approximate", tensors, summary)
 
 
@@ -351,87 +352,6 @@ def without_dead(
     stay = remaining(attention, units, new, new_keys, by_score(order))
     gone = np.setdiff1d(np.arange(attention.heads), stay)
     return kept(attention, stay) if nothing[gone].all() else None
-
-
-def by_need(old: Wide, moments: Wide, size: int) -> Callable[[list[int]], Callable[[Index], float]]:
-    """By how much o_proj's output [hidden] is off, on average, without a unit, the rest fitted again.
-
-    old [hidden, heads · size (and 1 for a bias)]; moments are the second moments of what it is multiplied with.
-    """
-
-    def costs(left: list[int]) -> Callable[[Index], float]:
-        index = with_bias(np.array(left), size, old.shape[1])
-        weight = refit(old, moments, index)
-        inverse = np.linalg.inv(with_ridge(moments, index))
-
-        def cost(unit: Index) -> float:
-            at = np.concatenate([np.arange(size) + left.index(head) * size for head in unit.tolist()])
-            part = weight[:, at]
-            return float((part * np.linalg.solve(inverse[np.ix_(at, at)], part.T).T).sum())
-
-        return cost
-
-    return costs
-
-
-def with_bias(heads: Index, size: int, columns: int) -> Index:
-    """The columns of some heads, and those after the last head's."""
-    whole = columns // size * size
-    return np.append(by_head(heads, np.arange(size), size), np.arange(whole, columns)).astype(np.int64)
-
-
-def fitted(
-    model: Model, fitting: Mapping[int, tuple[int, Sequence[Index]]], new: int, calibration: Calibration
-) -> dict[str, Tensor]:
-    """Tensors that wait for the text to have run through the model, once for all of them."""
-    scratch = Scratch(lambda: fit(model, fitting, new, calibration))
-    names = []
-    for layer in fitting:
-        path, attention = f"blocks.{layer}.attention", model.spec.blocks[layer].attention
-        names += [part.name for part in parts(path, attention)]
-        names += [f"{path}.o_proj.bias"] if attention.output_bias else []
-    return {name: scratch.waiting(name) for name in names}
-
-
-def fit(
-    model: Model, fitting: Mapping[int, tuple[int, Sequence[Index]]], new: int, calibration: Calibration
-) -> Iterator[dict[str, Wide]]:
-    """The tensors of one layer's attention after the other."""
-    for layer in calibration.walk(model):
-        if layer.index in fitting:
-            _, seen = layer.run(["attention.o_proj"])
-            rows = seen["attention.o_proj"][0]
-            activations = rows.reshape(-1, rows.shape[-1]).double().numpy()
-            attention = model.spec.blocks[layer.index].attention
-            yield fit_one(model, f"blocks.{layer.index}.attention", attention, fitting[layer.index], new, activations)
-
-
-def fit_one(
-    model: Model,
-    path: str,
-    attention: Attention | LatentAttention,
-    how: tuple[int, Sequence[Index]],
-    new: int,
-    activations: Wide,
-) -> dict[str, Wide]:
-    """The tensors of the heads that are needed most, and o_proj fitted to them.
-
-    A bias is the weight of an input that is always 1, and always stays.
-    """
-    (keys, units), (*before, output) = how, parts(path, attention)
-    old, bias = model.wide(output.name), f"{path}.o_proj.bias"
-    if attention.output_bias:
-        old = np.concatenate([old, model.wide(bias)[:, None]], axis=1)
-        activations = np.concatenate([activations, np.ones((len(activations), 1))], axis=1)
-    moments = activations.T @ activations / len(activations)
-    choice = kept(attention, remaining(attention, units, new, keys, by_need(old, moments, output.size)))
-    arrays = {}
-    for part in before:
-        heads = choice.keys if part.keys else choice.heads
-        arrays[part.name] = gather(model.wide(part.name), by_head(heads, np.arange(part.size), part.size), part.axis)
-    fresh = refit(old, moments, with_bias(choice.heads, output.size, old.shape[1]))
-    arrays[output.name] = fresh[:, : new * output.size]
-    return arrays | ({bias: fresh[:, -1]} if attention.output_bias else {})
 
 
 def undone(before: ModelSpec, asked: Asked) -> Step | None:

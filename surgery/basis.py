@@ -18,18 +18,21 @@ import numpy as np
 
 from ..spec import Block, ModelSpec, Norm, RMSNorm
 from .base import Computed, Filled, Model, Tensor, Wide
-from .stream import head_weight, readers, stream_norms, writers
+from .stream import head_weight, norms, readers, stream_norms, writers
 
 __all__ = [
+    "CENTRED",
     "Compute",
     "Into",
     "eps_for",
+    "exchanged",
     "in_basis",
     "length_ratio",
     "normed_row",
     "reader",
     "resized",
     "rows_in",
+    "with_norms",
     "writer",
 ]
 
@@ -37,6 +40,9 @@ replace = msgspec.structs.replace
 Compute = Callable[[Model], Wide]
 Into = Callable[[Model, Wide], Wide]
 """Rows [n, d] of the old coordinates in the new ones, [n, d']; the model is there for what is fitted to it."""
+
+CENTRED = 1e-15
+"""A mean this small beside the largest value of its tensor is what fp64 leaves of one that was subtracted."""
 
 
 def length_ratio(old: int, new: int) -> float:
@@ -136,6 +142,17 @@ def with_norms(block: Block, path: str, found: dict[str, Norm]) -> Block:
     if block.feed_forward_norm is not None:
         fields["feed_forward_norm"] = found.get(f"{path}.feed_forward_norm", block.feed_forward_norm)
     return replace(block, **fields)
+
+
+def exchanged(spec: ModelSpec, layers: tuple[int, ...] | None, exchange: Callable[[Norm], Norm]) -> ModelSpec:
+    """The tree with other records for the norms on the stream, or for those of some layers."""
+    blocks = list(spec.blocks)
+    for layer in range(len(blocks)) if layers is None else layers:
+        path = f"blocks.{layer}"
+        found = {name: exchange(norm) for name, norm in norms(blocks[layer], path)}
+        blocks[layer] = with_norms(blocks[layer], path, found)
+    final = exchange(spec.final_norm) if layers is None else spec.final_norm
+    return replace(spec, blocks=tuple(blocks), final_norm=final)
 
 
 def resized(spec: ModelSpec, size: int) -> ModelSpec:

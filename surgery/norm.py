@@ -12,15 +12,12 @@ same matrix that must be centred on the embedding's side, so it is untied first.
 (BLOOM) the table becomes centre(LayerNorm(table)) and the norm goes. Where the norm's *output* is the residual the
 mean is not free, and no exact form is known: what is left of it is the mean of γ⊙n, n being the normed vector.
 
-RMSNorm -> LayerNorm, exact with one more dimension: an isometry takes the stream to where its mean is zero (`basis`),
-and there the two norms are one function. A stream that is centred already needs no more than the exchange. For the
-same reason both ways hold for some layers alone: in a centred stream either kind of norm may stand anywhere.
+RMSNorm -> LayerNorm is in `layernorm`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -29,26 +26,20 @@ import numpy as np
 from ..errors import SwapRefused
 from ..spec import Block, LayerNorm, MixtureOfExperts, ModelSpec, Norm, RMSNorm
 from .base import Computed, Model, Moved, Swapped, Tensor, Wide
-from .basis import Compute, eps_for, in_basis, with_norms
+from .basis import CENTRED, Compute, exchanged, with_norms
+from .layernorm import has_rms_norm, rmsnorm_again, to_layernorm
 from .registry import Asked, Step, Swap
-from .stream import head_weight, norms, readers, stream_norms, tables, writers
+from .stream import head_weight, norms, readers, stream_norms, writers
 
 __all__ = [
     "SWAPS",
     "layernorm_to_rmsnorm",
     "off_centre",
-    "off_the_mean",
     "replace_layernorm",
-    "replace_rmsnorm",
-    "rmsnorm_to_layernorm",
     "why_not_exact",
-    "why_not_layernorm",
 ]
 
 replace = msgspec.structs.replace
-
-CENTRED = 1e-15
-"""A mean this small beside the largest value of its tensor is what fp64 leaves of one that was subtracted."""
 
 
 def layer_norms(spec: ModelSpec) -> list[str]:
@@ -254,17 +245,6 @@ def replace_layernorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) ->
     return Swapped(new, "approximate", {}, summary(spec, layers))
 
 
-def exchanged(spec: ModelSpec, layers: tuple[int, ...] | None, exchange: Callable[[Norm], Norm]) -> ModelSpec:
-    """The tree with other records for the norms on the stream, or for those of some layers."""
-    blocks = list(spec.blocks)
-    for layer in range(len(blocks)) if layers is None else layers:
-        path = f"blocks.{layer}"
-        found = {name: exchange(norm) for name, norm in norms(blocks[layer], path)}
-        blocks[layer] = with_norms(blocks[layer], path, found)
-    final = exchange(spec.final_norm) if layers is None else spec.final_norm
-    return replace(spec, blocks=tuple(blocks), final_norm=final)
-
-
 def summary(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> dict[str, Any]:
     """What the output's record says of it."""
     if layers is None:
@@ -312,135 +292,6 @@ def to_rmsnorm(model: Model, asked: Asked) -> Swapped:
                 "Exchange the norms before the feed-forwards become experts, or --approximate.",
             )
     return layernorm_to_rmsnorm(spec) if asked.layers is None else layernorm_to_rmsnorm(spec, asked.layers)
-
-
-# --- RMSNorm -> LayerNorm ---------------------------------------------------------------------------------------------
-
-
-def why_not_layernorm(spec: ModelSpec) -> str | None:
-    """The reason why RMSNorm -> LayerNorm cannot be exact for this tree, or None.
-
-    Raises:
-        SwapRefused: there is no RMSNorm on the stream.
-
-    """
-    found = dict(stream_norms(spec))
-    if not any(isinstance(norm, RMSNorm) for norm in found.values()):
-        raise SwapRefused("this model has no RMSNorm on its stream: its norms are LayerNorm already")
-    if any(block.residual == "normed" for block in spec.blocks):
-        return "its residual is taken from the norm's output, where the norm's weight does not commute with a rotation"
-    kept = [path for path, norm in found.items() if isinstance(norm, LayerNorm)]
-    kept += ["embedding.norm"] if isinstance(spec.embedding.norm, LayerNorm) else []
-    if kept:
-        return f"{kept[0]} is a LayerNorm already and removes a mean that the others see"
-    return None
-
-
-def to_layer_norm(norm: Norm) -> LayerNorm:
-    """The LayerNorm in an RMSNorm's place."""
-    return LayerNorm(size=norm.size, eps=norm.eps, bias=False) if isinstance(norm, RMSNorm) else norm
-
-
-def off_the_mean(rows: Wide) -> Wide:
-    """Rows [n, d] in the space of the vectors of d + 1 elements whose mean is zero, lengths and angles kept.
-
-    A zero is appended and the Householder reflection applied that takes the last unit vector to (1, …, 1)/√(d + 1):
-    what was at right angles to the one is then to the other.
-    """
-    size = rows.shape[1] + 1
-    v = np.full(size, -1 / math.sqrt(size))
-    v[-1] += 1
-    wide = np.concatenate([rows, np.zeros((len(rows), 1))], axis=1)
-    found: Wide = wide - np.outer(wide @ v, v * (2 / (v @ v)))
-    return found
-
-
-def rmsnorm_to_layernorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
-    """The exact swap, for all norms or those of some layers: one dimension wider, the head untied.
-
-    Raises:
-        SwapRefused: there is no exact form for this tree; the message says why.
-
-    """
-    reason = why_not_layernorm(spec)
-    if reason is not None:
-        raise SwapRefused(
-            f"RMSNorm -> LayerNorm cannot be exact here: {reason}",
-            "--approximate replaces the norms all the same and measures the damage.",
-        )
-    old, size = spec.hidden_size, spec.hidden_size + 1
-
-    def norm_of(path: str, norm: Norm) -> Norm:
-        chosen = layers is None or (path.startswith("blocks.") and int(path.split(".")[1]) in layers)
-        other = replace(norm, eps=eps_for(norm.eps, old, size))
-        return to_layer_norm(other) if chosen else other
-
-    new, tensors = in_basis(spec, size, lambda _, rows: off_the_mean(rows), norm_of)
-    notes = [f"the stream is {size} wide instead of {old}: with one more dimension its mean can be zero"]
-    if spec.head.tied:
-        notes.append("the head was untied from the embedding: it reads behind the last norm's weight")
-    return Swapped(new, "exact", tensors, other_summary(spec, size), tuple(notes))
-
-
-def replace_rmsnorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
-    """The plain replacement: γ and eps kept, the mean dropped. Exact where the stream has none.
-
-    Raises:
-        SwapRefused: there is no RMSNorm to replace.
-
-    """
-    why_not_layernorm(spec)
-    return Swapped(exchanged(spec, layers, to_layer_norm), "approximate", {}, other_summary(spec, spec.hidden_size))
-
-
-def other_summary(spec: ModelSpec, size: int) -> dict[str, Any]:
-    """What the output's record says of it."""
-    found = [norm for _, norm in stream_norms(spec) if isinstance(norm, RMSNorm)]
-    return {"from": "rmsnorm", "to": "layernorm", "norms": len(found), "hidden_size": [spec.hidden_size, size]}
-
-
-def stream_is_centred(model: Model) -> bool:
-    """Whether nothing that writes into the stream has a mean."""
-
-    def has_none(values: Wide, axis: int) -> bool:
-        mean = np.abs(values.mean(axis=axis)).max()
-        return bool(mean <= CENTRED * np.abs(values).max())
-
-    spec = model.spec
-    if spec.embedding.norm is not None or not all(has_none(model.wide(name), 1) for name in tables(spec)):
-        return False
-    for layer, block in enumerate(spec.blocks):
-        for each in writers(block, f"blocks.{layer}"):
-            names = [each.weight, *([each.bias_name] if each.bias else [])]
-            if not all(has_none(model.wide(name), 0) for name in names):
-                return False
-    return True
-
-
-def to_layernorm(model: Model, asked: Asked) -> Swapped:
-    """RMSNorm -> LayerNorm, as exactly as is asked."""
-    spec = model.spec
-    if asked.approximate:
-        return replace_rmsnorm(spec, asked.layers)
-    reason = why_not_layernorm(spec)
-    normed = any(block.residual == "normed" for block in spec.blocks)
-    if (reason is None or not normed) and spec.embedding.norm is None and stream_is_centred(model):
-        found = exchanged(spec, asked.layers, to_layer_norm)
-        notes = ("nothing that writes into the stream has a mean, so the norms were exchanged where they stand",)
-        return Swapped(found, "exact", {}, other_summary(spec, spec.hidden_size), notes)
-    return rmsnorm_to_layernorm(spec) if asked.layers is None else rmsnorm_to_layernorm(spec, asked.layers)
-
-
-def has_rms_norm(spec: ModelSpec) -> bool:
-    """Whether a tree has such a norm on its stream."""
-    return any(isinstance(norm, RMSNorm) for _, norm in stream_norms(spec))
-
-
-def rmsnorm_again(_: ModelSpec, asked: Asked) -> Step | None:
-    """The way back from LayerNorms, where all of the stream's norms are: an RMSNorm beside them would have to be shown
-    a stream without a mean, which a tree does not tell.
-    """
-    return None if asked.approximate or asked.layers is not None else Step("norm", "rmsnorm")
 
 
 SWAPS = (

@@ -19,7 +19,7 @@ from gptkit.errors import GptkitError, SwapRefused
 from gptkit.modules import Decoder
 from gptkit.parity.probe import probe
 from gptkit.spec import Head, LayerNorm, ModelSpec, RMSNorm
-from gptkit.surgery import basis
+from gptkit.surgery import basis, layernorm
 from gptkit.surgery import norm as module
 from gptkit.surgery.base import Model
 from gptkit.surgery.guarantee import EXACT_FP32, EXACT_FP64
@@ -333,7 +333,7 @@ def test_some_layers_alone_and_back(name: str, tmp_path: Path) -> None:
 @given(rows=st.integers(1, 6), size=st.integers(1, 40), seed=st.integers(0, 2**31))
 def test_the_isometry(rows: int, size: int, seed: int) -> None:
     x = np.random.default_rng(seed).normal(size=(rows, size))
-    y = module.off_the_mean(x)
+    y = layernorm.off_the_mean(x)
     np.testing.assert_allclose(y.mean(axis=1), 0, atol=1e-14)
     np.testing.assert_allclose(y @ y.T, x @ x.T, atol=1e-12)
 
@@ -353,7 +353,7 @@ def ratio_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def eps_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "eps_for", lambda eps, old, new: eps)
+    patch.setattr(layernorm, "eps_for", lambda eps, old, new: eps)
 
 
 def gamma_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -361,7 +361,7 @@ def gamma_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def not_turned(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "off_the_mean", lambda rows: np.pad(rows, ((0, 0), (0, 1))))
+    patch.setattr(layernorm, "off_the_mean", lambda rows: np.pad(rows, ((0, 0), (0, 1))))
 
 
 def a_table_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -385,6 +385,6 @@ def test_a_wrong_isometry_is_not_published(
 
 def test_the_way_back_is_refused_with_reasons() -> None:
     with pytest.raises(SwapRefused, match="no RMSNorm on its stream"):
-        module.why_not_layernorm(spec_of(CONFIGS["gpt2"]))
+        layernorm.why_not_layernorm(spec_of(CONFIGS["gpt2"]))
     mixed = with_norm(spec_of(CONFIGS["gpt2"]), RMSNorm(size=48, eps=1e-5), only_final=True)
-    assert "blocks.0.attention_norm is a LayerNorm already" in str(module.why_not_layernorm(mixed))
+    assert "blocks.0.attention_norm is a LayerNorm already" in str(layernorm.why_not_layernorm(mixed))
