@@ -313,7 +313,7 @@ def convert(
     model: ModelArgument,
     out: Annotated[Path | None, typer.Argument(metavar="OUT", help="The folder to make [MODEL-FORMAT].")] = None,
     to: Annotated[
-        str, typer.Option(help="local (gptkit's own), hf, hf:FAMILY, gguf, llama2c, nanogpt or dcp.")
+        str, typer.Option(help="local (gptkit's own), hf, hf:FAMILY, hf:auto, gguf, llama2c, nanogpt or dcp.")
     ] = "local",
     dtype: Annotated[
         str | None, typer.Option(help="Store every tensor as this: float32, bfloat16, …; q8_0 in a gguf.")
