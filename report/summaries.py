@@ -395,7 +395,7 @@ def damage_lines(found: Damage) -> list[str]:
             lines.append(f"          {most.name}: differs most by itself, by {number(most.relative)}")
     elif found.places:
         lines.append("born      nowhere: no component differs by itself by more than rounding")
-    return lines + [f"note: {note}" for note in found.notes]
+    return lines + [line for note in found.notes for line in wrap(f"note: {note}", indent=0, width=80)]
 
 
 LAYERS = 3
