@@ -4,13 +4,14 @@
 stays a shared one, which queries of other heads multiply by zero. The cache is as large as before; it is where training
 may start from.
 
-"mla:R" keeps a latent of R numbers a token. Values come out of it by the best linear map of that rank on a text; keys
-without rotary positions too. Rotary keys become one that all heads share, as `kv_fit` makes it. Lossless where R is as
-much as there is to hold and there is one rotary key head.
+"mla:R" keeps a latent of R numbers a token; where keys and values have no more than R, it is "mla:full". Values come
+out of it by the best linear map of that rank on a text; keys without rotary positions too. Rotary keys become one that
+all heads share, as `kv_fit` makes it. Lossless where R is as much as there is to hold and there is one rotary key head.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -170,12 +171,16 @@ def to_rank(model: Model, asked: Asked) -> Swapped:
     """A latent of R numbers, and one rotary key."""
     rank = asked.number("numbers a token in the latent")
     attentions = grouped(model, asked)
+    most = max(2 * each.kv_heads * each.head_dim for each in attentions.values())
+    if rank >= most:
+        told = f"keys and values have {most} numbers a token, which a latent and rotary keys hold: nothing is left out"
+        return dataclasses.replace(to_whole(model, asked), notes=(told,))
     smaller = {layer: each for layer, each in attentions.items() if rank < whole(each) or rotary_heads(each) > 1}
     for layer, each in attentions.items():
         if rank > whole(each):
             raise SwapRefused(
                 f"layer {layer} has {whole(each)} numbers a token for a latent to hold, not {rank}",
-                f"Possible here: mla:{whole(each)}, or less, or mla:full, which changes nothing.",
+                f"Possible here: mla:{whole(each)} or less, or mla:full ({most} with keys), which changes nothing.",
             )
     if not smaller:
         return to_whole(model, asked)

@@ -49,6 +49,14 @@ def test_the_fit_beats_the_weights_alone(sample: str, rank: int, times: float, t
     assert fitted.kl_text * times < plain.kl_text
 
 
+def test_more_than_there_is_to_hold_is_all_of_it(tmp_path: Path) -> None:
+    save_hf(CONFIGS["mistral"], tmp_path / "hf")
+    done = exactly(tmp_path / "hf", tmp_path / "out", attention="mla:512")
+    assert done.chain.notes == (
+        "keys and values have 32 numbers a token, which a latent and rotary keys hold: nothing is left out",
+    )
+
+
 def test_refusals(tmp_path: Path) -> None:
     save_hf(CONFIGS["qwen3"], tmp_path / "qwen3")
     with pytest.raises(SwapRefused, match="normalises queries and keys"):
