@@ -94,9 +94,10 @@ def read_text(checkpoint: Checkpoint, file: str | Path | None, tokens: int = TOK
     ids = [token for token in tokenizer.encode(text) if token < checkpoint.spec.vocab_size]
     held = max(tokens // 8, 1)
     if len(ids) < tokens + held:
+        enough = max(min(len(ids) * 8 // 9, len(ids) - 1), 0)
         raise UsageError(
             f"{name} is too short: {len(ids):,} tokens, {tokens:,} are to be fitted on and {held:,} to be measured on",
-            f"Give a longer text, or fit on fewer tokens: --calibrate-tokens {max(len(ids) * 8 // 9, 1)}",
+            "Give a longer text" + (f", or fit on fewer tokens: --calibrate-tokens {enough}" if enough else "."),
         )
     held = min(HELD_OUT, len(ids) - tokens)
     digest = hashlib.sha256(data).hexdigest()

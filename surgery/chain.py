@@ -16,6 +16,7 @@ from ..spec import ModelSpec
 from .base import Guarantee, Model, Promise, Stored, Swapped, SwappedModel, weakest
 from .calibration import Calibration, Text, read_text
 from .leaving import leave
+from .options import spelled
 from .recipe import plain, told_as
 from .registry import Step, apply, options
 
@@ -108,7 +109,7 @@ def chain(
 
     """
     if not steps and not empty:
-        raise UsageError("nothing to swap", f"say what: --norm rmsnorm, or one of --{', --'.join(options())}")
+        raise UsageError("nothing to swap", f"say what: --norm rmsnorm, or one of {', '.join(map(spelled, options()))}")
     files = source.folder
     models: list[Model] = [Stored(source)]
     found: list[Swapped] = []

@@ -92,6 +92,12 @@ def expansion(layers: int, more: int) -> list[tuple[int, bool]]:
     return [each for layer in range(layers) for each in [(layer, False)] + [(layer, True)] * copies[layer]]
 
 
+def _added(layers: Sequence[int]) -> str:
+    if len(layers) == 1:
+        return f"layer {layers[0]} is a copy that adds nothing yet"
+    return f"layers {listed(layers)} are copies that add nothing yet"
+
+
 def add(model: Model, asked: Asked) -> Swapped:
     """Copies that add nothing."""
     spec = model.spec
@@ -111,7 +117,7 @@ def add(model: Model, asked: Asked) -> Swapped:
     tensors.update(silenced(new, [index for index, (_, copy) in enumerate(order) if copy], order))
     added = [index for index, (_, copy) in enumerate(order) if copy]
     record = {"from": len(spec.blocks), "to": len(order), "added": added}
-    return Swapped(new, "exact", tensors, record, (f"layers {listed(added)} are copies that add nothing yet",))
+    return Swapped(new, "exact", tensors, record, (_added(added),))
 
 
 def silenced(new: ModelSpec, layers: Sequence[int], order: Sequence[tuple[int, bool]]) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from functools import cache
 from ..architectures import Architecture, named
 from ..converter.adapt import any_family
 from ..converter.dtypes import widest
+from ..errors import UsageError
 from ..spec import ModelSpec
 from .base import Filled, Model, Swapped, Tensor
 from .clearing import in_the_way
@@ -30,8 +31,13 @@ def asked_families(origin: str | None, to: str) -> list[Architecture]:
 
     Raises:
         UnknownFamily: there is no FAMILY.
+        UsageError: another format.
 
     """
+    if to not in ("auto", "hf") and not to.startswith("hf:"):
+        raise UsageError(
+            f"--as {to!r} is unknown", "known: local, auto, hf, hf:FAMILY; gptkit convert goes on from there"
+        )
     family = to.partition(":")[2] or (origin if to == "hf" else None)
     return any_family(origin) if family is None or family == "auto" else [named(family)]
 
