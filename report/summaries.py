@@ -322,7 +322,9 @@ def swap_lines(result: SwapResult) -> list[str]:
     before, after = result.parameters
     done = "wrote" if result.published else "would write"
     computed = any(result.chain.computed(parameter.name) for parameter in result.spec.parameters())
-    stored = f", computed tensors stored as {result.dtype}" if computed else ""
+    rounded = result.guarantee == "exact" and result.dtype != "float64"
+    how = "rounded to" if rounded else "stored as"  # exact is what is computed, not what rounding leaves of it
+    stored = f", computed tensors {how} {result.dtype}" if computed else ""
     lines = [
         f"{done} {result.target}: {result.guarantee} swap{stored}",
         f"parameters  {before:,} -> {after:,}" + (f" ({after - before:+,})" if after != before else ""),
@@ -349,17 +351,24 @@ def swap_lines(result: SwapResult) -> list[str]:
     )
     if found.perplexity is not None and found.kl_text is not None and found.top1_text is not None:
         lines.append(
-            f"text        perplexity {found.perplexity[0]:,.2f} -> {found.perplexity[1]:,.2f}, KL"
+            f"text        perplexity {short(found.perplexity[0])} -> {short(found.perplexity[1])}, KL"
             f" {number(found.kl_text)}, top-1 {found.top1_text:.1%}, {found.text_positions:,} tokens"
         )
     naive = result.naive
     if naive is not None and naive.perplexity is not None and naive.kl_text is not None:
         lines.append(
-            f"plain form  perplexity {naive.perplexity[1]:,.2f}, KL {number(naive.kl_text)}: the same, not fitted"
+            f"plain form  perplexity {short(naive.perplexity[1])}, KL {number(naive.kl_text)}: the same, not fitted"
         )
     for note in found.notes:
         lines += wrap(note, indent=12, width=80)
     return lines
+
+
+def short(perplexity: float) -> str:
+    """Two decimals of what has few digits before them."""
+    if perplexity >= 1e7:
+        return number(perplexity)
+    return f"{perplexity:,.2f}" if perplexity < 1000 else f"{perplexity:,.0f}"
 
 
 def wrap(text: str, indent: int, width: int) -> list[str]:

@@ -41,7 +41,7 @@ def first_rows(table: Array, length: int) -> Array:
 
 def to_context(model: Model, asked: Asked) -> Swapped:
     """Another context length; of a table of positions, other rows: exact up to the shorter of the two."""
-    spec, length = model.spec, asked.number("a context length")
+    spec, length = model.spec, asked.number("a context length", most=10**9)
     table = spec.positions
     if spec.context_length == length and (table is None or table.length == length):
         raise SwapRefused(f"its context is {length:,} tokens already")
@@ -70,7 +70,8 @@ def to_context(model: Model, asked: Asked) -> Swapped:
 def back_to_context(before: ModelSpec, asked: Asked) -> Step | None:
     """The context as it was; rows that were cut do not come back."""
     old, table = before.context_length, before.positions
-    if old is None or (table is not None and (table.length != old or asked.number("a context length") < old)):
+    length = asked.number("a context length", most=10**9)
+    if old is None or (table is not None and (table.length != old or length < old)):
         return None
     return Step("context", str(old))
 

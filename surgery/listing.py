@@ -105,7 +105,7 @@ def listing(source: Checkpoint) -> Listing:
     """Try every swap on an opened checkpoint.
 
     Raises:
-        InvalidInput: weights that are not finite, of which nothing can be said.
+        InvalidInput: a swap met weights that are not finite, of which nothing can be said.
 
     """
     from .base import Stored

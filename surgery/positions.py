@@ -135,7 +135,7 @@ def to_learned(model: Model, asked: Asked) -> Swapped:
         )
     if asked.argument is None and spec.context_length is None:
         raise SwapRefused("nothing says how many positions the table needs", "Say it: --position learned:LENGTH.")
-    length = spec.context_length if asked.argument is None else asked.number("the table's length")
+    length = spec.context_length if asked.argument is None else asked.number("the table's length", most=10**9)
     assert length is not None
     table = LearnedPositions(length=length, size=spec.hidden_size)
     return repositioned(model, asked, dict.fromkeys(range(len(spec.blocks))), "learned", table=table)

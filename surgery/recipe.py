@@ -381,12 +381,12 @@ def plain(step: Step, spec: ModelSpec) -> Step:
         raise SwapRefused(f"{step.value!r}: this model has no {what}")
     part = Fraction(match[2]) / 100 if match[2] is not None else Fraction(int(match[3]), int(match[4]))
     wanted = part * size
-    if match[2] is not None:
+    if match[2] is not None and part > 0:
         wanted = Fraction(max(int(wanted + Fraction(1, 2)), 1))
     if wanted.denominator != 1 or wanted < 1:
         fit = [size // n for n in range(size, 0, -1) if size % n == 0]
         raise SwapRefused(
-            f"{match[3]}/{match[4]} of {size} {what} is {float(wanted):g}",
+            f"{f'{match[2]}%' if match[2] else f'{match[3]}/{match[4]}'} of {size} {what} is {float(wanted):g}",
             f"Possible: a part that gives a whole number; {', '.join(map(str, fit[-8:]))} divide it.",
         )
     return replace(step, value=f"{match[1]}{int(wanted)}")

@@ -49,6 +49,10 @@ MODULES = (
 """The files with swaps, in the order of execution: what an earlier one leaves is what a later one finds."""
 
 
+LARGEST = 1_000_000
+"""Units, heads, layers or tokens that a value may ask for; the largest models have a fifth of it of anything."""
+
+
 @dataclass(frozen=True)
 class Step:
     """One swap that is asked for.
@@ -96,16 +100,18 @@ class Asked:
     texts: Mapping[str, bytes] = field(default_factory=dict)
     offline: bool = False
 
-    def number(self, what: str, least: int = 1) -> int:
+    def number(self, what: str, least: int = 1, most: int = LARGEST) -> int:
         """The argument as a whole number (the value, where there is no colon).
 
         Raises:
-            UsageError: it is none.
+            UsageError: it is none, or beyond what any model has: such a tree would fill the memory.
 
         """
         text = self.value if self.argument is None else self.argument
         if not re.fullmatch(r"\d{1,9}", text) or int(text) < least:
             raise UsageError(f"{self.value!r}: expected {what} as a whole number from {least}")
+        if int(text) > most:
+            raise UsageError(f"{self.value!r}: expected {what} of {most:,} at most")
         return int(text)
 
     def chosen(self, spec: ModelSpec) -> tuple[int, ...]:

@@ -142,6 +142,8 @@ def swap(
     if not dry_run:
         Staging(Path(out), force).check()  # what cannot be written is refused before anything is fetched or computed
     source = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
+    if not dry_run and Path(out).resolve() in (source.path.resolve(), source.folder.resolve()):
+        raise UsageError(f"{out} is the model itself: what it was would be lost", "Name another folder.")
     text = cache(lambda: read_text(source, calibrate, calibrate_tokens or TOKENS))
     if stored is None and to != "local" and wanted:
         stored = widest([source.dtype, "F32"])  # what transformers' users run; exactness is measured before it rounds

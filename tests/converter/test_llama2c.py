@@ -342,8 +342,8 @@ def test_a_tokenizer_that_llama2c_has_not_is_not_written(tmp_path: Path) -> None
         (CONFIGS["mistral"], "window"),
         (CONFIGS["qwen2-no-window"], "qkv_bias"),
         (CONFIGS["qwen3"], "q_norm"),
-        (CONFIGS["gpt2"], "gated"),
-        (CONFIGS["bloom"], "gated"),
+        (CONFIGS["gpt2"], "feed_forward: FeedForward"),
+        (CONFIGS["bloom"], "feed_forward: FeedForward"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -222,6 +222,10 @@ def test_a_fraction_is_exact_or_refused(layers: int, above: int, below: int, kin
     else:
         with pytest.raises(SwapRefused, match=f"{above}/{below} of {whole} "):
             plain(Step(option, f"{before}{above}/{below}"), spec)
+    if not above:
+        with pytest.raises(SwapRefused, match=f"0% of {whole} "):
+            plain(Step(option, f"{before}0%"), spec)
+        return
     share = int(plain(Step(option, f"{before}{above}%"), spec).value.removeprefix(before))
     assert share >= 1 and (abs(share - above * whole / 100) <= 0.5 or share == 1)
 

@@ -238,3 +238,18 @@ def test_progress_and_determinism(hf: Path, tmp_path: Path) -> None:
     gptkit.swap(hf, tmp_path / "b", norm="rmsnorm", measured=False)
     assert len(told) == len(dtypes(tmp_path / "a"))
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
+
+
+def test_the_model_itself_is_no_output(hf: Path, tmp_path: Path) -> None:
+    gptkit.convert(hf, tmp_path / "local")
+    before = (tmp_path / "local" / "model.safetensors").read_bytes()
+    with pytest.raises(UsageError, match="is the model itself"):
+        gptkit.swap(tmp_path / "local", tmp_path / "local", norm="rmsnorm", force=True)
+    assert (tmp_path / "local" / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("option", ["hidden", "intermediate", "heads", "head_dim", "vocab"])
+def test_sizes_that_no_model_has(option: str, hf: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="of 1,000,000 at most"):
+        gptkit.swap(hf, tmp_path / "out", **{option: "99999999"}, dry_run=True)
+    assert not (tmp_path / "out").exists()
