@@ -235,3 +235,20 @@ def test_a_wrong_fit_costs_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         found = gptkit.swap("sample:llama", tmp_path / "flipped", attention="mqa").measured
     assert found is not None and found.kl_text is not None and found.kl_text > 3 * right.kl_text
     assert dataclasses.is_dataclass(right)
+
+
+def test_heads_are_compared_a_layer_at_a_time(tmp_path: Path) -> None:
+    """The pages of a layer that was looked at are let go: of a large model they are most of its memory."""
+    save_hf(CONFIGS["mistral"], tmp_path / "hf")
+    gptkit.swap(tmp_path / "hf", tmp_path / "mha", attention="mha", measured=False)
+
+    class Counting(Stored):
+        released = 0
+
+        def release(self) -> None:
+            self.released += 1
+            super().release()
+
+    model = Counting(gptkit.open_checkpoint(tmp_path / "mha"))
+    assert module.change(model, module.Asked("gqa:2", "2")).guarantee == "exact"
+    assert model.released >= len(model.spec.blocks)
