@@ -27,7 +27,7 @@ from .transfer import Transferred, jobs_of, memory_of
 from .tree import LOCAL_CONFIG, LOCAL_SCHEMA, Origin
 from .write import DEFAULT_SHARD_BYTES, Plan, as_it_was, json_bytes, plan, prepare
 
-__all__ = ["Conversion", "convert", "default_output", "plan_conversion", "plan_output"]
+__all__ = ["Conversion", "companions", "convert", "default_output", "plan_conversion", "plan_output"]
 
 
 @dataclass(frozen=True)
@@ -157,13 +157,13 @@ def plan_conversion(source: Checkpoint, to: str, dtype: str | None = None, max_s
         fmt = format_named(to)
         assert fmt.plan is not None
         return fmt.plan(_request(source, dtype, max_shard_bytes))
-    companions = _companions(source)
+    folder = companions(source)
     dtypes, compute = source.shared_dtypes(), source.dtype
     if dtype is not None:
         compute = _stored_dtype(dtype, to)
         dtypes = dict.fromkeys(dtypes, compute)
     return plan_output(
-        source.spec, source.origin, to, dtypes, compute, companions, max_shard_bytes, source.texts, _homes(source)
+        source.spec, source.origin, to, dtypes, compute, folder, max_shard_bytes, source.texts, _homes(source)
     )
 
 
@@ -185,13 +185,13 @@ def _homes(source: Checkpoint) -> dict[str, Path] | None:
     return homes if len(set(homes.values())) > 1 else None
 
 
-def _companions(source: Checkpoint) -> Path | None:
+def companions(source: Checkpoint) -> Path | None:
     """The folder whose tokenizer files are this checkpoint's; a file of another format lies among anything."""
     return source.folder if source.format in ("hf", "local", "dcp") else None
 
 
 def _request(source: Checkpoint, dtype: str | None, max_shard_bytes: int | None) -> Request:
-    folder = _companions(source)
+    folder = companions(source)
     return Request(
         source=source,
         spec=source.spec,

@@ -14,7 +14,7 @@ from .. import __version__
 from ..analysis.parameters import count
 from ..architectures import Architecture
 from ..converter.checkpoint import Checkpoint, open_checkpoint
-from ..converter.convert import plan_output
+from ..converter.convert import companions, plan_output
 from ..converter.dtypes import HF_NAMES, parse_dtype, widest
 from ..converter.publish import Staging
 from ..converter.resolve import CONFIG
@@ -210,9 +210,11 @@ def _plan(source: Checkpoint, done: Chain, records: Sequence[Mapping[str, Any]],
     wide = any(done.computed(name) for name in dtypes) and done.guarantee == "exact"
     compute = widest([source.dtype, "F32"]) if wide else source.dtype
     origin = replace(source.origin, history=(*source.origin.history, *(dict(each) for each in records)))
+    folder = companions(source)
     if not done.texts:
-        return plan_output(done.spec, origin, to, dtypes, compute, source.folder, texts=source.texts)
-    texts = {path.name: path.read_bytes() for path in token_files(source.folder)} | dict(source.texts)
+        return plan_output(done.spec, origin, to, dtypes, compute, folder, texts=source.texts)
+    files = [] if folder is None else token_files(folder)
+    texts = {path.name: path.read_bytes() for path in files} | dict(source.texts)
     texts.update({name: text for name, text in done.texts.items() if text is not None})
     kept = {name: text for name, text in texts.items() if done.texts.get(name, b"") is not None}
     config = kept.pop(CONFIG, None)  # the original's, in which token ids have changed

@@ -253,3 +253,13 @@ def test_sizes_that_no_model_has(option: str, hf: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="of 1,000,000 at most"):
         gptkit.swap(hf, tmp_path / "out", **{option: "99999999"}, dry_run=True)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_gguf_lies_among_anything(tmp_path: Path) -> None:
+    """The tokenizer in the file travels, not one that happens to lie beside it."""
+    gptkit.convert("sample:llama", tmp_path / "gguf", "gguf")
+    (tmp_path / "gguf" / "merges.txt").write_text("of another model")
+    (file,) = (tmp_path / "gguf").glob("*.gguf")
+    gptkit.swap(file, tmp_path / "out", attention="mha", measured=False)
+    assert not (tmp_path / "out" / "merges.txt").exists()
+    assert (tmp_path / "out" / "tokenizer.json").exists()
