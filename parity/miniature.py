@@ -107,7 +107,8 @@ def _feed_forward(node: Any, hidden: int) -> Any:
         top_k = min(node.top_k, EXPERTS - 1)
         # All experts where all were, one more than are taken where there are more.
         experts = top_k if node.top_k == node.experts else min(node.experts, EXPERTS)
-        expert = _feed_forward(node.expert, hidden)
+        # Narrower than a feed-forward that is alone, since there are several.
+        expert = replace(node.expert, hidden_size=hidden, intermediate_size=3 * hidden // 2)
         return replace(node, hidden_size=hidden, experts=experts, top_k=top_k, expert=expert)
     return replace(node, hidden_size=hidden, intermediate_size=2 * hidden)
 
