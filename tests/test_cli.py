@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 import gptkit
-from gptkit import cli
+from gptkit import commands
 from gptkit.cli import app
 from gptkit.surgery.options import OPTIONS
 
@@ -582,7 +582,7 @@ def test_a_models_own_control_characters(monkeypatch: pytest.MonkeyPatch) -> Non
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    cli.generate("sample:gpt2", "p")
+    commands.generate.generate("sample:gpt2", "p")
     assert terminal.getvalue() == "pa\n�[31mb\tü\n"
 
 

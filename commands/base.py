@@ -1,0 +1,179 @@
+"""What all commands share: the app, its arguments and options, and how errors become lines and exit codes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+import typer.core
+
+from .. import __version__
+from ..errors import Elsewhere, GptkitError, UsageError
+from ..terminal import complain, fail, give_up_stdout
+
+__all__ = [
+    "AllowExtra",
+    "AllowPickle",
+    "Force",
+    "Html",
+    "Json",
+    "ModelArgument",
+    "Offline",
+    "Png",
+    "Quiet",
+    "Svg",
+    "Terminated",
+    "app",
+    "examples",
+    "guarded",
+    "parse_size",
+]
+
+
+INTERRUPTED = 130
+TERMINATED = 143
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: what Ctrl-C would do, with an exit code of its own."""
+
+
+# What typer raises for a wrong call. Of its classes typer names a subclass alone, and has moved the others.
+WrongCall: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+ORDER = (
+    *("params", "compare", "show", "diff", "presets", "recommend"),
+    *("load", "convert", "check", "swap", "swaps", "verify", "generate", "demo"),
+)
+"""The commands as the help lists them: looking first, which needs nothing, and then what touches weights."""
+
+
+class Commands(typer.core.TyperGroup):
+    """The commands; a wrong call is told in gptkit's own two lines instead of a page."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(super().list_commands(ctx), key=ORDER.index)
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            code = super().main(*args, **{**kwargs, "standalone_mode": False})
+        except WrongCall as error:
+            call: Any = error
+            message = str(call.format_message()).strip()
+            if message:  # none where there was no argument at all: the help was printed
+                command = call.ctx.command_path if call.ctx is not None else "gptkit"
+                complain(f"{message[0].lower()}{message[1:].rstrip('.')}\n{command} -h says what it takes")
+            code = call.exit_code
+        except typer.Abort:
+            complain("interrupted")
+            code = INTERRUPTED
+        sys.exit(code or 0)
+
+
+def examples(*lines: str) -> str:
+    """The end of a command's help: calls to try, a line each."""
+    return "\n\n".join(["Examples:", *(f"  {line}" for line in lines)])
+
+
+app = typer.Typer(
+    name="gptkit",
+    cls=Commands,
+    help="Take any GPT-style checkpoint apart, change it, and prove that it still computes what it should.",
+    epilog=examples("gptkit params qwen3-8b", "gptkit verify sample:llama", "gptkit demo"),
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+F = TypeVar("F", bound=Callable[..., None])
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="org/name or org/name@revision, a preset, a folder, a .safetensors file, or sample:gpt2."
+    ),
+]
+Offline = Annotated[bool, typer.Option("--offline", help="Use local files and the hub's cache only.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint folder, in one step.")]
+AllowPickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Read .bin files too (weights only); safetensors need no trust.")
+]
+AllowExtra = Annotated[bool, typer.Option("--allow-extra", help="Leave out tensors with no place.")]
+Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page that opens offline.")]
+Png = Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Write its picture, for a talk.")]
+Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write its picture, for a paper.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print nothing but errors.")]
+
+
+def guarded(function: F) -> F:
+    """Turn gptkit's errors into a line or two on stderr and their exit codes."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> None:
+        if kwargs.get("quiet"):
+            # Read by the hub's library when it is imported, which is not yet; without a terminal it is quiet by itself.
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        try:
+            function(*args, **kwargs)
+            sys.stdout.flush()  # here, where a reader that has gone is known what to do about
+        except Elsewhere as error:
+            raise typer.Exit(error.code) from None
+        except GptkitError as error:
+            fail(str(error), error.exit_code)
+        except KeyboardInterrupt as error:
+            # A note says what is kept, where something is.
+            told = "\n".join(["interrupted", *getattr(error, "__notes__", [])])
+            fail(told, TERMINATED if isinstance(error, Terminated) else INTERRUPTED)
+        except BrokenPipeError:
+            give_up_stdout()  # the reader (head, less) has gone
+            raise typer.Exit(0) from None
+        except OSError as error:
+            give_up_stdout()
+            where = f"{error.filename}: " if isinstance(error.filename, str) else ""
+            fail(f"{where}{error.strerror or error}", 1)
+        except MemoryError:
+            fail("not enough memory", 1)
+        except (typer.Exit, typer.Abort):
+            raise
+        except Exception as error:
+            fail(f"{type(error).__name__}: {error}\nThis is a bug in gptkit; GPTKIT_DEBUG=1 shows where.", 1)
+
+    return run  # type: ignore[return-value]
+
+
+def version(value: bool) -> None:
+    """--version."""
+    if value:
+        typer.echo(f"gptkit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=version, is_eager=True)
+    ] = False,
+) -> None:
+    """The group itself does nothing."""
+
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_size(option: str, text: str | None) -> int | None:
+    """Bytes of "2GB", "500 MB", "1.5GiB", "1000000"; raises UsageError."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
+    nbytes = int(float(found[1]) * UNITS.get(found[2].upper(), 0)) if found else 0
+    if nbytes <= 0:
+        raise UsageError(f"{option} {text!r} is not a size", "Give a number of bytes, as 2GB, 500MB or 1GiB.")
+    return nbytes

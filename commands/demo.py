@@ -1,0 +1,26 @@
+"""demo: a tour on the samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..terminal import console
+from .base import app, examples, guarded
+
+
+@app.command(epilog=examples("gptkit demo --keep tour"))
+@guarded
+def demo(
+    keep: Annotated[Path | None, typer.Option(help="Keep the converted checkpoints in this folder.")] = None,
+) -> None:
+    """A tour on the trained samples: count, convert, verify, swap, verify again, generate."""
+    from ..report.demo import tour
+
+    if not tour(console(markup=True), keep):
+        raise typer.Exit(3)
+
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -1,0 +1,96 @@
+"""generate: text from a checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from itertools import chain
+from typing import Annotated
+
+import typer
+
+from ..errors import UsageError
+from .base import AllowExtra, AllowPickle, ModelArgument, Offline, app, examples, guarded
+
+
+@app.command(epilog=examples("gptkit generate sample:gpt2 'ROMEO:' -n 80 --temperature 0.8 --seed 1"))
+@guarded
+def generate(
+    model: ModelArgument,
+    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="The prompt; - reads standard input.")] = None,
+    ids: Annotated[str | None, typer.Option(help="Token ids instead of a text: '1 5 9'.")] = None,
+    max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Where to stop.")] = 100,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy, which is the default unless --top-k or --top-p is given.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens that make up p.")] = None,
+    seed: Annotated[int | None, typer.Option(help="For the same text twice.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="What to compute in; the checkpoint's unless told.")] = None,
+    attention: Annotated[str, typer.Option(help="sdpa or eager.")] = "sdpa",
+    offline: Offline = False,
+    allow_pickle: AllowPickle = False,
+    allow_extra: AllowExtra = False,
+) -> None:
+    """Write on from a prompt."""
+    from ..modules.attention import Kernel
+    from ..modules.text import generate as run
+
+    if (text is None) == (ids is None):
+        raise UsageError("give a prompt: either TEXT or --ids", "gptkit generate sample:gpt2 'ROMEO:'")
+    if attention not in ("sdpa", "eager"):
+        raise UsageError(f"unknown attention {attention!r}", "known: sdpa, eager")
+    kernel: Kernel = "eager" if attention == "eager" else "sdpa"
+    prompt: str | list[int]
+    if ids is not None:
+        prompt = parse_ids(ids)
+    else:
+        prompt = read_stdin() if text == "-" else text or ""
+    pieces = run(
+        model,
+        prompt,
+        max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        dtype=dtype,
+        attention=kernel,
+        offline=offline,
+        allow_pickle=allow_pickle,
+        allow_extra=allow_extra,
+    )
+    watched = sys.stdout.isatty()
+    try:
+        for piece in chain([prompt] if isinstance(prompt, str) else [], pieces):
+            # What a model says is somebody else's text. A program gets all of it, a terminal what it can show.
+            shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in piece) if watched else piece
+            sys.stdout.write(shown)  # not typer.echo, which drops what looks like a colour
+            sys.stdout.flush()
+    finally:
+        typer.echo()  # after an interruption too: what is said about it gets a line of its own
+
+
+def parse_ids(text: str) -> list[int]:
+    """'1 5 9' or '1,5,9' as numbers.
+
+    Raises:
+        UsageError: something in it is not a number.
+
+    """
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise UsageError(f"--ids takes numbers, not {text!r:.60}") from error
+
+
+def read_stdin() -> str:
+    """Standard input.
+
+    Raises:
+        UsageError: it is not text.
+
+    """
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"standard input is not text: {error}") from error

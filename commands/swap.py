@@ -1,0 +1,186 @@
+"""swap and swaps: components exchanged, and which can be."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import UsageError
+from ..surgery.options import OPTIONS
+from ..terminal import console, progress_bar, say, status
+from .base import AllowExtra, AllowPickle, F, Force, Json, ModelArgument, Offline, Quiet, app, examples, guarded
+
+if TYPE_CHECKING:
+    from ..surgery.swap import SwapResult
+
+
+HOW = "How"
+"""The heading in the help of `swap` of what is no swap."""
+
+
+def with_swaps(function: F) -> F:
+    """An option for every swap of `surgery.options`; what was given arrives in the function's `**asked`."""
+    signature = inspect.signature(function, eval_str=True)
+    parameters = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    for each in OPTIONS:
+        kind: Any
+        kind, default = (bool, False) if each.flag else (str | None, None)
+        option = typer.Option(each.spelled, help=each.help, metavar=each.metavar or None, rich_help_panel=each.group)
+        annotation = Annotated[kind, option]
+        parameters.append(
+            inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        )
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return function
+
+
+@app.command(
+    epilog=examples(
+        "gptkit swap sample:gpt2 gpt2-rms --norm rmsnorm", "gptkit swap sample:gpt2 modern --recipe gpt2-to-modern"
+    )
+)
+@guarded
+@with_swaps
+def swap(
+    model: ModelArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
+    *,
+    recipe: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", rich_help_panel=HOW, help="Steps: a TOML file, a name of ours, or an output."),
+    ] = None,
+    blocks: Annotated[
+        str | None, typer.Option(metavar="LAYERS", rich_help_panel=HOW, help="Some layers alone: 3-7, 0,2,4-.")
+    ] = None,
+    approximate: Annotated[
+        bool, typer.Option("--approximate", rich_help_panel=HOW, help="The plain replacement, whatever it loses.")
+    ] = False,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", rich_help_panel=HOW, help="A text to fit on; samples have the bundled play."),
+    ] = None,
+    calibrate_tokens: Annotated[
+        int | None, typer.Option(metavar="N", min=1, rich_help_panel=HOW, help="Tokens of it to fit on (2,048).")
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option("--as", metavar="FORMAT", rich_help_panel=HOW, help="local, or auto, hf, hf:FAMILY to leave."),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="DTYPE", rich_help_panel=HOW, help="Of computed tensors (float64 if the swap is exact)."),
+    ] = None,
+    no_measure: Annotated[bool, typer.Option("--no-measure", help="Do not compare logits before and after.")] = False,
+    measure_steps: Annotated[
+        bool, typer.Option("--measure-steps", help="Each step by itself, of a large model too.")
+    ] = False,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what it costs, FILE.html and FILE.json.")
+    ] = None,
+    force: Force = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would come out; write nothing.")] = False,
+    offline: Offline = False,
+    allow_pickle: AllowPickle = False,
+    allow_extra: AllowExtra = False,
+    quiet: Quiet = False,
+    **asked: str | bool | None,
+) -> None:
+    """Exchange components, with a guarantee measured from the files that were written."""
+    from ..report.summaries import swap_lines
+    from ..surgery.swap import swap as run
+
+    if report is not None and not dry_run:
+        from ..report.damage import report_paths
+
+        report_paths(report)
+    values = {name: ("" if value is True else value) for name, value in asked.items() if value not in (None, False)}
+    with progress_bar("swapping", quiet) as advance:
+        done = run(
+            model,
+            out,
+            recipe=recipe,
+            blocks=blocks,
+            approximate=approximate,
+            calibrate=calibrate,
+            calibrate_tokens=calibrate_tokens,
+            to=to,
+            dtype=dtype,
+            force=force,
+            dry_run=dry_run,
+            measured=not no_measure,
+            each_step=measure_steps or None,
+            offline=offline,
+            allow_pickle=allow_pickle,
+            allow_extra=allow_extra,
+            progress=lambda nbytes: advance(nbytes, 0),
+            **values,  # type: ignore[arg-type]
+        )
+    if not quiet:
+        from ..report.surgery import dry_run_report, steps_report
+
+        say(swap_lines(done), quiet)
+        if dry_run:
+            console().print("", dry_run_report(done), sep="\n")
+        elif len(done.chain.steps) > 1:
+            console().print("", steps_report(done), sep="\n")
+    if report is not None and not dry_run:
+        damage_report(done, report, calibrate, calibrate_tokens, quiet)
+
+
+def damage_report(done: SwapResult, path: Path, calibrate: str | None, tokens: int | None, quiet: bool) -> None:
+    """`swap --report`."""
+    from ..report.damage import write_report
+    from ..report.summaries import damage_lines
+    from ..surgery.damage import assess, held_out
+
+    with status("measuring the damage", quiet) as tell:
+        found = assess(done, held_out(done, calibrate, tokens), tell)
+    written = write_report(done, found, path)
+    say([*damage_lines(found), f"report: {', '.join(map(str, written))}"], quiet)
+
+
+@app.command(epilog=examples("gptkit swaps sample:gpt2", "gptkit swaps --recipes"))
+@guarded
+def swaps(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="What to try them on; without one, all that there are.")
+    ] = None,
+    recipes: Annotated[bool, typer.Option("--recipes", help="List the recipes that come along.")] = False,
+    json: Json = False,
+    offline: Offline = False,
+    allow_pickle: AllowPickle = False,
+    allow_extra: AllowExtra = False,
+) -> None:
+    """List the swaps: what each guarantees, on a MODEL or at best, and what it costs."""
+    from ..report.surgery import listing_report, recipes_json, recipes_report, registry_json, registry_report
+    from ..report.tables import print_json
+    from ..surgery.recipe import read_recipe, shipped
+
+    if recipes:
+        if model is not None:
+            raise UsageError("--recipes takes no MODEL", "gptkit swap MODEL OUT --recipe NAME --dry-run tries one.")
+        found = [read_recipe(name) for name in shipped()]
+        if json:
+            print_json(recipes_json(found))
+        else:
+            console().print(recipes_report(found))
+        return
+    if model is None:
+        from ..surgery.registry import all_swaps
+
+        if json:
+            print_json(registry_json(all_swaps()))
+        else:
+            console().print(registry_report(all_swaps(), {each.name: each.group for each in OPTIONS}))
+        return
+    from ..converter.checkpoint import open_checkpoint
+    from ..surgery.listing import listing
+
+    listed = listing(open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra))
+    if json:
+        print_json(listed.as_json())
+    else:
+        console().print(listing_report(listed))

@@ -1,0 +1,137 @@
+"""verify: logits held against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import UsageError
+from ..terminal import console, say, status
+from .base import AllowExtra, AllowPickle, Json, ModelArgument, Offline, Quiet, app, examples, guarded
+
+if TYPE_CHECKING:
+    from ..converter.checkpoint import Checkpoint
+
+
+@app.command(
+    epilog=examples(
+        "gptkit verify sample:llama", "gptkit verify sample:gpt2 gpt2-local   (exit 0: the same, 3: different)"
+    )
+)
+@guarded
+def verify(
+    model: ModelArgument,
+    local: Annotated[
+        str | None, typer.Argument(metavar="LOCAL", help="What to hold against it [MODEL itself].")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="What both sides compute in.")] = "float32",
+    attention: Annotated[str | None, typer.Option(help="sdpa or eager, on both sides.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A text to compare on, beside the probe.")] = None,
+    long: Annotated[bool, typer.Option("--long", help="Also probe past windows of more than 1,024 tokens.")] = False,
+    mutations: Annotated[
+        bool | None,
+        typer.Option("--mutations/--no-mutations", help="Make mistakes on purpose and count those caught."),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="MODULE:CALLABLE", help="A port of your own: what returns your torch module.")
+    ] = None,
+    card: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a card, FILE.json and FILE.md.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page: a heatmap by layer and component.")
+    ] = None,
+    damage: Annotated[
+        bool | None,
+        typer.Option("--damage/--no-damage", help="What LOCAL costs by position, layer and component."),
+    ] = None,
+    text: Annotated[Path | None, typer.Option(metavar="FILE", help="A text to measure perplexity on.")] = None,
+    stream: Annotated[bool, typer.Option("--stream", help="A layer at a time, for models larger than memory.")] = False,
+    json: Json = False,
+    offline: Offline = False,
+    allow_pickle: AllowPickle = False,
+    allow_extra: AllowExtra = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare logits with transformers."""
+    if html is not None:
+        from ..report.pages import ready
+
+        ready(html)
+    if against is not None:
+        if local is not None or card is not None:
+            raise UsageError("--against takes a MODEL alone", "gptkit verify sample:llama --against my_port:build")
+        verify_against(model, against, html, json, quiet, offline)
+        return
+    from ..parity.verify import verify as run
+    from ..report.summaries import verification_report
+    from ..report.tables import print_json
+
+    with status("verifying", quiet or json) as tell:
+        result = run(
+            model,
+            local,
+            dtype=dtype,
+            attention=attention,
+            prompts=prompt or (),
+            long=long,
+            mutations=mutations,
+            stream=stream,
+            bisected=None if html is None else True,
+            damaged=True if damage is None and text is not None else damage,
+            text=lambda source: measured_text(source, text),
+            offline=offline,
+            allow_pickle=allow_pickle,
+            allow_extra=allow_extra,
+            progress=tell,
+        )
+    if json:
+        print_json(result.as_json())
+    elif not quiet:
+        console().print(verification_report(result))
+    if card is not None:
+        from ..parity.card import write_card
+
+        written = write_card(result, card, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
+        if not json:
+            say([f"card: {', '.join(str(path) for path in written)}"], quiet)
+    if html is not None:
+        from ..report.pages import write_page
+        from ..report.verification import verification_page
+
+        write_page(verification_page(result), html)
+        say([f"page: {html}"], quiet or json)
+    if not result.passed:
+        raise typer.Exit(3)
+
+
+def measured_text(source: Checkpoint, file: Path | None) -> tuple[int, ...] | None:
+    """The end of a text, or of the bundled play for the samples."""
+    from ..surgery.calibration import read_text
+
+    if file is None and not (source.origin.reference or "").startswith("sample:"):
+        return None
+    return read_text(source, file, tokens=0).held_out
+
+
+def verify_against(model: str, against: str, html: Path | None, json: bool, quiet: bool, offline: bool) -> None:
+    """`verify --against`: exit 3 where the port is not the model."""
+    from ..parity.port import verify_port
+    from ..report.summaries import port_report
+    from ..report.tables import print_json
+
+    with status("verifying", quiet or json) as tell:
+        tell("a port of your own")
+        result = verify_port(model, against, offline=offline)
+    if json:
+        print_json(result.as_json())
+    elif not quiet:
+        console().print(port_report(result))
+    if html is not None:
+        from ..report.pages import write_page
+        from ..report.verification import port_page
+
+        write_page(port_page(result), html)
+        say([f"page: {html}"], quiet or json)
+    if not result.passed:
+        raise typer.Exit(3)

@@ -1,0 +1,132 @@
+"""What the command line writes: lines, tables and bars, with nothing in them that a terminal would obey.
+
+rich waits inside the functions, so that --help and errors do not need it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
+
+__all__ = ["complain", "console", "fail", "give_up_stdout", "printable", "progress_bar", "say", "status"]
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """Say why on stderr and exit. The traceback only with GPTKIT_DEBUG=1."""
+    if os.environ.get("GPTKIT_DEBUG") == "1":
+        traceback.print_exc()
+    complain(message)
+    raise typer.Exit(code)
+
+
+def complain(message: str) -> None:
+    """Lines on stderr: the first behind our name, what is below it set in."""
+    first, _, rest = message.partition("\n")
+    typer.echo(
+        "\n".join(printable(line) for line in [f"gptkit: {first}", *(f"  {x}" for x in rest.split("\n") if x)]),
+        err=True,
+    )
+
+
+def printable(line: str) -> str:
+    """A line without control characters: a name out of a file may hold anything, terminal commands included."""
+    return line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+
+
+def give_up_stdout() -> None:
+    """Nothing more can be written there; what is still buffered would fail again at exit."""
+    with suppress(OSError):
+        sys.stdout.flush()
+        return
+    with suppress(OSError):  # no file at all, in a notebook or a test
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def console(markup: bool = False) -> Console:
+    """Standard output, as wide as the terminal or COLUMNS says, 80 where it is no terminal; without control characters
+    but its own, and with NO_COLOR without those. `markup` only for words that are all gptkit's.
+    """
+    from rich.console import Console, RenderHook
+    from rich.segment import Segment
+
+    class StandardOutput(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich would exit with 1; see `guarded`
+
+    @dataclass
+    class Clean:
+        renderable: ConsoleRenderable
+
+        def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+            for text, style, control in console.render(self.renderable, options):
+                # One for one, for the widths are settled.
+                yield Segment("".join(c if c.isprintable() or c == "\n" else "?" for c in text), style, control)
+
+    class Cleaning(RenderHook):
+        def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+            return [Clean(renderable) for renderable in renderables]
+
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 80
+    colours: Any = None if os.environ.get("NO_COLOR") else "auto"
+    made = StandardOutput(width=width, highlight=False, markup=markup, emoji=False, color_system=colours)
+    made.push_render_hook(Cleaning())
+    return made
+
+
+@contextmanager
+def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr where a person is looking; takes (bytes done now, bytes in all, 0 where nobody knows)."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task(what, total=None)
+
+    def advance(done: int, total: int) -> None:
+        bar.start()  # not before: downloads have bars of their own, and two at a time overwrite each other
+        bar.update(task, advance=done, total=total or None)
+
+    try:
+        yield advance
+    finally:
+        bar.stop()
+
+
+def say(lines: list[str], quiet: bool) -> None:
+    """Lines on standard output, never cut or wrapped: they name files."""
+    if not quiet:
+        typer.echo("\n".join(map(printable, lines)))
+
+
+@contextmanager
+def status(what: str, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A line on stderr that says what is going on, where a person is looking."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    live = Console(stderr=True).status(what)
+
+    def tell(text: str) -> None:
+        live.start()  # not before, as for the bar
+        live.update(f"{what}: {text}")
+
+    try:
+        yield tell
+    finally:
+        live.stop()
