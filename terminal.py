@@ -6,7 +6,9 @@ rich waits inside the functions, so that --help and errors do not need it.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -32,10 +34,18 @@ def fail(message: str, code: int) -> NoReturn:
 def complain(message: str) -> None:
     """Lines on stderr: the first behind our name, what is below it set in."""
     first, _, rest = message.partition("\n")
-    typer.echo(
-        "\n".join(printable(line) for line in [f"gptkit: {first}", *(f"  {x}" for x in rest.split("\n") if x)]),
-        err=True,
-    )
+    lines = [f"gptkit: {printable(first)}", *(f"  {printable(line)}" for line in rest.split("\n") if line)]
+    if sys.stderr.isatty():  # not for a program, which looks for a line
+        lines = [part for line in lines for part in wrapped(line, shutil.get_terminal_size().columns)]
+    typer.echo("\n".join(lines), err=True)
+
+
+def wrapped(line: str, width: int) -> list[str]:
+    """A line in as many as fit the width, between words; a word that is wider, a path, stays whole."""
+    if len(line) <= width:
+        return [line]
+    kept = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
+    return textwrap.wrap(line, max(width, 20), subsequent_indent="    ", **kept) or [line]  # type: ignore[arg-type]
 
 
 def printable(line: str) -> str:

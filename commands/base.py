@@ -16,6 +16,7 @@ import typer.core
 from .. import __version__
 from ..errors import Elsewhere, GptkitError, UsageError
 from ..terminal import complain, fail, give_up_stdout
+from .completion import complete_model
 
 __all__ = [
     "AllowExtra",
@@ -24,6 +25,7 @@ __all__ = [
     "Html",
     "Json",
     "ModelArgument",
+    "Models",
     "Offline",
     "Png",
     "Quiet",
@@ -67,6 +69,8 @@ class Commands(typer.core.TyperGroup):
         except WrongCall as error:
             call: Any = error
             message = str(call.format_message()).strip()
+            # click and typer each add a suggestion, the same one
+            message = re.sub(r"( Did you mean .*\?)\1$", r"\1", message)
             if message:  # none where there was no argument at all: the help was printed
                 command = call.ctx.command_path if call.ctx is not None else "gptkit"
                 complain(f"{message[0].lower()}{message[1:].rstrip('.')}\n{command} -h says what it takes")
@@ -94,10 +98,20 @@ app = typer.Typer(
 
 F = TypeVar("F", bound=Callable[..., None])
 
+Models = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="MODEL…",
+        help="Presets, samples, folders, config.json or .gguf files, or org/name.",
+        autocompletion=complete_model,
+    ),
+]
 ModelArgument = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="org/name or org/name@revision, a preset, a folder, a .safetensors file, or sample:gpt2."
+        metavar="MODEL",
+        help="org/name or org/name@revision, a preset, a folder, a .safetensors file, or sample:gpt2.",
+        autocompletion=complete_model,
     ),
 ]
 Offline = Annotated[bool, typer.Option("--offline", help="Use local files and the hub's cache only.")]

@@ -7,15 +7,13 @@ from typing import Annotated
 import typer
 
 from ..terminal import console, say
-from .base import Json, Offline, app, examples, guarded
+from .base import Json, Models, Offline, app, examples, guarded
 
 
 @app.command(epilog=examples("gptkit params qwen3-8b", "gptkit params gpt2 llama-3-8b bloom-7b1 falcon-7b"))
 @guarded
 def params(
-    models: Annotated[
-        list[str], typer.Argument(metavar="MODEL", help="Presets, samples, folders, config.json files or org/name.")
-    ],
+    models: Models,
     by_layer: Annotated[bool, typer.Option("--by-layer", help="Add each layer.")] = False,
     stored: Annotated[
         bool, typer.Option("--stored", help="Add dtypes and bytes, from the headers of the weight files.")

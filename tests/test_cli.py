@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from families import CONFIGS, save_hf
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
@@ -149,6 +150,20 @@ def test_nothing_heavy_is_imported(args: list[str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_command_that_does_not_exist_is_told_once_what_was_meant() -> None:
+    done = command("parms")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == "gptkit: no such command 'parms'. Did you mean 'params'?"
+
+
+@pytest.mark.parametrize("name", typer.main.get_group(app).commands)
+def test_help_ends_with_examples_of_the_command(name: str) -> None:
+    told = runner.invoke(app, [name, "--help"], env={"COLUMNS": "80"}).stdout
+    last = [line.strip() for line in told.split("Examples:")[1].strip().splitlines()]
+    assert last and all(line.startswith(f"gptkit {name}") for line in last)
+    assert max(map(len, told.splitlines())) <= 80
 
 
 def test_a_traceback_only_when_asked(tmp_path: Path) -> None:
