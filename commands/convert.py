@@ -113,7 +113,9 @@ def convert(
 
 @app.command(epilog=examples("gptkit check gpt2-local"))
 @guarded
-def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder that gptkit wrote.")]) -> None:
+def check(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder that gptkit wrote.")], quiet: Quiet = False
+) -> None:
     """Hash a folder's files again and compare with its manifest; say which tensor changed, and where."""
     from ..converter.publish import MANIFEST, check_manifest
     from ..errors import CheckpointError, InvalidInput
@@ -127,4 +129,4 @@ def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folde
         some = [*problems[:10], *([f"… and {len(problems) - 10} more"] if len(problems) > 10 else [])]
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
         raise CheckpointError(f"{folder}: {count}", "\n".join(some))
-    say([f"{folder}: every file has the bytes that its manifest says"], quiet=False)
+    say([f"{folder}: every file has the bytes that its manifest says"], quiet)
