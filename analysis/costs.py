@@ -4,20 +4,40 @@ FLOPs are those of the matrix products, two for a multiplication with its additi
 table 1) and PaLM (2204.02311, appendix B) count them: 2 a weight that a token meets, and in attention 2 an element of
 a key and 2 an element of a value for every token in sight. Norms, activations, softmax, rotations and biases, which
 grow with the width and not with its square, are left out, and so is looking up a row of a table.
+
+Scores are counted twice where many tokens are read at once: as dense kernels make them, every query with every key,
+which is what torch's FlopCounterMode counts whatever the kernel skips; and as the causal mask and windows need them.
+
+A layer with a window w keeps w - 1 tokens between two steps, here and in transformers' DynamicSlidingWindowLayer: with
+the step's own token they are the w that it looks at. A rolling buffer (Mistral 2310.06825, section 2) is made for w.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..spec import Attention, Block, LatentAttention, MixtureOfExperts, ModelSpec
 from .parameters import count
+from .sizes import check_sizes, full_dtype, itemsize
 
-__all__ = ["CONTEXT", "Costs", "LayerCosts", "costs", "usual_context"]
+__all__ = [
+    "CONTEXT",
+    "CacheSize",
+    "Costs",
+    "Flops",
+    "LayerCosts",
+    "TrainingFlops",
+    "cache_bytes",
+    "cache_curve",
+    "costs",
+    "forward_flops",
+    "training_flops",
+    "usual_context",
+]
 
 CONTEXT = 2048
 """Tokens in sight where a tree does not say what context it is for."""
@@ -28,7 +48,7 @@ class LayerCosts:
     """One layer's share.
 
     flops: by component, of one token that sees `context` tokens, itself among them. cached: numbers that a token leaves
-    in the cache. window: how many tokens stay there, None for all. idle: parameters that a token does not meet.
+    in the cache. window: how many tokens a query sees, None for all. idle: parameters that a token does not meet.
     """
 
     flops: Mapping[str, int]
@@ -37,7 +57,11 @@ class LayerCosts:
     idle: int
 
     def held(self, context: int) -> int:
-        """Numbers in the cache after so many tokens."""
+        """Numbers in the cache after so many tokens: of a window all but one, which the next token takes."""
+        return self.cached * (context if self.window is None else min(context, self.window - 1))
+
+    def buffered(self, context: int) -> int:
+        """Numbers in a rolling buffer for so many tokens, or in the cache while the last of them is computed."""
         return self.cached * (context if self.window is None else min(context, self.window))
 
 
@@ -45,7 +69,8 @@ class LayerCosts:
 class Costs:
     """What a tree costs.
 
-    parameters: all of them, and `active` those that one token meets (of a mixture of experts, top_k experts a layer).
+    parameters: all of them, and `active` those that one token meets (of a mixture of experts, top_k experts a layer);
+    `embedding` is the share of tables and, unless tied, the head, which no expert is among.
     flops: of the forward pass, for one token that sees `context` tokens, by component: the projections of attention,
     its scores (with the values that they weigh), feed-forward, router, head. cached: numbers that a token leaves in the
     key-value cache, all layers together; held: numbers there after `context` tokens, which windows make fewer.
@@ -53,6 +78,7 @@ class Costs:
 
     parameters: int
     active: int
+    embedding: int
     context: int
     flops: Mapping[str, int]
     cached: int
@@ -61,6 +87,16 @@ class Costs:
     @property
     def total_flops(self) -> int:
         return sum(self.flops.values())
+
+    @property
+    def non_embedding(self) -> int:
+        """All parameters but `embedding`."""
+        return self.parameters - self.embedding
+
+    @property
+    def active_non_embedding(self) -> int:
+        """Those that one token meets, but `embedding`: Kaplan's N, of a mixture."""
+        return self.active - self.embedding
 
     def cache_bytes(self, itemsize: int = 2) -> int:
         """Bytes that a token leaves in the cache, stored in so many bytes a number (2: bf16, fp16)."""
@@ -75,6 +111,9 @@ class Costs:
         return {
             "parameters": self.parameters,
             "active": self.active,
+            "embedding": self.embedding,
+            "non_embedding": self.non_embedding,
+            "active_non_embedding": self.active_non_embedding,
             "context": self.context,
             "flops_a_token": {**self.flops, "total": self.total_flops},
             "cache_bytes_a_token": {name: self.cache_bytes(size) for name, size in ITEMSIZES.items()},
@@ -82,6 +121,7 @@ class Costs:
         }
 
 
+COMPONENTS = ("attention", "scores", "feed-forward", "router", "head")
 ITEMSIZES = {"float32": 4, "bfloat16": 2}
 
 
@@ -101,12 +141,13 @@ def costs(spec: ModelSpec, context: int | None = None) -> Costs:
     for layer, number in layers:
         flops.update({name: value * number for name, value in layer.flops.items()})
     flops["head"] = 2 * spec.vocab_size * spec.hidden_size
-    total = count(spec).total
+    counted = count(spec)
     return Costs(
-        parameters=total,
-        active=total - sum(layer.idle * number for layer, number in layers),
+        parameters=counted.total,
+        active=counted.total - sum(layer.idle * number for layer, number in layers),
+        embedding=counted.embedding,
         context=length,
-        flops={name: flops[name] for name in ("attention", "scores", "feed-forward", "router", "head") if flops[name]},
+        flops={name: flops[name] for name in COMPONENTS if flops[name]},
         cached=sum(layer.cached * number for layer, number in layers),
         held=sum(layer.held(length) * number for layer, number in layers),
     )
@@ -149,3 +190,179 @@ def cached(attention: Attention | LatentAttention) -> int:
     if isinstance(attention, LatentAttention):
         return attention.kv_rank + attention.rope_dim
     return 2 * attention.kv_heads * attention.head_dim
+
+
+# --- many tokens at once ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs of a forward pass over `batch` sequences of `tokens` tokens, none of them in a cache.
+
+    products: by component, what weights are multiplied with: the projections of attention, feed-forward, router, head
+    (of every token; `head_of_last` is what a prefill needs instead, which asks for the last token's logits alone).
+    scores: queries with keys and weights with values, each of a sequence's tokens with each: what dense kernels
+    compute, and what torch's FlopCounterMode counts. needed_scores: those that the causal mask and windows leave.
+    """
+
+    tokens: int
+    batch: int
+    products: Mapping[str, int]
+    scores: int
+    needed_scores: int
+
+    @property
+    def dense(self) -> int:
+        """All products, scores as dense kernels make them."""
+        return sum(self.products.values()) + self.scores
+
+    @property
+    def causal(self) -> int:
+        """All products, scores as far as the causal mask and windows need them."""
+        return sum(self.products.values()) + self.needed_scores
+
+    @property
+    def head_of_last(self) -> int:
+        return self.products["head"] // self.tokens
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values, all whole numbers."""
+        return {
+            "tokens": self.tokens,
+            "batch": self.batch,
+            "components": dict(self.products),
+            "scores": {"dense": self.scores, "causal": self.needed_scores},
+            "total": {"dense": self.dense, "causal": self.causal},
+            "head_of_last_token": self.head_of_last,
+        }
+
+
+@dataclass(frozen=True)
+class TrainingFlops:
+    """FLOPs of a forward and a backward pass, and beside them what the usual estimates say.
+
+    forward: the forward pass. The backward pass makes two products for each of its products, one for the gradient of
+    either factor: 2 × forward. six_n: 6·N·D, D = batch · tokens, N all parameters that a token meets (Hoffmann et al.
+    2203.15556); six_n_non_embedding: N without tables and head (Kaplan et al. 2001.08361), which leaves scores and
+    head out. flash_extra: fused kernels keep no scores and make them again for the backward pass, a product more.
+    checkpointing_extra: with every layer's activations made again (Chen et al. 1604.06174), the layers' forward pass.
+    """
+
+    forward: Flops
+    six_n: int
+    six_n_non_embedding: int
+
+    @property
+    def dense(self) -> int:
+        return 3 * self.forward.dense
+
+    @property
+    def causal(self) -> int:
+        return 3 * self.forward.causal
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values, all whole numbers."""
+        return {
+            "tokens": self.forward.tokens,
+            "batch": self.forward.batch,
+            "total": {"dense": self.dense, "causal": self.causal},
+            "6N": {"active": self.six_n, "active_non_embedding": self.six_n_non_embedding},
+        }
+
+
+def forward_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> Flops:
+    """FLOPs of a forward pass over `batch` sequences of `tokens` tokens each (a prefill, or a step of training).
+
+    Raises:
+        UsageError: no tokens or sequences, or more tokens than the tree has positions for.
+
+    """
+    check_sizes(spec, tokens, batch)
+    products: Counter[str] = Counter()
+    scores = needed = 0
+    for block, number in Counter(spec.blocks).items():
+        layer, attention = layer_costs(block, 1), block.attention
+        products.update({name: value * number for name, value in layer.flops.items() if name != "scores"})
+        scores += number * 2 * scored(attention) * tokens * tokens
+        needed += number * 2 * scored(attention) * pairs_in_sight(tokens, attention.window)
+    products["head"] = 2 * spec.vocab_size * spec.hidden_size
+    every = {name: products[name] * tokens * batch for name in COMPONENTS if products[name]}
+    return Flops(tokens, batch, every, scores * batch, needed * batch)
+
+
+def training_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> TrainingFlops:
+    """FLOPs of a step of training on `batch` sequences of `tokens` tokens each; raises as `forward_flops`."""
+    forward, found = forward_flops(spec, tokens, batch), costs(spec, tokens)
+    seen = 6 * tokens * batch
+    return TrainingFlops(forward, seen * found.active, seen * found.active_non_embedding)
+
+
+def pairs_in_sight(tokens: int, window: int | None) -> int:
+    """Pairs of a query and a key that the causal mask and a window leave: Σ min(t, window) for t = 1 … tokens."""
+    near = tokens if window is None else min(tokens, window)
+    return near * (near + 1) // 2 + (tokens - near) * near
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """Bytes of the key-value cache of `batch` sequences of `context` tokens.
+
+    a_token: what one more token of one sequence leaves, all layers together, before windows let go of older ones.
+    held: what is there once all tokens were read, and until the next. buffer: what a cache made once for so many
+    tokens takes, where windows roll: of each window one token more than `held`.
+    """
+
+    context: int
+    batch: int
+    dtype: str
+    a_token: int
+    held: int
+    buffer: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values; figures are whole numbers of bytes."""
+        return {
+            "context": self.context,
+            "batch": self.batch,
+            "dtype": self.dtype,
+            "bytes_a_token": self.a_token,
+            "bytes": self.held,
+            "rolling_buffer_bytes": self.buffer,
+        }
+
+
+def cache_bytes(spec: ModelSpec, context: int, dtype: str = "bfloat16", batch: int = 1) -> CacheSize:
+    """Bytes of the key-value cache after `context` tokens; of latent attention, of the latent and the rotated keys.
+
+    Raises:
+        UsageError: no tokens or sequences, more tokens than the tree has positions for, or an unknown dtype.
+
+    """
+    check_sizes(spec, context, batch)
+    layers = [(layer_costs(block, context), number) for block, number in Counter(spec.blocks).items()]
+    size = itemsize(dtype)
+    return CacheSize(
+        context=context,
+        batch=batch,
+        dtype=full_dtype(dtype),
+        a_token=size * sum(layer.cached * number for layer, number in layers),
+        held=size * batch * sum(layer.held(context) * number for layer, number in layers),
+        buffer=size * batch * sum(layer.buffered(context) * number for layer, number in layers),
+    )
+
+
+def cache_curve(
+    spec: ModelSpec, contexts: Iterable[int], dtype: str = "bfloat16", batch: int = 1
+) -> tuple[CacheSize, ...]:
+    """The cache at each of several contexts, for charts. Those beyond the tree's table of positions are left out.
+
+    Raises:
+        UsageError: a context below 1, no sequences, or an unknown dtype.
+
+    """
+    table = spec.positions
+    within = [each for each in contexts if table is None or each <= table.length]
+    return tuple(cache_bytes(spec, context, dtype, batch) for context in within)

@@ -1,0 +1,186 @@
+"""What a tree needs in memory, to run and to be trained, from its shapes alone. No torch, no weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..errors import UsageError
+from ..spec import ModelSpec
+from .activations import inference_peak, kept_for_backward
+from .costs import cache_bytes, costs, usual_context
+from .sizes import check_sizes, full_dtype, itemsize
+
+__all__ = ["Memory", "TrainingMemory", "memory", "training_memory"]
+
+Logits = Literal["last", "all"]
+Kernel = Literal["sdpa", "eager"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes to run a model on `batch` sequences of `context` tokens.
+
+    weights: all of them, a tied head once. cache: keys and values after `context` tokens. activations: what is alive
+    beside both at the worst moment of reading the context at once, logits among it.
+    """
+
+    context: int
+    batch: int
+    dtype: str
+    weights: int
+    cache: int
+    activations: int
+    assumed: tuple[str, ...]
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.activations
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values; figures are whole numbers of bytes."""
+        return {
+            "context": self.context,
+            "batch": self.batch,
+            "dtype": self.dtype,
+            "weights": self.weights,
+            "cache": self.cache,
+            "activations": self.activations,
+            "total": self.total,
+            "assumed": list(self.assumed),
+        }
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes to train a model with Adam on `batch` sequences of `context` tokens a step.
+
+    weights, gradients: in the dtype that is computed in. moments: Adam's two, in fp32. master: the weights in fp32 that
+    the optimiser adds to, where computing is in a narrower dtype; 0 otherwise. activations: what autograd keeps for the
+    backward pass, the loss's among it. checkpointed: the same where every layer's are made again.
+    """
+
+    context: int
+    batch: int
+    dtype: str
+    weights: int
+    gradients: int
+    moments: int
+    master: int
+    activations: int
+    checkpointed: int
+    assumed: tuple[str, ...]
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.moments + self.master + self.activations
+
+    @property
+    def total_checkpointed(self) -> int:
+        return self.total - self.activations + self.checkpointed
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values; figures are whole numbers of bytes."""
+        return {
+            "context": self.context,
+            "batch": self.batch,
+            "dtype": self.dtype,
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "moments": self.moments,
+            "master": self.master,
+            "activations": self.activations,
+            "checkpointed_activations": self.checkpointed,
+            "total": self.total,
+            "total_checkpointed": self.total_checkpointed,
+            "assumed": list(self.assumed),
+        }
+
+
+def memory(
+    spec: ModelSpec,
+    dtype: str = "bfloat16",
+    context: int | None = None,
+    batch: int = 1,
+    *,
+    cache_dtype: str | None = None,
+    logits: Logits = "last",
+) -> Memory:
+    """Bytes to run a tree, by default at its own context.
+
+    Args:
+        spec: the tree.
+        dtype: of the weights. Activations are in it too, or in bf16 where it is a type of one byte.
+        context: tokens of each sequence, all read at once.
+        batch: sequences.
+        cache_dtype: of keys and values in the cache; that of activations where it is not given.
+        logits: of the last token alone, as generating needs, or of all.
+
+    Raises:
+        UsageError: no tokens or sequences, more tokens than the tree has positions for, or an unknown dtype.
+
+    """
+    length = usual_context(spec) if context is None else context
+    check_sizes(spec, length, batch)
+    name = full_dtype(dtype)
+    computed = name if itemsize(name) > 1 else "bfloat16"
+    cache = cache_bytes(spec, length, cache_dtype or computed, batch)
+    return Memory(
+        context=length,
+        batch=batch,
+        dtype=name,
+        weights=costs(spec, length).parameters * itemsize(name),
+        cache=cache.held,
+        activations=inference_peak(spec, itemsize(computed), length, batch, logits),
+        assumed=(
+            f"activations in {computed}, fused attention, the whole context read at once",
+            "logits of the last token" if logits == "last" else "logits of every token",
+        ),
+    )
+
+
+def training_memory(
+    spec: ModelSpec,
+    dtype: str = "bfloat16",
+    context: int | None = None,
+    batch: int = 1,
+    *,
+    attention: Kernel = "sdpa",
+) -> TrainingMemory:
+    """Bytes to train a tree with Adam, by default at its own context.
+
+    Args:
+        spec: the tree.
+        dtype: computed in: weights, gradients and activations. Below fp32 the optimiser keeps fp32 weights (mixed
+            precision, Micikevicius et al. 1710.03740; 16 bytes a parameter in ZeRO, 1910.02054, section 3.1).
+        context: tokens of each sequence.
+        batch: sequences a step.
+        attention: "sdpa", fused kernels that keep no scores (2205.14135), or "eager", which keep them.
+
+    Raises:
+        UsageError: as `memory`; a dtype of one byte.
+
+    """
+    length = usual_context(spec) if context is None else context
+    check_sizes(spec, length, batch)
+    name = full_dtype(dtype)
+    size, parameters = itemsize(name), costs(spec, length).parameters
+    if size == 1:
+        raise UsageError(f"no training in {name}", "Name the dtype that is computed in: bfloat16, float16, float32.")
+    wide = max(size, 4)
+    return TrainingMemory(
+        context=length,
+        batch=batch,
+        dtype=name,
+        weights=parameters * size,
+        gradients=parameters * size,
+        moments=2 * parameters * wide,
+        master=parameters * wide if size < wide else 0,
+        activations=kept_for_backward(spec, size, length, batch, attention),
+        checkpointed=kept_for_backward(spec, size, length, batch, attention, checkpointed=True),
+        assumed=(
+            f"weights, gradients and activations in {name}, Adam's moments in float{8 * wide}"
+            + (f", weights in float{8 * wide} beside them" if size < wide else ""),
+            "no dropout; " + ("fused attention" if attention == "sdpa" else "attention that keeps its scores"),
+        ),
+    )
