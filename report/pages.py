@@ -34,8 +34,10 @@ __all__ = [
     "counted",
     "listing",
     "plain",
+    "put",
     "ready",
     "render",
+    "writable",
     "write_page",
 ]
 
@@ -71,7 +73,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Key:
-    """What a colour means: `style` is one of page.css's."""
+    """What a colour means: `style` is one of page.css's: "zero", "c3"; of a line "line c3 dash" (solid, dash, dot)."""
 
     style: str
     words: str
@@ -105,12 +107,14 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """All of it. good: whether what `verdict` says is good news; facts: (what, value) in a line below."""
+    """All of it. verdict: in a line that stands out, if there is one; good: whether it is good news, None for neither;
+    facts: (what, value) in a line below.
+    """
 
     title: str
     subtitle: str
     verdict: str
-    good: bool
+    good: bool | None
     facts: tuple[tuple[str, str], ...]
     sections: tuple[Section, ...]
     footer: str = ""
@@ -121,13 +125,18 @@ def ready(path: Path) -> None:
     missing = [name for name in ("jinja2", "plotly") if find_spec(name) is None]
     if missing:
         raise UsageError(f"--html needs {' and '.join(missing)}", 'pip install "gptkit[html]"')
+    writable(path, "--html")
+
+
+def writable(path: Path, option: str) -> None:
+    """Raise UsageError where no file can be written at `path`, which the option named."""
     try:
         special = path.exists() and not stat.S_ISREG(path.stat().st_mode)
         folder = path.resolve().parent
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
     if special:
-        raise UsageError(f"cannot write {path}: it is no file", "Name a file for the page: --html page.html")
+        raise UsageError(f"cannot write {path}: it is no file", f"Name a file: {option} page.{option.lstrip('-')}")
     if not os.access(folder, os.W_OK):
         raise UsageError(f"cannot write {path}: {'no permission' if folder.is_dir() else 'no such folder'}")
 
@@ -181,10 +190,15 @@ def write_page(page: Page, path: Path) -> None:
 
     """
     ready(path)
+    put(render(page).encode("utf-8", "replace"), path)
+
+
+def put(content: bytes, path: Path) -> None:
+    """Write a file, all of it or nothing; what is there is replaced. Raises UsageError where that fails."""
     target = path.resolve()  # where a link leads, not the link
     part = target.with_name(f".gptkit-{os.getpid()}.part")
     try:
-        part.write_bytes(render(page).encode("utf-8", "replace"))
+        part.write_bytes(content)
         part.replace(target)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error

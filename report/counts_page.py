@@ -1,0 +1,126 @@
+"""The page of `params --html`: what a model holds and costs, or several side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .. import __version__
+from ..analysis.costs import costs, usual_context
+from ..analysis.parameters import describe
+from ..analysis.params import ModelCount
+from .charts import bars, binary, cache_chart, share, short, treemap
+from .pages import Figure, Lines, Page, Section, Table, counted
+
+__all__ = ["counts_page"]
+
+COMMON = 2048
+"""Tokens in sight at which FLOPs are told, or fewer where a model is for no more."""
+
+
+def counts_page(counts: Sequence[ModelCount], *, dtype: str = "bfloat16", more: Sequence[Section] = ()) -> Page:
+    """The page of some models' counts.
+
+    Args:
+        counts: at least one.
+        dtype: what keys and values are stored in, for the cache.
+        more: sections of figures that were asked for (memory, FLOPs of a prefill), behind those that are always there.
+
+    """
+    return (_one if len(counts) == 1 else _several)(counts, dtype, more)
+
+
+def _one(counts: Sequence[ModelCount], dtype: str, more: Sequence[Section]) -> Page:
+    (model,) = counts
+    count, spec = model.count, model.spec
+    figures = costs(spec)
+    facts = [("parameters", f"{count.total:,}"), ("without embedding", f"{count.non_embedding:,}")]
+    facts += [("met by a token", f"{figures.active:,}")] if figures.active != count.total else []
+    facts += [("layers", f"{len(spec.blocks):,}"), ("hidden size", f"{spec.hidden_size:,}")]
+    facts += [("context", describe(spec)["context"]), (f"cache a token, {dtype}", binary(figures.cache_bytes()))]
+    notes = (Section("Notes", (Lines(model.notes, listed=True),)),) if model.notes else ()
+    return Page(
+        title=model.name,
+        subtitle=f"{model.family or 'of no family'}, {short(count.total)} parameters",
+        verdict="",
+        good=None,
+        facts=tuple(facts),
+        sections=(
+            Section("Parameters", (treemap(model.name, spec), _components(counts))),
+            Section("What it is", (_aspects(counts),)),
+            Section("Key-value cache", (cache_chart([(model.name, spec)], dtype),)),
+            Section("FLOPs", (*_flops(counts),)),
+            *more,
+            *notes,
+        ),
+        footer=_footer(),
+    )
+
+
+def _several(counts: Sequence[ModelCount], dtype: str, more: Sequence[Section]) -> Page:
+    notes = [f"{each.name}: {note}" for each in counts for note in each.notes]
+    least, most = (pick(counts, key=lambda each: each.count.total) for pick in (min, max))
+    return Page(
+        title=", ".join(each.name for each in counts),
+        subtitle=f"{counted(len(counts), 'model')} side by side, from {short(least.count.total)} to "
+        f"{short(most.count.total)} parameters",
+        verdict="",
+        good=None,
+        facts=(),
+        sections=(
+            Section("Parameters", (_side_by_side(counts), _components(counts))),
+            Section("What they are", (_aspects(counts),)),
+            Section("Key-value cache", (cache_chart([(each.name, each.spec) for each in counts], dtype),)),
+            Section("FLOPs", (*_flops(counts),)),
+            *more,
+            *(Section(each.name, (treemap(each.name, each.spec),)) for each in counts),
+            *((Section("Notes", (Lines(tuple(notes), listed=True),)),) if notes else ()),
+        ),
+        footer=_footer(),
+    )
+
+
+def _footer() -> str:
+    return f"Made by gptkit {__version__}. This page asks no server for anything."
+
+
+def _side_by_side(counts: Sequence[ModelCount]) -> Figure:
+    models = [(each.name, each.count.by_component) for each in counts]
+    return bars(models, title="Parameters by component", what="parameters")
+
+
+def _components(counts: Sequence[ModelCount]) -> Table:
+    """A row a component, a column a model; of one model with its share."""
+    labels = list(dict.fromkeys(label for each in counts for label in each.count.by_component))
+    alone = len(counts) == 1
+    rows: list[tuple[str, ...]] = []
+
+    def row(label: str, numbers: Sequence[int | None]) -> None:
+        cells = ["–" if number is None else f"{number:,}" for number in numbers]
+        rows.append((label, *cells, *([share(numbers[0] or 0, counts[0].count.total)] if alone else [])))
+
+    for label in labels:
+        row(label, [each.count.by_component.get(label) for each in counts])
+    row("total", [each.count.total for each in counts])
+    row("without embedding, positions and head", [each.count.non_embedding for each in counts])
+    names = ["parameters", "share"] if alone else [each.name for each in counts]
+    columns = (("component", False), *((name, True) for name in names))
+    return Table("Parameters by component", columns, tuple(rows), frozenset([len(labels)]))
+
+
+def _aspects(counts: Sequence[ModelCount]) -> Table:
+    """A row an aspect, a column a model; rows that differ are lit."""
+    words = [describe(each.spec) for each in counts]
+    rows = [("family", *(each.family or "–" for each in counts))]
+    rows += [(aspect, *(told[aspect] for told in words)) for aspect in words[0]]
+    names = ["what it is"] if len(counts) == 1 else [each.name for each in counts]
+    lit = frozenset(index for index, row in enumerate(rows) if len(set(row[1:])) > 1)
+    return Table("What they are", (("", False), *((name, False) for name in names)), tuple(rows), lit)
+
+
+def _flops(counts: Sequence[ModelCount]) -> tuple[Lines, Figure]:
+    """Of one token, at one context for all."""
+    context = min([COMMON, *(usual_context(each.spec) for each in counts)])
+    models = [(each.name, costs(each.spec, context).flops) for each in counts]
+    words = f"Of the forward pass of one token that sees {context:,}, itself among them: two for a multiplication "
+    words += "with its addition, in matrix products."
+    return Lines((words,)), bars(models, title="FLOPs a token by component", what="FLOPs")

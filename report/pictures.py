@@ -1,0 +1,269 @@
+"""What --html, --png and --svg write: a page, and its first figure as a picture for a talk or a paper.
+
+Pictures are drawn by the system's Chrome or Chromium, which kaleido drives, with the plotly.js that lies in plotly's
+package. Nothing is fetched: no MathJax, and the browser's proxy is a port where nobody listens.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from importlib.resources import files
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from . import pages
+from .pages import Figure, Page
+
+__all__ = ["picture", "ready", "write"]
+
+WIDTH = 520
+"""Pixels: a column of a paper (84 mm) makes 12 of them 6 points high."""
+SCALE = 4
+"""Pixels of a PNG for each of the drawing's: 600 dots an inch in such a column."""
+FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
+
+NESTED = ("treemap", "sunburst", "icicle")
+STILL = {"pathbar": {"visible": False}}
+"""Of nested areas on paper, where nothing leads back."""
+
+
+def ready(html: Path | None, png: Path | None, svg: Path | None) -> None:
+    """Raise UsageError where one of them could not be made or written: before the work, not after it."""
+    if html is not None:
+        pages.ready(html)
+    given = [(option, path) for option, path in (("--png", png), ("--svg", svg)) if path is not None]
+    for option, path in given:
+        if path.suffix.lower() != f".{option[2:]}":
+            raise UsageError(f"{option} {path}: not the name of such a file", f"End it in .{option[2:]}.")
+        pages.writable(path, option)
+    if given:
+        _can_draw(given[0][0])
+
+
+def _can_draw(option: str) -> None:
+    missing = [name for name in ("plotly", "kaleido") if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"{option} needs {' and '.join(missing)}", 'pip install "gptkit[images]"')
+    if _browser() is None:
+        raise UsageError(
+            f"{option} needs Chrome or Chromium to draw with, and none was found",
+            "Install one (apt install chromium, brew install --cask chromium, or kaleido_get_chrome),"
+            " or name it: BROWSER_PATH=/path/to/chrome",
+        )
+
+
+def _browser() -> str | None:
+    """The browser that kaleido would take: what BROWSER_PATH names, its own download, or one of the system."""
+    from choreographer.browsers.chromium import Chromium
+
+    named = os.environ.get("BROWSER_PATH")
+    if named:
+        return named if Path(named).is_file() else None
+    found: str | None = Chromium.find_browser(skip_local=False)
+    return found
+
+
+def write(page: Page, html: Path | None, png: Path | None, svg: Path | None) -> list[Path]:
+    """Write the page, and its first figure as a picture; what was asked for. Returns the paths written.
+
+    Each file is written whole or not at all, and replaces what is there.
+
+    Raises:
+        UsageError: one cannot be written or drawn, a package is missing, or the page has no figure.
+
+    """
+    written = []
+    if html is not None:
+        pages.write_page(page, html)
+        written.append(html)
+    wanted = [path for path in (png, svg) if path is not None]
+    if not wanted:
+        return written
+    figures = [block for section in page.sections for block in section.blocks if isinstance(block, Figure)]
+    if not figures:
+        raise UsageError(f"there is no figure to draw in {wanted[0]}")
+    for path in wanted:
+        pages.put(picture(figures[0], path.suffix.lower()[1:]), path)
+        written.append(path)
+    return written
+
+
+def picture(figure: Figure, form: str) -> bytes:
+    """A figure as a "png" or "svg" file: on white, with its legend, as wide as a paper's column or as it needs.
+
+    Raises:
+        UsageError: the browser could not draw it.
+
+    """
+    import kaleido
+
+    spec = _static(figure)
+    size = {"width": max(figure.width, WIDTH), "height": spec["layout"]["height"]}
+    try:
+        drawn = kaleido.calc_fig_sync(
+            spec,
+            opts={"format": form, **size, "scale": SCALE if form == "png" else 1},
+            kopts={"mathjax": False, "proxy_server": "127.0.0.1:9", "timeout": 120, "path": _browser()},
+        )
+    except Exception as error:  # whatever the browser, its pipes or its threads say
+        raise UsageError(
+            f"the browser could not draw the picture: {' '.join(str(error).split()) or type(error).__name__}",
+            "BROWSER_PATH names another Chrome or Chromium; --html needs none.",
+        ) from error
+    content = bytes(drawn)
+    return _same(content) if form == "svg" else content
+
+
+def _same(svg: bytes) -> bytes:
+    """The same file for the same figure: plotly makes its names by chance."""
+    chance = re.search(rb'id="defs-([0-9a-f]{6})"', svg)
+    return svg if chance is None else svg.replace(chance[1], b"gptkit")
+
+
+# --- a figure that stands alone ---------------------------------------------------------------------------------------
+
+
+def _static(figure: Figure) -> dict[str, Any]:
+    """The figure as plotly takes it without the page around it."""
+    values = _colours()
+    spec: dict[str, Any] = _painted(figure.spec, values)
+    layout = spec["layout"]
+    shapes = list(layout.get("shapes", ()))
+    data: list[dict[str, Any]] = []
+    for trace in spec["data"]:
+        if trace["type"] == "heatmap":
+            cells, words = _vector(trace, values)
+            shapes = [*cells, *shapes]
+            data.append(words)
+        else:
+            data.append({**trace, "showlegend": False} if trace["type"] not in NESTED else {**trace, **STILL})
+    legend = [_legend(key.style.split(), key.words, values) for key in figure.keys if key.style != "counts"]
+    more = _legend_height(legend, max(figure.width, WIDTH))
+    layout = {
+        **layout,
+        "shapes": shapes,
+        "paper_bgcolor": "#ffffff",
+        "font": {**layout["font"], "family": FONT, "size": 12},
+        "height": figure.height + more,
+        "margin": {**layout.get("margin", {}), "b": layout.get("margin", {}).get("b", 0) + more},
+        "showlegend": bool(legend),
+        "legend": {
+            "orientation": "h",
+            "traceorder": "normal",
+            "yref": "container",
+            "y": 0,
+            "yanchor": "bottom",
+            "xref": "container",
+            "x": 0,
+        },
+    }
+    if any(trace["type"] in NESTED for trace in data):  # the legend's traces bring axes along
+        layout |= {"xaxis": {"visible": False}, "yaxis": {"visible": False}}
+    return {"data": [*data, *legend], "layout": layout}
+
+
+def _colours() -> dict[str, str]:
+    """page.css's colours by name, as they are in the light."""
+    style = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
+    light = style[style.index(":root {") : style.index("@media")]
+    return dict(re.findall(r"(--[\w-]+): (#[0-9a-f]{6});", light))
+
+
+def _painted(value: Any, values: dict[str, str]) -> Any:
+    """As page.js does it."""
+    if isinstance(value, str):
+        named = re.fullmatch(r"var\((--[\w-]+)\)", value)
+        return values[named[1]] if named else value
+    if isinstance(value, list):
+        return [_painted(each, values) for each in value]
+    return {key: _painted(each, values) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def _legend(style: list[str], words: str, values: dict[str, str]) -> dict[str, Any]:
+    """A trace with nothing in it but its entry in the legend."""
+    line = style[0] == "line"
+    colour = values[f"--{style[1] if line else style[0]}"]
+    drawn: dict[str, Any] = {"mode": "markers", "marker": {"symbol": "square", "size": 12, "color": colour}}
+    if style[0] == "mark":
+        drawn["marker"] |= {"symbol": "square-open", "line": {"width": 2}}
+    if line:
+        drawn = {"mode": "lines", "line": {"color": colour, "dash": style[2], "width": 2}}
+    return {"type": "scatter", "x": [None], "y": [None], "name": words, "showlegend": True, **drawn}
+
+
+def _legend_height(entries: list[dict[str, Any]], width: int) -> int:
+    """Pixels below the figure for so many entries; plotly gives all of them the width of the longest."""
+    if not entries:
+        return 0
+    widest = 50 + 7 * max(len(entry["name"]) for entry in entries)
+    columns = max(1, width // widest)
+    return 12 + 20 * math.ceil(len(entries) / columns)
+
+
+def _vector(trace: dict[str, Any], values: dict[str, str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A heatmap's cells as rectangles, since plotly draws it as a bitmap, and a trace of its words and colour bar."""
+    low, high = trace.get("zmin", 0.0), trace.get("zmax", 1.0)
+    cells, x, y, text, ink = [], [], [], [], []
+    for row, column, value in _filled(trace["z"]):
+        colour = _between(trace["colorscale"], (value - low) / (high - low))
+        place = {"x0": column - 0.46, "x1": column + 0.46, "y0": row - 0.46, "y1": row + 0.46}
+        cells.append({"type": "rect", "layer": "below", "fillcolor": colour, "line": {"width": 0}, **place})
+        x.append(trace["x"][column])
+        y.append(row)
+        text.append(trace["text"][row][column] if trace.get("texttemplate") else "")
+        light, dark = "#ffffff", values["--text"]
+        ink.append(light if _contrast(light, colour) > _contrast(dark, colour) else dark)
+    marker = {"opacity": 0, "color": [low] * len(x), "cmin": low, "cmax": high}
+    marker |= {name: trace[name] for name in ("colorscale", "colorbar") if name in trace}
+    words: dict[str, Any] = {
+        "type": "scatter",
+        "mode": "markers+text",
+        "x": x,
+        "y": y,
+        "text": text,
+        "textfont": {"color": ink, "size": 11},
+        "marker": {**marker, "showscale": trace.get("showscale", True)},
+        "cliponaxis": False,
+        "showlegend": False,
+    }
+    return cells, words
+
+
+def _filled(rows: list[list[float | None]]) -> Iterator[tuple[int, int, float]]:
+    for row, line in enumerate(rows):
+        for column, value in enumerate(line):
+            if value is not None:
+                yield row, column, value
+
+
+def _between(scale: list[tuple[float, str]], part: float) -> str:
+    """A colour of a scale: where `part` of it, from 0 to 1, is behind."""
+    part = min(max(part, 0.0), 1.0)
+    (a, first), (b, second) = next(
+        ((low, high) for low, high in pairwise(scale) if part <= high[0]), (scale[-2], scale[-1])
+    )
+    weight = (part - a) / (b - a) if b > a else 0.0
+    mixed = [round(x + (y - x) * weight) for x, y in zip(_rgb(first), _rgb(second), strict=True)]
+    return f"#{mixed[0]:02x}{mixed[1]:02x}{mixed[2]:02x}"
+
+
+def _rgb(colour: str) -> tuple[int, int, int]:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+def _contrast(a: str, b: str) -> float:
+    """The contrast of two colours, 1 to 21, as WCAG 2.2 defines it."""
+    high, low = sorted((_luminance(a), _luminance(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    parts = [value / 255 for value in _rgb(colour)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
