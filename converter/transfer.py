@@ -28,7 +28,7 @@ from .placed import CHUNK, PlacedWriter
 from .publish import FileRecord, Staging
 from .write import Output, Plan, Shard, prepare, writer
 
-__all__ = ["Job", "StoppedError", "Transferred", "available_cores", "jobs_of", "memory_of", "transfer"]
+__all__ = ["Gate", "Job", "StoppedError", "Transferred", "available_cores", "jobs_of", "memory_of", "transfer"]
 
 IN_FLIGHT = 128 * 2**20
 """Bytes of tensors held at once by all workers together, unless a single job needs more."""
@@ -217,7 +217,7 @@ class _Carrier:
 
     def run(self, jobs: Sequence[Job], workers: int, limit: int) -> None:
         """All jobs; the first error stops the rest."""
-        gate = _Gate(limit)
+        gate = Gate(limit)
         running: list[Future[None]] = []
         try:
             with ThreadPoolExecutor(workers, thread_name_prefix="transfer") as pool:
@@ -242,7 +242,7 @@ class _Carrier:
             # The error's traceback holds this frame: what it names would live on, open files included.
             del errors, running
 
-    def _carry(self, job: Job, gate: _Gate) -> None:
+    def _carry(self, job: Job, gate: Gate) -> None:
         try:
             if self.stopped:
                 return
@@ -364,7 +364,7 @@ class StoppedError(Exception):
     """Another worker, or another process, failed, and its error is the one to be told."""
 
 
-class _Gate:
+class Gate:
     """Lets jobs in while the memory that they need together stays below a limit; one alone always."""
 
     def __init__(self, limit: int) -> None:
