@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..analysis.costs import costs, usual_context
+from ..analysis.costs import cache_bytes, cache_curve, usual_context
 from ..analysis.parameters import ParameterCount, count, layer_ranges, range_label
 from ..spec import ModelSpec
 from .pages import Figure, Key, Table, counted, plain
@@ -29,7 +29,6 @@ MOST_CELLS = 2500
 """Cells of a treemap up to which each layer has its own; beyond, neighbours alike are one."""
 FROM = 128
 """Tokens at which the cache's lines begin."""
-ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def drawn(data: Sequence[Any], height: int, **layout: Any) -> dict[str, Any]:
@@ -137,7 +136,7 @@ def treemap(name: str, spec: ModelSpec) -> Figure:
         "values": [cell.number for cell in cells],
         "branchvalues": "total",
         "sort": False,
-        "text": [f"{short(cell.number)} · {share(cell.number, total)}" for cell in cells],
+        "text": [_inside(cell, total) for cell in cells],
         "textinfo": "label+text",
         "hovertext": [_told(cell, total) for cell in cells],
         "hoverinfo": "text",
@@ -173,6 +172,12 @@ def _colour(component: str) -> int | None:
 def _told(cell: _Cell, total: int) -> str:
     name = f"<b>{safe(cell.label)}</b>"
     return "<br>".join([name, f"{cell.number:,} parameters", f"{share(cell.number, total)} of all", *cell.told])
+
+
+def _inside(cell: _Cell, total: int) -> str:
+    """What a component's area says below its name; a layer's has less room."""
+    number = short(cell.number)
+    return f"{number} · {share(cell.number, total)}" if cell.place.count("/") == 1 else number
 
 
 def _runs(spec: ModelSpec) -> list[_Run]:
@@ -296,12 +301,11 @@ def bars(models: Sequence[tuple[str, Mapping[str, int]]], *, title: str, what: s
         }
         for part in parts
     ]
-    most, least = (names[totals.index(pick(totals))] for pick in (max, min))
     height = 34 * len(models) + 64
     axis = {"showgrid": False, "zeroline": False, "ticks": ""}
     return Figure(
         title=title,
-        summary=summary or f"{title}: from {min(totals):,} ({least}) to {max(totals):,} ({most}).",
+        summary=summary or _bars_summary(models, what),
         spec=drawn(
             traces,
             height,
@@ -331,6 +335,15 @@ def bars(models: Sequence[tuple[str, Mapping[str, int]]], *, title: str, what: s
             folded=True,
         ),
     )
+
+
+def _bars_summary(models: Sequence[tuple[str, Mapping[str, int]]], what: str) -> str:
+    totals = {name: sum(numbers.values()) for name, numbers in models}
+    most, least = (pick(totals.items(), key=lambda item: item[1]) for pick in (max, min))
+    if len(models) > 1:
+        return f"From {least[1]:,} {what} ({least[0]}) to {most[1]:,} ({most[0]})."
+    part, number = max(models[0][1].items(), key=lambda item: item[1])
+    return f"{most[1]:,} {what}; most are in {part}, {share(number, most[1])}."
 
 
 def _round(most: int) -> dict[str, Any]:
@@ -366,11 +379,13 @@ def cache_chart(models: Sequence[tuple[str, ModelSpec]], dtype: str = "bfloat16"
         dtype: what keys and values are stored in.
         up_to: tokens.
 
+    Raises:
+        UsageError: an unknown dtype, or no tokens.
+
     """
-    itemsize = ITEMSIZES[dtype]
     ends = [_end(spec, up_to) for _, spec in models]
     lines = [
-        [(length, costs(spec, length).held_bytes(itemsize)) for length in _lengths(spec, end)]
+        [(each.context, each.held) for each in cache_curve(spec, _lengths(spec, end), dtype)]
         for (_, spec), end in zip(models, ends, strict=True)
     ]
     traces = [
@@ -414,7 +429,7 @@ def cache_chart(models: Sequence[tuple[str, ModelSpec]], dtype: str = "bfloat16"
             Key(f"line c{index % PALETTE} {DASHES[index % len(DASHES)]}", name)
             for index, (name, _) in enumerate(models)
         ),
-        table=_cache_table(models, ends, itemsize),
+        table=_cache_table(models, ends, dtype),
     )
 
 
@@ -454,13 +469,13 @@ def _tokens(number: int) -> str:
     return f"{number // 1024:,}k" if number >= 1024 else str(number)
 
 
-def _cache_table(models: Sequence[tuple[str, ModelSpec]], ends: Sequence[int], itemsize: int) -> Table:
+def _cache_table(models: Sequence[tuple[str, ModelSpec]], ends: Sequence[int], dtype: str) -> Table:
     at = [length for length in (2048, 8192, 32768, 131072) if length <= max(ends)]
     rows = []
     for (name, spec), end in zip(models, ends, strict=True):
-        cells = [binary(costs(spec, n).held_bytes(itemsize)) if n <= end else "–" for n in at]
-        last = costs(spec, end)
-        rows.append((name, f"{last.cache_bytes(itemsize):,} B", *cells, f"{end:,}", binary(last.held_bytes(itemsize))))
+        cells = [binary(cache_bytes(spec, n, dtype).held) if n <= end else "–" for n in at]
+        last = cache_bytes(spec, end, dtype)
+        rows.append((name, f"{last.a_token:,} B", *cells, f"{end:,}", binary(last.held)))
     columns = (("model", False), ("a token", True), *((f"at {n:,}", True) for n in at))
     ending = (("longest context", True), ("there", True))
     return Table("Key-value cache as a table", (*columns, *ending), tuple(rows), folded=True)

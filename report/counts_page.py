@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .. import __version__
-from ..analysis.costs import costs, usual_context
+from ..analysis.costs import cache_bytes, costs, usual_context
 from ..analysis.parameters import describe
 from ..analysis.params import ModelCount
 from .charts import bars, binary, cache_chart, share, short, treemap
+from .diagram import block_diagram
 from .pages import Figure, Lines, Page, Section, Table, counted
 
 __all__ = ["counts_page"]
 
 COMMON = 2048
 """Tokens in sight at which FLOPs are told, or fewer where a model is for no more."""
+
+MOST_DIAGRAMS = 4
+"""Kinds of layers that are drawn; `show` has all of them."""
 
 
 def counts_page(counts: Sequence[ModelCount], *, dtype: str = "bfloat16", more: Sequence[Section] = ()) -> Page:
@@ -36,7 +40,10 @@ def _one(counts: Sequence[ModelCount], dtype: str, more: Sequence[Section]) -> P
     facts = [("parameters", f"{count.total:,}"), ("without embedding", f"{count.non_embedding:,}")]
     facts += [("met by a token", f"{figures.active:,}")] if figures.active != count.total else []
     facts += [("layers", f"{len(spec.blocks):,}"), ("hidden size", f"{spec.hidden_size:,}")]
-    facts += [("context", describe(spec)["context"]), (f"cache a token, {dtype}", binary(figures.cache_bytes()))]
+    facts += [
+        ("context", describe(spec)["context"]),
+        (f"cache a token, {dtype}", binary(cache_bytes(spec, 1, dtype).a_token)),
+    ]
     notes = (Section("Notes", (Lines(model.notes, listed=True),)),) if model.notes else ()
     return Page(
         title=model.name,
@@ -46,7 +53,7 @@ def _one(counts: Sequence[ModelCount], dtype: str, more: Sequence[Section]) -> P
         facts=tuple(facts),
         sections=(
             Section("Parameters", (treemap(model.name, spec), _components(counts))),
-            Section("What it is", (_aspects(counts),)),
+            Section("What it is", (_aspects(counts), *_diagrams(model))),
             Section("Key-value cache", (cache_chart([(model.name, spec)], dtype),)),
             Section("FLOPs", (*_flops(counts),)),
             *more,
@@ -72,7 +79,7 @@ def _several(counts: Sequence[ModelCount], dtype: str, more: Sequence[Section]) 
             Section("Key-value cache", (cache_chart([(each.name, each.spec) for each in counts], dtype),)),
             Section("FLOPs", (*_flops(counts),)),
             *more,
-            *(Section(each.name, (treemap(each.name, each.spec),)) for each in counts),
+            *(Section(each.name, (treemap(each.name, each.spec), *_diagrams(each))) for each in counts),
             *((Section("Notes", (Lines(tuple(notes), listed=True),)),) if notes else ()),
         ),
         footer=_footer(),
@@ -108,13 +115,19 @@ def _components(counts: Sequence[ModelCount]) -> Table:
 
 
 def _aspects(counts: Sequence[ModelCount]) -> Table:
-    """A row an aspect, a column a model; rows that differ are lit."""
+    """A row an aspect, a column a model."""
     words = [describe(each.spec) for each in counts]
     rows = [("family", *(each.family or "–" for each in counts))]
     rows += [(aspect, *(told[aspect] for told in words)) for aspect in words[0]]
     names = ["what it is"] if len(counts) == 1 else [each.name for each in counts]
-    lit = frozenset(index for index, row in enumerate(rows) if len(set(row[1:])) > 1)
-    return Table("What they are", (("", False), *((name, False) for name in names)), tuple(rows), lit)
+    return Table("What they are", (("aspect", False), *((name, False) for name in names)), tuple(rows))
+
+
+def _diagrams(model: ModelCount) -> tuple[Figure, ...]:
+    """One for each kind of layer, of the first that are of it."""
+    blocks = model.spec.blocks
+    kinds = [blocks.index(block) for block in dict.fromkeys(blocks)]
+    return tuple(block_diagram(model.spec, layer) for layer in kinds[:MOST_DIAGRAMS])
 
 
 def _flops(counts: Sequence[ModelCount]) -> tuple[Lines, Figure]:
