@@ -153,11 +153,18 @@ class Moved:
 
 @dataclass(frozen=True)
 class Filled:
-    """A new tensor of values that every floating point dtype has (0, 1, -1, ½), stored as the tensor `like` is."""
+    """A new tensor of values that every floating point dtype has (0, 1, -1, ½), stored as the tensor `like` is.
+
+    `value` is one number, or a function that makes all of them.
+    """
 
     shape: tuple[int, ...]
-    value: float | Wide
+    value: float | Callable[[], Wide]
     like: str
+
+    def wide(self) -> Wide:
+        """The values."""
+        return self.value() if callable(self.value) else np.full(self.shape, self.value)
 
 
 Tensor = Computed | Moved | Filled
@@ -245,7 +252,7 @@ class SwappedModel:
         if isinstance(how, Computed):
             return from_float64(self.wide(name), dtype), dtype
         if isinstance(how, Filled):
-            return from_float64(np.full(how.shape, how.value), dtype), dtype
+            return from_float64(how.wide(), dtype), dtype
         arrays = [cast(*self.before.raw(each), dtype) for each in how.names]
         return self._checked(name, arrays[0] if how.move is None else how.move(*arrays)), dtype
 
@@ -258,7 +265,7 @@ class SwappedModel:
             arrays = [self.before.wide(each) for each in how.names]
             return self._checked(name, arrays[0] if how.move is None else how.move(*arrays))
         if isinstance(how, Filled):
-            return np.full(how.shape, how.value)
+            return how.wide()
         values = np.ascontiguousarray(self._checked(name, how.make(self.before)), dtype=np.float64)
         bad = int((~np.isfinite(values)).sum())
         if bad:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -134,11 +135,11 @@ def lossless(path: str, attention: Attention) -> dict[str, Tensor]:
     like = f"{path}.v_proj.weight"
     if plain:
         made[f"{path}.k_up_proj.weight"] = Filled(
-            (attention.heads * plain, rank), picking(attention, plain, 0, rank), like
+            (attention.heads * plain, rank), partial(picking, attention, plain, 0, rank), like
         )
     made[f"{path}.v_up_proj.weight"] = Filled(
         (attention.heads * attention.head_dim, rank),
-        picking(attention, attention.head_dim, attention.kv_heads * plain, rank),
+        partial(picking, attention, attention.head_dim, attention.kv_heads * plain, rank),
         like,
     )
     return made

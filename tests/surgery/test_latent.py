@@ -96,7 +96,7 @@ def values_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def halved(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "Filled", lambda shape, value, like: Filled(shape, value / 2, like))
+    patch.setattr(module, "Filled", lambda shape, value, like: Filled(shape, lambda: value() / 2, like))
 
 
 MUTATIONS: dict[str, Mutation] = {
