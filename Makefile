@@ -7,10 +7,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Two processes of one thread each beat one of two on the small models of the tests.
 JOBS ?= 2
 
-.PHONY: help demo test pytest test-slow test-browser soak lint types format wheel samples parity swaps bench bench-convert bench-surgery clean
+.PHONY: help demo docs shown test pytest test-slow test-browser soak lint types format wheel samples parity swaps bench bench-convert bench-surgery clean
 
 help:
 	@echo "make demo          the tour on the trained samples"
+	@echo "make docs          the documentation site, in build/docs"
+	@echo "make shown         what the pages show of outputs, from the commands"
 	@echo "make test          lint, types and tests"
 	@echo "make test-slow     the tests that take minutes"
 	@echo "make test-browser  the pages of --html in headless Chromium"
@@ -31,6 +33,16 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/gptkit demo
+
+# Without a network, and -W: a warning fails. The pages need no server and work from the disk.
+docs: $(STAMP)
+	rm -rf build/docs
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -n -E -q -d build/doctrees docs build/docs
+	@echo "docs: build/docs/index.html"
+
+# Every output in README.md and docs/ again, where a command now prints something else; read the difference.
+shown: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/shown.py README.md $$(grep -rlE '^<!-- (output|runs|file|python)' docs --include '*.md')
 
 test: lint types pytest
 

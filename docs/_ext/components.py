@@ -1,0 +1,252 @@
+"""Who uses a component, and what it costs there: tables for the explanations, from the presets' own trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+
+from gptkit.analysis.costs import costs as costs_of
+from gptkit.analysis.parameters import count
+from gptkit.architectures import architecture_of
+from gptkit.architectures.presets import presets
+from gptkit.spec import (
+    ALiBi,
+    Attention,
+    Block,
+    FeedForward,
+    GatedFeedForward,
+    LatentAttention,
+    LayerNorm,
+    MixtureOfExperts,
+    ModelSpec,
+    RMSNorm,
+    Rotary,
+)
+
+Table = tuple[Sequence[str], Iterable[Sequence[str]], Sequence[int]]
+"""Heads, rows, and the columns of figures."""
+
+
+@cache
+def spec_of(name: str) -> ModelSpec:
+    """The tree of a preset."""
+    config = presets()[name].config
+    return architecture_of(config).spec(config)
+
+
+def blocks(test: Callable[[Block], bool]) -> Callable[[ModelSpec], bool]:
+    """Whether any layer passes."""
+    return lambda spec: any(test(block) for block in spec.blocks)
+
+
+def rotary(block: Block) -> Rotary | None:
+    """The block's rotary positions, where it has such."""
+    position = block.attention.position
+    return position if isinstance(position, Rotary) else None
+
+
+def scaled(name: str) -> Callable[[Block], bool]:
+    """Whether a block's rotary positions are scaled in this way."""
+    return lambda block: type(getattr(rotary(block), "scaling", None)).__name__ == name
+
+
+def heads(block: Block) -> tuple[int, int] | None:
+    """(query heads, key-value heads), None of latent attention."""
+    attention = block.attention
+    return (attention.heads, attention.kv_heads) if isinstance(attention, Attention) else None
+
+
+def is_mha(block: Block) -> bool:
+    """As many key-value heads as query heads."""
+    found = heads(block)
+    return found is not None and found[0] == found[1]
+
+
+def is_mqa(block: Block) -> bool:
+    """One key-value head."""
+    found = heads(block)
+    return found is not None and found[1] == 1 < found[0]
+
+
+def is_gqa(block: Block) -> bool:
+    """Fewer key-value heads, more than one."""
+    found = heads(block)
+    return found is not None and 1 < found[1] < found[0]
+
+
+def has_bias(block: Block) -> bool:
+    """On any linear of the block."""
+    attention, feed_forward = block.attention, block.feed_forward
+    if isinstance(feed_forward, MixtureOfExperts):
+        feed_forward = feed_forward.expert
+    return attention.qkv_bias or attention.output_bias or feed_forward.up_bias or feed_forward.down_bias
+
+
+USERS: Mapping[str, Callable[[ModelSpec], bool]] = {
+    "LayerNorm": lambda spec: isinstance(spec.final_norm, LayerNorm),
+    "RMSNorm": lambda spec: isinstance(spec.final_norm, RMSNorm),
+    "q and k norms": blocks(lambda block: getattr(block.attention, "q_norm", None) is not None),
+    "norm on the embedding": lambda spec: spec.embedding.norm is not None,
+    "learned positions": lambda spec: spec.positions is not None,
+    "rotary": blocks(lambda block: rotary(block) is not None),
+    "linear scaling": blocks(scaled("LinearScaling")),
+    "llama3 scaling": blocks(scaled("Llama3Scaling")),
+    "yarn": blocks(scaled("YarnScaling")),
+    "alibi": blocks(lambda block: isinstance(block.attention.position, ALiBi)),
+    "mha": blocks(is_mha),
+    "gqa": blocks(is_gqa),
+    "mqa": blocks(is_mqa),
+    "latent": blocks(lambda block: isinstance(block.attention, LatentAttention)),
+    "window": blocks(lambda block: block.attention.window is not None),
+    "plain": blocks(lambda block: isinstance(block.feed_forward, FeedForward)),
+    "gated": blocks(lambda block: isinstance(block.feed_forward, GatedFeedForward)),
+    "experts": blocks(lambda block: isinstance(block.feed_forward, MixtureOfExperts)),
+    "parallel": blocks(lambda block: block.parallel),
+    "serial": blocks(lambda block: not block.parallel),
+    "tied": lambda spec: spec.head.tied,
+    "untied": lambda spec: not spec.head.tied,
+    "biases": blocks(has_bias),
+    "no biases": lambda spec: not any(map(has_bias, spec.blocks)),
+}
+"""What a page may ask for, and how a tree is known to have it."""
+
+
+def users(what: str) -> Table:
+    """The families and presets that have a component; one row that says so where none has."""
+    found: dict[str, list[str]] = {}
+    for name, preset in presets().items():
+        if USERS[what](spec_of(name)):
+            found.setdefault(architecture_of(preset.config).name, []).append(name)
+    rows = []
+    for family, names in found.items():
+        some = ", ".join(f"`{name}`" for name in names[:5])
+        rows.append([f"`{family}`", str(len(names)), some + (f" and {len(names) - 5} more" if len(names) > 5 else "")])
+    return ["family", "presets", "which"], rows or [["none", "0", "no preset has it"]], [1]
+
+
+# --- costs ------------------------------------------------------------------------------------------------------------
+
+
+def share(part: int, whole: int) -> str:
+    """A part in per cent."""
+    return f"{100 * part / whole:.2f} %"
+
+
+def norm_row(spec: ModelSpec) -> list[str]:
+    """See TOPICS."""
+    counted = count(spec)
+    return [
+        type(spec.final_norm).__name__,
+        f"{counted.by_component['norms']:,}",
+        share(counted.by_component["norms"], counted.total),
+    ]
+
+
+def attention_row(spec: ModelSpec) -> list[str]:
+    """See TOPICS."""
+    found, attention = costs_of(spec), spec.blocks[0].attention
+    kv = f"{attention.kv_heads}" if isinstance(attention, Attention) else f"latent {attention.kv_rank}"
+    weights = f"{count(spec).by_component['attention']:,}"
+    projections, scores = f"{found.flops['attention']:,}", f"{found.flops['scores']:,}"
+    return [f"{attention.heads}", kv, weights, f"{found.cache_bytes(2):,}", f"{found.context:,}", projections, scores]
+
+
+def cache_row(spec: ModelSpec) -> list[str]:
+    """The cache after some lengths, in bf16."""
+    window = spec.blocks[0].attention.window
+    held = [costs_of(spec, context).held_bytes(2) / 2**20 for context in (4096, 8192, 32768)]
+    return ["none" if window is None else f"{window:,}", *(f"{each:,.0f}" for each in held)]
+
+
+def feed_forward_row(spec: ModelSpec) -> list[str]:
+    """See TOPICS."""
+    found, feed_forward = costs_of(spec), spec.blocks[0].feed_forward
+    inner = feed_forward.expert if isinstance(feed_forward, MixtureOfExperts) else feed_forward
+    form = "gated" if isinstance(inner, GatedFeedForward) else "plain"
+    counted = count(spec)
+    weights = counted.by_component["feed-forward"]
+    return [
+        f"{form}, {inner.activation}",
+        f"{inner.intermediate_size:,}",
+        f"{inner.intermediate_size / spec.hidden_size:.2f}",
+        f"{weights:,}",
+        share(weights, counted.total),
+        f"{found.flops['feed-forward']:,}",
+    ]
+
+
+def expert_row(spec: ModelSpec) -> list[str]:
+    """See TOPICS."""
+    found, feed_forward = costs_of(spec), spec.blocks[0].feed_forward
+    mixed = isinstance(feed_forward, MixtureOfExperts)
+    number = (
+        f"{feed_forward.experts}, {feed_forward.top_k} a token"
+        if isinstance(feed_forward, MixtureOfExperts)
+        else "none"
+    )
+    router = found.flops["router"] if mixed else 0
+    return [number, f"{found.parameters:,}", f"{found.active:,}", f"{found.flops['feed-forward']:,}", f"{router:,}"]
+
+
+def ends_row(spec: ModelSpec) -> list[str]:
+    """See TOPICS."""
+    counted = count(spec)
+    table = spec.vocab_size * spec.hidden_size
+    return [
+        "tied" if spec.head.tied else "untied",
+        f"{spec.vocab_size:,} × {spec.hidden_size:,}",
+        f"{counted.total:,}",
+        share(table * (1 if spec.head.tied else 2), counted.total),
+        f"{costs_of(spec).flops['head']:,}",
+    ]
+
+
+def position_row(spec: ModelSpec) -> list[str]:
+    """See TOPICS."""
+    position = spec.blocks[0].attention.position
+    if isinstance(position, Rotary):
+        scaling = "" if position.scaling is None else f", {type(position.scaling).__name__}"
+        told = f"RoPE on {position.dim}, base {position.base:,.0f}{scaling}"
+    else:
+        told = "ALiBi" if isinstance(position, ALiBi) else "learned table" if spec.positions is not None else "none"
+    length = "–" if spec.context_length is None else f"{spec.context_length:,}"
+    return [told, length, f"{count(spec).by_component.get('positions', 0):,}"]
+
+
+def block_row(spec: ModelSpec) -> list[str]:
+    """See TOPICS."""
+    block = spec.blocks[0]
+    norms = 1 + (block.feed_forward_norm is not None)
+    return ["parallel" if block.parallel else "serial", str(norms), f"{len(spec.blocks)}"]
+
+
+def bias_row(spec: ModelSpec) -> list[str]:
+    """Biases of linear layers; those of norms are not counted."""
+    shapes = [(parameter.name, parameter.count) for parameter in spec.parameters()]
+    biases = sum(number for name, number in shapes if name.endswith(".bias") and "norm" not in name.split(".")[-2])
+    return [f"{biases:,}", share(biases, count(spec).total)]
+
+
+TOPICS: Mapping[str, tuple[Callable[[ModelSpec], list[str]], Sequence[str]]] = {
+    "norms": (norm_row, ("norm", "parameters in norms", "share")),
+    "positions": (position_row, ("positions", "context", "parameters")),
+    "attention": (
+        attention_row,
+        ("q heads", "kv heads", "parameters", "cache, bytes a token", "context", "FLOPs, projections", "FLOPs, scores"),
+    ),
+    "cache": (cache_row, ("window", "at 4,096 tokens, MiB", "at 8,192", "at 32,768")),
+    "feed-forward": (feed_forward_row, ("form", "width", "× hidden", "parameters", "share", "FLOPs a token")),
+    "experts": (expert_row, ("experts", "parameters", "active", "FLOPs, experts", "FLOPs, router")),
+    "ends": (ends_row, ("head", "table", "parameters in all", "tables' share", "FLOPs, head")),
+    "block": (block_row, ("block", "norms a layer", "layers")),
+    "biases": (bias_row, ("parameters in biases", "share")),
+}
+"""What a table of costs is about: a row's cells, and their heads. Figures end on one line, words do not."""
+
+
+def costs(topic: str, names: Sequence[str]) -> Table:
+    """What a component costs in some presets. FLOPs are of one token that sees the whole context; caches are bf16."""
+    row, heads = TOPICS[topic]
+    rows = [[f"`{name}`", *row(spec_of(name))] for name in names]
+    figures = [column for column in range(1, len(heads) + 1) if all(line[column][:1].isdigit() for line in rows)]
+    return ["model", *heads], rows, figures

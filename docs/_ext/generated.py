@@ -1,0 +1,253 @@
+"""What the pages take from the code itself: `<!-- generated: NAME ARGUMENT… -->` in a page becomes Markdown.
+
+The functions know nothing of Sphinx, so that a test can call them too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
+
+import components
+import msgspec
+import typer
+
+from gptkit import spec as tree
+from gptkit.analysis.parameters import count
+from gptkit.architectures import ARCHITECTURES, architecture_of
+from gptkit.architectures.presets import presets
+from gptkit.cli import app as gptkit_app
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+MARK = re.compile(r"^<!-- generated: (?P<words>[^>]+?) -->$", re.M)
+ROOT = Path(__file__).parents[2]
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """A Markdown table; columns of figures in `right` end on one line."""
+    rule = ["---:" if number in right else "---" for number in range(len(heads))]
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in (heads, rule, *rows))
+
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+
+def commands() -> list[str]:
+    """The names of all commands, as --help lists them."""
+    group = typer.main.get_command(gptkit_app)
+    return group.list_commands(None)  # type: ignore[attr-defined, no-any-return]
+
+
+def help_of(*words: str) -> str:
+    """What `gptkit … --help` prints at 80 columns."""
+    env = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1", "PYTHONUTF8": "1", "TERMINAL_WIDTH": "80"}
+    run = subprocess.run(
+        [sys.executable, "-m", "gptkit", *words, "--help"], capture_output=True, text=True, env=env, check=True
+    )
+    lines = [line.rstrip() for line in run.stdout.strip("\n").split("\n")]
+    return "\n".join(lines).strip("\n")
+
+
+def commands_page(*only: str) -> str:
+    """Every command's help, a heading each."""
+    parts = [f"## gptkit\n\n```text\n{help_of()}\n```"] if not only else []
+    parts += [f"(command-{name})=\n## gptkit {name}\n\n```text\n{help_of(name)}\n```" for name in only or commands()]
+    return "\n\n".join(parts)
+
+
+# --- families, presets, extras ----------------------------------------------------------------------------------------
+
+
+def families() -> str:
+    """A row a family: what is read as it, how many presets it has, and on which of transformers' paths it is held."""
+    rows = []
+    for name, family in ARCHITECTURES.items():
+        known = [preset for preset in presets().values() if architecture_of(preset.config) is family]
+        paths = dict.fromkeys(path for preset in known for path in family.reference(family.spec(preset.config)))
+        about = " ".join((sys.modules[family.read.__module__].__doc__ or "").partition("\n\n")[0].split())
+        kinds = ", ".join(f"`{kind}`" for kind in family.model_types)
+        rows.append([f"`{name}`", kinds, f"`{family.hf_class}`", str(len(known)), ", ".join(paths), about])
+    return table(["family", "`model_type`", "written as", "presets", "held against", "what it is"], rows, right=[3])
+
+
+def sourced(source: str) -> str:
+    """Where a preset's config is from, its address as a link."""
+    link = re.match(r"https?://[^\s,;]+", source)
+    if link is None:
+        return source
+    text = "config.json" if link[0].endswith("config.json") else re.sub(r"https?://", "", link[0])
+    return f"[{text}]({link[0]}){source[link.end() :]}"
+
+
+def presets_table(*only: str) -> str:
+    """A row a preset: names, total, where its config comes from; `only` those of some families."""
+    rows = []
+    for preset in presets().values():
+        architecture = architecture_of(preset.config)
+        if not only or architecture.name in only:
+            total = count(architecture.spec(preset.config)).total
+            aliases = ", ".join(f"`{alias}`" for alias in preset.aliases)
+            rows.append([f"`{preset.name}`", aliases, f"{total:,}", sourced(preset.source)])
+    return table(["preset", "also", "parameters", "taken from"], rows, right=[2])
+
+
+def presets_page() -> str:
+    """A table of presets a family."""
+    return "\n\n".join(f"## {name}\n\n{presets_table(name)}" for name in ARCHITECTURES)
+
+
+def extras() -> str:
+    """The extras of pyproject.toml and what each installs."""
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    return table(
+        ["extra", "installs"], [[f"`{name}`", ", ".join(f"`{each}`" for each in data[name])] for name in sorted(data)]
+    )
+
+
+# --- the tree ---------------------------------------------------------------------------------------------------------
+
+COMPONENTS = tuple(
+    getattr(tree, name)
+    for name in tree.__all__
+    if isinstance(getattr(tree, name), type) and issubclass(getattr(tree, name), msgspec.Struct)
+)
+
+
+def kind(hint: object) -> str:
+    """A field's type in words."""
+    if get_origin(hint) is Literal:
+        return " or ".join(f"`{each}`" for each in get_args(hint))
+    if hasattr(hint, "__metadata__"):
+        (meta,) = hint.__metadata__
+        least = f" from {meta.ge}" if meta.ge is not None else " above 0" if meta.gt is not None else ""
+        most = f" to {meta.le:,}" if meta.le is not None and meta.le < 1e6 else ""
+        return f"{kind(hint.__origin__)}{least}{most}"  # type: ignore[attr-defined]
+    if get_origin(hint) is tuple:
+        return f"a list of {kind(get_args(hint)[0])}"
+    parts = get_args(hint)
+    if parts:
+        return ", or ".join(kind(part) for part in parts)
+    names = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "nothing"}
+    if hint in names:
+        return names[hint]  # type: ignore[index]
+    name = getattr(hint, "__name__", str(hint))
+    return f"[`{name}`](#component-{name.lower()})" if hint in COMPONENTS else f"`{name}`"
+
+
+def default(field: msgspec.structs.FieldInfo) -> str:
+    """A field's default; a dash where it must be given."""
+    if field.default is msgspec.NODEFAULT:
+        return "–"
+    return "nothing" if field.default is None else f"`{msgspec.json.encode(field.default).decode()}`"
+
+
+def components_page() -> str:
+    """Every component: its text, and its fields as a table."""
+    parts = []
+    for each in COMPONENTS:
+        hints = get_type_hints(each, include_extras=True)
+        rounding = tree.ROUNDING.get(each, ())
+        rows = [
+            [f"`{field.name}`", kind(hints[field.name]), default(field), "rounding" if field.name in rounding else ""]
+            for field in msgspec.structs.fields(each)
+        ]
+        name = each.__name__
+        text = f"(component-{name.lower()})=\n## {name}\n\n```{{eval-rst}}\n.. autoclass:: gptkit.spec.{name}\n```"
+        parts.append(text + ("\n\n" + table(["field", "type", "default", ""], rows) if rows else ""))
+    return "\n\n".join(parts)
+
+
+# --- swaps ------------------------------------------------------------------------------------------------------------
+
+
+def swaps_table(*options: str) -> str:
+    """The swaps of some options, or of all; `attention:mla` is those whose form starts with mla."""
+    from gptkit.surgery.registry import all_swaps
+
+    wanted = [option.replace("-", "_").partition(":") for option in options]
+    rows = []
+    for swap in all_swaps():
+        if not wanted or any(swap.option == option and swap.form.startswith(form) for option, _, form in wanted):
+            asked = f"`--{swap.option.replace('_', '-')}{' ' * bool(swap.form)}{swap.form}`"
+            rows.append([asked, f"{swap.takes} → {swap.gives}", swap.guarantee, swap.needs, swap.source])
+    assert rows, f"no swap is asked for by {options}"
+    return table(["asked for as", "from → to", "at best", "needs", "source"], rows)
+
+
+def swap_options() -> str:
+    """The options of `swap` by group, as the registry and the command line share them."""
+    from gptkit.surgery.options import OPTIONS
+
+    parts = []
+    for group in dict.fromkeys(option.group for option in OPTIONS):
+        names = [option.name for option in OPTIONS if option.group == group]
+        parts.append(f"## {group}\n\n{swaps_table(*names)}")
+    return "\n\n".join(parts)
+
+
+def recipes() -> str:
+    """The recipes that come along, as they lie there."""
+    from gptkit.surgery.recipe import read_recipe, shipped
+
+    found = [read_recipe(name) for name in shipped()]
+    return "\n\n".join(
+        f"## {each.name}\n\n{each.description}\n\n```text\n" + "\n".join(str(step) for step in each.steps) + "\n```"
+        for each in found
+    )
+
+
+def errors() -> str:
+    """The tree of exceptions, from the text of their module."""
+    from gptkit import errors as module
+
+    lines = (module.__doc__ or "").split("\n")
+    drawn = [line[4:] for line in lines if line.startswith("    ")]
+    return "```text\n" + "\n".join(drawn) + "\n```"
+
+
+# --- in a page --------------------------------------------------------------------------------------------------------
+
+GENERATORS: Mapping[str, Callable[..., str]] = {
+    "commands": commands_page,
+    "components": components_page,
+    "costs": lambda topic, *names: table(*components.costs(topic, names)),
+    "errors": errors,
+    "extras": extras,
+    "families": families,
+    "presets": presets_page,
+    "recipes": recipes,
+    "swap-options": swap_options,
+    "swaps": swaps_table,
+    "users": lambda *words: table(*components.users(" ".join(words))),
+}
+
+
+@cache
+def generate(words: str) -> str:
+    """The Markdown that "NAME ARGUMENT…" stands for."""
+    name, *arguments = words.split()
+    return GENERATORS[name](*arguments)
+
+
+def filled(text: str) -> str:
+    """A page with every mark replaced."""
+    return MARK.sub(lambda match: generate(match["words"]), text)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Fill each page as it is read."""
+
+    def fill(app: Sphinx, name: str, source: list[str]) -> None:
+        source[0] = filled(source[0])
+
+    app.connect("source-read", fill)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,50 @@
+"""The documentation site: `make docs` builds it into build/docs, without a network and without a warning.
+
+What can be told by the code is written by the code, each time the site is built: see `_ext/`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+
+from gptkit import __version__
+
+project = "gptkit"
+author = "The gptkit developers"
+project_copyright = "The gptkit developers"
+version = release = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "docstrings", "generated", "mathml"]
+exclude_patterns = ["_ext"]
+nitpicky = True
+# What is another package's, or a name within ours that is described in the sentence beside it, has no page here.
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|numpy|np|pathlib|collections|typing|msgspec|fractions|argparse)\..*"),
+    ("py:.*", r"(Any|Callable|ClassVar|Iterable|Iterator|Literal|Mapping|Path|Sequence|optional|np\.ndarray)"),
+    ("py:.*", r"gptkit\.(?!errors\.|spec\.(ModelSpec|Parameter)$).*"),
+]
+
+# Markdown: $formulas$, lists of terms, and a name for every heading down to the third level.
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_use_type_comments = False
+python_maximum_signature_line_length = 88
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+
+html_theme = "furo"
+html_title = "gptkit"
+html_static_path = ["_static"]
+html_css_files = ["gptkit.css"]
+html_copy_source = False
+html_show_sourcelink = False
+html_show_sphinx = False
+html_last_updated_fmt = None
+pygments_style = "default"
+pygments_dark_style = "monokai"

@@ -1,0 +1,138 @@
+"""What a page shows is what happens: commands, files and code of a Markdown page, run in their order in one folder.
+
+A mark in front of a fenced block says what it is:
+
+    <!-- output: gptkit params gpt2 -->     the command, and all that it prints; "output 3:" where it exits with 3
+    <!-- runs -->                           commands that succeed, without what they print; "runs 3" likewise
+    <!-- file: my_port.py -->               a file that the commands after it find
+    <!-- python -->                         code that runs, and whose asserts hold
+
+Figures that another processor rounds otherwise are not compared (`comparable`). What a command prints anew:
+`python tests/shown.py README.md docs/tutorial.md …` writes it into the pages.
+"""
+
+import io
+import os
+import re
+import shlex
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+MARK = re.compile(
+    r"^<!-- (?P<kind>output|runs|file|python)(?: (?P<code>\d+))?(?:: (?P<what>[^\n]*))? -->\n"
+    r"(?P<fence>```+)(?P<info>[^\n`]*)\n(?P<body>.*?)(?P=fence)$",
+    re.M | re.S,
+)
+MEASURED = ("swap", "verify", "diff")
+"""Commands of which whatever has a decimal point is measured."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One marked block: its kind, what the mark names, the exit code that is told, the block's text, its place."""
+
+    kind: str
+    what: str
+    code: int
+    body: str
+    span: tuple[int, int]
+
+    @property
+    def commands(self) -> list[str]:
+        """The commands in it, without `gptkit` and without what stands behind a #."""
+        lines = [self.what] if self.kind == "output" else self.body.splitlines()
+        found = [shlex.join(shlex.split(line.removeprefix("$ "), comments=True)) for line in lines]
+        return [line.removeprefix("gptkit ") for line in found if line.startswith("gptkit ")]
+
+    @property
+    def output(self) -> str:
+        """What is shown below the command."""
+        return self.body.partition("\n")[2]
+
+
+def shown(text: str) -> list[Shown]:
+    """The marked blocks of a page, in order."""
+    found = [
+        Shown(m["kind"], m["what"] or "", int(m["code"] or 0), m["body"], m.span("body")) for m in MARK.finditer(text)
+    ]
+    marks = len(re.findall(r"^<!-- (?:output|runs|file|python)\b", text, re.M))
+    assert len(found) == marks, f"{marks} marks, {len(found)} of them before a block"
+    for each in found:
+        if each.kind == "output":
+            assert each.body.startswith(f"$ {each.what}\n"), f"another command than the mark's: {each.what}"
+    return found
+
+
+def gptkit(words: Sequence[str]) -> tuple[int, str]:
+    """Run the command line here: its exit code, and what it prints; on standard error too, where it fails."""
+    from gptkit.cli import app
+
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with ExitStack() as around:
+        around.enter_context(mock.patch.dict(os.environ, {"COLUMNS": "80", "NO_COLOR": "1", "PYTHONUTF8": "1"}))
+        around.enter_context(redirect_stdout(out))
+        around.enter_context(redirect_stderr(err))
+        around.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # of other packages, which go to standard error
+        try:
+            app(list(words), prog_name="gptkit")
+        except SystemExit as error:
+            code = int(error.code or 0)
+    return code, out.getvalue() + (err.getvalue() if code else "")
+
+
+def comparable(text: str, command: str) -> list[str]:
+    """Lines without trailing blanks. What is measured other processors round otherwise: errors, and of `MEASURED`
+    commands whatever has a decimal point, stand for themselves alone.
+    """
+    if command.split()[0] not in MEASURED:
+        return [re.sub(r"\d\.\de-\d\d", "#", line.rstrip()) for line in text.strip().splitlines()]
+    lines = [re.sub(r"\d\.\de[-+]\d\d|\d[\d,]*\.\d+", "#", line) for line in text.strip().splitlines()]
+    return [" ".join(line.split()) for line in lines]  # a figure more or less moves the column behind it
+
+
+def lines_of(text: str) -> str:
+    """As a page shows it: no blanks at the ends."""
+    return "\n".join(line.rstrip() for line in text.strip("\n").splitlines())
+
+
+def run(page: Sequence[Shown]) -> Iterator[tuple[Shown, str, int, str]]:
+    """Each block carried out in the working directory: (block, command, exit code, what it printed). Code of a page
+    goes on where its code before ended.
+    """
+    names: dict[str, object] = {"__name__": "page"}
+    for each in page:
+        if each.kind == "file":
+            Path(each.what).write_text(each.body)
+        elif each.kind == "python":
+            printed = io.StringIO()
+            with redirect_stdout(printed):
+                exec(compile(each.body, "a page", "exec"), names)
+            yield each, "python", 0, printed.getvalue()
+        else:
+            for command in each.commands:
+                yield each, command, *gptkit(shlex.split(command))
+
+
+def write(path: Path) -> None:
+    """What the page's commands print, into the page."""
+    text = path.read_text()
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):
+        done = list(run(shown(text)))
+    for each, command, code, printed in reversed(done):
+        assert code == each.code, f"{path}: gptkit {command} exits with {code}\n{printed}"
+        if each.kind == "output":
+            start, end = each.span
+            text = f"{text[:start]}$ {each.what}\n{lines_of(printed)}\n{text[end:]}"
+    path.write_text(text)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        write(Path(name))
