@@ -55,6 +55,7 @@ class ParameterCount:
     by_layer: one a layer.
     outside: what lies in no layer, by component. With the layers it sums to `total`.
     tied: the head shares the embedding's weight.
+    active: what one token meets: of a mixture's experts, those that its router takes. Otherwise all.
     """
 
     total: int
@@ -62,6 +63,7 @@ class ParameterCount:
     by_layer: Sequence[LayerCount]
     outside: Mapping[str, int]
     tied: bool
+    active: int
 
     @property
     def embedding(self) -> int:
@@ -92,7 +94,16 @@ def count(spec: ModelSpec) -> ParameterCount:
         by_layer=[records[kinds[block]] for block in spec.blocks],
         outside=dict(outside),
         tied=spec.head.tied,
+        active=by_component.total() - sum(_idle(block) * repeats[kind] for block, kind in kinds.items()),
     )
+
+
+def _idle(block: Block) -> int:
+    """Parameters of the experts that a token does not meet."""
+    mixture = block.feed_forward
+    if not isinstance(mixture, MixtureOfExperts):
+        return 0
+    return (mixture.experts - mixture.top_k) * sum(map(math.prod, mixture.expert.shapes().values()))
 
 
 def to_json(name: str, family: str, count: ParameterCount) -> dict[str, Any]:
@@ -101,6 +112,7 @@ def to_json(name: str, family: str, count: ParameterCount) -> dict[str, Any]:
         "model": name,
         "family": family,
         "total": count.total,
+        "active": count.active,
         "embedding": count.embedding,
         "non_embedding": count.non_embedding,
         "tied": count.tied,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,21 @@ from ..converter.resolve import exists, resolve
 from ..converter.tree import read_spec
 from ..errors import InvalidInput
 from ..spec import ModelSpec
+from .costs import usual_context
+from .figures import Asked, Figures, common_context, figures_of, fits
 from .parameters import ParameterCount, count, to_json
+from .sizes import check_sizes
 
-__all__ = ["Described", "ModelCount", "Stored", "StoredTensor", "describe_reference", "params", "stored"]
+__all__ = [
+    "Described",
+    "ModelCount",
+    "Stored",
+    "StoredTensor",
+    "describe_reference",
+    "params",
+    "stored",
+    "with_figures",
+]
 
 
 @dataclass(frozen=True)
@@ -86,7 +99,8 @@ class Described:
 class ModelCount:
     """A model's name as it was given, its family, tree and count.
 
-    `revision` is the hub's commit, where it came from there; `stored` what its files hold, where that was asked for.
+    `revision` is the hub's commit, where it came from there; `stored` what its files hold and `figures` what it costs,
+    where these were asked for; `swap` how a tree that is only thought of came about, as JSON values.
     """
 
     name: str
@@ -96,14 +110,33 @@ class ModelCount:
     revision: str | None = None
     notes: tuple[str, ...] = ()
     stored: Stored | None = None
+    figures: Figures | None = None
+    swap: Mapping[str, Any] | None = None
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values; every figure is an integer."""
+    def as_json(self, tensors: bool = False) -> dict[str, Any]:
+        """Plain JSON values; every figure is an integer. `tensors` lists each by its shared name."""
         data = {**to_json(self.name, self.family, self.count), "revision": self.revision, "notes": list(self.notes)}
-        return data if self.stored is None else {**data, "stored": self.stored.as_json()}
+        if tensors:
+            data["tensors"] = [
+                {
+                    "name": each.name,
+                    "component": each.component,
+                    "layer": each.layer,
+                    "shape": list(each.shape),
+                    "parameters": each.count,
+                }
+                for each in self.spec.parameters()
+            ]
+        if self.swap is not None:
+            data["swap"] = dict(self.swap)
+        if self.stored is not None:
+            data["stored"] = self.stored.as_json()
+        return data if self.figures is None else {**data, **self.figures.as_json()}
 
 
-def params(*models: str | Path, offline: bool = False, stored: bool = False) -> list[ModelCount]:
+def params(
+    *models: str | Path, offline: bool = False, stored: bool = False, asked: Asked | None = None
+) -> list[ModelCount]:
     """Count the parameters of each model, tied weights once.
 
     Args:
@@ -111,9 +144,11 @@ def params(*models: str | Path, offline: bool = False, stored: bool = False) -> 
         offline: use local files and the hub's cache only.
         stored: tell also what the weight files hold, from their headers, which must fit the config; of a preset, those
             of its repository. No weight is fetched.
+        asked: tell also what the models cost, all at one context.
 
     Raises:
         InvalidInput: nothing of that name, or a broken config; with `stored` also what `open_checkpoint` raises.
+        UsageError: a context that none of the models has positions for.
         Offline: a repository whose config is not in the cache, and no network.
 
     """
@@ -124,7 +159,17 @@ def params(*models: str | Path, offline: bool = False, stored: bool = False) -> 
         )
         counted = count(found.spec)
         counts.append(ModelCount(str(model), found.family, found.spec, counted, found.revision, found.notes, files))
-    return counts
+    return counts if asked is None else with_figures(counts, asked)
+
+
+def with_figures(counts: Sequence[ModelCount], asked: Asked) -> list[ModelCount]:
+    """Counts with what they cost, all at one context; raises UsageError where none of them has positions for it."""
+    specs = [each.spec for each in counts]
+    context = asked.context or common_context(specs)
+    longest = [*asked.kv, *([context] if asked.flops or asked.memory else [])]
+    if longest and not any(fits(spec, min(longest)) for spec in specs):
+        check_sizes(max(specs, key=usual_context), min(longest), 1)
+    return [replace(each, figures=figures_of(each.spec, asked, context)) for each in counts]
 
 
 def stored(reference: str, *, offline: bool = False) -> Stored:

@@ -2,51 +2,262 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
+from ..errors import UsageError
 from ..terminal import console, say
-from .base import Json, Models, Offline, app, examples, guarded
+from .base import Html, Json, Models, Offline, Png, Svg, app, examples, guarded
+
+if TYPE_CHECKING:
+    from ..analysis.figures import Asked
+    from ..analysis.params import ModelCount
+    from ..report.pages import Page
+
+By = Literal["component", "layer", "tensor"]
+WEIGHTS, COSTS, SWAPS = "Parameters", "Costs", "What if"
 
 
-@app.command(epilog=examples("gptkit params qwen3-8b", "gptkit params gpt2 llama-3-8b bloom-7b1 falcon-7b"))
+@app.command(
+    epilog=examples(
+        "gptkit params qwen3-8b",
+        "gptkit params gpt2 llama-3-8b bloom-7b1 falcon-7b",
+        "gptkit params mixtral-8x7b --by tensor --dtype int4",
+        "gptkit params llama-3-8b --kv 8192,131072 --flops --memory --context 8192",
+        "gptkit params llama-2-7b --swap attention=gqa:4 --kv 4096",
+    )
+)
 @guarded
 def params(
     models: Models,
-    by_layer: Annotated[bool, typer.Option("--by-layer", help="Add each layer.")] = False,
+    by: Annotated[
+        str, typer.Option("--by", metavar="component|layer|tensor", help="How far to go.", rich_help_panel=WEIGHTS)
+    ] = "component",
+    by_layer: Annotated[bool, typer.Option("--by-layer", hidden=True)] = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Add bytes: float32, bfloat16, float16, float8, int8, int4, …", rich_help_panel=WEIGHTS),
+    ] = None,
     stored: Annotated[
-        bool, typer.Option("--stored", help="Add dtypes and bytes, from the headers of the weight files.")
+        bool,
+        typer.Option(
+            "--stored", help="Add dtypes and bytes, from the headers of the weight files.", rich_help_panel=WEIGHTS
+        ),
     ] = False,
+    kv: Annotated[
+        list[str] | None,
+        typer.Option("--kv", metavar="TOKENS", help="The KV cache at 8192 or 2k,128k.", rich_help_panel=COSTS),
+    ] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="Of the cache, if not that of activations.", rich_help_panel=COSTS)
+    ] = None,
+    flops: Annotated[
+        bool, typer.Option("--flops", help="Of a token, a prefill, a training step.", rich_help_panel=COSTS)
+    ] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="To run, and to train with Adam.", rich_help_panel=COSTS)
+    ] = False,
+    context: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS", help="For --flops and --memory, if not what the models are for.", rich_help_panel=COSTS
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences, for all of these.", rich_help_panel=COSTS)] = 1,
+    swap: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OPTION=VALUE", help="Beside what it would become: attention=gqa:4.", rich_help_panel=SWAPS
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="The same, by a recipe of swaps.", rich_help_panel=SWAPS)
+    ] = None,
     json: Json = False,
+    csv: Annotated[
+        bool, typer.Option("--csv", help="Print CSV: a row a component, layer or tensor; of costs a row a model.")
+    ] = False,
+    html: Html = None,
+    png: Png = None,
+    svg: Svg = None,
     offline: Offline = False,
 ) -> None:
-    """Count parameters per component, from a config alone."""
+    """Count parameters, and what they cost, from a config alone."""
+    from ..analysis.figures import Asked
+
+    asked = Asked(
+        dtype,
+        tuple(dict.fromkeys(tokens("--kv", each) for text in kv or () for each in text.split(","))),
+        kv_dtype,
+        flops,
+        memory,
+        None if context is None else tokens("--context", context),
+        batch,
+    )
+    what = _by("layer" if by_layer else by)
+    _sensible(asked, what, batch, context, json, csv, stored)
+    if html or png or svg:
+        from ..report import pictures
+
+        pictures.ready(html, png, svg)
+    counts = _counted(models, asked, stored, offline, swap or [], recipe)
+    pairs = bool(swap or recipe)
+    if json:
+        from ..report.tables import print_json
+
+        print_json({"schema_version": 1, "models": [each.as_json(tensors=what == "tensor") for each in counts]})
+    elif csv:
+        from ..report.rows import count_rows, model_rows, write_csv
+
+        write_csv(model_rows(counts) if asked.more else count_rows(counts, what, asked.dtype))
+    else:
+        _print(counts, asked, what, pairs)
+    if html or png or svg:
+        pictures.write(_page(counts, asked), html, png, svg)
+
+
+def tokens(option: str, text: str) -> int:
+    """A number of tokens: 8192, 8_192, 8k (8,192, as contexts are named).
+
+    Raises:
+        UsageError: it is none.
+
+    """
+    found = re.fullmatch(r"\s*([0-9][0-9_]{0,15})(k?)\s*", text, re.ASCII | re.IGNORECASE)
+    number = int(found[1].replace("_", "")) * (1024 if found[2] else 1) if found else 0
+    if number < 1:
+        raise UsageError(f"{option} {text!r:.40} is not a number of tokens", f"as in {option} 8192, or {option} 8k")
+    return number
+
+
+def _by(text: str) -> By:
+    known: By
+    for known in get_args(By):
+        if text in (known, f"{known}s"):
+            return known
+    raise UsageError(f"--by {text!r:.40} is none of {', '.join(get_args(By))}", "--by tensor lists every tensor")
+
+
+def _sensible(asked: Asked, by: By, batch: int, context: str | None, json: bool, csv: bool, stored: bool) -> None:
+    """Refuse options that would do nothing, before any work."""
+    if json and csv:
+        raise UsageError("--json and --csv are two formats of the same", "Leave one of them out.")
+    if csv and stored:
+        raise UsageError("--csv has no columns for what is --stored", "--json tells it, tensor by tensor.")
+    if csv and by != "component" and asked.more:
+        raise UsageError(f"--csv has one table: --by {by}, or costs, a row a model", "Call it twice.")
+    if context is not None and not (asked.flops or asked.memory):
+        raise UsageError("--context is for --flops and --memory", "--kv names contexts of its own.")
+    if batch != 1 and not asked.more:
+        raise UsageError("--batch is for --kv, --flops and --memory", "Parameters are the same for any.")
+    if asked.kv_dtype is not None and not (asked.kv or asked.memory):
+        raise UsageError("--kv-dtype is for --kv and --memory", "--dtype is that of the weights.")
+
+
+def _counted(
+    models: list[str], asked: Asked, stored: bool, offline: bool, swaps: Sequence[str], recipe: str | None
+) -> list[ModelCount]:
+    """The models, each with what it becomes behind it where swaps are asked for."""
     from ..analysis.params import params as count_params
-    from ..report.tables import parameter_table, print_json
+    from ..analysis.params import with_figures
 
     counts = count_params(*models, offline=offline, stored=stored)
-    if json:
-        print_json({"schema_version": 1, "models": [each.as_json() for each in counts]})
-    else:
-        console().print(parameter_table([(c.name, c.family, c.spec, c.count) for c in counts], by_layer))
-        if any(each.revision or each.notes or each.stored for each in counts):
-            from ..report.summaries import source_lines
+    if swaps or recipe:
+        from ..analysis.parameters import count
+        from ..analysis.params import ModelCount
+        from ..surgery.shapes import steps_from, swapped
 
-            say(["", *source_lines(counts)], quiet=False)
+        steps = steps_from(swaps, recipe)
+        pairs = []
+        for each in counts:
+            found = swapped(each.spec, steps, each.family or None, each.name, offline=offline)
+            name = f"{each.name} {' '.join(map(str, found.steps))}"
+            swap = {"of": each.name, **found.as_json()}
+            pairs += [each, ModelCount(name, "", found.spec, count(found.spec), swap=swap)]
+        counts = pairs
+    return with_figures(counts, asked)
 
 
-@app.command(epilog=examples("gptkit presets"))
+def _print(counts: list[ModelCount], asked: Asked, by: By, pairs: bool) -> None:
+    """Tables: of all models side by side, or of each beside what it becomes."""
+    from ..report.costs import cost_sheets
+    from ..report.sheets import Notes
+    from ..report.tables import parameter_table
+
+    out, size = console(), 2 if pairs else len(counts)
+    for first in range(0, len(counts), size):
+        some = counts[first : first + size]
+        names = [each.name for each in some]
+        if pairs:
+            say([*([""] if first else []), names[1], ""], quiet=False)
+            names = ["now", "swapped"]
+        table = [(name, each.family, each.spec, each.count) for name, each in zip(names, some, strict=True)]
+        out.print(parameter_table(table, by, asked.dtype, compared=pairs))
+        told = [(name, each.spec, each.figures) for name, each in zip(names, some, strict=True) if each.figures]
+        for sheet in cost_sheets(told, asked, compared=pairs):
+            out.print()
+            out.print(sheet)
+        for each in some:
+            if each.swap is not None:
+                out.print()
+                out.print(Notes((f"guarantee: {each.swap['guarantee']}", *each.swap["notes"])))
+    if any(each.revision or each.notes or each.stored for each in counts):
+        from ..report.summaries import source_lines
+
+        say(["", *source_lines(counts)], quiet=False)
+
+
+def _page(counts: list[ModelCount], asked: Asked) -> Page:
+    from ..report.costs import cost_sheets
+    from ..report.counts_page import counts_page
+    from ..report.pages import Lines, Section
+
+    told = [(each.name, each.spec, each.figures) for each in counts if each.figures]
+    more = tuple(
+        Section(sheet.title, (sheet.as_table(), *([Lines(sheet.notes)] if sheet.notes else [])))
+        for sheet in cost_sheets(told, asked)
+        if sheet.rows
+    )
+    return counts_page(counts, dtype=asked.cached, more=more)
+
+
+@app.command(
+    epilog=examples(
+        "gptkit presets", "gptkit presets qwen", "gptkit presets llama-2 --names   (for gptkit params $(…))"
+    )
+)
 @guarded
-def presets(json: Json = False) -> None:
+def presets(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[WORD]...", help="Only those with all of these in their names.")
+    ] = None,
+    names: Annotated[bool, typer.Option("-n", "--names", help="Print names alone, a line each.")] = False,
+    json: Json = False,
+) -> None:
     """List the models that params knows by name."""
+    from ..architectures.presets import nearest
     from ..architectures.presets import presets as known
-    from ..report.summaries import preset_table
+    from ..report.presets import preset_json, preset_table
     from ..report.tables import print_json
 
-    if json:
-        print_json(
-            [{"name": p.name, "aliases": list(p.aliases), "repo": p.repo, "source": p.source} for p in known().values()]
+    wanted = [word.lower() for word in words or ()]
+    found = [
+        each
+        for each in known().values()
+        if all(any(word in name.lower() for name in (*each.known_as, each.config["model_type"])) for word in wanted)
+    ]
+    if not found:
+        near = nearest(" ".join(wanted))
+        raise UsageError(
+            f"no preset has {' and '.join(map(repr, wanted)):.80} in its name",
+            f"did you mean {', '.join(near[:4])}?" if near else "gptkit presets lists all of them",
         )
+    if json:
+        print_json({"schema_version": 1, "presets": [preset_json(each) for each in found]})
+    elif names:
+        say([each.name for each in found], quiet=False)
     else:
-        console().print(preset_table(list(known().values())))
+        console().print(preset_table(found))

@@ -6,34 +6,37 @@ rich is imported inside functions alone: `gptkit --help` does not need it.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from ..analysis.figures import weight_bytes
 from ..analysis.parameters import ParameterCount, describe, layer_ranges, range_label
+from ..analysis.tensors import tensor_groups
 from ..spec import ModelSpec
+from .sheets import GAP, Layout, Row, Sheet, binary, change, decimal, difference
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
 
-__all__ = ["ParameterTable", "parameter_table", "print_json"]
+__all__ = ["By", "Model", "ParameterTable", "parameter_table", "print_json"]
 
 Model = tuple[str, str, ModelSpec, ParameterCount]
 """A name, its family, its tree, and the tree's count."""
 
-GAP = 3
-"""Blank characters between two columns of a table; rich draws one of them itself."""
+By = Literal["component", "layer", "tensor"]
 
 NARROWEST_WORDS = 20
 """A column of words that would be narrower than this is left out."""
 
-MOST_RUNS = 8
-"""So many runs of layers alike are told below the total; more are left to `by_layer`."""
+NARROWEST_NAMES = 32
+"""Names of tensors keep so much room, or shapes stand below them."""
 
-ASCII = str.maketrans({"×": "x", "–": "-", "·": "-"})
-"""For terminals that have no other characters."""
+MOST_RUNS = 8
+"""So many runs of layers alike are told below the total; more are left to `by` layer."""
 
 
 def print_json(obj: Any) -> None:
@@ -41,13 +44,16 @@ def print_json(obj: Any) -> None:
     sys.stdout.write(json.dumps(obj, indent=2, allow_nan=False) + "\n")
 
 
-def parameter_table(models: Sequence[Model], by_layer: bool = False) -> ParameterTable:
+def parameter_table(
+    models: Sequence[Model], by: By = "component", dtype: str | None = None, compared: bool = False
+) -> ParameterTable:
     """What rich prints for `params`.
 
     One model: its components, what each is, and its share. Several: a column a model where they fit, else a row a
-    model. `by_layer` adds each model's layers, neighbours alike folded into one row.
+    model. `by` "layer" adds each model's layers, neighbours alike folded into one row, "tensor" its tensors. `dtype`
+    adds the bytes that the weights take in it; `compared` what the second model has more or less than the first.
     """
-    return ParameterTable(tuple(models), by_layer)
+    return ParameterTable(tuple(models), by, dtype, compared)
 
 
 @dataclass(frozen=True)
@@ -55,24 +61,30 @@ class ParameterTable:
     """A renderable that chooses its columns when it learns how wide the terminal is."""
 
     models: tuple[Model, ...]
-    by_layer: bool = False
+    by: By = "component"
+    dtype: str | None = None
+    compared: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        page = _Page(options.max_width, options.ascii_only)
+        page = _Page(options.max_width, options.ascii_only, self.dtype)
         if len(self.models) == 1:
             yield from page.one(self.models[0])
         elif self.models:
-            yield page.side_by_side(self.models) or page.one_below_the_other(self.models)
-        if self.by_layer:
-            for name, _, _, count in self.models:
-                yield ""
-                yield from page.layers(name if len(self.models) > 1 else "", count)
+            sheet = _side_by_side(self.models, self.dtype, self.compared)
+            beside = self.compared or sheet.width() <= page.width
+            yield sheet if beside else page.one_below_the_other(self.models)
+        for name, _, spec, count in self.models if self.by != "component" else ():
+            yield ""
+            if len(self.models) > 1:
+                yield page.text(name)
+            yield page.layers(count) if self.by == "layer" else page.tensors(spec, count)
 
 
 @dataclass(frozen=True)
-class _Page:
-    width: int
-    ascii_only: bool
+class _Page(Layout):
+    """The tables of one call."""
+
+    dtype: str | None = None
 
     # --- one model ---
 
@@ -101,65 +113,65 @@ class _Page:
         yield self.shares(rows, count)
 
     def shares(self, rows: Sequence[tuple[str, str, int | None]], count: ParameterCount) -> Table:
-        """Components with what they are, their parameters and their share of the total."""
+        """Components with what they are, their parameters, the bytes of these, and their share of the total."""
         figures = max(len(f"{count.total:,}"), len("parameters"))
         labels = max(len(label) for label, _, _ in rows)
-        room = self.width - labels - figures - len("100.0 %") - 3 * GAP
-        with_words, with_share = room >= NARROWEST_WORDS, room + GAP >= 0
-        table = self.table(["component", *(["what it is"] if with_words else [])], with_share)
+        room = self.width - labels - GAP - figures
+        sizes = self.sizes(count.total)
+        with_bytes = bool(sizes) and room >= len(sizes[0]) + GAP
+        room -= GAP + max(len(self.dtype or ""), len("999.9 GB")) if with_bytes else 0
+        with_share = room >= len("100.0 %") + GAP
+        with_words = room >= len("100.0 %") + 2 * GAP + NARROWEST_WORDS
+        numbers = ["parameters", *([self.dtype or ""] if with_bytes else []), *(["share"] if with_share else [])]
+        table = self.table(["component", *(["what it is"] if with_words else [])], numbers)
 
         def row(label: str, what: str, number: int | None, style: str | None = None, instead: str = "") -> None:
             shown = instead if number is None else f"{number:,}"
+            nbytes = self.sizes(number) if with_bytes else []
             share = "" if number is None else _share(number, count.total)
-            cells = [label, *([what] if with_words else []), shown, *([share] if with_share else [])]
+            cells = [label, *([what] if with_words else []), shown, *nbytes, *([share] if with_share else [])]
             table.add_row(*map(self.text, cells), style=style)
 
         for label, what, number in rows:
             row(label, what, number, instead="tied")
         table.add_section()
         row("total", "", count.total, "bold")
+        if with_bytes and self.dtype is not None:
+            cells = ["", *([""] if with_words else []), "", binary(weight_bytes(count.total, self.dtype))]
+            table.add_row(*cells, *([""] if with_share else []), style="bold")
         table.add_section()
         row("no embedding", "without embedding, positions and head", count.non_embedding, "dim")
+        if count.active != count.total:
+            row("active", "what one token meets", count.active, "dim")
         runs = layer_ranges(count.by_layer)
         if len(runs) > MOST_RUNS:
-            sizes = [layer.total for layer in count.by_layer]
-            row("each layer", f"from {min(sizes):,} to {max(sizes):,}", None, "dim", "varies")
+            totals = [layer.total for layer in count.by_layer]
+            row("each layer", f"from {min(totals):,} to {max(totals):,}", None, "dim", "varies")
         else:
             for first, last, layer in runs:
                 row(*_layer_label(first, last, len(count.by_layer)), layer.total, "dim")
         return table
 
-    # --- several models ---
+    def sizes(self, number: int | None) -> list[str]:
+        """The cell for the bytes of so many parameters, where these are asked for."""
+        if self.dtype is None:
+            return []
+        return [""] if number is None else [decimal(weight_bytes(number, self.dtype), "B")]
 
-    def side_by_side(self, models: Sequence[Model]) -> Table | None:
-        """A column a model; None where that is wider than the page."""
-        counts = [count for _, _, _, count in models]
-        labels = list(dict.fromkeys(label for count in counts for label in count.by_component))
-        rows: list[tuple[str, list[str], str | None]] = [("family", [family for _, family, _, _ in models], "dim")]
-        rows.append(("layers", [f"{len(spec.blocks):,}" for _, _, spec, _ in models], "dim"))
-        rows += [(label, [_cell(label, count) for count in counts], None) for label in labels]
-        if "head" not in labels:  # tied in all of them, so that no count has it
-            rows.append(("head", [_cell("head", count) for count in counts], None))
-        rows.append(("total", [f"{count.total:,}" for count in counts], "bold"))
-        rows.append(("no embedding", [f"{count.non_embedding:,}" for count in counts], "dim"))
-        names = [name for name, _, _, _ in models]
-        widths = [max(map(len, cells)) for cells in zip(names, *(cells for _, cells, _ in rows), strict=True)]
-        if max(len(label) for label, _, _ in rows) + sum(widths) + GAP * len(widths) > self.width:
-            return None
-        table = self.table([""], False, numbers=names)
-        for label, cells, style in rows:
-            if label == "total":
-                table.add_section()
-            table.add_row(*map(self.text, [label, *cells]), style=style)
-        return table
+    # --- several models ---
 
     def one_below_the_other(self, models: Sequence[Model]) -> Table:
         """A row a model, with as many of its figures as there is room for."""
-        columns: list[tuple[str, list[str]]] = [
-            ("parameters", [f"{count.total:,}" for _, _, _, count in models]),
-            ("no embedding", [f"{count.non_embedding:,}" for _, _, _, count in models]),
+        counts = [count for _, _, _, count in models]
+        columns: list[tuple[str, list[str]]] = [("parameters", [f"{count.total:,}" for count in counts])]
+        if self.dtype is not None:
+            columns.append((self.dtype, [decimal(weight_bytes(count.total, self.dtype), "B") for count in counts]))
+        if any(count.active != count.total for count in counts):
+            columns.append(("active", [f"{count.active:,}" for count in counts]))
+        columns += [
+            ("no embedding", [f"{count.non_embedding:,}" for count in counts]),
             ("layers", [f"{len(spec.blocks):,}" for _, _, spec, _ in models]),
-            ("head", ["tied" if count.tied else "own" for _, _, _, count in models]),
+            ("head", ["tied" if count.tied else "own" for count in counts]),
         ]
         room = self.width - min(NARROWEST_WORDS, max(len(name) for name, _, _, _ in models))
         shown: list[tuple[str, list[str]]] = []
@@ -168,64 +180,123 @@ class _Page:
             if room < 0 and shown:
                 break
             shown.append((title, cells))
-        table = self.table(["model"], False, numbers=[title for title, _ in shown])
+        table = self.table(["model"], [title for title, _ in shown])
         for index, (name, _, _, _) in enumerate(models):
             table.add_row(*map(self.text, [name, *(cells[index] for _, cells in shown)]))
         return table
 
-    # --- layers ---
+    # --- layers and tensors ---
 
-    def layers(self, name: str, count: ParameterCount) -> RenderResult:
+    def layers(self, count: ParameterCount) -> Table:
         """One row a run of layers alike: a column a component where they fit, else a line a component."""
         runs = layer_ranges(count.by_layer)
         labels = list(dict.fromkeys(label for _, _, layer in runs for label in layer.by_component))
         ranges = [range_label(first, last) for first, last, _ in runs]
         figures = [
-            [f"{number:,}" for number in (*(layer.by_component.get(label, 0) for label in labels), layer.total)]
+            [
+                *(f"{number:,}" for number in (*(layer.by_component.get(label, 0) for label in labels), layer.total)),
+                *self.sizes(layer.total),
+            ]
             for _, _, layer in runs
         ]
-        titles = [*labels, "each layer"]
+        titles = [*labels, "each layer", *([self.dtype] if self.dtype else [])]
         widths = [max(map(len, column)) for column in zip(titles, *figures, strict=True)]
-        if name:
-            yield self.text(name)
         if max(map(len, ["layer", *ranges])) + sum(widths) + GAP * len(widths) <= self.width:
-            table = self.table(["layer"], False, numbers=titles)
+            table = self.table(["layer"], titles)
             for layer, cells in zip(ranges, figures, strict=True):
                 table.add_row(*map(self.text, [layer, *cells]))
-        else:
-            table = self.table(["layer"], False)
-            for layer, cells in zip(ranges, figures, strict=True):
-                table.add_row(self.text(layer), self.text(cells[-1]), style="bold")
-                for label, cell in zip(labels, cells[:-1], strict=True):
-                    table.add_row(self.text(f" {label}"), self.text(cell))
-        yield table
-
-    # --- shared ---
-
-    def table(self, words: Sequence[str], share: bool, numbers: Sequence[str] = ("parameters",)) -> Table:
-        """An empty table: columns of words that may wrap, then right-aligned columns that do not."""
-        from rich import box
-        from rich.table import Table
-
-        table = Table(
-            box=box.SIMPLE_HEAD, show_edge=False, padding=(0, GAP - 1, 0, 0), pad_edge=False, header_style="bold"
-        )
-        for title in words:
-            table.add_column(self.text(title), overflow="fold")
-        for title in (*numbers, *(["share"] if share else [])):
-            table.add_column(self.text(title), justify="right", no_wrap=True)
+            return table
+        table = self.table(["layer"], ["parameters", *([self.dtype] if self.dtype else [])])
+        for (_, _, layer), told in zip(runs, ranges, strict=True):
+            table.add_row(*map(self.text, [told, f"{layer.total:,}", *self.sizes(layer.total)]), style="bold")
+            for label in labels:
+                number = layer.by_component.get(label, 0)
+                table.add_row(*map(self.text, [f" {label}", f"{number:,}", *self.sizes(number)]))
         return table
 
-    def text(self, words: str) -> Any:
-        """A cell: its brackets are no markup."""
+    def tensors(self, spec: ModelSpec, count: ParameterCount) -> Table:
+        """A row a tensor, those of layers alike folded; shapes below the names where there is no room beside."""
         from rich.text import Text
 
-        return Text(self.clean(words))
+        groups = tensor_groups(spec)
+        shapes = [_shape(group.shape) for group in groups]
+        names = max(len(group.name) for group in groups)
+        figures = [f"{count.total:,}", *self.sizes(count.total)]
+        room = self.width - sum(GAP + max(len(cell), len("parameters")) for cell in figures)
+        if self.dtype and room < NARROWEST_WORDS:
+            return _Page(self.width, self.ascii_only).tensors(spec, count)
+        beside = room - GAP - max(map(len, [*shapes, "shape"]))
+        with_shape = beside >= min(names, NARROWEST_NAMES)
+        with_number = beside - GAP - len("number") >= names
+        titles = [*(["shape"] if with_shape else []), *(["number"] if with_number else [])]
+        table = self.table(["tensor"], [*titles, "parameters", *([self.dtype] if self.dtype else [])])
+        for group, shape in zip(groups, shapes, strict=True):
+            lines = _broken(group.name, beside if with_shape else room) + ([] if with_shape else [shape])
+            cells = [shape] if with_shape else []
+            cells += [f"×{group.number:,}" if group.number > 1 else ""] if with_number else []
+            cells += [f"{group.parameters:,}", *self.sizes(group.parameters)]
+            table.add_row(Text("\n ").join(map(self.text, lines)), *map(self.text, cells))
+        table.add_section()
+        table.add_row(*map(self.text, ["total", *([""] * len(titles)), *figures]), style="bold")
+        return table
 
-    def clean(self, words: str) -> str:
-        """Characters that the terminal has; a name from outside may hold control characters."""
-        words = "".join(letter if letter.isprintable() else "?" for letter in words)
-        return words.translate(ASCII).encode("ascii", "replace").decode() if self.ascii_only else words
+
+def _side_by_side(models: Sequence[Model], dtype: str | None, compared: bool) -> Sheet:
+    """A column a model."""
+    counts = [count for _, _, _, count in models]
+    labels = list(dict.fromkeys(label for count in counts for label in count.by_component))
+    labels += [] if "head" in labels else ["head"]  # tied in all of them, so that no count has it
+    rows: list[Row] = []
+
+    def row(label: str, numbers: Sequence[int | None], style: str | None = None, empty: str = "–") -> None:
+        cells = [empty if number is None else f"{number:,}" for number in numbers]
+        if compared:
+            before, after = (number or 0 for number in numbers)
+            cells += [difference(before, after, "{:,}".format), change(before, after)]
+        rows.append(Row(label, tuple(cells), style, ruled=label == "total"))
+
+    families = [family or "–" for _, family, _, _ in models]
+    rows.append(Row("family", (*families, *([""] * 2 if compared else [])), "dim"))
+    row("layers", [len(spec.blocks) for _, _, spec, _ in models], "dim")
+    for label in labels:
+        tied = label == "head" and any(count.tied for count in counts)
+        numbers = [count.by_component.get(label) for count in counts]
+        row(label, numbers)
+        if tied:
+            cells = [_cell(label, count) for count in counts]
+            rows[-1] = Row(label, (*cells, *rows[-1].cells[len(cells) :]))
+    row("total", [count.total for count in counts], "bold")
+    if dtype is not None:
+        nbytes = [weight_bytes(count.total, dtype) for count in counts]
+        for label, told in ((dtype, _decimal_bytes), ("", binary)):
+            cells = [told(each) for each in nbytes]
+            if compared:
+                before, after = nbytes
+                cells += [difference(before, after, told), change(before, after)]
+            rows.append(Row(label, tuple(cells)))
+    row("no embedding", [count.non_embedding for count in counts], "dim")
+    if any(count.active != count.total for count in counts):
+        row("active", [count.active for count in counts], "dim")
+    names = [name for name, _, _, _ in models]
+    return Sheet("", (*names, *(["difference", "change"] if compared else [])), tuple(rows))
+
+
+def _decimal_bytes(nbytes: int) -> str:
+    return decimal(nbytes, "B")
+
+
+def _broken(name: str, width: int) -> list[str]:
+    """A dotted name in lines of at most that many characters where its parts allow it, broken behind dots."""
+    lines = [""]
+    for part in re.findall(r"[^.]*\.?", name):
+        if lines[-1] and len(lines[-1]) + len(part) > width - (len(lines) > 1):
+            lines.append("")
+        lines[-1] += part
+    return lines
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " × ".join(f"{size:,}" for size in shape)
 
 
 def _what(label: str, spec: ModelSpec, words: Mapping[str, str]) -> str:

@@ -365,7 +365,7 @@ def test_params() -> None:
 
 
 def test_presets() -> None:
-    names = [preset["name"] for preset in json.loads(run("presets", "--json").stdout)]
+    names = [preset["name"] for preset in json.loads(run("presets", "--json").stdout)["presets"]]
     shown = run("presets").stdout
     assert len(names) > 20 and all(name in shown for name in names)
 

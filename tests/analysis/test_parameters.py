@@ -236,7 +236,18 @@ def test_json_has_integers_and_the_layers_one_by_one() -> None:
     found = count(spec_of("qwen3-8b"))
     data = to_json("qwen3-8b", "qwen3", found)
     assert list(data) == [
-        *("model", "family", "total", "embedding", "non_embedding", "tied", "layers", "components", "by_layer")
+        *(
+            "model",
+            "family",
+            "total",
+            "active",
+            "embedding",
+            "non_embedding",
+            "tied",
+            "layers",
+            "components",
+            "by_layer",
+        )
     ]
     assert (data["model"], data["family"], data["tied"], data["layers"]) == ("qwen3-8b", "qwen3", False, 36)
     assert data["total"] == 8_190_735_360 == data["embedding"] + data["non_embedding"]

@@ -11,7 +11,7 @@ from rich.console import Console
 from gptkit.analysis.parameters import count, to_json
 from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
-from gptkit.report.tables import Model, parameter_table, print_json
+from gptkit.report.tables import By, Model, parameter_table, print_json
 from gptkit.spec import ModelSpec
 
 WIDTHS = [20, 40, 60, 80, 200]
@@ -34,9 +34,11 @@ def named(name: str, spec: ModelSpec) -> Model:
     return name, "local", spec, count(spec)
 
 
-def render(models: list[Model], width: int = 80, *, by_layer: bool = False, **options: object) -> str:
+def render(
+    models: list[Model], width: int = 80, *, by: By = "component", dtype: str | None = None, **options: object
+) -> str:
     file = io.StringIO()
-    Console(file=file, width=width, **options).print(parameter_table(models, by_layer))
+    Console(file=file, width=width, **options).print(parameter_table(models, by, dtype))
     return file.getvalue()
 
 
@@ -99,16 +101,16 @@ def test_no_color_leaves_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("by", ["component", "layer", "tensor"])
 @pytest.mark.parametrize(
     "names", [["qwen3-8b"], ["gpt2", "qwen3-8b"], ["gpt2", "gpt3-175b", "bloom-176b", "falcon-7b", "mistral-7b"]]
 )
-def test_totals_are_whole_at_any_width(names: list[str], by_layer: bool, width: int) -> None:
-    models = [*map(model, names), *([mixed()] if by_layer else [])]
-    text = render(models, width, by_layer=by_layer)
+def test_totals_are_whole_at_any_width(names: list[str], by: By, width: int) -> None:
+    models = [*map(model, names), *([mixed()] if by != "component" else [])]
+    text = render(models, width, by=by)
     for _, _, _, found in models:
         assert any(f"{found.total:,}" in line for line in text.splitlines())
-        if by_layer:
+        if by == "layer":
             assert all(f"{layer.total:,}" in text for layer in found.by_layer)
     assert "…" not in text
     assert all(cell_len(line) <= width for line in text.splitlines())
@@ -124,8 +126,8 @@ def test_widths_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("width", [1, 2, 5, 10])
 def test_absurd_widths_do_not_crash(width: int) -> None:
-    render([model("qwen3-8b")], width, by_layer=True)
-    render([model("gpt2"), mixed()], width, by_layer=True)
+    render([model("qwen3-8b")], width, by="layer")
+    render([model("gpt2"), mixed()], width, by="layer")
 
 
 def test_layers_that_differ_are_told_by_range() -> None:
@@ -157,7 +159,7 @@ def test_one_layer_alone() -> None:
 
 
 def test_by_layer_folds_neighbours_alike() -> None:
-    text = render([mixed()], by_layer=True)
+    text = render([mixed()], by="layer")
     breakdown = text[text.rindex("layer ", 0, text.index("each layer")) :]
     assert row(breakdown, "layer") == "layer norms attention feed-forward each layer"
     assert row(breakdown, "0–3") == "0–3 3,072 2,362,368 4,722,432 7,087,872"
@@ -165,7 +167,7 @@ def test_by_layer_folds_neighbours_alike() -> None:
 
 
 def test_by_layer_at_40_columns_has_a_line_a_component() -> None:
-    text = render([mixed()], 40, by_layer=True)
+    text = render([mixed()], 40, by="layer")
     assert row(text, "4–11") == "4–11 7,086,336"
     assert " norms" in text
 
@@ -193,7 +195,7 @@ def test_more_models_have_a_row_each() -> None:
 
 
 def test_the_layers_of_several_models_follow_under_their_names() -> None:
-    text = render([model("gpt2"), model("qwen3-8b")], by_layer=True)
+    text = render([model("gpt2"), model("qwen3-8b")], by="layer")
     lines = [line.strip() for line in text.splitlines()]
     assert lines.index("gpt2") < lines.index("qwen3-8b")
     assert "192,946,432" in row(text, "0–35")
@@ -204,7 +206,7 @@ def test_names_are_neither_markup_nor_control_characters() -> None:
     _, family, spec, found = model("gpt2")
     for models in ([(name, family, spec, found)], [(name, family, spec, found)] * 2):
         for width in (80, 40):
-            text = render(models, width, by_layer=True)
+            text = render(models, width, by="layer")
             assert "\x1b" not in text
             assert "[red]" in text
 
@@ -213,7 +215,7 @@ def test_plain_ascii_terminals() -> None:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii")
     _, family, spec, found = model("qwen3-8b")
-    table = parameter_table([("qwen3-ß", family, spec, found)], by_layer=True)
+    table = parameter_table([("qwen3-ß", family, spec, found)], by="layer")
     Console(file=file, width=80).print(table)
     file.flush()
     text = raw.getvalue().decode("ascii")

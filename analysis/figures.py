@@ -1,0 +1,191 @@
+"""What `params` tells beside the count, where it is asked for: bytes, the key-value cache, FLOPs, memory. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UsageError
+from ..spec import ModelSpec
+from .costs import (
+    CONTEXT,
+    CacheSize,
+    Costs,
+    Flops,
+    TrainingFlops,
+    cache_bytes,
+    costs,
+    forward_flops,
+    training_flops,
+    usual_context,
+)
+from .parameters import ParameterCount, count
+from .sizes import DTYPES, MOST, full_dtype, itemsize
+
+if TYPE_CHECKING:
+    from .memory import Memory, TrainingMemory
+
+__all__ = ["SCALES", "Asked", "Figures", "common_context", "figures_of", "fits", "weight_bytes", "weight_dtype"]
+
+SCALES = ("int8", "int4")
+"""Types that are no numbers without scales beside them, of which every scheme has others: these are not counted."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked for.
+
+    dtype: of the weights ("int4" too). kv: contexts to tell the cache at, in tokens. kv_dtype: of the cache; that which
+    activations are in where it is not given. flops, memory: whether to tell these. context, batch: for how many tokens
+    a sequence, and sequences; where no context is given, the shortest that one of the models is for.
+    """
+
+    dtype: str | None = None
+    kv: tuple[int, ...] = ()
+    kv_dtype: str | None = None
+    flops: bool = False
+    memory: bool = False
+    context: int | None = None
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", weight_dtype(self.dtype))
+        if self.kv_dtype is not None:
+            object.__setattr__(self, "kv_dtype", full_dtype(self.kv_dtype))
+        for what, number in (
+            *(("--kv", each) for each in self.kv),
+            ("--context", self.context),
+            ("--batch", self.batch),
+        ):
+            if number is not None and not 1 <= number <= MOST:
+                raise UsageError(f"{what} is a whole number from 1 to {MOST:,}, not {number}")
+
+    @property
+    def computed(self) -> str:
+        """What activations are in, and the cache where nothing else is asked for: bf16 where weights are narrower."""
+        if self.dtype is None or self.dtype == "int4" or itemsize(self.dtype) == 1:
+            return "bfloat16"
+        return self.dtype
+
+    @property
+    def cached(self) -> str:
+        return self.kv_dtype or self.computed
+
+    @property
+    def more(self) -> bool:
+        """Whether there is anything to tell that is not in the table of components."""
+        return bool(self.kv) or self.flops or self.memory
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was asked for of one tree, at `context` tokens. None, in `cache` too: its table of positions is too short.
+
+    weights: bytes, by component; a sum of 4-bit ones is rounded up. cache: one for each context of `Asked.kv`. token:
+    the next token's FLOPs behind a cache, prefill: those of reading the context at once, training: of a step on it.
+    """
+
+    asked: Asked
+    context: int
+    weights: Mapping[str, int] | None = None
+    cache: tuple[CacheSize | None, ...] = ()
+    token: Costs | None = None
+    prefill: Flops | None = None
+    training: TrainingFlops | None = None
+    inference_memory: Memory | None = None
+    training_memory: TrainingMemory | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values under the names of what was asked for; figures are integers."""
+        found: dict[str, Any] = {}
+        if self.weights is not None:
+            found["weights"] = {"dtype": self.asked.dtype, "bytes": dict(self.weights)}
+        if self.asked.kv:
+            found["kv_cache"] = [
+                _too_long(context) if each is None else each.as_json()
+                for context, each in zip(self.asked.kv, self.cache, strict=True)
+            ]
+        if self.asked.flops:
+            found["flops"] = _too_long(self.context)
+            if self.token is not None and self.prefill is not None and self.training is not None:
+                found["flops"] = {
+                    "next_token": {"context": self.context, **self.token.as_json()["flops_a_token"]},
+                    "prefill": self.prefill.as_json(),
+                    "training_step": self.training.as_json(),
+                }
+        if self.asked.memory:
+            found["memory"] = _too_long(self.context)
+            if self.inference_memory is not None and self.training_memory is not None:
+                found["memory"] = {
+                    "inference": self.inference_memory.as_json(),
+                    "training": self.training_memory.as_json(),
+                }
+        return found
+
+
+def _too_long(context: int) -> dict[str, Any]:
+    return {"context": context, "impossible": "more tokens than the table of positions has"}
+
+
+def common_context(specs: Sequence[ModelSpec]) -> int:
+    """The shortest context that one of the trees is for: trees are compared at one."""
+    return min(map(usual_context, specs), default=CONTEXT)
+
+
+def fits(spec: ModelSpec, tokens: int) -> bool:
+    """Whether the tree has positions for so many tokens: without a table of them it has, for any."""
+    return spec.positions is None or tokens <= spec.positions.length
+
+
+def figures_of(spec: ModelSpec, asked: Asked, context: int) -> Figures:
+    """What was asked for of a tree, FLOPs and memory at a context."""
+    batch = asked.batch
+    found = Figures(asked, context)
+    if asked.dtype is not None:
+        found = replace(found, weights=component_bytes(count(spec), asked.dtype))
+    if asked.kv:
+        cache = (cache_bytes(spec, each, asked.cached, batch) if fits(spec, each) else None for each in asked.kv)
+        found = replace(found, cache=tuple(cache))
+    if asked.flops and fits(spec, context):
+        prefill, training = forward_flops(spec, context, batch), training_flops(spec, context, batch)
+        found = replace(found, token=costs(spec, context), prefill=prefill, training=training)
+    if asked.memory and fits(spec, context):
+        from .memory import memory, training_memory
+
+        dtype = asked.dtype or "bfloat16"
+        of_bytes = dtype if dtype in DTYPES else "int8"
+        running = memory(spec, of_bytes, context, batch, cache_dtype=asked.cached)
+        running = replace(running, dtype=dtype, weights=weight_bytes(count(spec).total, dtype))
+        training_bytes = training_memory(spec, asked.computed, context, batch)
+        found = replace(found, inference_memory=running, training_memory=training_bytes)
+    return found
+
+
+def component_bytes(count: ParameterCount, dtype: str) -> dict[str, int]:
+    """Bytes by component, and of all of them."""
+    return {
+        **{component: weight_bytes(number, dtype) for component, number in count.by_component.items()},
+        "total": weight_bytes(count.total, dtype),
+    }
+
+
+def weight_dtype(name: str) -> str:
+    """A dtype of weights as torch spells it, or "int4", which torch has no type for.
+
+    Raises:
+        UsageError: it is neither.
+
+    """
+    if name.lower() in ("int4", "i4", "4bit"):
+        return "int4"
+    try:
+        return full_dtype(name)
+    except UsageError as error:
+        raise UsageError(error.message, f"known: {', '.join([*DTYPES, 'int4'])}") from None
+
+
+def weight_bytes(parameters: int, dtype: str) -> int:
+    """Bytes of so many parameters in a dtype of `weight_dtype`, without the scales that quantised ones need."""
+    return (parameters + 1) // 2 if dtype == "int4" else parameters * itemsize(dtype)

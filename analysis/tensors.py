@@ -1,0 +1,85 @@
+"""Every tensor of a tree by its shared name, and the same list with what is alike folded together. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from ..spec import ModelSpec, Parameter, Shape
+from .parameters import layer_ranges, range_label
+
+__all__ = ["TensorGroup", "tensor_groups"]
+
+MOST_RANGES = 4
+"""Ranges of layers that a folded name lists; more of them are told by the first, the last and how many there are."""
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """Tensors of one place and shape in several layers (and experts), as one.
+
+    name: with the layers and experts in braces, "blocks.{0–31}.attention.q_proj.weight". shape: of each.
+    number: how many there are. parameters: of all of them together.
+    """
+
+    name: str
+    shape: Shape
+    component: str
+    number: int
+
+    @property
+    def each(self) -> int:
+        """Parameters of one of them."""
+        return math.prod(self.shape)
+
+    @property
+    def parameters(self) -> int:
+        return self.number * self.each
+
+
+def tensor_groups(spec: ModelSpec) -> list[TensorGroup]:
+    """The tree's tensors, each once, in order: alike ones folded. Their parameters sum to the tree's."""
+    kinds = {block: kind for kind, block in enumerate(dict.fromkeys(spec.blocks))}
+    layers: dict[int, list[int]] = {}
+    for index, block in enumerate(spec.blocks):
+        layers.setdefault(kinds[block], []).append(index)
+    found: dict[tuple[str, Shape, str, int], list[int]] = {}
+    for key, kind in _places(msgspec.structs.replace(spec, blocks=tuple(kinds)).parameters()):
+        found.setdefault(key, []).extend(layers[kind] if kind is not None else ())
+    return [
+        TensorGroup(_named(place, there, experts), shape, component, max(len(there), 1) * max(experts, 1))
+        for (place, shape, component, experts), there in found.items()
+    ]
+
+
+def _places(parameters: Iterable[Parameter]) -> Iterator[tuple[tuple[str, Shape, str, int], int | None]]:
+    """((name within its layer, shape, component, experts), layer), the experts of a layer folded into the first."""
+    experts: dict[tuple[int | None, str, Shape, str], int] = {}
+    for each in parameters:
+        place = each.name if each.layer is None else each.name.split(".", 2)[2]
+        before, is_expert, after = place.partition(".experts.")
+        if is_expert:
+            place = f"{before}.experts.*.{after.partition('.')[2]}"
+        key = (each.layer, place, each.shape, each.component)
+        experts[key] = experts.get(key, 0) + (1 if is_expert else 0)
+    for (layer, place, shape, component), number in experts.items():
+        yield (place, shape, component, number), layer
+
+
+def _named(place: str, layers: list[int], experts: int) -> str:
+    if experts:
+        place = place.replace(".experts.*.", f".experts.{_braces(range(experts))}.", 1)
+    return f"blocks.{_braces(sorted(layers))}.{place}" if layers else place
+
+
+def _braces(indices: Iterable[int]) -> str:
+    """Indices in order: 3, {0–31}, {0–3,8}, {0,2,…,38}."""
+    listed = list(indices)
+    runs = layer_ranges(index - place for place, index in enumerate(listed))
+    ranges = [range_label(listed[first], listed[last]) for first, last, _ in runs]
+    if len(ranges) > MOST_RANGES:
+        ranges = [*ranges[:2], "…", ranges[-1]]
+    return ranges[0] if len(listed) == 1 else f"{{{','.join(ranges)}}}"

@@ -1,0 +1,103 @@
+"""Counts as rows for a spreadsheet: one header, then a row a component, layer or tensor, or a row a model.
+
+RFC 4180 by Python's csv module, numbers without separators. A cell that begins with = + - @, which a spreadsheet would
+take for a formula, has a ' before it; only models have such names.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
+
+from ..analysis.figures import weight_bytes
+from ..analysis.params import ModelCount
+from ..terminal import printable
+from .tables import By
+
+__all__ = ["count_rows", "model_rows", "write_csv"]
+
+FORMULA = ("=", "+", "-", "@")
+
+Row = dict[str, str | int]
+"""A cell for each heading; a heading that it lacks is an empty cell."""
+
+
+def write_csv(rows: Sequence[Row], file: TextIO | None = None) -> None:
+    """The rows under the headings of all of them, on standard output unless another file is given."""
+    headings: list[str] = []
+    for row in rows:
+        place = 0
+        for heading in row:  # one that is new stands where it does in its row
+            if heading not in headings:
+                headings.insert(place, heading)
+            place = headings.index(heading) + 1
+    writer = csv.DictWriter(file or sys.stdout, headings, restval="")
+    writer.writeheader()
+    writer.writerows({heading: _cell(value) for heading, value in row.items()} for row in rows)
+
+
+def _cell(value: str | int) -> str | int:
+    if isinstance(value, int):
+        return value
+    value = printable(value)
+    return f"'{value}" if value.startswith(FORMULA) else value
+
+
+def count_rows(counts: Sequence[ModelCount], by: By, dtype: str | None = None) -> list[Row]:
+    """A row a component and model; by layer, a row for each of its components; by tensor, one for each.
+
+    What lies in no layer is there too, so that the parameters of a model's rows sum to its total.
+    """
+    rows = []
+    for model in counts:
+        for cells, parameters in _parts(model, by):
+            row: Row = {"model": model.name, "family": model.family, **cells, "parameters": parameters}
+            if dtype is not None:
+                row |= {"dtype": dtype, "bytes": weight_bytes(parameters, dtype)}
+            rows.append(row)
+    return rows
+
+
+def _parts(model: ModelCount, by: By) -> Iterator[tuple[Row, int]]:
+    if by == "tensor":
+        for each in model.spec.parameters():
+            place: Row = {"tensor": each.name, "layer": "" if each.layer is None else each.layer}
+            yield {**place, "component": each.component, "shape": "x".join(map(str, each.shape))}, each.count
+    elif by == "layer":
+        yield from (_row(number, layer="", component=name) for name, number in model.count.outside.items())
+        for index, layer in enumerate(model.count.by_layer):
+            yield from (_row(number, layer=index, component=name) for name, number in layer.by_component.items())
+    else:
+        yield from (_row(number, component=name) for name, number in model.count.by_component.items())
+
+
+def _row(number: int, **cells: str | int) -> tuple[Row, int]:
+    return cells, number
+
+
+def model_rows(counts: Sequence[ModelCount]) -> list[Row]:
+    """A row a model: its figures as `as_json` has them, a column for each path to a number, kv_cache.8192.bytes."""
+    return [dict(_flat(_plain(model))) for model in counts]
+
+
+def _plain(model: ModelCount) -> dict[str, Any]:
+    """What of the JSON is one figure a model."""
+    data = model.as_json()
+    for listed in ("by_layer", "notes", "stored"):
+        data.pop(listed, None)
+    if "kv_cache" in data:
+        data["kv_cache"] = {str(each.pop("context")): each for each in data["kv_cache"]}
+    for each in data.get("memory", {}).values():
+        if isinstance(each, dict):
+            each.pop("assumed", None)
+    return data
+
+
+def _flat(data: dict[str, Any], path: str = "") -> Iterator[tuple[str, str | int]]:
+    for name, value in data.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{path}{name}.")
+        elif value is not None:
+            yield f"{path}{name}", ("yes" if value else "no") if isinstance(value, bool) else value

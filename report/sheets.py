@@ -1,0 +1,207 @@
+"""Tables of figures for the terminal: columns that fit its width, numbers that are never wrapped or cut.
+
+rich is imported inside functions alone: `gptkit --help` does not need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table
+
+    from . import pages as page
+
+__all__ = ["GAP", "Layout", "Notes", "Row", "Sheet", "binary", "change", "decimal", "difference", "whole_bytes"]
+
+GAP = 3
+"""Blank characters between two columns of a table; rich draws one of them itself."""
+
+ASCII = str.maketrans({"×": "x", "–": "-", "−": "-", "·": "-", "…": "."})
+"""For terminals that have no other characters."""
+
+DECIMAL = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
+BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
+def decimal(number: int, unit: str) -> str:
+    """Four digits with a prefix of a thousand's power: 16.38 GB, 7.568 GFLOP; 128 bytes."""
+    if number < 1000:
+        return f"{number:,} {'bytes' if unit == 'B' else unit}"
+    value, power = float(number), 0
+    while value >= 999.95 and power < len(DECIMAL) - 1:
+        value, power = value / 1000, power + 1
+    return f"{_four(value)} {DECIMAL[power]}{unit}"
+
+
+def binary(nbytes: int) -> str:
+    """Four digits with a prefix of 1024's power, named as such: 15.26 GiB."""
+    if nbytes < 1024:
+        return f"{nbytes:,} bytes"
+    value, power = float(nbytes), 0
+    while value >= 1023.95 and power < len(BINARY) - 1:
+        value, power = value / 1024, power + 1
+    return f"{_four(value)} {BINARY[power]}"
+
+
+def whole_bytes(nbytes: int) -> str:
+    """To the byte, where that is still read at a glance."""
+    return f"{nbytes:,} bytes" if nbytes < 10**8 else decimal(nbytes, "B")
+
+
+def difference(before: int, after: int, told: Callable[[int], str]) -> str:
+    """What there is more or less, in the words that tell a number."""
+    return "0" if after == before else f"{'+' if after > before else '−'}{told(abs(after - before))}"
+
+
+def change(before: int, after: int) -> str:
+    """The same in per cent of what there was; nothing where there was nothing, or is as much."""
+    if before in (0, after):
+        return ""
+    share = 100 * (after - before) / before
+    return f"{share:+.1f} %".replace("-", "−") if abs(share) >= 0.05 else f"{share:+.1g} %".replace("-", "−")
+
+
+def _four(value: float) -> str:
+    digits = 3 if value < 9.9995 else 2 if value < 99.995 else 1
+    return f"{value:,.{digits}f}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A figure of every column: `style` is rich's ("bold", "dim"); `ruled` draws a line above it."""
+
+    label: str
+    cells: tuple[str, ...]
+    style: str | None = None
+    ruled: bool = False
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table of figures below its title. `notes` are sentences below it."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    def turned(self) -> Sheet:
+        """Columns as rows."""
+        rows = (Row(name, tuple(row.cells[index] for row in self.rows)) for index, name in enumerate(self.columns))
+        return Sheet(self.title, tuple(row.label for row in self.rows), tuple(rows))
+
+    def width(self) -> int:
+        """Of its table."""
+        widths = [max(map(len, cells)) for cells in zip(self.columns, *(row.cells for row in self.rows), strict=True)]
+        return self.label_width() + sum(widths) + GAP * len(widths)
+
+    def label_width(self) -> int:
+        return max((len(row.label) for row in self.rows), default=0)
+
+    def parts(self, width: int) -> Iterator[Sheet]:
+        """Sheets that are no wider than that, where one column is: as it is, turned, or some columns at a time."""
+        if self.width() <= width:
+            yield self
+        elif len(self.columns) > 2 and self.turned().width() <= width:
+            yield self.turned()
+        else:
+            first = 0
+            while first < len(self.columns):
+                number = 1
+                while first + number < len(self.columns) and self.only(first, first + number + 1).width() <= width:
+                    number += 1
+                yield self.only(first, first + number)
+                first += number
+
+    def only(self, first: int, last: int) -> Sheet:
+        """The columns from `first` up to but not with `last`."""
+        rows = (Row(row.label, row.cells[first:last], row.style, row.ruled) for row in self.rows)
+        return Sheet(self.title, self.columns[first:last], tuple(rows))
+
+    def as_table(self) -> page.Table:
+        """For a page."""
+        from . import pages as page
+
+        columns = (("", False), *((name, True) for name in self.columns))
+        lit = frozenset(index for index, row in enumerate(self.rows) if row.ruled)
+        return page.Table(self.title, columns, tuple((row.label, *row.cells) for row in self.rows), lit)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        layout = Layout(options.max_width, options.ascii_only)
+        if self.title:
+            yield layout.heading(self.title)
+        for index, part in enumerate(self.parts(options.max_width)):
+            if index:
+                yield ""
+            if part.columns:
+                yield layout.sheet(part)
+        yield Notes(self.notes)
+
+
+@dataclass(frozen=True)
+class Notes:
+    """Sentences below tables."""
+
+    lines: tuple[str, ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        layout = Layout(options.max_width, options.ascii_only)
+        yield from map(layout.note, self.lines)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A page of the terminal: so many columns, and perhaps no character beyond ASCII."""
+
+    width: int
+    ascii_only: bool
+
+    def sheet(self, sheet: Sheet) -> Table:
+        """A sheet as a table, as it is."""
+        table = self.table([""], sheet.columns)
+        for row in sheet.rows:
+            if row.ruled:
+                table.add_section()
+            table.add_row(*map(self.text, [row.label, *row.cells]), style=row.style)
+        return table
+
+    def table(self, words: Sequence[str], numbers: Sequence[str]) -> Table:
+        """An empty table: columns of words that may wrap, then right-aligned columns that do not."""
+        from rich import box
+        from rich.table import Table
+
+        table = Table(
+            box=box.SIMPLE_HEAD, show_edge=False, padding=(0, GAP - 1, 0, 0), pad_edge=False, header_style="bold"
+        )
+        for title in words:
+            table.add_column(self.text(title), overflow="fold")
+        for title in numbers:
+            table.add_column(self.text(title), justify="right", no_wrap=True)
+        return table
+
+    def heading(self, words: str) -> Any:
+        """What stands above a table."""
+        from rich.text import Text
+
+        return Text(self.clean(words), style="bold")
+
+    def note(self, words: str) -> Any:
+        """A sentence below a table."""
+        from rich.text import Text
+
+        return Text(self.clean(words), style="dim")
+
+    def text(self, words: str) -> Any:
+        """A cell: its brackets are no markup."""
+        from rich.text import Text
+
+        return Text(self.clean(words))
+
+    def clean(self, words: str) -> str:
+        """Characters that the terminal has; a name from outside may hold control characters."""
+        words = "".join(letter if letter.isprintable() else "?" for letter in words)
+        return words.translate(ASCII).encode("ascii", "replace").decode() if self.ascii_only else words
