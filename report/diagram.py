@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from ..analysis.parameters import describe, range_label
+from ..analysis.parameters import describe
 from ..spec import Attention, LatentAttention, ModelSpec
 from .pages import Figure, Table, plain
-from .placement import Box, Frame, Metrics, Placement, Wire, place
-from .structure import SYMBOLS, Kind, Node, Structure, sizes, structure
+from .placement import Box, Frame, Metrics, Placement, Wire, folded, place
+from .structure import SYMBOLS, Kind, Node, Structure, layers_label, shape_words, sizes, structure
 
 __all__ = ["block_diagram"]
 
@@ -33,7 +33,7 @@ HEADS_MOST = 130
 """How wide that picture makes the box at most."""
 HEADS_ROOM = 3
 """The least width of a head in that picture; what has more heads than fit shows some of its groups."""
-EDGE = 4
+EDGE = 6
 """Blank around the picture."""
 LEAST = 300
 """The least width of a picture."""
@@ -77,19 +77,6 @@ def block_diagram(spec: ModelSpec, layer: int = 0) -> Figure:
 # --- in words --------------------------------------------------------------------------------------------------------
 
 
-def layers_label(graph: Structure, kind: Kind) -> str:
-    """Which layers are of a kind: "each of 32 layers", "layers 0–3", "layer 5", "16 layers: 0, 2, 4, …"."""
-    layers, total = kind.layers, len(graph.spec.blocks)
-    if len(layers) == total:
-        return "the layer" if total == 1 else f"each of {total:,} layers"
-    if len(layers) == 1:
-        return f"layer {layers[0]}"
-    if layers[-1] - layers[0] + 1 == len(layers):
-        return f"layers {range_label(layers[0], layers[-1])}"
-    named = ", ".join(map(str, layers[:4])) + (", …" if len(layers) > 4 else "")
-    return f"{len(layers)} layers: {named}"
-
-
 def summary(graph: Structure, kind: Kind) -> str:
     """What a diagram shows, in a sentence or two."""
     words = describe(msgspec.structs.replace(graph.spec, blocks=(kind.block,)))
@@ -112,11 +99,6 @@ def node_table(nodes: Sequence[Node], caption: str) -> Table:
         rows.append((node.id, what, ", ".join(node.inputs) or "–", shape_words(node), parameters, node.formula))
     columns = (("node", False), ("what it is", False), ("of", False), ("gives", False))
     return Table(caption, (*columns, ("parameters", True), ("formula", False)), tuple(rows), folded=True)
-
-
-def shape_words(node: Node) -> str:
-    """The shape of what a node gives: (B, T, 32, 128)."""
-    return f"({sizes(node.shape, ', ')})"
 
 
 # --- boxes -----------------------------------------------------------------------------------------------------------
@@ -146,17 +128,6 @@ def _measure(node: Node, lanes: int, room: int) -> tuple[tuple[str, ...], int, i
     if node.op == "scores":
         wide, tall = max(wide, min(_heads_of(node)[0] * HEADS_ROOM, HEADS_MOST)), tall + HEADS
     return tuple(lines), wide + 2 * PAD, tall
-
-
-def folded(line: str, room: int) -> list[str]:
-    """A line in several of at most `room` letters where its words allow it; a word is never cut."""
-    found: list[str] = []
-    for word in line.split(" "):
-        if found and len(found[-1]) + 1 + len(word) <= room:
-            found[-1] += f" {word}"
-        else:
-            found.append(word)
-    return found
 
 
 def text_width(text: str, bold: bool = False) -> int:
@@ -336,7 +307,7 @@ def _block_ends(placed: Placement) -> tuple[int, int]:
 
 def _block_frame(placed: Placement, width: int) -> dict[str, Any]:
     top, bottom = _block_ends(placed)
-    path = rounded(METRICS.trunk - 4, top, width - METRICS.trunk + 2, bottom - top + 4, 8)
+    path = rounded(METRICS.trunk - 4, top, width - METRICS.trunk + 4 + EDGE, bottom - top + 4, 8)
     return {"type": "path", "path": path, "line": {"width": 0}, "fillcolor": "var(--raised)", "layer": "below"}
 
 
@@ -411,4 +382,4 @@ def _least(copies: int) -> int:
     return 2 * (text_width(_experts(copies)) + 2 * PAD)
 
 
-METRICS = Metrics(_measure, _least, stream=32, trunk=10, left=54, beside=8, gap=14, track=16, around=(8, 18))
+METRICS = Metrics(_measure, _least, stream=24, trunk=8, left=42, beside=8, gap=14, track=16, around=(8, 18))

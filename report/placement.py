@@ -13,13 +13,14 @@ A line goes down from its source, sideways in a *track* between two ranks (below
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .structure import EdgeKind, Node
 
-__all__ = ["Box", "Frame", "Metrics", "Placement", "Wire", "place"]
+__all__ = ["Box", "Frame", "Metrics", "Placement", "Wire", "folded", "place"]
 
 Point = tuple[int, int]
 Span = tuple[int, int]
@@ -120,10 +121,45 @@ def place(nodes: Sequence[Node], metrics: Metrics, limit: int, rooms: Sequence[i
 
     """
     graph = _Graph.of(nodes)
-    for room in rooms:
-        found = _Placing(graph, metrics, room).placement()
-        if found.width <= limit:
-            break
+    spans = graph.spans
+    sizes = {name: metrics.measure(graph.nodes[name], 0, max(rooms)) for name in graph.trunk}
+    for stage in graph.lanes:
+        mine = [name for name in graph.stage if graph.stage[name] == stage]
+        for room in rooms:
+            tried = {
+                name: metrics.measure(graph.nodes[name], 1 + spans[name][1] - spans[name][0], room) for name in mine
+            }
+            needed = _Placing(graph, metrics, {**sizes, **tried}, (stage,)).width
+            if needed <= limit:
+                break
+        sizes |= tried
+    return _Placing(graph, metrics, sizes, tuple(graph.lanes)).placement()
+
+
+def folded(line: str, room: int) -> list[str]:
+    """A line in several of at most `room` letters where its words allow it: between words, but not behind a sign, and
+    in a module's name. Numbers are never cut.
+    """
+    found: list[str] = []
+    for unit in re.sub(r"(^| )([×+·/]) ", "\\1\\2\0", line).split(" "):
+        word = unit.replace("\0", " ")
+        if found and len(found[-1]) + 1 + len(word) <= room:
+            found[-1] += f" {word}"
+        elif len(word) > room and "_" in word:
+            found += _at_underscores(word, room)
+        else:
+            found.append(word)
+    return found
+
+
+def _at_underscores(name: str, room: int) -> list[str]:
+    """A module's name in pieces; each but the last ends with its underscore."""
+    found: list[str] = []
+    for piece in re.findall(r"[^_]*_|[^_]+$", name):
+        if found and len(found[-1]) + len(piece) <= room:
+            found[-1] += piece
+        else:
+            found.append(piece)
     return found
 
 
@@ -207,21 +243,21 @@ def _lanes(nodes: Sequence[Node], stage: Mapping[str, str]) -> tuple[dict[str, S
 
 @dataclass
 class _Placing:
+    """Boxes of known sizes (lines, width, height), of the stages that are named."""
+
     graph: _Graph
     metrics: Metrics
-    room: int
+    sizes: Mapping[str, tuple[tuple[str, ...], int, int]]
+    stages: Sequence[str]
     columns: dict[str, list[Span]] = field(default_factory=dict)
     """Of each stage, where its lanes begin and end."""
 
     def __post_init__(self) -> None:
         graph = self.graph
-        self.sizes = {
-            name: self.metrics.measure(node, self._lanes_of(name), self.room) for name, node in graph.nodes.items()
-        }
         self.framed = [name for name, node in graph.nodes.items() if graph.nodes[_expert(graph, node)].choice]
-        widths = {stage: self._widths(stage) for stage in graph.lanes}
-        gaps = {stage: self._gaps(stage) for stage in graph.lanes}
-        totals = {stage: sum(widths[stage]) + sum(gaps[stage]) for stage in graph.lanes}
+        widths = {stage: self._widths(stage) for stage in self.stages}
+        gaps = {stage: self._gaps(stage) for stage in self.stages}
+        totals = {stage: sum(widths[stage]) + sum(gaps[stage]) for stage in self.stages}
         area = max(totals.values(), default=0)
         trunk = max(self._trunk_left(name) + self.sizes[name][1] for name in graph.trunk)
         self.width = max(self.metrics.left + area, trunk)
@@ -232,11 +268,6 @@ class _Placing:
             for gap, width in zip(gaps[stage], lanes, strict=False):
                 self.columns[stage].append((x + gap, x + gap + width))
                 x += gap + width
-
-    def _lanes_of(self, name: str) -> int:
-        """How many lanes a node spans; 0 on the trunk."""
-        first, last = self.graph.spans.get(name, (0, -1))
-        return last - first + 1
 
     def _widths(self, stage: str) -> list[int]:
         """Of a stage's lanes, as what stands in them needs."""
@@ -282,9 +313,24 @@ class _Placing:
     def _port(self, name: str) -> int:
         if name in self.graph.trunk:
             return self.metrics.stream
-        first, last = self.graph.spans[name]
-        lanes = self.columns[self.graph.stage[name]]
-        return (lanes[first][0] + lanes[last][1]) // 2
+        stage, span = self.graph.stage[name], self.graph.spans[name]
+        return self._middle(stage, span)
+
+    def _middle(self, stage: str, span: Span) -> int:
+        """The middle of the lanes spanned, or of the lane in their middle where that is about the same: a line to it
+        is straight then.
+        """
+        lanes = self.columns[stage][span[0] : span[1] + 1]
+        left, right = lanes[0][0], lanes[-1][1]
+        middle = (left + right) // 2
+        if len(lanes) % 2 == 0:
+            return middle
+        inner = sum(lanes[len(lanes) // 2]) // 2
+        graph = self.graph
+        alike = [name for name in graph.stage if graph.stage[name] == stage and graph.spans[name] == span]
+        widths = [self.sizes[name][1] for name in alike]
+        fits = all(left <= inner - width // 2 and inner - width // 2 + width <= right for width in widths)
+        return inner if fits and abs(inner - middle) <= self.metrics.beside else middle
 
     def placement(self) -> Placement:
         graph = self.graph

@@ -36,7 +36,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..analysis.parameters import describe
+from ..analysis.parameters import describe, range_label
 from ..spec import (
     ALiBi,
     Attention,
@@ -53,7 +53,7 @@ from ..spec import (
     Shape,
 )
 
-__all__ = ["Edge", "Kind", "Node", "Op", "Structure", "sizes", "structure"]
+__all__ = ["Edge", "Kind", "Node", "Op", "Structure", "layers_label", "shape_words", "sizes", "structure"]
 
 Op = Literal[
     *("tokens", "embed", "positions", "stream", "norm", "linear", "rotate", "cache", "concat", "scores", "alibi"),
@@ -183,6 +183,24 @@ def structure(spec: ModelSpec) -> Structure:
 def sizes(shape: Sequence[int | str], times: str = " × ") -> str:
     """A shape in words: 4,096 × 1,024."""
     return times.join(each if isinstance(each, str) else f"{each:,}" for each in shape)
+
+
+def layers_label(graph: Structure, kind: Kind) -> str:
+    """Which layers are of a kind: "each of 32 layers", "layers 0–3", "layer 5", "16 layers: 0, 2, 4, …"."""
+    layers, total = kind.layers, len(graph.spec.blocks)
+    if len(layers) == total:
+        return "the layer" if total == 1 else f"each of {total:,} layers"
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    if layers[-1] - layers[0] + 1 == len(layers):
+        return f"layers {range_label(layers[0], layers[-1])}"
+    named = ", ".join(map(str, layers[:4])) + (", …" if len(layers) > 4 else "")
+    return f"{len(layers)} layers: {named}"
+
+
+def shape_words(node: Node) -> str:
+    """The shape of what a node gives: (B, T, 32, 128)."""
+    return f"({sizes(node.shape, ', ')})"
 
 
 def _fed(node: Node, names: dict[str, str]) -> Node:
@@ -453,7 +471,7 @@ def _feed_forward(block: Block, source: str) -> list[Node]:
     normalised = ", divided by their sum" if node.normalise else ""
     choice = Node(
         *("feed_forward.chosen", "choose", (router.id,), (B, T, node.top_k), f"top {node.top_k} of {node.experts}"),
-        *("softmax, sum 1" if node.normalise else "softmax", f"largest {node.top_k} of softmax{normalised}"),
+        *("softmax, renormalised" if node.normalise else "softmax", f"largest {node.top_k} of softmax{normalised}"),
         component=node,
     )
     experts = list(_one("feed_forward.experts", node.expert, source, (B, T, node.top_k), node.experts, choice.id))

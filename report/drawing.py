@@ -1,0 +1,319 @@
+"""A model drawn for the terminal: its tree with shapes, and the data's path through one of its layers.
+
+The path is laid out by `placement`, a character being a unit. Where it is wider than the terminal, it is a list in the
+order of computation. Drawings need no colours, and get by with ASCII where the terminal has nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..spec import Attention, LatentAttention
+from .placement import Box, Frame, Metrics, Placement, Wire, folded, place
+from .structure import SYMBOLS, Kind, Node, Structure, layers_label, shape_words
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.text import Text
+
+__all__ = ["PathDrawing", "path_lines"]
+
+STREAM, TRUNK, LEFT, BESIDE = 2, 0, 6, 2
+"""Columns: of the residual stream, of boxes on it, of what stands beside it; and the blank between two boxes."""
+ROOMS = (28, *range(24, 7, -1))
+"""Letters that a line of words may have; the first with which the drawing fits is taken."""
+TRUNK_ROOM = 40
+BRACKET = 2
+"""Columns of the bracket on the right that holds the block together."""
+
+WORDS = {"×": "x", "–": "-", "·": "*", "ᵀ": "^T", "√": "sqrt ", "−": "-", "Σ": "sum", "…": "...", "²": "^2", "⊕": "+"}
+"""What ASCII has instead, in words."""
+
+
+def plain_words(text: str, ascii_only: bool) -> str:
+    """Text with the characters that the terminal has."""
+    if not ascii_only:
+        return text
+    return "".join(WORDS.get(letter, letter) for letter in text).encode("ascii", "replace").decode()
+
+
+@dataclass(frozen=True)
+class PathDrawing:
+    """A renderable: the path through one kind of layer, as wide as the terminal allows."""
+
+    graph: Structure
+    kind: Kind
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from path_lines(self.graph, self.kind, options.max_width, options.ascii_only)
+
+
+def path_lines(graph: Structure, kind: Kind, width: int, ascii_only: bool = False) -> Iterator[Text]:
+    """The lines of the drawing, none wider than `width`; of the list, where a drawing would be."""
+    nodes = graph.path(kind)
+    label = layers_label(graph, kind)
+    placed = place(nodes, _metrics(ascii_only), width - BRACKET, ROOMS)
+    if placed.width + BRACKET > width:
+        yield from _listed(nodes, label, width, ascii_only)
+        return
+    canvas = _Canvas(placed.width + BRACKET, placed.height, ascii_only)
+    for wire in placed.wires:
+        canvas.wire(wire)
+    for frame in placed.frames:
+        canvas.frame(frame)
+    for box in placed.boxes:
+        canvas.box(box)
+    canvas.bracket(placed, label)
+    yield from canvas.lines()
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+def _metrics(ascii_only: bool) -> Metrics:
+    def measure(node: Node, lanes: int, room: int) -> tuple[tuple[str, ...], int, int]:
+        lines = _lines(node, lanes * room, ascii_only)
+        wide = max(map(len, lines))
+        if node.op == "add":
+            return tuple(lines), wide, 1
+        more = 1 if node.op == "scores" else 0  # a row of the line below the heads, which are letters too
+        return tuple(lines), wide + (4 if boxed(node) else 2), len(lines) + (2 if boxed(node) else more)
+
+    def least(copies: int) -> int:
+        return 2 * (len(_experts(copies)) + 4)
+
+    return Metrics(measure, least, STREAM, TRUNK, LEFT, BESIDE, gap=0, track=1, around=(2, 1))
+
+
+def boxed(node: Node) -> bool:
+    """Whether it has weights, its own or another's, and so a border."""
+    return bool(node.weights) or node.tied is not None
+
+
+def _experts(copies: int) -> str:
+    return "1 expert" if copies == 1 else f"{copies:,} experts"
+
+
+def _lines(node: Node, room: int, ascii_only: bool) -> list[str]:
+    """What stands at a node's place, the title first; `room` is 0 on the trunk."""
+    if node.op == "add":
+        return ["+" if ascii_only else "⊕"]
+    if node.op in ("tokens", "stream"):
+        return [f"{node.title} {shape_words(node)}"]
+    shaped = node.op in ("linear", "embed", "positions", "scores", "concat", "mix")
+    first = [node.title, *filter(None, [node.detail])]
+    if not boxed(node) and node.op != "scores" and len(", ".join(first)) <= room:
+        first = [", ".join(first)]
+    told = [*first, *([shape_words(node)] if shaped else [])]
+    lines = [part for line in told for part in folded(plain_words(line, ascii_only), room or TRUNK_ROOM)]
+    return [*lines, *_groups(node, room, ascii_only)] if node.op == "scores" else lines
+
+
+def _groups(node: Node, room: int, ascii_only: bool) -> list[str]:
+    """Query heads in two lines, each group above the key head that it shares; as many groups as there is room for."""
+    attention = node.component
+    assert isinstance(attention, Attention | LatentAttention)
+    group = attention.group if isinstance(attention, Attention) else 1
+    groups = attention.heads // group
+    if group > room:
+        return []
+    fit = (room + 1) // (group + 1)
+    more = plain_words("…", ascii_only)
+    if groups > fit:
+        fit = max((room - len(more)) // (group + 1), 1)
+    shown = min(groups, fit)
+    queries, keys = ["q" * group] * shown, ["k".center(group)] * shown
+    if groups > shown:
+        queries.append(more)
+        keys.append(" " * len(more))
+    return [" ".join(queries), " ".join(keys)]
+
+
+# --- the canvas ------------------------------------------------------------------------------------------------------
+
+UP, DOWN, LEFTWARDS, RIGHTWARDS = range(4)
+
+LIGHT = {
+    (1, 1, 0, 0): "│", (0, 0, 1, 1): "─", (0, 1, 0, 1): "┌", (0, 1, 1, 0): "┐", (1, 0, 0, 1): "└", (1, 0, 1, 0): "┘",
+    (1, 1, 0, 1): "├", (1, 1, 1, 0): "┤", (0, 1, 1, 1): "┬", (1, 0, 1, 1): "┴", (1, 1, 1, 1): "┼",
+    (1, 0, 0, 0): "│", (0, 1, 0, 0): "│", (0, 0, 1, 0): "─", (0, 0, 0, 1): "─",
+}  # fmt: skip
+"""Lines that meet in a character: up, down, left, right."""
+HEAVY = {"│": "┃", "├": "┠", "┤": "┨", "┼": "╂", "┬": "┰", "┴": "┸"}
+"""The same where what goes up and down is the residual stream."""
+
+
+@dataclass
+class _Canvas:
+    """Characters, the lines between them, and their styles; y counts down."""
+
+    width: int
+    height: int
+    ascii_only: bool
+    letters: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict)
+    joints: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    heavy: set[tuple[int, int]] = field(default_factory=set)
+
+    def join(self, x: int, y: int, *ways: int) -> None:
+        """A line that leaves a character's middle in some of four ways."""
+        joint = self.joints.setdefault((x, y), [0, 0, 0, 0])
+        for way in ways:
+            joint[way] = 1
+
+    def down(self, x: int, top: int, bottom: int) -> None:
+        """A line down the rows from `top` to the one before `bottom`, open at both ends."""
+        for y in range(top, bottom):
+            self.join(x, y, UP, DOWN)
+
+    def along(self, y: int, one: int, other: int) -> None:
+        """A line along a row, from the middle of one column to that of another."""
+        low, high = min(one, other), max(one, other)
+        for x in range(low, high + 1):
+            self.join(x, y, *([LEFTWARDS] if x > low else []), *([RIGHTWARDS] if x < high else []))
+
+    def write(self, x: int, y: int, text: str, style: str) -> None:
+        """Words, from a column on."""
+        for index, letter in enumerate(text):
+            self.letters[x + index, y] = (letter, style)
+
+    # --- what is drawn ---
+
+    def wire(self, wire: Wire) -> None:
+        """An edge; a tied head is told in words."""
+        points = wire.points
+        if wire.kind == "weights":
+            return
+        if len(points) == 2:
+            (x, top), (_, bottom) = points
+            self.down(x, top, bottom)
+            if x == STREAM:
+                self.heavy |= {(x, y) for y in range(top, bottom)}
+        elif len(points) == 3:
+            (x, top), (_, turn), (end, _) = points
+            self.down(x, top, turn)
+            self.join(x, turn, UP)
+            self.along(turn, x, end if end < x else end - 1)
+            if wire.kind == "choice":
+                self.write(end - 1, turn, ">" if self.ascii_only else "▸", "dim")
+        else:
+            (x, top), (_, turn), (end, _), (_, bottom) = points
+            self.down(x, top, turn)
+            self.join(x, turn, UP)
+            self.along(turn, x, end)
+            self.join(end, turn, DOWN)
+            self.down(end, turn + 1, bottom)
+
+    def frame(self, frame: Frame) -> None:
+        """A dashed border, below what crosses it, with its words at the lower right."""
+        right, bottom = frame.left + frame.width - 1, frame.top + frame.height - 1
+        across, along = (".", ":") if self.ascii_only else ("╌", "╎")
+        for x in range(frame.left, right + 1):
+            for y in (frame.top, bottom):
+                self.letters.setdefault((x, y), (across, "dim"))
+        for y in range(frame.top + 1, bottom):
+            for x in (frame.left, right):
+                self.letters.setdefault((x, y), (along, "dim"))
+        words = f" {_experts(frame.copies)} "
+        self.write(right - len(words), bottom, words, "")
+
+    def box(self, box: Box) -> None:
+        """A node's words, with a border where it has weights."""
+        if box.node.op == "add":
+            self.write(box.left, box.top, box.lines[0], "bold")
+            return
+        if boxed(box.node):
+            self._border(box)
+        top = box.top + (1 if boxed(box.node) else 0)
+        for index, line in enumerate(box.lines):
+            left = box.left + (box.width - len(line)) // 2
+            if not boxed(box.node):
+                left = box.left + BESIDE if box.trunk else box.port - len(line) // 2
+            self.write(left, top + index, line, "bold" if index == 0 else "dim" if line.startswith("(") else "")
+        if not boxed(box.node):
+            self.down(box.port, box.top + len(box.lines), box.bottom)
+        if box.trunk and not boxed(box.node):
+            self.join(box.port, box.top, DOWN, *([UP] if box.top else []))
+            self.heavy.add((box.port, box.top))
+
+    def _border(self, box: Box) -> None:
+        right, bottom = box.right - 1, box.bottom - 1
+        for y in (box.top, bottom):
+            self.along(y, box.left, right)
+        for x in (box.left, right):
+            self.join(x, box.top, DOWN)
+            self.join(x, bottom, UP)
+            self.down(x, box.top + 1, bottom)
+        self.join(box.port, box.top, UP)
+        if box.node.id != "head":
+            self.join(box.port, bottom, DOWN)
+        if box.trunk:
+            self.heavy |= {(box.port, box.top), (box.port, bottom)}
+
+    def bracket(self, placed: Placement, label: str) -> None:
+        """What holds the block together, on the right."""
+        top, bottom = placed.box("x").top, placed.box("block_output").top
+        x = self.width - 1
+        self.join(x, top, DOWN, LEFTWARDS)
+        self.join(x, bottom, UP, LEFTWARDS)
+        self.down(x, top + 1, bottom)
+        self.join(x - 1, bottom, RIGHTWARDS)
+        self.write(x - 1 - len(label), top, f"{plain_words(label, self.ascii_only)} ", "bold")
+
+    # --- what is printed ---
+
+    def cell(self, x: int, y: int) -> tuple[str, str]:
+        """A character and its style; lines go over frames, words over lines."""
+        letter, style = self.letters.get((x, y), (" ", ""))
+        joint = self.joints.get((x, y))
+        if joint is None or letter not in " .:╌╎":
+            return letter, style
+        heavy = (x, y) in self.heavy
+        if self.ascii_only:
+            up, down, left, right = joint
+            drawn = "+" if (up or down) and (left or right) else "|" if up or down else "-"
+        else:
+            drawn = LIGHT[tuple(joint)]  # type: ignore[index]
+            drawn = HEAVY.get(drawn, drawn) if heavy else drawn
+        return drawn, "bold" if heavy else "dim"
+
+    def lines(self) -> Iterator[Text]:
+        """Row by row, without blanks at the end."""
+        from rich.text import Text
+
+        for y in range(self.height):
+            cells = [self.cell(x, y) for x in range(self.width)]
+            line = Text(no_wrap=True, overflow="ignore")
+            for letter, style in cells:
+                line.append(letter, style)
+            line.rstrip()
+            yield line
+
+
+# --- the list --------------------------------------------------------------------------------------------------------
+
+
+def _listed(nodes: Sequence[Node], label: str, width: int, ascii_only: bool) -> Iterator[Text]:
+    """The nodes one below the other, each with what it is made of, for terminals too narrow for a drawing."""
+    from rich.text import Text
+
+    def lines(parts: Iterable[tuple[str, str]]) -> Iterator[Text]:
+        for words, style in parts:
+            indent = "" if style == "bold" else "  "
+            for line in folded(plain_words(words, ascii_only), max(width - len(indent), 1)):
+                yield Text(indent + line, style=style, no_wrap=True, overflow="ignore")
+
+    for node in nodes:
+        if node.op == "stream":
+            yield from lines([(f"{label}: x", "bold")])
+            continue
+        sources = ", ".join(node.inputs)
+        told: list[tuple[str, str]] = [(node.id, "bold")]
+        if sources:
+            told.append((f"of {sources}", ""))
+        what = ", ".join(filter(None, [node.title if node.title != node.id.rpartition(".")[2] else "", node.detail]))
+        told += [(each, "") for each in (what,) if each]
+        told.append((shape_words(node), "dim"))
+        yield from lines(told)
+    yield from lines([(SYMBOLS, "dim")])
