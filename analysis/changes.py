@@ -1,0 +1,311 @@
+"""What a comparison of two checkpoints found, as records: of a tensor, of several together, of all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from ..converter.checkpoint import Checkpoint
+from ..spec import ModelSpec, without_rounding
+from .diff_around import FileChange, TreeChange
+from .tensor_diff import Figures, cosine, relative
+
+__all__ = ["STATUSES", "Diff", "Group", "LowRank", "Status", "TensorDiff"]
+
+Status = Literal["same", "dtype", "rounded", "changed", "reshaped", "only_a", "only_b"]
+STATUSES: dict[Status, str] = {
+    "same": "same values",
+    "dtype": "same values in another dtype",
+    "rounded": "rounded",
+    "changed": "changed",
+    "reshaped": "of another shape",
+    "only_a": "only in A",
+    "only_b": "only in B",
+}
+FEW_RUNS = 64
+"""So many runs of rows are listed; of more, how many rows there are."""
+Reading = Literal["low", "high", "unclear"]
+"""Two thin matrices make the change; none do; it is too small beside rounding for its rank to be told."""
+HALF = 0.5
+"""Of the change: what directions above rounding are to hold for its rank to be known."""
+CONCENTRATED = 0.5
+"""Of a matrix's numbers: a change whose factors have at most so many of them is of low rank."""
+
+
+@dataclass(frozen=True)
+class TensorDiff:
+    """One shared tensor in both checkpoints, or in one.
+
+    name: as all formats share it; component: its row in a table of parameters; layer: None outside of layers.
+    shape_a, dtype_a, …: None on a side that does not have it.
+    figures: what values differ by; None where nothing could be held against each other. Of a tensor of another shape
+    whose rows have names they are of the rows that both have; of a head that the other side ties to its embedding,
+    of the head and that embedding.
+    """
+
+    name: str
+    component: str
+    layer: int | None
+    status: Status
+    shape_a: tuple[int, ...] | None
+    shape_b: tuple[int, ...] | None
+    dtype_a: str | None
+    dtype_b: str | None
+    figures: Figures | None = None
+
+    @property
+    def module(self) -> str:
+        """What it belongs to in every layer: "attention.q_proj"."""
+        parts = self.name.split(".")
+        parts = parts[2:] if parts[0] == "blocks" else parts
+        if "experts" in parts:
+            del parts[parts.index("experts") + 1]
+        return ".".join(parts[:-1])
+
+    @property
+    def reading(self) -> Reading | None:
+        """What the rank of the change says; None where there is none: no matrix, not changed, not looked for."""
+        rank = None if self.figures is None else self.figures.rank
+        if rank is None or self.shape_a is None or self.status != "changed":
+            return None
+        if rank.more or rank.rank * sum(self.shape_a) > CONCENTRATED * math.prod(self.shape_a):
+            return "high"
+        return "low" if rank.share is not None and rank.share >= HALF else "unclear"
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values; figures that are beyond fp64 are null."""
+        found: dict[str, Any] = {
+            "name": self.name,
+            "module": self.module,
+            "component": self.component,
+            "layer": self.layer,
+            "status": self.status,
+            "shape_a": None if self.shape_a is None else list(self.shape_a),
+            "shape_b": None if self.shape_b is None else list(self.shape_b),
+            "dtype_a": self.dtype_a,
+            "dtype_b": self.dtype_b,
+        }
+        figures = self.figures
+        if figures is None:
+            return {**found, "compared": None}
+        rank = figures.rank
+        few = len(figures.rows) <= FEW_RUNS
+        return {
+            **found,
+            "compared": {
+                "elements": figures.elements,
+                "changed": figures.changed,
+                "same_bytes": figures.same_bytes,
+                "relative": figures.relative,
+                "max_abs": _finite(figures.largest),
+                "cosine": figures.cosine if figures.square_a else None,
+                "scale": figures.scale,
+                "rows": figures.rows_all,
+                "rows_changed": figures.rows_changed,
+                "row_ranges": [list(run) for run in figures.rows] if few else None,
+                "not_finite_a": figures.not_finite[0],
+                "not_finite_b": figures.not_finite[1],
+                "rounded_to": figures.rounded[0] if figures.rounded else None,
+                "rounded_side": figures.rounded[1] if figures.rounded else None,
+                "order": figures.order,
+                "reading": self.reading,
+                "rank": None if rank is None or rank.more else rank.rank,
+                "rank_above": rank.limit if rank is not None and rank.more else None,
+                "rank_of": None if rank is None else rank.of,
+                "rank_share": None if rank is None else rank.share,
+                "rank_99": None if rank is None else rank.most,
+            },
+        }
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors that are told of together: those of one module, or of one layer.
+
+    tensors, same: how many there are, and how many of them have the same values.
+    relative, cosine, largest: over those that changed values; None where nothing can be told.
+    """
+
+    name: str
+    layer: int | None
+    tensors: tuple[TensorDiff, ...]
+
+    @property
+    def changed(self) -> tuple[TensorDiff, ...]:
+        """Those with other values, of one shape on both sides."""
+        return tuple(each for each in self.tensors if each.status in ("changed", "rounded"))
+
+    @property
+    def same(self) -> int:
+        return sum(each.status in ("same", "dtype") for each in self.tensors)
+
+    @property
+    def relative(self) -> float | None:
+        found = self._figures
+        return relative(math.fsum(x.square for x in found), math.fsum(x.square_a for x in found)) if found else None
+
+    @property
+    def cosine(self) -> float | None:
+        found = self._figures
+        sums = (
+            math.fsum(x.product for x in found),
+            *(math.fsum(getattr(x, f"square_{s}") for x in found) for s in "ab"),
+        )
+        return cosine(*sums) if found else None
+
+    @property
+    def largest(self) -> float | None:
+        return _finite(max((x.largest for x in self._figures), default=0.0)) if self._figures else None
+
+    @property
+    def not_finite(self) -> bool:
+        """Whether values that are NaN or infinite stand in what changed."""
+        return any(any(x.not_finite) for x in self._figures)
+
+    @property
+    def _figures(self) -> list[Figures]:
+        return [each.figures for each in self.changed if each.figures is not None]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "layer": self.layer,
+            "tensors": len(self.tensors),
+            "same": self.same,
+            "changed": len(self.changed),
+            "relative": self.relative,
+            "max_abs": self.largest,
+            "cosine": self.cosine,
+        }
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """A change such as adapters make: no matrix changed by one of high rank.
+
+    matrices: those of low rank; rank: the largest of theirs; modules: where they are. unclear: other matrices, whose
+    change is too small beside rounding for its rank to be told.
+    """
+
+    matrices: int
+    unclear: int
+    rank: int
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Diff:
+    """What differs between checkpoints A and B; see the functions' and records' own words for each part."""
+
+    a: Checkpoint
+    b: Checkpoint
+    tensors: tuple[TensorDiff, ...]
+    tree: tuple[TreeChange, ...]
+    files: tuple[FileChange, ...]
+    notes: tuple[str, ...] = ()
+    counts: Mapping[Status, int] = field(default_factory=dict)
+
+    @property
+    def same(self) -> bool:
+        """The same function of the same values: in whatever dtypes, with whatever files beside."""
+        values = all(each.status in ("same", "dtype") for each in self.tensors)
+        return values and _function(self.a.spec) == _function(self.b.spec)
+
+    @property
+    def same_bytes(self) -> bool:
+        """All tensors have the same values, dtypes and bits."""
+        return all(each.figures is not None and each.figures.same_bytes for each in self.tensors)
+
+    @property
+    def changed(self) -> tuple[TensorDiff, ...]:
+        """Tensors with other values, of one shape on both sides, as the tree has them."""
+        return self.all.changed
+
+    @property
+    def all(self) -> Group:
+        return Group("all", None, self.tensors)
+
+    @property
+    def rounded(self) -> tuple[str, Literal["a", "b"]] | None:
+        """The dtype and the side where everything that differs is one side rounded to that dtype."""
+        kinds = {each.figures.rounded for each in self.changed if each.figures is not None}
+        return kinds.pop() if len(kinds) == 1 and self.counts["changed"] == 0 else None
+
+    @property
+    def low_rank(self) -> LowRank | None:
+        """The reading of a change that an adapter makes; None where there is none, or it is not one."""
+        matrices = [each for each in self.changed if each.reading is not None]
+        low = [each for each in matrices if each.reading == "low"]
+        if not low or 2 * len(low) < len(matrices) or any(each.reading == "high" for each in matrices):
+            return None
+        ranks = [each.figures.rank.rank for each in low if each.figures is not None and each.figures.rank is not None]
+        modules = dict.fromkeys(each.module for each in low)
+        return LowRank(len(low), len(matrices) - len(low), max(ranks), tuple(modules))
+
+    def by_module(self) -> list[Group]:
+        """A group a module, in the order of computation."""
+        return _groups(self.tensors, lambda each: (each.module, None))
+
+    def by_layer(self) -> list[Group]:
+        """A group a layer; what stands outside of layers is a group a module."""
+        return _groups(self.tensors, lambda each: (each.module if each.layer is None else "layer", each.layer))
+
+    def by_place(self) -> list[Group]:
+        """A group a module and layer."""
+        return _groups(self.tensors, lambda each: (each.module, each.layer))
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        low, rounded, everything = self.low_rank, self.rounded, self.all
+        return {
+            "schema_version": 1,
+            "a": _side(self.a),
+            "b": _side(self.b),
+            "same": self.same,
+            "same_bytes": self.same_bytes,
+            "counts": dict(self.counts),
+            "relative": everything.relative,
+            "max_abs": everything.largest,
+            "cosine": everything.cosine,
+            "rounded_to": None if rounded is None else rounded[0],
+            "rounded_side": None if rounded is None else rounded[1],
+            "low_rank": None if low is None else {**vars(low), "modules": list(low.modules)},
+            "tree": [vars(each) for each in self.tree],
+            "files": [{**vars(each), "told": list(each.told)} for each in self.files],
+            "notes": list(self.notes),
+            "modules": [group.as_json() for group in self.by_module()],
+            "layers": [group.as_json() for group in self.by_layer()],
+            "tensors": [each.as_json() for each in self.tensors],
+        }
+
+
+def _groups(tensors: Iterable[TensorDiff], key: Callable[[TensorDiff], tuple[str, int | None]]) -> list[Group]:
+    found: dict[tuple[str, int | None], list[TensorDiff]] = {}
+    for each in tensors:
+        found.setdefault(key(each), []).append(each)
+    return [Group(name, layer, tuple(members)) for (name, layer), members in found.items()]
+
+
+def _function(spec: ModelSpec) -> ModelSpec:
+    """The tree without what decides the last bits, and without the length it was trained for."""
+    found: ModelSpec = without_rounding(msgspec.structs.replace(spec, context_length=None))
+    return found
+
+
+def _side(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "model": checkpoint.reference,
+        "revision": checkpoint.revision,
+        "format": checkpoint.format,
+        "family": checkpoint.origin.family,
+        "parameters": sum(each.count for each in checkpoint.spec.parameters()),
+        "dtypes": sorted(set(checkpoint.dtypes.values())),
+    }
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,316 @@
+"""Two checkpoints held against each other, tensor by tensor, under the names that all formats share.
+
+Either may be of any format: what is fused in one and apart in the other is compared part by part, and what lies
+transposed as it is meant. Weights are read some rows at a time by several threads, so that memory does not grow with
+the checkpoint. No torch.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from ..architectures import BoundLeaf
+from ..converter.checkpoint import Checkpoint, open_checkpoint
+from ..converter.transfer import IN_FLIGHT, Gate, StoppedError, available_cores
+from ..spec import ModelSpec, Parameter
+from .changes import STATUSES, Diff, Group, LowRank, Status, TensorDiff
+from .diff_around import TreeChange, changed_files, changed_tree
+from .tensor_diff import CHUNK, Figures, compare_tensors, same_bytes
+
+__all__ = ["STATUSES", "Diff", "Group", "LowRank", "TensorDiff", "diff"]
+
+Array = NDArray[Any]
+
+BY_ROW = ("embedding.weight", "positions.weight", "head.weight", "head.bias")
+"""Tensors whose rows have names (a token's id, a position), so that some are the same though there are more of them."""
+MAPPED_BYTES = 32 * 2**20
+"""Bytes read from mapped files after which their pages are let go."""
+
+
+def diff(
+    a: str | Path,
+    b: str | Path,
+    *,
+    offline: bool = False,
+    allow_pickle: bool = False,
+    allow_extra: bool = False,
+    rank: bool = True,
+    workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Diff:
+    """What differs between two checkpoints.
+
+    Args:
+        a: a reference, as everywhere: a folder, a file, a repository.
+        b: the other, of any format too.
+        offline: look in local files and the hub's cache alone.
+        allow_pickle: read torch's pickled files too.
+        allow_extra: leave out tensors that have no place in the model.
+        rank: look for the rank of each matrix's change too, which takes about as long as the rest.
+        workers: threads; by default one a core that this process may use.
+        progress: called with the bytes of both that were compared just now, and of all.
+
+    Raises:
+        InvalidInput: one of them cannot be used as it is.
+        Offline: one is not here and there is no network.
+
+    """
+    options = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
+    first, second = open_checkpoint(a, **options), open_checkpoint(b, **options)
+    found = _Comparison(first, second, rank, progress).run(workers or available_cores())
+    tensors = tuple(sorted(found, key=_order(first.spec, second.spec)))
+    tree = changed_tree(first.spec, second.spec)
+    return Diff(
+        a=first,
+        b=second,
+        tensors=tensors,
+        tree=tuple(tree),
+        files=tuple(changed_files(first, second)),
+        notes=tuple(_notes(first, second, tree)),
+        counts={status: sum(each.status == status for each in tensors) for status in STATUSES},
+    )
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Leaves of both sides that hold parts of one another, and the names to compare in them."""
+
+    leaves: tuple[tuple[BoundLeaf, ...], tuple[BoundLeaf, ...]]
+    memory: int
+    nbytes: int
+
+
+class _Comparison:
+    """The state of one comparison that its threads share."""
+
+    def __init__(self, a: Checkpoint, b: Checkpoint, rank: bool, progress: Callable[[int, int], None] | None) -> None:
+        self.sides, self.rank, self.progress = (a, b), rank, progress
+        self.parameters = [{each.name: each for each in side.spec.parameters()} for side in self.sides]
+        self.dtypes = [side.shared_dtypes() for side in self.sides]
+        self.jobs = self._jobs()
+        self.total = sum(job.nbytes for job in self.jobs)
+        self.stop, self.lock = threading.Event(), threading.Lock()
+        self.found: list[TensorDiff] = []
+        self.mapped = 0
+
+    def run(self, workers: int) -> list[TensorDiff]:
+        """All tensors, in any order; the first error stops the rest."""
+        gate = Gate(max([IN_FLIGHT, *(job.memory for job in self.jobs)]))
+        running: list[Future[None]] = []
+        with ThreadPoolExecutor(workers, thread_name_prefix="diff") as pool:
+            try:
+                for job in self.jobs:
+                    gate.enter(job.memory)
+                    if self.stop.is_set():
+                        break
+                    running.append(pool.submit(self._compare, job, gate))
+                wait(running)
+            finally:  # Ctrl-C in this thread included
+                self.stop.set()
+        errors = [error for future in running if (error := future.exception()) is not None]
+        errors.sort(key=lambda error: isinstance(error, StoppedError))
+        try:
+            if errors:
+                raise errors[0]
+        finally:
+            del errors, running  # the traceback holds this frame
+        for side in self.sides:
+            side.release()
+        return self.found
+
+    def _jobs(self) -> list[_Job]:
+        """The least that can be read on its own, in the order in which A's tensors lie."""
+        leaves = [(side, leaf) for side in (0, 1) for leaf in self.sides[side].leaves]
+        at = {(side, name): index for index, (side, leaf) in enumerate(leaves) for name in leaf.shared}
+        group = list(range(len(leaves)))
+
+        def root(index: int) -> int:
+            while group[index] != index:
+                group[index] = group[group[index]]
+                index = group[index]
+            return index
+
+        pairs = [(name, name) for _, name in at if (0, name) in at and (1, name) in at]
+        tied = [("embedding.weight", "head.weight"), ("head.weight", "embedding.weight")]
+        pairs += [pair for pair in tied if self._tied(pair)]
+        for one, other in pairs:
+            first, second = sorted((root(at[0, one]), root(at[1, other])))
+            group[second] = first
+        members: dict[int, list[tuple[int, BoundLeaf]]] = {}
+        for index, each in enumerate(leaves):
+            members.setdefault(root(index), []).append(each)
+        return [self._job(each) for _, each in sorted(members.items())]
+
+    def _tied(self, pair: tuple[str, str]) -> bool:
+        """Whether one side ties its head to its embedding and the other does not."""
+        tied = tuple(name == "embedding.weight" for name in pair)
+        return tied == tuple(side.spec.head.tied for side in self.sides)
+
+    def _job(self, leaves: Sequence[tuple[int, BoundLeaf]]) -> _Job:
+        parts = tuple(tuple(leaf for side, leaf in leaves if side == which) for which in (0, 1))
+        nbytes = memory = 0
+        for side, leaf in leaves:
+            size = self.sides[side].nbytes_of(leaf)
+            nbytes += size
+            mapped = leaf.layout.is_identity and self.sides[side].span(leaf) is not None
+            memory += min(size, MAPPED_BYTES) if mapped else size
+        return _Job((parts[0], parts[1]), memory, nbytes)
+
+    def _compare(self, job: _Job, gate: Gate) -> None:
+        try:
+            if self.stop.is_set():
+                return
+            found = self._tensors(job)
+            for side in self.sides:
+                side.release()
+            with self.lock:
+                self.found += found
+                if self.progress is not None:
+                    self.progress(job.nbytes, self.total)
+        except BaseException:
+            self.stop.set()
+            raise
+        finally:
+            gate.leave(job.memory)
+
+    def _tensors(self, job: _Job) -> list[TensorDiff]:
+        names = [tuple(name for leaf in leaves for name in leaf.shared) for leaves in job.leaves]
+        if self._as_they_lie(job):
+            return [
+                self._told(name, Figures(math.prod(self.parameters[0][name].shape), same_bytes=True))
+                for name in names[0]
+            ]
+        held = [self._read(side, leaves) for side, leaves in enumerate(job.leaves)]
+        found = []
+        for name in dict.fromkeys((*names[0], *names[1])):
+            here, there = (held[side].get(name) for side in (0, 1))
+            if name == "head.weight" and (here is None or there is None):
+                tied = self.sides[0 if here is None else 1].spec.head.tied
+                other = held[0 if here is None else 1].get("embedding.weight") if tied else None
+                here, there = here or other, there or other
+            found.append(self._told(name, self._figures(name, here, there)))
+        return found
+
+    def _as_they_lie(self, job: _Job) -> bool:
+        """Whether both sides are one tensor in one layout, of the same bytes: then no part needs to be looked at."""
+        if any(len(leaves) != 1 for leaves in job.leaves):
+            return False
+        (one,), (other,) = job.leaves
+        a, b = self.sides
+        if (one.layout, one.sizes, one.shape, one.shared) != (other.layout, other.sizes, other.shape, other.shared):
+            return False
+        if a.dtype_of(one) != b.dtype_of(other):
+            return False
+        places = a.span(one), b.span(other)
+        if places[0] is None or places[1] is None:
+            return False
+        if places[0][1] == places[1][1] and places[0][0].resolve() == places[1][0].resolve():
+            return True  # one file, given twice
+        if one.layout.is_identity:
+            return False
+        x, y = (each.reshape(-1) for each in (a.read(one), b.read(other)))
+        for start in range(0, x.size, 4 * CHUNK):
+            part = x[start : start + 4 * CHUNK], y[start : start + 4 * CHUNK]
+            if not same_bytes(*part):
+                return False
+            self._pause(2 * part[0].nbytes)
+        return True
+
+    def _read(self, side: int, leaves: Iterable[BoundLeaf]) -> dict[str, tuple[Array, str]]:
+        """Shared tensors, views of the files where their layouts allow it, with their dtypes."""
+        checkpoint = self.sides[side]
+        return {
+            name: (array, checkpoint.dtype_of(leaf))
+            for leaf in leaves
+            for name, array in zip(leaf.shared, leaf.to_shared(checkpoint.read(leaf)), strict=True)
+        }
+
+    def _figures(self, name: str, a: tuple[Array, str] | None, b: tuple[Array, str] | None) -> Figures | None:
+        if a is None or b is None:
+            return None
+        x, y = a[0], b[0]
+        if x.shape != y.shape:
+            if name not in BY_ROW or x.shape[1:] != y.shape[1:]:
+                return None
+            rows = min(len(x), len(y))
+            x, y = x[:rows], y[:rows]
+        return compare_tensors(x, a[1], y, b[1], rank=self.rank, pause=self._pause)
+
+    def _told(self, name: str, figures: Figures | None) -> TensorDiff:
+        a, b = (parameters.get(name) for parameters in self.parameters)
+        known = a or b
+        assert known is not None
+        dtypes = [each.get(name) for each in self.dtypes]
+        return TensorDiff(
+            name=name,
+            component=known.component,
+            layer=known.layer,
+            status=_status(a, b, figures, dtypes[0] == dtypes[1]),
+            shape_a=None if a is None else a.shape,
+            shape_b=None if b is None else b.shape,
+            dtype_a=dtypes[0],
+            dtype_b=dtypes[1],
+            figures=figures,
+        )
+
+    def _pause(self, nbytes: int) -> None:
+        """Between chunks: stop where another thread failed, and let go of pages that were read."""
+        if self.stop.is_set():
+            raise StoppedError
+        self.mapped += nbytes  # by several threads at once: a few lost counts do no harm
+        if self.mapped > MAPPED_BYTES:
+            self.mapped = 0
+            for side in self.sides:
+                side.release()
+
+
+def _status(a: Parameter | None, b: Parameter | None, figures: Figures | None, one_dtype: bool) -> Status:
+    if a is None or b is None:
+        return "only_b" if a is None else "only_a"
+    if a.shape != b.shape:
+        return "reshaped"
+    assert figures is not None
+    if figures.changed == 0:
+        return "same" if one_dtype else "dtype"
+    return "rounded" if figures.rounded is not None else "changed"
+
+
+# --- in order ---------------------------------------------------------------------------------------------------------
+
+
+def _order(a: ModelSpec, b: ModelSpec) -> Callable[[TensorDiff], tuple[int, int]]:
+    """In A's order of computation; what B alone has stands behind what it follows there."""
+    places = {each.name: (index, 0) for index, each in enumerate(a.parameters())}
+    last = -1
+    for number, each in enumerate(b.parameters(), 1):
+        if each.name in places:
+            last = places[each.name][0]
+        else:
+            places[each.name] = (last, number)
+    return lambda each: places[each.name]
+
+
+def _notes(a: Checkpoint, b: Checkpoint, tree: Sequence[TreeChange]) -> list[str]:
+    """What a person should know before believing the figures."""
+    notes = []
+    families = [each.origin.family for each in (a, b)]
+    if None not in families and families[0] != families[1]:
+        notes.append(f"A is a {families[0]}, B a {families[1]}: tensors of the same place and shape are compared")
+    if any(each.path.endswith(".position.pairs") for each in tree):
+        notes.append(
+            "rotary positions turn other pairs: rows of q_proj and k_proj that do the same lie in another order"
+        )
+    for name, each in (("A", a), ("B", b)):
+        notes += [f"{name}: {note}" for note in each.notes]
+    return notes

@@ -1,0 +1,193 @@
+"""What is different around the weights: in the trees, in config.json, in the tokenizer's files. Small files alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..converter.checkpoint import Checkpoint
+from ..converter.tokenizer import token_files
+from ..errors import InvalidInput
+from ..spec import Component, ModelSpec, differences
+from .parameters import layer_ranges, range_label
+
+__all__ = ["FileChange", "TreeChange", "changed_files", "changed_tree"]
+
+MOST_BYTES = 64 * 2**20
+"""A tokenizer.json beyond it is compared as bytes alone."""
+TOLD = 4
+"""Names that a line has."""
+
+
+@dataclass(frozen=True)
+class TreeChange:
+    """A field of the tree that differs: its path, "blocks.*.…" where it is in layers; `layers` says which."""
+
+    path: str
+    layers: str | None
+    a: str
+    b: str
+
+
+@dataclass(frozen=True)
+class FileChange:
+    """A small file that differs, or is on one side alone ("a" or "b"), and what is different in it, where that can be
+    told.
+    """
+
+    name: str
+    only: str | None
+    told: tuple[str, ...] = ()
+
+
+def changed_tree(a: ModelSpec, b: ModelSpec) -> list[TreeChange]:
+    """Where two trees differ, what is the same in several layers told once; layers are paired by their numbers."""
+    folded: dict[tuple[str, str, str], list[int]] = {}
+    layers = min(len(a.blocks), len(b.blocks))
+    alike = (msgspec.structs.replace(each, blocks=each.blocks[:layers]) for each in (a, b))
+    found = [("layers", len(a.blocks), len(b.blocks))] if len(a.blocks) != len(b.blocks) else []
+    for path, x, y in [*found, *differences(*alike)]:
+        parts = path.split(".")
+        layer = int(parts[1]) if parts[0] == "blocks" and len(parts) > 1 else None
+        key = path if layer is None else ".".join(["blocks", "*", *parts[2:]])
+        folded.setdefault((key, _words(x), _words(y)), []).extend([] if layer is None else [layer])
+    return [TreeChange(path, _layers(where), x, y) for (path, x, y), where in folded.items()]
+
+
+def _layers(layers: list[int]) -> str | None:
+    if not layers:
+        return None
+    # Neighbours have one and the same index less their place in the list.
+    groups = layer_ranges(index - place for place, index in enumerate(layers))
+    return ", ".join(range_label(layers[first], layers[last]) for first, last, _ in groups)
+
+
+def _words(value: Any) -> str:
+    """A value of the tree in short: a component by its name and what it holds."""
+    if isinstance(value, Component):
+        name = type(value).__name__
+        fields = msgspec.to_builtins(value)
+        plain = [f"{key} {each}" for key, each in fields.items() if isinstance(each, int | float | str)]
+        own = [each for each in plain if not each.startswith("type ")]
+        return f"{name}({', '.join(own)})" if own else name
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else str(value)
+
+
+def changed_files(a: Checkpoint, b: Checkpoint) -> list[FileChange]:
+    """config.json and the tokenizer's files, those that differ. Nothing where a side has no such files at all.
+
+    What a file of another format (a GGUF) holds inside is put into these terms when it is read: of that the tokens
+    alone are compared.
+    """
+    stored = all(each.format in ("hf", "local") for each in (a, b))
+    try:
+        ours, theirs = _texts(a), _texts(b)
+    except InvalidInput as error:  # a tokenizer that is broken stands in nobody's way here
+        return [FileChange("tokenizer.json", None, (f"cannot be read: {error.message}",))]
+    found = []
+    for name in sorted({*ours, *theirs} if stored else {"tokenizer.json"} & {*ours} & {*theirs}):
+        if name not in ours or name not in theirs:
+            if ours and theirs:
+                found.append(FileChange(name, "b" if name not in ours else "a"))
+            continue
+        x, y = ours[name], theirs[name]
+        told = None if x == y else _told(name, x, y)
+        if told or (told is not None and stored):
+            found.append(FileChange(name, None, told))
+    return found
+
+
+def _texts(checkpoint: Checkpoint) -> Mapping[str, bytes]:
+    """The small files of a checkpoint by name: in a GGUF, inside; else beside the weights. No licences."""
+    found: dict[str, bytes] = {}
+    if checkpoint.format not in ("hf", "local"):
+        found.update({name: checkpoint.texts[name] for name in checkpoint.texts})
+    else:
+        for path in token_files(checkpoint.folder):
+            if not path.name.upper().startswith(("LICENSE", "NOTICE")):
+                found[path.name] = _bytes(path)
+    if checkpoint.origin.config_text is not None:
+        found["config.json"] = checkpoint.origin.config_text.encode()
+    return found
+
+
+def _bytes(path: Path) -> bytes:
+    """A file's bytes, or of a very long one its size and beginning."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        return file.read() if size <= MOST_BYTES else file.read(MOST_BYTES) + str(size).encode()
+
+
+def _told(name: str, x: bytes, y: bytes) -> tuple[str, ...] | None:
+    """What differs in a file's two texts; None where only the writing does."""
+    try:
+        one, other = json.loads(x), json.loads(y)
+    except (ValueError, RecursionError):
+        return ()
+    if one == other:
+        return None
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return ()
+    if name == "tokenizer.json":
+        return _vocabularies(one, other)
+    return _keys(one, other)
+
+
+def _keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys that differ, with short values."""
+    lines = []
+    for key in dict.fromkeys((*one, *other)):
+        missing = object()
+        x, y = one.get(key, missing), other.get(key, missing)
+        if x != y:
+            told = ["absent" if value is missing else json.dumps(value, ensure_ascii=False) for value in (x, y)]
+            short = [text if len(text) <= 40 else text[:37] + "…" for text in told]
+            lines.append(f"{key}: {short[0]} → {short[1]}")
+    return tuple(lines)
+
+
+def _vocabularies(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
+    """Tokens that came, went, or have another id."""
+    x, y = _tokens(one), _tokens(other)
+    if x is None or y is None or x == y:
+        return ()
+    added, gone = [token for token in y if token not in x], [token for token in x if token not in y]
+    moved = [token for token in x if token in y and x[token] != y[token]]
+    lines = [
+        _some("added", added),
+        _some("gone", gone),
+        _some("with another id", moved),
+    ]
+    return tuple(line for line in lines if line)
+
+
+def _tokens(data: Mapping[str, Any]) -> dict[str, int] | None:
+    """Token -> id of a tokenizer.json; None where it has them in a form that is not known here."""
+    model, more = data.get("model"), data.get("added_tokens") or []
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, list):  # Unigram's [[token, score], …], the id its place
+        pairs: Iterable[Any] = ((each[0], at) for at, each in enumerate(vocabulary) if isinstance(each, list) and each)
+    elif isinstance(vocabulary, dict):
+        pairs = vocabulary.items()
+    else:
+        return None
+    found = {token: at for token, at in pairs if isinstance(token, str) and isinstance(at, int)}
+    for each in more if isinstance(more, list) else []:
+        if isinstance(each, dict) and isinstance(each.get("content"), str) and isinstance(each.get("id"), int):
+            found[each["content"]] = each["id"]
+    return found
+
+
+def _some(what: str, tokens: list[str]) -> str:
+    if not tokens:
+        return ""
+    shown = ", ".join(json.dumps(token, ensure_ascii=False) for token in tokens[:TOLD])
+    count = f"{len(tokens):,} token{'' if len(tokens) == 1 else 's'} {what}"
+    return f"{count}: {shown}{', …' if len(tokens) > TOLD else ''}"

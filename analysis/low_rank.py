@@ -1,0 +1,243 @@
+"""The rank of a change Δ = B - A between two matrices that are read a few rows at a time.
+
+A randomised range finder (Halko, Martinsson, Tropp 0909.4061, §4.1) with rows streamed: Y = ΔᵀΨ for a random Ψ of few
+columns, Q an orthonormal basis of Y, and in a second pass ΔQ, whose singular values are Δ's as far as they stand out.
+Of a narrow matrix ΔᵀΔ is summed itself. Nothing is kept that has as many numbers as the matrix has.
+
+What rounding leaves is of full rank: a rank-8 update added to bf16 weights has 8 singular values that stand above a
+floor of all the others. Each stored value is off by up to half an ulp, so that the floor is a matrix of independent
+entries of variance ulp²/12, and the largest singular value of such a one is about its largest row's norm and its
+largest column's norm together (Bandeira, van Handel 1408.6185). Only what is above that is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["EPS", "LIMIT", "Floor", "Projection", "Rank", "Sketch", "rank_of"]
+
+Array = NDArray[Any]
+
+LIMIT = 128
+"""Ranks up to this are told apart; adapters are rarely larger."""
+OVERSAMPLING = 8
+NARROW = 272
+"""Columns up to which ΔᵀΔ is cheaper than two passes over a sketch."""
+BUFFER = 1 << 20
+"""Elements that are multiplied at once."""
+SEED = 0x6770746B
+RESOLUTION = 1e-7
+"""Singular values come from squares in fp64: below this, relative to the largest, they are noise of that."""
+MARGIN = 1.1
+"""On the estimate of the floor, which is one of its mean."""
+NEAR, GAP = 4.0, 8.0
+"""Values that are less than NEAR floors, and GAP times smaller than the one before, are rounding of a change that
+stands above them."""
+MOST = 0.99
+"""Of the change: what few directions are asked to hold."""
+
+EPS = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23, "F64": 2.0**-52}
+"""An ulp of the values in [1, 2)."""
+SUBNORMAL = {"BF16": 0.0, "F16": 2.0**-24, "F32": 0.0, "F64": 0.0}
+"""The smallest ulp, where weights come near it."""
+MEAN_SQUARE = 3 / (8 * math.log(2))
+"""Of ulp(x) / (EPS·x), x with a mantissa spread as those of numbers usually are (Benford)."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What the singular values of a change say.
+
+    rank: how many stand above rounding; `limit` where there are more than that.
+    of: the most that there could be.
+    limit: up to where they were counted.
+    share: of the change's energy (its squared Frobenius norm), in these directions; None where `more`.
+    most: how many directions hold 99 % of the energy; None for more than `limit`.
+    more: the rank is above `limit`.
+    """
+
+    rank: int
+    of: int
+    limit: int
+    share: float | None
+    most: int | None
+    more: bool = False
+
+    @property
+    def full(self) -> bool:
+        """Whether no smaller matrices make this change."""
+        return not self.more and self.rank == self.of
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What rounding can make of a matrix of this shape: from the sums of a² + b² over its rows and columns."""
+
+    rows: Array
+    columns: Array
+
+    def of(self, dtype: str) -> float:
+        """The largest singular value that rounding to `dtype` explains."""
+        factor, least = self._variance(dtype), SUBNORMAL[dtype] / math.sqrt(12)
+        spread = math.sqrt(self.rows.max(initial=0.0)) + math.sqrt(self.columns.max(initial=0.0))
+        corner = math.sqrt(len(self.rows)) + math.sqrt(len(self.columns))
+        return MARGIN * (math.sqrt(factor) * spread + least * corner)
+
+    def energy(self, dtype: str) -> float:
+        """The squared Frobenius norm of rounding errors, of one side where both are of a size."""
+        return self._variance(dtype) * float(self.rows.sum()) / 2
+
+    def sketched(self, dtype: str, width: int) -> float:
+        """The largest singular value of these errors times a random matrix of `width` columns."""
+        norm, least = math.sqrt(self._variance(dtype)), SUBNORMAL[dtype] / math.sqrt(12)
+        whole = norm * math.sqrt(self.rows.sum()) + least * math.sqrt(len(self.rows) * len(self.columns))
+        return MARGIN * (whole + self.of(dtype) * math.sqrt(width))
+
+    @staticmethod
+    def _variance(dtype: str) -> float:
+        """Of a rounding error, relative to the value's square."""
+        return MEAN_SQUARE * EPS[dtype] ** 2 / 12
+
+
+class Sketch:
+    """The first pass: takes a change by rows."""
+
+    def __init__(self, rows: int, columns: int, dtype: str) -> None:
+        """`dtype`: "float32" where the change is coarse, for twice the speed; "float64"."""
+        self.rows, self.columns = rows, columns
+        self.width = min(LIMIT + OVERSAMPLING, rows, columns)
+        self.direct = columns <= NARROW
+        self.total = np.zeros((columns, columns if self.direct else self.width))
+        self._random = np.random.default_rng(SEED)
+        self._rows = _Rows(columns, "float64" if self.direct else dtype, self._multiply)
+
+    def add(self, change: Array) -> None:
+        """Some rows; rows of zeros may be left out."""
+        self._rows.add(change)
+
+    def finish(self) -> None:
+        """All rows have come."""
+        self._rows.flush()
+
+    def _multiply(self, change: Array) -> None:
+        if self.direct:
+            self.total += change.T @ change
+        else:
+            random = self._random.standard_normal((len(change), self.width), np.dtype(change.dtype))
+            self.total += change.T @ random
+
+    @property
+    def spectrum(self) -> Array | None:
+        """The singular values, falling, where this pass is enough for them."""
+        return _values(self.total)[: min(self.rows, self.columns)] if self.direct else None
+
+    def surely_more(self, floor: Floor, dtype: str) -> bool:
+        """Whether the change has more than LIMIT directions above rounding, spread too far for few to hold it."""
+        if self.direct or self.width <= LIMIT:
+            return False
+        values = np.linalg.svd(self.total, compute_uv=False)
+        energy = float((values**2).sum())
+        spread = float((values[self.width // 2 :] ** 2).sum()) > 2 * (1 - MOST) * energy
+        return spread and float(values[LIMIT]) > 2 * floor.sketched(dtype, self.width)
+
+    def basis(self) -> Array:
+        """(columns, width), orthonormal: the directions in which the change lies."""
+        return np.linalg.qr(self.total)[0]
+
+
+class Projection:
+    """The second pass: the change in the sketch's directions."""
+
+    def __init__(self, basis: Array, dtype: str) -> None:
+        self._basis = basis.astype(dtype)
+        self.total = np.zeros((basis.shape[1], basis.shape[1]))
+        self._rows = _Rows(len(basis), dtype, self._multiply)
+
+    def add(self, change: Array) -> None:
+        """Some rows; rows of zeros may be left out."""
+        self._rows.add(change)
+
+    def finish(self) -> None:
+        """All rows have come."""
+        self._rows.flush()
+
+    def _multiply(self, change: Array) -> None:
+        part = (change @ self._basis).astype(np.float64)
+        self.total += part.T @ part
+
+    @property
+    def spectrum(self) -> Array:
+        """The largest singular values, falling."""
+        return _values(self.total)
+
+
+class _Rows:
+    """Gathers rows until there are enough of them for a product."""
+
+    def __init__(self, columns: int, dtype: str, then: Any) -> None:
+        self._buffer = np.empty((max(1, BUFFER // max(columns, 1)), columns), dtype)
+        self._filled, self._then = 0, then
+
+    def add(self, rows: Array) -> None:
+        at = 0
+        while at < len(rows):
+            count = min(len(rows) - at, len(self._buffer) - self._filled)
+            self._buffer[self._filled : self._filled + count] = rows[at : at + count]
+            self._filled, at = self._filled + count, at + count
+            if self._filled == len(self._buffer):
+                self.flush()
+
+    def flush(self) -> None:
+        if self._filled:
+            self._then(self._buffer[: self._filled])
+        self._filled = 0
+
+
+def _values(gram: Array) -> Array:
+    """Singular values from a matrix of inner products."""
+    values: Array = np.sqrt(np.clip(np.linalg.eigvalsh(gram)[::-1], 0.0, None))
+    return values
+
+
+def rank_of(spectrum: Array, energy: float, floor: Floor, grids: tuple[str, str]) -> Rank:
+    """The rank above rounding.
+
+    Args:
+        spectrum: the largest singular values, falling: all of them, or LIMIT and some more.
+        energy: the change's squared Frobenius norm.
+        floor: what rounding makes.
+        grids: for either side the narrowest dtype that holds its values. Where they differ, the coarser side may have
+            been rounded, or may be what both were before one was changed: what the counted directions leave tells.
+
+    """
+    of = min(len(floor.rows), len(floor.columns))
+    limit = min(LIMIT, of)
+    coarse, fine = sorted(grids, key=lambda dtype: -EPS[dtype])
+    count = _count(spectrum, floor.of(coarse))
+    if coarse != fine and energy - float((spectrum[:count] ** 2).sum()) < floor.energy(coarse) / 4:
+        count = _count(spectrum, floor.of(fine))
+    held = np.cumsum(spectrum**2) / energy if energy > 0 else np.ones(1)
+    enough = int(np.searchsorted(held, MOST)) + 1
+    most = enough if held[-1] >= MOST and enough <= limit else None
+    if count > limit:
+        return Rank(limit, of, limit, None, most, more=True)
+    share = float(min(held[count - 1], 1.0)) if count else 0.0
+    return Rank(count, of, limit, share, most)
+
+
+def _count(spectrum: Array, floor: float) -> int:
+    """The singular values above the floor, but for what the rounding of a change of rank 1 or 2 looks like.
+
+    It is not independent of such a change, and leaves a few values of up to twice the floor: far below the change's
+    own.
+    """
+    count = int((spectrum > max(floor, RESOLUTION * float(spectrum.max(initial=0.0)))).sum())
+    for at in range(1, count):
+        if spectrum[at] < min(NEAR * floor, spectrum[at - 1] / GAP):
+            return at
+    return count

@@ -1,0 +1,356 @@
+"""Two tensors of one shape, held against each other a few rows at a time, in fp64.
+
+Bytes come first: as long as they are equal nothing is computed. Where they are not, one pass takes the sums that all
+figures are made of, and of a matrix a second one the rank of the change (`low_rank`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..converter.dtypes import to_float64
+from ..converter.transfer import contiguous
+from .low_rank import EPS, LIMIT, Floor, Projection, Rank, Sketch, rank_of
+
+__all__ = ["Figures", "Order", "compare_tensors", "runs", "same_bytes"]
+
+Array = NDArray[Any]
+Order = Literal["rows", "columns"]
+
+CHUNK = 1 << 18
+"""Elements that are looked at at a time: 2 MB as fp64."""
+GRIDS = ("BF16", "F16", "F32", "F64")
+"""What values may be rounded to, the coarsest first."""
+SCALED = 1e-7
+"""How far two tensors may be from multiples of each other, beyond rounding: what fp64 sums of squares can tell."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What two tensors of one shape differ by. Sums and extremes are over the values that are finite in both.
+
+    elements, changed: numbers, and those with another value.
+    same_bytes: in the same dtype, bit for bit; `changed` 0 without it is equal values all the same.
+    rows: runs of rows (first, last) that changed; rows_changed, rows_all: how many, and of how many.
+    square_a, square_b, square, product: Σa², Σb², Σ(b - a)², Σab.
+    largest: max |b - a|.
+    not_finite: values that are NaN or infinite, in either.
+    rounded: the dtype to which one side is the other, rounded, and which one is; None where it is not.
+    rank: of a matrix that changed.
+    order: what lies in another order and is the same otherwise.
+    """
+
+    elements: int
+    changed: int = 0
+    same_bytes: bool = False
+    rows: tuple[tuple[int, int], ...] = ()
+    rows_changed: int = 0
+    rows_all: int = 0
+    square_a: float = 0.0
+    square_b: float = 0.0
+    square: float = 0.0
+    product: float = 0.0
+    largest: float = 0.0
+    not_finite: tuple[int, int] = (0, 0)
+    rounded: tuple[str, Literal["a", "b"]] | None = None
+    rank: Rank | None = None
+    order: Order | None = None
+    grids: tuple[str, str] = ("F64", "F64")
+
+    @property
+    def relative(self) -> float | None:
+        """|B - A| / |A| (Frobenius); None where A is zero and B is not, or the figures are beyond fp64."""
+        return relative(self.square, self.square_a)
+
+    @property
+    def cosine(self) -> float | None:
+        """Of the angle between both; None where one of them is zero."""
+        return cosine(self.product, self.square_a, self.square_b)
+
+    @property
+    def scale(self) -> float | None:
+        """The number s for which B is s·A, up to rounding; None where there is none, or it is 1."""
+        if not (self.square_a > 0 and self.square_b > 0 and math.isfinite(self.square_a + self.square_b)):
+            return None
+        factor = self.product / self.square_a
+        left = max(self.square_b - factor * self.product, 0.0)
+        rounding = max(EPS[grid] for grid in self.grids)
+        few = self.elements < 3  # two numbers are multiples of two others too easily
+        if few or any(self.not_finite) or left > max(rounding / 2, SCALED) ** 2 * self.square_b:
+            return None
+        return factor if abs(factor - 1) > rounding else None
+
+
+def relative(square: float, square_a: float) -> float | None:
+    """The root of a quotient of sums of squares; 0 for none of either."""
+    if square == 0:
+        return 0.0
+    found = math.sqrt(square / square_a) if square_a > 0 else math.inf
+    return found if math.isfinite(found) else None
+
+
+def cosine(product: float, square_a: float, square_b: float) -> float | None:
+    """Between -1 and 1; None where one side is zero."""
+    norms = math.sqrt(square_a) * math.sqrt(square_b)
+    if not (norms > 0 and math.isfinite(norms) and math.isfinite(product)):
+        return None
+    return min(1.0, max(-1.0, product / norms))
+
+
+def compare_tensors(
+    a: Array, dtype_a: str, b: Array, dtype_b: str, *, rank: bool = True, pause: Callable[[int], None] = lambda _: None
+) -> Figures:
+    """Hold B against A, arrays of one shape in their carrier dtypes.
+
+    Args:
+        a: a view of a file, or an array.
+        dtype_a: what its bytes are.
+        b: the other.
+        dtype_b: of the other.
+        rank: also look for the rank of the change.
+        pause: called between chunks with the bytes read since; may raise, to stop.
+
+    """
+    pair = _Pair(a, dtype_a, b, dtype_b, pause)
+    if pair.same():
+        return Figures(elements=a.size, same_bytes=dtype_a == dtype_b, rows_all=pair.rows_all)
+    sums = _Sums(pair, rank)
+    for rows, x, y, equal in pair.walk():
+        sums.add(rows, x, y, equal)
+    return sums.figures()
+
+
+def same_bytes(x: Array, y: Array) -> bool:
+    """Whether two contiguous arrays of one dtype and shape hold the same bytes."""
+    flat, other = x.reshape(-1), y.reshape(-1)
+    whole = flat.nbytes // 8 * 8 // max(flat.itemsize, 1)
+    words = flat[:whole].view(np.uint64), other[:whole].view(np.uint64)
+    return bool((words[0] == words[1]).all()) and flat[whole:].tobytes() == other[whole:].tobytes()
+
+
+class _Pair:
+    """Two tensors as matrices, in an order in which both are read forwards where there is one."""
+
+    def __init__(self, a: Array, dtype_a: str, b: Array, dtype_b: str, pause: Callable[[int], None]) -> None:
+        assert a.shape == b.shape, f"{a.shape} and {b.shape}"
+        self.dtypes, self.pause = (dtype_a, dtype_b), pause
+        self.matrix = a.ndim == 2
+        rows = a.shape[0] if a.ndim else 1
+        self.rows_all = rows
+        columns = a.size // rows if rows else 0
+        if a.ndim != 2:
+            a, b = a.reshape(rows, columns), b.reshape(rows, columns)
+        # A transposed matrix (GPT-2's) is compared as it lies, where both are.
+        self.turned = self.matrix and all(x.strides[0] < x.strides[1] for x in (a, b)) and min(a.shape) > 1
+        self.a, self.b = (a.T, b.T) if self.turned else (a, b)
+        self.shape = self.a.shape
+
+    def chunks(self) -> Iterator[tuple[slice, Array, Array]]:
+        """Some rows of both, contiguous, in their carrier dtypes."""
+        rows, columns = self.shape
+        if not rows or not columns:
+            return
+        step = max(1, CHUNK // columns)
+        for start in range(0, rows, step):
+            part = slice(start, min(start + step, rows))
+            x, y = contiguous(self.a[part]), contiguous(self.b[part])
+            yield part, x, y
+            self.pause(x.nbytes + y.nbytes)
+
+    def walk(self) -> Iterator[tuple[slice, Array, Array, bool]]:
+        """Some rows of both in fp64, and whether their bytes are equal: then only A's are to be looked at."""
+        for part, x, y in self.chunks():
+            equal = self.dtypes[0] == self.dtypes[1] and same_bytes(x, y)
+            wide = to_float64(x, self.dtypes[0])
+            yield part, wide, wide if equal else to_float64(y, self.dtypes[1]), equal
+
+    def same(self) -> bool:
+        """Whether all bytes are equal, or, in two dtypes, all values, finite ones; stops at the first that are not."""
+        alike = self.dtypes[0] == self.dtypes[1]
+        for _, x, y in self.chunks():
+            if alike:
+                if not same_bytes(x, y):
+                    return False
+            elif not np.array_equal(to_float64(x, self.dtypes[0]), to_float64(y, self.dtypes[1])):
+                return False
+        return True
+
+
+class _Sums:
+    """One pass: the sums, which rows changed, what rounding may have been at work, and the sketch of the change."""
+
+    def __init__(self, pair: _Pair, rank: bool) -> None:
+        rows, columns = pair.shape
+        self.pair = pair
+        self.changed, self.largest = 0, 0.0
+        self.not_finite = [0, 0]
+        self.squares = np.zeros(4)  # Σa², Σb², Σ(b - a)², Σab
+        self.marks = np.zeros(pair.rows_all, bool)
+        self.row_sums, self.column_sums = np.zeros(rows), np.zeros(columns)
+        self.grids = tuple([*(g for g in GRIDS if EPS[g] > EPS[stored]), stored] for stored in pair.dtypes)
+        self.roundings = [(grid, side) for grid in GRIDS[:-1] for side in ("a", "b")]
+        # 24 bits are plenty for a change between values of 8 or 11.
+        self.dtype = "float64" if {"F32", "F64"} & set(pair.dtypes) else "float32"
+        wanted = rank and pair.matrix and min(pair.shape) > 1
+        self.sketch = Sketch(rows, columns, self.dtype) if wanted else None
+
+    def add(self, rows: slice, x: Array, y: Array, equal: bool) -> None:
+        """Some rows of A and B; with `equal` Y is X."""
+        with np.errstate(invalid="ignore", over="ignore"):
+            if not equal:
+                self._look(x, y)
+            x, y = self._finite(rows, x, y)
+            flat = x.reshape(-1)
+            square = float(np.dot(flat, flat))
+            if equal:
+                self.squares += np.array((square, square, 0.0, square))
+                return
+            other, change = y.reshape(-1), y - x
+            delta = change.reshape(-1)
+            self.squares += np.array(
+                (square, np.dot(other, other), np.dot(delta, delta), np.dot(flat, other)), np.float64
+            )
+            self.largest = max(self.largest, float(delta.max(initial=0.0)), -float(delta.min(initial=0.0)))
+            both = x * x
+            both += y * y
+            self.row_sums[rows] = both.sum(1)
+            self.column_sums += both.sum(0)
+        self.changed += int(np.count_nonzero(change))
+        self._mark(rows, change != 0)
+        if self.sketch is not None:
+            self.sketch.add(change)
+
+    def _look(self, x: Array, y: Array) -> None:
+        """Which grids the values lie on, and whether one side is the other's rounding."""
+        for values, grids in zip((x, y), self.grids, strict=True):
+            while len(grids) > 1 and not _rounds(values, grids[0], values):
+                grids.pop(0)
+        self.roundings = [
+            (grid, side)
+            for grid, side in self.roundings
+            if (_rounds(x, grid, y) if side == "b" else _rounds(y, grid, x))
+        ]
+
+    def _finite(self, rows: slice, x: Array, y: Array) -> tuple[Array, Array]:
+        """Both with 0 where either is not finite; those are counted, and whether they changed."""
+        if math.isfinite(float(x.sum()) + float(y.sum())):
+            return x, y
+        good, fine = np.isfinite(x), np.isfinite(y)
+        self.not_finite[0] += int(np.count_nonzero(~good))
+        self.not_finite[1] += int(np.count_nonzero(~fine))
+        both = good & fine
+        other = ~both & (x != y) & ~(np.isnan(x) & np.isnan(y))
+        self.changed += int(np.count_nonzero(other))
+        self._mark(rows, other)
+        return np.where(both, x, 0.0), np.where(both, y, 0.0)
+
+    def _mark(self, rows: slice, changed: Array) -> None:
+        if self.pair.turned:
+            self.marks |= changed.any(axis=0)
+        else:
+            self.marks[rows] |= changed.any(axis=1)
+
+    def figures(self) -> Figures:
+        square_a, square_b, square, product = (float(value) for value in self.squares)
+        found: tuple[str, Literal["a", "b"]] | None = None
+        grids = (self.grids[0][0], self.grids[1][0])
+        if self.changed and self.roundings and not any(self.not_finite):
+            # The finest that explains it: what bf16 explains of values that fp16 has too, fp16 does as well.
+            grid, side = max(self.roundings, key=lambda each: GRIDS.index(each[0]))
+            found = (grid, "a" if side == "a" else "b")
+        order = self._order(square_a, square_b, square)
+        return Figures(
+            elements=int(self.pair.a.size),
+            changed=self.changed,
+            rows=runs(self.marks),
+            rows_changed=int(self.marks.sum()),
+            rows_all=self.pair.rows_all,
+            square_a=square_a,
+            square_b=square_b,
+            square=square,
+            product=product,
+            largest=self.largest,
+            not_finite=(self.not_finite[0], self.not_finite[1]),
+            rounded=found,
+            rank=None if found is not None or order is not None else self._rank(square, grids),
+            order=order,
+            grids=grids,
+        )
+
+    def _rank(self, square: float, grids: tuple[str, str]) -> Rank | None:
+        """Of the change; a second pass where the sketch alone does not tell."""
+        if self.sketch is None or not square > 0 or not math.isfinite(square):
+            return None
+        self.sketch.finish()
+        floor = Floor(self.row_sums, self.column_sums)
+        if self.sketch.surely_more(floor, min(grids, key=GRIDS.index)):
+            least = min(self.pair.shape)
+            limit = min(LIMIT, least)
+            return Rank(limit, least, limit, None, None, more=True)
+        spectrum = self.sketch.spectrum
+        if spectrum is None:
+            projection = Projection(self.sketch.basis(), self.dtype)
+            for _, x, y, equal in self.pair.walk():
+                if not equal:
+                    change = y - x
+                    projection.add(change if np.isfinite(change).all() else np.nan_to_num(change, False, 0.0, 0.0, 0.0))
+            projection.finish()
+            spectrum = projection.spectrum
+        return rank_of(spectrum, square, floor, grids)
+
+    def _order(self, square_a: float, square_b: float, square: float) -> Order | None:
+        """Whether B has A's rows or columns in another order: a third pass where the sums of squares allow it."""
+        if any(self.not_finite) or square <= 1e-6 * square_a or abs(square_a - square_b) > 1e-11 * square_a:
+            return None
+        rows, columns = self.pair.shape
+        keys = np.random.default_rng(1).integers(1, 2**63, columns, np.uint64) | np.uint64(1)
+        turned = np.random.default_rng(2).integers(1, 2**63, rows, np.uint64) | np.uint64(1)
+        by_row, by_column = np.zeros((2, rows), np.uint64), np.zeros((2, columns), np.uint64)
+        for part, x, y, _ in self.pair.walk():
+            for side, values in enumerate((x, y)):
+                bits = (values + 0.0).view(np.uint64)
+                bits = bits ^ (bits >> np.uint64(32))
+                by_row[side, part] = (bits * keys).sum(1, np.uint64)
+                by_column[side] += (bits * turned[part, None]).sum(0, np.uint64)
+        found: Order | None = None
+        if rows > 1 and np.array_equal(np.sort(by_row[0]), np.sort(by_row[1])):
+            found = "rows"
+        elif columns > 1 and np.array_equal(np.sort(by_column[0]), np.sort(by_column[1])):
+            found = "columns"
+        if found is not None and self.pair.turned:
+            found = "columns" if found == "rows" else "rows"
+        return found
+
+
+def _on(values: Array, grid: str) -> Array:
+    """fp64 values rounded to nearest even in `grid`, in fp64; what is beyond its range is infinite."""
+    if grid == "F64":
+        return values
+    if grid == "F16":
+        return values.astype(np.float16).astype(np.float64)
+    narrow = values.astype(np.float32)
+    if grid == "F32":
+        return narrow.astype(np.float64)
+    # Through fp32, as casts of bf16 checkpoints go; an fp64 one is rounded twice.
+    bits = narrow.view(np.uint32)
+    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) & np.uint32(0xFFFF0000)
+    return np.where(np.isnan(narrow), narrow, rounded.view(np.float32)).astype(np.float64)
+
+
+def _rounds(values: Array, grid: str, other: Array) -> bool:
+    """Whether `other` is the values rounded to `grid`, NaN being NaN; a few are asked first."""
+    return all(
+        np.array_equal(_on(x, grid), y, equal_nan=True) for x, y in ((values[:1, :64], other[:1, :64]), (values, other))
+    )
+
+
+def runs(marks: Array) -> tuple[tuple[int, int], ...]:
+    """The first and last index of each run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], marks, [False])).astype(np.int8)))
+    return tuple((int(first), int(last) - 1) for first, last in edges.reshape(-1, 2))
