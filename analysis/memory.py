@@ -1,20 +1,24 @@
-"""What a tree needs in memory, to run and to be trained, from its shapes alone. No torch, no weights."""
+"""What a tree needs in memory, to run and to be trained, from its shapes alone. No torch, no weights.
+
+Bytes of tensors: what kernels need inside, what an allocator leaves between tensors and what a runtime has loaded
+(hundreds of megabytes of CUDA's) come on top. The tests hold activations to what torch keeps, and the worst moment to
+what is alive in a run of gptkit's modules, whose operations are transformers' own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ..errors import UsageError
 from ..spec import ModelSpec
-from .activations import inference_peak, kept_for_backward
+from .activations import FLOAT, Kernel, Pass, kept, kept_by_checkpointing, way
 from .costs import cache_bytes, costs, usual_context
+from .prefill import Logits, peak
 from .sizes import check_sizes, full_dtype, itemsize
 
 __all__ = ["Memory", "TrainingMemory", "memory", "training_memory"]
-
-Logits = Literal["last", "all"]
-Kernel = Literal["sdpa", "eager"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,8 @@ class Memory:
     """Bytes to run a model on `batch` sequences of `context` tokens.
 
     weights: all of them, a tied head once. cache: keys and values after `context` tokens. activations: what is alive
-    beside both at the worst moment of reading the context at once, logits among it.
+    beside both at the worst moment of reading the context at once, logits among it, and what lies beyond windows, which
+    goes with the next step. assumed: what was, a sentence each.
     """
 
     context: int
@@ -67,17 +72,31 @@ class TrainingMemory:
     gradients: int
     moments: int
     master: int
-    activations: int
-    checkpointed: int
+    activations: Mapping[str, int]
+    logits: int
+    checkpointed: Mapping[str, int]
     assumed: tuple[str, ...]
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.moments + self.master + self.activations
+        return self.states + self.activation_bytes + self.logits
 
     @property
     def total_checkpointed(self) -> int:
-        return self.total - self.activations + self.checkpointed
+        return self.states + self.checkpointed_bytes + self.logits
+
+    @property
+    def states(self) -> int:
+        """What does not depend on the batch."""
+        return self.weights + self.gradients + self.moments + self.master
+
+    @property
+    def activation_bytes(self) -> int:
+        return sum(self.activations.values())
+
+    @property
+    def checkpointed_bytes(self) -> int:
+        return sum(self.checkpointed.values())
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values; figures are whole numbers of bytes."""
@@ -89,8 +108,9 @@ class TrainingMemory:
             "gradients": self.gradients,
             "moments": self.moments,
             "master": self.master,
-            "activations": self.activations,
-            "checkpointed_activations": self.checkpointed,
+            "activations": {**self.activations, "total": self.activation_bytes},
+            "logits": self.logits,
+            "checkpointed_activations": {**self.checkpointed, "total": self.checkpointed_bytes},
             "total": self.total,
             "total_checkpointed": self.total_checkpointed,
             "assumed": list(self.assumed),
@@ -125,16 +145,20 @@ def memory(
     name = full_dtype(dtype)
     computed = name if itemsize(name) > 1 else "bfloat16"
     cache = cache_bytes(spec, length, cache_dtype or computed, batch)
+    run = Pass(length, batch, itemsize(computed))
+    there = cache_bytes(spec, length, computed, batch).held  # in the dtype in which it is made
+    windows = any(block.attention.window is not None and block.attention.window <= length for block in spec.blocks)
     return Memory(
         context=length,
         batch=batch,
         dtype=name,
         weights=costs(spec, length).parameters * itemsize(name),
         cache=cache.held,
-        activations=inference_peak(spec, itemsize(computed), length, batch, logits),
+        activations=peak(spec, run, logits) - there,
         assumed=(
-            f"activations in {computed}, fused attention, the whole context read at once",
-            "logits of the last token" if logits == "last" else "logits of every token",
+            f"activations in {computed}, {_attention(spec, 'sdpa')}",
+            f"the whole context read at once, logits of {'the last token' if logits == 'last' else 'every token'}",
+            *(("keys and values beyond a window stay until the next step",) if windows else ()),
         ),
     )
 
@@ -167,7 +191,7 @@ def training_memory(
     size, parameters = itemsize(name), costs(spec, length).parameters
     if size == 1:
         raise UsageError(f"no training in {name}", "Name the dtype that is computed in: bfloat16, float16, float32.")
-    wide = max(size, 4)
+    wide, run = max(size, FLOAT), Pass(length, batch, size, attention)
     return TrainingMemory(
         context=length,
         batch=batch,
@@ -176,11 +200,23 @@ def training_memory(
         gradients=parameters * size,
         moments=2 * parameters * wide,
         master=parameters * wide if size < wide else 0,
-        activations=kept_for_backward(spec, size, length, batch, attention),
-        checkpointed=kept_for_backward(spec, size, length, batch, attention, checkpointed=True),
+        activations=kept(spec, run),
+        logits=run.rows * spec.vocab_size * (size + 2 * FLOAT),
+        checkpointed=kept_by_checkpointing(spec, run),
         assumed=(
             f"weights, gradients and activations in {name}, Adam's moments in float{8 * wide}"
             + (f", weights in float{8 * wide} beside them" if size < wide else ""),
-            "no dropout; " + ("fused attention" if attention == "sdpa" else "attention that keeps its scores"),
+            f"no dropout, {_attention(spec, attention)}, logits of every token",
         ),
     )
+
+
+def _attention(spec: ModelSpec, kernel: Kernel) -> str:
+    """In words, which attention keeps its scores: where they are told, memory grows with the context's square."""
+    if kernel == "eager":
+        return "attention that writes its scores out"
+    unfused = sum(way(block.attention) != "fused" for block in spec.blocks)
+    if not unfused:
+        return "fused attention"
+    where = "" if unfused == len(spec.blocks) else f" in {unfused} of {len(spec.blocks)} layers"
+    return f"attention that writes its scores out{where}, since torch has no fused kernel for it"
