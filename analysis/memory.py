@@ -61,8 +61,12 @@ class TrainingMemory:
     """Bytes to train a model with Adam on `batch` sequences of `context` tokens a step.
 
     weights, gradients: in the dtype that is computed in. moments: Adam's two, in fp32. master: the weights in fp32 that
-    the optimiser adds to, where computing is in a narrower dtype; 0 otherwise. activations: what autograd keeps for the
-    backward pass, the loss's among it. checkpointed: the same where every layer's are made again.
+    the optimiser adds to, where computing is in a narrower dtype; 0 otherwise. activations: what is alive of the
+    forward pass as the backward pass begins: by component what autograd keeps (`analysis.activations`), and under
+    "logits" these themselves and their gradient, twice in fp32. checkpointed: the same where layers keep their inputs
+    alone and are run again. assumed: what was, a sentence each.
+
+    The total is that of a step which finds gradients there: every step but the first where they are accumulated.
     """
 
     context: int
@@ -72,18 +76,17 @@ class TrainingMemory:
     gradients: int
     moments: int
     master: int
-    activations: Mapping[str, int]
-    logits: int
-    checkpointed: Mapping[str, int]
+    by_component: Mapping[str, int]
+    checkpointed_by_component: Mapping[str, int]
     assumed: tuple[str, ...]
 
     @property
     def total(self) -> int:
-        return self.states + self.activation_bytes + self.logits
+        return self.states + self.activations
 
     @property
     def total_checkpointed(self) -> int:
-        return self.states + self.checkpointed_bytes + self.logits
+        return self.states + self.checkpointed
 
     @property
     def states(self) -> int:
@@ -91,12 +94,12 @@ class TrainingMemory:
         return self.weights + self.gradients + self.moments + self.master
 
     @property
-    def activation_bytes(self) -> int:
-        return sum(self.activations.values())
+    def activations(self) -> int:
+        return sum(self.by_component.values())
 
     @property
-    def checkpointed_bytes(self) -> int:
-        return sum(self.checkpointed.values())
+    def checkpointed(self) -> int:
+        return sum(self.checkpointed_by_component.values())
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values; figures are whole numbers of bytes."""
@@ -108,9 +111,10 @@ class TrainingMemory:
             "gradients": self.gradients,
             "moments": self.moments,
             "master": self.master,
-            "activations": {**self.activations, "total": self.activation_bytes},
-            "logits": self.logits,
-            "checkpointed_activations": {**self.checkpointed, "total": self.checkpointed_bytes},
+            "activations": self.activations,
+            "activations_by_component": dict(self.by_component),
+            "checkpointed_activations": self.checkpointed,
+            "checkpointed_by_component": dict(self.checkpointed_by_component),
             "total": self.total,
             "total_checkpointed": self.total_checkpointed,
             "assumed": list(self.assumed),
@@ -192,6 +196,7 @@ def training_memory(
     if size == 1:
         raise UsageError(f"no training in {name}", "Name the dtype that is computed in: bfloat16, float16, float32.")
     wide, run = max(size, FLOAT), Pass(length, batch, size, attention)
+    logits = run.rows * spec.vocab_size * (size + 2 * FLOAT)
     return TrainingMemory(
         context=length,
         batch=batch,
@@ -200,9 +205,8 @@ def training_memory(
         gradients=parameters * size,
         moments=2 * parameters * wide,
         master=parameters * wide if size < wide else 0,
-        activations=kept(spec, run),
-        logits=run.rows * spec.vocab_size * (size + 2 * FLOAT),
-        checkpointed=kept_by_checkpointing(spec, run),
+        by_component={**kept(spec, run), "logits": logits},
+        checkpointed_by_component={**kept_by_checkpointing(spec, run), "logits": logits},
         assumed=(
             f"weights, gradients and activations in {name}, Adam's moments in float{8 * wide}"
             + (f", weights in float{8 * wide} beside them" if size < wide else ""),
@@ -219,4 +223,4 @@ def _attention(spec: ModelSpec, kernel: Kernel) -> str:
     if not unfused:
         return "fused attention"
     where = "" if unfused == len(spec.blocks) else f" in {unfused} of {len(spec.blocks)} layers"
-    return f"attention that writes its scores out{where}, since torch has no fused kernel for it"
+    return f"attention that writes its scores out{where}, for want of a fused kernel"
