@@ -33,6 +33,8 @@ HEADS_MOST = 130
 """How wide that picture makes the box at most."""
 HEADS_ROOM = 3
 """The least width of a head in that picture; what has more heads than fit shows some of its groups."""
+STEP = 14
+"""Pixels between the points that can be pointed at."""
 EDGE = 6
 """Blank around the picture."""
 LEAST = 300
@@ -62,7 +64,7 @@ def block_diagram(spec: ModelSpec, layer: int = 0) -> Figure:
     shapes += [each for box in placed.boxes for each in (*_border(box), *_heads(box))]
     notes = [each for box in placed.boxes for each in _words(box)]
     notes += [_block_words(placed, graph, kind, width), *map(_experts_words, placed.frames)]
-    figure = go.Figure([_pointed(placed.boxes)], _layout(width, placed.height, shapes, notes))
+    figure = go.Figure(_pointed(placed.boxes), _layout(width, placed.height, shapes, notes))
     return Figure(
         title=f"Block diagram, {layers_label(graph, kind)}",
         summary=summary(graph, kind),
@@ -316,27 +318,29 @@ def _block_words(placed: Placement, graph: Structure, kind: Kind, width: int) ->
     return _note(width - PAD, top + LINE // 2 + 3, layers_label(graph, kind), True, "right", "var(--text)")
 
 
-def _pointed(boxes: Sequence[Box]) -> dict[str, Any]:
-    """What whoever points at a box is told: points that cannot be seen, close enough to each other."""
-    xs, ys, told = [], [], []
+def _pointed(boxes: Sequence[Box]) -> list[dict[str, Any]]:
+    """What whoever points at a box is told: points that cannot be seen. One a box, which a keyboard reaches (it goes
+    by `hovertext`), and more for the mouse, close enough to one another to fill the box.
+    """
+    middles: list[tuple[int, int, str]] = []
+    more: list[tuple[int, int, str]] = []
     for box in boxes:
-        across, down = max(box.width // 14, 1), max(box.height // 14, 1)
-        for i in range(across):
-            for j in range(down):
-                xs.append(box.left + round(box.width * (i + 0.5) / across))
-                ys.append(box.top + round(box.height * (j + 0.5) / down))
-                told.append(_told(box.node))
-    marker = {"size": 12, "opacity": 0, "color": "var(--mark)"}
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "x": xs,
-        "y": ys,
-        "hovertext": told,
-        "hoverinfo": "text",
-        "marker": marker,
-        "showlegend": False,
-    }
+        told = _told(box.node)
+        middles.append((box.left + box.width // 2, box.middle, told))
+        across, down = max(box.width // STEP, 1), max(box.height // STEP, 1)
+        more += [
+            (box.left + round(box.width * (i + 0.5) / across), box.top + round(box.height * (j + 0.5) / down), told)
+            for i in range(across)
+            for j in range(down)
+        ]
+    return [_points(middles, "hovertext"), _points(more, "text")]
+
+
+def _points(points: Sequence[tuple[int, int, str]], words: str) -> dict[str, Any]:
+    xs, ys, told = (list(each) for each in zip(*points, strict=True))
+    marker = {"size": STEP, "opacity": 0, "color": "var(--mark)"}
+    shown = {"type": "scatter", "mode": "markers", "hoverinfo": "text", "marker": marker, "showlegend": False}
+    return {**shown, "x": xs, "y": ys, words: told}
 
 
 def _told(node: Node) -> str:

@@ -1,0 +1,59 @@
+"""show: how a model is built, its tree and the path of the data through one of its layers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..errors import UsageError
+from ..terminal import console, say
+from .base import Html, Json, ModelArgument, Offline, Png, Svg, app, examples, guarded
+
+
+@app.command(
+    epilog=examples(
+        "gptkit show qwen3-8b",
+        "gptkit show falcon-7b --svg falcon.svg",
+        "gptkit show ./my-checkpoint --layer 3 --html block.html",
+    )
+)
+@guarded
+def show(
+    model: ModelArgument,
+    layer: Annotated[
+        int | None, typer.Option(metavar="N", help="Draw this layer, where layers differ; the first is 0.")
+    ] = None,
+    json: Json = False,
+    html: Html = None,
+    png: Png = None,
+    svg: Svg = None,
+    offline: Offline = False,
+) -> None:
+    """Draw a model's tree with shapes, and the data's path through a layer."""
+    if html or png or svg:
+        from ..report import pictures
+
+        pictures.ready(html, png, svg)
+    from ..analysis.params import params
+    from ..report.show import ModelDrawing, show_json, show_page
+    from ..report.structure import structure
+
+    (found,) = params(model, offline=offline)
+    layers = len(found.spec.blocks)
+    if layer is not None and not 0 <= layer < layers:
+        raise UsageError(f"there is no layer {layer}", f"{model} has {layers:,}, 0 to {layers - 1:,}")
+    graph = structure(found.spec)
+    kinds = graph.kinds if layer is None else (graph.kind_of(layer),)
+    if json:
+        from ..report.tables import print_json
+
+        print_json(show_json(found, graph, kinds))
+    else:
+        console().print(ModelDrawing(found, graph, kinds[0], layer))
+        if found.revision or found.notes:
+            from ..report.summaries import source_lines
+
+            say(["", *source_lines([found])], quiet=False)
+    if html or png or svg:
+        pictures.write(show_page(found, graph, kinds), html, png, svg)

@@ -1,0 +1,225 @@
+"""A model's tree: every module by its shared name, with its shape and its parameters; what is alike is told once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..analysis.parameters import count, describe
+from ..spec import LayerNorm, RMSNorm
+from .pages import Table
+from .placement import folded
+from .structure import Kind, Node, Structure, sizes
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.text import Text
+
+__all__ = ["Row", "TreeDrawing", "tree_json", "tree_rows", "tree_table"]
+
+NARROWEST = 18
+"""A column of words is at least so wide."""
+GAP = 2
+"""Blanks between two columns."""
+GUIDES = {"│": "|", "├": "|", "└": "`", "─": "-", "×": "x", "–": "-", "·": "*", "…": "..."}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A module. depth: how many are above it; what: its shape, or what it is made of; number: its parameters, those
+    below it included; copies: so many alike, of which the rows below are one; tied: it uses another's weight;
+    layers: which it stands for.
+    """
+
+    depth: int
+    name: str
+    what: str
+    number: int
+    copies: int = 1
+    tied: bool = False
+    layers: tuple[int, ...] = ()
+
+    @property
+    def figures(self) -> str:
+        """The parameters in words: 4,096, or 8 × 4,096."""
+        if self.tied and not self.number:
+            return "tied"
+        return f"{self.copies:,} × {self.number:,}" if self.copies > 1 else f"{self.number:,}"
+
+
+def tree_rows(graph: Structure) -> list[Row]:
+    """The whole tree, layers alike and experts alike folded; the numbers of the uppermost rows, times their copies, sum
+    to the model's parameters.
+    """
+    spec = graph.spec
+    rows = []
+    for name, node in spec.nodes():
+        if name.startswith("blocks."):
+            continue
+        if name == "final_norm":
+            rows += _blocks(graph)
+        tied = name == "head" and spec.head.tied
+        rows.append(_row(name, node, tied))
+    return rows
+
+
+def _row(name: str, node: Any, tied: bool = False) -> Row:
+    shapes = node.shapes()
+    number = sum(math.prod(shape) for shape in shapes.values())
+    bias = " + bias" if "bias" in shapes else ""
+    what = "the embedding's" + bias if tied else _matrix(shapes)
+    return Row(0, name, f"{_kind(node)} {what}".strip(), number, tied=tied)
+
+
+def _matrix(shapes: dict[str, tuple[int, ...]]) -> str:
+    return f"[{sizes(shapes['weight'])}]" + (" + bias" if "bias" in shapes else "")
+
+
+def _kind(node: Any) -> str:
+    if isinstance(node, LayerNorm | RMSNorm):
+        return "LayerNorm" if isinstance(node, LayerNorm) else "RMSNorm"
+    return ""
+
+
+def _blocks(graph: Structure) -> Iterator[Row]:
+    """Of each kind of layer its modules; kinds that differ in none of them (in a window, say) are one."""
+    found: dict[tuple[Row, ...], list[int]] = {}
+    for kind in graph.kinds:
+        found.setdefault(tuple(_modules(graph, kind)), []).extend(kind.layers)
+    for rows, layers in found.items():
+        alike = "alike" if any(set(layers) == set(kind.layers) for kind in graph.kinds) else "of one shape"
+        number = sum(row.number for row in rows if row.depth == 1)
+        what = f"{len(layers):,} {alike}, each" if len(layers) > 1 else ""
+        yield Row(0, f"blocks.{_layers(sorted(layers))}", what, number, len(layers), layers=tuple(sorted(layers)))
+        yield from rows
+
+
+def _modules(graph: Structure, kind: Kind) -> Iterator[Row]:
+    """What is below a layer's row."""
+    one = msgspec.structs.replace(graph.spec, blocks=(kind.block,))
+    words = describe(one)
+    told: set[str] = set()
+    for node in kind.nodes:
+        if not node.weights:
+            continue
+        parts = node.id.split(".")
+        for depth in range(1, len(parts)):
+            path = ".".join(parts[:depth])
+            if path not in told:
+                told.add(path)
+                yield _group(depth, path, [each for each in kind.nodes if each.id.startswith(f"{path}.")], words)
+        norm = _kind(node.component)
+        yield Row(
+            len(parts), parts[-1], f"{norm} {_matrix(dict(node.weights))}".strip(), node.parameters // node.copies
+        )
+
+
+def _group(depth: int, path: str, nodes: Sequence[Node], words: Mapping[str, str]) -> Row:
+    """A module that has others: attention, feed-forward, the experts, of which the rows below are one."""
+    copies = max(node.copies for node in nodes)
+    if path.endswith("experts"):
+        name = f"experts.0–{copies - 1}" if copies > 1 else "experts.0"
+        return Row(depth, name, "each", sum(node.parameters for node in nodes) // copies, copies)
+    return Row(depth, path, words[path.replace("_", "-")], sum(node.parameters for node in nodes))
+
+
+def _layers(layers: Sequence[int]) -> str:
+    """0–35; 5; 0, 2, 4, …"""
+    if len(layers) == 1:
+        return f"{layers[0]}"
+    if layers[-1] - layers[0] + 1 == len(layers):
+        return f"{layers[0]}–{layers[-1]}"
+    return ", ".join(map(str, layers[:3])) + (", …" if len(layers) > 3 else "")
+
+
+# --- drawn -----------------------------------------------------------------------------------------------------------
+
+
+def guided(rows: Sequence[Row]) -> list[str]:
+    """The lines that lead to each row."""
+    found = []
+    open_at: set[int] = set()
+    for row in reversed(rows):
+        open_at = {depth for depth in open_at if depth <= row.depth}
+        lead = "".join("│  " if depth in open_at else "   " for depth in range(1, row.depth))
+        found.append(lead + ("" if row.depth == 0 else "├─ " if row.depth in open_at else "└─ "))
+        if row.depth:
+            open_at.add(row.depth)
+    return found[::-1]
+
+
+@dataclass(frozen=True)
+class TreeDrawing:
+    """A renderable: a row a module in columns; where they do not fit, what a module is stands below its name."""
+
+    graph: Structure
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from tree_lines(self.graph, options.max_width, options.ascii_only)
+
+
+def tree_lines(graph: Structure, width: int, ascii_only: bool = False) -> Iterator[Text]:
+    """The lines of the tree; words are folded, figures never."""
+    from rich.text import Text
+
+    def words(text: str) -> str:
+        return "".join(GUIDES.get(letter, letter) for letter in text) if ascii_only else text
+
+    rows = [*tree_rows(graph), Row(0, "total", "", count(graph.spec).total)]
+    leads = [words(lead) for lead in guided(rows)]
+    names = max(len(lead) + len(words(row.name)) for lead, row in zip(leads, rows, strict=True))
+    whats = max(len(words(row.what)) for row in rows)
+    figures = max(len(words(row.figures)) for row in rows)
+    room = width - names - figures - 2 * GAP
+    below = min(whats, room) < NARROWEST
+    whats = 0 if below else min(whats, room)
+    line_width = names + figures + (GAP if below else 2 * GAP + whats)
+    for lead, row in zip(leads, rows, strict=True):
+        style = "bold" if row.depth == 0 else ""
+        parts = folded(words(row.what), max(width - len(lead) - 3, 1) if below else whats) if row.what else []
+        line = Text(no_wrap=True, overflow="ignore")
+        line.append(lead, "dim").append(words(row.name), style)
+        first = parts[0] if parts and not below else ""
+        if first:
+            line.append(" " * (names + GAP - line.cell_len)).append(first)
+        figure = words(row.figures)
+        if line_width <= width:
+            line.append(" " * (line_width - line.cell_len - len(figure))).append(figure, style)
+        yield line
+        if line_width > width:
+            yield Text(figure.rjust(width), style=style, no_wrap=True, overflow="ignore")
+        onwards = (
+            lead.replace("├─ ", "│  ").replace("└─ ", "   ")
+            if not ascii_only
+            else lead.replace("`", " ").replace("-", " ")
+        )
+        for part in parts[0 if below else 1 :]:
+            more = Text(no_wrap=True, overflow="ignore").append(onwards, "dim")
+            yield more.append(" " * (3 if below else names + GAP - len(onwards))).append(part, "dim" if below else "")
+
+
+def tree_table(graph: Structure) -> Table:
+    """The same on a page."""
+    rows = [("\u2003" * row.depth + row.name, row.what, row.figures) for row in tree_rows(graph)]
+    total = ("total", "", f"{count(graph.spec).total:,}")
+    columns = (("module", False), ("what it is", False), ("parameters", True))
+    return Table("The tree", columns, (*rows, total), lit=frozenset({len(rows)}))
+
+
+def tree_json(graph: Structure) -> list[dict[str, Any]]:
+    """The same as plain JSON values."""
+    return [
+        {
+            "depth": row.depth,
+            "name": row.name,
+            "what": row.what,
+            "parameters": row.number,
+            "copies": row.copies,
+            **({"layers": list(row.layers)} if row.layers else {}),
+        }
+        for row in tree_rows(graph)
+    ]
