@@ -20,7 +20,7 @@ import numpy as np
 from ..architectures import Architecture, BoundLeaf, named
 from ..architectures.layout import IDENTITY
 from ..architectures.presets import repo_of
-from ..errors import CheckpointError
+from ..errors import CheckpointError, InvalidInput
 from ..spec import ModelSpec
 from .dtypes import FLOATS, HF_NAMES, INTEGERS, widest
 from .formats import Opened, format_name
@@ -29,7 +29,7 @@ from .pickles import PickleWeights
 from .remote import HeaderWeights, weight_headers
 from .resolve import INDEX, Resolved, resolve
 from .safetensors import DTYPES, SafetensorsFile
-from .tree import LOCAL_CONFIG, Origin, foreign_format, is_local, read_spec
+from .tree import LOCAL_CONFIG, Origin, foreign_format, is_local, is_tree, read_spec
 
 __all__ = ["Checkpoint", "identity_leaves", "open_checkpoint", "stated_dtype"]
 
@@ -198,6 +198,11 @@ def open_checkpoint(
     if other is not None and other.read is not None:
         return _open_foreign(
             str(reference), found, other.read(found.path, allow_pickle), format_name(other), allow_extra
+        )
+    if is_tree(found.path):
+        raise InvalidInput(
+            f"{found.path} is a tree by itself: there are no weights to it",
+            f"gptkit load --random {found.path} gives it random ones.",
         )
     spec, origin, unknown = read_spec(found.path)
     local = is_local(found.path)

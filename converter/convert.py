@@ -14,7 +14,7 @@ from .. import __version__
 from ..architectures import Architecture, named
 from ..architectures.base import TOKEN_IDS
 from ..errors import UsageError
-from ..spec import ModelSpec, to_json
+from ..spec import ModelSpec
 from .adapt import adapt, adapt_to_any
 from .checkpoint import Checkpoint, identity_leaves, open_checkpoint, stated_dtype
 from .distributed import team, together
@@ -24,7 +24,7 @@ from .publish import FileRecord
 from .resolve import CONFIG
 from .tokenizer import token_files
 from .transfer import Transferred, jobs_of, memory_of
-from .tree import LOCAL_CONFIG, LOCAL_SCHEMA, Origin
+from .tree import LOCAL_CONFIG, Origin, described_tree
 from .write import DEFAULT_SHARD_BYTES, Plan, as_it_was, json_bytes, plan, prepare
 
 __all__ = ["Conversion", "companions", "convert", "default_output", "plan_conversion", "plan_output"]
@@ -83,20 +83,7 @@ def plan_output(
     """
     companions = token_files(folder) if folder is not None else []
     if to == "local":
-        data = {
-            "gptkit": __version__,
-            "schema_version": LOCAL_SCHEMA,
-            "dtype": HF_NAMES[compute_dtype],
-            "spec": to_json(spec),
-            "origin": {
-                "family": origin.family,
-                "reference": origin.reference,
-                "revision": origin.revision,
-                "config": origin.config_text,
-                "files": dict(origin.files),
-            },
-            "history": list(origin.history),
-        }
+        data = described_tree(spec, origin, HF_NAMES[compute_dtype])
         small = {**(texts or {}), LOCAL_CONFIG: json_bytes(data)}
         own = homes if max_shard_bytes is None else None
         return plan(identity_leaves(spec), dtypes, small, companions, max_shard_bytes or DEFAULT_SHARD_BYTES, own)

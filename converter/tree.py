@@ -2,25 +2,39 @@
 
 gptkit.json holds the tree as JSON with a schema version, the dtype to compute in, where the checkpoint came from
 (family, reference, commit, the text of its config.json, so that converting back restores it byte for byte) and what
-was done to it since.
+was done to it since. The same by itself, in a .json file of any name, is a tree to look at or to start from
+(`write_spec`, which `gptkit recommend --out` uses): every command that needs no weights takes it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .. import __version__
 from ..architectures import architecture_of, named
 from ..architectures.config import ConfigReader, parse_config_text, read_config_file
-from ..errors import ConfigError, InvalidInput
-from ..spec import ModelSpec, from_json
+from ..errors import ConfigError, InvalidInput, UsageError
+from ..spec import ModelSpec, from_json, to_json
 from .formats import Format, format_named, format_of
 from .resolve import CONFIG
 
-__all__ = ["LOCAL_CONFIG", "LOCAL_SCHEMA", "Origin", "foreign_format", "is_local", "read_spec"]
+__all__ = [
+    "LOCAL_CONFIG",
+    "LOCAL_SCHEMA",
+    "Origin",
+    "described_tree",
+    "foreign_format",
+    "is_local",
+    "is_tree",
+    "read_spec",
+    "write_spec",
+]
 
 LOCAL_CONFIG = "gptkit.json"
 LOCAL_SCHEMA = 1
@@ -62,9 +76,14 @@ def read_spec(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
             f"{path} is not a checkpoint: there is no {CONFIG} {where} it",
             "Name a folder with config.json and .safetensors files, or a gptkit folder with gptkit.json.",
         )
-    if described.name == LOCAL_CONFIG:
-        return _read_local(described)
     config, text = read_config_file(described)
+    if described.name == LOCAL_CONFIG or _holds_tree(described, config):
+        return _local(config, described)
+    if described.name != CONFIG and "model_type" not in config:
+        raise ConfigError(
+            f"{described} describes no model: it has neither a model_type, as config.json, nor a spec, as gptkit.json",
+            "Name a config.json, a gptkit.json, or what gptkit recommend --out wrote.",
+        )
     architecture = architecture_of(config)
     spec, unknown = architecture.spec_and_unknown(config)
     return spec, Origin(family=architecture.name, config_text=text), unknown
@@ -92,8 +111,12 @@ def _description(path: Path) -> Path:
     return local if local.is_file() else folder / CONFIG
 
 
-def _read_local(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
-    data, _ = read_config_file(path)
+def _holds_tree(path: Path, data: Mapping[str, Any]) -> bool:
+    """Whether a .json file of any name is of our own format: a family's config.json has a model_type instead."""
+    return path.name != CONFIG and "spec" in data and "model_type" not in data
+
+
+def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[str]]:
     _require_plain(data, path)
     if data.get("schema_version") != LOCAL_SCHEMA:
         raise ConfigError(
@@ -131,4 +154,83 @@ def _require_plain(data: dict[str, Any], path: Path) -> None:
 
 def is_local(path: Path) -> bool:
     """Whether `read_spec` reads gptkit's own format there, and the weights have shared names."""
-    return _description(path).name == LOCAL_CONFIG
+    return _description(path).name == LOCAL_CONFIG or is_tree(path)
+
+
+def is_tree(path: Path) -> bool:
+    """Whether a path is a tree by itself, a .json file as `write_spec` writes it: there are no weights to it.
+
+    Raises:
+        InvalidInput: it is a .json file of another name than config.json and cannot be read.
+
+    """
+    if path.suffix != ".json" or path.name in (CONFIG, LOCAL_CONFIG) or path.is_dir():
+        return False
+    return _holds_tree(path, read_config_file(path)[0])
+
+
+def described_tree(spec: ModelSpec, origin: Origin, dtype: str) -> dict[str, Any]:
+    """What gptkit.json says of a tree; `dtype`, by torch's name, is what it is to be computed in."""
+    return {
+        "gptkit": __version__,
+        "schema_version": LOCAL_SCHEMA,
+        "dtype": dtype,
+        "spec": to_json(spec),
+        "origin": {
+            "family": origin.family,
+            "reference": origin.reference,
+            "revision": origin.revision,
+            "config": origin.config_text,
+            "files": dict(origin.files),
+        },
+        "history": list(origin.history),
+    }
+
+
+def write_spec(
+    spec: ModelSpec,
+    path: str | Path,
+    *,
+    origin: Origin | None = None,
+    dtype: str = "float32",
+    force: bool = False,
+) -> Path:
+    """Write a tree by itself to a .json file, which `params`, `compare`, `show` and `load --random` take as a model.
+
+    The file is there whole or not at all.
+
+    Args:
+        spec: the tree.
+        path: the file to make.
+        origin: where the tree came from, and in its history how it came about; by default a tree without a family.
+        dtype: what it is to be computed in, by torch's name.
+        force: replace a file that is there.
+
+    Raises:
+        UsageError: the name does not end in .json, or is one that means something else beside weights; the file exists
+            already, or its folder does not.
+        GptkitError: it cannot be written.
+
+    """
+    from .files import failed, fsync, write_bytes  # here, because it imports hashlib
+
+    target = Path(path).expanduser()
+    if target.suffix != ".json" or target.name in (CONFIG, LOCAL_CONFIG):
+        raise UsageError(f"{target}: a tree goes into a .json file of a name of its own", "Name it my-model.json, say.")
+    if not target.parent.is_dir():
+        raise UsageError(f"there is no folder {target.parent}", "Make it first.")
+    if target.is_dir() or (os.path.lexists(target) and not force):
+        raise UsageError(f"{target} exists already", "Choose another name, or pass --force to replace it.")
+    text = json.dumps(described_tree(spec, origin or Origin(), dtype), indent=2) + "\n"
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        write_bytes(partial, text.encode())
+        fsync(partial)
+        partial.replace(target)
+        fsync(target.parent)
+    except OSError as error:
+        raise failed("write", target, error) from error
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+    return target
