@@ -10,12 +10,12 @@ import signal
 import sys
 from typing import NoReturn
 
-from .commands import convert, demo, generate, params, swap, verify
+from .commands import convert, demo, generate, params, show, swap, verify
 from .commands.base import Terminated, app
 
 __all__ = ["COMMANDS", "app", "main"]
 
-COMMANDS = (params, convert, swap, verify, generate, demo)
+COMMANDS = (params, show, convert, swap, verify, generate, demo)
 """The modules, each of which adds its commands to `app` when it is imported."""
 
 
