@@ -31,6 +31,9 @@ __all__ = ["SCALES", "Asked", "Figures", "common_context", "figures_of", "fits",
 SCALES = ("int8", "int4")
 """Types that are no numbers without scales beside them, of which every scheme has others: these are not counted."""
 
+NAMES = {"float8": "float8_e4m3fn", "int4": "int4", "i4": "int4", "4bit": "int4", "8bit": "int8"}
+"""What people call dtypes beside the names that `full_dtype` knows; there is no `torch.int4`."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -53,7 +56,7 @@ class Asked:
         if self.dtype is not None:
             object.__setattr__(self, "dtype", weight_dtype(self.dtype))
         if self.kv_dtype is not None:
-            object.__setattr__(self, "kv_dtype", full_dtype(self.kv_dtype))
+            object.__setattr__(self, "kv_dtype", full_dtype(NAMES.get(self.kv_dtype.lower(), self.kv_dtype)))
         for what, number in (
             *(("--kv", each) for each in self.kv),
             ("--context", self.context),
@@ -178,8 +181,9 @@ def weight_dtype(name: str) -> str:
         UsageError: it is neither.
 
     """
-    if name.lower() in ("int4", "i4", "4bit"):
-        return "int4"
+    name = NAMES.get(name.lower(), name)
+    if name == "int4":
+        return name
     try:
         return full_dtype(name)
     except UsageError as error:

@@ -16,8 +16,8 @@ from typing import Any
 from ..architectures import architecture_of
 from ..architectures.presets import find, nearest, repo_of
 from ..converter.resolve import exists, resolve
-from ..converter.tree import read_spec
-from ..errors import InvalidInput
+from ..converter.tree import Origin, foreign_format, is_local, read_spec
+from ..errors import GptkitError, InvalidInput
 from ..spec import ModelSpec
 from .costs import usual_context
 from .figures import Asked, Figures, common_context, figures_of, fits
@@ -154,9 +154,14 @@ def params(
     """
     counts = []
     for model in models:
-        found, files = (
-            _stored(str(model), offline) if stored else (describe_reference(str(model), offline=offline), None)
-        )
+        try:
+            found, files = (
+                _stored(str(model), offline) if stored else (describe_reference(str(model), offline=offline), None)
+            )
+        except GptkitError as error:
+            if len(models) > 1 and str(model) not in error.message:
+                error.message = f"{model}: {error.message}"
+            raise
         counted = count(found.spec)
         counts.append(ModelCount(str(model), found.family, found.spec, counted, found.revision, found.notes, files))
     return counts if asked is None else with_figures(counts, asked)
@@ -205,4 +210,13 @@ def describe_reference(reference: str, *, offline: bool = False) -> Described:
             )
     found = resolve(reference, offline=offline, weights=False, repo_of=repo_of)
     spec, origin, _ = read_spec(found.path)
-    return Described(origin.family or "", spec, found.revision, found.notes)
+    return Described(origin.family or "", spec, found.revision, (*found.notes, *_assumed(found.path, origin)))
+
+
+def _assumed(path: Path, origin: Origin) -> tuple[str, ...]:
+    """What was taken for sizes that a config.json does not state."""
+    if origin.config is None or is_local(path) or foreign_format(path) is not None:
+        return ()
+    assumed = architecture_of(origin.config).assumed(origin.config)
+    told = ", ".join(f"{name} {size:,}" for name, size in assumed.items())
+    return (f"not in config.json, so transformers' defaults: {told}",) if told else ()

@@ -173,6 +173,12 @@ class Architecture:
         spec = self.read(reader)
         return spec, reader.unknown({**COMMON_IRRELEVANT, **self.irrelevant})
 
+    def assumed(self, config: Mapping[str, Any]) -> dict[str, int]:
+        """Sizes that the config does not state and transformers has a default for; raises as `spec`."""
+        reader = self.reader(config)
+        self.read(reader)
+        return reader.assumed
+
     def config_for(self, spec: ModelSpec) -> dict[str, Any]:
         """A config.json for the tree.
 

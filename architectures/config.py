@@ -124,6 +124,8 @@ class ConfigReader:
         self.data = data
         self.aliases = aliases or {}
         self.used: set[str] = set()
+        self.assumed: dict[str, int] = {}
+        """Sizes that the file does not state, and the default that was taken for each."""
 
     def raw(self, name: str, default: Any = None) -> Any:
         """The value as it stands; `default` where the key is absent.
@@ -153,6 +155,8 @@ class ConfigReader:
         value = self.raw(name, default)
         if value is None:
             raise self.fail(name, value, "a positive integer")
+        if not any(key in self.data for key in (name, *self.aliases.get(name, ()))):
+            self.assumed[name] = value
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise self.fail(name, value, f"an integer from 1 to {most:,}")
         return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
@@ -98,7 +99,7 @@ def params(
         batch,
     )
     what = _by("layer" if by_layer else by)
-    _sensible(asked, what, batch, context, json, csv, stored)
+    _sensible(models, asked, what, batch, context, json, csv, stored)
     if html or png or svg:
         from ..report import pictures
 
@@ -141,8 +142,13 @@ def _by(text: str) -> By:
     raise UsageError(f"--by {text!r:.40} is none of {', '.join(get_args(By))}", "--by tensor lists every tensor")
 
 
-def _sensible(asked: Asked, by: By, batch: int, context: str | None, json: bool, csv: bool, stored: bool) -> None:
+def _sensible(
+    models: list[str], asked: Asked, by: By, batch: int, context: str | None, json: bool, csv: bool, stored: bool
+) -> None:
     """Refuse options that would do nothing, before any work."""
+    number = next((each for each in models if re.fullmatch("[0-9]+k?", each) and not Path(each).exists()), None)
+    if number is not None and (asked.flops or asked.memory):
+        raise UsageError(f"{number} is no model, and --flops and --memory take no number", f"--context {number}")
     if json and csv:
         raise UsageError("--json and --csv are two formats of the same", "Leave one of them out.")
     if csv and stored:

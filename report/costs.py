@@ -147,7 +147,7 @@ def _flops(models: Sequence[Told], asked: Asked, compared: bool) -> list[Sheet]:
     kinds = {"next token": _token, "prefill": _prefill, "training step": _training}
     if len(models) == 1:
         columns = [_Column(kind, cells(models[0][2]), _flop) for kind, cells in kinds.items()]
-        return [_sheet("FLOPs", columns, False, notes, empty="")]
+        return [_sheet(f"FLOPs for {where}", columns, False, notes, empty="")]
     titles = ("the next token", f"a prefill of {where}", f"a training step on {where}")
     return [
         _sheet(
@@ -195,8 +195,8 @@ def _memory(models: Sequence[Told], asked: Asked, compared: bool) -> list[Sheet]
             notes["training"] = (f"Training: {'; '.join(figures.training_memory.assumed)}.",)
     if len(models) == 1:
         columns = [_Column(kind, cells(models[0][2]), _bytes) for kind, cells in kinds.items()]
-        return [_sheet(f"memory for {where}", columns, False, [*notes["inference"], *notes["training"]], empty="")]
-    titles = (f"memory to run on {where}", f"memory to train with Adam on {where}")
+        return [_sheet(f"Memory for {where}", columns, False, [*notes["inference"], *notes["training"]], empty="")]
+    titles = (f"Memory to run on {where}", f"Memory to train with Adam on {where}")
     return [
         _sheet(title, [_Column(name, cells(figures), _bytes) for name, _, figures in models], compared, notes[kind])
         for title, (kind, cells) in zip(titles, kinds.items(), strict=True)

@@ -5,7 +5,7 @@ rich is imported inside functions alone: `gptkit --help` does not need it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -102,25 +102,29 @@ class Sheet:
     def label_width(self) -> int:
         return max((len(row.label) for row in self.rows), default=0)
 
-    def parts(self, width: int) -> Iterator[Sheet]:
-        """Sheets that are no wider than that, where one column is: as it is, turned, or some columns at a time."""
-        if self.width() <= width:
-            yield self
-        elif len(self.columns) > 2 and self.turned().width() <= width:
-            yield self.turned()
-        else:
-            first = 0
-            while first < len(self.columns):
-                number = 1
-                while first + number < len(self.columns) and self.only(first, first + number + 1).width() <= width:
-                    number += 1
-                yield self.only(first, first + number)
-                first += number
+    def parts(self, width: int) -> list[Sheet]:
+        """Sheets that are no wider than that, where one column is: as few as can be, as it is or turned."""
+        whole = self.cut(width)
+        if len(whole) == 1 or len(self.columns) < 3:
+            return whole
+        turned = self.turned().cut(width)
+        return turned if len(turned) < len(whole) else whole
+
+    def cut(self, width: int) -> list[Sheet]:
+        """As many columns at a time as fit."""
+        found, first = [], 0
+        while first < len(self.columns):
+            number = 1
+            while first + number < len(self.columns) and self.only(first, first + number + 1).width() <= width:
+                number += 1
+            found.append(self.only(first, first + number))
+            first += number
+        return found
 
     def only(self, first: int, last: int) -> Sheet:
-        """The columns from `first` up to but not with `last`."""
+        """The columns from `first` up to but not with `last`, and of the rows those that have something there."""
         rows = (Row(row.label, row.cells[first:last], row.style, row.ruled) for row in self.rows)
-        return Sheet(self.title, self.columns[first:last], tuple(rows))
+        return Sheet(self.title, self.columns[first:last], tuple(row for row in rows if any(row.cells)))
 
     def as_table(self) -> page.Table:
         """For a page."""
@@ -137,8 +141,7 @@ class Sheet:
         for index, part in enumerate(self.parts(options.max_width)):
             if index:
                 yield ""
-            if part.columns:
-                yield layout.sheet(part)
+            yield layout.sheet(part)
         yield Notes(self.notes)
 
 

@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..analysis.parameters import count, describe
-from ..architectures import architecture_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
     from ..analysis.params import ModelCount
-    from ..architectures.presets import Preset
     from ..converter.checkpoint import Checkpoint
     from ..converter.convert import Conversion
     from ..converter.transfer import Transferred
@@ -33,7 +31,6 @@ __all__ = [
     "load_json",
     "load_summary",
     "port_report",
-    "preset_table",
     "source_lines",
     "swap_lines",
     "verification_report",
@@ -102,16 +99,6 @@ def load_json(checkpoint: Checkpoint) -> dict[str, Any]:
         "history": list(checkpoint.origin.history),
         "notes": checkpoint.notes,
     }
-
-
-def preset_table(presets: Sequence[Preset]) -> RenderableType:
-    """A row a preset: its name, its parameters, and where it lies on the hub (other spellings are in the JSON)."""
-    table = plain_table(("preset", "left"), ("family", "left"), ("parameters", "right"), ("repository", "left"))
-    for preset in presets:
-        architecture = architecture_of(preset.config)
-        total = count(architecture.spec(preset.config)).total
-        table.add_row(preset.name, architecture.name, f"{total:,}", preset.repo or "-")
-    return table
 
 
 def conversion_lines(conversion: Conversion) -> list[str]:
