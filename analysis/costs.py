@@ -312,7 +312,9 @@ class CacheSize:
 
     a_token: what one more token of one sequence leaves, all layers together, before windows let go of older ones.
     held: what is there once all tokens were read, and until the next. buffer: what a cache made once for so many
-    tokens takes, where windows roll: of each window one token more than `held`.
+    tokens takes, where windows roll: of each window one token more than `held`. in_transformers: what its DynamicCache
+    holds: the same, but where it repeats keys and values for their query heads before the cache (Falcon's new decoder
+    architecture). None with latent attention, which none of its families here has.
     """
 
     context: int
@@ -321,6 +323,7 @@ class CacheSize:
     a_token: int
     held: int
     buffer: int
+    in_transformers: int | None
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values; figures are whole numbers of bytes."""
@@ -331,6 +334,7 @@ class CacheSize:
             "bytes_a_token": self.a_token,
             "bytes": self.held,
             "rolling_buffer_bytes": self.buffer,
+            "bytes_in_transformers": self.in_transformers,
         }
 
 
@@ -342,16 +346,25 @@ def cache_bytes(spec: ModelSpec, context: int, dtype: str = "bfloat16", batch: i
 
     """
     check_sizes(spec, context, batch)
-    layers = [(layer_costs(block, context), number) for block, number in Counter(spec.blocks).items()]
+    layers = {block: (layer_costs(block, context), number) for block, number in Counter(spec.blocks).items()}
     size = itemsize(dtype)
+    expanded = [layer.held(context) * number * _repeats(block) for block, (layer, number) in layers.items()]
+    latent = any(isinstance(block.attention, LatentAttention) for block in layers)
     return CacheSize(
         context=context,
         batch=batch,
         dtype=full_dtype(dtype),
-        a_token=size * sum(layer.cached * number for layer, number in layers),
-        held=size * batch * sum(layer.held(context) * number for layer, number in layers),
-        buffer=size * batch * sum(layer.buffered(context) * number for layer, number in layers),
+        a_token=size * sum(layer.cached * number for layer, number in layers.values()),
+        held=size * batch * sum(layer.held(context) * number for layer, number in layers.values()),
+        buffer=size * batch * sum(layer.buffered(context) * number for layer, number in layers.values()),
+        in_transformers=None if latent else size * batch * sum(expanded),
     )
+
+
+def _repeats(block: Block) -> int:
+    """How often a key head stands in the cache of code that repeats it before."""
+    node = block.attention
+    return node.group if isinstance(node, Attention) and node.kv_expansion == "projection" else 1
 
 
 def cache_curve(
