@@ -55,10 +55,12 @@ from ..spec import (
 
 __all__ = ["Edge", "Kind", "Node", "Op", "Structure", "layers_label", "shape_words", "sizes", "structure"]
 
+# fmt: off
 Op = Literal[
-    *("tokens", "embed", "positions", "stream", "norm", "linear", "rotate", "cache", "concat", "scores", "alibi"),
-    *("softmax", "mix", "activation", "product", "choose", "combine", "add"),
+    "tokens", "embed", "positions", "stream", "norm", "linear", "rotate", "cache", "concat", "scores", "alibi",
+    "softmax", "mix", "activation", "product", "choose", "combine", "add",
 ]
+# fmt: on
 EdgeKind = Literal["data", "residual", "choice", "weights"]
 
 B, T, S = "B", "T", "S"

@@ -56,7 +56,7 @@ def tree_rows(graph: Structure) -> list[Row]:
     to the model's parameters.
     """
     spec = graph.spec
-    rows = []
+    rows: list[Row] = []
     for name, node in spec.nodes():
         if name.startswith("blocks."):
             continue
