@@ -1,0 +1,199 @@
+"""compare: what differs between models, as a table of components with the costs below. No weights, no torch.
+
+A row is an aspect (see `aspects`) or a cost (see `costs`), with a cell a model. Costs are told at one context and in
+one dtype, or they would say more about these than about the models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import GptkitError, UsageError
+from ..spec import ModelSpec
+from .aspects import Aspect, aspects
+from .costs import Costs, costs
+from .figures import Asked, common_context, weight_bytes
+from .params import Described, describe_reference
+from .sizes import itemsize
+
+__all__ = ["Compared", "Comparison", "Row", "compare", "comparison"]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A model by the name it was given, its family ("" for a tree that never had one), its tree and its costs."""
+
+    name: str
+    family: str
+    spec: ModelSpec
+    costs: Costs
+    revision: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sees(self) -> bool:
+        """Whether its table of positions is long enough for the context of its costs."""
+        return self.spec.positions is None or self.costs.context <= self.spec.positions.length
+
+
+@dataclass(frozen=True)
+class Row:
+    """An aspect with a cell a model: in words, and as plain JSON values. `differs` is told from the data."""
+
+    name: str
+    words: tuple[str, ...]
+    data: tuple[Any, ...]
+    detail: bool = False
+
+    @property
+    def differs(self) -> bool:
+        return len({json.dumps(each, sort_keys=True) for each in self.data}) > 1
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Models side by side: their aspects, always all of them, and at what their costs were counted.
+
+    context: tokens in sight, for FLOPs and the cache; dtype: of weights; cached: of the cache.
+    """
+
+    models: tuple[Compared, ...]
+    rows: tuple[Row, ...]
+    context: int
+    dtype: str
+    cached: str
+    notes: tuple[str, ...] = ()
+
+    def told(self) -> tuple[str, ...]:
+        """Notes for a person: on the table, and on each model."""
+        return (*self.notes, *(f"{model.name}: {note}" for model in self.models for note in model.notes))
+
+    def shown(self, *, everything: bool = False, only_differences: bool = False) -> tuple[Row, ...]:
+        """The rows for a person: those of interest and those that differ, or all of them, or only those that differ."""
+        if only_differences:
+            return tuple(row for row in self.rows if row.differs)
+        return tuple(row for row in self.rows if everything or row.differs or not row.detail)
+
+    def costs(self) -> dict[str, tuple[int | None, ...]]:
+        """Each cost by its name, a figure a model, None where its table of positions is shorter than the context.
+
+        parameters: all of them; active: those that a token meets, where that is not all of them in every model;
+        weights: bytes; KV a token: bytes that a token leaves in the cache; KV at the context: bytes, which windows make
+        fewer; FLOPs: of the forward pass, a token that sees the context.
+        """
+        size = itemsize(self.cached)
+        found: dict[str, tuple[int | None, ...]] = {"parameters": tuple(m.costs.parameters for m in self.models)}
+        if any(model.costs.active != model.costs.parameters for model in self.models):
+            found["active"] = tuple(model.costs.active for model in self.models)
+        found["weights"] = tuple(weight_bytes(model.costs.parameters, self.dtype) for model in self.models)
+        found["KV a token"] = tuple(model.costs.cache_bytes(size) for model in self.models)
+        held = (model.costs.held_bytes(size) if model.sees else None for model in self.models)
+        found[f"KV at {self.context:,}"] = tuple(held)
+        found["FLOPs a token"] = tuple(model.costs.total_flops if model.sees else None for model in self.models)
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values: every aspect as words and as data, costs as integers."""
+        return {
+            "schema_version": 1,
+            "context": self.context,
+            "dtype": self.dtype,
+            "cache_dtype": self.cached,
+            "models": [self._model(index, model) for index, model in enumerate(self.models)],
+            "differs": [row.name for row in self.rows if row.differs],
+            "notes": list(self.notes),
+        }
+
+    def _model(self, index: int, model: Compared) -> dict[str, Any]:
+        size, figures = itemsize(self.cached), model.costs
+        return {
+            "model": model.name,
+            "family": model.family,
+            "revision": model.revision,
+            "aspects": {row.name: {"words": row.words[index], "value": row.data[index]} for row in self.rows},
+            "costs": {
+                "parameters": figures.parameters,
+                "active": figures.active,
+                "weight_bytes": weight_bytes(figures.parameters, self.dtype),
+                "cache_bytes_a_token": figures.cache_bytes(size),
+                "cache_bytes_at_context": figures.held_bytes(size) if model.sees else None,
+                "flops_a_token": figures.total_flops if model.sees else None,
+            },
+            "notes": list(model.notes),
+        }
+
+
+def compare(
+    *models: str | Path, context: int | None = None, dtype: str = "bfloat16", offline: bool = False
+) -> Comparison:
+    """What differs between models, and what each costs.
+
+    Args:
+        models: whatever `params` takes: presets (`qwen3-8b`), samples, folders, config.json files, hub repositories.
+        context: tokens in sight, for FLOPs and the cache; by default what all of the models have.
+        dtype: of weights and cache, by any name that `params --dtype` takes; a cache is bfloat16 where weights are
+            narrower.
+        offline: use local files and the hub's cache only.
+
+    Raises:
+        UsageError: no model, an unknown dtype, a context that no model has.
+        InvalidInput: nothing of that name, or a broken config; the message names it.
+        Offline: a repository whose config is not in the cache, and no network.
+
+    """
+    if not models:
+        raise UsageError("name at least one model", "gptkit compare gpt2 llama-2-7b")
+    asked = Asked(dtype=dtype, context=context)
+    return comparison([(str(model), describe_named(str(model), offline)) for model in models], asked)
+
+
+def comparison(models: Sequence[tuple[str, Described]], asked: Asked) -> Comparison:
+    """Models that are known already, by name, in the dtype and at the context of `asked`."""
+    length = common_context([found.spec for _, found in models]) if asked.context is None else asked.context
+    compared = tuple(
+        Compared(name, found.family, found.spec, costs(found.spec, length), found.revision, found.notes)
+        for name, found in models
+    )
+    by_model = [aspects(model.spec) for model in compared]
+    family = Row("family", tuple(m.family or "–" for m in compared), tuple(m.family for m in compared))
+    rows = (family, *(_row(each) for each in zip(*by_model, strict=True)))
+    return Comparison(compared, rows, length, asked.dtype or "bfloat16", asked.cached, _notes(compared, length))
+
+
+def describe_named(reference: str, offline: bool) -> Described:
+    """What a reference describes; an error names it, where several were given."""
+    try:
+        return describe_reference(reference, offline=offline)
+    except GptkitError as error:
+        if reference in error.message:
+            raise
+        error.message = f"{reference}: {error.message}"
+        raise
+
+
+def _row(cells: Sequence[Aspect]) -> Row:
+    """One aspect of all models. Where values that differ have the same words, they are numbered."""
+    data = [json.dumps(cell.data, sort_keys=True) for cell in cells]
+    words = []
+    for cell in cells:
+        same = list(dict.fromkeys(d for d, other in zip(data, cells, strict=True) if other.words == cell.words))
+        number = same.index(json.dumps(cell.data, sort_keys=True)) + 1
+        words.append(cell.words if len(same) == 1 else f"{cell.words} #{number}")
+    return Row(cells[0].name, tuple(words), tuple(cell.data for cell in cells), cells[0].detail)
+
+
+def _notes(models: Sequence[Compared], context: int) -> tuple[str, ...]:
+    """What the table's figures do not say by themselves."""
+    notes = []
+    for model in models:
+        if not model.sees and model.spec.positions is not None:
+            notes.append(
+                f"{model.name} has {model.spec.positions.length:,} positions, and cannot see {context:,} tokens."
+            )
+        elif model.spec.context_length is not None and context > model.spec.context_length:
+            notes.append(f"{model.name} is for {model.spec.context_length:,} tokens, not {context:,}.")
+    return tuple(dict.fromkeys(notes))
