@@ -8,6 +8,8 @@ never waits for torch.
     convert(model, out, to)      to gptkit's own format ("local") or back to Hugging Face files ("hf")
     swap(model, out, norm)       exchange a component, with a guarantee that is measured
     params(model)                parameters per component, from a config alone
+    compare(model, other)        what differs between models, with costs
+    recommend(goal, params)      components for a goal and a size, with costs and papers
     verify(model, other)         logits against transformers
     generate(model, text)        text from a checkpoint, as an iterator of pieces
 """
@@ -20,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .analysis.compare import compare as compare
     from .analysis.params import params as params
+    from .analysis.recommend import recommend as recommend
     from .converter.checkpoint import open_checkpoint as open_checkpoint
     from .converter.convert import convert as convert
     from .modules.load import load as load
@@ -29,16 +33,29 @@ if TYPE_CHECKING:
     from .surgery.swap import swap as swap
 
 _HOMES = {
+    "compare": ".analysis.compare",
     "convert": ".converter.convert",
     "generate": ".modules.text",
     "load": ".modules.load",
     "open_checkpoint": ".converter.checkpoint",
     "params": ".analysis.params",
+    "recommend": ".analysis.recommend",
     "swap": ".surgery.swap",
     "verify": ".parity.verify",
 }
 
-__all__ = ["__version__", "convert", "generate", "load", "open_checkpoint", "params", "swap", "verify"]
+__all__ = [
+    "__version__",
+    "compare",
+    "convert",
+    "generate",
+    "load",
+    "open_checkpoint",
+    "params",
+    "recommend",
+    "swap",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

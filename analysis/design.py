@@ -1,0 +1,247 @@
+"""A model from a few decisions: components, a shape by a stated rule, a number of parameters to hit. No torch.
+
+The rule: hidden size over layers is 64 up to 125M parameters and 128 from 6.7B on, on a line of logarithms between, as
+GPT-3's models have it (Brown et al. 2005.14165, table 2.1) and LLaMA's; quality depends on it weakly (Kaplan et al.
+2001.08361). Heads are 64 wide below a hidden size of 2,048 and 128 from there on, so that widths are multiples of
+these, as tensor cores like them. From 24 heads on their number is a multiple of eight, so that eight key-value heads,
+or eight devices, share them out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import UsageError
+from ..spec import (
+    ALiBi,
+    Attention,
+    Block,
+    Embedding,
+    FeedForward,
+    GatedFeedForward,
+    Head,
+    LatentAttention,
+    LayerNorm,
+    LearnedPositions,
+    ModelSpec,
+    Norm,
+    RMSNorm,
+    Rotary,
+    YarnScaling,
+)
+from .parameters import count
+
+__all__ = ["BASELINE", "Design", "Shape", "build", "fit"]
+
+Positions = Literal["learned", "rope", "yarn", "alibi"]
+AttentionKind = Literal["mha", "gqa", "mqa", "mla"]
+
+EPS = 1e-5
+TRAINED = 8_192
+"""Tokens that a model of long context is trained at, before its rotary positions are stretched."""
+LOW_BASE, HIGH_BASE, LOW_UP_TO = 10_000.0, 500_000.0, 4_096
+"""Rotary base up to so many tokens, as LLaMA-2 has it, and beyond, as Llama 3 has it."""
+KV_HEADS = 8
+"""Of grouped attention, as LLaMA-2 70B and all Llama 3 have it."""
+TOLERANCE, WORST = 0.03, 0.10
+"""How far from the budget a shape may be where another is near, and at all."""
+CLOSENESS = 4.0
+"""A per cent off the budget weighs as much as so many per cent off the aspect ratio."""
+WIDEST_SMALL = 2_048
+
+
+@dataclass(frozen=True)
+class Design:
+    """Which component of each kind, norms before attention and feed-forward. `tied`: the head is the embedding;
+    window: tokens in sight, None for all.
+    """
+
+    positions: Positions = "learned"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    feed_forward: Literal["gelu", "swiglu"] = "gelu"
+    attention: AttentionKind = "mha"
+    block: Literal["serial", "parallel"] = "serial"
+    bias: bool = True
+    tied: bool = True
+    window: int | None = None
+
+
+BASELINE = Design()
+"""GPT-2 (Radford et al. 2019), but for the exact GELU in place of its approximation, which costs the same."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large: see the module's text."""
+
+    hidden: int
+    layers: int
+
+    @property
+    def head_dim(self) -> int:
+        return 64 if self.hidden < WIDEST_SMALL else 128
+
+    @property
+    def heads(self) -> int:
+        return self.hidden // self.head_dim
+
+    @property
+    def kv_heads(self) -> int:
+        """Of grouped attention: eight, or the most that share the queries out in groups of three or more."""
+        return next(n for n in range(KV_HEADS, 0, -1) if self.heads % n == 0 and (n == 1 or self.heads // n >= 3))
+
+    @property
+    def gated_width(self) -> int:
+        """8/3 of the hidden size, so that three matrices hold what two of four times its size do (Shazeer 2002.05202,
+        section 2), rounded up as LLaMA's are.
+        """
+        multiple = 64 if self.hidden < 1_024 else 256
+        return math.ceil(8 * self.hidden / (3 * multiple)) * multiple
+
+
+# --- the tree --------------------------------------------------------------------------------------------------------
+
+
+def build(design: Design, shape: Shape, vocab: int, context: int) -> ModelSpec:
+    """The tree of a design in a shape, for so many tokens of vocabulary and of context.
+
+    Raises:
+        ConfigError: sizes that no tree has.
+
+    """
+    norm: Norm = (
+        LayerNorm(size=shape.hidden, eps=EPS) if design.norm == "layernorm" else RMSNorm(size=shape.hidden, eps=EPS)
+    )
+    parallel = design.block == "parallel"
+    block = Block(
+        attention_norm=norm,
+        attention=_attention(design, shape, context),
+        feed_forward_norm=None if parallel else norm,
+        feed_forward=_feed_forward(design, shape),
+        parallel=parallel,
+    )
+    table = LearnedPositions(length=context, size=shape.hidden) if design.positions == "learned" else None
+    return ModelSpec(
+        embedding=Embedding(vocab_size=vocab, hidden_size=shape.hidden),
+        positions=table,
+        blocks=(block,) * shape.layers,
+        final_norm=norm,
+        head=Head(vocab_size=vocab, hidden_size=shape.hidden, tied=design.tied),
+        context_length=context,
+    )
+
+
+def _attention(design: Design, shape: Shape, context: int) -> Attention | LatentAttention:
+    size = shape.head_dim
+    position = _position(design, size, context)
+    if design.attention == "mla":  # DeepSeek-V2 2405.04434, section 3.1.2: a latent of 4 heads, half a head rotated
+        keys = _position(design, size // 2, context)
+        rotated = size // 2 if isinstance(keys, Rotary) else 0
+        return LatentAttention(
+            hidden_size=shape.hidden,
+            heads=shape.heads,
+            kv_rank=4 * size,
+            nope_dim=size,
+            value_dim=size,
+            scale=(size + rotated) ** -0.5,
+            rope_heads=1 if rotated else 0,
+            position=keys,
+            window=design.window,
+            kv_norm=RMSNorm(size=4 * size, eps=EPS),
+            qkv_bias=design.bias,
+            output_bias=design.bias,
+        )
+    return Attention(
+        hidden_size=shape.hidden,
+        heads=shape.heads,
+        kv_heads={"mha": shape.heads, "gqa": shape.kv_heads, "mqa": 1}[design.attention],
+        head_dim=size,
+        scale=size**-0.5,
+        position=position,
+        window=design.window,
+        qkv_bias=design.bias,
+        output_bias=design.bias,
+    )
+
+
+def _position(design: Design, dim: int, context: int) -> Rotary | ALiBi | None:
+    """In attention; ALiBi is multiplied by the scale of the scores, as Falcon has it, so that a family holds it."""
+    if design.positions == "learned":
+        return None
+    if design.positions == "alibi":
+        return ALiBi(scaled=True)
+    if design.positions == "yarn" and context > TRAINED:
+        factor = context / TRAINED
+        scaling = YarnScaling(
+            factor=factor,
+            original_context=TRAINED,
+            attention_factor=0.1 * math.log(factor) + 1.0,  # YaRN, equation 22
+        )
+        return Rotary(dim=dim, base=LOW_BASE, scaling=scaling)
+    return Rotary(dim=dim, base=LOW_BASE if context <= LOW_UP_TO else HIGH_BASE)
+
+
+def _feed_forward(design: Design, shape: Shape) -> FeedForward | GatedFeedForward:
+    if design.feed_forward == "gelu":
+        return FeedForward(
+            hidden_size=shape.hidden,
+            intermediate_size=4 * shape.hidden,
+            activation="gelu",
+            up_bias=design.bias,
+            down_bias=design.bias,
+        )
+    return GatedFeedForward(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.gated_width,
+        activation="silu",
+        up_bias=design.bias,
+        down_bias=design.bias,
+    )
+
+
+# --- the shape -------------------------------------------------------------------------------------------------------
+
+
+def aspect_ratio(budget: int) -> float:
+    """Hidden size over layers for so many parameters."""
+    small, large = 125e6, 6.7e9
+    along = math.log(budget / small) / math.log(large / small)
+    return float(64 * 2 ** min(max(along, 0.0), 1.0))
+
+
+def widths() -> Iterator[int]:
+    """Hidden sizes that make a number of heads which can be shared out."""
+    yield from (64 * heads for heads in (1, 2, 3, 4, 6, 8, 9, 12, 16, 20, 24))
+    yield from (128 * heads for heads in (16, 20, *range(24, 512, 8)))
+
+
+def fit(design: Design, budget: int, vocab: int, context: int) -> Shape:
+    """The shape nearest to the rule whose tree is within 3 % of a number of parameters, or the nearest to that.
+
+    Raises:
+        UsageError: none comes within 10 %: the vocabulary is too large for it.
+
+    """
+    best: tuple[float, Shape] | None = None
+    wanted = aspect_ratio(budget)
+    smallest = None
+    for hidden in widths():
+        one, two = (count(build(design, Shape(hidden, layers), vocab, context)).total for layers in (1, 2))
+        smallest = one if smallest is None else min(one, smallest)
+        layer = two - one
+        for layers in {max(1, math.floor((budget - one) / layer) + 1), max(1, math.ceil((budget - one) / layer) + 1)}:
+            off = abs(math.log((one + (layers - 1) * layer) / budget))
+            aspect = abs(math.log(hidden / layers / wanted))
+            badness = off if off > math.log1p(TOLERANCE) else 0.0
+            score = aspect + CLOSENESS * off + 1_000 * badness
+            if off <= math.log1p(WORST) and (best is None or score < best[0]):
+                best = score, Shape(hidden, layers)
+    if best is None:
+        raise UsageError(
+            f"no shape has about {budget:,} parameters with a vocabulary of {vocab:,}: the least has {smallest:,}",
+            "Take fewer tokens, --vocab 8192, or more parameters.",
+        )
+    return best[1]

@@ -1,0 +1,166 @@
+"""What the costs say to the advice: sentences made of figures, for `recommend`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..spec import ModelSpec
+from .costs import Costs, costs
+from .design import BASELINE, Design, Shape, build
+from .papers import PAPERS
+
+__all__ = ["Finding", "findings"]
+
+NOTHING = 0.02
+"""A share of the whole up to which a difference is none to choose by."""
+SEQUENCES = 16
+"""Written at once, where it is told what a step reads."""
+ITEMSIZE = 2
+"""bf16."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sentence, and the figures in it. against: whether it contradicts what is usually advised."""
+
+    about: str
+    words: str
+    figures: dict[str, float]
+    against: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"about": self.about, "words": self.words, "figures": self.figures, "against_advice": self.against}
+
+
+def findings(goal: str, design: Design, spec: ModelSpec, baseline: ModelSpec, base: Shape) -> tuple[Finding, ...]:
+    """What the figures say of a design's choices, each exchanged alone in the baseline, and of the whole.
+
+    Args:
+        goal: what the design is for.
+        design: what is recommended.
+        spec: its tree.
+        baseline: GPT-2 of the same size.
+        base: its shape.
+
+    """
+    vocab, context = spec.vocab_size, spec.context_length or 1
+    usual, found = costs(baseline, context), costs(spec, context)
+
+    def exchanged(**changes: Any) -> Costs:
+        return costs(build(replace(BASELINE, **changes), base, vocab, context), context)
+
+    told: list[Finding] = []
+    if design.positions != "learned":
+        told.append(_positions(goal, design, exchanged(positions=design.positions), usual))
+    told.append(_norm(goal, design, exchanged(norm="rmsnorm"), usual))
+    told.append(_gated(goal, design, exchanged(feed_forward="swiglu"), usual))
+    if design.attention in ("gqa", "mqa"):
+        told.append(_shared_heads(design.attention, exchanged(attention=design.attention), usual))
+    if design.block == "parallel":
+        told.append(_parallel(exchanged(block="parallel"), usual))
+    if design.window is not None:
+        told.append(_window(design.window, exchanged(window=design.window), usual))
+    told += _whole(found, usual, context)
+    return tuple(told)
+
+
+def _positions(goal: str, design: Design, other: Costs, usual: Costs) -> Finding:
+    share = 1 - other.parameters / usual.parameters
+    name, rival = ("ALiBi", "RoPE") if design.positions == "alibi" else ("RoPE", "ALiBi")
+    words = f"{name} saves the table of positions, {_share(share)} of the parameters, and neither FLOPs nor cache."
+    told = f"{words} {rival} saves as much: costs do not decide between them."
+    return Finding("positions", told, {"parameters": share}, against=goal == "speed")
+
+
+def _norm(goal: str, design: Design, other: Costs, usual: Costs) -> Finding:
+    share = 1 - other.parameters / usual.parameters
+    words = f"RMSNorm in place of LayerNorm saves {_share(share)} of the parameters and no FLOPs that are counted."
+    if design.norm == "rmsnorm":
+        words += f" What it saves is time: 7 to 64% in its paper ({PAPERS['rmsnorm'].arxiv})."
+        return Finding("norm", words, {"parameters": share})
+    if goal == "speed":
+        words += f" Nothing here makes LayerNorm the fast one: RMSNorm took 7 to 64% less time ({PAPERS['rmsnorm']})."
+    return Finding("norm", words, {"parameters": share}, against=goal == "speed")
+
+
+def _gated(goal: str, design: Design, with_gate: Costs, usual: Costs) -> Finding:
+    share = with_gate.parameters / usual.parameters - 1
+    flops = with_gate.total_flops / usual.total_flops - 1
+    figures = {"parameters": share, "flops": flops}
+    words = f"changes parameters by {_signed(share)} and FLOPs by {_signed(flops)}"
+    same = abs(share) <= NOTHING and abs(flops) <= NOTHING
+    if design.feed_forward == "swiglu":
+        told = "its gain is free" if same else "rounding up its width is not free at this size"
+        return Finding("feed-forward", f"SwiGLU, 8/3 as wide as the stream, {words}: {told}.", figures)
+    told = "the plain one is simpler, not cheaper" if same else "the plain one is cheaper at this size"
+    told = f"SwiGLU, 8/3 as wide as the stream, {words} where it is taken instead: {told}."
+    return Finding("feed-forward", told, figures, against=same and goal in ("speed", "balance"))
+
+
+def _shared_heads(kind: str, shared: Costs, usual: Costs) -> Finding:
+    cache = shared.held / usual.held
+    flops, parameters = 1 - shared.total_flops / usual.total_flops, 1 - shared.parameters / usual.parameters
+    words = (
+        f"{kind.upper()} keeps {_share(cache)} of the cache. It saves {_share(flops)} of the FLOPs and"
+        f" {_share(parameters)} of the parameters, all in k and v projections: scores are as many as before, and at"
+        " one size what is saved is spent on layers."
+    )
+    return Finding("attention", words, {"cache": cache, "flops": flops, "parameters": parameters})
+
+
+def _parallel(other: Costs, usual: Costs) -> Finding:
+    share = 1 - other.parameters / usual.parameters
+    words = (
+        f"A parallel block saves a norm, {_share(share)} of the parameters, and no FLOPs: what it gains is products"
+        " that are fused, and devices that wait for each other once a layer."
+    )
+    return Finding("block", words, {"parameters": share})
+
+
+def _window(window: int, other: Costs, usual: Costs) -> Finding:
+    cache, flops = other.held / usual.held, 1 - other.total_flops / usual.total_flops
+    words = f"A window of {window:,} keeps {_share(cache)} of the cache and saves {_share(flops)} of the FLOPs."
+    return Finding("window", words, {"cache": cache, "flops": flops})
+
+
+def _whole(found: Costs, usual: Costs, context: int) -> Iterator[Finding]:
+    """All choices together, against the baseline."""
+    scores, before = found.flops.get("scores", 0), usual.flops.get("scores", 0)
+    weights = (found.total_flops - scores) / (usual.total_flops - before) - 1
+    share = scores / found.total_flops
+    words = f"At one size, products with weights take {_signed(weights)} FLOPs a token against GPT-2's way"
+    words += (
+        ": a token meets each weight once"
+        if abs(weights) <= NOTHING
+        else ", since tables are looked up and not multiplied"
+    )
+    words += f". Scores are {_share(share)} of all FLOPs at {context:,} tokens; only a window stops them growing."
+    yield Finding("FLOPs", words, {"weights": weights, "scores": share})
+    read, cache, usual_cache = ITEMSIZE * found.active, *(SEQUENCES * c.held_bytes(ITEMSIZE) for c in (found, usual))
+    times = (ITEMSIZE * usual.active + usual_cache) / (read + cache)
+    against = f"{times:.1f} times less than GPT-2's way, whose cache is {_giga(usual_cache)}"
+    words = (
+        f"Writing waits for memory. A step of {SEQUENCES} sequences with {context:,} tokens each reads {_giga(read)} of"
+        f" weights and {_giga(cache)} of cache, in bf16: {against if times >= 1.05 else 'as much as GPT-2 does'}."
+    )
+    yield Finding("reading", words, {"weight_bytes": read, "cache_bytes": cache, "baseline_cache_bytes": usual_cache})
+
+
+def _share(part: float) -> str:
+    """Per cent, never shown as 0 where it is not."""
+    value = 100 * part
+    if 0 < abs(value) < 0.01:
+        return "less than 0.01%"
+    return f"{value:.2g}%" if abs(value) < 10 else f"{value:.0f}%"
+
+
+def _signed(part: float) -> str:
+    value = 100 * part
+    return f"{value:+.1f}%" if abs(value) >= 0.05 else "0.0%"
+
+
+def _giga(nbytes: int) -> str:
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:,.1f} MB"

@@ -1,0 +1,406 @@
+"""recommend: components for a goal and a size, each with what it costs and the paper that speaks for it.
+
+The choices are what is usually advised; the costs are counted, each choice exchanged alone in a GPT-2 of the same size
+(`design.BASELINE`), and where they contradict the advice that is told. Costs say nothing of quality: for that there are
+the papers. No torch, no weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..architectures import ARCHITECTURES
+from ..errors import UsageError
+from ..spec import ModelSpec, to_json
+from .aspects import aspects
+from .costs import Costs, costs
+from .design import BASELINE, LOW_UP_TO, TRAINED, Design, Shape, build, fit
+from .expressed import expressed
+from .findings import Finding, findings
+from .papers import PAPERS, Paper
+
+__all__ = ["GOALS", "Choice", "Goal", "Recommendation", "parse_budget", "recommend"]
+
+LEAST, MOST = 10**7, 10**12
+"""Parameters."""
+CONTEXT, LONG_CONTEXT = 4_096, 131_072
+"""Tokens where none are asked for; of the goal "context"."""
+VOCABULARY = 32_000
+"""Tokens where none are asked for, as LLaMA has them."""
+WINDOW = 4_096
+"""Of Mistral (2310.06825)."""
+MOST_CONTEXT, MOST_VOCABULARY = 2**27, 2**24
+TOKENS_EACH = 20
+"""Tokens of text a parameter, about what is best for so many FLOPs (2203.15556)."""
+LARGE_HEAD = 0.1
+"""A head that would take more of the budget than this is tied."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is aimed at: the design, in words whose way it is, and what else may be considered (as changes of it).
+
+    tied None: the head is tied where one of its own would take more than `LARGE_HEAD` of the budget.
+    """
+
+    what: str
+    design: Design
+    tied: bool | None
+    considered: tuple[dict[str, Any], ...] = ()
+
+
+_LLAMA = Design("rope", "rmsnorm", "swiglu", "gqa", "serial", bias=False)
+
+GOALS: Mapping[str, Goal] = {
+    "quality": Goal("LLaMA-2's way", _LLAMA, None, ({"attention": "mla", "positions": "rope"}, {"block": "parallel"})),
+    "speed": Goal(
+        "Falcon's way",
+        Design("alibi", "layernorm", "gelu", "mqa", "parallel", bias=False),
+        True,
+        ({"norm": "rmsnorm"}, {"positions": "rope"}, {"attention": "gqa"}),
+    ),
+    "memory": Goal(
+        "the least to keep of each token",
+        replace(_LLAMA, attention="mqa", window=WINDOW),
+        True,
+        ({"attention": "gqa"}, {"attention": "mla", "positions": "rope"}, {"tied": False}),
+    ),
+    "context": Goal(
+        "trained short, stretched long",
+        replace(_LLAMA, positions="yarn"),
+        None,
+        ({"positions": "alibi"}, {"attention": "mqa"}, {"attention": "mla", "positions": "rope"}, {"window": WINDOW}),
+    ),
+    "simplicity": Goal(
+        "the fewest ideas",
+        Design("alibi", "layernorm", "gelu", "mha", "serial", bias=True),
+        True,
+        ({"positions": "rope"}, {"bias": False}),
+    ),
+    "balance": Goal(
+        "what helps most and costs nothing",
+        replace(_LLAMA, feed_forward="gelu"),
+        None,
+        ({"feed_forward": "swiglu"}, {"attention": "mqa"}),
+    ),
+}
+
+ORDER = ("placement", "positions", "norm", "feed_forward", "attention", "block", "bias", "tied", "window")
+"""Choices in the order of their effect; the first four are in the order of what is usually advised."""
+
+_ASPECT = {
+    "placement": "norm",
+    "positions": "position",
+    "norm": "norm",
+    "feed_forward": "feed-forward",
+    "attention": "attention",
+    "block": "block",
+    "bias": "bias",
+    "tied": "head",
+    "window": "window",
+}
+"""In which aspect of a tree a choice is seen."""
+
+_WHY: Mapping[tuple[str, Any], tuple[str, str | None]] = {
+    ("placement", "pre"): ("norms before attention and feed-forward: trains without a warm-up", "pre-norm"),
+    ("positions", "learned"): ("a vector a position, added to the tokens", "transformer"),
+    ("positions", "rope"): ("queries and keys turned by position: relative, and no table", "rope"),
+    ("positions", "yarn"): ("rotary, trained short and stretched with little training", "yarn"),
+    ("positions", "alibi"): ("a bias by distance: no table, reads further than it was trained", "alibi"),
+    ("norm", "layernorm"): ("mean and variance; the norm that most code has", "layernorm"),
+    ("norm", "rmsnorm"): ("no mean to take off, and as good: 7 to 64% less time in its paper", "rmsnorm"),
+    ("feed_forward", "gelu"): ("two matrices, four times as wide as the stream", "gelu"),
+    ("feed_forward", "swiglu"): ("a gate on each unit: better at the same size", "glu"),
+    ("attention", "mha"): ("keys and values of its own for each head", "transformer"),
+    ("attention", "gqa"): ("heads share keys and values: near MHA's quality, MQA's speed", "gqa"),
+    ("attention", "mqa"): ("one key and value for all heads: least to read, a little worse", "mqa"),
+    ("attention", "mla"): ("keys and values made of a small latent: above MHA in its paper", "mla"),
+    ("block", "serial"): ("attention, then feed-forward", "transformer"),
+    ("block", "parallel"): ("both at once: 15% faster training at scale", "palm"),
+    ("bias", True): ("on each linear, as GPT-2 has them", None),
+    ("bias", False): ("none in linears: large models train more stably", "palm"),
+    ("tied", True): ("one table for input and output", "tied"),
+    ("tied", False): ("a table of its own, as LLaMA has it", "llama"),
+    ("window", WINDOW): ("the cache stops growing there; layers above still see further", "mistral"),
+}
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What an exchange in the baseline changes: parameters, bytes of the cache at the context (bf16), FLOPs a token."""
+
+    parameters: int
+    cache: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A component: its kind, what it is in this model, why, and which paper says so.
+
+    cost: what it changes in the baseline, where it is called `alone`, for other heads or widths than this model has.
+    chosen: whether it is recommended, or only worth considering; usual: whether the baseline has it too.
+    """
+
+    kind: str
+    words: str
+    why: str
+    paper: Paper | None
+    alone: str
+    cost: Delta
+    chosen: bool = True
+    usual: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values; differences from the baseline are integers."""
+        paper = self.paper
+        return {
+            "kind": self.kind,
+            "words": self.words,
+            "why": self.why,
+            "paper": None if paper is None else {"authors": paper.authors, "arxiv": paper.arxiv, "title": paper.title},
+            "exchanged_alone": {
+                "words": self.alone,
+                "parameters": self.cost.parameters,
+                "cache_bytes_at_context": self.cost.cache,
+                "flops_a_token": self.cost.flops,
+            },
+            "in_baseline": self.usual,
+        }
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A model for a goal and a budget.
+
+    spec: the tree, in a family's own arithmetic where one has it; family: that one, None where only gptkit's own format
+    holds it. baseline: GPT-2 of the same size. Costs are at `context` tokens.
+    """
+
+    goal: str
+    budget: int
+    context: int
+    shape: Shape
+    spec: ModelSpec
+    family: str | None
+    costs: Costs
+    baseline: ModelSpec
+    baseline_costs: Costs
+    choices: tuple[Choice, ...]
+    considered: tuple[Choice, ...]
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def parameters(self) -> int:
+        return self.costs.parameters
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values; figures are integers. `spec` is what `gptkit params FILE.json` reads."""
+        return {
+            "schema_version": 1,
+            "goal": self.goal,
+            "budget": self.budget,
+            "parameters": self.parameters,
+            "context": self.context,
+            "family": self.family,
+            "costs": _costs_json(self.costs),
+            "baseline": _costs_json(self.baseline_costs),
+            "choices": [each.as_json() for each in self.choices],
+            "considered": [each.as_json() for each in self.considered],
+            "findings": [each.as_json() for each in self.findings],
+            "notes": list(self.notes),
+            "aspects": {each.name: {"words": each.words, "value": each.data} for each in aspects(self.spec)},
+            "spec": to_json(self.spec),
+        }
+
+
+def _costs_json(figures: Costs) -> dict[str, int]:
+    return {
+        "parameters": figures.parameters,
+        "cache_bytes_a_token": figures.cache_bytes(),
+        "cache_bytes_at_context": figures.held_bytes(),
+        "flops_a_token": figures.total_flops,
+    }
+
+
+def recommend(goal: str, params: int | str, *, vocab: int = VOCABULARY, context: int | None = None) -> Recommendation:
+    """Components for a goal and a number of parameters.
+
+    Args:
+        goal: quality, speed, memory, context, simplicity or balance.
+        params: how many, from ten millions to a trillion: 7_000_000_000, "7B", "1.5e9".
+        vocab: tokens of the vocabulary.
+        context: tokens that the model is for; 4,096 unless told, 131,072 for the goal "context".
+
+    Raises:
+        UsageError: an unknown goal, a size that is none, or one that no shape comes near.
+
+    """
+    if goal not in GOALS:
+        raise UsageError(f"unknown goal {goal!r:.40}", f"known: {', '.join(GOALS)}")
+    budget = parse_budget(params)
+    length = context if context is not None else LONG_CONTEXT if goal == "context" else CONTEXT
+    for what, value, most in (("--vocab", vocab, MOST_VOCABULARY), ("--context", length, MOST_CONTEXT)):
+        if not 1 <= value <= most:
+            raise UsageError(f"{what} is {value:,}", f"Give a number from 1 to {most:,}.")
+    design = _settled(GOALS[goal], budget, vocab, length)
+    shape, base = fit(design, budget, vocab, length), fit(BASELINE, budget, vocab, length)
+    family, spec = expressed(build(design, shape, vocab, length))
+    usual = build(BASELINE, base, vocab, length)
+    choices = tuple(_choices(design, spec, base, vocab, length))
+    return Recommendation(
+        goal=goal,
+        budget=budget,
+        context=length,
+        shape=shape,
+        spec=spec,
+        family=family,
+        costs=costs(spec, length),
+        baseline=usual,
+        baseline_costs=costs(usual, length),
+        choices=choices,
+        considered=tuple(_considered(GOALS[goal], design, base, vocab, length)),
+        findings=findings(goal, design, spec, usual, base),
+        notes=_notes(design, shape, family, costs(spec, length), vocab),
+    )
+
+
+def parse_budget(text: int | str) -> int:
+    """A number of parameters: 7_000_000_000, "7B", "124M", "1.5e9", "124,439,808".
+
+    Raises:
+        UsageError: it is no number, or not from ten millions to a trillion.
+
+    """
+    found = _NUMBER.fullmatch(str(text).strip())
+    hint = "Give 7B, 124M, 1.5e9 or a plain number."
+    if found is None:
+        raise UsageError(f"{str(text)!r:.40} is no number of parameters", hint)
+    whole, part, power, unit = found.groups()
+    scale = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}[unit.lower()] + int(power or 0)
+    digits = re.sub("[,_]", "", whole)
+    number: int = int(digits + (part or ".")[1:]) * 10**scale // 10 ** len((part or ".")[1:])
+    if not LEAST <= number <= MOST:
+        raise UsageError(f"{text} parameters are not from 10M to 1T", hint)
+    return number
+
+
+_NUMBER = re.compile(r"(\d{1,3}(?:[,_]\d{3})+|\d{1,15})(\.\d{1,12})?(?:[eE]\+?(\d{1,2}))? ?([kKmMbBgGtT]?)", re.ASCII)
+
+
+# --- choices ---------------------------------------------------------------------------------------------------------
+
+
+def _settled(goal: Goal, budget: int, vocab: int, context: int) -> Design:
+    """The goal's design for this size: whether its head is tied; a window only where texts are longer than it."""
+    design = goal.design
+    if design.window is not None and context <= design.window:
+        design = replace(design, window=None)
+    if design.positions == "yarn" and context <= TRAINED:
+        design = replace(design, positions="rope")
+    if goal.tied is not None:
+        return replace(design, tied=goal.tied)
+    tied = replace(design, tied=True)
+    return replace(design, tied=vocab * fit(tied, budget, vocab, context).hidden > LARGE_HEAD * budget)
+
+
+def _delta(changes: Mapping[str, Any], base: Shape, vocab: int, context: int) -> Delta:
+    """What the first of some changes of the baseline costs, at its shape; the others are there before too."""
+    kind = next(iter(changes), "")
+    without = {name: value for name, value in changes.items() if name != kind}
+    before = costs(build(replace(BASELINE, **without), base, vocab, context), context)
+    after = costs(build(replace(BASELINE, **changes), base, vocab, context), context)
+    return Delta(
+        after.parameters - before.parameters,
+        after.held_bytes() - before.held_bytes(),
+        after.total_flops - before.total_flops,
+    )
+
+
+def _named(kind: str, value: Any, spec: ModelSpec) -> str:
+    """A component as it is called in a tree."""
+    told = {each.name: each.words for each in aspects(spec)}
+    words = told[_ASPECT[kind]]
+    match kind:
+        case "placement":
+            return "pre-norm"
+        case "norm":
+            return words.removesuffix(", pre")
+        case "feed_forward":
+            return words.replace("plain", told["activation"])
+        case "bias":
+            return "biases" if value else "no biases"
+        case "tied":
+            return "tied head" if value else "head of its own"
+        case "window":
+            return f"window {words}"
+    return words
+
+
+def _choices(design: Design, spec: ModelSpec, base: Shape, vocab: int, context: int) -> list[Choice]:
+    """What is recommended, in the order of effect."""
+    found = []
+    for kind in ORDER:
+        value = "pre" if kind == "placement" else getattr(design, kind)
+        if kind == "window" and value is None:
+            continue
+        changes: dict[str, Any] = {} if kind == "placement" else {kind: value}
+        alone = _named(kind, value, build(replace(BASELINE, **changes), base, vocab, context))
+        why, paper = _WHY[kind, value]
+        found.append(
+            Choice(
+                kind=kind.replace("_", "-"),
+                words=_named(kind, value, spec),
+                why=why,
+                paper=None if paper is None else PAPERS[paper],
+                alone=alone,
+                cost=_delta(changes, base, vocab, context),
+                usual=kind == "placement" or getattr(BASELINE, kind) == value,
+            )
+        )
+    return found
+
+
+def _considered(goal: Goal, design: Design, base: Shape, vocab: int, context: int) -> list[Choice]:
+    """What else there is, where the design has not got it."""
+    found = []
+    for changes in goal.considered:
+        kind, value = next(iter(changes.items()))
+        if getattr(design, kind) == value or (kind == "window" and context <= value):
+            continue
+        alone = _named(kind, value, build(replace(BASELINE, **changes), base, vocab, context))
+        why, paper = _WHY[kind, value]
+        cost = _delta(changes, base, vocab, context)
+        source = None if paper is None else PAPERS[paper]
+        found.append(Choice(kind.replace("_", "-"), alone, why, source, alone, cost, chosen=False))
+    return found
+
+
+def _notes(design: Design, shape: Shape, family: str | None, found: Costs, vocab: int) -> tuple[str, ...]:
+    """Where it can be used, how much text it wants, and what to look at again."""
+    notes = []
+    if family is None:
+        notes.append("No transformers family has these components together: only gptkit's own format holds it.")
+    else:
+        notes.append(f"transformers holds it as {ARCHITECTURES[family].hf_class}.")
+    notes.append(
+        f"Hidden size over layers is {shape.hidden / shape.layers:.0f}, as near to GPT-3's models of its size"
+        f" ({PAPERS['gpt3']}) as the number of parameters lets it; quality depends on it weakly ({PAPERS['scaling']})."
+    )
+    tokens = TOKENS_EACH * found.parameters
+    flops = f"{6.0 * found.parameters * tokens:.1e}".replace("e+", "e")
+    notes.append(
+        f"Trained on {tokens / 1e9:,.2g} billion tokens, {TOKENS_EACH} a parameter ({PAPERS['chinchilla']}), it takes"
+        f" {flops} FLOPs, 6 a parameter and token."
+    )
+    if vocab % 64:
+        notes.append(f"A vocabulary of {vocab + -vocab % 64:,}, a multiple of 64, multiplies faster than {vocab:,}.")
+    if design.positions == "rope" and found.context > LOW_UP_TO:
+        notes.append(
+            f"The rotary base is higher than 10,000 for the sake of {found.context:,} tokens ({PAPERS['base']})."
+        )
+    return tuple(notes)

@@ -1,0 +1,61 @@
+"""recommend: components for a goal and a number of parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from shlex import quote
+from typing import Annotated
+
+import typer
+
+from ..terminal import console, say
+from .base import Json, Quiet, app, examples, guarded
+
+VOCABULARY = 32_000
+
+
+@app.command(
+    epilog=examples(
+        "gptkit recommend --goal quality --params 7B",
+        "gptkit recommend --goal context --params 1.5e9 --context 65536 --vocab 128256",
+        "gptkit recommend --goal memory --params 124M --out small.json",
+    )
+)
+@guarded
+def recommend(
+    goal: Annotated[str, typer.Option(help="quality, speed, memory, context, simplicity or balance.")],
+    params: Annotated[str, typer.Option(metavar="NUMBER", help="How many parameters: 7B, 124M, 1.5e9.")],
+    vocab: Annotated[int, typer.Option(metavar="TOKENS", help="Of the vocabulary.")] = VOCABULARY,
+    context: Annotated[
+        int | None, typer.Option(metavar="TOKENS", help="The model is for; 4,096, or 131,072 for the goal context.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it as a spec: FILE.json.")] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Choose components for a goal and a size, with costs and papers."""
+    from ..analysis.recommend import recommend as run
+
+    found = run(goal, params, vocab=vocab, context=context)
+    if out is not None:
+        from ..converter.tree import write_spec
+
+        write_spec(found.spec, out)
+    if json:
+        from ..report.tables import print_json
+
+        print_json(found.as_json())
+        return
+    if not quiet:
+        from ..report.recommendation import recommendation_table
+
+        console().print(recommendation_table(found))
+    file = quote(str(out or f"{goal}.json"))
+    again = [] if out is not None else [f"{asked(goal, params, vocab, context)} --out {file}"]
+    say(["", "Next:", *again, f"gptkit params {file} --flops --memory", f"gptkit load --random {file}"], quiet)
+
+
+def asked(goal: str, params: str, vocab: int, context: int | None) -> str:
+    """The call, as it was made."""
+    more = [*([f"--vocab {vocab}"] if vocab != VOCABULARY else []), *([f"--context {context}"] if context else [])]
+    return " ".join(["gptkit recommend --goal", goal, "--params", quote(params), *more])

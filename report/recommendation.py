@@ -1,0 +1,138 @@
+"""What `recommend` prints: choices with their papers, what each costs, and what the costs say to the advice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .comparison import flops
+from .sheets import Layout, Row, Sheet, binary
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table
+
+    from ..analysis.recommend import Choice, Recommendation
+
+__all__ = ["RecommendationTable", "recommendation_table"]
+
+NARROWEST = 72
+"""Characters below which a choice is told in lines one below the other."""
+BETWEEN = 2
+
+
+def recommendation_table(found: Recommendation) -> RecommendationTable:
+    """What rich prints."""
+    return RecommendationTable(found)
+
+
+@dataclass(frozen=True)
+class RecommendationTable:
+    """A renderable that chooses its form when it learns how wide the terminal is."""
+
+    found: Recommendation
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        page, found = _Page(options.max_width, options.ascii_only), self.found
+        off = 100 * (found.parameters / found.budget - 1)
+        size = f"{found.parameters:,} parameters, {off:+.1f}% of what was asked for"
+        yield Text.assemble((page.clean(found.goal), "bold"), page.clean(f"  {size}"))
+        yield page.note(shape_words(found))
+        yield ""
+        yield Text("Components, in the order of their effect", style="bold")
+        yield from page.choices(found.choices)
+        yield ""
+        yield costs_sheet(found)
+        yield ""
+        yield Text("What the costs say", style="bold")
+        for finding in found.findings:
+            yield page.item(f"Against the advice: {finding.words}" if finding.against else finding.words)
+        yield ""
+        yield from (page.note(note) for note in found.notes)
+
+
+def shape_words(found: Recommendation) -> str:
+    """The shape in a line."""
+    spec, shape = found.spec, found.shape
+    heads = f"{shape.heads} heads of {shape.head_dim}" if shape.heads > 1 else f"one head of {shape.head_dim}"
+    return (
+        f"{len(spec.blocks):,} layers · {spec.hidden_size:,} wide · {heads}"
+        f" · vocabulary {spec.vocab_size:,} · context {found.context:,}"
+    )
+
+
+def costs_sheet(found: Recommendation) -> Sheet:
+    """Each choice exchanged alone in the baseline, what else there is, and both models as they are."""
+    layers, hidden = len(found.baseline.blocks), found.baseline.hidden_size
+    rows = [_whole_row("GPT-2's way", found.baseline_costs)]
+    rows += [_exchange(choice) for choice in found.choices if not choice.usual]
+    if found.considered:
+        first, *rest = (_exchange(choice, "dim") for choice in found.considered)
+        rows += [Row(f"({first.label})", first.cells, first.style, ruled=True)]
+        rows += [Row(f"({row.label})", row.cells, row.style) for row in rest]
+    own = _whole_row("recommended", found.costs)
+    rows.append(Row(own.label, own.cells, "bold", ruled=True))
+    return Sheet(
+        title="exchanged alone",
+        columns=("parameters", f"KV at {found.context:,}", "FLOPs a token"),
+        rows=tuple(rows),
+        notes=(
+            f"GPT-2's way: {layers:,} layers, {hidden:,} wide. Cache in bf16; a token sees {found.context:,}.",
+            *(("In brackets what is not taken.",) if found.considered else ()),
+        ),
+    )
+
+
+def _whole_row(label: str, costs: Any) -> Row:
+    return Row(label, (f"{costs.parameters:,}", binary(costs.held_bytes()), flops(costs.total_flops)), "bold")
+
+
+def _exchange(choice: Choice, style: str | None = None) -> Row:
+    cost = choice.cost
+    cells = (f"{cost.parameters:+,}" if cost.parameters else "0", signed(cost.cache, binary), signed(cost.flops, flops))
+    return Row(choice.alone, cells, style)
+
+
+def signed(number: int, words: Any) -> str:
+    """A difference in words that have no sign."""
+    return "0" if number == 0 else f"{'+' if number > 0 else '-'}{words(abs(number))}"
+
+
+@dataclass(frozen=True)
+class _Page(Layout):
+    """Choices on a terminal this wide."""
+
+    def choices(self, choices: tuple[Choice, ...]) -> RenderResult:
+        if self.width >= NARROWEST:
+            yield self.beside(choices)
+            return
+        for choice in choices:
+            yield self.text(choice.words)
+            yield self.item(choice.why, "  ")
+            if choice.paper is not None:
+                yield self.item(str(choice.paper), "  ")
+
+    def beside(self, choices: tuple[Choice, ...]) -> Table:
+        """What, why, and where it is written."""
+        from rich.table import Table
+
+        table = Table(box=None, show_edge=False, show_header=False, padding=(0, BETWEEN, 0, 0), pad_edge=False)
+        table.add_column(no_wrap=True, width=max(len(choice.words) for choice in choices), style="bold")
+        table.add_column(overflow="fold")
+        table.add_column(no_wrap=True, width=max(len(str(choice.paper or "")) for choice in choices), style="dim")
+        for choice in choices:
+            table.add_row(*map(self.text, (choice.words, choice.why, str(choice.paper or ""))))
+        return table
+
+    def item(self, words: str, before: str = "- ") -> Any:
+        """A line that is set in where it goes on."""
+        from rich.padding import Padding
+        from rich.table import Table
+
+        table = Table(box=None, show_edge=False, show_header=False, padding=0, pad_edge=False)
+        table.add_column(no_wrap=True, width=len(before))
+        table.add_column(overflow="fold")
+        table.add_row(self.text(before), self.text(words))
+        return Padding(table, 0)
