@@ -244,13 +244,24 @@ class TrainingFlops:
     forward: the forward pass. The backward pass makes two products for each of its products, one for the gradient of
     either factor: 2 × forward. six_n: 6·N·D, D = batch · tokens, N all parameters that a token meets (Hoffmann et al.
     2203.15556); six_n_non_embedding: N without tables and head (Kaplan et al. 2001.08361), which leaves scores and
-    head out. flash_extra: fused kernels keep no scores and make them again for the backward pass, a product more.
-    checkpointing_extra: with every layer's activations made again (Chen et al. 1604.06174), the layers' forward pass.
+    head out.
     """
 
     forward: Flops
     six_n: int
     six_n_non_embedding: int
+
+    @property
+    def flash_extra(self) -> int:
+        """What fused kernels add, which keep no scores: each is made again, a product more to the four of the backward
+        pass, as dense kernels make them. torch's own counter counts so.
+        """
+        return self.forward.scores // 2
+
+    @property
+    def checkpointing_extra(self) -> int:
+        """What running every layer again adds (Chen et al. 1604.06174), scores as dense kernels make them."""
+        return self.forward.dense - self.forward.products["head"]
 
     @property
     def dense(self) -> int:
@@ -266,6 +277,7 @@ class TrainingFlops:
             "tokens": self.forward.tokens,
             "batch": self.forward.batch,
             "total": {"dense": self.dense, "causal": self.causal},
+            "extra": {"fused_attention": self.flash_extra, "checkpointing": self.checkpointing_extra},
             "6N": {"active": self.six_n, "active_non_embedding": self.six_n_non_embedding},
         }
 

@@ -64,7 +64,7 @@ class TrainingMemory:
     the optimiser adds to, where computing is in a narrower dtype; 0 otherwise. activations: what is alive of the
     forward pass as the backward pass begins: by component what autograd keeps (`analysis.activations`), and under
     "logits" these themselves and their gradient, twice in fp32. checkpointed: the same where layers keep their inputs
-    alone and are run again. assumed: what was, a sentence each.
+    alone and are run again one at a time, at its worst moment. assumed: what was, a sentence each.
 
     The total is that of a step which finds gradients there: every step but the first where they are accumulated.
     """
@@ -206,13 +206,21 @@ def training_memory(
         moments=2 * parameters * wide,
         master=parameters * wide if size < wide else 0,
         by_component={**kept(spec, run), "logits": logits},
-        checkpointed_by_component={**kept_by_checkpointing(spec, run), "logits": logits},
+        checkpointed_by_component=_checkpointed(spec, run, logits),
         assumed=(
             f"weights, gradients and activations in {name}, Adam's moments in float{8 * wide}"
             + (f", weights in float{8 * wide} beside them" if size < wide else ""),
             f"no dropout, {_attention(spec, attention)}, logits of every token",
         ),
     )
+
+
+def _checkpointed(spec: ModelSpec, run: Pass, logits: int) -> dict[str, int]:
+    """The loss and the logits are gone when the first layer is run again: whichever is more."""
+    found = {**kept_by_checkpointing(spec, run), "logits": logits}
+    last = found["loss"] + logits
+    gone = ("layer",) if last >= found["layer"] else ("loss", "logits")
+    return {name: value for name, value in found.items() if name not in gone}
 
 
 def _attention(spec: ModelSpec, kernel: Kernel) -> str:

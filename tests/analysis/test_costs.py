@@ -1,16 +1,36 @@
-"""Costs: against published figures, against a count of the modules' own products, and what must not change them."""
+"""Costs: against published figures, against a count of the modules' own products, against caches that generated, and
+what must not change them.
+"""
+
+from typing import Any
 
 import msgspec
 import pytest
 import torch
-from families import CONFIGS, spec_of
-from torch.utils.flop_counter import FlopCounterMode
+from families import CONFIGS, VARIANTS, Variant, decoder_from, randomised_reference, spec_of
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from trees import TREES as OTHERS
+from trees import filled, random_weights
 
-from gptkit.analysis.costs import CONTEXT, costs, usual_context
+from gptkit.analysis.activations import way
+from gptkit.analysis.costs import (
+    CONTEXT,
+    cache_bytes,
+    cache_curve,
+    costs,
+    forward_flops,
+    pairs_in_sight,
+    training_flops,
+    usual_context,
+)
 from gptkit.analysis.parameters import count
 from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
+from gptkit.errors import UsageError
 from gptkit.modules import Cache, Decoder
+from gptkit.modules.generate import generate
 from gptkit.spec import GatedFeedForward, LatentAttention, MixtureOfExperts, ModelSpec, Rotary
 
 replace = msgspec.structs.replace
@@ -147,3 +167,195 @@ def test_json_adds_up() -> None:
     flops = told["flops_a_token"]
     assert flops["total"] == sum(value for name, value in flops.items() if name != "total")
     assert told["cache_bytes_a_token"]["float32"] == 2 * told["cache_bytes_a_token"]["bfloat16"]
+
+
+# --- many tokens at once ---
+
+ALL = {**{variant.name: spec_of(variant.config) for variant in VARIANTS}, **OTHERS}
+"""Every variant of every family, and trees that no family has: latent attention, mixtures of any kind."""
+
+
+def fused_forward(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **more: Any) -> int:
+    return sdpa_flop_count(q, k, v)
+
+
+def fused_backward(grad: Any, q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **more: Any) -> int:
+    return sdpa_backward_flop_count(grad, q, k, v)
+
+
+FUSED = {
+    # Counted as torch counts the same kernels of other devices; the processor's it does not know.
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: fused_forward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: fused_backward,
+}
+
+
+def counted_passes(spec: ModelSpec, kernel: str, batch: int, tokens: int) -> tuple[int, int]:
+    """torch's count of a forward pass, and of a forward and a backward pass."""
+    model = filled(spec, random_weights(spec), torch.float32, kernel)  # type: ignore[arg-type]
+    ids = torch.randint(0, spec.vocab_size, (batch, tokens))
+    with FlopCounterMode(display=False, custom_mapping=FUSED) as counter, torch.no_grad():
+        model(ids)
+    forward = counter.get_total_flops()
+    with FlopCounterMode(display=False, custom_mapping=FUSED) as counter:
+        model(ids).logsumexp(-1).sum().backward()
+    return forward, counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", list(ALL))
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+def test_flops_are_torchs_count_of_the_built_module(name: str, kernel: str) -> None:
+    spec, batch, tokens = ALL[name], 2, 24  # past the windows of 16
+    found, training = forward_flops(spec, tokens, batch), training_flops(spec, tokens, batch)
+    forward, both = counted_passes(spec, kernel, batch, tokens)
+    assert forward == found.dense
+    assert training.forward == found
+    # A fused kernel makes the scores again for the backward pass, which is counted as half of its forward pass.
+    fused = [way(block.attention, kernel) == "fused" for block in spec.blocks]
+    alone = [forward_flops(replace(spec, blocks=(block,)), tokens, batch).scores for block in spec.blocks]
+    again = sum(scores for scores, is_fused in zip(alone, fused, strict=True) if is_fused)
+    assert both == training.dense + training.flash_extra * again // found.scores
+    assert (again == 0) == (kernel == "eager" or not any(fused))
+
+
+def test_a_wrong_tree_is_not_counted_alike() -> None:
+    """The check above can fail: another width, other heads, one expert more."""
+    spec = OTHERS["experts-gated"]
+    forward, _ = counted_passes(spec, "eager", 1, 8)
+    wrong = [mixture(spec_of(CONFIGS["llama-2"]), 5, 3), spec_of(CONFIGS["llama"])]
+    assert all(forward_flops(each, 8).dense != forward for each in wrong)
+
+
+@given(st.integers(1, 60), st.one_of(st.none(), st.integers(1, 70)))
+def test_pairs_in_sight(tokens: int, window: int | None) -> None:
+    mask = [(q, k) for q in range(tokens) for k in range(q + 1) if window is None or k > q - window]
+    assert pairs_in_sight(tokens, window) == len(mask)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "mixtral", "falcon-7b"])
+def test_what_the_mask_needs_is_what_tokens_cost_one_after_the_other(name: str) -> None:
+    spec, tokens = ALL[name], 40
+    found = forward_flops(spec, tokens, 3)
+    assert found.causal == 3 * sum(costs(spec, seen).total_flops for seen in range(1, tokens + 1))
+    assert found.causal < found.dense
+    assert found.head_of_last * tokens == found.products["head"]
+    told = found.as_json()
+    assert told["total"] == {
+        kind: sum(told["components"].values()) + told["scores"][kind] for kind in ("dense", "causal")
+    }
+
+
+def test_six_n() -> None:
+    """Kaplan's 6 N D leaves out scores and head; with them it is what products cost."""
+    spec = preset("llama-3-8b")
+    found, tokens = training_flops(spec, 1024, 4), 4096
+    counted = count(spec)
+    assert found.six_n == 6 * counted.total * tokens
+    assert found.six_n_non_embedding == 6 * counted.non_embedding * tokens
+    vectors = sum(p.count for p in spec.parameters() if len(p.shape) == 1)
+    head = 3 * found.forward.products["head"]
+    assert found.dense - 3 * found.forward.scores - head == found.six_n_non_embedding - 6 * vectors * tokens
+    mixed = training_flops(preset("mixtral-8x7b"), 16)
+    assert mixed.six_n == 6 * 16 * 12_879_925_248  # "13B active parameters" (Mistral AI, 2401.04088)
+
+
+# --- caches ---
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_cache_bytes_are_those_of_caches_that_generated(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, new = spec_of(variant.config), 6
+    architecture = architecture_of(variant.config)
+    reference = randomised_reference(variant.config, attention=architecture.reference(spec)[0])
+    ids = torch.randint(0, spec.vocab_size, (2, 20), generator=torch.Generator().manual_seed(0))
+    out = reference.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+    )
+    seen = ids.shape[1] + new - 1  # the last id was predicted, and never read
+    found = cache_bytes(spec, seen, "float32", 2)
+    theirs = [part for layer in out.past_key_values.layers for part in (layer.keys, layer.values)]
+    assert sum(part.nbytes for part in theirs) == found.in_transformers
+    repeats = variant.name in ("falcon-40b", "falcon-11b", "falcon-RefinedWeb")
+    assert (found.in_transformers > found.held) == repeats
+    # Their windows are views of what the last step looked at: memory is that of a rolling buffer.
+    expanded = found.in_transformers - found.held
+    assert sum(part.untyped_storage().nbytes() for part in theirs) == found.buffer + expanded
+
+    made: list[Cache] = []
+
+    def cache(of: ModelSpec) -> Cache:
+        made.append(Cache(of))
+        return made[-1]
+
+    monkeypatch.setattr("gptkit.modules.generate.Cache", cache)
+    ours = decoder_from(reference, variant.config)
+    assert len(list(generate(ours, ids[0], new))) == new
+    assert bytes_in(made[0]) == cache_bytes(spec, seen, "float32").held
+
+
+def bytes_in(cache: Cache) -> int:
+    """Of the tokens that a cache keeps; it makes room for some more ahead of time."""
+    parts = [part for layer in cache.layers for part in (layer.keys, layer.values)]
+    kept = [part.memory.narrow(-2, part.first, part.end - part.first) for part in parts if part.memory is not None]
+    return sum(each.nbytes for each in kept)
+
+
+@pytest.mark.parametrize("name", [name for name in OTHERS if name.startswith(("latent", "both"))])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_cache_bytes_of_latents(name: str, dtype: str) -> None:
+    spec, cache = OTHERS[name], Cache(OTHERS[name])
+    model = filled(spec, random_weights(spec), getattr(torch, dtype))
+    with torch.no_grad():
+        for tokens in (19, 1, 1):
+            model(torch.zeros(3, tokens, dtype=torch.long), cache=cache)
+    found = cache_bytes(spec, 21, dtype, 3)
+    assert bytes_in(cache) == found.held
+    assert found.in_transformers is None
+
+
+def test_windows_roll() -> None:
+    spec = ALL["mistral"]
+    sizes = cache_curve(spec, [1, 15, 16, 17, 1000], "float16")
+    a_token = sizes[0].held
+    assert [size.held // a_token for size in sizes] == [1, 15, 15, 15, 15]
+    assert [size.buffer // a_token for size in sizes] == [1, 15, 16, 16, 16]
+    assert a_token == sizes[0].a_token == cache_bytes(spec, 1, "fp8").held * 2
+    assert preset("mistral-7b").blocks[0].attention.window == 4096
+    # The published figure: windows of 4,096 tokens of 128 KiB.
+    assert cache_bytes(preset("mistral-7b"), 32768).buffer == 4096 * 131_072
+
+
+def test_a_curve_ends_with_the_table_of_positions() -> None:
+    spec = preset("gpt2")
+    assert [size.context for size in cache_curve(spec, [512, 1024, 1025, 4096])] == [512, 1024]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (lambda: forward_flops(preset("gpt2"), 0), "0 tokens"),
+        (lambda: forward_flops(preset("gpt2"), 8, -1), "-1 sequences"),
+        (lambda: training_flops(preset("gpt2"), 1025), "table of 1,024 positions"),
+        (lambda: cache_bytes(preset("llama-3-8b"), 2**31), "tokens: expected 1 to"),
+        (lambda: cache_bytes(preset("llama-3-8b"), 8, "float7"), "unknown dtype 'float7'"),
+        (lambda: cache_curve(preset("llama-3-8b"), [8, 0]), "0 tokens"),
+    ],
+)
+def test_what_cannot_be_asked(asked: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        asked()
+
+
+def test_names_of_dtypes() -> None:
+    spec = preset("gpt2")
+    for name in ("BF16", "bf16", "torch.bfloat16", "bfloat16"):
+        assert cache_bytes(spec, 8, name).dtype == "bfloat16"
+    assert cache_bytes(spec, 8, "F8_E4M3").dtype == "float8_e4m3fn"
+    for size, dtype in ((8, "f64"), (4, "fp32"), (2, "f16"), (1, "int8")):
+        assert cache_bytes(spec, 8, dtype).held == 8 * 12 * 2 * 768 * size
