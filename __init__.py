@@ -9,6 +9,7 @@ never waits for torch.
     swap(model, out, norm)       exchange a component, with a guarantee that is measured
     params(model)                parameters per component, from a config alone
     compare(model, other)        what differs between models, with costs
+    diff(a, b)                   what differs between two checkpoints, tensor by tensor
     recommend(goal, params)      components for a goal and a size, with costs and papers
     verify(model, other)         logits against transformers
     generate(model, text)        text from a checkpoint, as an iterator of pieces
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .analysis.compare import compare as compare
+    from .analysis.diff import diff as diff
     from .analysis.params import params as params
     from .analysis.recommend import recommend as recommend
     from .converter.checkpoint import open_checkpoint as open_checkpoint
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "compare": ".analysis.compare",
     "convert": ".converter.convert",
+    "diff": ".analysis.diff",
     "generate": ".modules.text",
     "load": ".modules.load",
     "open_checkpoint": ".converter.checkpoint",
@@ -48,6 +51,7 @@ __all__ = [
     "__version__",
     "compare",
     "convert",
+    "diff",
     "generate",
     "load",
     "open_checkpoint",

@@ -10,12 +10,12 @@ import signal
 import sys
 from typing import NoReturn
 
-from .commands import convert, demo, generate, params, show, swap, verify
+from .commands import compare, convert, demo, diff, generate, params, recommend, show, swap, verify
 from .commands.base import Terminated, app
 
 __all__ = ["COMMANDS", "app", "main"]
 
-COMMANDS = (params, show, convert, swap, verify, generate, demo)
+COMMANDS = (params, compare, diff, show, recommend, convert, swap, verify, generate, demo)
 """The modules, each of which adds its commands to `app` when it is imported."""
 
 

@@ -30,6 +30,8 @@ FEW_RUNS = 64
 """So many runs of rows are listed; of more, how many rows there are."""
 Reading = Literal["low", "high", "unclear"]
 """Two thin matrices make the change; none do; it is too small beside rounding for its rank to be told."""
+FEW_ROWS = 0.25
+"""Of a matrix's rows: a change of no more of them is one of rows, whatever its rank."""
 HALF = 0.5
 """Of the change: what directions above rounding are to hold for its rank to be known."""
 CONCENTRATED = 0.5
@@ -68,9 +70,14 @@ class TensorDiff:
 
     @property
     def reading(self) -> Reading | None:
-        """What the rank of the change says; None where there is none: no matrix, not changed, not looked for."""
-        rank = None if self.figures is None else self.figures.rank
-        if rank is None or self.shape_a is None or self.status != "changed":
+        """What the rank of the change says; None where it says nothing: no matrix, not changed, not looked for, some
+        rows alone, a multiple.
+        """
+        figures = self.figures
+        rank = None if figures is None else figures.rank
+        if figures is None or rank is None or self.shape_a is None or self.status != "changed":
+            return None
+        if figures.scale is not None or figures.rows_changed <= FEW_ROWS * figures.rows_all:
             return None
         if rank.more or rank.rank * sum(self.shape_a) > CONCENTRATED * math.prod(self.shape_a):
             return "high"

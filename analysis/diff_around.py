@@ -13,7 +13,7 @@ import msgspec
 from ..converter.checkpoint import Checkpoint
 from ..converter.tokenizer import token_files
 from ..errors import InvalidInput
-from ..spec import Component, ModelSpec, differences
+from ..spec import Component, ModelSpec, differences, without_rounding
 from .parameters import layer_ranges, range_label
 
 __all__ = ["FileChange", "TreeChange", "changed_files", "changed_tree"]
@@ -26,12 +26,15 @@ TOLD = 4
 
 @dataclass(frozen=True)
 class TreeChange:
-    """A field of the tree that differs: its path, "blocks.*.…" where it is in layers; `layers` says which."""
+    """A field of the tree that differs: its path, "blocks.*.…" where it is in layers; `layers` says which. `rounding`:
+    it says how a component rounds, and nothing of what function it is.
+    """
 
     path: str
     layers: str | None
     a: str
     b: str
+    rounding: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,14 +52,18 @@ def changed_tree(a: ModelSpec, b: ModelSpec) -> list[TreeChange]:
     """Where two trees differ, what is the same in several layers told once; layers are paired by their numbers."""
     folded: dict[tuple[str, str, str], list[int]] = {}
     layers = min(len(a.blocks), len(b.blocks))
-    alike = (msgspec.structs.replace(each, blocks=each.blocks[:layers]) for each in (a, b))
+    one, other = (msgspec.structs.replace(each, blocks=each.blocks[:layers]) for each in (a, b))
     found = [("layers", len(a.blocks), len(b.blocks))] if len(a.blocks) != len(b.blocks) else []
-    for path, x, y in [*found, *differences(*alike)]:
+    function = {"layers", *(path for path, _, _ in differences(without_rounding(one), without_rounding(other)))}
+    for path, x, y in [*found, *differences(one, other)]:
         parts = path.split(".")
         layer = int(parts[1]) if parts[0] == "blocks" and len(parts) > 1 else None
         key = path if layer is None else ".".join(["blocks", "*", *parts[2:]])
         folded.setdefault((key, _words(x), _words(y)), []).extend([] if layer is None else [layer])
-    return [TreeChange(path, _layers(where), x, y) for (path, x, y), where in folded.items()]
+    return [
+        TreeChange(path, _layers(where), x, y, rounding=path.replace("*", f"{min(where, default='*')}") not in function)
+        for (path, x, y), where in folded.items()
+    ]
 
 
 def _layers(layers: list[int]) -> str | None:
@@ -68,13 +75,9 @@ def _layers(layers: list[int]) -> str | None:
 
 
 def _words(value: Any) -> str:
-    """A value of the tree in short: a component by its name and what it holds."""
+    """A value of the tree in short: a component by what kind it is."""
     if isinstance(value, Component):
-        name = type(value).__name__
-        fields = msgspec.to_builtins(value)
-        plain = [f"{key} {each}" for key, each in fields.items() if isinstance(each, int | float | str)]
-        own = [each for each in plain if not each.startswith("type ")]
-        return f"{name}({', '.join(own)})" if own else name
+        return type(value).__name__
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "none" if value is None else str(value)

@@ -1,0 +1,79 @@
+"""diff: two checkpoints, tensor by tensor."""
+
+from __future__ import annotations
+
+from typing import Annotated, get_args
+
+import typer
+
+from ..errors import UsageError
+from ..terminal import console, progress_bar, say
+from .base import AllowExtra, AllowPickle, Html, Json, Offline, Png, Quiet, Svg, app, examples, guarded
+from .completion import complete_model
+
+Side = "org/name or org/name@revision, a folder, a .safetensors or .gguf file, or sample:gpt2."
+
+
+@app.command(
+    epilog=examples(
+        "gptkit diff base tuned   (exit 0: the same values, 3: different)",
+        "gptkit diff base tuned --by layer --html changes.html",
+        "gptkit diff model.gguf org/name --json",
+    )
+)
+@guarded
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help=Side, autocompletion=complete_model)],
+    b: Annotated[str, typer.Argument(metavar="B", help="The other, of any format.", autocompletion=complete_model)],
+    by: Annotated[
+        str, typer.Option("--by", metavar="component|layer|tensor", help="What the table has a row for.")
+    ] = "component",
+    everything: Annotated[bool, typer.Option("--all", help="List every tensor that differs.")] = False,
+    rank: Annotated[bool, typer.Option("--rank/--no-rank", help="Tell the rank of each matrix's change.")] = True,
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads, by default one a core.")] = None,
+    json: Json = False,
+    html: Html = None,
+    png: Png = None,
+    svg: Svg = None,
+    offline: Offline = False,
+    allow_pickle: AllowPickle = False,
+    allow_extra: AllowExtra = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare two checkpoints tensor by tensor: what is missing, added, changed, and how."""
+    from ..report.diff import By, diff_report
+
+    what: By | None = next((each for each in get_args(By) if by in (each, f"{each}s")), None)
+    if what is None:
+        raise UsageError(f"--by {by!r:.40} is none of {', '.join(get_args(By))}", "--by tensor lists every tensor")
+    drawn = any(path is not None for path in (html, png, svg))
+    if drawn:
+        from ..report import pictures
+
+        pictures.ready(html, png, svg)
+    from ..analysis.diff import diff as run
+
+    with progress_bar("comparing", quiet or json) as advance:
+        found = run(
+            a,
+            b,
+            offline=offline,
+            allow_pickle=allow_pickle,
+            allow_extra=allow_extra,
+            rank=rank,
+            workers=workers,
+            progress=advance,
+        )
+    if json:
+        from ..report.tables import print_json
+
+        print_json(found.as_json())
+    elif not quiet:
+        console().print(diff_report(found, what, everything))
+    if drawn:
+        from ..report.diff_page import diff_page
+
+        written = pictures.write(diff_page(found), html, png, svg)
+        say([f"written: {path}" for path in written], quiet=quiet or json)
+    if not found.same:
+        raise typer.Exit(3)

@@ -1,0 +1,136 @@
+"""The page of `diff`: a heatmap of the relative change by layer and component, and tables of all that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from .. import __version__
+from ..analysis.changes import STATUSES
+from .diff import COLUMNS, group_cells, label
+from .diff_words import DTYPES, HEADINGS, figure, files_told, listed, most_changed, readings, remarks, sides, verdict
+from .heatmap import Cell, heatmap
+from .pages import Figure, Lines, Page, Section, Table, counted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..analysis.changes import Diff, Group, TensorDiff
+
+__all__ = ["diff_page"]
+
+
+def diff_page(found: Diff) -> Page:
+    """The page of a comparison."""
+    everything = found.all
+    facts = [(STATUSES[status], f"{number:,}") for status, number in found.counts.items() if number]
+    if everything.relative is not None:
+        facts.append(("relative change", figure(everything.relative)))
+    if found.low_rank is not None:
+        facts.append(("largest rank", f"{found.low_rank.rank:,}"))
+    return Page(
+        title=f"{found.a.reference} → {found.b.reference}",
+        subtitle="two checkpoints, tensor by tensor",
+        verdict=verdict(found),
+        good=found.same,
+        facts=(*facts, ("gptkit", __version__)),
+        sections=tuple(_sections(found)),
+        footer=f"Made by gptkit {__version__}. This page asks no server for anything.",
+    )
+
+
+def _sections(found: Diff) -> Iterator[Section]:
+    words = (*(line.replace("  ", ": ", 1) for line in sides(found)), *readings(found))
+    yield Section("What differs", (Lines(words),))
+    compared = [group for group in found.by_place() if _compared(group)]
+    if compared:
+        yield Section("Where", (_figure(compared), _groups("By component", found.by_module())))
+        yield Section("By layer", (_groups("By layer, and what stands outside of layers", found.by_layer()),))
+    changed = most_changed(found)
+    if changed:
+        yield Section("Tensors", (_tensors(changed),))
+    for status, heading in HEADINGS.items():
+        lines = listed([each for each in found.tensors if each.status == status])
+        if lines:
+            yield Section(f"Tensors {heading[0].lower()}{heading[1:]}", (Lines(tuple(lines), listed=True),))
+    if found.tree:
+        yield Section("Trees", (_tree(found),))
+    if found.files:
+        yield Section("Files beside the weights", (Lines(tuple(files_told(found)), listed=True),))
+    if found.notes:
+        yield Section("Notes", (Lines(found.notes, listed=True),))
+
+
+def _compared(group: Group) -> bool:
+    return any(each.status in ("same", "dtype", "rounded", "changed") for each in group.tensors)
+
+
+def _figure(groups: Sequence[Group]) -> Figure:
+    cells = [_cell(group) for group in groups]
+    rows = tuple((_place(group), *group_cells(group)) for group in groups)
+    changed = [group for group in groups if group.changed]
+    most = max(changed, key=lambda group: _size(group.relative), default=None)
+    largest = "Nothing changed." if most is None else f"Largest: {_place(most)}, {figure(most.relative)}."
+    return heatmap(
+        cells,
+        title="Relative change by layer and component",
+        summary=f"|B − A| / |A| (Frobenius) of what changed at each place. {largest} Places without a colour are on one"
+        " side alone, or of another shape.",
+        measure="relative change",
+        table=Table(
+            f"{counted(len(rows), 'place')} as a table",
+            (("place", False), *((name, True) for name in COLUMNS)),
+            rows,
+            folded=True,
+        ),
+    )
+
+
+def _cell(group: Group) -> Cell:
+    """Rounding to a narrower dtype has a colour of its own; a change from zero is beyond all figures."""
+    changed = group.changed
+    counts = any(each.status == "changed" for each in changed)
+    told = [f"relative change: {figure(group.relative) if changed else '0'}"]
+    if changed:
+        told += [f"{len(changed)} of {counted(len(group.tensors), 'tensor')} changed"]
+        told += [f"{each.name.split('.')[-1]}: {', '.join(remarks(each))}" for each in changed[:2]]
+    value = _size(group.relative) if changed else 0.0
+    # A change that is not in any figure (to NaN alone) is one all the same.
+    value = float("inf") if counts and (value == 0.0 or group.not_finite) else value
+    return Cell(group.name.replace(".", " ").replace("_", " "), group.layer, value, tuple(told), counts)
+
+
+def _size(relative: float | None) -> float:
+    return float("inf") if relative is None else relative
+
+
+def _place(group: Group) -> str:
+    return group.name if group.layer is None else f"layer {group.layer} {group.name}"
+
+
+def _groups(caption: str, groups: Sequence[Group]) -> Table:
+    rows = tuple((label(group), *group_cells(group)) for group in groups)
+    lit = frozenset(index for index, group in enumerate(groups) if group.changed)
+    some = lit if len(lit) < len(groups) else frozenset()
+    return Table(caption, (("", False), *((name, True) for name in COLUMNS)), rows, some)
+
+
+def _tensors(changed: Sequence[TensorDiff]) -> Table:
+    rows = tuple((each.name, figure(_relative(each)), _dtypes(each), ", ".join(remarks(each))) for each in changed)
+    columns = (("tensor", False), ("relative", True), ("stored as", False), ("", False))
+    return Table(f"{counted(len(rows), 'tensor')} of other values, most changed first", columns, rows, folded=True)
+
+
+def _relative(each: TensorDiff) -> float | None:
+    return None if each.figures is None else each.figures.relative
+
+
+def _dtypes(each: TensorDiff) -> str:
+    names = [DTYPES.get(dtype or "", dtype or "–") for dtype in dict.fromkeys((each.dtype_a, each.dtype_b))]
+    return " → ".join(names)
+
+
+def _tree(found: Diff) -> Table:
+    rows = tuple((each.path, each.layers or "", each.a, each.b) for each in found.tree)
+    columns = (("field", False), ("layers", False), ("A", False), ("B", False))
+    return Table("Where the trees differ", columns, rows)
