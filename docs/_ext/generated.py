@@ -5,6 +5,7 @@ The functions know nothing of Sphinx, so that a test can call them too.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 
 import components
 import msgspec
+import outlines
 import typer
 
 from gptkit import spec as tree
@@ -68,15 +70,23 @@ def commands_page(*only: str) -> str:
 
 
 def families() -> str:
-    """A row a family: what is read as it, how many presets it has, and on which of transformers' paths it is held."""
+    """A row a family: what is read as it, which class it is written for, how many presets it has."""
     rows = []
     for name, family in ARCHITECTURES.items():
         known = [preset for preset in presets().values() if architecture_of(preset.config) is family]
-        paths = dict.fromkeys(path for preset in known for path in family.reference(family.spec(preset.config)))
-        about = " ".join((sys.modules[family.read.__module__].__doc__ or "").partition("\n\n")[0].split())
+        text = (sys.modules[family.read.__module__].__doc__ or "").partition("\n\n")[0]
+        about = " ".join(text.split()).partition(" Source: ")[0]
         kinds = ", ".join(f"`{kind}`" for kind in family.model_types)
-        rows.append([f"`{name}`", kinds, f"`{family.hf_class}`", str(len(known)), ", ".join(paths), about])
-    return table(["family", "`model_type`", "written as", "presets", "held against", "what it is"], rows, right=[3])
+        rows.append([f"`{name}`", kinds, f"`{family.hf_class}`", str(len(known)), about])
+    return table(["family", "`model_type`", "written as", "presets", "what it is"], rows, right=[3])
+
+
+def paths() -> str:
+    """A line a family that is not held against all of transformers' attention paths, and why."""
+    found = [
+        f"- `{name}`: {family.reference_quirk}" for name, family in ARCHITECTURES.items() if family.reference_quirk
+    ]
+    return "\n".join(found)
 
 
 def sourced(source: str) -> str:
@@ -116,10 +126,11 @@ def extras() -> str:
 # --- the tree ---------------------------------------------------------------------------------------------------------
 
 COMPONENTS = tuple(
-    getattr(tree, name)
-    for name in tree.__all__
-    if isinstance(getattr(tree, name), type) and issubclass(getattr(tree, name), msgspec.Struct)
+    each
+    for name, each in vars(tree).items()
+    if name in tree.__all__ and isinstance(each, type) and issubclass(each, msgspec.Struct)
 )
+"""In the order of spec.py."""
 
 
 def kind(hint: object) -> str:
@@ -148,6 +159,25 @@ def default(field: msgspec.structs.FieldInfo) -> str:
     if field.default is msgspec.NODEFAULT:
         return "–"
     return "nothing" if field.default is None else f"`{msgspec.json.encode(field.default).decode()}`"
+
+
+def tree_json(reference: str) -> str:
+    """A sample's tree as JSON, with one block."""
+    from gptkit import open_checkpoint
+
+    data = tree.to_json(open_checkpoint(reference, offline=True).spec)
+    more = f"… {len(data['blocks']) - 1} more"
+    return f"```json\n{json.dumps({**data, 'blocks': [data['blocks'][0], more]}, indent=2, ensure_ascii=False)}\n```"
+
+
+def names_table(reference: str) -> str:
+    """A sample's parameters outside its layers and in the first: shared name, shape, component."""
+    from gptkit import open_checkpoint
+
+    some = [each for each in open_checkpoint(reference, offline=True).spec.parameters() if each.layer in (None, 0)]
+    shape = [" × ".join(f"{size:,}" for size in each.shape) for each in some]
+    rows = [[f"`{each.name}`", size, each.component] for each, size in zip(some, shape, strict=True)]
+    return table(["shared name", "shape", "counted under"], rows)
 
 
 def components_page() -> str:
@@ -221,12 +251,16 @@ GENERATORS: Mapping[str, Callable[..., str]] = {
     "components": components_page,
     "costs": lambda topic, *names: table(*components.costs(topic, names)),
     "errors": errors,
+    "json": outlines.outline,
+    "names": names_table,
+    "paths": paths,
     "extras": extras,
     "families": families,
     "presets": presets_page,
     "recipes": recipes,
     "swap-options": swap_options,
     "swaps": swaps_table,
+    "tree": tree_json,
     "users": lambda *words: table(*components.users(" ".join(words))),
 }
 

@@ -9,15 +9,28 @@ from latex2mathml.converter import convert
 from sphinx.application import Sphinx
 
 
+def mathml(formula: str, display: str) -> str:
+    """A formula drawn.
+
+    Raises:
+        ValueError: it has a command that the converter does not know and would show as it is written.
+
+    """
+    found: str = convert(formula, display=display)
+    if "\\" in found:
+        raise ValueError(f"a command that is unknown in {formula!r}")
+    return found
+
+
 def inline(translator: Any, node: nodes.math) -> None:
     """A formula in a line."""
-    translator.body.append(convert(node.astext(), display="inline"))
+    translator.body.append(mathml(node.astext(), "inline"))
     raise nodes.SkipNode
 
 
 def block(translator: Any, node: nodes.math_block) -> None:
     """A formula on a line of its own, which scrolls where a phone is too narrow for it."""
-    translator.body.append(f'<div class="math-block" tabindex="0">{convert(node.astext(), display="block")}</div>')
+    translator.body.append(f'<div class="math-block" tabindex="0">{mathml(node.astext(), "block")}</div>')
     raise nodes.SkipNode
 
 

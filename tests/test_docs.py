@@ -1,0 +1,253 @@
+"""The documentation: what it shows is what happens, what it names is there, and the site builds without a warning."""
+
+import html
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from shown import MARK, comparable, run, shown
+
+import gptkit
+from gptkit import errors
+from gptkit.cli import app
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+NAMES = {page: str(page.relative_to(ROOT)) for page in PAGES}
+SHOWING = [page for page in PAGES if page.is_relative_to(DOCS) and MARK.search(page.read_text())]
+
+
+def named(page: Path) -> str:
+    return NAMES[page]
+
+
+# --- outputs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", SHOWING, ids=named)
+def test_a_page_does_what_it_shows(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for block, command, code, printed in run(shown(page.read_text())):
+        assert code == block.code, f"gptkit {command} exits with {code}\n{printed}"
+        if block.kind == "output":
+            assert comparable(printed, command) == comparable(block.output, command)
+
+
+@pytest.mark.parametrize("page", SHOWING, ids=named)
+def test_what_is_shown_fits_a_page(page):
+    """As the terminal's 80 columns do."""
+    lines = [line for block in shown(page.read_text()) if block.kind == "output" for line in block.output.splitlines()]
+    tables = [line for line in lines if not line.startswith(("  ", "note: "))]  # sentences are not wrapped for a file
+    assert max((len(line) for line in tables), default=0) <= 80
+
+
+def test_outputs_that_are_stale_are_told():
+    text = "<!-- output: gptkit --version -->\n```\n$ gptkit --version\ngptkit 0.0\n```\n"
+    ((block, command, code, printed),) = run(shown(text))
+    assert code == 0
+    assert comparable(printed, command) != comparable(block.output, command)
+    assert comparable("a 1.2e-03 b", "swap x") == comparable("a  9.9e+01 b", "swap x")
+    assert comparable("1.2 %", "params x") != comparable("1.3 %", "params x")
+
+
+def test_a_mark_without_its_block_is_told():
+    with pytest.raises(AssertionError, match="before a block"):
+        shown("<!-- output: gptkit --version -->\n\nA sentence.\n")
+    with pytest.raises(AssertionError, match="another command"):
+        shown("<!-- output: gptkit --version -->\n```\n$ gptkit -h\n```\n")
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+FENCED = re.compile(r"^```.*?^```", re.M | re.S)
+COMMANDS = typer.main.get_command(app).list_commands(None)
+
+
+def commands_in(text: str) -> Iterator[str]:
+    """Every call of gptkit in a page: lines of blocks, and code within sentences."""
+    for block in FENCED.findall(text):
+        prompt = r"\$ " if "\n$ " in block else ""  # without one all lines are commands
+        for line in re.findall(rf"^{prompt}((?:torchrun [^\n]*-m )?gptkit [^\n]*)", block, re.M):
+            yield re.sub(r"^torchrun .*-m ", "", line)
+    said = (" ".join(code.split()) for code in re.findall(r"`(gptkit\s[^`]+)`", FENCED.sub("", text)))
+    yield from (code for code in said if code.partition(" ")[2] not in COMMANDS)
+
+
+def parses(command: str) -> str | None:
+    """Why the command line takes no such call; None where it does. Nothing is run."""
+    words = shlex.split(command, comments=True)[1:]
+    group = typer.main.get_command(app)
+    wrong = typer.BadParameter.__mro__[1]
+    try:
+        context = group.make_context("gptkit", list(words))
+        name, found, rest = group.resolve_command(context, words)
+        found.make_context(name, rest, parent=context)
+    except (typer.Exit, SystemExit):  # --help, --version
+        return None
+    except wrong as error:
+        return str(error.format_message())
+    return None
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(commands_in(page.read_text()))], ids=named)
+def test_commands_that_are_named_can_be_called(page):
+    wrong = {command: why for command in commands_in(page.read_text()) if (why := parses(command)) is not None}
+    assert not wrong
+
+
+def test_the_parser_of_commands_sees_what_is_wrong():
+    assert parses("gptkit params gpt2 --offline") is None
+    assert "No such option" in (parses("gptkit params gpt2 --ofline") or "")
+    assert parses("gptkit parms gpt2") is not None
+    assert parses("gptkit swap sample:gpt2") is not None
+    assert list(commands_in("`gptkit load` is one; use `gptkit\nload x`.\n\n```\n$ gptkit check y  # why\ngptkit: no\n```\n")) == [
+        "gptkit check y  # why",
+        "gptkit load x",
+    ]
+
+
+def test_examples_in_the_helps_can_be_called():
+    for name in COMMANDS:
+        command = typer.main.get_command(app).get_command(None, name)
+        examples = re.findall(r"gptkit .*?(?=   \(|$)", command.epilog or "", re.M)
+        assert examples, f"{name} has no example"
+        assert not {each: why for each in examples if (why := parses(each)) is not None}
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def anchors(text: str) -> set[str]:
+    """What a link to a page may name: its headings, and its marks `(name)=`."""
+    plain = FENCED.sub("", text)
+    heads = [re.sub(r"[`*]", "", head) for head in re.findall(r"^#+ (.*)$", plain, re.M)]
+    slugs = {re.sub(r"[^\w -]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+    return slugs | set(re.findall(r"^\(([\w-]+)\)=$", text, re.M))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_somewhere(page):
+    text = FENCED.sub("", page.read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if re.match(r"\w+:", target) or not path:  # the site's build follows names within it, and nobody the web
+            continue
+        file = (page.parent / path).resolve()
+        assert file.exists(), f"{target} in {NAMES[page]}"
+        assert not anchor or anchor in anchors(file.read_text()), f"{target} in {NAMES[page]}"
+
+
+def test_the_reference_is_complete():
+    python, wrong = (DOCS / f"reference/{name}.md" for name in ("python", "errors"))
+    for name in set(gptkit.__all__) - {"__version__"}:
+        assert f".. autofunction:: gptkit.{name}\n" in python.read_text(), name
+    for name in errors.__all__:
+        assert f".. autoexception:: gptkit.errors.{name}\n" in wrong.read_text(), name
+    assert "<!-- generated: commands -->" in (DOCS / "reference/commands.md").read_text()
+    assert "<!-- generated: components -->" in (DOCS / "reference/components.md").read_text()
+
+
+def test_extras_that_are_named_exist():
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for page in PAGES:
+        for names in re.findall(r"gptkit\[([a-z, ]+)\]", page.read_text()):
+            assert {name.strip() for name in names.split(",")} <= known.keys(), NAMES[page]
+    told = set(re.findall(r"^- `(\w+)` ", (DOCS / "install.md").read_text(), re.M))
+    assert told == known.keys()
+
+
+@pytest.fixture(scope="module")
+def generators():
+    pytest.importorskip("sphinx", reason='the site needs pip install "gptkit[docs]"')
+    sys.path.insert(0, str(DOCS / "_ext"))
+    import generated
+    import outlines
+
+    yield generated, outlines
+    sys.path.remove(str(DOCS / "_ext"))
+
+
+def test_keys_that_are_explained_are_printed(generators):
+    outlines = generators[1]
+    text = (DOCS / "reference/json.md").read_text()
+    for section in text.split("\n## ")[1:]:
+        explained = re.findall(r"^\| `([\w.\[\]]+)` \|", section, re.M)
+        printed: set[str] = set()
+        for command in re.findall(r"^<!-- generated: json (.*) -->$", section, re.M) if explained else []:
+            printed |= {each.replace("[].", "[].") for each in outlines.paths(outlines.printed(command.split()))}
+        lacking = {key for key in explained if key.removesuffix("[]") not in printed}
+        assert not lacking, section.partition("\n")[0]
+
+
+# --- the site ---------------------------------------------------------------------------------------------------------
+
+
+def build(source: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    words = ["-W", "--keep-going", "-n", "-E", "-q", "-d", str(out / "doctrees"), str(source), str(out / "html")]
+    return subprocess.run([sys.executable, "-m", "sphinx", *words], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site, and what Sphinx said."""
+    pytest.importorskip("sphinx", reason='the site needs pip install "gptkit[docs]"')
+    out = tmp_path_factory.mktemp("site")
+    done = build(DOCS, out)
+    assert done.returncode == 0, done.stderr
+    return out / "html", done.stderr
+
+
+def test_the_site_builds_without_a_warning(site):
+    assert not site[1].strip()
+
+
+def test_the_site_asks_no_server_for_anything(site):
+    for page in site[0].rglob("*.html"):
+        text = page.read_text()
+        assert not re.search(r"""(?:\bsrc|<link[^>]*\bhref)=["'](?:https?:)?//""", text), page.name
+    for style in site[0].rglob("*.css"):
+        assert not re.search(r"url\(\s*['\"]?(?:https?:)?//|@import", style.read_text()), style.name
+
+
+def test_the_site_says_nothing_of_the_machine_that_built_it(site):
+    here = str(ROOT)
+    assert not [page.name for page in site[0].rglob("*.html") if here in page.read_text()]
+
+
+def test_the_site_has_every_command_and_every_name(site):
+    commands = html.unescape((site[0] / "reference/commands.html").read_text())
+    for name in COMMANDS:
+        assert f"Usage: gptkit {name} " in commands
+    python = (site[0] / "reference/python.html").read_text()
+    assert all(f'id="gptkit.{name}"' in python for name in gptkit.__all__)
+
+
+BROKEN = {
+    "a formula that is unknown": "$\\nonesuch$\n",
+    "a dead link": "[there](nowhere.md)\n",
+    "a name that is not there": "[there](#component-nothing)\n",
+    "an unknown generator": "<!-- generated: nothing -->\n",
+    "a figure of no preset": "<!-- generated: costs ends gpt-17 -->\n",
+    "a docstring of nothing": "```{eval-rst}\n.. autofunction:: gptkit.lod\n```\n",
+}
+
+
+@pytest.mark.parametrize("wrong", BROKEN)
+def test_what_is_wrong_with_a_page_fails_the_build(wrong, tmp_path, generators):
+    source = tmp_path / "docs"
+    source.mkdir()
+    shutil.copytree(DOCS / "_ext", source / "_ext", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(DOCS / "_static", source / "_static")
+    shutil.copy(DOCS / "conf.py", source)
+    (source / "index.md").write_text(f"# A page\n\n{BROKEN[wrong]}")
+    assert build(source, tmp_path).returncode != 0
