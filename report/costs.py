@@ -117,6 +117,11 @@ def _cache(models: Sequence[Told], asked: Asked, compared: bool) -> Sheet:
 
     windows = any(block.attention.window is not None for _, spec, _ in models for block in spec.blocks)
     notes = ["A layer with a window of w tokens holds w − 1 of them until the next comes."] if windows else []
+    for name, _, figures in models:
+        last = next((each for each in reversed(figures.cache) if each is not None), None)
+        if last is not None and last.in_transformers not in (None, last.held):
+            told = f"{decimal(last.in_transformers, 'B')} at {last.context:,} tokens"
+            notes.append(f"transformers repeats {name}'s keys and values before its cache, which holds {told}.")
     columns = [_Column(name, cells(figures), _bytes) for name, _, figures in models]
     if len(models) == 1:
         (only,) = columns
