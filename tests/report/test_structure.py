@@ -1,0 +1,351 @@
+"""The graph that is drawn: followed node by node it gives the decoder's logits, and every node of it counts."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from drawn_specs import specs
+from families import CONFIGS, spec_of
+from hypothesis import given, settings
+from torch import Tensor
+from trees import TREES, filled, random_weights
+
+from gptkit.analysis.parameters import count
+from gptkit.modules import Decoder
+from gptkit.modules.layers import ACTIVATIONS
+from gptkit.modules.positions import alibi_bias, apply_rotary, rotary_tables
+from gptkit.report.structure import Kind, Node, Structure, layers_label, structure
+from gptkit.spec import ALiBi, LatentAttention, ModelSpec, Rotary
+
+ALL: dict[str, ModelSpec] = {**{name: spec_of(config) for name, config in CONFIGS.items()}, **TREES}
+BATCH, STEPS = 2, 23  # past the windows of 16, 11 and 9
+
+
+# --- the graph as a program ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Following:
+    """Evaluates a graph on a decoder's parameters: what each operation computes is written here, nothing is taken from
+    the decoder but weights, norms, activations and rotary tables.
+    """
+
+    graph: Structure
+    decoder: Decoder
+    cached: dict[str, Tensor] = field(default_factory=dict)
+    past: int = 0
+
+    def logits(self, ids: Tensor) -> Tensor:
+        self.ids, self.total = ids, self.past + ids.shape[1]
+        self.at = torch.arange(self.past, self.total)
+        last = self.graph.before[-1].id
+        x = self.follow(self.graph.before, "", {})[last]
+        for layer in range(len(self.graph.spec.blocks)):
+            kind = self.graph.kind_of(layer)
+            first, *nodes = kind.nodes
+            x = self.follow(nodes, f"blocks.{layer}.", {first.id: x})[kind.nodes[-1].id]
+        found = self.follow(self.graph.after, "", {self.graph.after[0].inputs[0]: x})[self.graph.after[-1].id]
+        self.past = self.total
+        return found
+
+    def follow(self, nodes: Any, path: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        for node in nodes:
+            given = [values[name] for name in node.inputs]
+            values[node.id] = getattr(self, node.op)(node, path, *given)
+            sizes = {"B": self.ids.shape[0], "T": self.ids.shape[1], "S": self.total}
+            expected = tuple(sizes.get(each, each) for each in node.shape)
+            assert tuple(values[node.id].shape) == expected, node.id
+        return values
+
+    def module(self, node: Node, path: str) -> Any:
+        return self.decoder.get_submodule(path + node.id)
+
+    def tokens(self, node: Node, path: str) -> Tensor:
+        return self.ids
+
+    def embed(self, node: Node, path: str, ids: Tensor) -> Tensor:
+        return self.module(node, path).weight[ids]
+
+    def positions(self, node: Node, path: str) -> Tensor:
+        return self.module(node, path).weight[self.at]
+
+    def norm(self, node: Node, path: str, x: Tensor) -> Tensor:
+        return self.module(node, path)(x)
+
+    def linear(self, node: Node, path: str, x: Tensor, chosen: Any = None) -> Tensor:
+        if node.tied:
+            return F.linear(
+                x, self.decoder.get_submodule(node.tied).weight, getattr(self.module(node, path), "bias", None)
+            )
+        shapes = dict(node.weights)
+        if node.choice is None:
+            module = self.module(node, path)
+            assert {name: tuple(p.shape) for name, p in module.named_parameters()} == shapes
+            y = F.linear(x.flatten(2), module.weight, module.bias)  # heads side by side
+            return y.reshape(*y.shape[:2], *[size for size in node.shape[2:] if isinstance(size, int)])
+        stem, last = (path + node.id).rsplit(".", 1)
+        experts = [self.decoder.get_submodule(f"{stem}.{e}.{last}") for e in range(node.copies)]
+        assert {name: tuple(p.shape) for name, p in experts[0].named_parameters()} == shapes
+        weight = torch.stack([each.weight for each in experts])[self.chosen]  # (B, T, k, out, in)
+        x = x if x.dim() == 4 else x[:, :, None].expand(-1, -1, self.chosen.shape[-1], -1)
+        y = torch.einsum("btki,btkoi->btko", x, weight)
+        return y if "bias" not in shapes else y + torch.stack([each.bias for each in experts])[self.chosen]
+
+    def rotate(self, node: Node, path: str, x: Tensor) -> Tensor:
+        rotary = node.component
+        assert isinstance(rotary, Rotary)
+        tables = rotary_tables(rotary, self.at[None], x.dtype)
+        attention = self.graph.kind_of(int(path.split(".")[1])).block.attention
+        if not isinstance(attention, LatentAttention) or x.shape[-1] == rotary.dim:
+            return apply_rotary(x.transpose(1, 2), tables).transpose(1, 2)
+        own, turned = x[..., : attention.nope_dim], x[..., attention.nope_dim :]
+        parts = turned.unflatten(-1, (attention.rope_heads, rotary.dim))
+        done = [apply_rotary(part.transpose(1, 2), tables).transpose(1, 2) for part in parts.unbind(-2)]
+        return torch.cat((own, *done), dim=-1)
+
+    def cache(self, node: Node, path: str, x: Tensor) -> Tensor:
+        earlier = self.cached.get(path + node.id)
+        self.cached[path + node.id] = x if earlier is None else torch.cat((earlier, x), dim=1)
+        return self.cached[path + node.id]
+
+    def concat(self, node: Node, path: str, *parts: Tensor) -> Tensor:
+        heads = node.shape[2]
+        whole = [
+            part if part.shape[2] == heads else part.flatten(2)[:, :, None].expand(-1, -1, heads, -1) for part in parts
+        ]
+        return torch.cat(whole, dim=-1)
+
+    def scores(self, node: Node, path: str, q: Tensor, k: Tensor) -> Tensor:
+        attention: Any = node.component
+        k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+        return torch.einsum("bthd,bshd->bhts", q, k) * attention.scale
+
+    def alibi(self, node: Node, path: str, scores: Tensor) -> Tensor:
+        alibi = node.component
+        assert isinstance(alibi, ALiBi)
+        attention = self.graph.kind_of(int(path.split(".")[1])).block.attention
+        bias = alibi_bias(alibi, scores.shape[1], torch.ones(BATCH, self.total, dtype=torch.long), scores.dtype)
+        return scores + bias * (attention.scale if alibi.scaled else 1)
+
+    def softmax(self, node: Node, path: str, scores: Tensor) -> Tensor:
+        window = node.component.window  # type: ignore[union-attr]
+        keys, queries = torch.arange(self.total)[None], self.at[:, None]
+        seen = keys <= queries
+        if window is not None:
+            seen &= keys > queries - window
+        return torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1)
+
+    def mix(self, node: Node, path: str, weights: Tensor, v: Tensor) -> Tensor:
+        v = v.repeat_interleave(weights.shape[1] // v.shape[2], dim=2)
+        return torch.einsum("bhts,bshd->bthd", weights, v)
+
+    def activation(self, node: Node, path: str, x: Tensor) -> Tensor:
+        return ACTIVATIONS[node.title](x.clone())  # type: ignore[index]
+
+    def product(self, node: Node, path: str, one: Tensor, other: Tensor) -> Tensor:
+        return one * other
+
+    def choose(self, node: Node, path: str, scores: Tensor) -> Tensor:
+        record: Any = node.component
+        weights, self.chosen = scores.softmax(-1).topk(record.top_k, dim=-1)
+        return weights / weights.sum(-1, keepdim=True) if record.normalise else weights
+
+    def combine(self, node: Node, path: str, weights: Tensor, outputs: Tensor) -> Tensor:
+        return (weights[..., None] * outputs).sum(2)
+
+    def add(self, node: Node, path: str, one: Tensor, other: Tensor) -> Tensor:
+        return one + other
+
+
+def ids_of(spec: ModelSpec) -> Tensor:
+    return torch.randint(spec.vocab_size, (BATCH, STEPS), generator=torch.Generator().manual_seed(1))
+
+
+def error(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max() / b.abs().max())
+
+
+@pytest.mark.parametrize("name", ALL)
+@torch.no_grad()
+def test_the_graph_followed_gives_the_logits(name: str) -> None:
+    spec = ALL[name]
+    decoder, ids = filled(spec, random_weights(spec)), ids_of(spec)
+    assert error(Following(structure(spec), decoder).logits(ids), decoder(ids)) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["llama-3", "mistral", "falcon-rw", "mixtral", "latent-deepseek", "latent-two-keys"])
+@torch.no_grad()
+def test_with_its_caches_it_goes_on_where_it_ended(name: str) -> None:
+    spec = ALL[name]
+    decoder, ids = filled(spec, random_weights(spec)), ids_of(spec)
+    following = Following(structure(spec), decoder)
+    parts = torch.cat([following.logits(ids[:, :9]), following.logits(ids[:, 9:])], dim=1)
+    assert error(parts, decoder(ids)) < 1e-12
+    caches = [node for node in following.graph.kinds[0].nodes if node.op == "cache"]
+    assert len(following.cached) == len(caches) * len(spec.blocks)
+    kept = sum(following.cached[f"blocks.0.{node.id}"][0, 0].numel() for node in caches)
+    attention = spec.blocks[0].attention
+    if isinstance(attention, LatentAttention):
+        assert kept == attention.kv_rank + attention.rope_dim
+    else:
+        assert kept == 2 * attention.kv_heads * attention.head_dim
+
+
+def spoilt(graph: Structure) -> Iterator[tuple[str, Structure]]:
+    """The graph with one mistake: a node passed by, an input of a sum left out, two inputs exchanged."""
+
+    def changed(node: Node, new: Node) -> Structure:
+        def swap(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+            return tuple(new if each is node else each for each in nodes)
+
+        kinds = tuple(Kind(kind.layers, kind.block, swap(kind.nodes)) for kind in graph.kinds)
+        return Structure(graph.spec, swap(graph.before), kinds, swap(graph.after))
+
+    nodes = [*graph.before, *(node for kind in graph.kinds for node in kind.nodes), *graph.after]
+    shapes = {node.id: node.shape for node in nodes}
+    for node in nodes:
+        passed = [name for name in node.inputs if shapes.get(name) == node.shape and name != node.choice]
+        if node.op in ("norm", "rotate", "activation", "alibi") and passed:
+            yield f"without {node.id}", changed(node, replace(node, op="product", inputs=(passed[0], "one")))
+        if node.op == "add":
+            for left in passed:
+                yield f"{node.id} without {left}", changed(node, replace(node, inputs=(left, left)))
+        if node.op == "linear" and len(passed) == 1 and node.id != "attention.o_proj":
+            yield (
+                f"without {node.id}",
+                changed(node, replace(node, op="product", inputs=(passed[0], "one"), weights=())),
+            )
+
+
+class Passing(Following):
+    """Knows an input "one", by which a product is what it is multiplied with."""
+
+    def follow(self, nodes: Any, path: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        return super().follow(nodes, path, {**values, "one": torch.ones(())})
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bloom-post-norm", "qwen3", "falcon-40b", "mixtral", "latent-deepseek"])
+@torch.no_grad()
+def test_every_node_counts(name: str) -> None:
+    spec = ALL[name]
+    decoder, ids = filled(spec, random_weights(spec)), ids_of(spec)
+    right = decoder(ids)
+    graph = structure(spec)
+    mistakes = list(spoilt(graph))
+    assert len(mistakes) > 8
+    for what, wrong in mistakes:
+        assert error(Passing(wrong, decoder).logits(ids), right) > 1e-3, what
+
+
+# --- against what the papers say --------------------------------------------------------------------------------------
+
+
+def nodes_of(name: str, layer: int = 0) -> dict[str, Node]:
+    graph = structure(ALL[name])
+    return {node.id: node for node in graph.path(graph.kind_of(layer))}
+
+
+def test_gpt2_is_serial_with_norms_first_and_learned_positions() -> None:
+    nodes = nodes_of("gpt2")
+    assert nodes["embedded"].inputs == ("embedding", "positions")
+    assert nodes["x"].inputs == ("embedded",)
+    assert nodes["attention_norm"].inputs == ("x",)
+    assert nodes["attention_output"].inputs == ("x", "attention.o_proj") and nodes["attention_output"].residual == "x"
+    assert nodes["feed_forward_norm"].inputs == ("attention_output",)
+    assert nodes["block_output"].residual == "attention_output"
+    assert not [node for node in nodes.values() if node.op in ("rotate", "alibi")]
+    assert [(e.source, e.kind) for e in nodes["head"].edges()] == [("final_norm", "data"), ("embedding", "weights")]
+    assert nodes["head"].parameters == 0
+
+
+def test_falcon_7b_is_parallel_with_one_norm_and_one_key_head() -> None:
+    nodes = nodes_of("falcon-7b")
+    norm = "attention_norm"
+    assert {nodes[f"attention.{each}_proj"].inputs for each in "qkv"} == {(norm,)}
+    assert nodes["feed_forward.up_proj"].inputs == (norm,)
+    assert "feed_forward_norm" not in nodes
+    assert nodes["both"].inputs == ("attention.o_proj", "feed_forward.down_proj")
+    assert nodes["block_output"].inputs == ("x", "both")
+    assert nodes["attention.k_proj"].shape == ("B", "T", 1, 8)
+    assert "1 kv head" in nodes["attention.scores"].detail
+    two = nodes_of("falcon-40b")
+    assert two["feed_forward_norm"].inputs == ("x",) and two["feed_forward.up_proj"].inputs == ("feed_forward_norm",)
+
+
+def test_bloom_is_serial_with_a_norm_on_the_embedding_and_alibi_on_the_scores() -> None:
+    nodes = nodes_of("bloom")
+    assert nodes["embedding.norm"].inputs == ("embedding",)
+    assert nodes["attention.alibi"].inputs == ("attention.scores",)
+    assert nodes["attention.weights"].inputs == ("attention.alibi",)
+    assert nodes["attention_output"].residual == "x"
+    past = nodes_of("bloom-post-norm")
+    assert past["attention_output"].residual == "attention_norm"
+    assert past["block_output"].residual == "feed_forward_norm"
+
+
+def test_qwen3_norms_heads_before_it_turns_them() -> None:
+    nodes = nodes_of("qwen3")
+    for part in "qk":
+        assert nodes[f"attention.{part}_norm"].inputs == (f"attention.{part}_proj",)
+        assert nodes[f"attention.{part}_rotated"].inputs == (f"attention.{part}_norm",)
+    assert nodes["attention.v_cached"].inputs == ("attention.v_proj",)
+    assert nodes["attention.scores"].detail == "6 q heads, 3 to each kv head"
+
+
+def test_mixtral_sends_each_token_to_the_experts_of_its_router() -> None:
+    nodes = nodes_of("mixtral")
+    chosen = nodes["feed_forward.chosen"]
+    assert chosen.inputs == ("feed_forward.router",) and chosen.title == "top 2 of 4"
+    gate = nodes["feed_forward.experts.gate_proj"]
+    assert gate.copies == 4 and gate.shape == ("B", "T", 2, 80)
+    assert [(edge.source, edge.kind) for edge in gate.edges()] == [
+        ("feed_forward_norm", "data"),
+        ("feed_forward.chosen", "choice"),
+    ]
+    assert nodes["feed_forward.combined"].inputs == ("feed_forward.chosen", "feed_forward.experts.down_proj")
+
+
+def test_a_latent_is_what_keys_and_values_are_made_of() -> None:
+    nodes = nodes_of("latent-deepseek")
+    assert nodes["attention.latent_cached"].shape == ("B", "S", 20)
+    assert nodes["attention.k_up_proj"].inputs == nodes["attention.v_up_proj"].inputs == ("attention.latent_cached",)
+    assert nodes["attention.k_whole"].inputs == ("attention.k_up_proj", "attention.k_rope_cached")
+    assert nodes["attention.scores"].inputs == ("attention.q_rotated", "attention.k_whole")
+
+
+def test_windows_and_kinds_of_layers() -> None:
+    graph = structure(ALL["qwen2-layer-types"])
+    assert [kind.layers for kind in graph.kinds] == [(0, 2), (1,)]
+    assert [layers_label(graph, kind) for kind in graph.kinds] == ["2 layers: 0, 2", "layer 1"]
+    first, second = ({node.id: node for node in kind.nodes} for kind in graph.kinds)
+    assert first["attention.weights"].detail == "causal, last 16" and second["attention.weights"].detail == "causal"
+    with pytest.raises(IndexError):
+        graph.kind_of(3)
+
+
+# --- any tree ---------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(specs())
+def test_all_parameters_are_somewhere_and_edges_lead_from_what_is_computed(spec: ModelSpec) -> None:
+    graph = structure(spec)
+    total = sum(node.parameters for node in (*graph.before, *graph.after))
+    total += sum(node.parameters * len(kind.layers) for kind in graph.kinds for node in kind.nodes)
+    assert total == count(spec).total
+    names = {each.name.rpartition(".")[0] for each in spec.parameters()}
+    for kind in graph.kinds:
+        known: set[str] = set()
+        path = graph.path(kind)
+        for node in path:
+            assert {edge.source for edge in node.edges()} <= known, node.id
+            assert node.id not in known
+            known.add(node.id)
+        used = {source for node in path for source in node.inputs}
+        assert known - used == {"head"}
+        here = f"blocks.{kind.layers[0]}."
+        plain = {here + node.id for node in kind.nodes if node.weights and node.choice is None}
+        assert plain == {name for name in names if name.startswith(here) and ".experts." not in name}
