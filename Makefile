@@ -54,10 +54,9 @@ test-slow: $(STAMP)
 
 # The system's Chromium where there is one, else playwright's own. Without either, `make test` leaves these tests out.
 test-browser: $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt playwright
 	@command -v chromium || command -v chromium-browser || command -v google-chrome || $(BIN)/playwright install chromium
 	@mkdir -p build/screenshots
-	OMP_NUM_THREADS=1 GPTKIT_SCREENSHOTS=build/screenshots $(BIN)/python -m pytest tests/report/test_pages.py -rs
+	OMP_NUM_THREADS=1 GPTKIT_SCREENSHOTS=build/screenshots $(BIN)/python -m pytest -rs $$(grep -rlE 'browser|kaleido' tests/report --include 'test_*.py')
 	@echo "screenshots: build/screenshots"
 
 # The long runs of the tests that pass by luck on a short one: KILLS conversions are killed, FUZZ broken headers and

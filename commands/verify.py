@@ -9,10 +9,14 @@ import typer
 
 from ..errors import UsageError
 from ..terminal import console, say, status
-from .base import AllowExtra, AllowPickle, Json, ModelArgument, Offline, Quiet, app, examples, guarded
+from .base import AllowExtra, AllowPickle, Json, ModelArgument, Offline, Png, Quiet, Svg, app, examples, guarded
 
 if TYPE_CHECKING:
     from ..converter.checkpoint import Checkpoint
+    from ..report.pages import Page
+
+Pictures = tuple[Path | None, Path | None, Path | None]
+"""What --html, --png and --svg name."""
 
 
 @app.command(
@@ -41,6 +45,8 @@ def verify(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page: a heatmap by layer and component.")
     ] = None,
+    png: Png = None,
+    svg: Svg = None,
     damage: Annotated[
         bool | None,
         typer.Option("--damage/--no-damage", help="What LOCAL costs by position, layer and component."),
@@ -54,14 +60,15 @@ def verify(
     quiet: Quiet = False,
 ) -> None:
     """Compare logits with transformers."""
-    if html is not None:
-        from ..report.pages import ready
+    pictured = [path for path in (html, png, svg) if path is not None]
+    if pictured:
+        from ..report.pictures import ready
 
-        ready(html)
+        ready(html, png, svg)
     if against is not None:
         if local is not None or card is not None:
             raise UsageError("--against takes a MODEL alone", "gptkit verify sample:llama --against my_port:build")
-        verify_against(model, against, html, json, quiet, offline)
+        verify_against(model, against, (html, png, svg), json, quiet, offline)
         return
     from ..parity.verify import verify as run
     from ..report.summaries import verification_report
@@ -77,7 +84,7 @@ def verify(
             long=long,
             mutations=mutations,
             stream=stream,
-            bisected=None if html is None else True,
+            bisected=True if pictured else None,
             damaged=True if damage is None and text is not None else damage,
             text=lambda source: measured_text(source, text),
             offline=offline,
@@ -95,12 +102,10 @@ def verify(
         written = write_card(result, card, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
         if not json:
             say([f"card: {', '.join(str(path) for path in written)}"], quiet)
-    if html is not None:
-        from ..report.pages import write_page
+    if pictured:
         from ..report.verification import verification_page
 
-        write_page(verification_page(result), html)
-        say([f"page: {html}"], quiet or json)
+        draw(verification_page(result), (html, png, svg), quiet or json)
     if not result.passed:
         raise typer.Exit(3)
 
@@ -114,7 +119,15 @@ def measured_text(source: Checkpoint, file: Path | None) -> tuple[int, ...] | No
     return read_text(source, file, tokens=0).held_out
 
 
-def verify_against(model: str, against: str, html: Path | None, json: bool, quiet: bool, offline: bool) -> None:
+def draw(page: Page, pictures: Pictures, quiet: bool) -> None:
+    """Write a page and its picture, and say where; one that has no picture is no verdict, and says so on stderr."""
+    from ..report.pictures import write
+
+    for path in write(page, *pictures):
+        say([f"{'page' if path == pictures[0] else 'picture'}: {path}"], quiet)
+
+
+def verify_against(model: str, against: str, pictures: Pictures, json: bool, quiet: bool, offline: bool) -> None:
     """`verify --against`: exit 3 where the port is not the model."""
     from ..parity.port import verify_port
     from ..report.summaries import port_report
@@ -127,11 +140,9 @@ def verify_against(model: str, against: str, html: Path | None, json: bool, quie
         print_json(result.as_json())
     elif not quiet:
         console().print(port_report(result))
-    if html is not None:
-        from ..report.pages import write_page
+    if any(pictures):
         from ..report.verification import port_page
 
-        write_page(port_page(result), html)
-        say([f"page: {html}"], quiet or json)
+        draw(port_page(result), pictures, quiet or json)
     if not result.passed:
         raise typer.Exit(3)

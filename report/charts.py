@@ -275,10 +275,18 @@ def _tensor_table(spec: ModelSpec, total: int) -> Table:
 # --- models side by side ----------------------------------------------------------------------------------------------
 
 
-def bars(models: Sequence[tuple[str, Mapping[str, int]]], *, title: str, what: str, summary: str = "") -> Figure:
+def bars(
+    models: Sequence[tuple[str, Mapping[str, int]]], *, title: str, what: str, summary: str = "", shares: bool = False
+) -> Figure:
     """A bar a model, of parts: parameters by component, FLOPs by component.
 
-    models: (name, number by part); what: the numbers' unit in words, many of them.
+    Args:
+        models: (name, number by part), at least one.
+        title: the figure's name.
+        what: the numbers' unit in words, many of them.
+        summary: what it shows, in a sentence; by default the smallest and the largest total.
+        shares: draw all bars as long as one another, for models of very different sizes.
+
     """
     parts = list(dict.fromkeys(part for _, numbers in models for part in numbers))
     names = [name for name, _ in models]
@@ -290,7 +298,10 @@ def bars(models: Sequence[tuple[str, Mapping[str, int]]], *, title: str, what: s
             "orientation": "h",
             "name": part,
             "y": list(range(len(names))),
-            "x": [numbers.get(part, 0) for _, numbers in models],
+            "x": [
+                numbers.get(part, 0) / (max(total, 1) if shares else 1)
+                for (_, numbers), total in zip(models, totals, strict=True)
+            ],
             "marker": {"color": f"var(--c{colours[part]})", "line": {"color": "var(--ground)", "width": 1}},
             "hovertext": [
                 f"<b>{safe(name)}: {safe(part)}</b><br>{numbers.get(part, 0):,} {what}<br>"
@@ -302,7 +313,7 @@ def bars(models: Sequence[tuple[str, Mapping[str, int]]], *, title: str, what: s
         for part in parts
     ]
     height = 34 * len(models) + 64
-    axis = {"showgrid": False, "zeroline": False, "ticks": ""}
+    axis = {"showgrid": False, "zeroline": False, "ticks": "", "tickangle": 0}
     return Figure(
         title=title,
         summary=summary or _bars_summary(models, what),
@@ -313,7 +324,13 @@ def bars(models: Sequence[tuple[str, Mapping[str, int]]], *, title: str, what: s
             bargap=0.3,
             showlegend=False,
             margin={"t": 8, "b": 40, "l": 8, "r": 12},
-            xaxis={"gridcolor": "var(--line)", "zeroline": False, "ticks": "", "tickangle": 0, **_round(max(totals))},
+            xaxis={
+                "gridcolor": "var(--line)",
+                "zeroline": False,
+                "ticks": "",
+                "tickangle": 0,
+                **_scale(shares, max(totals)),
+            },
             yaxis={
                 **axis,
                 "autorange": "reversed",
@@ -346,8 +363,10 @@ def _bars_summary(models: Sequence[tuple[str, Mapping[str, int]]], what: str) ->
     return f"{most[1]:,} {what}; most are in {part}, {share(number, most[1])}."
 
 
-def _round(most: int) -> dict[str, Any]:
-    """Round numbers on an axis from 0, four at most."""
+def _scale(shares: bool, most: int) -> dict[str, Any]:
+    """Round numbers on an axis from 0, about four, or per cent."""
+    if shares:
+        return {"tickformat": ".0%", "dtick": 0.25, "range": [0, 1.02]}
     step = next(n * 10**p for p in range(20) for n in (1, 2, 5) if n * 10**p * 4 >= most)
     values = list(range(0, most + 1, step))
     return {"tickvals": values, "ticktext": [short(value) for value in values], "range": [0, most * 1.02]}

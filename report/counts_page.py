@@ -17,6 +17,8 @@ __all__ = ["counts_page"]
 COMMON = 2048
 """Tokens in sight at which FLOPs are told, or fewer where a model is for no more."""
 
+APART = 3
+"""Models that differ in size by more than this are drawn by their shares too."""
 MOST_DIAGRAMS = 4
 """Kinds of layers that are drawn; `show` has all of them."""
 
@@ -74,7 +76,7 @@ def _several(counts: Sequence[ModelCount], dtype: str, more: Sequence[Section]) 
         good=None,
         facts=(),
         sections=(
-            Section("Parameters", (_side_by_side(counts), _components(counts))),
+            Section("Parameters", (*_side_by_side(counts), _components(counts))),
             Section("What they are", (_aspects(counts),)),
             Section("Key-value cache", (cache_chart([(each.name, each.spec) for each in counts], dtype),)),
             Section("FLOPs", (*_flops(counts),)),
@@ -90,9 +92,15 @@ def _footer() -> str:
     return f"Made by gptkit {__version__}. This page asks no server for anything."
 
 
-def _side_by_side(counts: Sequence[ModelCount]) -> Figure:
+def _side_by_side(counts: Sequence[ModelCount]) -> tuple[Figure, ...]:
+    """Bars, and where the small models would be lost beside the large ones, their shares too."""
     models = [(each.name, each.count.by_component) for each in counts]
-    return bars(models, title="Parameters by component", what="parameters")
+    totals = [each.count.total for each in counts]
+    figures = [bars(models, title="Parameters by component", what="parameters")]
+    if max(totals) > APART * min(totals):
+        words = "The same, each bar as long as the others: shares of each model's own parameters."
+        figures.append(bars(models, title="Shares by component", what="parameters", summary=words, shares=True))
+    return tuple(figures)
 
 
 def _components(counts: Sequence[ModelCount]) -> Table:

@@ -7,14 +7,13 @@ scale, always the same, so that two pages can be compared.
 
 from __future__ import annotations
 
-import html
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .pages import Figure, Key, Table, plain
+from .charts import drawn, safe
+from .pages import Figure, Key, Table
 
 __all__ = ["Cell", "heatmap"]
 
@@ -28,6 +27,8 @@ MOST_FIGURES = 16
 """Columns up to which the cells have figures in them."""
 LONGEST = 17
 """Characters of a component's name on one line."""
+SOME = 5
+"""Of narrow columns every so many has its layer above it."""
 BEFORE, AFTER = "in", "out"
 KINDS = {"zero": "exactly 0", "rounding": "within rounding", "counts": "more than rounding explains"}
 
@@ -64,8 +65,6 @@ def heatmap(
         marked: the cell that gets a frame.
 
     """
-    import plotly.graph_objects as go
-
     rows = _components(cells)
     columns = _columns(cells)
     at = {(cell.component, column): cell for cell, column in _placed(cells)}
@@ -77,15 +76,12 @@ def heatmap(
     frames = [
         _frame(columns.index(column), rows.index(cell.component)) for cell, column in _placed(cells) if cell is marked
     ]
-    figure = go.Figure(
-        [go.Heatmap(x=columns, **_trace(kind, grid, written, measure)) for kind in kinds],
-        _layout(height, below, [_folded(row) for row in rows], frames),
-    )
+    traces = [{"type": "heatmap", "x": columns, **_trace(kind, grid, written, measure)} for kind in kinds]
     keys = [Key(kind, KINDS[kind]) for kind in kinds]
     return Figure(
         title=title,
         summary=summary,
-        spec=json.loads(figure.to_json()),
+        spec=drawn(traces, height, **_layout(below, [_folded(row) for row in rows], columns, frames)),
         height=height,
         width=LABELS + (COLUMN if written else NARROW) * len(columns),
         keys=tuple(keys if marked is None else [*keys, Key("mark", "the first place that parts")]),
@@ -132,32 +128,39 @@ def _scale(measure: str) -> dict[str, Any]:
     }
 
 
-def _layout(height: int, below: int, names: list[str], shapes: list[dict[str, Any]]) -> dict[str, Any]:
-    axis = {"showgrid": False, "zeroline": False, "showline": False, "ticks": ""}
+def _layout(below: int, names: list[str], columns: list[str], shapes: list[dict[str, Any]]) -> dict[str, Any]:
+    axis = {"showgrid": False, "zeroline": False, "showline": False, "ticks": "", "tickangle": 0}
+    named = [column for column in columns if _named(column, columns)]
     return {
-        "template": "none",
-        "height": height,
         "margin": {"t": MARGIN, "b": below, "r": 4, "l": 8},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"color": "var(--text)", "size": 12, "family": "system-ui, sans-serif"},
-        "hoverlabel": {
-            "bgcolor": "var(--raised)",
-            "bordercolor": "var(--line)",
-            "font": {"color": "var(--text)", "size": 13},
-            "align": "left",
+        "xaxis": {
+            **axis,
+            "type": "category",
+            "categoryorder": "array",
+            "categoryarray": columns,
+            "side": "top",
+            "title": {"text": "layer", "standoff": 4},
+            "tickvals": named,  # by name: a number would be taken for the column that is called so
+            "ticktext": named,
+            "range": [-0.5, len(columns) - 0.5],
         },
-        "xaxis": {**axis, "type": "category", "side": "top", "title": {"text": "layer", "standoff": 4}, "tickangle": 0},
         "yaxis": {
             **axis,
-            "autorange": "reversed",
+            "range": [len(names) - 0.5, -0.5],
             "automargin": True,
             "tickvals": list(range(len(names))),
             "ticktext": names,
         },
-        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "var(--quiet)", "activecolor": "var(--text)"},
         "shapes": shapes,
     }
+
+
+def _named(column: str, columns: list[str]) -> bool:
+    """Whether a column has its name above it; where they are narrow, only some have, so that names do not touch."""
+    if len(columns) <= MOST_FIGURES or column in (BEFORE, AFTER):
+        return True
+    layer = int(column)
+    return layer % SOME == 0 and columns[-2:] != [column, AFTER] and (layer > 0 or columns[0] != BEFORE)
 
 
 def _components(cells: Sequence[Cell]) -> list[str]:
@@ -193,18 +196,13 @@ def _folded(component: str) -> str:
     """A name without what stands in brackets, on two lines where it is long: phones are narrow."""
     name = component.split(" (")[0]
     first, _, rest = name.partition(" ")
-    return f"{_safe(first)}<br>{_safe(rest)}" if len(name) > LONGEST and rest else _safe(name)
-
-
-def _safe(text: str) -> str:
-    """For plotly, which takes some HTML in texts, never in attributes, and knows no escaped quotes in all of them."""
-    return html.escape(plain(text), quote=False)
+    return f"{safe(first)}<br>{safe(rest)}" if len(name) > LONGEST and rest else safe(name)
 
 
 def _hover(cell: Cell) -> str:
     name, bracket, more = cell.component.partition(" (")
     where = name if cell.layer is None else f"layer {cell.layer} {name}"
-    return "<br>".join([f"<b>{_safe(where)}</b>", *([_safe(f"({more}")] if bracket else []), *map(_safe, cell.told)])
+    return "<br>".join([f"<b>{safe(where)}</b>", *([safe(f"({more}")] if bracket else []), *map(safe, cell.told)])
 
 
 def _short(value: float) -> str:

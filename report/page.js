@@ -77,6 +77,7 @@ class Picture {
       // By name: plotly has one that shares a chart on a server.
       modeBarButtons: [this.nested || !layout.xaxis ? ["toImage"] : ["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]],
     });
+    this.place.dataset.drawn = "yes";
     if (!first) return;
     this.plot.on("plotly_afterplot", () => this.follow());
     this.plot.on("plotly_treemapclick", ({ nextLevel }) => {
@@ -95,7 +96,9 @@ class Picture {
 
   // What the cursor can be on: a place in pixels, a key that stays, and what to say.
   cells() {
-    return this.nested ? this.areas() : this.plot._fullData.flatMap((trace, curve) => this.points(trace, curve));
+    if (this.nested) return this.areas();
+    const cells = this.plot._fullData.flatMap((trace, curve) => this.points(trace, curve));
+    return cells.some((cell) => cell.line) ? cells : cells.sort((a, b) => (Math.abs(a.y - b.y) > 2 ? a.y - b.y : a.x - b.x));
   }
 
   areas() {
@@ -186,8 +189,16 @@ class Picture {
     this.tell(cell.words);
     this.follow(cell);
     this.frame.scrollIntoView({ block: "nearest", inline: "nearest" });
+    this.label(cell);
+  }
+
+  // plotly's own label of a cell, as for a mouse.
+  label(cell) {
     if (cell.slice) cell.slice.dispatchEvent(new MouseEvent("mouseover", { bubbles: true }));
-    else Plotly.Fx.hover(this.plot, [{ curveNumber: cell.curve, pointNumber: cell.point }]);
+    else if (Array.isArray(cell.point)) {
+      const { l: left, t: top } = this.plot._fullLayout._size; // a heatmap knows no cell by its number
+      Plotly.Fx.hover(this.plot, { xpx: cell.x + cell.width / 2 - left, ypx: cell.y + cell.height / 2 - top }, "xy");
+    } else Plotly.Fx.hover(this.plot, [{ curveNumber: cell.curve, pointNumber: cell.point }]);
   }
 
   // The frame lies where its cell does, which may be on its way.

@@ -1,15 +1,17 @@
-"""What test files share: modules (`from families import VARIANTS`; tests are no package), the `hub` fixture,
-and one thread for all."""
+"""What test files share: modules (`from families import VARIANTS`; tests are no package), the `hub`
+and `browser` fixtures, and one thread for all."""
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from browser import chromium
 from hubserver import Hub
 
 
@@ -20,6 +22,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium; see `browser.opened`."""
+    yield from chromium()
 
 
 @pytest.fixture

@@ -3,13 +3,11 @@
 import dataclasses
 import json
 import math
-import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import SCREENS, opened
 from held import Held
 from trees import TREES, random_weights
 from typer.testing import CliRunner, Result
@@ -239,47 +237,21 @@ def test_bad_requests_are_refused_before_the_work(tmp_path: Path) -> None:
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Headless Chromium: playwright's own, or the system's."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-browser")
-    with playwright.sync_playwright() as driver:
-        names = ("chromium", "chromium-browser", "google-chrome", "chrome")
-        own = driver.chromium.executable_path
-        found = own if Path(own).exists() else next(filter(None, map(shutil.which, names)), None)
-        if found is None:
-            pytest.skip("no Chromium: make test-browser, or a chromium on the PATH")
-        running = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield running
-        running.close()
-
-
 @pytest.mark.parametrize(
-    ("name", "width", "scheme"),
-    [("swap", 1100, "light"), ("swap", 375, "dark"), ("verify", 375, "light"), ("verify", 1100, "dark")],
+    ("name", "screen", "scheme"),
+    [("swap", "wide", "light"), ("swap", "phone", "dark"), ("verify", "phone", "light"), ("verify", "wide", "dark")],
 )
-def test_it_draws(browser: Any, made: Path, name: str, width: int, scheme: str) -> None:
-    page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 800})
-    said: list[str] = []
-    asked: list[str] = []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("request", lambda request: asked.append(request.url))
-    page.goto((made / f"{name}.html").as_uri())
-    pictures = page.locator(".picture")
-    assert pictures.count() == (2 if name == "swap" else 3)
-    for number in range(pictures.count()):
-        pictures.nth(number).locator(".heatmaplayer image").first.wait_for(state="attached")
-    assert said == []
-    assert [url for url in asked if not url.startswith(("data:", "blob:"))] == [(made / f"{name}.html").as_uri()]
+def test_it_draws(browser: Any, made: Path, name: str, screen: str, scheme: str) -> None:
+    shown = opened(browser, made / f"{name}.html", screen, scheme)
+    assert shown.page.locator(".picture .heatmaplayer").count() == (2 if name == "swap" else 3)
+    assert shown.said == shown.asked == []
     # Nothing is wider than the screen but what scrolls by itself.
-    assert page.evaluate("document.documentElement.scrollWidth") == width
-    labels = " ".join(page.locator(".picture .ytick").all_text_contents())
+    assert shown.page.evaluate("document.documentElement.scrollWidth") == SCREENS[screen]["viewport"]["width"]
+    labels = " ".join(shown.texts(".picture .ytick"))
     assert "at 64–127" in labels
     assert "feed-forward" in labels
-    if artefacts := os.environ.get("GPTKIT_SCREENSHOTS"):
-        page.screenshot(path=Path(artefacts) / f"damage-{name}-{width}-{scheme}.png", full_page=True)
-    page.close()
+    shown.keep(f"damage-{name}-{screen}-{scheme}")
+    shown.context.close()
 
 
 def test_fields_are_what_the_docs_say() -> None:

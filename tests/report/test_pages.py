@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import SCREENS, Shown, opened
 from families import GROUPED, LLAMA, save_hf
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -307,12 +308,14 @@ def test_it_is_for_everybody() -> None:
     assert parsed.all("html")[0]["lang"] == "en"
     assert any(each.get("name") == "viewport" for each in parsed.all("meta"))
     assert "prefers-color-scheme: dark" in page
-    picture = next(each for each in parsed.all("div") if each.get("role") == "img")
+    picture = next(each for each in parsed.all("div") if each.get("class") == "picture")
+    assert picture["role"] == "application" and picture["tabindex"] == "0"
     named = {each["id"] for _, each in parsed.elements if "id" in each}
     assert picture["aria-label"] and picture["aria-describedby"] in named
     assert all(each.get("aria-labelledby") in named for each in parsed.all("section"))
     regions = [each for each in parsed.all("div") if each.get("class") == "scroll"]
-    assert regions and all(each["tabindex"] == "0" and each["aria-label"] for each in regions)
+    # A table that scrolls takes the focus itself, a figure does inside.
+    assert len([each for each in regions if each.get("tabindex") == "0" and each["aria-label"]]) == len(regions) - 1
     assert len(parsed.all("caption")) == len(parsed.all("table")) >= 5
     assert all(each.get("scope") in ("col", "row") for each in parsed.all("th"))
     style = page[page.index("<style>") : page.index("</style>")]
@@ -417,59 +420,26 @@ def test_a_port_of_ones_own_gets_a_page(tmp_path: Path, monkeypatch: pytest.Monk
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Headless Chromium: playwright's own, or the system's."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-browser")
-    with playwright.sync_playwright() as driver:
-        names = ("chromium", "chromium-browser", "google-chrome", "chrome")
-        own = driver.chromium.executable_path
-        found = own if Path(own).exists() else next(filter(None, map(shutil.which, names)), None)
-        if found is None:
-            pytest.skip("no Chromium: make test-browser, or a chromium on the PATH")
-        running = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield running
-        running.close()
-
-
-@dataclasses.dataclass
-class Shown:
-    page: Any
-    said: list[str]
-    asked: list[str]
-
-
-SCREENS = {"wide": {"viewport": {"width": 1100, "height": 900}}, "phone": {"viewport": {"width": 375, "height": 700}}}
-
-
 @pytest.fixture
 def show(browser: Any, written: dict[str, Path]) -> Iterator[Any]:
     """Opens one of the pages; what it says on the console and asks for is kept."""
-    contexts = []
+    windows = []
 
-    def opened(name: str, screen: str = "wide", scheme: str = "light") -> Shown:
-        phone = {"is_mobile": True, "has_touch": True} if screen == "phone" else {}
-        contexts.append(browser.new_context(color_scheme=scheme, **SCREENS[screen], **phone))
-        shown = Shown(contexts[-1].new_page(), [], [])
-        shown.page.on("console", lambda message: shown.said.append(message.text))
-        shown.page.on("pageerror", lambda error: shown.said.append(str(error)))
-        shown.page.on("request", lambda request: shown.asked.append(request.url))
-        shown.page.goto(written[name].as_uri())
-        shown.page.wait_for_selector(".picture .heatmaplayer image", state="attached")
-        return shown
+    def shown(name: str, *screen: str, **more: Any) -> Shown:
+        windows.append(opened(browser, written[name], *screen, **more))
+        return windows[-1]
 
-    yield opened
-    for context in contexts:
-        context.close()
+    yield shown
+    for window in windows:
+        window.context.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("screen", SCREENS)
 @pytest.mark.parametrize("name", ["same", "different"])
-def test_it_draws(show: Any, written: dict[str, Path], name: str, screen: str, scheme: str) -> None:
+def test_it_draws(show: Any, name: str, screen: str, scheme: str) -> None:
     shown = show(name, screen, scheme)
-    assert shown.said == []
-    assert [url for url in shown.asked if not url.startswith(("data:", "blob:"))] == [written[name].as_uri()]
+    assert shown.said == shown.asked == []
     assert shown.page.title().endswith("Identical to the last bit" if name == "same" else "Different")
     # Nothing is wider than the screen but what scrolls by itself, and the whole figure is inside it here.
     widths = "[document.documentElement.scrollWidth, innerWidth, ...[...document.querySelectorAll('figure > .scroll')]"
@@ -480,15 +450,13 @@ def test_it_draws(show: Any, written: dict[str, Path], name: str, screen: str, s
     )
     brightness = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in (ground, ink)]
     assert (brightness[0] > brightness[1]) == (scheme == "light")
-    if artefacts := os.environ.get("GPTKIT_SCREENSHOTS"):
-        shown.page.screenshot(path=Path(artefacts) / f"{name}-{screen}-{scheme}.png", full_page=True)
+    shown.keep(f"verify-{name}-{screen}-{scheme}")
 
 
-def test_what_comes_from_outside_runs_nothing(show: Any, written: dict[str, Path]) -> None:
+def test_what_comes_from_outside_runs_nothing(show: Any) -> None:
     shown = show("hostile")
-    assert shown.said == []
+    assert shown.said == shown.asked == []
     assert shown.page.title() != "taken"
-    assert [url for url in shown.asked if not url.startswith(("data:", "blob:"))] == [written["hostile"].as_uri()]
     label = shown.page.locator(".picture .ytick").text_content()
     assert "".join(label.split()) == "".join(ATTACK.split())  # on two lines
 
@@ -533,6 +501,55 @@ def test_the_picture_zooms(show: Any) -> None:
     titles = shown.page.locator(".modebar-btn").evaluate_all("all => all.map(each => each.dataset.title)")
     assert not any("share" in title.lower() for title in titles)
     assert shown.said == []
+
+
+def test_names_of_layers_stand_over_their_columns(show: Any) -> None:
+    shown = show("different", reduced_motion="reduce")
+    where = "all => all.map(e => [e.textContent, e.getBoundingClientRect()]).map(([t, b]) => [t, b.x + b.width / 2])"
+    middles = dict(shown.page.locator(".picture .xtick").evaluate_all(where))
+    assert list(middles) == ["in", "0", "1", "2", "out"]
+    shown.page.locator(".picture").focus()
+    for key, column in (("Home", "in"), ("End", "out")):
+        shown.page.keyboard.press(key)
+        box = shown.page.locator(".cursor").bounding_box()
+        assert abs(box["x"] + box["width"] / 2 - middles[column]) < 2
+
+
+def test_arrow_keys_move_over_the_cells(show: Any) -> None:
+    shown = show("different")
+    line, frame = shown.page.locator(".under"), shown.page.locator(".cursor")
+    assert line.get_attribute("role") == "status"
+    shown.page.keyboard.press("Tab")
+    assert "Arrow keys move" in line.inner_text()
+    assert not frame.is_visible()
+    told = []
+    for key in ("ArrowDown", "ArrowDown", "ArrowDown", "ArrowRight", "ArrowLeft", "ArrowUp", "End"):
+        shown.page.keyboard.press(key)
+        told.append(line.inner_text().partition(" · ")[0])
+    assert told[:3] == ["embedding", "layer 0 attention norm", "layer 0 attention q"]
+    assert told[3:] == ["layer 1 attention q", "layer 0 attention q", "layer 0 attention norm", "head"]
+    assert "relative difference:" in line.inner_text()
+    # plotly's own label says the same.
+    assert "head" in shown.page.locator(".picture .hovertext").text_content()
+    assert frame.is_visible()
+    shown.page.keyboard.press("Escape")
+    assert not frame.is_visible() and line.inner_text() == ""
+    shown.page.keyboard.press("Tab")  # plotly's own buttons
+    assert shown.page.evaluate("document.activeElement.className").startswith("modebar-btn")
+    assert shown.said == []
+
+
+def test_every_cell_is_reached_by_arrow_keys(show: Any) -> None:
+    shown = show("different")
+    # All moves from every cell, through the page's own code: breadth first.
+    reached = shown.page.evaluate(
+        """() => {
+          const picture = pictures[0], cells = picture.cells(), seen = new Set([cells[0]]);
+          for (const from of seen) for (const way of Object.values(ARROWS)) seen.add(beside(from, cells, way) || from);
+          return [seen.size, cells.length];
+        }"""
+    )
+    assert reached[0] == reached[1] == 36
 
 
 def test_the_keyboard_reaches_everything(show: Any) -> None:

@@ -1,0 +1,74 @@
+"""Pages in headless Chromium: what they say and ask for is kept, and screenshots where somebody wants them."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCREENS: dict[str, dict[str, Any]] = {
+    "wide": {"viewport": {"width": 1100, "height": 900}},
+    "phone": {"viewport": {"width": 375, "height": 700}, "is_mobile": True, "has_touch": True},
+}
+
+
+def chromium() -> Iterator[Any]:
+    """A running headless Chromium, playwright's own or the system's; skips the test where there is none."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-browser")
+    with playwright.sync_playwright() as driver:
+        own = driver.chromium.executable_path
+        found = own if Path(own).exists() else system_browser()
+        if found is None:
+            pytest.skip("no Chromium: make test-browser, or a chromium on the PATH")
+        running = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+def system_browser() -> str | None:
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+@dataclass
+class Shown:
+    """A page in a window of its own. said: its console and its errors; asked: requests, all refused but the page's."""
+
+    context: Any
+    page: Any
+    said: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+    def keep(self, name: str) -> None:
+        """A screenshot, in the folder that GPTKIT_SCREENSHOTS names."""
+        if folder := os.environ.get("GPTKIT_SCREENSHOTS"):
+            self.page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
+
+    def texts(self, selector: str) -> list[str]:
+        return [" ".join(text.split()) for text in self.page.locator(selector).all_text_contents()]
+
+
+def opened(browser: Any, path: Path, screen: str = "wide", scheme: str = "light", **more: Any) -> Shown:
+    """A page drawn to the end; `more` is playwright's (reduced_motion="reduce")."""
+    context = browser.new_context(color_scheme=scheme, **SCREENS[screen], **more)
+    shown = Shown(context, context.new_page())
+
+    def answer(route: Any) -> None:
+        url = route.request.url
+        if url == path.as_uri() or url.startswith(("data:", "blob:")):
+            route.continue_()
+        else:
+            shown.asked.append(url)
+            route.abort()
+
+    context.route("**/*", answer)
+    shown.page.on("console", lambda message: shown.said.append(message.text))
+    shown.page.on("pageerror", lambda error: shown.said.append(str(error)))
+    shown.page.on("websocket", lambda socket: shown.asked.append(socket.url))
+    shown.page.goto(path.as_uri())
+    drawn = "[...document.querySelectorAll('.picture')].every(each => each.dataset.drawn)"
+    shown.page.wait_for_function(drawn)
+    return shown
