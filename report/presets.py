@@ -59,7 +59,9 @@ class PresetTable:
         table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
         for column in columns:
             right = titles[column] == "parameters"
-            table.add_column(layout.text(titles[column]), justify="right" if right else "left", no_wrap=right)
+            table.add_column(
+                layout.text(titles[column]), justify="right" if right else "left", no_wrap=right, overflow="fold"
+            )
         for row in self.rows:
             table.add_row(*(layout.text(row[column]) for column in columns))
         yield table
