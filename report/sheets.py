@@ -23,6 +23,9 @@ GAP = 3
 ASCII = str.maketrans({"×": "x", "–": "-", "−": "-", "·": "-", "…": "."})
 """For terminals that have no other characters."""
 
+WIDEST_NAME = 24
+"""Longer names, of folders most of them, are folded."""
+
 DECIMAL = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -96,11 +99,12 @@ class Sheet:
 
     def width(self) -> int:
         """Of its table."""
-        widths = [max(map(len, cells)) for cells in zip(self.columns, *(row.cells for row in self.rows), strict=True)]
+        headings = [name[:WIDEST_NAME] for name in self.columns]
+        widths = [max(map(len, cells)) for cells in zip(headings, *(row.cells for row in self.rows), strict=True)]
         return self.label_width() + sum(widths) + GAP * len(widths)
 
     def label_width(self) -> int:
-        return max((len(row.label) for row in self.rows), default=0)
+        return max((min(len(row.label), WIDEST_NAME) for row in self.rows), default=0)
 
     def parts(self, width: int) -> list[Sheet]:
         """Sheets that are no wider than that, where one column is: as few as can be, as it is or turned."""
@@ -183,7 +187,7 @@ class Layout:
         for title in words:
             table.add_column(self.text(title), overflow="fold")
         for title in numbers:
-            table.add_column(self.text(title), justify="right", no_wrap=True)
+            table.add_column(self.folded(title), justify="right", no_wrap=True)
         return table
 
     def heading(self, words: str) -> Any:
@@ -203,6 +207,13 @@ class Layout:
         from rich.text import Text
 
         return Text(self.clean(words))
+
+    def folded(self, name: str) -> Any:
+        """A heading, in lines where it is long."""
+        from rich.text import Text
+
+        pieces = [name[first : first + WIDEST_NAME] for first in range(0, len(name), WIDEST_NAME)]
+        return Text("\n").join(map(self.text, pieces or [""]))
 
     def clean(self, words: str) -> str:
         """Characters that the terminal has; a name from outside may hold control characters."""
