@@ -31,6 +31,8 @@ nitpick_ignore_regex = [
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
+smartquotes = False  # "--" is how options begin
+
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_use_type_comments = False

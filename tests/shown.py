@@ -29,8 +29,9 @@ MARK = re.compile(
     r"(?P<fence>```+)(?P<info>[^\n`]*)\n(?P<body>.*?)(?P=fence)$",
     re.M | re.S,
 )
-MEASURED = ("swap", "verify", "diff")
-"""Commands of which whatever has a decimal point is measured."""
+DECIMAL, NUMBER = r"\d\.\de[-+]\d\d|\d[\d,]*\.\d+", r"\d[\d,]*(?:\.\d+)?(?:e[-+]\d\d)?"
+MEASURED = {"swap": DECIMAL, "verify": DECIMAL, "diff": NUMBER}
+"""Of these commands what is measured: whatever has a decimal point; of `diff` ranks too."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,13 @@ def gptkit(words: Sequence[str]) -> tuple[int, str]:
 
 
 def comparable(text: str, command: str) -> list[str]:
-    """Lines without trailing blanks. What is measured other processors round otherwise: errors, and of `MEASURED`
-    commands whatever has a decimal point, stand for themselves alone.
+    """Lines without trailing blanks. What is measured other processors round otherwise: errors, and what `MEASURED`
+    says of a command, stand for themselves alone.
     """
-    if command.split()[0] not in MEASURED:
+    measured = MEASURED.get(command.split()[0])
+    if measured is None:
         return [re.sub(r"\d\.\de-\d\d", "#", line.rstrip()) for line in text.strip().splitlines()]
-    lines = [re.sub(r"\d\.\de[-+]\d\d|\d[\d,]*\.\d+", "#", line) for line in text.strip().splitlines()]
+    lines = [re.sub(measured, "#", line) for line in text.strip().splitlines()]
     return [" ".join(line.split()) for line in lines]  # a figure more or less moves the column behind it
 
 

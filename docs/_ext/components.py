@@ -74,11 +74,15 @@ def is_gqa(block: Block) -> bool:
     return found is not None and 1 < found[1] < found[0]
 
 
+def dense(block: Block) -> FeedForward | GatedFeedForward:
+    """A block's feed-forward, or the one that each of its experts is."""
+    found = block.feed_forward
+    return found.expert if isinstance(found, MixtureOfExperts) else found
+
+
 def has_bias(block: Block) -> bool:
     """On any linear of the block."""
-    attention, feed_forward = block.attention, block.feed_forward
-    if isinstance(feed_forward, MixtureOfExperts):
-        feed_forward = feed_forward.expert
+    attention, feed_forward = block.attention, dense(block)
     return attention.qkv_bias or attention.output_bias or feed_forward.up_bias or feed_forward.down_bias
 
 
@@ -89,17 +93,15 @@ USERS: Mapping[str, Callable[[ModelSpec], bool]] = {
     "norm on the embedding": lambda spec: spec.embedding.norm is not None,
     "learned positions": lambda spec: spec.positions is not None,
     "rotary": blocks(lambda block: rotary(block) is not None),
-    "linear scaling": blocks(scaled("LinearScaling")),
     "llama3 scaling": blocks(scaled("Llama3Scaling")),
-    "yarn": blocks(scaled("YarnScaling")),
     "alibi": blocks(lambda block: isinstance(block.attention.position, ALiBi)),
     "mha": blocks(is_mha),
     "gqa": blocks(is_gqa),
     "mqa": blocks(is_mqa),
     "latent": blocks(lambda block: isinstance(block.attention, LatentAttention)),
     "window": blocks(lambda block: block.attention.window is not None),
-    "plain": blocks(lambda block: isinstance(block.feed_forward, FeedForward)),
-    "gated": blocks(lambda block: isinstance(block.feed_forward, GatedFeedForward)),
+    "plain": blocks(lambda block: isinstance(dense(block), FeedForward)),
+    "gated": blocks(lambda block: isinstance(dense(block), GatedFeedForward)),
     "experts": blocks(lambda block: isinstance(block.feed_forward, MixtureOfExperts)),
     "parallel": blocks(lambda block: block.parallel),
     "serial": blocks(lambda block: not block.parallel),
@@ -145,10 +147,11 @@ def norm_row(spec: ModelSpec) -> list[str]:
 def attention_row(spec: ModelSpec) -> list[str]:
     """See TOPICS."""
     found, attention = costs_of(spec), spec.blocks[0].attention
-    kv = f"{attention.kv_heads}" if isinstance(attention, Attention) else f"latent {attention.kv_rank}"
+    kv = str(attention.kv_heads) if isinstance(attention, Attention) else f"latent {attention.kv_rank}"
     weights = f"{count(spec).by_component['attention']:,}"
     projections, scores = f"{found.flops['attention']:,}", f"{found.flops['scores']:,}"
-    return [f"{attention.heads}", kv, weights, f"{found.cache_bytes(2):,}", f"{found.context:,}", projections, scores]
+    of_query = f"{attention.heads} / {kv}"
+    return [of_query, weights, f"{found.cache_bytes(2):,}", f"{found.context:,}", projections, scores]
 
 
 def cache_row(spec: ModelSpec) -> list[str]:
@@ -160,8 +163,7 @@ def cache_row(spec: ModelSpec) -> list[str]:
 
 def feed_forward_row(spec: ModelSpec) -> list[str]:
     """See TOPICS."""
-    found, feed_forward = costs_of(spec), spec.blocks[0].feed_forward
-    inner = feed_forward.expert if isinstance(feed_forward, MixtureOfExperts) else feed_forward
+    found, inner = costs_of(spec), dense(spec.blocks[0])
     form = "gated" if isinstance(inner, GatedFeedForward) else "plain"
     counted = count(spec)
     weights = counted.by_component["feed-forward"]
@@ -232,7 +234,7 @@ TOPICS: Mapping[str, tuple[Callable[[ModelSpec], list[str]], Sequence[str]]] = {
     "positions": (position_row, ("positions", "context", "parameters")),
     "attention": (
         attention_row,
-        ("q heads", "kv heads", "parameters", "cache, bytes a token", "context", "FLOPs, projections", "FLOPs, scores"),
+        ("heads, q / kv", "parameters", "cache, bytes a token", "context", "FLOPs, projections", "FLOPs, scores"),
     ),
     "cache": (cache_row, ("window", "at 4,096 tokens, MiB", "at 8,192", "at 32,768")),
     "feed-forward": (feed_forward_row, ("form", "width", "× hidden", "parameters", "share", "FLOPs a token")),

@@ -199,6 +199,11 @@ def components_page() -> str:
 # --- swaps ------------------------------------------------------------------------------------------------------------
 
 
+def linked(source: str) -> str:
+    """A source with the papers that it names by number as links."""
+    return re.sub(r"\b(\d{4}\.\d{5})\b", r"[\1](https://arxiv.org/abs/\1)", source)
+
+
 def swaps_table(*options: str) -> str:
     """The swaps of some options, or of all; `attention:mla` is those whose form starts with mla."""
     from gptkit.surgery.registry import all_swaps
@@ -208,9 +213,10 @@ def swaps_table(*options: str) -> str:
     for swap in all_swaps():
         if not wanted or any(swap.option == option and swap.form.startswith(form) for option, _, form in wanted):
             asked = f"`--{swap.option.replace('_', '-')}{' ' * bool(swap.form)}{swap.form}`"
-            rows.append([asked, f"{swap.takes} → {swap.gives}", swap.guarantee, swap.needs, swap.source])
+            needs = f"{swap.needs}<br>*{linked(swap.source)}*"
+            rows.append([asked, f"{swap.takes} → {swap.gives}", swap.guarantee, needs])
     assert rows, f"no swap is asked for by {options}"
-    return table(["asked for as", "from → to", "at best", "needs", "source"], rows)
+    return table(["asked for as", "from → to", "at best", "needs, *source*"], rows)
 
 
 def swap_options() -> str:

@@ -33,6 +33,8 @@ def shortened(data: Any) -> Any:
         if all(isinstance(each, int | float) for each in data):
             return data
         return [shortened(data[0]), *([f"… {len(data) - 1} more"] if len(data) > 1 else [])] if data else []
+    if isinstance(data, dict) and data.get("type") == "ModelSpec":
+        return {"type": "ModelSpec", "…": "the tree, as in gptkit.json"}
     if isinstance(data, dict):
         many = len(data) > 9 and not all(NAMES.fullmatch(key) for key in data)
         kept = dict(list(data.items())[:2]) if many else data
