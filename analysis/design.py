@@ -222,7 +222,7 @@ def fit(design: Design, budget: int, vocab: int, context: int) -> Shape:
     """The shape nearest to the rule whose tree is within 3 % of a number of parameters, or the nearest to that.
 
     Raises:
-        UsageError: none comes within 10 %: the vocabulary is too large for it.
+        UsageError: none comes within 10 %: the table of tokens is too large for it.
 
     """
     best: tuple[float, Shape] | None = None

@@ -15,6 +15,8 @@ __all__ = ["Finding", "findings"]
 
 NOTHING = 0.02
 """A share of the whole up to which a difference is none to choose by."""
+MORE = 0.05
+"""The same, of models that are not of one size to the last parameter."""
 SEQUENCES = 16
 """Written at once, where it is told what a step reads."""
 ITEMSIZE = 2
@@ -57,7 +59,7 @@ def findings(goal: str, design: Design, spec: ModelSpec, baseline: ModelSpec, ba
         told.append(_positions(goal, design, exchanged(positions=design.positions), usual))
     told.append(_norm(goal, design, exchanged(norm="rmsnorm"), usual))
     told.append(_gated(goal, design, exchanged(feed_forward="swiglu"), usual))
-    if design.attention in ("gqa", "mqa"):
+    if design.attention in ("gqa", "mqa") and base.heads > 1:
         told.append(_shared_heads(design.attention, exchanged(attention=design.attention), usual))
     if design.block == "parallel":
         told.append(_parallel(exchanged(block="parallel"), usual))
@@ -131,20 +133,21 @@ def _whole(found: Costs, usual: Costs, context: int) -> Iterator[Finding]:
     scores, before = found.flops.get("scores", 0), usual.flops.get("scores", 0)
     weights = (found.total_flops - scores) / (usual.total_flops - before) - 1
     share = scores / found.total_flops
-    words = f"At one size, products with weights take {_signed(weights)} FLOPs a token against GPT-2's way"
-    words += (
-        ": a token meets each weight once"
-        if abs(weights) <= NOTHING
-        else ", since tables are looked up and not multiplied"
+    why = "a token meets each weight once" if abs(weights) <= MORE else "tables are looked up, not multiplied"
+    words = (
+        f"At one size, products with weights take {_signed(weights)} FLOPs a token against GPT-2's way: {why}."
+        f" Scores are {_share(share)} of all FLOPs at {context:,} tokens; only a window stops them growing."
     )
-    words += f". Scores are {_share(share)} of all FLOPs at {context:,} tokens; only a window stops them growing."
     yield Finding("FLOPs", words, {"weights": weights, "scores": share})
     read, cache, usual_cache = ITEMSIZE * found.active, *(SEQUENCES * c.held_bytes(ITEMSIZE) for c in (found, usual))
     times = (ITEMSIZE * usual.active + usual_cache) / (read + cache)
-    against = f"{times:.1f} times less than GPT-2's way, whose cache is {_giga(usual_cache)}"
+    against = "as much as GPT-2's way"
+    if not 0.95 < times < 1.05:
+        ratio = f"{times:.1f} times less than" if times > 1 else f"{1 / times:.1f} times as much as"
+        against = f"{ratio} GPT-2's way, whose cache is {_giga(usual_cache)}"
     words = (
         f"Writing waits for memory. A step of {SEQUENCES} sequences with {context:,} tokens each reads {_giga(read)} of"
-        f" weights and {_giga(cache)} of cache, in bf16: {against if times >= 1.05 else 'as much as GPT-2 does'}."
+        f" weights and {_giga(cache)} of cache, in bf16: {against}."
     )
     yield Finding("reading", words, {"weight_bytes": read, "cache_bytes": cache, "baseline_cache_bytes": usual_cache})
 

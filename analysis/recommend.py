@@ -8,7 +8,7 @@ the papers. No torch, no weights.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -177,7 +177,8 @@ class Recommendation:
     """A model for a goal and a budget.
 
     spec: the tree, in a family's own arithmetic where one has it; family: that one, None where only gptkit's own format
-    holds it. baseline: GPT-2 of the same size. Costs are at `context` tokens.
+    holds it. baseline: GPT-2 of the same size, with a table of positions on top, which is large where contexts are long
+    and would leave nothing else of a small model. Costs are at `context` tokens.
     """
 
     goal: str
@@ -248,7 +249,8 @@ def recommend(goal: str, params: int | str, *, vocab: int = VOCABULARY, context:
         if not 1 <= value <= most:
             raise UsageError(f"{what} is {value:,}", f"Give a number from 1 to {most:,}.")
     design = _settled(GOALS[goal], budget, vocab, length)
-    shape, base = fit(design, budget, vocab, length), fit(BASELINE, budget, vocab, length)
+    shape = fit(design, budget, vocab, length)
+    base = fit(replace(BASELINE, positions="rope"), budget, vocab, length)  # its table of positions comes on top
     family, spec = expressed(build(design, shape, vocab, length))
     usual = build(BASELINE, base, vocab, length)
     choices = tuple(_choices(design, spec, base, vocab, length))
@@ -263,7 +265,7 @@ def recommend(goal: str, params: int | str, *, vocab: int = VOCABULARY, context:
         baseline=usual,
         baseline_costs=costs(usual, length),
         choices=choices,
-        considered=tuple(_considered(GOALS[goal], design, base, vocab, length)),
+        considered=tuple(_considered(GOALS[goal], design, choices, base, vocab, length)),
         findings=findings(goal, design, spec, usual, base),
         notes=_notes(design, shape, family, costs(spec, length), vocab),
     )
@@ -365,14 +367,19 @@ def _choices(design: Design, spec: ModelSpec, base: Shape, vocab: int, context: 
     return found
 
 
-def _considered(goal: Goal, design: Design, base: Shape, vocab: int, context: int) -> list[Choice]:
+def _considered(
+    goal: Goal, design: Design, choices: Sequence[Choice], base: Shape, vocab: int, context: int
+) -> list[Choice]:
     """What else there is, where the design has not got it."""
+    taken = [each.alone for each in choices]  # in a small model grouped heads may be one
     found = []
     for changes in goal.considered:
         kind, value = next(iter(changes.items()))
         if getattr(design, kind) == value or (kind == "window" and context <= value):
             continue
         alone = _named(kind, value, build(replace(BASELINE, **changes), base, vocab, context))
+        if alone in taken:
+            continue
         why, paper = _WHY[kind, value]
         cost = _delta(changes, base, vocab, context)
         source = None if paper is None else PAPERS[paper]
@@ -394,7 +401,7 @@ def _notes(design: Design, shape: Shape, family: str | None, found: Costs, vocab
     tokens = TOKENS_EACH * found.parameters
     flops = f"{6.0 * found.parameters * tokens:.1e}".replace("e+", "e")
     notes.append(
-        f"Trained on {tokens / 1e9:,.2g} billion tokens, {TOKENS_EACH} a parameter ({PAPERS['chinchilla']}), it takes"
+        f"Trained on {_billions(tokens)} billion tokens, {TOKENS_EACH} a parameter ({PAPERS['chinchilla']}), it takes"
         f" {flops} FLOPs, 6 a parameter and token."
     )
     if vocab % 64:
@@ -404,3 +411,7 @@ def _notes(design: Design, shape: Shape, family: str | None, found: Costs, vocab
             f"The rotary base is higher than 10,000 for the sake of {found.context:,} tokens ({PAPERS['base']})."
         )
     return tuple(notes)
+
+
+def _billions(number: int) -> str:
+    return f"{number / 1e9:,.0f}" if number >= 10**10 else f"{number / 1e9:.2g}"

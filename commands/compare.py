@@ -11,6 +11,7 @@ import typer
 from ..errors import UsageError
 from ..terminal import console, say
 from .base import Html, Json, Models, Offline, Png, Svg, app, examples, guarded
+from .params import tokens
 
 if TYPE_CHECKING:
     from ..analysis.params import Described
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 @app.command(
     epilog=examples(
         "gptkit compare gpt2 llama-2-7b bloom-7b1 falcon-7b",
-        "gptkit compare llama-2-7b llama-3.1-8b --only-differences --context 4096",
+        "gptkit compare llama-2-7b llama-3.1-8b --only-differences --context 4k",
         "gptkit compare gpt2 qwen3-8b --markdown",
         "gptkit compare llama-2-7b --swap attention=gqa:8",
     )
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 def compare(
     models: Models,
     context: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="In sight, for costs; else what all of them are for.")
+        str | None, typer.Option(metavar="TOKENS", help="In sight, for costs; else what all of them are for.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of weights and cache: float32, bfloat16, …")] = "bfloat16",
     only_differences: Annotated[bool, typer.Option("--only-differences", help="Leave out what is alike.")] = False,
@@ -58,7 +59,7 @@ def compare(
         from ..report import pictures
 
         pictures.ready(html, png, svg)
-    asked = Asked(dtype=dtype, context=context)
+    asked = Asked(dtype=dtype, context=None if context is None else tokens("--context", context))
     named = [(model, describe_named(model, offline)) for model in models]
     if swap or recipe is not None:
         named = [each for one in named for each in (one, after_swaps(*one, swap or [], recipe, offline))]

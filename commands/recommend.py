@@ -10,6 +10,7 @@ import typer
 
 from ..terminal import console, say
 from .base import Json, Quiet, app, examples, guarded
+from .params import tokens
 
 VOCABULARY = 32_000
 
@@ -17,7 +18,7 @@ VOCABULARY = 32_000
 @app.command(
     epilog=examples(
         "gptkit recommend --goal quality --params 7B",
-        "gptkit recommend --goal context --params 1.5e9 --context 65536 --vocab 128256",
+        "gptkit recommend --goal context --params 1.5e9 --context 64k --vocab 128256",
         "gptkit recommend --goal memory --params 124M --out small.json",
     )
 )
@@ -27,20 +28,22 @@ def recommend(
     params: Annotated[str, typer.Option(metavar="NUMBER", help="How many parameters: 7B, 124M, 1.5e9.")],
     vocab: Annotated[int, typer.Option(metavar="TOKENS", help="Of the vocabulary.")] = VOCABULARY,
     context: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="The model is for; 4,096, or 131,072 for the goal context.")
+        str | None, typer.Option(metavar="TOKENS", help="The model is for; 4,096, or 131,072 for the goal context.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it as a spec: FILE.json.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a FILE that is there.")] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Choose components for a goal and a size, with costs and papers."""
     from ..analysis.recommend import recommend as run
 
-    found = run(goal, params, vocab=vocab, context=context)
+    length = None if context is None else tokens("--context", context)
+    found = run(goal, params, vocab=vocab, context=length)
     if out is not None:
-        from ..converter.tree import write_spec
+        from ..converter.tree import Origin, write_spec
 
-        write_spec(found.spec, out)
+        write_spec(found.spec, out, origin=Origin(family=found.family), force=force)
     if json:
         from ..report.tables import print_json
 
@@ -55,7 +58,10 @@ def recommend(
     say(["", "Next:", *again, f"gptkit params {file} --flops --memory", f"gptkit load --random {file}"], quiet)
 
 
-def asked(goal: str, params: str, vocab: int, context: int | None) -> str:
+def asked(goal: str, params: str, vocab: int, context: str | None) -> str:
     """The call, as it was made."""
-    more = [*([f"--vocab {vocab}"] if vocab != VOCABULARY else []), *([f"--context {context}"] if context else [])]
+    more = [
+        *([f"--vocab {vocab}"] if vocab != VOCABULARY else []),
+        *([f"--context {quote(context)}"] if context else []),
+    ]
     return " ".join(["gptkit recommend --goal", goal, "--params", quote(params), *more])

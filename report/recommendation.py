@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .comparison import flops
+from .pages import counted
 from .sheets import Layout, Row, Sheet, binary
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def shape_words(found: Recommendation) -> str:
     spec, shape = found.spec, found.shape
     heads = f"{shape.heads} heads of {shape.head_dim}" if shape.heads > 1 else f"one head of {shape.head_dim}"
     return (
-        f"{len(spec.blocks):,} layers · {spec.hidden_size:,} wide · {heads}"
+        f"{counted(len(spec.blocks), 'layer')} · {spec.hidden_size:,} wide · {heads}"
         f" · vocabulary {spec.vocab_size:,} · context {found.context:,}"
     )
 
@@ -79,7 +80,8 @@ def costs_sheet(found: Recommendation) -> Sheet:
         columns=("parameters", f"KV at {found.context:,}", "FLOPs a token"),
         rows=tuple(rows),
         notes=(
-            f"GPT-2's way: {layers:,} layers, {hidden:,} wide. Cache in bf16; a token sees {found.context:,}.",
+            f"GPT-2's way: {counted(layers, 'layer')}, {hidden:,} wide, and a table of {found.context:,} positions."
+            f" Cache in bf16; a token sees {found.context:,}.",
             *(("In brackets what is not taken.",) if found.considered else ()),
         ),
     )

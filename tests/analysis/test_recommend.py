@@ -1,0 +1,321 @@
+"""Recommending: sizes that are hit, costs as they are by hand, families that hold it, and what the costs contradict."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gptkit
+from gptkit.analysis.costs import costs
+from gptkit.analysis.design import BASELINE, Design, Shape, aspect_ratio, build, fit
+from gptkit.analysis.expressed import expressed
+from gptkit.analysis.papers import PAPERS
+from gptkit.analysis.parameters import count
+from gptkit.analysis.recommend import _WHY, GOALS, Recommendation, parse_budget, recommend
+from gptkit.architectures import ARCHITECTURES
+from gptkit.commands.recommend import VOCABULARY
+from gptkit.errors import UsageError
+from gptkit.spec import from_json
+
+FAMILIES = {
+    "quality": "llama",
+    "speed": "falcon",
+    "memory": "llama",
+    "context": "llama",
+    "simplicity": "falcon",
+    "balance": None,
+}
+
+
+def choice(found: Recommendation, kind: str, words: str = "") -> Any:
+    named = [each for each in (*found.choices, *found.considered) if each.kind == kind and words in each.alone]
+    return named[0]
+
+
+# --- sizes ---
+
+
+@pytest.mark.parametrize("goal", GOALS)
+@pytest.mark.parametrize("budget", ["10M", "30M", "124M", "774M", "1.3B", "7B", "13B", "70B", "175B", "1T"])
+def test_the_budget_is_hit(goal: str, budget: str) -> None:
+    context = 8192 if goal == "context" else None
+    found = recommend(goal, budget, context=context)
+    assert abs(found.parameters / found.budget - 1) < 0.03
+    positions = found.baseline.positions
+    assert positions is not None and positions.length == found.context
+    beside = found.baseline_costs.parameters - positions.length * positions.size
+    assert abs(beside / found.budget - 1) < 0.03
+    assert found.parameters == count(found.spec).total == sum(p.count for p in found.spec.parameters())
+    shape = found.shape
+    assert shape.heads * shape.head_dim == found.spec.hidden_size == shape.hidden
+    assert shape.hidden % 64 == 0 and (shape.heads < 24 or shape.heads % 8 == 0)
+
+
+def test_the_shapes_are_those_that_were_published() -> None:
+    # GPT-3 (2005.14165, table 2.1): 6.7B has 32 layers of 4,096, 175B 96 layers of 12,288.
+    assert fit(BASELINE, 6_658_404_352, 50_257, 2_048) == Shape(4096, 32)
+    assert fit(BASELINE, 174_604_259_328, 50_257, 2_048) == Shape(12288, 96)
+    # LLaMA 7B and 13B (2302.13971, table 2), whose widths are 11,008 and 13,824.
+    llama = Design("rope", "rmsnorm", "swiglu", "mha", bias=False, tied=False)
+    assert fit(llama, 6_738_415_616, 32_000, 2_048) == Shape(4096, 32)
+    assert fit(llama, 13_015_864_320, 32_000, 2_048) == Shape(5120, 40)
+    assert (Shape(4096, 32).gated_width, Shape(5120, 40).gated_width) == (11_008, 13_824)
+    assert count(build(llama, Shape(4096, 32), 32_000, 2_048)).total == 6_738_415_616
+    assert Shape(8192, 80).kv_heads == 8  # LLaMA-2 70B
+
+
+def test_the_rule() -> None:
+    assert aspect_ratio(10**7) == aspect_ratio(125 * 10**6) == 64
+    assert aspect_ratio(67 * 10**8) == pytest.approx(128) == aspect_ratio(10**12)
+    assert 64 < aspect_ratio(10**9) < 128
+
+
+def test_heads_share_keys_and_values_out() -> None:
+    for heads in (1, 2, 3, 4, 6, 8, 9, 12, 16, 20, 24, 40, 184):
+        shape = Shape(heads * (64 if heads < 16 else 128), 1)
+        assert shape.heads == heads and heads % shape.kv_heads == 0
+        assert shape.kv_heads == 1 or heads // shape.kv_heads >= 3
+    assert [Shape(64 * n, 1).kv_heads for n in (3, 9, 12)] == [1, 3, 4]
+
+
+# --- costs, by hand ---
+
+
+def test_what_each_choice_costs_alone() -> None:
+    found = recommend("quality", "7B")
+    d, layers = found.baseline.hidden_size, len(found.baseline.blocks)
+    heads, length, vocab = d // 128, 4096, 32_000
+    two = 2  # FLOPs a weight, bytes a number, keys and values
+    assert choice(found, "placement").cost.parameters == 0
+    assert choice(found, "positions").cost.parameters == -length * d
+    assert choice(found, "norm").cost.parameters == -(2 * layers + 1) * d
+    gated = choice(found, "feed-forward").cost
+    extra = layers * (3 * d * 11_008 - 2 * d * 4 * d)
+    assert gated.parameters == extra + layers * (2 * 11_008 - 4 * d)  # biases of the gate and of up
+    assert gated.flops == two * extra and gated.cache == 0
+    grouped = choice(found, "attention", "GQA").cost
+    fewer = layers * 2 * (heads - 8) * 128
+    assert grouped.parameters == -fewer * (d + 1)
+    assert grouped.flops == -two * fewer * d
+    assert grouped.cache == -two * fewer * length
+    assert choice(found, "bias").cost.parameters == -layers * (3 * d + d + 4 * d + d)
+    assert choice(found, "tied").cost.parameters == vocab * d
+    latent = choice(found, "attention", "MLA").cost
+    assert latent.cache == two * layers * length * (512 + 64 - 2 * d)  # 2405.04434: 4 heads and half a head of keys
+
+
+def test_a_window_caps_the_cache() -> None:
+    found = recommend("memory", "1B", context=65_536)
+    assert {block.attention.window for block in found.spec.blocks} == {4096}
+    layers, d = len(found.baseline.blocks), found.baseline.hidden_size
+    window = choice(found, "window").cost
+    assert window.parameters == 0
+    assert window.cache == -2 * 2 * layers * d * (65_536 - 4095)  # the step's own token takes the window's last place
+    assert window.flops == -4 * layers * d * (65_536 - 4096)
+    assert all(block.attention.window is None for block in recommend("memory", "1B").spec.blocks)
+
+
+def test_memory_is_the_goal_that_keeps_least() -> None:
+    kept = {goal: recommend(goal, "7B", context=32_768).costs.held_bytes() for goal in GOALS}
+    assert min(kept, key=lambda goal: kept[goal]) == "memory"
+    assert max(kept, key=lambda goal: kept[goal]) == "simplicity"
+
+
+# --- what it is ---
+
+
+def test_the_usual_advice() -> None:
+    told = {goal: [each.words for each in recommend(goal, "7B").choices] for goal in GOALS}
+    assert told["quality"][:5] == ["pre-norm", "RoPE 10,000", "RMSNorm", "SwiGLU 11,008", "GQA 32/8"]
+    assert told["speed"][:6] == [
+        "pre-norm",
+        "ALiBi, scaled",
+        "LayerNorm",
+        "GELU 16,384",
+        "MQA 32/1",
+        "parallel, one norm",
+    ]
+    assert told["simplicity"][:6] == ["pre-norm", "ALiBi, scaled", "LayerNorm", "GELU 16,384", "MHA 32", "serial"]
+    assert told["balance"][:5] == ["pre-norm", "RoPE 10,000", "RMSNorm", "GELU 16,384", "GQA 32/8"]
+    assert told["context"][1] == "RoPE 10,000, YaRN ×16"
+    assert [each.usual for each in recommend("simplicity", "7B").choices].count(False) == 1
+
+
+def test_a_small_model_ties_its_head_and_a_large_one_need_not() -> None:
+    assert recommend("quality", "124M").spec.head.tied
+    assert not recommend("quality", "7B").spec.head.tied
+    assert recommend("quality", "7B", vocab=256_000).spec.head.tied
+
+
+@pytest.mark.parametrize("goal", GOALS)
+def test_a_family_holds_it(goal: str) -> None:
+    found = recommend(goal, "30M")
+    assert found.family == FAMILIES[goal]
+    if found.family is None:
+        assert found.notes[0].startswith("No transformers family")
+        return
+    architecture = ARCHITECTURES[found.family]
+    config = architecture.config_for(found.spec)
+    assert architecture.spec(config) == found.spec
+    fields = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
+    with torch.device("meta"):
+        model = getattr(transformers, architecture.hf_class)(getattr(transformers, architecture.hf_config)(**fields))
+    assert sum(parameter.numel() for parameter in model.parameters()) == found.parameters
+
+
+def test_a_window_makes_it_a_mistral() -> None:
+    assert recommend("memory", "1B", context=65_536).family == "mistral"
+    assert expressed(recommend("balance", "30M").spec)[0] is None
+
+
+# --- what the costs say ---
+
+
+def about(found: Recommendation, what: str) -> Any:
+    return next(each for each in found.findings if each.about == what)
+
+
+def test_what_contradicts_the_advice_is_told() -> None:
+    speed = recommend("speed", "7B")
+    assert {each.about for each in speed.findings if each.against} == {"positions", "norm", "feed-forward"}
+    assert "simpler, not cheaper" in about(speed, "feed-forward").words
+    assert not [each for each in recommend("quality", "7B").findings if each.against]
+    assert "its gain is free" in about(recommend("quality", "7B"), "feed-forward").words
+
+
+@pytest.mark.parametrize("goal", GOALS)
+def test_findings_are_figures_of_these_trees(goal: str) -> None:
+    found = recommend(goal, "1.3B")
+    usual = found.baseline_costs
+    gated = costs(
+        build(
+            Design(feed_forward="swiglu"),
+            Shape(found.baseline.hidden_size, len(found.baseline.blocks)),
+            32_000,
+            found.context,
+        ),
+        found.context,
+    )
+    told = about(found, "feed-forward").figures
+    assert told["parameters"] == pytest.approx(gated.parameters / usual.parameters - 1)
+    reading = about(found, "reading").figures
+    assert reading["cache_bytes"] == 16 * found.costs.held_bytes()
+    assert reading["weight_bytes"] == 2 * found.parameters
+    flops = about(found, "FLOPs").figures
+    assert flops["scores"] == pytest.approx(found.costs.flops["scores"] / found.costs.total_flops)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(list(GOALS)),
+    st.integers(20_000_000, 10**12),
+    st.integers(64, 60_000),
+    st.integers(16, 200_000),
+)
+def test_any_size_is_near_or_refused(goal: str, budget: int, vocab: int, context: int) -> None:
+    try:
+        found = recommend(goal, budget, vocab=vocab, context=context)
+    except UsageError:
+        assert vocab * 64 > budget * 0.5  # the table alone takes half of it in the narrowest model
+        return
+    assert abs(found.parameters / budget - 1) < 0.101
+    assert found.spec.vocab_size == vocab and found.spec.context_length == context
+    json.dumps(found.as_json(), allow_nan=False)
+    assert all(math.isfinite(value) for each in found.findings for value in each.figures.values())
+
+
+def test_each_claim_has_its_paper() -> None:
+    used = {paper for _, paper in _WHY.values() if paper is not None}
+    assert used <= set(PAPERS)
+    for paper in PAPERS.values():
+        assert re.fullmatch(r"\d{4}\.\d{5}", paper.arxiv) and paper.authors and paper.title
+    for goal in GOALS:
+        found = recommend(goal, "124M", context=65_536)
+        assert all(each.paper is not None or each.kind == "bias" for each in (*found.choices, *found.considered))
+
+
+def test_json_has_integers_and_a_tree_that_is_read_again() -> None:
+    found = recommend("quality", "124M")
+    data = json.loads(json.dumps(found.as_json(), allow_nan=False))
+    assert data["schema_version"] == 1 and data["parameters"] == found.parameters
+    assert from_json(data["spec"]) == found.spec
+    for each in data["choices"]:
+        figures = {key: value for key, value in each["exchanged_alone"].items() if key != "words"}
+        assert all(type(value) is int for value in figures.values())
+
+
+# --- what is asked ---
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("7B", 7 * 10**9),
+        ("7b", 7 * 10**9),
+        ("124M", 124 * 10**6),
+        ("1.5e9", 15 * 10**8),
+        ("1.3B", 13 * 10**8),
+        ("0.5B", 5 * 10**8),
+        ("1T", 10**12),
+        ("10M", 10**7),
+        ("124,439,808", 124_439_808),
+        ("124_439_808", 124_439_808),
+        ("8030261248", 8_030_261_248),
+        (" 7 B ", 7 * 10**9),
+        (7_000_000_000, 7 * 10**9),
+    ],
+)
+def test_budgets(text: str | int, number: int) -> None:
+    assert parse_budget(text) == number
+
+
+@given(st.integers(10**7, 10**12))
+def test_a_plain_number_is_itself(number: int) -> None:
+    assert parse_budget(number) == parse_budget(f"{number:,}") == number
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "B", "7X", "-7B", "nan", "inf", "1e99", "0", "9.9M", "1.1T", "7,00B", "1.5.3B", "٧B", "7 B B", "0x7B"),
+        -7,
+        0,
+    ],
+)
+def test_no_budget(text: str | int) -> None:
+    with pytest.raises(UsageError):
+        recommend("quality", text)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"vocab": 0}, {"vocab": 2**30}, {"context": 0}, {"context": -1}, {"context": 2**40}, {"vocab": 10**7}]
+)
+def test_no_sizes(wrong: dict[str, int]) -> None:
+    with pytest.raises(UsageError):
+        recommend("quality", "124M", **wrong)
+
+
+def test_no_goal() -> None:
+    with pytest.raises(UsageError, match="unknown goal 'fame'"):
+        recommend("fame", "7B")
+
+
+def test_it_imports_neither_torch_nor_numpy() -> None:
+    heavy = ("torch", "transformers", "numpy", "rich", "plotly")
+    code = "import gptkit; gptkit.recommend('quality', '7B'); import sys; "
+    code += f"sys.exit(', '.join(m for m in {heavy} if m in sys.modules) or 0)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    assert gptkit.recommend is recommend
+
+
+def test_the_command_has_the_function_s_vocabulary() -> None:
+    assert recommend("quality", "7B").spec.vocab_size == VOCABULARY
