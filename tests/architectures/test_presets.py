@@ -18,6 +18,8 @@ PUBLISHED = {
     # As the hub counts the stored tensors, tied ones once.
     "gpt2": 124_439_808,
     "gpt2-xl": 1_557_611_200,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
     "llama-2-7b": 6_738_415_616,
     "llama-3-8b": 8_030_261_248,
     "llama-3.1-405b": 405_853_388_800,
@@ -29,6 +31,14 @@ PUBLISHED = {
     "bloom-176b": 176_247_271_424,
     "falcon-7b": 6_921_720_704,
     "mixtral-8x7b": 46_702_792_704,
+    "codellama-70b": 68_976_910_336,
+    "open-llama-3b": 3_426_473_600,
+    "solar-10.7b": 10_731_524_096,
+    "deepseek-coder-33b": 33_342_991_360,
+    "deepseek-r1-distill-qwen-1.5b": 1_777_088_000,
+    "falcon3-7b": 7_455_550_464,
+    "qwen1.5-0.5b": 463_987_712,
+    "qwen1.5-72b": 72_287_920_128,
 }
 
 every_preset = pytest.mark.parametrize("preset", presets().values(), ids=presets())
@@ -51,6 +61,11 @@ def test_parameters_are_those_of_the_transformers_model(preset: Preset, tmp_path
     spec = architecture.spec(preset.config)
     assert {leaf.checkpoint: leaf.shape for leaf in architecture.bind(spec)} == theirs
     assert count(spec).total == model.num_parameters()
+    # A tied head is the embedding's parameter under a second name, and in neither count.
+    twice = sum(parameter.numel() for _, parameter in model.named_parameters(remove_duplicate=False))
+    tied = spec.vocab_size * spec.hidden_size if spec.head.tied else 0
+    assert twice == count(spec).total + tied
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == spec.head.tied
     assert [type(model).__name__] == [architecture.hf_class] == preset.config["architectures"]
 
 
