@@ -139,6 +139,33 @@ def test_the_page() -> None:
     table = next(block for block in blocks if isinstance(block, Table))
     assert {table.rows[index][0] for index in table.lit} == {row.name for row in found.shown() if row.differs}
     figures = [block for block in blocks if isinstance(block, Figure)]
-    assert len(figures) == 3 + len(FOUR)
+    assert len(figures) == 4 + len(FOUR)
     text = render(page)
     assert "cannot see 4,096 tokens" in text and "MQA 71/1" in text
+
+
+def test_the_page_of_many_models_draws_some() -> None:
+    pytest.importorskip("plotly")
+    from gptkit.report.comparison_page import MOST_DRAWN, comparison_page
+
+    found = compare(*["gpt2", "gpt2-medium"] * 8)
+    page = comparison_page(found, found.shown())
+    assert page.title == "16 models"
+    assert len([section for section in page.sections if section.title.startswith("Layers of")]) == MOST_DRAWN
+
+
+def test_the_page_draws_each_kind_of_layer() -> None:
+    pytest.importorskip("plotly")
+    import msgspec
+
+    from gptkit.analysis.params import Described
+    from gptkit.report.comparison_page import comparison_page
+
+    gpt2 = describe_reference("gpt2").spec
+    replace = msgspec.structs.replace
+    other = replace(gpt2.blocks[0], attention=replace(gpt2.blocks[0].attention, window=64))
+    mixed = replace(gpt2, blocks=(*gpt2.blocks[:6], *(other,) * 6))
+    found = comparison([("mixed", Described("", mixed))], Asked(dtype="float64"))
+    page = comparison_page(found, found.shown())
+    layers = next(section for section in page.sections if section.title == "Layers of mixed")
+    assert len(layers.blocks) == 2
