@@ -78,7 +78,7 @@ GATED: Mapping[str, str] = {
 MOST_RUNS, MOST_KINDS = 3, 4
 """So many runs of layers, and so many kinds of them, are told in words; data has them all."""
 
-USUAL_SCALE = "1/√head dim"
+USUAL_SCALE = "1/sqrt(head dim)"
 
 
 def aspects(spec: ModelSpec) -> list[Aspect]:
@@ -211,7 +211,7 @@ def _rope_pairs(block: Block) -> Said:
     """Which elements turn together. As data only what is unusual, since having no pairs at all is told elsewhere."""
     position = block.attention.position
     if not isinstance(position, Rotary):
-        return "none", None
+        return "–", None
     return ("halves", None) if position.pairs == "halves" else ("neighbours", position.pairs)
 
 

@@ -395,8 +395,8 @@ def _notes(design: Design, shape: Shape, family: str | None, found: Costs, vocab
     else:
         notes.append(f"transformers holds it as {ARCHITECTURES[family].hf_class}.")
     notes.append(
-        f"Hidden size over layers is {shape.hidden / shape.layers:.0f}, as near to GPT-3's models of its size"
-        f" ({PAPERS['gpt3']}) as the number of parameters lets it; quality depends on it weakly ({PAPERS['scaling']})."
+        f"Hidden size over layers is {shape.hidden / shape.layers:.0f}, as near to that of GPT-3's models of its size"
+        f" ({PAPERS['gpt3']}) as the number of parameters allows; quality depends on it weakly ({PAPERS['scaling']})."
     )
     tokens = TOKENS_EACH * found.parameters
     flops = f"{6.0 * found.parameters * tokens:.1e}".replace("e+", "e")
@@ -404,6 +404,8 @@ def _notes(design: Design, shape: Shape, family: str | None, found: Costs, vocab
         f"Trained on {_billions(tokens)} billion tokens, {TOKENS_EACH} a parameter ({PAPERS['chinchilla']}), it takes"
         f" {flops} FLOPs, 6 a parameter and token."
     )
+    if design.positions == "alibi":
+        notes.append("Its ALiBi is Falcon's, multiplied by the scale of the scores, which the paper's is not.")
     if vocab % 64:
         notes.append(f"A vocabulary of {vocab + -vocab % 64:,}, a multiple of 64, multiplies faster than {vocab:,}.")
     if design.positions == "rope" and found.context > LOW_UP_TO:
