@@ -9,23 +9,28 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from ..errors import UsageError
 from . import pages
+from .charts import safe
 from .pages import Figure, Page
 
-__all__ = ["picture", "ready", "write"]
+__all__ = ["drawn", "ready", "write"]
 
 WIDTH = 520
 """Pixels: a column of a paper (84 mm) makes 12 of them 6 points high."""
 SCALE = 4
 """Pixels of a PNG for each of the drawing's: 600 dots an inch in such a column."""
+NOWHERE = "127.0.0.1:9"
+"""A proxy that nobody is: the discard port."""
+SECONDS = 120
 FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 
 NESTED = ("treemap", "sunburst", "icicle")
@@ -88,36 +93,54 @@ def write(page: Page, html: Path | None, png: Path | None, svg: Path | None) -> 
     figures = [block for section in page.sections for block in section.blocks if isinstance(block, Figure)]
     if not figures:
         raise UsageError(f"there is no figure to draw in {wanted[0]}")
-    for path in wanted:
-        pages.put(picture(figures[0], path.suffix.lower()[1:]), path)
+    drawings = drawn([(figures[0], path.suffix.lower()[1:]) for path in wanted])
+    for path, drawing in zip(wanted, drawings, strict=True):
+        pages.put(drawing, path)
         written.append(path)
     return written
 
 
-def picture(figure: Figure, form: str) -> bytes:
-    """A figure as a "png" or "svg" file: on white, with its legend, as wide as a paper's column or as it needs.
+def drawn(figures: Sequence[tuple[Figure, str]]) -> list[bytes]:
+    """Figures as "png" or "svg" files: on white, with a legend, as wide as a paper's column or as they need.
 
     Raises:
-        UsageError: the browser could not draw it.
+        UsageError: the browser could not draw one.
 
     """
-    import kaleido
+    import asyncio
 
-    spec = _static(figure)
-    size = {"width": max(figure.width, WIDTH), "height": spec["layout"]["height"]}
-    try:
-        drawn = kaleido.calc_fig_sync(
-            spec,
-            opts={"format": form, **size, "scale": SCALE if form == "png" else 1},
-            kopts={"mathjax": False, "proxy_server": "127.0.0.1:9", "timeout": 120, "path": _browser()},
-        )
-    except Exception as error:  # whatever the browser, its pipes or its threads say
+    failed: list[Exception] = []
+    made: list[bytes] = []
+
+    def run() -> None:
+        try:
+            made.extend(asyncio.run(_drawn(figures)))
+        except Exception as error:  # whatever the browser, its pipes or its threads say
+            failed.append(error)
+
+    thread = Thread(target=run)  # where there is a loop already, in a notebook, it goes on
+    thread.start()
+    thread.join()
+    if failed:
         raise UsageError(
-            f"the browser could not draw the picture: {' '.join(str(error).split()) or type(error).__name__}",
+            f"the browser could not draw the picture: {' '.join(str(failed[0]).split()) or type(failed[0]).__name__}",
             "BROWSER_PATH names another Chrome or Chromium; --html needs none.",
-        ) from error
-    content = bytes(drawn)
-    return _same(content) if form == "svg" else content
+        ) from failed[0]
+    return made
+
+
+async def _drawn(figures: Sequence[tuple[Figure, str]]) -> list[bytes]:
+    from kaleido import Kaleido
+
+    made = []
+    async with Kaleido(mathjax=False, proxy_server=NOWHERE, timeout=SECONDS, path=_browser()) as kaleido:
+        for figure, form in figures:
+            spec = _static(figure)
+            size = {"width": max(figure.width, WIDTH), "height": spec["layout"]["height"]}
+            options = {"format": form, **size, "scale": SCALE if form == "png" else 1}
+            content = bytes(await kaleido.calc_fig(spec, opts=options))
+            made.append(_same(content) if form == "svg" else content)
+    return made
 
 
 def _same(svg: bytes) -> bytes:
@@ -165,7 +188,8 @@ def _static(figure: Figure) -> dict[str, Any]:
     }
     if any(trace["type"] in NESTED for trace in data):  # the legend's traces bring axes along
         layout |= {"xaxis": {"visible": False}, "yaxis": {"visible": False}}
-    return {"data": [*data, *legend], "layout": layout}
+    # Names of their own, instead of those that plotly draws lots for.
+    return {"data": [{**trace, "uid": str(n)} for n, trace in enumerate([*data, *legend])], "layout": layout}
 
 
 def _colours() -> dict[str, str]:
@@ -194,7 +218,7 @@ def _legend(style: list[str], words: str, values: dict[str, str]) -> dict[str, A
         drawn["marker"] |= {"symbol": "square-open", "line": {"width": 2}}
     if line:
         drawn = {"mode": "lines", "line": {"color": colour, "dash": style[2], "width": 2}}
-    return {"type": "scatter", "x": [None], "y": [None], "name": words, "showlegend": True, **drawn}
+    return {"type": "scatter", "x": [None], "y": [None], "name": safe(words), "showlegend": True, **drawn}
 
 
 def _legend_height(entries: list[dict[str, Any]], width: int) -> int:
