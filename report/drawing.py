@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from ..spec import Attention, LatentAttention
@@ -54,7 +55,7 @@ def path_lines(graph: Structure, kind: Kind, width: int, ascii_only: bool = Fals
     """The lines of the drawing, none wider than `width`; of the list, where a drawing would be."""
     nodes = graph.path(kind)
     label = layers_label(graph, kind)
-    placed = place(nodes, _metrics(ascii_only), width - BRACKET, ROOMS)
+    placed = place(nodes, metrics(ascii_only), width - BRACKET, ROOMS)
     if placed.width + BRACKET > width:
         yield from _listed(nodes, label, width, ascii_only)
         return
@@ -72,7 +73,7 @@ def path_lines(graph: Structure, kind: Kind, width: int, ascii_only: bool = Fals
 # --- words -----------------------------------------------------------------------------------------------------------
 
 
-def _metrics(ascii_only: bool) -> Metrics:
+def metrics(ascii_only: bool) -> Metrics:
     def measure(node: Node, lanes: int, room: int) -> tuple[tuple[str, ...], int, int]:
         lines = _lines(node, lanes * room, ascii_only)
         wide = max(map(len, lines))
@@ -285,8 +286,8 @@ class _Canvas:
         for y in range(self.height):
             cells = [self.cell(x, y) for x in range(self.width)]
             line = Text(no_wrap=True, overflow="ignore")
-            for letter, style in cells:
-                line.append(letter, style)
+            for style, run in groupby(cells, key=lambda cell: cell[1]):
+                line.append("".join(letter for letter, _ in run), style)
             line.rstrip()
             yield line
 

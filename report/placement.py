@@ -145,17 +145,17 @@ def folded(line: str, room: int) -> list[str]:
         word = unit.replace("\0", " ")
         if found and len(found[-1]) + 1 + len(word) <= room:
             found[-1] += f" {word}"
-        elif len(word) > room and "_" in word:
-            found += _at_underscores(word, room)
+        elif len(word) > room and re.fullmatch(r"[A-Za-z_.]+,?", word):
+            found += _name(word, room)
         else:
             found.append(word)
     return found
 
 
-def _at_underscores(name: str, room: int) -> list[str]:
-    """A module's name in pieces; each but the last ends with its underscore."""
+def _name(name: str, room: int) -> list[str]:
+    """A module's name in pieces; each but the last ends with its underscore or dot."""
     found: list[str] = []
-    for piece in re.findall(r"[^_]*_|[^_]+$", name):
+    for piece in re.findall(r"[^_.]*[_.]|[^_.]+$", name):
         if found and len(found[-1]) + len(piece) <= room:
             found[-1] += piece
         else:
