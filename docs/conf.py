@@ -17,7 +17,7 @@ author = "The gptkit developers"
 project_copyright = "The gptkit developers"
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "docstrings", "generated", "mathml"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "docstrings", "generated", "mathml"]
 exclude_patterns = ["_ext"]
 nitpicky = True
 # What is another package's, or a name within ours that is described in the sentence beside it, has no page here.
@@ -37,8 +37,6 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_use_type_comments = False
 python_maximum_signature_line_length = 88
-napoleon_numpy_docstring = False
-napoleon_use_rtype = False
 
 html_theme = "furo"
 html_title = "gptkit"
@@ -47,6 +45,7 @@ html_css_files = ["gptkit.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
+html_show_search_summary = False  # which are fetched: pages from the disk may not
 html_last_updated_fmt = None
 pygments_style = "default"
 pygments_dark_style = "monokai"

@@ -2,7 +2,8 @@
 
 A mark in front of a fenced block says what it is:
 
-    <!-- output: gptkit params gpt2 -->     the command, and all that it prints; "output 3:" where it exits with 3
+    <!-- output: gptkit params gpt2 -->     the command, and what it prints, all of it or up to a line with … alone;
+                                            "output 3:" where it exits with 3
     <!-- runs -->                           commands that succeed, without what they print; "runs 3" likewise
     <!-- file: my_port.py -->               a file that the commands after it find
     <!-- python -->                         code that runs, and whose asserts hold
@@ -29,6 +30,9 @@ MARK = re.compile(
     r"(?P<fence>```+)(?P<info>[^\n`]*)\n(?P<body>.*?)(?P=fence)$",
     re.M | re.S,
 )
+MORE = "…"
+"""The last line of an output of which only the beginning is shown."""
+
 DECIMAL, NUMBER = r"\d\.\de[-+]\d\d|\d[\d,]*\.\d+", r"\d[\d,]*(?:\.\d+)?(?:e[-+]\d\d)?"
 MEASURED = {"swap": DECIMAL, "verify": DECIMAL, "diff": NUMBER}
 """Of these commands what is measured: whatever has a decimal point; of `diff` ranks too."""
@@ -99,9 +103,17 @@ def comparable(text: str, command: str) -> list[str]:
     return [" ".join(line.split()) for line in lines]  # a figure more or less moves the column behind it
 
 
-def lines_of(text: str) -> str:
-    """As a page shows it: no blanks at the ends."""
-    return "\n".join(line.rstrip() for line in text.strip("\n").splitlines())
+def agrees(printed: str, block: Shown) -> bool:
+    """Whether a block shows what its command printed, or how that begins."""
+    command = block.what.removeprefix("gptkit ")
+    real, told = comparable(printed, command), comparable(block.output, command)
+    return real[: len(told) - 1] == told[:-1] if told[-1:] == [MORE] else real == told
+
+
+def as_shown(printed: str, block: Shown) -> str:
+    """What a command printed as the block is to show it: no blanks at the ends, and no more of it than before."""
+    lines, before = [line.rstrip() for line in printed.strip("\n").splitlines()], block.output.splitlines()
+    return "\n".join([*lines[: len(before) - 1], MORE] if before[-1:] == [MORE] else lines)
 
 
 def run(page: Sequence[Shown]) -> Iterator[tuple[Shown, str, int, str]]:
@@ -131,7 +143,7 @@ def write(path: Path) -> None:
         assert code == each.code, f"{path}: gptkit {command} exits with {code}\n{printed}"
         if each.kind == "output":
             start, end = each.span
-            text = f"{text[:start]}$ {each.what}\n{lines_of(printed)}\n{text[end:]}"
+            text = f"{text[:start]}$ {each.what}\n{as_shown(printed, each)}\n{text[end:]}"
     path.write_text(text)
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import msgspec
 from sphinx.application import Sphinx
+from sphinx.ext.napoleon import Config, GoogleDocstring
 
+NAPOLEON = Config(napoleon_use_rtype=False)
 SECTIONS = ("Args:", "Raises:", "Returns:", "Yields:")
 
 
@@ -51,8 +53,9 @@ def restructured(lines: list[str]) -> list[str]:
 
 
 def process(app: Sphinx, what: str, name: str, subject: Any, options: Any, lines: list[str]) -> None:
-    """For autodoc, before napoleon reads them."""
-    lines[:] = restructured(lines)
+    """For autodoc. napoleon is asked here, for it would take a property's text up to a colon for its type."""
+    kind = "method" if what in ("attribute", "property") else what
+    lines[:] = str(GoogleDocstring(restructured(lines), NAPOLEON, None, kind, name, subject)).splitlines()
 
 
 def signature(app: Sphinx, what: str, name: str, subject: Any, *_: Any) -> tuple[str, None] | None:
@@ -63,6 +66,6 @@ def signature(app: Sphinx, what: str, name: str, subject: Any, *_: Any) -> tuple
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Connect both."""
-    app.connect("autodoc-process-docstring", process, priority=400)
+    app.connect("autodoc-process-docstring", process)
     app.connect("autodoc-process-signature", signature)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
