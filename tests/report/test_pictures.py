@@ -159,14 +159,11 @@ def test_cells_of_a_heatmap_lie_where_they_should(files: dict[str, bytes]) -> No
     for word in ("embedding", "q", "k", "head", "in", "5", "6", "out", "2e0", "4e0", "exactly 0", "within rounding"):
         assert word in words, word
     places = {"".join(each.itertext()).strip(): at for each, at in placed(root, (0, 0))}
+    columns = ["in", "5", "6", "out"]
+    assert sorted(columns, key=lambda column: places[column][0]) == columns  # as the cells' rectangles count them
     # The figure of a cell stands under its layer's name and beside its component's.
-    for cell, column, row in (
-        ("2e0", "5", "k"),
-        ("3e0", "6", "q"),
-        ("4e0", "in", "embedding"),
-        ("0", "out", "head"),
-        ("1e-9", "5", "q"),
-    ):
+    where = {"2e0": ("5", "k"), "3e0": ("6", "q"), "4e0": ("in", "embedding"), "0": ("out", "head"), "1e-9": ("5", "q")}
+    for cell, (column, row) in where.items():
         assert abs(places[cell][0] - places[column][0]) < 3, cell
         assert abs(places[cell][1] - places[row][1]) < 6, cell
 
