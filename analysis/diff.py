@@ -55,7 +55,8 @@ def diff(
         allow_pickle: read torch's pickled files too.
         allow_extra: leave out tensors that have no place in the model.
         rank: look for the rank of each matrix's change too, which takes about as long as the rest.
-        workers: threads; by default one a core that this process may use.
+        workers: threads; by default one a core that this process may use. With OPENBLAS_NUM_THREADS=1, which the
+            command sets before numpy is imported, those of numpy's BLAS do not get in their way.
         progress: called with the bytes of both that were compared just now, and of all.
 
     Raises:

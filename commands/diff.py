@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, get_args
 
 import typer
@@ -41,6 +42,8 @@ def diff(
     quiet: Quiet = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor: what is missing, added, changed, and how."""
+    for library in ("OPENBLAS", "MKL"):  # read when numpy is imported, which is not yet: the threads are ours
+        os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     from ..report.diff import By, diff_report
 
     what: By | None = next((each for each in get_args(By) if by in (each, f"{each}s")), None)

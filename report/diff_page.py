@@ -32,7 +32,7 @@ def diff_page(found: Diff) -> Page:
         title=f"{found.a.reference} → {found.b.reference}",
         subtitle="two checkpoints, tensor by tensor",
         verdict=verdict(found),
-        good=found.same,
+        good=True if found.same else None,
         facts=(*facts, ("gptkit", __version__)),
         sections=tuple(_sections(found)),
         footer=f"Made by gptkit {__version__}. This page asks no server for anything.",
@@ -97,7 +97,8 @@ def _cell(group: Group) -> Cell:
     value = _size(group.relative) if changed else 0.0
     # A change that is not in any figure (to NaN alone) is one all the same.
     value = float("inf") if counts and (value == 0.0 or group.not_finite) else value
-    return Cell(group.name.replace(".", " ").replace("_", " "), group.layer, value, tuple(told), counts)
+    name = group.name.replace("_forward", "-forward").replace("_norm", " norm").replace(".", " ")
+    return Cell(name, group.layer, value, tuple(told), counts)
 
 
 def _size(relative: float | None) -> float:
