@@ -72,21 +72,34 @@ def test_aspects_tell_trees_apart_exactly_where_their_functions_differ(drawn: st
 
 
 def leaves(node: Any, path: tuple[Any, ...] = ()) -> Any:
-    """Every field that is a number or a flag: its path."""
+    """Every field that is a number, a flag, a choice or a window that is not there: its path."""
     if isinstance(node, msgspec.Struct):
         for name in node.__struct_fields__:
             yield from leaves(getattr(node, name), (*path, name))
     elif isinstance(node, tuple):
         for index, each in enumerate(node):
             yield from leaves(each, (*path, index))
-    elif isinstance(node, bool | int | float):
+    elif isinstance(node, bool | int | float | str) or (node is None and path[-1] == "window"):
         yield path
 
 
+CHOICES = {
+    "stream": "normed",
+    "halves": "adjacent",
+    "gelu": "relu",
+    "gelu_new": "gelu",
+    "gelu_bloom": "gelu",
+    "silu": "quick_gelu",
+}
+"""Words of a tree, and others in their place."""
+
+
 def changed(node: Any, path: tuple[Any, ...]) -> Any:
-    """The tree with one number or flag changed."""
+    """The tree with one of these changed."""
     if not path:
-        return not node if isinstance(node, bool) else node * 2
+        if isinstance(node, str):
+            return CHOICES.get(node, node)
+        return not node if isinstance(node, bool) else 7 if node is None else node * 2
     first, rest = path[0], path[1:]
     if isinstance(node, tuple):
         return (*node[:first], changed(node[first], rest), *node[first + 1 :])
@@ -105,7 +118,7 @@ def test_no_number_of_a_tree_changes_untold(name: str) -> None:
         if without_rounding(other) != without_rounding(spec):
             assert data(other) != data(spec), path
             seen += 1
-    assert seen > 5
+    assert seen > 10
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *TREES])
@@ -118,6 +131,14 @@ def test_words_are_short_and_for_every_tree(name: str) -> None:
 
 
 # --- words ---
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "name"), [(4, 4, "MHA 4"), (4, 2, "GQA 4/2"), (4, 1, "MQA 4/1"), (1, 1, "MHA 1")]
+)
+def test_how_heads_are_called(heads: int, kv_heads: int, name: str) -> None:
+    spec = spec_of({**CONFIGS["llama"], "num_attention_heads": heads, "num_key_value_heads": kv_heads})
+    assert words(spec, "attention") == name
 
 
 def test_what_well_known_models_are_called() -> None:
