@@ -126,7 +126,8 @@ def run(page: Sequence[Shown]) -> Iterator[tuple[Shown, str, int, str]]:
             Path(each.what).write_text(each.body)
         elif each.kind == "python":
             printed = io.StringIO()
-            with redirect_stdout(printed):
+            with redirect_stdout(printed), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 exec(compile(each.body, "a page", "exec"), names)
             yield each, "python", 0, printed.getvalue()
         else:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from shown import MARK, agrees, comparable, run, shown
 
@@ -165,6 +166,19 @@ def test_extras_that_are_named_exist():
             assert {name.strip() for name in names.split(",")} <= known.keys(), NAMES[page]
     told = set(re.findall(r"^- `(\w+)` ", (DOCS / "install.md").read_text(), re.M))
     assert told == known.keys()
+
+
+def test_figures_in_sentences_are_right():
+    """Those that neither a command nor the presets tell."""
+    norms, swaps = (DOCS / "explanation/norms.md").read_text(), (DOCS / "swaps.md").read_text()
+    (row,) = re.findall(r"^\| `--norm rmsnorm` \| gpt2 \|.*$", swaps, re.M)
+    before, plain = (round(float(each)) for each in re.findall(r"\d+\.\d\d(?= )", f"{row} ")[-2:])
+    assert f"from {before} to {plain}" in " ".join(norms.split())
+
+    x = torch.linspace(-6, 6, 100_001, dtype=torch.float64)
+    apart = (torch.nn.functional.gelu(x) - torch.nn.functional.gelu(x, approximate="tanh")).abs().max()
+    assert 4.5e-4 < apart < 5e-4
+    assert "differ by up to 5e-4" in (DOCS / "explanation/feed-forward.md").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -131,7 +131,7 @@ def users(what: str) -> Table:
 
 def share(part: int, whole: int) -> str:
     """A part in per cent."""
-    return f"{100 * part / whole:.2f} %"
+    return "<0.01 %" if 0 < part < whole / 20_000 else f"{100 * part / whole:.2f} %"
 
 
 def norm_row(spec: ModelSpec) -> list[str]:
@@ -250,5 +250,5 @@ def costs(topic: str, names: Sequence[str]) -> Table:
     """What a component costs in some presets. FLOPs are of one token that sees the whole context; caches are bf16."""
     row, heads = TOPICS[topic]
     rows = [[f"`{name}`", *row(spec_of(name))] for name in names]
-    figures = [column for column in range(1, len(heads) + 1) if all(line[column][:1].isdigit() for line in rows)]
+    figures = [column for column in range(1, len(heads) + 1) if all(line[column][:1] in "<0123456789" for line in rows)]
     return ["model", *heads], rows, figures

@@ -13,6 +13,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 
@@ -26,6 +27,7 @@ from gptkit.analysis.parameters import count
 from gptkit.architectures import ARCHITECTURES, architecture_of
 from gptkit.architectures.presets import presets
 from gptkit.cli import app as gptkit_app
+from gptkit.surgery.options import OPTIONS, spelled
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -205,24 +207,34 @@ def linked(source: str) -> str:
 
 
 def swaps_table(*options: str) -> str:
-    """The swaps of some options, or of all; `attention:mla` is those whose form starts with mla."""
+    """The swaps of some options, or of all; `attention:mla` is those whose form starts with mla. Forms that follow one
+    another and need and give alike share a row; where they come from stands below.
+    """
     from gptkit.surgery.registry import all_swaps
 
     wanted = [option.replace("-", "_").partition(":") for option in options]
+    some = [
+        swap
+        for swap in all_swaps()
+        if not wanted or any(swap.option == option and swap.form.startswith(form) for option, _, form in wanted)
+    ]
+    assert some, f"no swap is asked for by {options}"
     rows = []
-    for swap in all_swaps():
-        if not wanted or any(swap.option == option and swap.form.startswith(form) for option, _, form in wanted):
-            asked = f"`--{swap.option.replace('_', '-')}{' ' * bool(swap.form)}{swap.form}`"
-            needs = f"{swap.needs}<br>*{linked(swap.source)}*"
-            rows.append([asked, f"{swap.takes} → {swap.gives}", swap.guarantee, needs])
-    assert rows, f"no swap is asked for by {options}"
-    return table(["asked for as", "from → to", "at best", "needs, *source*"], rows)
+    kinds = groupby(some, lambda swap: (swap.option, swap.takes, swap.guarantee, swap.needs))
+    for (option, takes, guarantee, needs), alike in kinds:
+        each = list(alike)
+        asked = ", ".join(f"`{' '.join([spelled(option), *([swap.form] if swap.form else [])])}`" for swap in each)
+        rows.append([asked, f"{takes} → {'; '.join(swap.gives for swap in each)}", guarantee, needs])
+    sources: dict[str, list[str]] = {}
+    for swap in some:
+        if swap.source not in (known := sources.setdefault(f"`{spelled(swap.option)}`", [])):
+            known.append(swap.source)
+    told = "\n".join(f"- {option}: {linked('; '.join(known))}" for option, known in sources.items())
+    return f"{table(['asked for as', 'from → to', 'at best', 'needs'], rows)}\n\nWhere they come from:\n\n{told}"
 
 
 def swap_options() -> str:
     """The options of `swap` by group, as the registry and the command line share them."""
-    from gptkit.surgery.options import OPTIONS
-
     parts = []
     for group in dict.fromkeys(option.group for option in OPTIONS):
         names = [option.name for option in OPTIONS if option.group == group]
