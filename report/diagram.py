@@ -17,7 +17,7 @@ from .structure import SYMBOLS, Kind, Node, Structure, layers_label, shape_words
 
 __all__ = ["block_diagram"]
 
-FONT, LINE, PAD = 11, 14, 6
+FONT, LINE, PAD = 11, 14, 5
 """Pixels: of a letter, from one line to the next, between words and a box's border."""
 SUM = 18
 """The width of a sum's circle."""
@@ -152,7 +152,10 @@ def _fill(node: Node) -> str:
 
 def _border(box: Box) -> list[dict[str, Any]]:
     node = box.node
-    if node.op in ("tokens", "stream"):
+    if node.op == "stream":
+        path = f"M{box.port},{box.top}L{box.port},{box.bottom}"
+        return [{"type": "path", "path": path, "line": LINES["residual"]}]
+    if node.op == "tokens":
         return []
     if node.op == "add":
         cx, cy, r = box.port, box.middle, SUM // 2
@@ -187,7 +190,7 @@ def _heads(box: Box) -> list[dict[str, Any]]:
     top = box.bottom - HEADS - PAD // 2
     found = []
     for index in range(shown):
-        left, room = box.left + PAD + index * each, each * 0.88
+        left, room = box.left + PAD + index * each, each - (3 if shown > 1 else 0)
         found.append(_bar(left, top + 7, room, 5, "var(--mark)"))
         for head in range(group):
             found.append(
@@ -222,11 +225,12 @@ def _words(box: Box) -> list[dict[str, Any]]:
         return []
     beside = node.op in ("tokens", "stream")
     found = []
+    shape = False  # whose second line has no bracket of its own
     for index, line in enumerate(box.lines):
+        shape = shape or line.startswith("(")
         y = box.middle if beside else box.top + PAD + LINE * index + LINE // 2
         bold = index == 0 and not beside
         x = box.left + 2 * PAD if beside else box.left + box.width // 2
-        shape = line.startswith("(")
         found.append(
             _note(x, y, line, bold, "left" if beside else "center", "var(--quiet)" if shape else "var(--text)")
         )

@@ -124,7 +124,7 @@ def show_page(model: ModelCount, graph: Structure, kinds: Sequence[Kind]) -> Pag
     if len(kinds) > MOST_KINDS:
         more = f"{len(kinds) - MOST_KINDS:,} more kinds of layers are not drawn here: --layer N draws any."
         sections.append(Section("More layers", (Lines((more,)),)))
-    aspects = Table("What it is", (("aspect", False), ("", False)), tuple(words.items()))
+    aspects = Table("What it is", (("aspect", False), ("of this model", False)), tuple(words.items()))
     sections += [Section("The tree", (tree_table(graph),)), Section("What it is", (aspects,))]
     if model.notes:
         sections.append(Section("Notes", (Lines(model.notes, listed=True),)))

@@ -203,8 +203,11 @@ def tree_lines(graph: Structure, width: int, ascii_only: bool = False) -> Iterat
 
 
 def tree_table(graph: Structure) -> Table:
-    """The same on a page."""
-    rows = [("\u2003" * row.depth + row.name, row.what, row.figures) for row in tree_rows(graph)]
+    """The same on a page; what is in a block has its name there."""
+    rows, above = [], [""]
+    for row in tree_rows(graph):
+        above = [*above[: row.depth], row.name]
+        rows.append((".".join(above[1:]) if row.depth else row.name, row.what, row.figures))
     total = ("total", "", f"{count(graph.spec).total:,}")
     columns = (("module", False), ("what it is", False), ("parameters", True))
     return Table("The tree", columns, (*rows, total), lit=frozenset({len(rows)}))
