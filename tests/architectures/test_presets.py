@@ -35,7 +35,6 @@ PUBLISHED = {
     "open-llama-3b": 3_426_473_600,
     "solar-10.7b": 10_731_524_096,
     "deepseek-coder-33b": 33_342_991_360,
-    "deepseek-r1-distill-qwen-1.5b": 1_777_088_000,
     "falcon3-7b": 7_455_550_464,
     "qwen1.5-0.5b": 463_987_712,
     "qwen1.5-72b": 72_287_920_128,
