@@ -234,7 +234,7 @@ TOPICS: Mapping[str, tuple[Callable[[ModelSpec], list[str]], Sequence[str]]] = {
     "positions": (position_row, ("positions", "context", "parameters")),
     "attention": (
         attention_row,
-        ("heads, q / kv", "parameters", "cache, bytes a token", "context", "FLOPs, projections", "FLOPs, scores"),
+        ("heads, q / kv", "parameters", "cache", "context", "projections", "scores"),
     ),
     "cache": (cache_row, ("window", "at 4,096 tokens, MiB", "at 8,192", "at 32,768")),
     "feed-forward": (feed_forward_row, ("form", "width", "× hidden", "parameters", "share", "FLOPs a token")),

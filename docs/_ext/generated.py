@@ -224,7 +224,7 @@ def swaps_table(*options: str) -> str:
     for (option, takes, guarantee, needs), alike in kinds:
         each = list(alike)
         asked = ", ".join(f"`{' '.join([spelled(option), *([swap.form] if swap.form else [])])}`" for swap in each)
-        rows.append([asked, f"{takes} → {'; '.join(swap.gives for swap in each)}", guarantee, needs])
+        rows.append([asked, f"{takes} → {'; '.join(dict.fromkeys(swap.gives for swap in each))}", guarantee, needs])
     sources: dict[str, list[str]] = {}
     for swap in some:
         if swap.source not in (known := sources.setdefault(f"`{spelled(swap.option)}`", [])):
