@@ -7,17 +7,15 @@ kilobytes.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..architectures import architecture_of
-from ..architectures.presets import find, nearest, repo_of
-from ..converter.resolve import exists, resolve
-from ..converter.tree import Origin, foreign_format, is_local, read_spec
-from ..errors import GptkitError, InvalidInput
+from ..converter.outline import outline
+from ..converter.tree import Origin, foreign_format, is_local
+from ..errors import GptkitError
 from ..spec import ModelSpec
 from .costs import usual_context
 from .figures import Asked, Figures, common_context, figures_of, fits
@@ -194,23 +192,11 @@ def _stored(reference: str, offline: bool) -> tuple[Described, Stored]:
     return described, Stored(tuple(path.name for path in checkpoint.files), tensors)
 
 
-def describe_reference(reference: str, *, offline: bool = False) -> Described:
+def describe_reference(reference: str, *, offline: bool = False, allow_pickle: bool = False) -> Described:
     """The family and tree behind a reference; raises as `params`."""
-    if not exists(Path(os.path.expanduser(reference))):  # noqa: PTH111 (its own expanduser raises for ~nobody)
-        preset = find(reference)
-        if preset is not None:
-            architecture = architecture_of(preset.config)
-            return Described(architecture.name, architecture.spec(preset.config))
-        near = nearest(reference)
-        plain = not any(sign in reference for sign in "/:@\\")
-        if plain and near:
-            raise InvalidInput(
-                f"no preset, file or folder is called {reference!r}",
-                f"did you mean {', '.join(near[:4])}? A hub repository is written org/name.",
-            )
-    found = resolve(reference, offline=offline, weights=False, repo_of=repo_of)
-    spec, origin, _ = read_spec(found.path)
-    return Described(origin.family or "", spec, found.revision, (*found.notes, *_assumed(found.path, origin)))
+    found = outline(reference, offline=offline, allow_pickle=allow_pickle)
+    assumed = () if found.path is None else _assumed(found.path, found.origin)
+    return Described(found.origin.family or "", found.spec, found.revision, (*found.notes, *assumed))
 
 
 def _assumed(path: Path, origin: Origin) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import cast
 
 from ..errors import CheckpointError, GptkitError, InvalidInput, Offline
-from .resolve import CONFIG, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE
+from .resolve import CONFIG, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE, NoConfig
 
 __all__ = ["File", "Repository", "typed_errors"]
 
@@ -152,9 +152,11 @@ class Repository:
 
         return hf_hub_url(self.repo, name, revision=self.commit)
 
-    def cached(self, name: str) -> Path | None:
-        """The file in the cache, if it is there as a whole."""
-        path = self._cached(name)
+    def cached(self, name: str, revision: str | None = "") -> Path | None:
+        """The file in the cache, if it is there as a whole; at another revision than the commit, where one is given
+        (None: the default branch).
+        """
+        path = self._cached(name, revision)
         size = (self.files or {}).get(name, File()).size
         return None if path is None or (size is not None and path.stat().st_size != size) else path
 
@@ -188,7 +190,7 @@ class Repository:
         """The local config.json. Raises InvalidInput where there is none."""
         path = self.fetch(CONFIG)
         if path is None:
-            raise InvalidInput(f"{self} has no config.json", "It may hold another kind of file (GGUF, an adapter).")
+            raise NoConfig(str(self), self.repo, self.revision)
         return path
 
     def weight_names(self, allow_pickle: bool = False) -> list[str]:
@@ -270,17 +272,27 @@ class Repository:
         with suppress(GptkitError), typed_errors(self):
             hf_hub_download(self.repo, CONFIG, revision=self.revision, cache_dir=self.cache)
 
-    def _ask_commit(self) -> str:
+    def settle_by(self, name: str) -> None:
+        """Settle the commit by a file that is there, in a repository that may have no config.json.
+
+        Raises InvalidInput where it is not there, Offline where the hub cannot be reached.
+        """
+        if self.revision is not None and _COMMIT.fullmatch(self.revision):
+            self.commit = self.revision
+        else:
+            self.commit = self._ask_commit(name)
+
+    def _ask_commit(self, name: str = CONFIG) -> str:
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
         from huggingface_hub.errors import EntryNotFoundError
 
         with typed_errors(self):
             try:
-                commit = get_hf_file_metadata(hf_hub_url(self.repo, CONFIG, revision=self.revision)).commit_hash
+                commit = get_hf_file_metadata(hf_hub_url(self.repo, name, revision=self.revision)).commit_hash
             except EntryNotFoundError:
-                raise InvalidInput(
-                    f"{self} has no config.json", "It may hold another kind of file (GGUF, an adapter)."
-                ) from None
+                if name != CONFIG:
+                    raise InvalidInput(f"{self} has no file {name}", "Check its name.") from None
+                raise NoConfig(str(self), self.repo, self.revision) from None
         if commit is None or not _COMMIT.fullmatch(commit):
             raise Offline(f"{self}: what answers for the hub does not name a commit", WAY_ON)
         return commit

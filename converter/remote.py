@@ -19,7 +19,7 @@ from .index import WeightFiles, assembled, read_index, single
 from .resolve import INDEX
 from .safetensors import Header, header_length, parse_header, read_header
 
-__all__ = ["HeaderWeights", "headers", "weight_headers"]
+__all__ = ["HeaderWeights", "Part", "headers", "read_range", "weight_headers"]
 
 _FIRST = 100_000  # bytes: the whole of nearly every header, in one question
 _SECONDS = 10.0  # to wait for a server to go on
@@ -84,7 +84,7 @@ def _header(repository: Repository, name: str) -> Header:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """Bytes of a remote file, and what the answer says of the whole."""
 
     data: bytes
@@ -94,7 +94,7 @@ class _Part:
 
 def _remote_header(repository: Repository, name: str) -> Header:
     where = f"hf://{repository}/{name}"
-    first = _read(repository, name, 0, _FIRST)
+    first = read_range(repository, name, 0, _FIRST)
     listed = (repository.files or {}).get(name, File()).size
     size = first.size if first.size is not None else listed
     if size is None:
@@ -106,7 +106,7 @@ def _remote_header(repository: Repository, name: str) -> Header:
     length = header_length(where, first.data[:8], size)
     raw = first.data[8 : 8 + length]
     if len(raw) < length:
-        rest = _read(repository, name, 8 + len(raw), 8 + length)
+        rest = read_range(repository, name, 8 + len(raw), 8 + length)
         if (rest.size, rest.etag) != (first.size, first.etag):
             raise Offline(f"{where} changed while it was read", "Run the same again.")
         raw += rest.data
@@ -115,7 +115,7 @@ def _remote_header(repository: Repository, name: str) -> Header:
     return parse_header(where, raw, size)
 
 
-def _read(repository: Repository, name: str, begin: int, end: int) -> _Part:
+def read_range(repository: Repository, name: str, begin: int, end: int) -> Part:
     """Bytes `begin` to `end` (exclusive) of a file, fewer where it is shorter; never many more than `end` are fetched.
 
     Only the standard part of HTTP is relied on: an answer of 200 is the file from its beginning, and is left when
@@ -141,7 +141,7 @@ def _read(repository: Repository, name: str, begin: int, end: int) -> _Part:
         told = response.headers
         if response.status_code == 416:  # nothing at `begin`
             total = told.get("Content-Range", "").rpartition("/")[2]
-            return _Part(b"", int(total) if total.isdecimal() else None, told.get("ETag"))
+            return Part(b"", int(total) if total.isdecimal() else None, told.get("ETag"))
         library.hf_raise_for_status(response)
         _check_commit(repository, name, [answer.headers.get("X-Repo-Commit") for answer in response.history])
         _check_commit(repository, name, [told.get("X-Repo-Commit")])
@@ -162,7 +162,7 @@ def _read(repository: Repository, name: str, begin: int, end: int) -> _Part:
             data += chunk
             if len(data) >= wanted:
                 break
-    return _Part(bytes(data[skip:wanted]), size, told.get("ETag"))
+    return Part(bytes(data[skip:wanted]), size, told.get("ETag"))
 
 
 def _check_commit(repository: Repository, name: str, told: list[str | None]) -> None:

@@ -25,7 +25,7 @@ from ..errors import InvalidInput, Offline
 if TYPE_CHECKING:
     from .hub import Repository
 
-__all__ = ["Resolved", "exists", "resolve"]
+__all__ = ["NoConfig", "Resolved", "exists", "offline_by_environment", "resolve"]
 
 # The names of a checkpoint's files; index.py reads what lies in them.
 CONFIG = "config.json"
@@ -38,6 +38,14 @@ SAMPLES = ("gpt2", "llama", "bloom", "falcon")
 SAMPLES_DIR = Path(__file__).parent.parent / "samples"
 
 _FILE_SUFFIXES = (".safetensors", ".gguf", ".json", ".bin", ".pt", ".pth")
+
+
+class NoConfig(InvalidInput):
+    """A repository without config.json, which may hold another kind of file."""
+
+    def __init__(self, where: str, repo: str, revision: str | None) -> None:
+        super().__init__(f"{where} has no config.json", "It may hold another kind of file (GGUF, an adapter).")
+        self.repo, self.revision = repo, revision
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +105,11 @@ def resolve(
         beside = weights if companions is None else companions
         return gather(repository, weights=weights, companions=beside, allow_pickle=allow_pickle, check=check)
 
-    repository = Repository.open(repo, revision, offline=offline or _offline_by_environment(), cache=cache)
+    try:
+        repository = Repository.open(repo, revision, offline=offline or offline_by_environment(), cache=cache)
+    except Offline as error:
+        _refuse_path(name, error)
+        raise
     try:
         folder = have(repository)
     except Offline as error:
@@ -138,6 +150,18 @@ def exists(path: Path) -> bool:
     return True
 
 
+def _refuse_path(name: str, error: Offline) -> None:
+    """Raise InvalidInput where the name was probably meant for a path: its first part is a folder here."""
+    first, slash, _ = name.partition("/")
+    if slash and Path(first).is_dir():
+        inside = sorted(entry.name for entry in Path(first).iterdir() if entry.name.isprintable())
+        some = ", ".join(inside[:4]) + (", …" if len(inside) > 4 else "") if inside else "nothing"
+        raise InvalidInput(
+            f"no such file or folder: {name}",
+            f"The folder {first} is here, and in it {some}. As a repository of the hub: {error.message}.",
+        ) from error
+
+
 def _parse(ref: str) -> tuple[str, str | None]:
     """Split a reference that is no local path into repository and revision (None: the default branch)."""
     if ref.startswith(("http://", "https://")):
@@ -146,8 +170,11 @@ def _parse(ref: str) -> tuple[str, str | None]:
     name = name.rstrip("/") if ref.startswith("hf://") else name
     slashes = name.count("/")
     if slashes > 1 or name.startswith((".", "/", "~")) or name.endswith((*_FILE_SUFFIXES, "/")) or "\\" in name:
+        # A file of a repository is named with its hub, so that no path is ever looked for there.
+        within = slashes == 2 and name.endswith(".gguf") and not name.startswith((".", "/", "~"))
+        file = f"; a GGUF there hf://{name}, of which params tells the tree" if within else ""
         raise InvalidInput(
-            f"no such file or folder: {ref}", "A model on the hub is named org/name or org/name@revision."
+            f"no such file or folder: {ref}", f"A model on the hub is named org/name or org/name@revision{file}."
         )
     # The hub library makes file names out of both parts, so they get no chance to lead anywhere else.
     if not name or any(part in ("", ".", "..") for part in name.split("/")) or any(sign in name for sign in " :*?<>|"):
@@ -157,7 +184,8 @@ def _parse(ref: str) -> tuple[str, str | None]:
     return name, revision or None
 
 
-def _offline_by_environment() -> bool:
+def offline_by_environment() -> bool:
+    """Whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE forbid the network."""
     # Read on each call, unlike the hub library, which reads it once on import.
     values = (os.environ.get("HF_HUB_OFFLINE"), os.environ.get("TRANSFORMERS_OFFLINE"))
     return any(value is not None and value.upper() in ("1", "ON", "YES", "TRUE") for value in values)

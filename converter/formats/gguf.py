@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..write import Plan
     from . import Opened, Request
 
-__all__ = ["describe", "matches", "plan", "read", "write"]
+__all__ = ["describe", "describe_header", "matches", "plan", "read", "write"]
 
 PLAIN = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
 """Types that safetensors has under the same name."""
@@ -34,6 +34,9 @@ MAX_FLOATS = 2**17
 
 COMPARED = 2**20
 """Bytes of two tensors that are compared at a time."""
+
+SAMPLED = 2**14
+"""Bytes of two tensors of a file elsewhere that are compared at each of a few places."""
 
 ALIKE = {"eos": ("eos", "eot", "eom"), "bos": ("bos",), "pad": ("padding",)}
 """transformers' special ids -> the tokenizer.ggml.*_token_id that may hold one; the first is the one of config.json."""
@@ -63,7 +66,13 @@ def _file(path: Path) -> Path:
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
     """The tree and where it comes from, read from the header. Raises InvalidInput."""
-    found = _Model(_file(path))
+    path = _file(path)
+    return describe_header(path, open_header(path))
+
+
+def describe_header(where: Path | str, header: Header) -> tuple[ModelSpec, Origin, list[str]]:
+    """The same of a header that was read, here or elsewhere. Raises InvalidInput."""
+    found = _Model(where, header)
     return found.spec, found.origin, []
 
 
@@ -74,7 +83,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
     from .gguf_weights import READABLE, GgufWeights
 
     path = _file(path)
-    found = _Model(path)
+    found = _Model(path, open_header(path))
     tensors = found.header.tensors
     try:
         bound = found.kind.bind(found.spec)
@@ -110,8 +119,8 @@ def plan(request: Request) -> Plan:
 class _Model:
     """What a header says: the tree, a config.json, and the tensors that hold no weights."""
 
-    def __init__(self, path: Path) -> None:
-        self.header = header = open_header(path)
+    def __init__(self, path: Path | str, header: Header) -> None:
+        self.header = header
         self.kind = _kind(path, header)
         self.notes: list[str] = []
         shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
@@ -137,7 +146,7 @@ class _Model:
         return Origin(family=self.kind.family, config_text=self._config_text)
 
 
-def _kind(path: Path, header: Header) -> GgufArchitecture:
+def _kind(path: Path | str, header: Header) -> GgufArchitecture:
     """The architecture of a file that holds a whole model."""
     kind = header.metadata.get("general.type", "model")
     if kind != "model":
@@ -175,7 +184,7 @@ def _floats(header: Header, name: str) -> tuple[float, ...]:
     count = (tensor.end - tensor.start) // 4
     if tensor.type.name != "F32" or count > MAX_FLOATS:
         raise CheckpointError(f"{header.where}: {name} is not a small tensor of F32")
-    values: tuple[Any, ...] = struct.unpack_from(f"<{count}f", header.buffer, tensor.start)
+    values: tuple[Any, ...] = struct.unpack(f"<{count}f", header.read(tensor.start, tensor.start + 4 * count))
     return values
 
 
@@ -184,9 +193,12 @@ def _repeats(header: Header, name: str, other: str) -> bool:
     a, b = header.tensors.get(name), header.tensors.get(other)
     if a is None or b is None or (a.type, a.shape) != (b.type, b.shape):
         return False
-    buffer = header.buffer
+    nbytes = a.end - a.start
+    # Of a file elsewhere a few places are enough: no two matrices that were trained apart agree in all of them.
+    some = range(0, nbytes, COMPARED) if header.elsewhere is None else (0, nbytes // 2, max(nbytes - SAMPLED, 0))
+    length = COMPARED if header.elsewhere is None else SAMPLED
     return all(
-        buffer[a.start + at : min(a.start + at + COMPARED, a.end)]
-        == buffer[b.start + at : min(b.start + at + COMPARED, b.end)]
-        for at in range(0, a.end - a.start, COMPARED)
+        header.read(a.start + at, min(a.start + at + length, a.end))
+        == header.read(b.start + at, min(b.start + at + length, b.end))
+        for at in some
     )

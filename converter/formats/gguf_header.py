@@ -16,14 +16,14 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
 
-__all__ = ["TYPES", "Array", "GgufTensor", "Header", "Quant", "open_header", "parse_header"]
+__all__ = ["TYPES", "Array", "GgufTensor", "Header", "Incomplete", "Quant", "open_header", "parse_header"]
 
 MAGIC = b"GGUF"
 ALIGNMENT = 32
@@ -125,18 +125,32 @@ class Array:
     start: int
 
 
+class Incomplete(Exception):
+    """The beginning of a file that is elsewhere does not hold its whole header: `needed` bytes of it are, at least."""
+
+    def __init__(self, needed: int) -> None:
+        super().__init__(needed)
+        self.needed = needed
+
+
 @dataclass(frozen=True)
 class Header:
     """A checked header.
 
     metadata: values by key; short arrays of numbers are lists, others an `Array` for `values`.
-    tensors: in the order of their bytes.
+    tensors: in the order of their bytes. buffer: the file; of a file elsewhere its beginning, with the whole header.
+    elsewhere: how bytes `start` to `end` of a file elsewhere are had, a few at a time; None where it is all here.
     """
 
     where: str
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
     buffer: Buffer
+    elsewhere: Callable[[int, int], bytes] | None = None
+
+    def read(self, start: int, end: int) -> bytes:
+        """Bytes `start` to `end` (exclusive) of the file."""
+        return self.buffer[start:end] if self.elsewhere is None else self.elsewhere(start, end)
 
     def values(self, key: str) -> list[Any] | None:
         """The array at `key`, None where there is none. Raises CheckpointError: it is no array, or not UTF-8."""
@@ -176,10 +190,23 @@ def open_header(path: Path) -> Header:
     return parse_header(path, mapped)
 
 
-def parse_header(where: Path | str, buffer: Buffer) -> Header:
-    """Check the header at the beginning of a file's bytes against all of them. Raises CheckpointError."""
+def parse_header(
+    where: Path | str,
+    buffer: Buffer,
+    size: int | None = None,
+    elsewhere: Callable[[int, int], bytes] | None = None,
+) -> Header:
+    """Check the header at the beginning of a file's bytes against all of them.
+
+    Of a file that is `elsewhere`, `buffer` is the beginning alone and `size` the bytes of the whole.
+
+    Raises:
+        CheckpointError: it is no header, or does not fit the file.
+        Incomplete: more of the file is needed.
+
+    """
     where = str(where)
-    size = len(buffer)
+    size = len(buffer) if size is None else size
     if size < _START.size or buffer[:4] != MAGIC:
         raise CheckpointError(f"{where} is not a GGUF file: it does not begin with 'GGUF' and a header")
     _, version, tensors, keys = _START.unpack_from(buffer, 0)
@@ -195,7 +222,7 @@ def parse_header(where: Path | str, buffer: Buffer) -> Header:
     if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
         raise CheckpointError(f"{where}: general.alignment is {alignment!r:.40}, expected a power of two")
     infos = [_tensor(cursor, alignment) for _ in range(tensors)]
-    return Header(where, metadata, _place(where, infos, cursor.at, alignment, size), buffer)
+    return Header(where, metadata, _place(where, infos, cursor.at, alignment, size), buffer, elsewhere)
 
 
 class _Cursor:
@@ -213,6 +240,8 @@ class _Cursor:
                 f"{self.where} is truncated: {what} takes {length} bytes from byte {at}, {self.size} found",
                 "Fetch or copy this file again.",
             )
+        if at + length > len(self.buffer):
+            raise Incomplete(at + length)
         self.at = at + length
         return at
 
@@ -239,7 +268,7 @@ class _Cursor:
         self.strings -= count
         if self.strings < 0 or count > (self.size - self.at) // 8:
             raise CheckpointError(f"{self.where}: {what} claims {count} strings")
-        unpack, buffer, at, last = _U64.unpack_from, self.buffer, self.at, self.size - 8
+        unpack, buffer, at, last = _U64.unpack_from, self.buffer, self.at, len(self.buffer) - 8
         for _ in range(count):
             if at > last:
                 break
