@@ -75,7 +75,9 @@ def test_costs_are_at_one_context(table: Comparison) -> None:
 
 
 def test_a_mixture_has_active_parameters() -> None:
-    assert compare("mixtral-8x7b", "gpt2").costs()["active"] == (12_879_925_248, 124_439_808)
+    found = compare("mixtral-8x7b", "gpt2").costs()
+    assert found["active"] == (12_879_925_248, 124_439_808)
+    assert found["weights"] == (2 * 46_702_792_704, 2 * 124_439_808)  # all of them are kept
 
 
 def test_dtype_and_context() -> None:
@@ -95,6 +97,7 @@ def test_no_figure_where_a_table_of_positions_ends() -> None:
         "llama-2-7b is for 4,096 tokens, not 8,192.",
     )
     json.dumps(found.as_json(), allow_nan=False)
+    assert compare("llama-2-7b", context=4096).notes == ()
 
 
 def test_json_has_words_data_and_integers(table: Comparison) -> None:
