@@ -5,6 +5,7 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 const touched = matchMedia("(pointer: coarse)");
 const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+const KEYS = new Set([...Object.keys(ARROWS), "Home", "End", "Enter", " ", "Escape", "Backspace"]);
 const POINT = 16; // pixels of the cursor around a point that has no size
 
 function painted(value, colours) {
@@ -53,6 +54,7 @@ class Picture {
     this.frame = place.appendChild(document.createElement("div"));
     this.frame.className = "cursor";
     this.frame.hidden = true;
+    this.busy = Promise.resolve();
     this.at = null; // the key of the cell under the cursor
     const nested = this.figure.data.find((trace) => trace.type === "treemap");
     if (nested) {
@@ -152,18 +154,20 @@ class Picture {
     });
   }
 
+  // One key after the other: opening takes its time.
   pressed(event) {
-    if (event.ctrlKey || event.altKey || event.metaKey || event.target !== this.place) return;
-    const cells = this.cells();
-    if (!cells.length && !this.nested) return;
-    const index = cells.findIndex((cell) => cell.key === this.at);
-    if (event.key in ARROWS) this.move(cells, index, ARROWS[event.key]);
-    else if (event.key === "Home") this.go(cells[0]);
-    else if (event.key === "End") this.go(cells.at(-1));
-    else if ((event.key === "Enter" || event.key === " ") && this.nested) this.open(cells[index]);
-    else if (event.key === "Escape" || event.key === "Backspace") this.up();
-    else return;
+    if (event.ctrlKey || event.altKey || event.metaKey || event.target !== this.place || !KEYS.has(event.key)) return;
     event.preventDefault();
+    this.busy = this.busy.then(() => this.act(event.key));
+  }
+
+  act(key) {
+    const cells = this.cells();
+    const index = cells.findIndex((cell) => cell.key === this.at);
+    if (key === "Escape" || key === "Backspace") return this.up();
+    if (key === "Enter" || key === " ") return this.nested && this.open(cells[index]);
+    if (key === "Home" || key === "End") return this.go(cells.at(key === "Home" ? 0 : -1));
+    return this.move(cells, index, ARROWS[key]);
   }
 
   move(cells, index, way) {
@@ -215,8 +219,8 @@ class Picture {
 
   open(cell) {
     if (!cell) return;
-    if (this.nested.parents.includes(cell.key)) this.zoom(cell.key, "first");
-    else this.tell(`${cell.words} · nothing inside`);
+    if (this.nested.parents.includes(cell.key)) return this.zoom(cell.key, "first");
+    this.tell(`${cell.words} · nothing inside`);
   }
 
   up() {
@@ -226,7 +230,7 @@ class Picture {
       return;
     }
     const { ids, parents } = this.nested;
-    this.zoom(parents[ids.indexOf(this.level)], this.level);
+    return this.zoom(parents[ids.indexOf(this.level)], this.level);
   }
 
   // Show what is inside of an area; then the cursor is on the first there, on the one named, or gone.

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +51,13 @@ class Shown:
     def texts(self, selector: str) -> list[str]:
         return [" ".join(text.split()) for text in self.page.locator(selector).all_text_contents()]
 
+    def until(self, condition: str) -> None:
+        """Wait for an expression to be true; playwright's own way needs an eval, which pages forbid."""
+        end = time.monotonic() + 30
+        while not self.page.evaluate(condition):
+            assert time.monotonic() < end, f"never came: {condition}"
+            self.page.wait_for_timeout(20)
+
 
 def opened(browser: Any, path: Path, screen: str = "wide", scheme: str = "light", **more: Any) -> Shown:
     """A page drawn to the end; `more` is playwright's (reduced_motion="reduce")."""
@@ -69,6 +77,5 @@ def opened(browser: Any, path: Path, screen: str = "wide", scheme: str = "light"
     shown.page.on("pageerror", lambda error: shown.said.append(str(error)))
     shown.page.on("websocket", lambda socket: shown.asked.append(socket.url))
     shown.page.goto(path.as_uri())
-    drawn = "[...document.querySelectorAll('.picture')].every(each => each.dataset.drawn)"
-    shown.page.wait_for_function(drawn)
+    shown.until("[...document.querySelectorAll('.picture')].every(each => each.dataset.drawn)")
     return shown
