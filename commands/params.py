@@ -172,6 +172,7 @@ def _counted(
 
     counts = count_params(*models, offline=offline, stored=stored)
     if swaps or recipe:
+        from ..analysis.expressed import expressed
         from ..analysis.parameters import count
         from ..analysis.params import ModelCount
         from ..surgery.shapes import steps_from, swapped
@@ -179,17 +180,18 @@ def _counted(
         steps = steps_from(swaps, recipe)
         pairs = []
         for each in counts:
-            found = swapped(each.spec, steps, each.family or None, each.name, offline=offline)
+            files = Path(each.name) if Path(each.name).is_dir() else None
+            found = swapped(each.spec, steps, each.family or None, each.name, files=files, offline=offline)
+            family, _ = expressed(found.spec)
             name = f"{each.name} {' '.join(map(str, found.steps))}"
             swap = {"of": each.name, **found.as_json()}
-            pairs += [each, ModelCount(name, "", found.spec, count(found.spec), swap=swap)]
+            pairs += [each, ModelCount(name, family or "", found.spec, count(found.spec), swap=swap)]
         counts = pairs
     return with_figures(counts, asked)
 
 
 def _print(counts: list[ModelCount], asked: Asked, by: By, pairs: bool) -> None:
     """Tables: of all models side by side, or of each beside what it becomes."""
-    from ..report.costs import cost_sheets
     from ..report.sheets import Notes
     from ..report.tables import parameter_table
 
@@ -202,10 +204,13 @@ def _print(counts: list[ModelCount], asked: Asked, by: By, pairs: bool) -> None:
             names = ["now", "swapped"]
         table = [(name, each.family, each.spec, each.count) for name, each in zip(names, some, strict=True)]
         out.print(parameter_table(table, by, asked.dtype, compared=pairs))
-        told = [(name, each.spec, each.figures) for name, each in zip(names, some, strict=True) if each.figures]
-        for sheet in cost_sheets(told, asked, compared=pairs):
-            out.print()
-            out.print(sheet)
+        if asked.more or asked.dtype:
+            from ..report.costs import cost_sheets
+
+            told = [(name, each.spec, each.figures) for name, each in zip(names, some, strict=True) if each.figures]
+            for sheet in cost_sheets(told, asked, compared=pairs):
+                out.print()
+                out.print(sheet)
         for each in some:
             if each.swap is not None:
                 out.print()
