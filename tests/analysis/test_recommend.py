@@ -23,6 +23,7 @@ from gptkit.analysis.recommend import _WHY, GOALS, Recommendation, parse_budget,
 from gptkit.architectures import ARCHITECTURES
 from gptkit.commands.recommend import VOCABULARY
 from gptkit.errors import UsageError
+from gptkit.modules import Decoder
 from gptkit.spec import from_json
 
 FAMILIES = {
@@ -169,6 +170,18 @@ def test_a_family_holds_it(goal: str) -> None:
     with torch.device("meta"):
         model = getattr(transformers, architecture.hf_class)(getattr(transformers, architecture.hf_config)(**fields))
     assert sum(parameter.numel() for parameter in model.parameters()) == found.parameters
+
+
+@pytest.mark.parametrize("goal", GOALS)
+def test_it_computes(goal: str) -> None:
+    found = recommend(goal, "10M", vocab=512)
+    module = Decoder(found.spec)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    assert sum(parameter.numel() for parameter in module.parameters()) == found.parameters
+    with torch.no_grad():
+        logits = module(torch.tensor([[1, 5, 9, 2]]))
+    assert logits.shape == (1, 4, 512) and bool(logits.isfinite().all())
 
 
 def test_a_window_makes_it_a_mistral() -> None:
