@@ -1,0 +1,221 @@
+"""gptkit diff as it is called: exit codes, what a terminal of any width shows, JSON, and the page."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import LLAMA, edited, save_hf
+from typer.testing import CliRunner, Result
+
+import gptkit
+from gptkit.analysis.diff import diff
+from gptkit.cli import app
+from gptkit.report.diff_words import readings, verdict
+
+CONFIG = {**LLAMA, "hidden_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
+ATTACK = "<img src=x onerror=alert(1)>\x1b[31m"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Never changed."""
+    folder = tmp_path_factory.mktemp("models") / "base"
+    save_hf(CONFIG, folder)
+    return folder
+
+
+@pytest.fixture
+def altered(base: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Copies of it with tensors changed."""
+
+    def make(change: Callable[[dict[str, torch.Tensor]], object], name: str = "b") -> Path:
+        shutil.copytree(base, tmp_path / name)
+        edited(tmp_path / name, change)
+        return tmp_path / name
+
+    return make
+
+
+def adapter(weights: dict[str, torch.Tensor]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in weights.items():
+        if name.endswith("q_proj.weight"):
+            update = torch.randn(len(tensor), 4, generator=generator) @ torch.randn(4, 96, generator=generator)
+            tensor += update * 0.05 * tensor.norm() / update.norm()
+
+
+def everything(weights: dict[str, torch.Tensor]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for tensor in weights.values():
+        tensor += 0.02 * tensor.std() * torch.randn(tensor.shape, generator=generator)
+
+
+def run(*args: Any, code: int = 3, width: int = 80, **env: str) -> Result:
+    result = CliRunner().invoke(app, ["diff", *map(str, args)], env={"COLUMNS": str(width), "TERM": "dumb", **env})
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+# --- the verdict ------------------------------------------------------------------------------------------------------
+
+
+def test_verdicts(base: Path, altered: Callable[..., Path], tmp_path: Path) -> None:
+    """Each in words of its own, with the exit code that goes with it."""
+    gptkit.convert(base, tmp_path / "local")
+    gptkit.convert(base, tmp_path / "half", to="hf", dtype="bfloat16")
+    gptkit.convert(tmp_path / "half", tmp_path / "wide", to="hf", dtype="float32")
+    zeros = altered(lambda w: w["model.norm.weight"].fill_(0.0), "zeros")
+    minus = altered(lambda w: w["model.norm.weight"].fill_(-0.0), "minus")
+    total = len(diff(base, base).tensors)
+    for a, b, code, words in (
+        (base, tmp_path / "local", 0, f"The same: all {total} tensors to the last bit"),
+        (tmp_path / "half", tmp_path / "wide", 0, f"The same values: all {total} tensors, {total} in another dtype"),
+        (zeros, minus, 0, f"The same values: all {total} tensors (zeros by other bits)"),
+        (base, tmp_path / "half", 3, "Rounding alone: B is A, rounded to bfloat16"),
+        (tmp_path / "half", base, 3, "Rounding alone: A is B, rounded to bfloat16"),
+        (base, altered(adapter, "lora"), 3, f"Different: 4 of {total} tensors changed, relative change 0.05"),
+        (base, altered(everything, "full"), 3, f"Different: all {total} tensors changed, relative change 0."),
+        (base, "sample:gpt2", 3, "Different: no tensor of one has its like in the other"),
+    ):
+        found = run(a, b, code=code).stdout
+        assert words in " ".join(found.split()), found
+        assert run(a, b, "-q", code=code).output == ""
+
+
+def test_what_the_figures_come_to(base: Path, altered: Callable[..., Path], tmp_path: Path) -> None:
+    save_hf(CONFIG, tmp_path / "other", seed=1)
+    for b, words in (
+        (
+            altered(adapter, "lora"),
+            "A LoRA-sized update: all 4 changed matrices, in attention.q_proj, by ranks up to 4.",
+        ),
+        (altered(everything, "full"), "No LoRA-sized update: 30 of 30 changed matrices by a high rank."),
+        (tmp_path / "other", "The matrices have nothing in common"),
+        (altered(lambda w: w["lm_head.weight"][7:9].zero_(), "rows"), "head.weight: rows 7–8 changed, 2 of 97"),
+        (altered(lambda w: w["model.norm.weight"][1].fill_(math.nan), "nan"), "NaN or infinite values in final_norm"),
+    ):
+        assert any(line.startswith(words) for line in readings(diff(base, b))), readings(diff(base, b))
+
+
+def test_errors(base: Path, tmp_path: Path) -> None:
+    assert "no such" in run(base, tmp_path / "none", code=4).stderr.lower()
+    assert "--by" in run(base, base, "--by", "weight", code=2).stderr
+    shutil.copytree(base, tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    result = run(base, tmp_path / "cut", code=4)
+    assert "truncated" in result.stderr and result.stdout == ""
+    assert run(base, base, "--html", tmp_path / "no" / "page.html", code=2).stdout == ""
+
+
+# --- the terminal -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+@pytest.mark.parametrize("by", ["component", "layer", "tensor"])
+def test_it_fits(altered: Callable[..., Path], base: Path, width: int, by: str) -> None:
+    """No line is wider than the terminal but for a name, no number is cut."""
+
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        adapter(weights)
+        weights["lm_head.weight"][7:9] = 0
+
+    b = altered(change)
+    found = run(base, b, "--by", by, width=width).stdout
+    for line in found.splitlines():
+        assert len(line) <= width or len(line.split()) == 1, line
+    assert "…" not in found and "\x1b" not in found
+    told = {"component": "attention.q_proj", "layer": "layer 2", "tensor": "blocks.2.attention.q_proj.weight"}
+    assert told[by] in found
+    assert "0.05" in found and "0.998" in found
+    everything = run(base, b, "--all", width=width).stdout
+    assert all(f"blocks.{layer}.attention.q_proj.weight" in everything for layer in range(4))
+
+
+def test_ascii_alone(base: Path, altered: Callable[..., Path]) -> None:
+    b = altered(lambda w: w["lm_head.weight"][7:9].zero_())
+    command = [sys.executable, "-X", "utf8=0", "-m", "gptkit", "diff", str(base), str(b)]
+    environment = {"PATH": "", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, env=environment, check=False, timeout=120)
+    assert done.returncode == 3, done.stderr
+    text = done.stdout.decode("ascii")
+    assert "rows 7-8 changed" in text and "\\u" not in text, text
+
+
+def test_no_torch(base: Path) -> None:
+    code = (
+        "import sys; from gptkit.analysis.diff import diff\n"
+        f"assert diff({str(base)!r}, {str(base)!r}).same\n"
+        "sys.exit(', '.join(m for m in ('torch', 'transformers', 'rich', 'plotly') if m in sys.modules) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_names_are_somebody_elses_text(base: Path, tmp_path: Path) -> None:
+    other = tmp_path / "<img src=x onerror=alert(1)>"
+    shutil.copytree(base, other)
+    config = other / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), ATTACK: ATTACK}))
+    page = tmp_path / "page.html"
+    result = run(base, other, "--html", page, code=0)
+    assert "\x1b" not in result.output
+    text = page.read_text()
+    assert "<img src=x" not in text and "&lt;img src=x" in text and "\x1b" not in text
+
+
+# --- JSON and the page ------------------------------------------------------------------------------------------------
+
+
+def test_json(base: Path, altered: Callable[..., Path]) -> None:
+    b = altered(adapter)
+    data = json.loads(run(base, b, "--json").stdout)
+    assert data == diff(base, b).as_json()
+    assert data["low_rank"] == {"matrices": 4, "unclear": 0, "rank": 4, "modules": ["attention.q_proj"]}
+    assert json.loads(run(base, base, "--json", code=0).stdout)["same"] is True
+
+
+def test_the_page(base: Path, altered: Callable[..., Path], tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    from gptkit.report.diff_page import diff_page
+    from gptkit.report.pages import Figure
+
+    b = altered(adapter)
+    found = diff(base, b)
+    page = diff_page(found)
+    (figure,) = [block for section in page.sections for block in section.blocks if isinstance(block, Figure)]
+    assert page.verdict == verdict(found) and page.good is None
+    assert {key.words for key in figure.keys} == {"exactly 0", "more than rounding explains"}
+    assert len(figure.table.rows) == len(found.by_place())
+    rows = {row[0]: row for row in figure.table.rows}
+    assert rows["layer 3 attention.q_proj"][1:] == ("1", "1", "0.05", "0.99875", "4")
+    assert rows["layer 3 attention.k_proj"][1:3] == ("1", "0")
+    result = run(base, b, "--html", tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "written:" in result.stdout and "LoRA-sized" in text
+    same = diff_page(diff(base, base))
+    assert same.good is True and "Nothing changed." in next(
+        block.summary for section in same.sections for block in section.blocks if isinstance(block, Figure)
+    )
+
+
+def test_rounding_and_what_cannot_be_compared_on_the_page(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    from gptkit.report.diff_page import diff_page
+    from gptkit.report.pages import Figure
+
+    gptkit.convert(base, tmp_path / "half", to="hf", dtype="bfloat16")
+    figures = [block for s in diff_page(diff(base, tmp_path / "half")).sections for block in s.blocks]
+    (figure,) = [block for block in figures if isinstance(block, Figure)]
+    assert {key.words for key in figure.keys} == {"within rounding"}
+    nothing = diff_page(diff(base, "sample:gpt2"))
+    assert not any(isinstance(block, Figure) for section in nothing.sections for block in section.blocks)
+    titles = [section.title for section in nothing.sections]
+    assert {"Tensors of another shape", "Tensors only in A", "Trees", "Notes"} <= set(titles)
