@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..spec import ModelSpec
 from .costs import Costs, costs
 from .design import BASELINE, Design, Shape, build
+from .expressed import expressed
 from .papers import PAPERS
 
 __all__ = ["Finding", "findings"]
@@ -61,6 +62,10 @@ def findings(goal: str, design: Design, spec: ModelSpec, baseline: ModelSpec, ba
     told.append(_gated(goal, design, exchanged(feed_forward="swiglu"), usual))
     if design.attention in ("gqa", "mqa") and base.heads > 1:
         told.append(_shared_heads(design.attention, exchanged(attention=design.attention), usual))
+    if goal == "memory":
+        rivals = {kind: exchanged(positions="rope", attention=kind) for kind in ("mqa", "gqa", "mla")}
+        held, _ = expressed(build(replace(design, attention="mla"), base, vocab, context))
+        told.append(_least(design.attention, rivals, held))
     if design.block == "parallel":
         told.append(_parallel(exchanged(block="parallel"), usual))
     if design.window is not None:
@@ -111,6 +116,18 @@ def _shared_heads(kind: str, shared: Costs, usual: Costs) -> Finding:
         " one size what is saved is spent on layers."
     )
     return Finding("attention", words, {"cache": cache, "flops": flops, "parameters": parameters})
+
+
+def _least(kind: str, rivals: Mapping[str, Costs], family: str | None) -> Finding:
+    """Of the ways to keep less of a token, which keeps least; `family` holds the design with MLA."""
+    times = {name: each.cached / rivals[kind].cached for name, each in rivals.items()}
+    others = " and ".join(f"{name.upper()} {times[name]:.2f} times as much" for name in times if name != kind)
+    where = "no transformers family known here has it" if family is None else f"{family} has it"
+    words = (
+        f"{kind.upper()} keeps {ITEMSIZE * rivals[kind].cached / 1024:,.4g} KiB of a token, {others}. MLA is the better"
+        f" model in its paper ({PAPERS['mla'].arxiv}), and {where}; GQA is nearer to MHA ({PAPERS['gqa'].arxiv})."
+    )
+    return Finding("cache", words, {f"times_{name}": value for name, value in times.items()})
 
 
 def _parallel(other: Costs, usual: Costs) -> Finding:
