@@ -47,6 +47,8 @@ class TensorDiff:
     figures: what values differ by; None where nothing could be held against each other. Of a tensor of another shape
     whose rows have names they are of the rows that both have; of a head that the other side ties to its embedding,
     of the head and that embedding.
+    quantised: the sides ("a", "b") that store it in blocks of few bits, whose rounding is in the figures and hides the
+    rank of a change.
     """
 
     name: str
@@ -58,6 +60,7 @@ class TensorDiff:
     dtype_a: str | None
     dtype_b: str | None
     figures: Figures | None = None
+    quantised: tuple[Literal["a", "b"], ...] = ()
 
     @property
     def module(self) -> str:
@@ -95,6 +98,7 @@ class TensorDiff:
             "shape_b": None if self.shape_b is None else list(self.shape_b),
             "dtype_a": self.dtype_a,
             "dtype_b": self.dtype_b,
+            "quantised": list(self.quantised),
         }
         figures = self.figures
         if figures is None:

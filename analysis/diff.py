@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from numpy.typing import NDArray
 
@@ -31,6 +31,9 @@ Array = NDArray[Any]
 
 BY_ROW = ("embedding.weight", "positions.weight", "head.weight", "head.bias")
 """Tensors whose rows have names (a token's id, a position), so that some are the same though there are more of them."""
+QUANTISING = ("gguf", "llama2c")
+"""Formats that store blocks of few bits; what lies in no file as it is read is quantised there."""
+SIDES: tuple[Literal["a", "b"], ...] = ("a", "b")
 MAPPED_BYTES = 32 * 2**20
 """Bytes read from mapped files after which their pages are let go."""
 
@@ -99,6 +102,7 @@ class _Comparison:
         self.sides, self.rank, self.progress = (a, b), rank, progress
         self.parameters = [{each.name: each for each in side.spec.parameters()} for side in self.sides]
         self.dtypes = [side.shared_dtypes() for side in self.sides]
+        self.quantised = [_quantised(side) for side in self.sides]
         self.jobs = self._jobs()
         self.total = sum(job.nbytes for job in self.jobs)
         self.stop, self.lock = threading.Event(), threading.Lock()
@@ -246,7 +250,8 @@ class _Comparison:
                 return None
             rows = min(len(x), len(y))
             x, y = x[:rows], y[:rows]
-        return compare_tensors(x, a[1], y, b[1], rank=self.rank, pause=self._pause)
+        rank = self.rank and not any(name in names for names in self.quantised)
+        return compare_tensors(x, a[1], y, b[1], rank=rank, pause=self._pause)
 
     def _told(self, name: str, figures: Figures | None) -> TensorDiff:
         a, b = (parameters.get(name) for parameters in self.parameters)
@@ -263,6 +268,7 @@ class _Comparison:
             dtype_a=dtypes[0],
             dtype_b=dtypes[1],
             figures=figures,
+            quantised=tuple(side for side, names in zip(SIDES, self.quantised, strict=True) if name in names),
         )
 
     def _pause(self, nbytes: int) -> None:
@@ -274,6 +280,13 @@ class _Comparison:
             self.mapped = 0
             for side in self.sides:
                 side.release()
+
+
+def _quantised(checkpoint: Checkpoint) -> set[str]:
+    """The shared tensors that are dequantised when they are read."""
+    if checkpoint.format not in QUANTISING:
+        return set()
+    return {name for leaf in checkpoint.leaves if checkpoint.span(leaf) is None for name in leaf.shared}
 
 
 def _status(a: Parameter | None, b: Parameter | None, figures: Figures | None, one_dtype: bool) -> Status:

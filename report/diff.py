@@ -59,7 +59,7 @@ class _Report:
             yield from _wrapped(layout, line, INDENT)
         for heading, lines in self.sections():
             yield ""
-            yield layout.heading(heading)
+            yield from _wrapped(layout, heading, 0, "bold")
             for each in lines:
                 if isinstance(each, Sheet):
                     yield each

@@ -120,6 +120,9 @@ def _rank_readings(found: Diff) -> list[str]:
         lines.append(f"A LoRA-sized update: {which}, in {some(low.modules)}, by {many} {low.rank}.")
     elif high:
         lines.append(f"No LoRA-sized update: {high:,} of {len(readings):,} changed matrices by a high rank.")
+    quantised = sum(bool(each.quantised) for each in found.changed)
+    if quantised:
+        lines.append(f"{counted(quantised, 'changed tensor')} quantised: rounding to few bits is in the figures.")
     if unclear:
         lines.append(f"{counted(unclear, 'matrix', 'matrices')} changed too little beside rounding to tell the rank.")
     return lines
@@ -164,7 +167,9 @@ def remarks(each: TensorDiff) -> list[str]:
     for side, number in zip("AB", figures.not_finite, strict=True):
         if number:
             told.append(f"{number:,} of {side}'s values NaN or infinite")
-    if each.dtype_a != each.dtype_b:
+    if each.quantised:
+        told.append(f"quantised in {' and '.join(each.quantised).upper().replace('AND', 'and')}")
+    elif each.dtype_a != each.dtype_b:
         told.append(f"{each.dtype_a} → {each.dtype_b}")
     return told
 

@@ -81,6 +81,20 @@ def test_formats_of_one_model_are_the_same(models: Path, tmp_path: Path) -> None
         diff(models / "llama", pickled)
 
 
+def test_what_is_quantised_is_said_to_be(models: Path, tmp_path: Path) -> None:
+    """Rounding to blocks of eight bits has full rank, and says nothing of the weights."""
+    save_hf(
+        {**CONFIGS["llama-2"], "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}, tmp_path / "a"
+    )
+    gptkit.convert(tmp_path / "a", tmp_path / "x.gguf", to="gguf", dtype="q8_0")
+    found = diff(tmp_path / "a", tmp_path / "x.gguf")
+    (quantised,) = {each.quantised for each in found.changed}
+    assert quantised == ("b",) and found.changed and not found.same
+    assert all(each.figures is not None and each.figures.rank is None for each in found.changed)
+    assert all(each.figures.relative < 0.01 for each in found.changed if each.figures and each.figures.relative)
+    assert diff(tmp_path / "x.gguf", tmp_path / "x.gguf").same
+
+
 def test_the_same_file_twice_is_not_read(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = models / "link"
     link.symlink_to(models / "gpt2")

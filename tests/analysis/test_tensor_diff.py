@@ -194,6 +194,16 @@ def test_rounding_never_adds_to_the_rank(dtype: str, size: float) -> None:
         assert found is None or found.rank <= rank
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_rounding_that_depends_on_the_update(seed: int) -> None:
+    """What is left of a rank-1 update after rounding is not independent of it, and stands above what chance makes."""
+    random = np.random.default_rng(seed)
+    for size in (0.005, 0.01):
+        a = weight(random, 768, 768, "BF16")
+        found = compared(a, "BF16", added(a, "BF16", low(random, 768, 768, 1), size)).rank
+        assert found is not None and found.rank == 1
+
+
 def test_rounding_on_one_side_alone() -> None:
     """bf16 weights with an update stored as fp32 are known to 24 bits; fp32 ones with a bf16 result are not."""
     random = np.random.default_rng(0)
