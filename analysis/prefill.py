@@ -116,10 +116,9 @@ def _attention(node: Attention, run: Pass) -> int:
     if node.k_norm is not None:
         moments.append(raw + queries + _norm(node.k_norm, run.rows * node.kv_heads, run))
     if isinstance(node.position, Rotary):
-        whole = node.position.dim == node.head_dim
-        turning = 2 if whole else 1 + node.position.dim / node.head_dim
-        moments.append(raw + queries + normed_k + int(turning * q))
-        moments.append(raw + queries + normed_k + q + int(turning * kv))
+        turned, of = node.position.dim, node.head_dim
+        moments.append(raw + queries + normed_k + q + q * turned // of)
+        moments.append(raw + queries + normed_k + q + kv + kv * turned // of)
         queries, normed_k = q, kv
     moments = [moment - _left(node, run) for moment in moments]
     moments.append(raw + queries + normed_k)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -33,7 +33,7 @@ def _when_joined(monkeypatch: Any, call: Callable[[Tensor], None]) -> None:
     monkeypatch.setattr(FusedLinears, "_concatenated", staticmethod(joined))
 
 
-def kept_bytes(model: Decoder, ids: Tensor, monkeypatch: Any) -> int:
+def kept_bytes(model: nn.Module, ids: Tensor, monkeypatch: Any) -> int:
     """Bytes of the tensors that autograd keeps of a forward pass and its loss, views of one storage counted once.
 
     Without parameters, and without the matrices that they are joined to for one product, which are made again for each
@@ -58,7 +58,8 @@ def kept_bytes(model: Decoder, ids: Tensor, monkeypatch: Any) -> int:
 
     targets = ids.clone()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        F.cross_entropy(model(ids).float().flatten(0, 1), targets.flatten())
+        out = model(ids) if isinstance(model, Decoder) else model(ids, use_cache=False).logits
+        F.cross_entropy(out.float().flatten(0, 1), targets.flatten())
     return sum(found.values())
 
 

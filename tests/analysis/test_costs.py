@@ -2,6 +2,8 @@
 what must not change them.
 """
 
+import subprocess
+import sys
 from typing import Any
 
 import msgspec
@@ -359,3 +361,12 @@ def test_names_of_dtypes() -> None:
     assert cache_bytes(spec, 8, "F8_E4M3").dtype == "float8_e4m3fn"
     for size, dtype in ((8, "f64"), (4, "fp32"), (2, "f16"), (1, "int8")):
         assert cache_bytes(spec, 8, dtype).held == 8 * 12 * 2 * 768 * size
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys, gptkit.analysis.costs, gptkit.analysis.memory\n"
+        "print(*{'torch', 'transformers', 'numpy', 'rich', 'plotly'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

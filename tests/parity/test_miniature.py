@@ -37,7 +37,7 @@ def test_the_same_mistakes_can_be_made_in_the_small_copy(name):
     copy = miniature(spec, 200)
     assert mistakes(copy) == mistakes(spec)
     assert limits(copy) == limits(spec)
-    assert sum(each.count for each in copy.parameters()) < 12e6
+    assert sum(each.count for each in copy.parameters()) < 20e6  # heads of 256 make the widest
     assert len(copy.blocks) <= 3
 
 
