@@ -24,7 +24,7 @@ from gptkit.architectures import ARCHITECTURES
 from gptkit.commands.recommend import VOCABULARY
 from gptkit.errors import UsageError
 from gptkit.modules import Decoder
-from gptkit.spec import from_json
+from gptkit.spec import Rotary, YarnScaling, from_json
 
 FAMILIES = {
     "quality": "llama",
@@ -155,6 +155,15 @@ def test_the_usual_advice() -> None:
     assert told["balance"][:5] == ["pre-norm", "RoPE 10,000", "RMSNorm", "GELU 16,384", "GQA 32/8"]
     assert told["context"][1] == "RoPE 10,000, YaRN ×16"
     assert [each.usual for each in recommend("simplicity", "7B").choices].count(False) == 1
+
+
+def test_stretched_positions_are_yarn_s() -> None:
+    position = recommend("context", "1B").spec.blocks[0].attention.position
+    assert isinstance(position, Rotary) and isinstance(position.scaling, YarnScaling)
+    assert (position.scaling.factor, position.scaling.original_context) == (16.0, 8192)
+    assert position.scaling.attention_factor == pytest.approx(1.27725887)  # 0.1 · ln 16 + 1 (2309.00071, section 3.4)
+    plain = recommend("context", "1B", context=8192).spec.blocks[0].attention.position
+    assert isinstance(plain, Rotary) and plain.scaling is None
 
 
 def test_a_small_model_ties_its_head_and_a_large_one_need_not() -> None:
