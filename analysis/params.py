@@ -112,7 +112,16 @@ class ModelCount:
     swap: Mapping[str, Any] | None = None
 
     def as_json(self, tensors: bool = False) -> dict[str, Any]:
-        """Plain JSON values; every figure is an integer. `tensors` lists each by its shared name."""
+        """Plain JSON values; every figure is an integer, of parameters where nothing else is said, or of bytes.
+
+        Always: model, family ("" for none), total, active (what one token meets of a mixture), embedding (tables and
+        an untied head), non_embedding, tied, layers, components, by_layer, revision, notes. With `tensors`, each by its
+        shared name: name, component, layer (null outside), shape, parameters. Where it was asked for: stored (dtypes
+        and bytes in the files); swap (of, steps, guarantee, notes); weights (dtype, bytes by component and in total);
+        kv_cache, a list as `CacheSize`; flops: next_token by component, prefill and training_step as `Flops` and
+        `TrainingFlops`; memory: inference and training as `Memory` and `TrainingMemory`. In place of what a table of
+        positions is too short for stands {"context": …, "impossible": why}.
+        """
         data = {**to_json(self.name, self.family, self.count), "revision": self.revision, "notes": list(self.notes)}
         if tensors:
             data["tensors"] = [
@@ -133,7 +142,11 @@ class ModelCount:
 
 
 def params(
-    *models: str | Path, offline: bool = False, stored: bool = False, asked: Asked | None = None
+    *models: str | Path,
+    offline: bool = False,
+    stored: bool = False,
+    asked: Asked | None = None,
+    allow_pickle: bool = False,
 ) -> list[ModelCount]:
     """Count the parameters of each model, tied weights once.
 
@@ -143,6 +156,7 @@ def params(
         stored: tell also what the weight files hold, from their headers, which must fit the config; of a preset, those
             of its repository. No weight is fetched.
         asked: tell also what the models cost, all at one context.
+        allow_pickle: read a pickle that nothing describes but itself (nanoGPT's ckpt.pt), its weights too.
 
     Raises:
         InvalidInput: nothing of that name, or a broken config; with `stored` also what `open_checkpoint` raises.
@@ -153,9 +167,10 @@ def params(
     counts = []
     for model in models:
         try:
-            found, files = (
-                _stored(str(model), offline) if stored else (describe_reference(str(model), offline=offline), None)
-            )
+            if stored:
+                found, files = _stored(str(model), offline, allow_pickle)
+            else:
+                found, files = describe_reference(str(model), offline=offline, allow_pickle=allow_pickle), None
         except GptkitError as error:
             if len(models) > 1 and str(model) not in error.message:
                 error.message = f"{model}: {error.message}"
@@ -175,15 +190,15 @@ def with_figures(counts: Sequence[ModelCount], asked: Asked) -> list[ModelCount]
     return [replace(each, figures=figures_of(each.spec, asked, context)) for each in counts]
 
 
-def stored(reference: str, *, offline: bool = False) -> Stored:
+def stored(reference: str, *, offline: bool = False, allow_pickle: bool = False) -> Stored:
     """What the weight files behind a reference hold, from their headers alone; raises as `params`."""
-    return _stored(reference, offline)[1]
+    return _stored(reference, offline, allow_pickle)[1]
 
 
-def _stored(reference: str, offline: bool) -> tuple[Described, Stored]:
+def _stored(reference: str, offline: bool, allow_pickle: bool) -> tuple[Described, Stored]:
     from ..converter.checkpoint import open_checkpoint  # here, because it imports numpy
 
-    checkpoint = open_checkpoint(reference, offline=offline, headers_only=True)
+    checkpoint = open_checkpoint(reference, offline=offline, headers_only=True, allow_pickle=allow_pickle)
     tensors = tuple(
         StoredTensor(leaf.checkpoint, checkpoint.dtype_of(leaf), leaf.shape, checkpoint.nbytes_of(leaf))
         for leaf in checkpoint.leaves

@@ -11,7 +11,7 @@ import typer
 
 from ..errors import UsageError
 from ..terminal import console, say
-from .base import Html, Json, Models, Offline, Png, Svg, app, examples, guarded
+from .base import AllowPickle, Html, Json, Models, Offline, Png, Svg, app, examples, guarded
 
 if TYPE_CHECKING:
     from ..analysis.figures import Asked
@@ -85,9 +85,12 @@ def params(
     png: Png = None,
     svg: Svg = None,
     offline: Offline = False,
+    allow_pickle: AllowPickle = False,
 ) -> None:
     """Count parameters, and what they cost, from a config alone."""
     from ..analysis.figures import Asked
+    from ..analysis.params import params as count_params
+    from ..analysis.params import with_figures
 
     asked = Asked(
         dtype,
@@ -104,7 +107,10 @@ def params(
         from ..report import pictures
 
         pictures.ready(html, png, svg)
-    counts = _counted(models, asked, stored, offline, swap or [], recipe)
+    counts = count_params(*models, offline=offline, stored=stored, allow_pickle=allow_pickle)
+    if swap or recipe:
+        counts = _with_swaps(counts, swap or [], recipe, offline)
+    counts = with_figures(counts, asked)
     pairs = bool(swap or recipe)
     if json:
         from ..report.tables import print_json
@@ -163,31 +169,25 @@ def _sensible(
         raise UsageError("--kv-dtype is for --kv and --memory", "--dtype is that of the weights.")
 
 
-def _counted(
-    models: list[str], asked: Asked, stored: bool, offline: bool, swaps: Sequence[str], recipe: str | None
+def _with_swaps(
+    counts: Sequence[ModelCount], swaps: Sequence[str], recipe: str | None, offline: bool
 ) -> list[ModelCount]:
-    """The models, each with what it becomes behind it where swaps are asked for."""
-    from ..analysis.params import params as count_params
-    from ..analysis.params import with_figures
+    """The models, each with what it becomes behind it, from shapes alone."""
+    from ..analysis.expressed import expressed
+    from ..analysis.parameters import count
+    from ..analysis.params import ModelCount
+    from ..surgery.shapes import steps_from, swapped
 
-    counts = count_params(*models, offline=offline, stored=stored)
-    if swaps or recipe:
-        from ..analysis.expressed import expressed
-        from ..analysis.parameters import count
-        from ..analysis.params import ModelCount
-        from ..surgery.shapes import steps_from, swapped
-
-        steps = steps_from(swaps, recipe)
-        pairs = []
-        for each in counts:
-            files = Path(each.name) if Path(each.name).is_dir() else None
-            found = swapped(each.spec, steps, each.family or None, each.name, files=files, offline=offline)
-            family, _ = expressed(found.spec)
-            name = f"{each.name} {' '.join(map(str, found.steps))}"
-            swap = {"of": each.name, **found.as_json()}
-            pairs += [each, ModelCount(name, family or "", found.spec, count(found.spec), swap=swap)]
-        counts = pairs
-    return with_figures(counts, asked)
+    steps = steps_from(swaps, recipe)
+    pairs = []
+    for each in counts:
+        files = Path(each.name) if Path(each.name).is_dir() else None
+        found = swapped(each.spec, steps, each.family or None, each.name, files=files, offline=offline)
+        family, _ = expressed(found.spec)
+        name = f"{each.name} {' '.join(map(str, found.steps))}"
+        swap = {"of": each.name, **found.as_json()}
+        pairs += [each, ModelCount(name, family or "", found.spec, count(found.spec), swap=swap)]
+    return pairs
 
 
 def _print(counts: list[ModelCount], asked: Asked, by: By, pairs: bool) -> None:

@@ -197,7 +197,10 @@ def _memory(models: Sequence[Told], asked: Asked, compared: bool) -> list[Sheet]
     for _, _, figures in models:
         if figures.inference_memory is not None and figures.training_memory is not None:
             notes["inference"] = (f"Inference: {'; '.join(figures.inference_memory.assumed)}.",)
-            notes["training"] = (f"Training: {'; '.join(figures.training_memory.assumed)}.",)
+            notes["training"] = (
+                f"Training: {'; '.join(figures.training_memory.assumed)}.",
+                "Checkpointed: every layer's activations are made again for the backward pass, not kept.",
+            )
     if len(models) == 1:
         columns = [_Column(kind, cells(models[0][2]), _bytes) for kind, cells in kinds.items()]
         return [_sheet(f"Memory for {where}", columns, False, [*notes["inference"], *notes["training"]], empty="")]

@@ -113,6 +113,11 @@ def test_flops_of_one_model() -> None:
         decimal(number, "FLOP") for number in (found.token.total_flops, found.prefill.causal, found.training.causal)
     ]
     assert line(text, "total, dense") == [decimal(found.prefill.dense, "FLOP"), decimal(found.training.dense, "FLOP")]
+    needed, dense = found.prefill.needed_scores, found.prefill.scores
+    assert needed * 200 == dense * 101  # Σ t of 100 × 100
+    told = [decimal(number, "FLOP") for number in (found.token.flops["scores"], needed, 3 * needed)]
+    assert line(text, "scores") == told
+    assert line(text, "scores, dense") == [decimal(dense, "FLOP"), decimal(3 * dense, "FLOP")]
     assert line(text, "6N") == [decimal(6 * 124_439_808 * 100, "FLOP")]
     assert line(text, "6N, no embedding") == [decimal(6 * 85_056_000 * 100, "FLOP")]
 
