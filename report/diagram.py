@@ -11,9 +11,10 @@ import msgspec
 
 from ..analysis.parameters import describe
 from ..spec import Attention, LatentAttention, ModelSpec
+from .graph import SYMBOLS, Kind, Node, Structure, layers_label, shape_words, sizes
 from .pages import Figure, Table, plain
 from .placement import Box, Frame, Metrics, Placement, Wire, folded, place
-from .structure import SYMBOLS, Kind, Node, Structure, layers_label, shape_words, sizes, structure
+from .structure import structure
 
 __all__ = ["block_diagram"]
 

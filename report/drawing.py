@@ -12,8 +12,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from ..spec import Attention, LatentAttention
+from .graph import SYMBOLS, Kind, Node, Structure, layers_label, shape_words
 from .placement import Box, Frame, Metrics, Placement, Wire, folded, place
-from .structure import SYMBOLS, Kind, Node, Structure, layers_label, shape_words
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

@@ -1,12 +1,7 @@
 """Where the nodes of a path stand in a drawing, and how the lines between them run.
 
 One layout serves the terminal, where a unit is a character, and the pictures, where it is a pixel. All of it is found
-from the graph:
-
-- the *trunk* is the residual stream, which runs down on the left: from the last node back along residual edges;
-- a node beside it stands in *lanes*: a fork opens one for each way, what leads to a fork spans all of them, and so does
-  what joins them again, so that lines never cross;
-- its *rank* is one more than that of the last of its inputs, and all that leaves the trunk stands below where it left.
+from the graph: `lanes` says what stands below and beside what.
 
 A line goes down from its source, sideways in a *track* between two ranks (below a fork, above a join), and down again.
 """
@@ -18,12 +13,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .structure import EdgeKind, Node
+from .graph import EdgeKind, Node
+from .lanes import Lanes, Span, ways
 
 __all__ = ["Box", "Frame", "Metrics", "Placement", "Wire", "folded", "place"]
 
 Point = tuple[int, int]
-Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -120,7 +115,7 @@ def place(nodes: Sequence[Node], metrics: Metrics, limit: int, rooms: Sequence[i
         rooms: widths for a line of words, the widest first: the first is taken with which all of it fits, or the last.
 
     """
-    graph = _Graph.of(nodes)
+    graph = Lanes.of(nodes)
     spans = graph.spans
     sizes = {name: metrics.measure(graph.nodes[name], 0, max(rooms)) for name in graph.trunk}
     for stage in graph.lanes:
@@ -163,81 +158,6 @@ def _name(name: str, room: int) -> list[str]:
     return found
 
 
-# --- the graph -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Graph:
-    """nodes by name in order; trunk: names, first to last; stage: for what is beside it, the trunk's node that it leads
-    to; rank; spans: of what is beside the trunk, in lanes of its stage; lanes: how many a stage has.
-    """
-
-    nodes: Mapping[str, Node]
-    trunk: tuple[str, ...]
-    stage: Mapping[str, str]
-    rank: Mapping[str, int]
-    spans: Mapping[str, Span]
-    lanes: Mapping[str, int]
-
-    @classmethod
-    def of(cls, nodes: Sequence[Node]) -> _Graph:
-        by_name = {node.id: node for node in nodes}
-        trunk = [nodes[-1].id]
-        while by_name[trunk[-1]].inputs:
-            node = by_name[trunk[-1]]
-            trunk.append(node.residual or node.inputs[0])
-        trunk.reverse()
-        stage: dict[str, str] = {}
-        for node in reversed(nodes):
-            for source in node.inputs:
-                if source not in trunk:
-                    stage[source] = node.id if node.id in trunk else stage[node.id]
-        rank: dict[str, int] = {}
-        for node in nodes:
-            on = trunk.index(stage.get(node.id, node.id))
-            above = [rank[trunk[on - 1]]] if on else []
-            rank[node.id] = 1 + max([*above, *(rank[source] for source in node.inputs)], default=-1)
-        spans, lanes = _lanes(nodes, stage)
-        return cls(by_name, tuple(trunk), stage, rank, spans, lanes)
-
-
-def ways(node: Node) -> list[str]:
-    """The inputs that a line is drawn from."""
-    return [source for source in node.inputs if source != node.choice]
-
-
-def _lanes(nodes: Sequence[Node], stage: Mapping[str, str]) -> tuple[dict[str, Span], dict[str, int]]:
-    """The lanes that nodes beside the trunk span, and how many lanes each stage has."""
-    beside = [node for node in nodes if node.id in stage]
-    children: dict[str, list[str]] = defaultdict(list)
-    roots = []
-    for node in beside:
-        sources = [source for source in ways(node) if source in stage]
-        if not sources:
-            roots.append(node.id)
-        elif len(sources) == 1:
-            children[sources[0]].append(node.id)
-    spans: dict[str, Span] = {}
-    lanes: dict[str, int] = defaultdict(int)
-
-    def open_lanes(name: str) -> Span:
-        parts = [open_lanes(child) for child in children[name]]
-        if parts:
-            spans[name] = (parts[0][0], parts[-1][1])
-        else:
-            spans[name] = (lanes[stage[name]], lanes[stage[name]])
-            lanes[stage[name]] += 1
-        return spans[name]
-
-    for root in roots:
-        open_lanes(root)
-    for node in beside:  # what joins lanes, and what follows it
-        if node.id not in spans:
-            parts = [spans[source] for source in ways(node) if source in stage]
-            spans[node.id] = (min(part[0] for part in parts), max(part[1] for part in parts))
-    return spans, dict(lanes)
-
-
 # --- sizes and places ------------------------------------------------------------------------------------------------
 
 
@@ -245,7 +165,7 @@ def _lanes(nodes: Sequence[Node], stage: Mapping[str, str]) -> tuple[dict[str, S
 class _Placing:
     """Boxes of known sizes (lines, width, height), of the stages that are named."""
 
-    graph: _Graph
+    graph: Lanes
     metrics: Metrics
     sizes: Mapping[str, tuple[tuple[str, ...], int, int]]
     stages: Sequence[str]
@@ -317,8 +237,8 @@ class _Placing:
         return self._middle(stage, span)
 
     def _middle(self, stage: str, span: Span) -> int:
-        """The middle of the lanes spanned, or of the lane in their middle where that is about the same: a line to it
-        is straight then.
+        """The middle of the lanes spanned, or of the lane in their middle where all that spans them has room
+        around it: a line to it is straight then.
         """
         lanes = self.columns[stage][span[0] : span[1] + 1]
         left, right = lanes[0][0], lanes[-1][1]
@@ -330,7 +250,7 @@ class _Placing:
         alike = [name for name in graph.stage if graph.stage[name] == stage and graph.spans[name] == span]
         widths = [self.sizes[name][1] for name in alike]
         fits = all(left <= inner - width // 2 and inner - width // 2 + width <= right for width in widths)
-        return inner if fits and abs(inner - middle) <= self.metrics.beside else middle
+        return inner if fits else middle
 
     def placement(self) -> Placement:
         graph = self.graph
@@ -452,7 +372,7 @@ def _boxed(node: Node) -> bool:
     return bool(node.weights) or node.tied is not None
 
 
-def _expert(graph: _Graph, node: Node) -> str:
+def _expert(graph: Lanes, node: Node) -> str:
     """The node itself, or the linear that leads to it: what is computed between an expert's two linears."""
     while not node.weights and len(ways(node)) and node.op in ("activation", "product"):
         node = graph.nodes[ways(node)[0]]

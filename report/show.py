@@ -13,9 +13,9 @@ from ..analysis.parameters import describe
 from ..analysis.params import ModelCount
 from ..spec import differences
 from .drawing import path_lines, plain_words
+from .graph import SYMBOLS, Kind, Structure, layers_label
 from .pages import Figure, Lines, Page, Section, Table
 from .placement import folded
-from .structure import SYMBOLS, Kind, Structure, layers_label
 from .tree import tree_json, tree_lines, tree_table
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ __all__ = ["ModelDrawing", "kinds_differ", "show_json", "show_page"]
 
 MOST_KINDS = 8
 """Kinds of layers that a page draws, and that a terminal tells apart in words."""
-FACTS = ("layers", "hidden size", "positions", "window", "block", "context")
 
 
 @dataclass(frozen=True)
@@ -57,12 +56,16 @@ class ModelDrawing:
         yield from line(f"{SYMBOLS}; weights are [out × in]")
         others = kinds_differ(self.graph) if self.layer is None else ()
         for kind, words in others[1:]:
-            yield from line(f"{layers_label(self.graph, kind)}: {words}; drawn with --layer {kind.layers[0]}", "")
+            yield from line(f"{layers_label(self.graph, kind)}: {words} (--layer {kind.layers[0]})", "")
+        if others and len(self.graph.kinds) > len(others):
+            yield from line(f"{len(self.graph.kinds) - len(others):,} more kinds of layers: --layer N draws any", "")
 
 
 def _facts(model: ModelCount) -> list[str]:
     words = describe(model.spec)
-    facts = [f"{words['layers']} layers", f"hidden size {words['hidden size']}", f"positions {words['positions']}"]
+    number, *differ = words["layers"].split(" ", 1)
+    layers = " ".join([number, "layer" if number == "1" else "layers", *differ])
+    facts = [layers, f"hidden size {words['hidden size']}", f"positions {words['positions']}"]
     facts += [] if words["window"] == "none" else [f"window {words['window']}"]
     return [*facts, words["block"], f"context {words['context']}"]
 

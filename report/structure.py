@@ -1,47 +1,20 @@
-"""A model as a graph of operations: what is drawn, and what a program may follow.
+"""The graph of a tree: its nodes from tokens to logits, with one block of each kind.
 
-The graph is made of the tree alone. It has every weight and every operation between tokens and logits, so that whoever
-evaluates the nodes in their order gets the model's logits; tests do that. `Node.op` says what is computed:
-
-| op | of its inputs |
-|---|---|
-| tokens | nothing: the ids, (B, T) |
-| embed | ids -> rows of its weight |
-| positions | nothing: a row of its weight for each token's position |
-| stream | a block's input, which is what the block before it gave |
-| norm | `component` (LayerNorm, RMSNorm), over the last dimension |
-| linear | x·Wᵀ, and b where there is one; its last dimension cut into heads as `shape` says |
-| rotate | `component` (Rotary) on the last dimension, or on its end where a head has elements without a position |
-| cache | x of the earlier tokens, then x of these: T becomes S |
-| concat | parts of a key, one behind the other; what has fewer heads than the result is shared by all of them |
-| scores | q, k -> q·kᵀ · scale; query heads in groups where there are fewer keys |
-| alibi | scores -> scores + slope(head) · position of the key (`component`: ALiBi; · scale where it is `scaled`) |
-| softmax | over the keys that a query may see: itself and what is before it, no further back than `component.window` |
-| mix | weights, v -> the values' sum; heads in groups as for the scores |
-| activation | a function of each element (`title`) |
-| product | element by element |
-| choose | router's scores -> softmax's top_k, divided by their sum with `component.normalise` |
-| combine | outputs of the experts that were chosen, and their weights -> the weighted sum |
-| add | the sum |
-
-A linear with `copies` is one an expert: a second input says which of them each token takes. No torch.
+All of it is computed from the tree; no family is asked for. No torch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator
 
 import msgspec
 
-from ..analysis.parameters import describe, range_label
+from ..analysis.parameters import describe
 from ..spec import (
     ALiBi,
     Attention,
     Block,
-    Component,
     FeedForward,
     GatedFeedForward,
     LatentAttention,
@@ -52,124 +25,12 @@ from ..spec import (
     Rotary,
     Shape,
 )
+from .graph import Kind, Node, Structure, fed, sizes
 
-__all__ = ["Edge", "Kind", "Node", "Op", "Structure", "layers_label", "shape_words", "sizes", "structure"]
-
-# fmt: off
-Op = Literal[
-    "tokens", "embed", "positions", "stream", "norm", "linear", "rotate", "cache", "concat", "scores", "alibi",
-    "softmax", "mix", "activation", "product", "choose", "combine", "add",
-]
-# fmt: on
-EdgeKind = Literal["data", "residual", "choice", "weights"]
+__all__ = ["structure"]
 
 B, T, S = "B", "T", "S"
 """Sizes that a call decides: sequences, tokens of each, and tokens in sight, those in the cache included."""
-
-SYMBOLS = "B sequences, T tokens, S tokens in sight with those in the cache"
-
-
-@dataclass(frozen=True)
-class Edge:
-    """From the node that computes to the one that uses. "residual": past a branch, to the sum behind it; "choice":
-    which experts; "weights": a weight that is used a second time, by a tied head.
-    """
-
-    source: str
-    target: str
-    kind: EdgeKind
-
-
-@dataclass(frozen=True)
-class Node:
-    """One operation.
-
-    id: a module's shared name within its block, or a name for what has no weights; unique in a path. inputs: ids, in
-    the order of the operation's arguments. shape: of its output. weights: the module's own, by name. copies: so many
-    modules alike, of which a token takes some. residual: which input came past a branch. tied: whose weight it uses.
-    component: the tree's record with what else the operation needs. title, detail, formula: for people.
-    """
-
-    id: str
-    op: Op
-    inputs: tuple[str, ...]
-    shape: tuple[int | str, ...]
-    title: str
-    detail: str = ""
-    formula: str = ""
-    weights: tuple[tuple[str, Shape], ...] = ()
-    copies: int = 1
-    residual: str | None = None
-    choice: str | None = None
-    tied: str | None = None
-    component: Component | None = None
-
-    @property
-    def parameters(self) -> int:
-        """Stored under this node, all copies together."""
-        return self.copies * sum(math.prod(shape) for _, shape in self.weights)
-
-    def edges(self) -> Iterator[Edge]:
-        """What leads here."""
-        for source in self.inputs:
-            kind: EdgeKind = "data"
-            if source == self.residual:
-                kind = "residual"
-            elif source == self.choice:
-                kind = "choice"
-            yield Edge(source, self.id, kind)
-        if self.tied is not None:
-            yield Edge(self.tied, self.id, "weights")
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "id": self.id,
-            "op": self.op,
-            "shape": list(self.shape),
-            "parameters": self.parameters,
-            "weights": {name: list(shape) for name, shape in self.weights},
-            "copies": self.copies,
-            "title": self.title,
-            "detail": self.detail,
-            "formula": self.formula,
-        }
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Layers alike: which they are, their record, and its nodes from the stream's node to the sum that leaves it."""
-
-    layers: tuple[int, ...]
-    block: Block
-    nodes: tuple[Node, ...]
-
-
-@dataclass(frozen=True)
-class Structure:
-    """A model: the nodes before its blocks, each kind of block in the order of appearance, the nodes behind them.
-
-    The stream of a path's block is fed by the last node before it, and the first node behind it by the block's last.
-    """
-
-    spec: ModelSpec
-    before: tuple[Node, ...]
-    kinds: tuple[Kind, ...]
-    after: tuple[Node, ...]
-
-    def kind_of(self, layer: int) -> Kind:
-        """The kind of a layer; raises IndexError where there is none of that number."""
-        for kind in self.kinds:
-            if layer in kind.layers:
-                return kind
-        raise IndexError(f"there is no layer {layer}")
-
-    def path(self, kind: Kind) -> tuple[Node, ...]:
-        """From tokens to logits through one block of that kind, in an order in which it can be evaluated."""
-        first, last = self.after[0], kind.nodes[-1].id
-        behind = (_fed(first, {first.inputs[0]: last}), *self.after[1:])
-        stream = kind.nodes[0]
-        return (*self.before, _fed(stream, {stream.inputs[0]: self.before[-1].id}), *kind.nodes[1:], *behind)
 
 
 def structure(spec: ModelSpec) -> Structure:
@@ -180,35 +41,6 @@ def structure(spec: ModelSpec) -> Structure:
     before = tuple(_before(spec))
     kinds = tuple(Kind(tuple(layers), block, _block(spec, block)) for block, layers in found.items())
     return Structure(spec, before, kinds, tuple(_after(spec)))
-
-
-def sizes(shape: Sequence[int | str], times: str = " × ") -> str:
-    """A shape in words: 4,096 × 1,024."""
-    return times.join(each if isinstance(each, str) else f"{each:,}" for each in shape)
-
-
-def layers_label(graph: Structure, kind: Kind) -> str:
-    """Which layers are of a kind: "each of 32 layers", "layers 0–3", "layer 5", "16 layers: 0, 2, 4, …"."""
-    layers, total = kind.layers, len(graph.spec.blocks)
-    if len(layers) == total:
-        return "the layer" if total == 1 else f"each of {total:,} layers"
-    if len(layers) == 1:
-        return f"layer {layers[0]}"
-    if layers[-1] - layers[0] + 1 == len(layers):
-        return f"layers {range_label(layers[0], layers[-1])}"
-    named = ", ".join(map(str, layers[:4])) + (", …" if len(layers) > 4 else "")
-    return f"{len(layers)} layers: {named}"
-
-
-def shape_words(node: Node) -> str:
-    """The shape of what a node gives: (B, T, 32, 128)."""
-    return f"({sizes(node.shape, ', ')})"
-
-
-def _fed(node: Node, names: dict[str, str]) -> Node:
-    from dataclasses import replace
-
-    return replace(node, inputs=tuple(names.get(each, each) for each in node.inputs))
 
 
 # --- the ends --------------------------------------------------------------------------------------------------------
@@ -499,7 +331,7 @@ def _one(
     function = Node(activated, "activation", (f"{path}.up_proj",), inner, node.activation, component=node)
     if isinstance(node, GatedFeedForward):
         yield _linear(f"{path}.gate_proj", source, shapes, inner, copies, choice)
-        yield _fed(function, {f"{path}.up_proj": f"{path}.gate_proj"})
+        yield fed(function, {f"{path}.up_proj": f"{path}.gate_proj"})
         yield _linear(f"{path}.up_proj", source, shapes, inner, copies, choice)
         product = (activated, f"{path}.up_proj")
         yield Node(f"{path}.gated", "product", product, inner, "gate · up", formula=f"{node.activation}(gate) · up")

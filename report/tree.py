@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ..analysis.parameters import count, describe
 from ..spec import LayerNorm, RMSNorm
+from .graph import Kind, Node, Structure, sizes
 from .pages import Table
 from .placement import folded
-from .structure import Kind, Node, Structure, sizes
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -32,7 +32,7 @@ GUIDES = {"│": "|", "├": "|", "└": "`", "─": "-", "×": "x", "–": "-",
 class Row:
     """A module. depth: how many are above it; what: its shape, or what it is made of; number: its parameters, those
     below it included; copies: so many alike, of which the rows below are one; tied: it uses another's weight;
-    layers: which it stands for.
+    layers: which it stands for; group: it has no weights of its own, and is told in words.
     """
 
     depth: int
@@ -42,6 +42,7 @@ class Row:
     copies: int = 1
     tied: bool = False
     layers: tuple[int, ...] = ()
+    group: bool = False
 
     @property
     def figures(self) -> str:
@@ -88,9 +89,15 @@ def _kind(node: Any) -> str:
 def _blocks(graph: Structure) -> Iterator[Row]:
     """Of each kind of layer its modules; kinds that differ in none of them (in a window, say) are one."""
     found: dict[tuple[Row, ...], list[int]] = {}
+    told: dict[tuple[Row, ...], list[Row]] = {}
     for kind in graph.kinds:
-        found.setdefault(tuple(_modules(graph, kind)), []).extend(kind.layers)
-    for rows, layers in found.items():
+        rows = list(_modules(graph, kind))
+        shapes = tuple(replace(row, what="") if row.group else row for row in rows)
+        found.setdefault(shapes, []).extend(kind.layers)
+        first = told.setdefault(shapes, rows)
+        told[shapes] = [a if a == b else replace(a, what="layers differ") for a, b in zip(first, rows, strict=True)]
+    for shapes, layers in found.items():
+        rows = told[shapes]
         alike = "alike" if any(set(layers) == set(kind.layers) for kind in graph.kinds) else "of one shape"
         number = sum(row.number for row in rows if row.depth == 1)
         what = f"{len(layers):,} {alike}, each" if len(layers) > 1 else ""
@@ -124,7 +131,7 @@ def _group(depth: int, path: str, nodes: Sequence[Node], words: Mapping[str, str
     if path.endswith("experts"):
         name = f"experts.0–{copies - 1}" if copies > 1 else "experts.0"
         return Row(depth, name, "each", sum(node.parameters for node in nodes) // copies, copies)
-    return Row(depth, path, words[path.replace("_", "-")], sum(node.parameters for node in nodes))
+    return Row(depth, path, words[path.replace("_", "-")], sum(node.parameters for node in nodes), group=True)
 
 
 def _layers(layers: Sequence[int]) -> str:

@@ -68,12 +68,18 @@ def test_layers_that_differ_are_told_and_each_can_be_drawn(tmp_path: Path) -> No
     model = config_of(tmp_path, {**QWEN2, **WINDOWED})
     text = run(model)
     assert "blocks.0–2" in text and "3 of one shape, each" in text  # windows are no shapes
-    assert "layers 1–2: window 16; drawn with --layer 1" in text
+    assert "layers 1–2: window 16 (--layer 1)" in text
     assert "softmax, causal, last 16" not in text and "layer 0 ┐" in text
     windowed = run(model, "--layer", "2")
     assert "causal, last 16" in windowed and "layers 1–2 ┐" in windowed
     assert "q_proj          [" not in windowed  # the path alone
     assert run(model, "--layer", "1") == windowed
+
+
+def test_many_kinds_are_folded_where_only_words_differ(tmp_path: Path) -> None:
+    text = run(config_of(tmp_path, {**CONFIGS["gpt2-by-layer"], "n_layer": 12}))
+    assert "12 of one shape, each" in text and text.count("q_proj  ") == 1 + 1  # in the tree, and drawn
+    assert "layers differ" in text and "layer 7: attention" in text and "4 more kinds of layers" in text
 
 
 def test_a_layer_that_is_not_there_is_refused() -> None:

@@ -20,8 +20,9 @@ from gptkit.architectures.presets import presets
 from gptkit.report import diagram, drawing
 from gptkit.report.diagram import block_diagram, text_width
 from gptkit.report.drawing import PathDrawing, path_lines
+from gptkit.report.graph import Structure
 from gptkit.report.placement import Box, Metrics, Placement, Wire, folded, place
-from gptkit.report.structure import Structure, structure
+from gptkit.report.structure import structure
 from gptkit.report.tree import TreeDrawing, tree_lines, tree_rows
 from gptkit.spec import ModelSpec
 
@@ -47,7 +48,7 @@ def placements(spec: ModelSpec) -> Iterator[tuple[Structure, Placement, Metrics]
     graph = structure(spec)
     for kind in graph.kinds:
         nodes = graph.path(kind)
-        yield graph, place(nodes, diagram.METRICS, diagram.PHONE, diagram.ROOMS), diagram.METRICS
+        yield graph, place(nodes, diagram.METRICS, diagram.PHONE - 2 * diagram.EDGE, diagram.ROOMS), diagram.METRICS
         for width, ascii_only in ((78, False), (48, True)):
             metrics = drawing.metrics(ascii_only)
             yield graph, place(nodes, metrics, width, drawing.ROOMS), metrics

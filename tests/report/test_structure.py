@@ -17,7 +17,8 @@ from gptkit.analysis.parameters import count
 from gptkit.modules import Decoder
 from gptkit.modules.layers import ACTIVATIONS
 from gptkit.modules.positions import alibi_bias, apply_rotary, rotary_tables
-from gptkit.report.structure import Kind, Node, Structure, layers_label, structure
+from gptkit.report.graph import Kind, Node, Structure, layers_label
+from gptkit.report.structure import structure
 from gptkit.spec import ALiBi, LatentAttention, ModelSpec, Rotary
 
 ALL: dict[str, ModelSpec] = {**{name: spec_of(config) for name, config in CONFIGS.items()}, **TREES}
