@@ -299,7 +299,7 @@ def verdict_lines(result: Verification) -> list[str]:
         for number_of, cause in enumerate(causes):
             verb = "restores parity" if cause.restores else f"leaves {number(cause.left)}"
             lines.append(f"{'cause     ' if number_of == 0 else '          '}{cause.repair} {verb}")
-        if not causes:
+        if not causes and result.verdict == "different":
             lines.append("cause     not found among the repairs tried")
     return lines + [f"note: {note}" for note in result.notes]
 

@@ -11,6 +11,7 @@ from rich.console import Console
 import gptkit
 from gptkit.converter.publish import check_manifest
 from gptkit.converter.resolve import SAMPLES, SAMPLES_DIR
+from gptkit.parity.bisect import Divergence
 from gptkit.parity.compare import Difference
 from gptkit.parity.verify import BytesVerdict, Noise, Verification
 from gptkit.report import demo
@@ -114,6 +115,10 @@ def test_the_verdicts_in_words() -> None:
     same = dataclasses.replace(verification().prompts[0], maximum=0.0)
     good = verdict_lines(verification(prompts=(same,), noise=None, bytes=None, notes=()))
     assert good == ["function  identical to the last bit: transformers, bfloat16, sdpa attention"]
+    # A page lays models side by side that are the same too: nothing is to be put right there.
+    beside = Divergence(())
+    assert verdict_lines(verification(prompts=(same,), noise=None, bytes=None, notes=(), divergence=beside)) == good
+    assert "cause     not found among the repairs tried" in verdict_lines(verification(divergence=beside))
     small = Noise(reference=2e-6, candidate=1e-6, paths=None, functions=1e-9, errors={"float32": (1.0, 1.0)})
     assert "function  the same: transformers" in "\n".join(verdict_lines(verification(noise=small)))
 
