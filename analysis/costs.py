@@ -22,7 +22,7 @@ from typing import Any
 
 from ..spec import Attention, Block, LatentAttention, MixtureOfExperts, ModelSpec
 from .parameters import count
-from .sizes import check_sizes, full_dtype, itemsize
+from .sizes import check_number, check_sizes, full_dtype, itemsize
 
 __all__ = [
     "CONTEXT",
@@ -133,8 +133,15 @@ def usual_context(spec: ModelSpec) -> int:
 
 
 def costs(spec: ModelSpec, context: int | None = None) -> Costs:
-    """What a tree costs at a context, by default its own. Trees are compared at one context."""
+    """What a tree costs at a context, by default its own. Trees are compared at one context, which may be more than one
+    of them has positions for.
+
+    Raises:
+        UsageError: no tokens in sight, or absurdly many.
+
+    """
     length = usual_context(spec) if context is None else context
+    check_number("tokens", length)
     repeats = Counter(spec.blocks)  # layers alike are counted once: there may be thousands
     layers = [(layer_costs(block, length), number) for block, number in repeats.items()]
     flops: Counter[str] = Counter()

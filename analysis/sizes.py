@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..errors import UsageError
 from ..spec import ModelSpec
 
-__all__ = ["DTYPES", "check_sizes", "full_dtype", "itemsize"]
+__all__ = ["DTYPES", "check_number", "check_sizes", "full_dtype", "itemsize"]
 
 DTYPES = {
     "float64": 8,
@@ -56,6 +56,17 @@ def itemsize(dtype: str) -> int:
     return DTYPES[full_dtype(dtype)]
 
 
+def check_number(what: str, number: int) -> None:
+    """Refuse a number of tokens or sequences that nobody has.
+
+    Raises:
+        UsageError: below 1, or absurdly large.
+
+    """
+    if not 1 <= number <= MOST:
+        raise UsageError(f"{number} {what}: expected 1 to {MOST:,}")
+
+
 def check_sizes(spec: ModelSpec, tokens: int, batch: int) -> None:
     """Refuse what no forward pass could be run on.
 
@@ -63,9 +74,8 @@ def check_sizes(spec: ModelSpec, tokens: int, batch: int) -> None:
         UsageError: fewer than one token or sequence, absurdly many, or more tokens than the table of positions has.
 
     """
-    for what, number in (("tokens", tokens), ("sequences", batch)):
-        if not 1 <= number <= MOST:
-            raise UsageError(f"{number} {what}: expected 1 to {MOST:,}")
+    check_number("tokens", tokens)
+    check_number("sequences", batch)
     if spec.positions is not None and tokens > spec.positions.length:
         raise UsageError(
             f"{tokens:,} tokens do not fit the model's table of {spec.positions.length:,} positions",

@@ -341,6 +341,7 @@ def test_a_curve_ends_with_the_table_of_positions() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
+        (lambda: costs(preset("gpt2"), 0), "0 tokens"),
         (lambda: forward_flops(preset("gpt2"), 0), "0 tokens"),
         (lambda: forward_flops(preset("gpt2"), 8, -1), "-1 sequences"),
         (lambda: training_flops(preset("gpt2"), 1025), "table of 1,024 positions"),
