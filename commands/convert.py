@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..errors import GptkitError, UsageError
 from ..terminal import console, progress_bar, say
 from .base import (
     AllowExtra,
@@ -22,21 +23,47 @@ from .base import (
     parse_size,
 )
 
+if TYPE_CHECKING:
+    from ..report.random_model import RandomModel
 
-@app.command(epilog=examples("gptkit load sample:llama"))
+
+@app.command(epilog=examples("gptkit load sample:llama", "gptkit load --random gpt2 --out fresh"))
 @guarded
 def load(
     model: ModelArgument,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or float64.")] = None,
+    random: Annotated[
+        bool, typer.Option("--random", help="Random weights: a preset, config.json or tree is enough.")
+    ] = False,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of --random [0].")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where --random writes them, in gptkit's own format.")
+    ] = None,
+    force: Force = False,
     offline: Offline = False,
     allow_pickle: AllowPickle = False,
     allow_extra: AllowExtra = False,
     json: Json = False,
 ) -> None:
-    """Open, map and build a checkpoint; report what it is and anything unexpected."""
+    """Open, map and build a checkpoint, or a tree with random weights; report what it is and anything unexpected."""
+    from ..report.tables import print_json
+
+    if random:
+        found = _random(model, dtype, seed or 0, out, force, offline, allow_pickle)
+        if json:
+            print_json(found.as_json())
+            return
+        console().print(found.summary())
+        if found.out is not None:
+            say([f"{found.out}: gptkit's own format"], quiet=False)
+        return
+    given = [
+        name for name, value in (("--seed", seed), ("--out", out), ("--force", force or None)) if value is not None
+    ]
+    if given:
+        raise UsageError(f"{given[0]} is for random weights", "Add --random; gptkit convert writes a checkpoint's own.")
     from ..converter.checkpoint import open_checkpoint
     from ..report.summaries import load_json, load_summary
-    from ..report.tables import print_json
 
     checkpoint = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
     from ..modules.load import load_checkpoint, torch_dtype
@@ -53,6 +80,47 @@ def load(
         return
     console().print(load_summary(checkpoint))
     console().print(f"built          {built}", soft_wrap=True)
+
+
+def _random(
+    model: str, dtype: str | None, seed: int, out: Path | None, force: bool, offline: bool, allow_pickle: bool
+) -> RandomModel:
+    """Draw the weights, into a folder where one is named, and run a forward pass where they fit into memory."""
+    from ..analysis.parameters import count
+    from ..converter.dtypes import HF_NAMES, parse_dtype
+    from ..converter.outline import outline
+    from ..converter.publish import Staging
+    from ..converter.safetensors import DTYPES
+    from ..modules.initialise import TOLD, finite_logits, require_memory, write_random
+    from ..modules.load import load_random
+    from ..report.random_model import RandomModel
+
+    stored = parse_dtype(dtype or "float32")
+    if out is not None:
+        Staging(out, force).check()
+    tree = outline(model, offline=offline, allow_pickle=allow_pickle, companions=True)
+    notes, written, finite = list(tree.notes), None, None
+    total = count(tree.spec).total * DTYPES[stored].itemsize
+    if out is not None:
+        with progress_bar("writing") as advance:
+            written = write_random(
+                tree, out, seed=seed, dtype=HF_NAMES[stored], force=force, progress=lambda done: advance(done, total)
+            )
+    try:
+        require_memory(tree.spec, stored, model)
+    except GptkitError as error:
+        if written is None:
+            raise
+        notes.append(f"no forward pass: {error.message}")
+    else:
+        with progress_bar("drawing") as advance:
+            module = load_random(
+                tree.spec, HF_NAMES[stored], seed=seed, progress=lambda done: advance(done, total), name=model
+            )
+        finite = finite_logits(module)
+    where = None if written is None else str(written.folder)
+    nbytes = 0 if written is None else written.nbytes
+    return RandomModel(model, tree, HF_NAMES[stored], seed, TOLD, finite, where, nbytes, tuple(notes))
 
 
 @app.command(epilog=examples("gptkit convert gpt2 --to local", "gptkit convert gpt2-local gpt2-again --to hf"))

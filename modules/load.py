@@ -15,7 +15,7 @@ from ..spec import ModelSpec
 from .attention import Kernel
 from .decoder import Decoder
 
-__all__ = ["build", "load", "load_checkpoint", "torch_dtype"]
+__all__ = ["build", "load", "load_checkpoint", "load_random", "torch_dtype"]
 
 
 def torch_dtype(dtype: torch.dtype | str | None, default: str = "F32") -> torch.dtype:
@@ -39,6 +39,8 @@ def load(
     offline: bool = False,
     allow_pickle: bool = False,
     allow_extra: bool = False,
+    random: bool = False,
+    seed: int = 0,
 ) -> Decoder:
     """Open a checkpoint and build it: a torch module that turns `input_ids` (B, T) and an optional `attention_mask`
     (B, T) into logits (B, T, vocabulary), in eval mode.
@@ -51,12 +53,21 @@ def load(
         offline: use local files and the hub's cache only.
         allow_pickle: read .bin files too (weights only).
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
+        random: give the tree random weights and read none, so that a preset, a config.json or a tree by itself is
+            enough; in float32 unless told otherwise. See `initialise` for how they are drawn.
+        seed: of the random weights.
 
     Raises:
         InvalidInput, Offline: as `open_checkpoint`.
         UsageError: an unknown dtype or attention.
+        GptkitError: random weights would not fit into memory.
 
     """
+    if random:
+        from ..converter.outline import outline
+
+        found = outline(str(model), offline=offline, allow_pickle=allow_pickle)
+        return load_random(found.spec, dtype, attention, seed=seed, device=device, name=str(model))
     checkpoint = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
     return load_checkpoint(checkpoint, dtype, attention, device=device)
 
@@ -72,6 +83,26 @@ def load_checkpoint(
     """As `load`, for an opened checkpoint. Memory is the model's in `dtype` plus one tensor."""
     wanted = torch_dtype(dtype, checkpoint.dtype)
     return build(checkpoint.spec, checkpoint.tensors(), wanted, attention, device=device, progress=progress)
+
+
+def load_random(
+    spec: ModelSpec,
+    dtype: torch.dtype | str | None = None,
+    attention: Kernel = "sdpa",
+    *,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    progress: Callable[[int], None] | None = None,
+    name: str = "the model",
+) -> Decoder:
+    """As `load`, for a tree with random weights; `name` is what errors call it."""
+    from .initialise import initialised, require_memory
+
+    wanted = torch_dtype(dtype)
+    stored = parse_dtype(str(wanted))
+    if str(device).startswith("cpu"):
+        require_memory(spec, stored, name)
+    return build(spec, initialised(spec, seed, stored), wanted, attention, device=device, progress=progress)
 
 
 def build(

@@ -1,0 +1,180 @@
+"""Random weights for a tree, as training starts from them: a model of any tree without a checkpoint.
+
+Every matrix and table is drawn from a normal distribution of deviation 0.02; what writes into the residual stream
+(o_proj, down_proj) from one that is 1/√(2 · layers) of it, so that the stream's variance does not grow with the depth.
+Norms are 1, biases 0. That is GPT-2 (Radford et al. 2019, section 2.3; transformers' modeling_gpt2._init_weights), and
+near to how the other families start (initializer_range is 0.02 in their configs).
+
+A tensor's values depend on the seed, on its name and on its shape alone, and not on which others there are or in which
+order they are made; they are drawn in fp32 and rounded to the dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import __version__
+from ..analysis.parameters import count
+from ..converter.convert import plan_output
+from ..converter.dtypes import HF_NAMES, cast, parse_dtype
+from ..converter.outline import Outline
+from ..converter.publish import Staging
+from ..converter.safetensors import DTYPES
+from ..converter.tokenizer import token_files
+from ..converter.write import execute
+from ..errors import GptkitError, UsageError
+from ..spec import ModelSpec, Parameter
+from .decoder import Decoder
+
+__all__ = ["DEVIATION", "available_memory", "finite_logits", "initialised", "require_memory", "write_random"]
+
+DEVIATION = 0.02
+TOLD = "N(0, 0.02), o_proj and down_proj over sqrt(2 * layers); norms 1, biases 0 (GPT-2)"
+"""The initialisation in words."""
+
+PROBED = 16
+"""Tokens of the forward pass that shows that logits are numbers."""
+
+Array = np.ndarray[Any, Any]
+
+
+def initialised(spec: ModelSpec, seed: int = 0, dtype: str = "F32") -> Iterator[tuple[str, Array, str]]:
+    """Every tensor of a tree, made one at a time: (shared name, array in its carrier dtype, dtype).
+
+    Args:
+        spec: the tree.
+        seed: a whole number from 0.
+        dtype: by safetensors' name.
+
+    Raises:
+        UsageError: the seed is negative.
+
+    """
+    if seed < 0:
+        raise UsageError(f"the seed is {seed}, expected a whole number from 0")
+    for parameter in spec.parameters():
+        yield parameter.name, cast(_drawn(parameter, len(spec.blocks), seed), "F32", dtype), dtype
+
+
+def _drawn(parameter: Parameter, layers: int, seed: int) -> Array:
+    name, shape = parameter.name, parameter.shape
+    if len(shape) == 1:
+        return np.full(shape, 0 if name.endswith(".bias") else 1, np.float32)
+    generator = np.random.default_rng([seed, *name.encode()])
+    writes = name.endswith((".o_proj.weight", ".down_proj.weight"))
+    found: Array = generator.standard_normal(shape, np.float32)
+    found *= np.float32(DEVIATION / math.sqrt(2 * layers) if writes else DEVIATION)
+    return found
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def available_memory() -> int | None:
+    """Bytes that this process may still take, by the kernel and by its control group; None where neither tells."""
+    found = []
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            found.append(int(line.split()[1]) * 1024)
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        told = [line for path in (limit, used) for line in _lines(Path(path))[:1]]
+        if len(told) == 2 and all(each.isdecimal() for each in told):
+            found.append(max(int(told[0]) - int(told[1]), 0))
+    return min(found, default=None)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def require_memory(spec: ModelSpec, dtype: str, name: str = "the model") -> None:
+    """Refuse a tree whose weights do not fit into memory.
+
+    Raises:
+        GptkitError: they do not; the message says how much they take, and how much there is.
+
+    """
+    parameters = count(spec).total
+    needed, free = parameters * DTYPES[dtype].itemsize, available_memory()
+    if free is not None and needed > free:
+        raise GptkitError(
+            f"{name}: {parameters:,} parameters take {_size(needed)} as {HF_NAMES[dtype]}, and {_size(free)} of memory"
+            " are available",
+            "--dtype bfloat16 takes half of float32's; --out FOLDER writes them one tensor at a time.",
+        )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"
+
+
+# --- what becomes of it -----------------------------------------------------------------------------------------------
+
+
+def finite_logits(model: Decoder) -> bool:
+    """Whether a forward pass over some tokens of the vocabulary gives logits that are numbers."""
+    spec = model.spec
+    length = min(PROBED, spec.context_length or PROBED, spec.positions.length if spec.positions else PROBED)
+    ids = torch.linspace(0, spec.vocab_size - 1, length).long()[None]
+    device = next(model.parameters()).device
+    with torch.inference_mode():
+        return bool(model(ids.to(device)).isfinite().all())
+
+
+@dataclass(frozen=True)
+class Written:
+    """A folder with random weights. nbytes: of its weight files."""
+
+    folder: Path
+    nbytes: int
+
+
+def write_random(
+    tree: Outline,
+    out: str | Path,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    force: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Written:
+    """Write a tree with random weights in gptkit's own format, one tensor at a time, whatever its size.
+
+    Args:
+        tree: the tree, where it comes from, and beside which files of a tokenizer lie.
+        out: the folder to make.
+        seed: of the random numbers.
+        dtype: what the weights are stored in and computed in.
+        force: replace an existing checkpoint folder, in one step.
+        progress: called with the bytes of every tensor written.
+
+    Raises:
+        UsageError: `out` exists, or its parent does not; an unknown dtype; a negative seed.
+        GptkitError: the disk is too small or a write fails; nothing is published.
+
+    """
+    stored, spec = parse_dtype(dtype), tree.spec
+    record = {"random": TOLD, "seed": seed, "dtype": HF_NAMES[stored], "gptkit": __version__}
+    # It is no checkpoint of the model that the tree comes from: only family and config go along.
+    origin = replace(tree.origin, reference=None, revision=None, files={}, history=(*tree.origin.history, record))
+    folder = tree.path if tree.path is not None and tree.path.is_dir() else None
+    companions = folder if folder is not None and token_files(folder) else None
+    dtypes = dict.fromkeys((parameter.name for parameter in spec.parameters()), stored)
+    plan = plan_output(spec, origin, "local", dtypes, stored, companions)
+    with Staging(Path(out), force) as staging:
+        files = execute(plan, initialised(spec, seed, stored), staging, progress)
+        staging.commit({"gptkit": __version__, "format": "local", "random": record}, files=files)
+    return Written(Path(out), sum(output.nbytes for shard in plan.shards for output in shard.outputs))
