@@ -120,7 +120,7 @@ def measured_text(source: Checkpoint, file: Path | None) -> tuple[int, ...] | No
 
 
 def draw(page: Page, pictures: Pictures, quiet: bool) -> None:
-    """Write a page and its picture, and say where; one that has no picture is no verdict, and says so on stderr."""
+    """Write a page and its picture, and say where."""
     from ..report.pictures import write
 
     for path in write(page, *pictures):

@@ -27,6 +27,8 @@ DASHES = ("solid", "dash", "dot")
 """Lines differ in more than colour."""
 MOST_CELLS = 2500
 """Cells of a treemap up to which each layer has its own; beyond, neighbours alike are one."""
+NAME = 22
+"""Characters of a model's name on a line beside its bar."""
 FROM = 128
 """Tokens at which the cache's lines begin."""
 
@@ -58,9 +60,9 @@ def safe(text: str) -> str:
     return html.escape(plain(text), quote=False)
 
 
-def short(number: int) -> str:
-    """Three digits of a number of parameters: 982, 12.3M, 1.24B, 405B."""
-    for power, unit in ((12, "T"), (9, "B"), (6, "M"), (3, "K")):
+def short(number: int, units: str = "KMBT") -> str:
+    """Three digits of a number of parameters: 982, 12.3M, 1.24B, 405B; of anything else with units "kMGT"."""
+    for power, unit in zip((12, 9, 6, 3), reversed(units), strict=True):
         if number >= 10**power:
             return f"{_three(number / 10**power)}{unit}"
     return f"{number:,}"
@@ -329,7 +331,7 @@ def bars(
                 "zeroline": False,
                 "ticks": "",
                 "tickangle": 0,
-                **_scale(shares, max(totals)),
+                **_scale(max(totals), what, shares),
             },
             yaxis={
                 **axis,
@@ -363,13 +365,14 @@ def _bars_summary(models: Sequence[tuple[str, Mapping[str, int]]], what: str) ->
     return f"{most[1]:,} {what}; most are in {part}, {share(number, most[1])}."
 
 
-def _scale(shares: bool, most: int) -> dict[str, Any]:
+def _scale(most: int, what: str, shares: bool) -> dict[str, Any]:
     """Round numbers on an axis from 0, about four, or per cent."""
     if shares:
         return {"tickformat": ".0%", "dtick": 0.25, "range": [0, 1.02]}
     step = next(n * 10**p for p in range(20) for n in (1, 2, 5) if n * 10**p * 4 >= most)
     values = list(range(0, most + 1, step))
-    return {"tickvals": values, "ticktext": [short(value) for value in values], "range": [0, most * 1.02]}
+    units = "KMBT" if what == "parameters" else "kMGT"  # a billion parameters is a B, of all else it is a G
+    return {"tickvals": values, "ticktext": [short(value, units) for value in values], "range": [0, most * 1.02]}
 
 
 def _part_colours(parts: Sequence[str]) -> dict[str, int]:
@@ -378,10 +381,13 @@ def _part_colours(parts: Sequence[str]) -> dict[str, int]:
     return {part: COLOURS[part] if part in COLOURS else next(left, 7) for part in parts}
 
 
-def _short_name(name: str, longest: int = 20) -> str:
-    """The end of a name, which tells models apart: folders and owners stand at the beginning."""
+def _short_name(name: str) -> str:
+    """A name beside its bar: the end of a path, its words on two lines, the middle left out of what is longer."""
     last = plain(name).rstrip("/").rpartition("/")[2] or plain(name)
-    return safe(last if len(last) <= longest else f"{last[: longest - 1]}…")
+    first, _, rest = last.partition(" ")
+    lines = [last] if len(last) <= NAME or not rest else [first, rest]
+    half = NAME // 2
+    return "<br>".join(safe(line if len(line) <= NAME else f"{line[:half]}…{line[1 - half :]}") for line in lines)
 
 
 # --- the cache by context ---------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def write(page: Page, html: Path | None, png: Path | None, svg: Path | None) -> 
         return written
     figures = [block for section in page.sections for block in section.blocks if isinstance(block, Figure)]
     if not figures:
-        raise UsageError(f"there is no figure to draw in {wanted[0]}")
+        raise UsageError(f"there is no figure to draw in {wanted[0]}", "A page needs none: --html page.html")
     drawings = drawn([(figures[0], path.suffix.lower()[1:]) for path in wanted])
     for path, drawing in zip(wanted, drawings, strict=True):
         pages.put(drawing, path)

@@ -179,6 +179,15 @@ def test_bars_add_up() -> None:
         assert math.isclose(sum(trace["x"][index] for trace in same.spec["data"]), 1)
 
 
+def test_names_beside_bars_are_short_and_still_apart() -> None:
+    names = ["org/llama-2-7b --attention gqa:4", "org/llama-2-7b --attention gqa:8", "/a/b/" + "x" * 40 + "-a", "a"]
+    figure = bars([(name, {"a": 1}) for name in names], title="t", what="FLOPs")
+    shown = figure.spec["layout"]["yaxis"]["ticktext"]
+    assert shown[:2] == ["llama-2-7b<br>--attention gqa:4", "llama-2-7b<br>--attention gqa:8"]
+    assert shown[2].startswith("xxx") and shown[2].endswith("-a") and len(shown[2]) == 22
+    assert [row[0] for row in figure.table.rows] == names
+
+
 def test_a_part_keeps_its_colour() -> None:
     models = [("a", dict(costs(preset("mixtral-8x7b"), 100).flops))]
     figure = bars(models, title="FLOPs", what="FLOPs")

@@ -13,11 +13,12 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import SCREENS, Shown, opened
+from browser import SCREENS, Shown, opened, system_browser
 from families import GROUPED, LLAMA, save_hf
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -386,6 +387,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     quick = ["--no-mutations", "-q"]
     run = CliRunner().invoke(app, ["verify", str(right), "--html", str(found["same"]), *quick])
     assert run.exit_code == 0, run.output
+    if system_browser() is not None and find_spec("kaleido") is not None:
+        quick += ["--svg", str(folder / "different.svg")]
     run = CliRunner().invoke(app, ["verify", str(right), str(spoilt), "--html", str(found["different"]), *quick])
     assert run.exit_code == 3, run.output
     assert run.stdout == ""
@@ -401,6 +404,15 @@ def test_verify_writes_pages(written: dict[str, Path]) -> None:
     assert "Identical to the last bit" in same.text
     assert "more than rounding" not in same.text
     assert all(path.stat().st_size < 6_000_000 for path in written.values())
+
+
+def test_verify_draws_a_picture(written: dict[str, Path]) -> None:
+    picture = written["different"].with_suffix(".svg")
+    if not picture.exists():
+        pytest.skip("no Chromium on the PATH, or no kaleido")
+    words = re.findall(r"<text[^>]*>([^<]+)</text>", picture.read_text())
+    assert {"layer", "in", "0", "1", "2", "out", "embedding", "head", "the first place that parts"} <= set(words)
+    assert "<image" not in picture.read_text()
 
 
 def test_a_port_of_ones_own_gets_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
