@@ -47,5 +47,6 @@ html_show_sourcelink = False
 html_show_sphinx = False
 html_show_search_summary = False  # which are fetched: pages from the disk may not
 html_last_updated_fmt = None
+highlight_language = "none"
 pygments_style = "default"
 pygments_dark_style = "monokai"

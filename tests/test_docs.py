@@ -159,6 +159,11 @@ def test_the_reference_is_complete():
     assert "<!-- generated: components -->" in (DOCS / "reference/components.md").read_text()
 
 
+def test_the_tutorial_meets_every_command():
+    tutorial = (DOCS / "tutorial.md").read_text()
+    assert not [name for name in COMMANDS if f"gptkit {name}" not in tutorial]
+
+
 def test_extras_that_are_named_exist():
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for page in PAGES:
