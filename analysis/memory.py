@@ -20,6 +20,11 @@ from .sizes import check_sizes, full_dtype, itemsize
 
 __all__ = ["Memory", "TrainingMemory", "memory", "training_memory"]
 
+WINDOWED = (
+    "a window is a mask of context x context numbers",
+    "keys and values beyond a window stay until the next step",
+)
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -151,7 +156,6 @@ def memory(
     cache = cache_bytes(spec, length, cache_dtype or computed, batch)
     run = Pass(length, batch, itemsize(computed))
     there = cache_bytes(spec, length, computed, batch).held  # in the dtype in which it is made
-    windows = any(block.attention.window is not None and block.attention.window <= length for block in spec.blocks)
     return Memory(
         context=length,
         batch=batch,
@@ -162,7 +166,7 @@ def memory(
         assumed=(
             f"activations in {computed}, {_attention(spec, 'sdpa')}",
             f"the whole context read at once, logits of {'the last token' if logits == 'last' else 'every token'}",
-            *(("keys and values beyond a window stay until the next step",) if windows else ()),
+            *(WINDOWED if _windowed(spec, length) else ()),
         ),
     )
 
@@ -211,6 +215,7 @@ def training_memory(
             f"weights, gradients and activations in {name}, Adam's moments in float{8 * wide}"
             + (f", weights in float{8 * wide} beside them" if size < wide else ""),
             f"no dropout, {_attention(spec, attention)}, logits of every token",
+            *(WINDOWED[:1] if _windowed(spec, length) else ()),
         ),
     )
 
@@ -221,6 +226,11 @@ def _checkpointed(spec: ModelSpec, run: Pass, logits: int) -> dict[str, int]:
     last = found["loss"] + logits
     gone = ("layer",) if last >= found["layer"] else ("loss", "logits")
     return {name: value for name, value in found.items() if name not in gone}
+
+
+def _windowed(spec: ModelSpec, tokens: int) -> bool:
+    """Whether a layer's window is no longer than what is read."""
+    return any(block.attention.window is not None and block.attention.window <= tokens for block in spec.blocks)
 
 
 def _attention(spec: ModelSpec, kernel: Kernel) -> str:
