@@ -17,8 +17,8 @@ from typing import Any, Literal, cast
 import torch
 
 from ..analysis.costs import Costs, costs
-from ..converter.tree import Origin
-from ..errors import GptkitError, SwapRefused, UsageError
+from ..converter.tree import Origin, read_spec
+from ..errors import GptkitError, InvalidInput, SwapRefused, UsageError
 from ..spec import ModelSpec
 from .base import Array, Filled, Guarantee, Model, Moved, Stored, Swapped, SwappedModel, Wide, weakest
 from .calibration import Calibration
@@ -287,7 +287,8 @@ def swapped(
     """
     if not steps:
         raise UsageError("nothing to swap", "say what: attention=gqa:4, norm=rmsnorm, …")
-    start = Shapes(spec, dtype, Origin(family=family, reference=reference), own_files=files is not None)
+    origin = replace(_origin_of(files), family=family, reference=reference)
+    start = Shapes(spec, dtype, origin, own_files=files is not None)
     given = {"files": files, "texts": dict(texts or {}), "offline": offline}
     chain = _Chain(start, start.assumptions, given)
     for number, step in enumerate(steps, 1):
@@ -301,6 +302,16 @@ def swapped(
     return Reshaped(
         chain.model.spec, usual if surely else DEPENDS, notes, usual, chain.settled, spec, tuple(chain.done)
     )
+
+
+def _origin_of(files: Path | None) -> Origin:
+    """Where the files say that they come from: a config.json names tokens that cannot go."""
+    if files is None:
+        return Origin()
+    try:
+        return read_spec(files)[1]
+    except InvalidInput:  # a folder that says nothing by itself: the tree is known all the same
+        return Origin()
 
 
 def _ask(model: Model, assumptions: Assumptions, step: Step, given: Mapping[str, Any]) -> _Answer:

@@ -156,6 +156,18 @@ def test_what_weights_decide_is_said_to() -> None:
     assert both.guarantee == "approximate"
 
 
+def test_tokens_that_cannot_go_are_told_where_there_is_a_tokenizer() -> None:
+    """As the checkpoint itself tells them; without one beside the tree a note says that nobody looked."""
+    source = gptkit.open_checkpoint("sample:llama")
+    few = steps_from(["vocab=100"])
+    real = attempted(lambda: chain(source, few))
+    assert isinstance(real, SwapRefused)
+    with pytest.raises(SwapRefused) as raised:
+        swapped(source.spec, few, "llama", files=source.folder)
+    assert raised.value.message == real.message
+    assert any("no tokenizer beside the model" in note for note in swapped(source.spec, few).notes)
+
+
 def test_no_number_of_made_up_values_is_told() -> None:
     """How many rows of two tables differ is for weights to say."""
     for steps in (["tie"], ["drop=biases"], ["hidden=2"]):
