@@ -34,6 +34,8 @@ HEADS_MOST = 130
 """How wide that picture makes the box at most."""
 HEADS_ROOM = 3
 """The least width of a head in that picture; what has more heads than fit shows some of its groups."""
+GROUPED_ROOM = 2
+"""The same where several share a key head."""
 STEP = 14
 """Pixels between the points that can be pointed at."""
 EDGE = 6
@@ -83,14 +85,13 @@ def block_diagram(spec: ModelSpec, layer: int = 0) -> Figure:
 def summary(graph: Structure, kind: Kind) -> str:
     """What a diagram shows, in a sentence or two."""
     words = describe(msgspec.structs.replace(graph.spec, blocks=(kind.block,)))
-    told = [f"{words['block']} block", words["norm"], f"positions {words['positions']}", words["attention"]]
+    told = [f"block {words['block']}", words["norm"], f"positions {words['positions']}", words["attention"]]
     if words["q/k norm"] != "none":
         told.append(f"q/k norm {words['q/k norm']}")
     if words["window"] != "none":
         told.append(f"window {words['window']}")
     told += [f"feed-forward {words['feed-forward']}", f"head {words['head']}"]
-    label = layers_label(graph, kind)
-    return f"From tokens to logits through {label}: {'; '.join(told)}. {SYMBOLS}."
+    return f"From tokens to logits, {layers_label(graph, kind)}: {'; '.join(told)}. {SYMBOLS}."
 
 
 def node_table(nodes: Sequence[Node], caption: str) -> Table:
@@ -191,7 +192,7 @@ def _heads(box: Box) -> list[dict[str, Any]]:
     top = box.bottom - HEADS - PAD // 2
     found = []
     for index in range(shown):
-        left, room = box.left + PAD + index * each, each - (3 if shown > 1 else 0)
+        left, room = box.left + PAD + index * each, each - (min(3, each / 4) if shown > 1 else 0)
         found.append(_bar(left, top + 7, room, 5, "var(--mark)"))
         for head in range(group):
             found.append(
@@ -210,7 +211,7 @@ def _heads_of(node: Node) -> tuple[int, int]:
 def _shown(box: Box) -> int:
     """How many groups of heads are drawn."""
     heads, group = _heads_of(box.node)
-    fit = max((box.width - 2 * PAD) // (group * HEADS_ROOM), 1)
+    fit = max((box.width - 2 * PAD) // (group * (HEADS_ROOM if group == 1 else GROUPED_ROOM)), 1)
     return heads // group if heads // group <= fit else max(fit - 1, 1)
 
 

@@ -408,10 +408,27 @@ def test_words_fit_their_boxes(name: str) -> None:
         assert len(hovers) == len(nodes) == len(figure.table.rows)
         for node, hover in zip(nodes, hovers, strict=True):
             assert node.id in hover and (not node.parameters or f"{node.parameters:,}" in hover)
+        bars = [shape for shape in layout["shapes"] if shape["type"] == "rect"]
+        assert len(bars) >= 2 and all(bar["x1"] - bar["x0"] > 0.5 for bar in bars)
         said = " ".join(note["text"] for note in layout["annotations"])
         assert "attention_norm" in said and "softmax" in said
         colours = re.findall(r'"(?:color|fillcolor|bgcolor)": ?"([^"]+)"', str(layout).replace("'", '"'))
         assert colours and all(colour.startswith(("var(--", "rgba(0,0,0,0)")) for colour in colours)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "queries"),
+    [("qwen3-8b", 8, 32), ("llama-2-7b", 32, 32), ("falcon-7b", 1, 71), ("gpt2", 12, 12), ("falcon-40b", 3, 48)],
+)
+def test_heads_are_bars_in_their_groups(name: str, keys: int, queries: int) -> None:
+    pytest.importorskip("plotly", reason='figures need pip install "gptkit[html]"')
+    bars = [shape for shape in block_diagram(preset(name)).spec["layout"]["shapes"] if shape["type"] == "rect"]
+    below = [bar for bar in bars if bar["fillcolor"] == "var(--mark)"]
+    above = [bar for bar in bars if bar["fillcolor"] == "var(--quiet)"]
+    assert (len(below), len(above)) == (keys, queries)  # falcon-40b has 8 and 128: the rest are dots
+    for bar in below:
+        mine = [each for each in above if bar["x0"] - 0.1 <= each["x0"] and each["x1"] <= bar["x1"] + 0.1]
+        assert len(mine) == queries // keys
 
 
 def test_most_diagrams_fit_a_phone() -> None:
