@@ -1,9 +1,12 @@
 """Sheets of costs as they are printed: units, numbers whole at any width, and what more there is after a swap."""
 
 import io
+from collections import Counter
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -176,6 +179,25 @@ def test_nothing_is_cut_at_any_width(names: tuple[str, ...], width: int) -> None
             for row in sheet.rows:
                 assert all(cell in text for cell in row.cells)
             assert all(name in text for name in sheet.columns)
+
+
+@st.composite
+def drawn_sheets(draw: st.DrawFn) -> Sheet:
+    """Columns with names of any length, rows that may have no figure in some of them."""
+    columns, rows = draw(st.integers(1, 9)), draw(st.integers(1, 6))
+    names = [f"{index}-{'n' * draw(st.integers(0, 60))}" for index in range(columns)]
+    figures = st.just("") | st.integers(0, 10**20).map("{:,}".format)
+    labels = [f"row {index} {'l' * draw(st.integers(0, 30))}" for index in range(rows)]
+    return Sheet("t", tuple(names), tuple(Row(each, tuple(draw(figures) for _ in names)) for each in labels))
+
+
+@given(drawn_sheets(), st.integers(56, 220))
+@settings(max_examples=60)
+def test_any_sheet_fits_where_one_column_does(sheet: Sheet, width: int) -> None:
+    text = printed([sheet], width)
+    assert max(map(cell_len, text.splitlines())) <= width
+    there = Counter(text.replace("\n", " ").split())
+    assert not Counter(cell for row in sheet.rows for cell in row.cells if cell) - there
 
 
 @pytest.mark.parametrize("width", [1, 5, 10])
