@@ -22,7 +22,8 @@ from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.transfer import IN_FLIGHT, Gate, StoppedError, available_cores
 from ..spec import ModelSpec, Parameter
 from .changes import STATUSES, Diff, Group, LowRank, Status, TensorDiff
-from .diff_around import TreeChange, changed_files, changed_tree
+from .diff_around import TreeChange, changed_files, changed_tree, same_layers
+from .parameters import layer_ranges, range_label
 from .tensor_diff import CHUNK, Figures, compare_tensors, same_bytes
 
 __all__ = ["STATUSES", "Diff", "Group", "LowRank", "TensorDiff", "diff"]
@@ -325,6 +326,14 @@ def _notes(a: Checkpoint, b: Checkpoint, tree: Sequence[TreeChange]) -> list[str
         notes.append(
             "rotary positions turn other pairs: rows of q_proj and k_proj that do the same lie in another order"
         )
+    moved = same_layers(a, b)
+    if moved is not None:
+        shifts = layer_ranges(None if layer is None else layer - index for index, layer in enumerate(moved))
+        runs = [(first, last, shift) for first, last, shift in shifts if shift]
+        pairs = [
+            f"B's {range_label(x, y)} {'is' if x == y else 'are'} A's {range_label(x + n, y + n)}" for x, y, n in runs
+        ]
+        notes.append(f"layers are compared by number, but {', '.join(pairs)}")
     for name, each in (("A", a), ("B", b)):
         notes += [f"{name}: {note}" for note in each.notes]
     return notes

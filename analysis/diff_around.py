@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 
 from ..converter.checkpoint import Checkpoint
+from ..converter.dtypes import to_float64
 from ..converter.tokenizer import token_files
 from ..errors import InvalidInput
 from ..spec import Component, ModelSpec, differences, without_rounding
 from .parameters import layer_ranges, range_label
 
-__all__ = ["FileChange", "TreeChange", "changed_files", "changed_tree"]
+__all__ = ["FileChange", "TreeChange", "changed_files", "changed_tree", "same_layers"]
 
 MOST_BYTES = 64 * 2**20
 """A tokenizer.json beyond it is compared as bytes alone."""
@@ -64,6 +65,31 @@ def changed_tree(a: ModelSpec, b: ModelSpec) -> list[TreeChange]:
         TreeChange(path, _layers(where), x, y, rounding=path.replace("*", f"{min(where, default='*')}") not in function)
         for (path, x, y), where in folded.items()
     ]
+
+
+def same_layers(a: Checkpoint, b: Checkpoint) -> list[int | None] | None:
+    """Which layer of A each layer of B is, told from a row of its attention output, where one has more layers than the
+    other; None where none is one of another number, or they are too much alike to tell.
+    """
+    if len(a.spec.blocks) == len(b.spec.blocks):
+        return None
+    ours, theirs = _rows_of(a), _rows_of(b)
+    places = {row: layer for layer, row in enumerate(ours)}
+    if len(places) < len(ours) or len(set(theirs)) < len(theirs) // 2:
+        return None
+    found = [places.get(row) for row in theirs]
+    moved = any(layer not in (None, index) for index, layer in enumerate(found))
+    return found if moved else None
+
+
+def _rows_of(checkpoint: Checkpoint) -> list[bytes]:
+    """The first row of each layer's attention output, as fp64."""
+    found = []
+    for layer in range(len(checkpoint.spec.blocks)):
+        array, dtype = checkpoint.tensor(f"blocks.{layer}.attention.o_proj.weight")
+        found.append(to_float64(array[0], dtype).tobytes())
+        checkpoint.release()
+    return found
 
 
 def _layers(layers: list[int]) -> str | None:

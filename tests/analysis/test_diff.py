@@ -204,6 +204,24 @@ def test_other_shapes_and_layers(models: Path, tmp_path: Path) -> None:
     assert {each.name for each in found.tensors} == {each.name for each in back.tensors}
 
 
+def test_layers_of_another_number(models: Path, tmp_path: Path) -> None:
+    """A model without its first layer is not another model: the note says which layer is which."""
+
+    def drop(weights: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in weights if ".layers." in name]:
+            layer, rest = name.removeprefix("model.layers.").split(".", 1)
+            tensor = weights.pop(name)
+            if layer != "0":
+                weights[f"model.layers.{int(layer) - 1}.{rest}"] = tensor
+
+    other = changed(models / "wide", tmp_path / "b", drop)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    notes = diff(models / "wide", other).notes
+    assert any("but B's 0–1 are A's 1–2" in note for note in notes), notes
+    assert any("but B's 1–2 are A's 0–1" in note for note in diff(other, models / "wide").notes)
+
+
 def test_two_families(models: Path, tmp_path: Path) -> None:
     save_hf({**GPT2, "n_embd": 96, "n_head": 8}, tmp_path / "gpt2")
     found = diff(models / "wide", tmp_path / "gpt2")
