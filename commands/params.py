@@ -229,9 +229,13 @@ def _page(counts: list[ModelCount], asked: Asked) -> Page:
     told = [(each.name, each.spec, each.figures) for each in counts if each.figures]
     more = tuple(
         Section(sheet.title, (sheet.as_table(), *([Lines(sheet.notes)] if sheet.notes else [])))
-        for sheet in cost_sheets(told, asked)
+        for sheet in cost_sheets(told, asked, compared=len(counts) == 2 and counts[1].swap is not None)
         if sheet.rows
     )
+    for each in counts:
+        if each.swap is not None:
+            lines = (f"Guarantee: {each.swap['guarantee']}", *each.swap["notes"])
+            more += (Section(f"{each.name}: what it promises", (Lines(lines, listed=True),)),)
     return counts_page(counts, dtype=asked.cached, more=more)
 
 

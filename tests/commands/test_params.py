@@ -113,6 +113,9 @@ def test_a_page_and_what_is_on_it() -> None:
     page = Path("page.html").read_text()
     for told in ("gpt2", "124,439,808", "KV cache, bfloat16", "Memory for 1,024 tokens", "Adam"):
         assert told in page
+    call("params", "gpt2", "--swap", "mlp=moe:4x1", "--kv", "64", "--html", "page.html")
+    page = Path("page.html").read_text()
+    assert "gpt2 --mlp moe:4x1" in page and "Guarantee: exact" in page and "difference" in page
     assert "gptkit: " in call("params", "gpt2", "--html", "no/such/page.html", code=2).stderr
 
 

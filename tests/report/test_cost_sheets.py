@@ -205,6 +205,12 @@ def test_absurd_widths_do_not_crash(width: int) -> None:
     printed(sheets("gpt2", "qwen3-8b", kv=(512,), flops=True, memory=True), width)
 
 
+def test_a_part_has_no_rows_of_nothing() -> None:
+    first, second = printed(sheets("gpt2", memory=True), 40).split("training")[:2]
+    assert "KV cache" in first and "gradients" not in first
+    assert "gradients" in second and "KV cache" not in second
+
+
 def test_many_models_have_a_row_each() -> None:
     sheet = Sheet("t", tuple(f"model-{n}" for n in range(30)), (Row("a", ("1",) * 30), Row("b", ("22",) * 30)))
     lines = [each.split() for each in printed([sheet]).splitlines()]
