@@ -136,13 +136,13 @@ def run(page: Sequence[Shown]) -> Iterator[tuple[Shown, str, int, str]]:
 
 
 def write(path: Path) -> None:
-    """What the page's commands print, into the page."""
+    """What the page's commands print, into the page, where it shows something else."""
     text = path.read_text()
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         done = list(run(shown(text)))
     for each, command, code, printed in reversed(done):
         assert code == each.code, f"{path}: gptkit {command} exits with {code}\n{printed}"
-        if each.kind == "output":
+        if each.kind == "output" and not agrees(printed, each):
             start, end = each.span
             text = f"{text[:start]}$ {each.what}\n{as_shown(printed, each)}\n{text[end:]}"
     path.write_text(text)
