@@ -110,6 +110,9 @@ def test_what_each_choice_costs_alone() -> None:
     assert choice(found, "bias").cost.parameters == -layers * (3 * d + d + 4 * d + d)
     assert choice(found, "tied").cost.parameters == vocab * d
     latent = choice(found, "attention", "MLA").cost
+    # Queries of 192 a head, a latent of 512 with its norm, 64 rotated, keys and values made of it: for q, k and v.
+    read = heads * 192 + 512 + 64
+    assert latent.parameters == layers * (read * (d + 1) + 2 * d * 512 + 512 - 3 * d * (d + 1))
     assert latent.cache == two * layers * length * (512 + 64 - 2 * d)  # 2405.04434: 4 heads and half a head of keys
 
 
@@ -218,6 +221,8 @@ def test_what_contradicts_the_advice_is_told() -> None:
     assert "simpler, not cheaper" in about(speed, "feed-forward").words
     assert not [each for each in recommend("quality", "7B").findings if each.against]
     assert "its gain is free" in about(recommend("quality", "7B"), "feed-forward").words
+    assert about(recommend("quality", "7B"), "attention").figures["cache"] == 8 / 32
+    assert about(speed, "attention").figures["cache"] == 1 / 32
 
 
 @pytest.mark.parametrize("goal", GOALS)
