@@ -127,11 +127,18 @@ def _measure(node: Node, lanes: int, room: int) -> tuple[tuple[str, ...], int, i
     if node.op in ("tokens", "stream"):
         return tuple(lines), text_width(lines[0]) + 3 * PAD, LINE + PAD
     lines = [part for line in lines for part in folded(line, lanes * room or TRUNK_ROOM)]
-    wide = max(text_width(line, bold=index == 0) for index, line in enumerate(lines))
+    first = title_lines(node, lines)
+    wide = max(text_width(line, bold=index < first) for index, line in enumerate(lines))
     tall = LINE * len(lines) + 2 * PAD
     if node.op == "scores":
         wide, tall = max(wide, min(_heads_of(node)[0] * HEADS_ROOM, HEADS_MOST)), tall + HEADS
     return tuple(lines), wide + 2 * PAD, tall
+
+
+def title_lines(node: Node, lines: Sequence[str]) -> int:
+    """How many of a box's lines are its title, which may be folded."""
+    whole = node.title.replace(" ", "")
+    return next(n for n in range(1, len(lines) + 1) if "".join(lines[:n]).replace(" ", "") == whole)
 
 
 def text_width(text: str, bold: bool = False) -> int:
@@ -227,11 +234,12 @@ def _words(box: Box) -> list[dict[str, Any]]:
         return []
     beside = node.op in ("tokens", "stream")
     found = []
+    first = 0 if beside else title_lines(node, box.lines)
     shape = False  # whose second line has no bracket of its own
     for index, line in enumerate(box.lines):
         shape = shape or line.startswith("(")
         y = box.middle if beside else box.top + PAD + LINE * index + LINE // 2
-        bold = index == 0 and not beside
+        bold = index < first
         x = box.left + 2 * PAD if beside else box.left + box.width // 2
         found.append(
             _note(x, y, line, bold, "left" if beside else "center", "var(--quiet)" if shape else "var(--text)")
