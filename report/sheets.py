@@ -142,7 +142,7 @@ class Sheet:
         layout = Layout(options.max_width, options.ascii_only)
         if self.title:
             yield layout.heading(self.title)
-        for index, part in enumerate(self.parts(options.max_width)):
+        for index, part in enumerate(self.parts(options.max_width) if self.rows else ()):
             if index:
                 yield ""
             yield layout.sheet(part)

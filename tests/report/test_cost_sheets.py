@@ -211,6 +211,10 @@ def test_a_part_has_no_rows_of_nothing() -> None:
     assert "gradients" in second and "KV cache" not in second
 
 
+def test_a_sheet_without_figures_is_its_notes() -> None:
+    assert printed([Sheet("title", ("a", "b"), (), ("why",))]) == "title\nwhy\n"
+
+
 def test_many_models_have_a_row_each() -> None:
     sheet = Sheet("t", tuple(f"model-{n}" for n in range(30)), (Row("a", ("1",) * 30), Row("b", ("22",) * 30)))
     lines = [each.split() for each in printed([sheet]).splitlines()]
