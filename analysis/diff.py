@@ -331,8 +331,6 @@ def _notes(a: Checkpoint, b: Checkpoint, tree: Sequence[TreeChange]) -> list[str
         shifts = layer_ranges(None if layer is None else layer - index for index, layer in enumerate(moved))
         runs = [(first, last, shift) for first, last, shift in shifts if shift]
         pairs = [f"B's {range_label(i, j)} are A's {range_label(i + n, j + n)}" for i, j, n in runs]
-            f"B's {range_label(x, y)} {'is' if x == y else 'are'} A's {range_label(x + n, y + n)}" for x, y, n in runs
-        ]
         notes.append(f"layers are compared by number, but {', '.join(pairs)}")
     for name, each in (("A", a), ("B", b)):
         notes += [f"{name}: {note}" for note in each.notes]

@@ -24,7 +24,7 @@ def diff_page(found: Diff) -> Page:
     """The page of a comparison."""
     everything = found.all
     facts = [(STATUSES[status], f"{number:,}") for status, number in found.counts.items() if number]
-    if everything.relative is not None:
+    if everything.relative:
         facts.append(("relative change", figure(everything.relative)))
     if found.low_rank is not None:
         facts.append(("largest rank", f"{found.low_rank.rank:,}"))
@@ -69,8 +69,8 @@ def _figure(groups: Sequence[Group]) -> Figure:
     cells = [_cell(group) for group in groups]
     rows = tuple((_place(group), *group_cells(group)) for group in groups)
     changed = [group for group in groups if group.changed]
-    most = max(changed, key=lambda group: _size(group.relative), default=None)
-    largest = "Nothing changed." if most is None else f"Largest: {_place(most)}, {figure(most.relative)}."
+    most = max(changed, key=_size, default=None)
+    largest = "Nothing changed." if most is None else f"Largest: {_place(most)}, {group_cells(most)[2]}."
     return heatmap(
         cells,
         title="Relative change by layer and component",
@@ -94,15 +94,14 @@ def _cell(group: Group) -> Cell:
     if changed:
         told += [f"{len(changed)} of {counted(len(group.tensors), 'tensor')} changed"]
         told += [f"{each.name.split('.')[-1]}: {', '.join(remarks(each))}" for each in changed[:2]]
-    value = _size(group.relative) if changed else 0.0
-    # A change that is not in any figure (to NaN alone) is one all the same.
-    value = float("inf") if counts and (value == 0.0 or group.not_finite) else value
+    value = _size(group) if changed else 0.0
     name = group.name.replace("_forward", "-forward").replace("_norm", " norm").replace(".", " ")
     return Cell(name, group.layer, value, tuple(told), counts)
 
 
-def _size(relative: float | None) -> float:
-    return float("inf") if relative is None else relative
+def _size(group: Group) -> float:
+    """The relative change; what is in no figure (a change to NaN, or from zeros) is beyond all of them."""
+    return float("inf") if group.relative is None or group.not_finite else group.relative
 
 
 def _place(group: Group) -> str:

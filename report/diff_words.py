@@ -88,7 +88,8 @@ def readings(found: Diff) -> list[str]:
     if found.changed:
         cosine = _unrelated(found)
         if cosine is not None:
-            lines.append(f"The matrices have nothing in common (cosine {cosine:.2f}): neither came from the other.")
+            about = round(cosine, 2) + 0.0  # not -0.00
+            lines.append(f"The matrices have nothing in common (cosine {about:.2f}): neither came from the other.")
         else:
             lines += _rank_readings(found)
     lines += [f"{each.name}: {line}" for each in found.tensors for line in _row_readings(each)]
