@@ -50,6 +50,7 @@ def cost_sheets(models: Sequence[Told], asked: Asked, compared: bool = False) ->
         *(_flops(models, asked, compared) if asked.flops else []),
         *(_memory(models, asked, compared) if asked.memory else []),
     ]
+    sheets = [sheet for sheet in sheets if sheet.rows]  # none where no model has positions for so many tokens
     notes = _too_short(models, asked)
     if asked.dtype in SCALES:
         notes.append(f"{asked.dtype}: {asked.dtype[3:]} bits a parameter, without the scales that go with them.")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from gptkit.analysis.figures import Asked
+from gptkit.analysis.figures import Asked, figures_of
 from gptkit.analysis.params import params
 from gptkit.report.costs import cost_sheets
 from gptkit.report.sheets import Row, Sheet, binary, change, decimal, difference, whole_bytes
@@ -160,6 +160,13 @@ def test_what_a_swap_changes() -> None:
     short = printed(sheets("gpt2", "mixtral-8x7b", compared=True, kv=(100, 5000), flops=True, context=5000))
     assert line(short, "5,000 tokens") == ["–", "655.4 MB"]  # and a cache that cannot be is not
     assert line(short, "total")[:2] == ["–", line(short, "total")[1]] and len(line(short, "total")) == 2
+
+
+def test_where_no_model_has_positions_nothing_but_that_is_told() -> None:
+    asked = Asked(kv=(4096,), flops=True, memory=True, context=4096)
+    specs = [each.spec for each in params("gpt2", "distilgpt2")]
+    (told,) = cost_sheets([("m", spec, figures_of(spec, asked, 4096)) for spec in specs], asked)
+    assert printed([told]) == "– m: positions for 1,024 tokens, no more.\n" * 2
 
 
 # --- widths
