@@ -18,6 +18,41 @@ function painted(value, colours) {
   return Object.fromEntries(Object.entries(value).map(([key, each]) => [key, painted(each, colours)]));
 }
 
+function luminance(colour) {
+  const [r, g, b] = colour.map((part) => (part <= 10.31 ? part / 3294.6 : ((part / 255 + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+}
+
+// The colour of a value on a scale of plotly's, as red, green and blue.
+function shade({ colorscale, zmin = 0, zmax = 1 }, value) {
+  const rgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+  const part = Math.min(Math.max((value - zmin) / (zmax - zmin), 0), 1);
+  const next = Math.max(1, colorscale.findIndex(([at]) => part <= at));
+  const [[a, low], [b, high]] = [colorscale[next - 1], colorscale[next]];
+  return rgb(low).map((each, index) => each + ((rgb(high)[index] - each) * (part - a)) / (b - a));
+}
+
+// A heatmap's figures as a trace of their own, dark or light as their cells are not: plotly's own have too little
+// contrast on colours in the middle.
+function inked(data, layout) {
+  return data.flatMap((trace) => {
+    if (trace.type !== "heatmap" || !trace.texttemplate) return [trace];
+    const cells = trace.z.flatMap((row, y) => row.flatMap((value, x) => (value === null ? [] : [[x, y, value]])));
+    const light = ([, , value]) => 1.05 / (luminance(shade(trace, value)) + 0.05) > 4.58; // √(1.05 / 0.05)
+    const { texttemplate, ...rest } = trace;
+    return [rest, {
+      type: "scatter",
+      mode: "text",
+      x: cells.map(([x]) => trace.x[x]),
+      y: cells.map(([, y]) => y),
+      text: cells.map(([x, y]) => trace.text[y][x]),
+      textfont: { ...layout.font, ...trace.textfont, color: cells.map((cell) => (light(cell) ? "#ffffff" : "#000000")) },
+      hoverinfo: "skip",
+      showlegend: false,
+    }];
+  });
+}
+
 // A label as plotly takes it, as plain text.
 function said(label) {
   const text = String(label ?? "").replace(/<br ?\/?>/g, " · ").replace(/<\/?b>/g, "");
@@ -72,7 +107,7 @@ class Picture {
     const { data, layout } = painted(this.figure, colours);
     if (this.nested) data[0].level = this.level;
     // A finger that drags scrolls the page.
-    await Plotly.react(this.plot, data, { hovermode: "closest", dragmode: touched.matches ? false : "zoom", ...layout }, {
+    await Plotly.react(this.plot, inked(data, layout), { hovermode: "closest", dragmode: touched.matches ? false : "zoom", ...layout }, {
       responsive: true,
       displayModeBar: touched.matches ? false : "hover",
       displaylogo: false,

@@ -161,7 +161,7 @@ def _static(figure: Figure) -> dict[str, Any]:
     data: list[dict[str, Any]] = []
     for trace in spec["data"]:
         if trace["type"] == "heatmap":
-            cells, words = _vector(trace, values)
+            cells, words = _vector(trace)
             shapes = [*cells, *shapes]
             data.append(words)
         else:
@@ -230,7 +230,7 @@ def _legend_height(entries: list[dict[str, Any]], width: int) -> int:
     return 12 + 20 * math.ceil(len(entries) / columns)
 
 
-def _vector(trace: dict[str, Any], values: dict[str, str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _vector(trace: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """A heatmap's cells as rectangles, since plotly draws it as a bitmap, and a trace of its words and colour bar."""
     low, high = trace.get("zmin", 0.0), trace.get("zmax", 1.0)
     cells, x, y, text, ink = [], [], [], [], []
@@ -241,7 +241,7 @@ def _vector(trace: dict[str, Any], values: dict[str, str]) -> tuple[list[dict[st
         x.append(trace["x"][column])
         y.append(row)
         text.append(trace["text"][row][column] if trace.get("texttemplate") else "")
-        light, dark = "#ffffff", values["--text"]
+        light, dark = "#ffffff", "#000000"  # one of them stands out on any colour
         ink.append(light if _contrast(light, colour) > _contrast(dark, colour) else dark)
     marker = {"opacity": 0, "color": [low] * len(x), "cmin": low, "cmax": high}
     marker |= {name: trace[name] for name in ("colorscale", "colorbar") if name in trace}
