@@ -454,11 +454,6 @@ def show(browser: Any, written: dict[str, Path]) -> Iterator[Any]:
         ("different", "wide", "light"),
         ("different", "phone", "dark"),
     ],
-        ("same", "wide", "dark"),
-        ("same", "phone", "light"),
-        ("different", "wide", "light"),
-        ("different", "phone", "dark"),
-    ],
 )
 def test_it_draws(show: Any, name: str, screen: str, scheme: str) -> None:
     shown = show(name, screen, scheme)
