@@ -33,7 +33,6 @@ NOWHERE = "127.0.0.1:9"
 SECONDS = 120
 FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 
-NESTED = ("treemap", "sunburst", "icicle")
 STILL = {"pathbar": {"visible": False}}
 """Of nested areas on paper, where nothing leads back."""
 
@@ -165,7 +164,7 @@ def _static(figure: Figure) -> dict[str, Any]:
             shapes = [*cells, *shapes]
             data.append(words)
         else:
-            data.append({**trace, "showlegend": False} if trace["type"] not in NESTED else {**trace, **STILL})
+            data.append({**trace, **STILL} if trace["type"] == "treemap" else {**trace, "showlegend": False})
     legend = [_legend(key.style.split(), key.words, values) for key in figure.keys if key.style != "counts"]
     more = _legend_height(legend, max(figure.width, WIDTH))
     layout = {
@@ -186,8 +185,9 @@ def _static(figure: Figure) -> dict[str, Any]:
             "x": 0,
         },
     }
-    if any(trace["type"] in NESTED for trace in data):  # the legend's traces bring axes along
+    if any(trace["type"] == "treemap" for trace in data):  # the legend's traces bring axes along
         layout |= {"xaxis": {"visible": False}, "yaxis": {"visible": False}}
+        layout["margin"] |= {"t": 2}
     # Names of their own, instead of those that plotly draws lots for.
     return {"data": [{**trace, "uid": str(n)} for n, trace in enumerate([*data, *legend])], "layout": layout}
 
