@@ -209,6 +209,23 @@ def test_keys_that_are_explained_are_printed(generators):
         assert not lacking, section.partition("\n")[0]
 
 
+def test_keys_are_told_by_their_place(generators):
+    paths = set(generators[1].paths({"a": [{"b": 1}, {"c": {"d": []}}], "e": 2}))
+    assert paths == {"a", "a[].b", "a[].c", "a[].c.d", "e"}
+
+
+def test_every_component_is_explained():
+    """Each page has a formula, a source, and what the code says: who uses it, what it costs, which swaps change it."""
+    listed = (DOCS / "explanation/index.md").read_text().partition(":caption: Components")[2].partition("```")[0]
+    pages = re.findall(r"^[\w-]+$", listed, re.M)
+    assert len(pages) >= 13
+    for page in pages:
+        text = (DOCS / f"explanation/{page}.md").read_text()
+        assert "$" in text and "arxiv.org/abs/" in text, page
+        assert "<!-- generated: users " in text and "<!-- generated: swaps " in text, page
+        assert "## What it costs" in text or "## What they cost" in text, page
+
+
 # --- the site ---------------------------------------------------------------------------------------------------------
 
 

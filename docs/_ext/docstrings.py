@@ -7,9 +7,8 @@ from typing import Any
 
 import msgspec
 from sphinx.application import Sphinx
-from sphinx.ext.napoleon import Config, GoogleDocstring
+from sphinx.ext.napoleon.docstring import GoogleDocstring
 
-NAPOLEON = Config(napoleon_use_rtype=False)
 SECTIONS = ("Args:", "Raises:", "Returns:", "Yields:")
 
 
@@ -52,10 +51,10 @@ def restructured(lines: list[str]) -> list[str]:
     return found
 
 
-def process(app: Sphinx, what: str, name: str, subject: Any, options: Any, lines: list[str]) -> None:
+def process(app: Sphinx, what: Any, name: str, subject: Any, options: Any, lines: list[str]) -> None:
     """For autodoc. napoleon is asked here, for it would take a property's text up to a colon for its type."""
-    kind = "method" if what in ("attribute", "property") else what
-    lines[:] = str(GoogleDocstring(restructured(lines), NAPOLEON, None, kind, name, subject)).splitlines()
+    kind: Any = "method" if what in ("attribute", "property") else what
+    lines[:] = str(GoogleDocstring(restructured(lines), what=kind, name=name, obj=subject)).splitlines()
 
 
 def signature(app: Sphinx, what: str, name: str, subject: Any, *_: Any) -> tuple[str, None] | None:

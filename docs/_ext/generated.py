@@ -127,10 +127,10 @@ def extras() -> str:
 
 # --- the tree ---------------------------------------------------------------------------------------------------------
 
-COMPONENTS = tuple(
+COMPONENTS: tuple[type[tree.Component], ...] = tuple(
     each
     for name, each in vars(tree).items()
-    if name in tree.__all__ and isinstance(each, type) and issubclass(each, msgspec.Struct)
+    if name in tree.__all__ and isinstance(each, type) and issubclass(each, tree.Component)
 )
 """In the order of spec.py."""
 
@@ -151,7 +151,7 @@ def kind(hint: object) -> str:
         return ", or ".join(kind(part) for part in parts)
     names = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "nothing"}
     if hint in names:
-        return names[hint]  # type: ignore[index]
+        return names[hint]
     name = getattr(hint, "__name__", str(hint))
     return f"[`{name}`](#component-{name.lower()})" if hint in COMPONENTS else f"`{name}`"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from docutils import nodes
+from docutils import nodes  # type: ignore[import-untyped]
 from latex2mathml.converter import convert
 from sphinx.application import Sphinx
 
