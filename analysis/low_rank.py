@@ -13,6 +13,7 @@ largest column's norm together (Bandeira, van Handel 1408.6185). Only what is ab
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,15 +115,17 @@ class Sketch:
         self.direct = columns <= NARROW
         self.total = np.zeros((columns, columns if self.direct else self.width))
         self._random = np.random.default_rng(SEED)
-        self._rows = _Rows(columns, "float64" if self.direct else dtype, self._multiply)
+        self._rows = _Rows(columns, "float64" if self.direct else dtype)
 
     def add(self, change: Array) -> None:
         """Some rows; rows of zeros may be left out."""
-        self._rows.add(change)
+        for block in self._rows.add(change):
+            self._multiply(block)
 
     def finish(self) -> None:
         """All rows have come."""
-        self._rows.flush()
+        for block in self._rows.rest():
+            self._multiply(block)
 
     def _multiply(self, change: Array) -> None:
         if self.direct:
@@ -156,15 +159,17 @@ class Projection:
     def __init__(self, basis: Array, dtype: str) -> None:
         self._basis = basis.astype(dtype)
         self.total = np.zeros((basis.shape[1], basis.shape[1]))
-        self._rows = _Rows(len(basis), dtype, self._multiply)
+        self._rows = _Rows(len(basis), dtype)
 
     def add(self, change: Array) -> None:
         """Some rows; rows of zeros may be left out."""
-        self._rows.add(change)
+        for block in self._rows.add(change):
+            self._multiply(block)
 
     def finish(self) -> None:
         """All rows have come."""
-        self._rows.flush()
+        for block in self._rows.rest():
+            self._multiply(block)
 
     def _multiply(self, change: Array) -> None:
         part = (change @ self._basis).astype(np.float64)
@@ -179,22 +184,24 @@ class Projection:
 class _Rows:
     """Gathers rows until there are enough of them for a product."""
 
-    def __init__(self, columns: int, dtype: str, then: Any) -> None:
+    def __init__(self, columns: int, dtype: str) -> None:
         self._buffer = np.empty((max(1, BUFFER // max(columns, 1)), columns), dtype)
-        self._filled, self._then = 0, then
+        self._filled = 0
 
-    def add(self, rows: Array) -> None:
+    def add(self, rows: Array) -> Iterator[Array]:
+        """Blocks that are full, each to be used before the next is asked for."""
         at = 0
         while at < len(rows):
             count = min(len(rows) - at, len(self._buffer) - self._filled)
             self._buffer[self._filled : self._filled + count] = rows[at : at + count]
             self._filled, at = self._filled + count, at + count
             if self._filled == len(self._buffer):
-                self.flush()
+                yield from self.rest()
 
-    def flush(self) -> None:
+    def rest(self) -> Iterator[Array]:
+        """What is left, if anything is."""
         if self._filled:
-            self._then(self._buffer[: self._filled])
+            yield self._buffer[: self._filled]
         self._filled = 0
 
 

@@ -81,6 +81,17 @@ def test_formats_of_one_model_are_the_same(models: Path, tmp_path: Path) -> None
         diff(models / "llama", pickled)
 
 
+def test_the_same_bytes_in_another_dtype_are_not_the_same(tmp_path: Path) -> None:
+    """A fused tensor is looked at as it lies, but not as what it is not."""
+    save_hf(CONFIGS["gpt2"], tmp_path / "a", torch.bfloat16)
+
+    def misread(weights: dict[str, torch.Tensor]) -> None:
+        weights.update({name: tensor.view(torch.float16) for name, tensor in weights.items()})
+
+    found = diff(tmp_path / "a", changed(tmp_path / "a", tmp_path / "b", misread))
+    assert not found.same and found.counts["changed"] == len(found.tensors)
+
+
 def test_what_is_quantised_is_said_to_be(models: Path, tmp_path: Path) -> None:
     """Rounding to blocks of eight bits has full rank, and says nothing of the weights."""
     save_hf(

@@ -3,6 +3,7 @@ does, and what lies in another order.
 """
 
 import math
+import weakref
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gptkit.analysis.low_rank import Projection, Sketch
 from gptkit.analysis.tensor_diff import CHUNK, Figures, compare_tensors, runs
 from gptkit.converter.dtypes import FLOATS, cast, from_float64, to_float64
 
@@ -216,6 +218,12 @@ def test_rounding_on_one_side_alone() -> None:
     held = cast(added(a, "F32", low(random, 320, 400, 5), 0.03, "BF16"), "BF16", "F32")  # and stored wide
     coarse = compared(a, "F32", held).rank
     assert coarse is not None and coarse.rank == 5
+
+
+def test_what_a_sketch_holds_is_freed_with_it() -> None:
+    """Megabytes a tensor, which must not wait for the collector of cycles."""
+    held = [weakref.ref(each) for each in (Sketch(300, 300, "float32"), Projection(np.eye(300, 20), "float32"))]
+    assert [each() for each in held] == [None, None]
 
 
 def test_no_rank_where_none_is_asked_for_or_there_is_no_matrix() -> None:
