@@ -8,9 +8,10 @@ from .. import __version__
 from ..analysis.costs import cache_bytes, costs, usual_context
 from ..analysis.parameters import describe
 from ..analysis.params import ModelCount
-from .charts import bars, binary, cache_chart, share, short, treemap
+from .charts import bars, cache_chart, treemap
 from .diagram import block_diagram
 from .pages import Figure, Lines, Page, Section, Table, counted
+from .plots import binary, share, short
 
 __all__ = ["counts_page"]
 

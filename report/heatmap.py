@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .charts import drawn, safe
 from .pages import Figure, Key, Table
+from .plots import drawn, safe
 
 __all__ = ["Cell", "heatmap"]
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from ..errors import UsageError
 from . import pages
-from .charts import safe
 from .pages import Figure, Page
+from .plots import safe
 
 __all__ = ["drawn", "ready", "write"]
 

@@ -1,0 +1,70 @@
+"""What all figures share: plotly's figure in the page's font and colours, its words, its numbers in few digits."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from .pages import plain
+
+__all__ = ["COLOURS", "PALETTE", "binary", "drawn", "safe", "share", "short"]
+
+PALETTE = 8
+"""page.css's colours for kinds of things, c0 to c7, with on-c0 to on-c7 for text on them."""
+COLOURS = {"attention": 0, "feed-forward": 1, "embedding": 2, "head": 3, "positions": 4, "router": 5, "norms": 6}
+"""A component has one colour wherever it is drawn."""
+
+
+def drawn(data: Sequence[Any], height: int, **layout: Any) -> dict[str, Any]:
+    """plotly's figure as JSON values, in the page's font and colours; `layout` is what is special about it."""
+    import plotly.graph_objects as go
+
+    common = {
+        "template": "none",
+        "height": height,
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"color": "var(--text)", "size": 12, "family": "system-ui, sans-serif"},
+        "hoverlabel": {
+            "bgcolor": "var(--raised)",
+            "bordercolor": "var(--line)",
+            "font": {"color": "var(--text)", "size": 13},
+            "align": "left",
+        },
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "var(--quiet)", "activecolor": "var(--text)"},
+    }
+    spec: dict[str, Any] = json.loads(go.Figure(list(data), {**common, **layout}).to_json())
+    return spec
+
+
+def safe(text: str) -> str:
+    """For plotly, which takes some HTML in texts, never in attributes, and knows no escaped quotes in all of them."""
+    return html.escape(plain(text), quote=False)
+
+
+def short(number: int, units: str = "KMBT") -> str:
+    """Three digits of a number of parameters: 982, 12.3M, 1.24B, 405B; of anything else with units "kMGT"."""
+    for power, unit in zip((12, 9, 6, 3), reversed(units), strict=True):
+        if number >= 10**power:
+            return f"{_three(number / 10**power)}{unit}"
+    return f"{number:,}"
+
+
+def binary(nbytes: int) -> str:
+    """Bytes in units of 1,024, three digits: 36 MiB, 1.5 GiB."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if nbytes >= 1024**power:
+            return f"{_three(nbytes / 1024**power)} {unit}"
+    return f"{nbytes:,} B"
+
+
+def _three(value: float) -> str:
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+
+
+def share(number: int, total: int) -> str:
+    """Per cent, as the terminal's tables have it."""
+    part = 100 * number / total
+    return "<0.1 %" if 0 < part < 0.05 else f"{part:.1f} %"

@@ -1,0 +1,200 @@
+"""Parameters as nested areas: components, in them layers, in them tensors, each as large as its share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from ..analysis.parameters import ParameterCount, count, layer_ranges, range_label
+from ..spec import Block, ModelSpec
+from .pages import Figure, Key, Table, counted
+from .plots import COLOURS, drawn, safe, share, short
+
+__all__ = ["treemap"]
+
+MOST_CELLS = 2500
+"""Areas up to which each layer has its own; beyond, neighbours alike are one."""
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """An area: its place below its parent, what it is called, its parameters, and lines for whoever points at it."""
+
+    place: str
+    parent: str
+    label: str
+    number: int
+    component: str
+    told: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor, or as many alike as a layer's experts have."""
+
+    component: str
+    name: str
+    shape: tuple[int, ...]
+    times: int
+
+    @property
+    def number(self) -> int:
+        return math.prod(self.shape) * self.times
+
+
+_Run = tuple[int, int, list[_Tensor]]
+"""Layers alike: the first, the last, and what is in one of them."""
+
+
+def treemap(name: str, spec: ModelSpec) -> Figure:
+    """Parameters by component, then layer, then tensor: areas that open when they are chosen.
+
+    A mixture's experts are one area a tensor, and in a model of very many layers so are neighbours that are alike.
+    """
+    counted_ = count(spec)
+    total = counted_.total
+    runs = _runs(spec)
+    cells = [_Cell("/", "", name, total, "", (counted(len(spec.blocks), "layer"),)), *_cells(spec, counted_, runs)]
+    largest = max(counted_.by_component.items(), key=lambda item: item[1])
+    colour = [_colour(cell.component) for cell in cells]
+    trace = {
+        "type": "treemap",
+        "ids": [cell.place for cell in cells],
+        "parents": [cell.parent for cell in cells],
+        "labels": [safe(cell.label) for cell in cells],
+        "values": [cell.number for cell in cells],
+        "branchvalues": "total",
+        "sort": False,
+        "text": [_inside(cell, total) for cell in cells],
+        "textinfo": "label+text",
+        "hovertext": [_told(cell, total) for cell in cells],
+        "hoverinfo": "text",
+        "marker": {
+            "colors": ["var(--raised)" if n is None else f"var(--c{n})" for n in colour],
+            "line": {"color": "var(--ground)", "width": 1},
+            "pad": {"t": 22, "l": 3, "r": 3, "b": 3},
+        },
+        "textfont": {"color": ["var(--text)" if n is None else f"var(--on-c{n})" for n in colour], "size": 13},
+        "pathbar": {"thickness": 28, "textfont": {"size": 13}},
+        "tiling": {"packing": "squarify", "pad": 2},
+        "maxdepth": 3,
+    }
+    height = 440
+    return Figure(
+        title=f"Parameters of {name}",
+        summary=f"{total:,} parameters, each area as large as its share; most are in {largest[0]}, "
+        f"{share(largest[1], total)}. An area opens when it is chosen; the bar above leads back.",
+        spec=drawn(
+            [trace], height, margin={"t": 30, "b": 2, "l": 2, "r": 2}, uniformtext={"minsize": 10, "mode": "hide"}
+        ),
+        height=height,
+        width=280,
+        keys=tuple(Key(f"c{_colour(label)}", label) for label in counted_.by_component),
+        table=_tensor_table(spec, total),
+    )
+
+
+def _colour(component: str) -> int | None:
+    return COLOURS.get(component)
+
+
+def _told(cell: _Cell, total: int) -> str:
+    name = f"<b>{safe(cell.label)}</b>"
+    return "<br>".join([name, f"{cell.number:,} parameters", f"{share(cell.number, total)} of all", *cell.told])
+
+
+def _inside(cell: _Cell, total: int) -> str:
+    """What a component's area says below its name; a layer's has less room."""
+    number = short(cell.number)
+    return f"{number} · {share(cell.number, total)}" if cell.place.count("/") == 1 else number
+
+
+def _runs(spec: ModelSpec) -> list[_Run]:
+    """The layers: each its own run where there is room for all of them."""
+    kinds = {block: _layer_tensors(spec, block) for block in dict.fromkeys(spec.blocks)}
+    alone = [(index, index, kinds[block]) for index, block in enumerate(spec.blocks)]
+    if sum(len(tensors) for _, _, tensors in alone) <= MOST_CELLS:
+        return alone
+    return [(first, last, kinds[block]) for first, last, block in layer_ranges(spec.blocks)]
+
+
+def _layer_tensors(spec: ModelSpec, block: Block) -> list[_Tensor]:
+    """What is in a layer, experts folded into one."""
+    found: dict[str, _Tensor] = {}
+    for each in msgspec.structs.replace(spec, blocks=(block,)).parameters():
+        if each.layer is None:
+            continue
+        name = each.name.removeprefix("blocks.0.")
+        before, expert, rest = name.partition(".experts.")
+        if expert:
+            name = f"{before}.experts.*.{rest.partition('.')[2]}"
+        times = found[name].times + 1 if name in found else 1
+        found[name] = _Tensor(each.component, name, each.shape, times)
+    return list(found.values())
+
+
+def _outside(spec: ModelSpec) -> list[_Tensor]:
+    tree = msgspec.structs.replace(spec, blocks=spec.blocks[:1])
+    return [_Tensor(p.component, p.name, p.shape, 1) for p in tree.parameters() if p.layer is None]
+
+
+def _cells(
+    spec: ModelSpec, counted_: ParameterCount, runs: Sequence[tuple[int, int, list[_Tensor]]]
+) -> Iterator[_Cell]:
+    """Every area but the whole, parents first."""
+    outside = _outside(spec)
+    for component, number in counted_.by_component.items():
+        place = f"/{component}"
+        alone = [each for each in outside if each.component == component]
+        layers = [(first, last, [t for t in tensors if t.component == component]) for first, last, tensors in runs]
+        layers = [layer for layer in layers if layer[2]]
+        told = (_shape(alone[0]),) if len(alone) == 1 and not layers else ()
+        yield _Cell(place, "/", component, number, component, told)
+        if told:
+            continue
+        yield from (_Cell(f"{place}/{t.name}", place, t.name, t.number, component, (_shape(t),)) for t in alone)
+        for first, last, tensors in layers:
+            yield from _layer_cells(component, place, first, last, tensors)
+
+
+def _layer_cells(component: str, above: str, first: int, last: int, tensors: Sequence[_Tensor]) -> Iterator[_Cell]:
+    layers = last - first + 1
+    label = f"layer{'s' if layers > 1 else ''} {range_label(first, last)}"
+    place = f"{above}/{first}"
+    yield _Cell(place, above, label, layers * sum(each.number for each in tensors), component)
+    for each in tensors:
+        name = each.name if component == "norms" else each.name.partition(".")[2]
+        more = (f"in {label}", *((f"{layers:,} of them",) if layers > 1 else ()))
+        yield _Cell(f"{place}/{each.name}", place, name, layers * each.number, component, (_shape(each), *more))
+
+
+def _shape(tensor: _Tensor) -> str:
+    """4,096 × 11,008; with how many experts have one."""
+    shape = " × ".join(f"{size:,}" for size in tensor.shape)
+    return shape if tensor.times == 1 else f"{tensor.times:,} experts of {shape}"
+
+
+def _tensor_table(spec: ModelSpec, total: int) -> Table:
+    """Every tensor, those alike in one row."""
+    rows: list[tuple[str, ...]] = []
+    outside = _outside(spec)
+    before = [each for each in outside if each.component in ("embedding", "positions") or "embedding" in each.name]
+
+    def row(name: str, tensor: _Tensor, layers: int) -> None:
+        number = layers * tensor.number
+        rows.append((name, _shape(tensor), f"{layers:,}", f"{number:,}", share(number, total)))
+
+    for each in before:
+        row(each.name, each, 1)
+    kinds = {block: _layer_tensors(spec, block) for block in dict.fromkeys(spec.blocks)}
+    for first, last, block in layer_ranges(spec.blocks):
+        for each in kinds[block]:
+            row(f"blocks.{range_label(first, last)}.{each.name}", each, last - first + 1)
+    for each in outside:
+        if each not in before:
+            row(each.name, each, 1)
+    columns = (("tensor", False), ("shape", True), ("layers", True), ("parameters", True), ("share", True))
+    return Table(f"{counted(len(rows), 'kind')} of tensor as a table", columns, tuple(rows), folded=True)
