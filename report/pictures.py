@@ -40,6 +40,8 @@ STILL = {"pathbar": {"visible": False}}
 def ready(html: Path | None, png: Path | None, svg: Path | None) -> None:
     """Raise UsageError where one of them could not be made or written: before the work, not after it."""
     if html is not None:
+        if html.suffix.lower() in (".png", ".svg"):
+            raise UsageError(f"--html {html}: not the name of a page", f"--{html.suffix.lower()[1:]} {html} draws it.")
         pages.ready(html)
     given = [(option, path) for option, path in (("--png", png), ("--svg", svg)) if path is not None]
     for option, path in given:

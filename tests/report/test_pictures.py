@@ -45,6 +45,7 @@ def no_page(*blocks: Any) -> Page:
         (("--png", "no/picture.png"), "no such folder"),
         (("--svg", "folder.svg"), "it is no file"),
         (("--html", "p.html", "--png", "picture.jpg"), "End it in .png"),
+        (("--html", "p.PNG"), "--png p.PNG draws it"),
     ],
 )
 def test_what_cannot_be_written_is_refused_first(
