@@ -86,14 +86,16 @@ class Asked:
 class Figures:
     """What was asked for of one tree, at `context` tokens. None, in `cache` too: its table of positions is too short.
 
-    weights: bytes, by component; a sum of 4-bit ones is rounded up. cache: one for each context of `Asked.kv`. token:
-    the next token's FLOPs behind a cache, prefill: those of reading the context at once, training: of a step on it.
+    weights: bytes, by component; a sum of 4-bit ones is rounded up. cache: one for each context of `Asked.kv`, and
+    a_token: bytes that one leaves there, which no table of positions limits. token: the next token's FLOPs behind a
+    cache, prefill: those of reading the context at once, training: of a step on it.
     """
 
     asked: Asked
     context: int
     weights: Mapping[str, int] | None = None
     cache: tuple[CacheSize | None, ...] = ()
+    a_token: int | None = None
     token: Costs | None = None
     prefill: Flops | None = None
     training: TrainingFlops | None = None
@@ -150,7 +152,7 @@ def figures_of(spec: ModelSpec, asked: Asked, context: int) -> Figures:
         found = replace(found, weights=component_bytes(count(spec), asked.dtype))
     if asked.kv:
         cache = (cache_bytes(spec, each, asked.cached, batch) if fits(spec, each) else None for each in asked.kv)
-        found = replace(found, cache=tuple(cache))
+        found = replace(found, cache=tuple(cache), a_token=cache_bytes(spec, 1, asked.cached).a_token)
     if asked.flops and fits(spec, context):
         prefill, training = forward_flops(spec, context, batch), training_flops(spec, context, batch)
         found = replace(found, token=costs(spec, context), prefill=prefill, training=training)

@@ -110,7 +110,7 @@ A_TOKEN = "a token"
 def _cache(models: Sequence[Told], asked: Asked, compared: bool) -> Sheet:
     def cells(figures: Figures) -> dict[str, int]:
         there = {each.context: each for each in figures.cache if each is not None}
-        found = {A_TOKEN: next(iter(there.values())).a_token} if there else {}
+        found = {} if figures.a_token is None else {A_TOKEN: figures.a_token}
         return found | {_sequences(asked.batch, tokens): each.held for tokens, each in there.items()}
 
     def exact(label: str, nbytes: int) -> str:

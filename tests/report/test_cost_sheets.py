@@ -149,6 +149,7 @@ def test_models_side_by_side_at_one_context() -> None:
     assert line(text, "1,024 tokens") == ["37.75 MB", "134.2 MB", "134.2 MB"]
     assert line(text, "8,192 tokens") == ["–", "1.074 GB", "536.7 MB"]
     assert "– gpt2: positions for 1,024 tokens, no more." in text
+    assert line(text, "a token")[0] == "36.86 kB"  # which no table limits
 
 
 def test_what_a_swap_changes() -> None:
@@ -162,11 +163,13 @@ def test_what_a_swap_changes() -> None:
     assert line(short, "total")[:2] == ["–", line(short, "total")[1]] and len(line(short, "total")) == 2
 
 
-def test_where_no_model_has_positions_nothing_but_that_is_told() -> None:
+def test_where_no_model_has_positions_what_a_token_leaves_is_told_and_that() -> None:
     asked = Asked(kv=(4096,), flops=True, memory=True, context=4096)
     specs = [each.spec for each in params("gpt2", "distilgpt2")]
     (told,) = cost_sheets([("m", spec, figures_of(spec, asked, 4096)) for spec in specs], asked)
-    assert printed([told]) == "– m: positions for 1,024 tokens, no more.\n" * 2
+    text = printed([told])
+    assert line(text, "a token") == ["36.86 kB", "18.43 kB"]
+    assert "4,096 tokens" not in text and text.endswith("– m: positions for 1,024 tokens, no more.\n" * 2)
 
 
 # --- widths
