@@ -1,6 +1,9 @@
 """The documentation: what it shows is what happens, what it names is there, and the site builds without a warning."""
 
+import fcntl
 import html
+import json
+import os
 import re
 import shlex
 import shutil
@@ -236,12 +239,21 @@ def build(source: Path, out: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The built site, and what Sphinx said."""
+    """The built site, and what Sphinx said: built once, however many processes run these tests."""
     pytest.importorskip("sphinx", reason='the site needs pip install "gptkit[docs]"')
-    out = tmp_path_factory.mktemp("site")
-    done = build(DOCS, out)
-    assert done.returncode == 0, done.stderr
-    return out / "html", done.stderr
+    run_of_all = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    shared = tmp_path_factory.getbasetemp().parent / f"site-{run_of_all}"
+    out = shared if run_of_all else tmp_path_factory.mktemp("site")
+    out.mkdir(exist_ok=True)
+    said = out / "said.json"
+    with (out / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not said.exists():
+            done = build(DOCS, out)
+            said.write_text(json.dumps([done.returncode, done.stderr]))
+    code, told = json.loads(said.read_text())
+    assert code == 0, told
+    return out / "html", told
 
 
 def test_the_site_builds_without_a_warning(site):
