@@ -139,6 +139,11 @@ def test_it_fits(altered: Callable[..., Path], base: Path, width: int, by: str) 
     assert all(f"blocks.{layer}.attention.q_proj.weight" in everything for layer in range(4))
 
 
+def test_names_are_not_broken(altered: Callable[..., Path], base: Path) -> None:
+    found = run(base, altered(adapter), "--all", width=24).stdout
+    assert all(f"blocks.{layer}.attention.q_proj.weight\n" in found for layer in range(4))
+
+
 def test_ascii_alone(base: Path, altered: Callable[..., Path]) -> None:
     b = altered(lambda w: w["lm_head.weight"][7:9].zero_())
     command = [sys.executable, "-X", "utf8=0", "-m", "gptkit", "diff", str(base), str(b)]
