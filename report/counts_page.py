@@ -20,6 +20,8 @@ COMMON = 2048
 
 APART = 3
 """Models that differ in size by more than this are drawn by their shares too."""
+MOST_NAMES = 6
+"""Models whose names make a title."""
 MOST_DIAGRAMS = 4
 """Kinds of layers that are drawn; `show` has all of them."""
 
@@ -70,7 +72,7 @@ def _several(counts: Sequence[ModelCount], dtype: str, more: Sequence[Section]) 
     notes = [f"{each.name}: {note}" for each in counts for note in each.notes]
     least, most = (pick(counts, key=lambda each: each.count.total) for pick in (min, max))
     return Page(
-        title=", ".join(each.name for each in counts),
+        title=", ".join(each.name for each in counts) if len(counts) <= MOST_NAMES else f"{len(counts)} models",
         subtitle=f"{counted(len(counts), 'model')} side by side, from {short(least.count.total)} to "
         f"{short(most.count.total)} parameters",
         verdict="",

@@ -64,6 +64,13 @@ def test_several_models() -> None:
     assert "Shares by component" not in [each.title for each in blocks(alike, Figure)]
 
 
+def test_very_many_models_have_a_short_title() -> None:
+    models = gptkit.params("gpt2") * 40
+    page = counts_page(models)
+    assert page.title == "40 models"
+    assert len(blocks(page, Figure)) == 3 + 2 * 40  # of each its areas and its block
+
+
 def test_notes_are_on_it() -> None:
     models = [dataclasses.replace(each, notes=("a note",)) for each in gptkit.params("gpt2", "gpt2-medium")]
     assert "a note" in render(counts_page(models[:1]))
