@@ -72,7 +72,7 @@ def diff(
 
         print_json(found.as_json())
     elif not quiet:
-        console().print(diff_report(found, what, everything))
+        console().print(diff_report(found, what, everything), crop=False)
     if drawn:
         from ..report.diff_page import diff_page
 

@@ -105,7 +105,7 @@ def _wrapped(layout: Layout, text: str, indent: int, style: str = "") -> Iterato
             break_long_words=False,
             break_on_hyphens=False,
         ):
-            yield Text(part, style=style)
+            yield Text(part, style=style, no_wrap=True, overflow="ignore")  # a name beyond the width stays whole
 
 
 # --- tables -------------------------------------------------------------------------------------------------
