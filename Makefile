@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Two processes of one thread each beat one of two on the small models of the tests.
 JOBS ?= 2
 
-.PHONY: help demo docs shown test pytest test-slow test-browser soak lint types format wheel samples parity swaps bench bench-convert bench-surgery bench-params clean
+.PHONY: help demo docs shown test pytest test-slow test-browser soak lint types format wheel samples parity swaps bench bench-convert bench-surgery bench-params bench-diff clean
 
 help:
 	@echo "make demo          the tour on the trained samples"
@@ -22,6 +22,7 @@ help:
 	@echo "make bench         speed against transformers, as ratios"
 	@echo "make bench-convert conversion against copying, hashing and transformers"
 	@echo "make bench-params  gptkit params against accelerate estimate-memory, as whole processes"
+	@echo "make bench-diff    two checkpoints of 2 GB against each other, beside cmp and sha256sum"
 	@echo "make bench-surgery fewer key-value heads against mean-pooling; a 2.2 GB model within 600 MB"
 	@echo "make format        let ruff rewrite the code"
 	@echo "make samples       train the samples again (TEXT=tinyshakespeare.txt)"
@@ -103,6 +104,10 @@ bench-convert: $(STAMP)
 
 bench-params: $(STAMP)
 	$(BIN)/python benchmarks/params.py
+
+# 5 GB of disk.
+bench-diff: $(STAMP)
+	$(BIN)/python benchmarks/diff.py
 
 # 8 GB of disk, a wheel of 93 MB (WHEEL=FILE where it lies here), and a quarter of an hour.
 bench-surgery: $(STAMP)
