@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import UsageError
-from ..terminal import console, say
+from ..terminal import console
 from .base import Html, Json, Models, Offline, Png, Svg, app, examples, guarded
+from .drawn import Drawn
 from .params import tokens
 
 if TYPE_CHECKING:
@@ -54,11 +55,7 @@ def compare(
         raise UsageError("--markdown, --csv and --json are three outputs", "Give one of them.")
     if only_differences and everything:
         raise UsageError("--only-differences and --all are opposites", "Give one of them.")
-    drawn = any(path is not None for path in (html, png, svg))
-    if drawn:
-        from ..report import pictures
-
-        pictures.ready(html, png, svg)
+    drawn = Drawn(html, png, svg)
     asked = Asked(dtype=dtype, context=None if context is None else tokens("--context", context))
     named = [(model, describe_named(model, offline)) for model in models]
     if swap or recipe is not None:
@@ -78,8 +75,7 @@ def compare(
     if drawn:
         from ..report.comparison_page import comparison_page
 
-        written = pictures.write(comparison_page(found, rows), html, png, svg)
-        say([f"written: {path}" for path in written], quiet=json or csv or markdown)
+        drawn.write(lambda: comparison_page(found, rows), quiet=json or csv or markdown)
 
 
 def after_swaps(

@@ -8,9 +8,10 @@ from typing import Annotated, get_args
 import typer
 
 from ..errors import UsageError
-from ..terminal import console, progress_bar, say
+from ..terminal import console, progress_bar
 from .base import AllowExtra, AllowPickle, Html, Json, Offline, Png, Quiet, Svg, app, examples, guarded
 from .completion import complete_model
+from .drawn import Drawn
 
 Side = "org/name or org/name@revision, a folder, a .safetensors or .gguf file, or sample:gpt2."
 
@@ -49,11 +50,7 @@ def diff(
     what: By | None = next((each for each in get_args(By) if by in (each, f"{each}s")), None)
     if what is None:
         raise UsageError(f"--by {by!r:.40} is none of {', '.join(get_args(By))}", "--by tensor lists every tensor")
-    drawn = any(path is not None for path in (html, png, svg))
-    if drawn:
-        from ..report import pictures
-
-        pictures.ready(html, png, svg)
+    drawn = Drawn(html, png, svg)
     from ..analysis.diff import diff as run
 
     with progress_bar("comparing", quiet or json) as advance:
@@ -76,7 +73,6 @@ def diff(
     if drawn:
         from ..report.diff_page import diff_page
 
-        written = pictures.write(diff_page(found), html, png, svg)
-        say([f"written: {path}" for path in written], quiet=quiet or json)
+        drawn.write(lambda: diff_page(found), quiet=quiet or json)
     if not found.same:
         raise typer.Exit(3)

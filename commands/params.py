@@ -12,6 +12,7 @@ import typer
 from ..errors import UsageError
 from ..terminal import console, say
 from .base import AllowPickle, Html, Json, Models, Offline, Png, Svg, app, examples, guarded
+from .drawn import Drawn
 
 if TYPE_CHECKING:
     from ..analysis.figures import Asked
@@ -103,10 +104,7 @@ def params(
     )
     what = _by("layer" if by_layer else by)
     _sensible(models, asked, what, batch, context, json, csv, stored)
-    if html or png or svg:
-        from ..report import pictures
-
-        pictures.ready(html, png, svg)
+    drawn = Drawn(html, png, svg)
     counts = count_params(*models, offline=offline, stored=stored, allow_pickle=allow_pickle)
     if swap or recipe:
         counts = _with_swaps(counts, swap or [], recipe, offline)
@@ -122,8 +120,7 @@ def params(
         write_csv(model_rows(counts) if asked.more else count_rows(counts, what, asked.dtype))
     else:
         _print(counts, asked, what, pairs)
-    if html or png or svg:
-        pictures.write(_page(counts, asked), html, png, svg)
+    drawn.write(lambda: _page(counts, asked), quiet=json or csv)
 
 
 def tokens(option: str, text: str) -> int:

@@ -9,6 +9,7 @@ import typer
 from ..errors import UsageError
 from ..terminal import console, say
 from .base import Html, Json, ModelArgument, Offline, Png, Svg, app, examples, guarded
+from .drawn import Drawn
 
 
 @app.command(
@@ -31,10 +32,7 @@ def show(
     offline: Offline = False,
 ) -> None:
     """Draw a model's tree with shapes, and the data's path through a layer."""
-    if html or png or svg:
-        from ..report import pictures
-
-        pictures.ready(html, png, svg)
+    drawn = Drawn(html, png, svg)
     from ..analysis.params import params
     from ..report.show import ModelDrawing, show_json, show_page
     from ..report.structure import structure
@@ -55,5 +53,4 @@ def show(
             from ..report.summaries import source_lines
 
             say(["", *source_lines([found])], quiet=False)
-    if html or png or svg:
-        pictures.write(show_page(found, graph, kinds), html, png, svg)
+    drawn.write(lambda: show_page(found, graph, kinds), quiet=json)

@@ -10,13 +10,10 @@ import typer
 from ..errors import UsageError
 from ..terminal import console, say, status
 from .base import AllowExtra, AllowPickle, Json, ModelArgument, Offline, Png, Quiet, Svg, app, examples, guarded
+from .drawn import Drawn
 
 if TYPE_CHECKING:
     from ..converter.checkpoint import Checkpoint
-    from ..report.pages import Page
-
-Pictures = tuple[Path | None, Path | None, Path | None]
-"""What --html, --png and --svg name."""
 
 
 @app.command(
@@ -60,15 +57,11 @@ def verify(
     quiet: Quiet = False,
 ) -> None:
     """Compare logits with transformers."""
-    pictured = [path for path in (html, png, svg) if path is not None]
-    if pictured:
-        from ..report.pictures import ready
-
-        ready(html, png, svg)
+    drawn = Drawn(html, png, svg)
     if against is not None:
         if local is not None or card is not None:
             raise UsageError("--against takes a MODEL alone", "gptkit verify sample:llama --against my_port:build")
-        verify_against(model, against, (html, png, svg), json, quiet, offline)
+        verify_against(model, against, drawn, json, quiet, offline)
         return
     from ..parity.verify import verify as run
     from ..report.summaries import verification_report
@@ -84,7 +77,7 @@ def verify(
             long=long,
             mutations=mutations,
             stream=stream,
-            bisected=True if pictured else None,
+            bisected=True if drawn else None,
             damaged=True if damage is None and text is not None else damage,
             text=lambda source: measured_text(source, text),
             offline=offline,
@@ -102,10 +95,10 @@ def verify(
         written = write_card(result, card, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
         if not json:
             say([f"card: {', '.join(str(path) for path in written)}"], quiet)
-    if pictured:
+    if drawn:
         from ..report.verification import verification_page
 
-        draw(verification_page(result), (html, png, svg), quiet or json)
+        drawn.write(lambda: verification_page(result), quiet or json)
     if not result.passed:
         raise typer.Exit(3)
 
@@ -119,15 +112,7 @@ def measured_text(source: Checkpoint, file: Path | None) -> tuple[int, ...] | No
     return read_text(source, file, tokens=0).held_out
 
 
-def draw(page: Page, pictures: Pictures, quiet: bool) -> None:
-    """Write a page and its picture, and say where."""
-    from ..report.pictures import write
-
-    for path in write(page, *pictures):
-        say([f"{'page' if path == pictures[0] else 'picture'}: {path}"], quiet)
-
-
-def verify_against(model: str, against: str, pictures: Pictures, json: bool, quiet: bool, offline: bool) -> None:
+def verify_against(model: str, against: str, drawn: Drawn, json: bool, quiet: bool, offline: bool) -> None:
     """`verify --against`: exit 3 where the port is not the model."""
     from ..parity.port import verify_port
     from ..report.summaries import port_report
@@ -140,9 +125,9 @@ def verify_against(model: str, against: str, pictures: Pictures, json: bool, qui
         print_json(result.as_json())
     elif not quiet:
         console().print(port_report(result))
-    if any(pictures):
+    if drawn:
         from ..report.verification import port_page
 
-        draw(port_page(result), pictures, quiet or json)
+        drawn.write(lambda: port_page(result), quiet or json)
     if not result.passed:
         raise typer.Exit(3)

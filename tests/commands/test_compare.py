@@ -68,7 +68,7 @@ def test_a_page(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     page = tmp_path / "page.html"
     said = run("gpt2", "falcon-7b", "--html", page).stdout
-    assert said.endswith(f"written: {page}\n")
+    assert said.endswith(f"page: {page}\n")
     text = page.read_text(encoding="utf-8")
     assert "parallel, one norm" in text and "Key-value cache" in text
     assert json.loads(run("gpt2", "--json", "--html", page).stdout)["models"]

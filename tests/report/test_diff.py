@@ -204,7 +204,7 @@ def test_the_page(base: Path, altered: Callable[..., Path], tmp_path: Path) -> N
     assert rows["layer 3 attention.k_proj"][1:3] == ("1", "0")
     result = run(base, b, "--html", tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
-    assert "written:" in result.stdout and "LoRA-sized" in text
+    assert "page: " in result.stdout and "LoRA-sized" in text
     same = diff_page(diff(base, base))
     assert same.good is True and "Nothing changed." in next(
         block.summary for section in same.sections for block in section.blocks if isinstance(block, Figure)
