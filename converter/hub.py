@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import cast
 
 from ..errors import CheckpointError, GptkitError, InvalidInput, Offline
-from .resolve import CONFIG, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE, NoConfig
+from .resolve import CONFIG, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE, NoConfig, NoModel
 
 __all__ = ["File", "Repository", "typed_errors"]
 
@@ -399,7 +399,7 @@ def _refused(repository: Repository, status: int, text: str, told: str | None) -
     # The hub answers 401 where a repository may be absent or private; only a bad token is told apart.
     unknown = status == 401 and "invalid credentials" not in text.lower()
     if unknown or status == 404:
-        return InvalidInput(
+        return NoModel(
             f"there is no model {repository.repo} on the hub, or it is private",
             "Check the name; for a private model log in with `hf auth login`.",
         )

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..architectures import architecture_of
-from ..architectures.presets import find, nearest, repo_of
-from ..errors import InvalidInput, UntrustedInput
+from ..architectures.presets import find, repo_of
+from ..errors import UntrustedInput
 from ..spec import ModelSpec
 from .resolve import NoConfig, exists, resolve
 from .tree import Origin, foreign_format, read_spec
@@ -59,12 +59,6 @@ def outline(reference: str, *, offline: bool = False, allow_pickle: bool = False
             family = architecture_of(preset.config)
             text = json.dumps(preset.config, indent=2) + "\n"
             return Outline(family.spec(preset.config), Origin(family=family.name, config_text=text))
-        near = nearest(reference)
-        if near and not any(sign in reference for sign in "/:@\\"):
-            raise InvalidInput(
-                f"no preset, file or folder is called {reference!r}",
-                f"did you mean {', '.join(near[:4])}? A hub repository is written org/name.",
-            )
         named = _HUB_GGUF.fullmatch(reference)
         if named is not None:
             from .remote_gguf import read_gguf

@@ -25,7 +25,7 @@ from ..errors import InvalidInput, Offline
 if TYPE_CHECKING:
     from .hub import Repository
 
-__all__ = ["NoConfig", "Resolved", "exists", "offline_by_environment", "resolve"]
+__all__ = ["NoConfig", "NoModel", "Resolved", "exists", "offline_by_environment", "resolve"]
 
 # The names of a checkpoint's files; index.py reads what lies in them.
 CONFIG = "config.json"
@@ -46,6 +46,10 @@ class NoConfig(InvalidInput):
     def __init__(self, where: str, repo: str, revision: str | None) -> None:
         super().__init__(f"{where} has no config.json", "It may hold another kind of file (GGUF, an adapter).")
         self.repo, self.revision = repo, revision
+
+
+class NoModel(InvalidInput):
+    """The hub knows no model of that name, or does not show it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,9 @@ def resolve(
             return Resolved(ref, path, None, "path", notes)
     name, revision = _parse(ref)
     repo = (repo_of(name) if repo_of is not None else None) or name
+    plain = "/" not in repo and not ref.startswith("hf://")
+    if plain and repo_of is not None:
+        _refuse_typo(name)
     from .hub import Repository, gather
 
     def have(repository: Repository) -> Path:
@@ -107,8 +114,11 @@ def resolve(
 
     try:
         repository = Repository.open(repo, revision, offline=offline or offline_by_environment(), cache=cache)
-    except Offline as error:
-        _refuse_path(name, error)
+    except (Offline, NoModel) as error:
+        if plain:
+            raise _called_nothing(name, error) from error
+        if isinstance(error, Offline):
+            _refuse_path(name, error)
         raise
     try:
         folder = have(repository)
@@ -160,6 +170,35 @@ def _refuse_path(name: str, error: Offline) -> None:
             f"no such file or folder: {name}",
             f"The folder {first} is here, and in it {some}. As a repository of the hub: {error.message}.",
         ) from error
+
+
+def _refuse_typo(name: str) -> None:
+    """Raise InvalidInput where a name without an organisation resembles a preset's, or is that of one without weights.
+
+    The hub is not asked: the few models that it has without an organisation are presets, or of no family here.
+    """
+    from ..architectures.presets import find, nearest
+
+    if find(name) is not None:
+        raise InvalidInput(
+            f"the preset {name} is a config alone: its weights were not published",
+            f"gptkit load --random {name} draws some; params, compare and show need none.",
+        )
+    near = nearest(name)
+    if near:
+        raise InvalidInput(
+            f"no preset, file or folder is called {name!r}",
+            f"did you mean {', '.join(near[:4])}? A hub repository is written org/name.",
+        )
+
+
+def _called_nothing(name: str, error: Offline | NoModel) -> InvalidInput:
+    """The error for a name without an organisation that the hub does not know, or could not be asked for."""
+    also = "" if isinstance(error, Offline) else ", nor a model on the hub"
+    return InvalidInput(
+        f"no preset, file or folder is called {name!r}{also}",
+        "gptkit presets lists the presets; a hub repository is written org/name.",
+    )
 
 
 def _parse(ref: str) -> tuple[str, str | None]:

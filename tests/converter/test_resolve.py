@@ -12,7 +12,10 @@ from threading import Thread
 
 import pytest
 from hubserver import NEW, OLD, Big, Hub, Repo
+from typer.testing import CliRunner
 
+from gptkit.architectures.presets import nearest, repo_of
+from gptkit.cli import app
 from gptkit.converter import resolve as module
 from gptkit.converter.resolve import Resolved, resolve
 from gptkit.errors import CheckpointError, GptkitError, InvalidInput, Offline, UntrustedInput
@@ -521,3 +524,55 @@ def test_importing_costs_nothing() -> None:
     code = "import sys, gptkit.converter.resolve; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"numpy", "huggingface_hub", "torch", "transformers"} & set(loaded)
+
+
+# --- names without an organisation
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("typo", ["gtp2", "qwne3-8b", "gtp2@main", "mistral"])
+def test_a_typo_of_a_preset_is_told_without_asking(hub: Hub, typo: str, stopped: bool) -> None:
+    if stopped:
+        hub.stop()
+    with pytest.raises(InvalidInput, match=f"no preset, file or folder is called '{typo.partition('@')[0]}'") as caught:
+        resolve(typo, repo_of=repo_of)
+    assert "did you mean" in str(caught.value)
+    assert nearest(typo.partition("@")[0])[0] in str(caught.value)
+    assert hub.asked == []
+
+
+def test_a_name_that_nothing_resembles_is_asked_for(hub: Hub) -> None:
+    hub.repos["zebra"] = Repo(SINGLE)
+    with pytest.raises(InvalidInput, match="no preset, file or folder is called 'nope', nor a model on the hub"):
+        resolve("nope", repo_of=repo_of)
+    assert resolve("zebra", repo_of=repo_of).revision == NEW
+    for offline in (True, False):
+        hub.stop()
+        with pytest.raises(InvalidInput, match=r"no preset, file or folder is called 'nope'\n") as caught:
+            resolve("nope", repo_of=repo_of, offline=offline)
+        assert caught.value.exit_code == 4 and "gptkit presets" in str(caught.value)
+        assert resolve("zebra", repo_of=repo_of, offline=offline).revision == NEW  # from the cache
+    with pytest.raises(Offline):
+        resolve("hf://nope", repo_of=repo_of)  # said to be one of the hub
+    with pytest.raises(Offline):
+        resolve("gpt2", repo_of=repo_of)  # a preset, whose repository is not here
+
+
+def test_a_preset_without_weights_says_so(hub: Hub) -> None:
+    with pytest.raises(InvalidInput, match="gpt3-175b is a config alone") as caught:
+        resolve("gpt3-175b", repo_of=repo_of)
+    assert "load --random gpt3-175b" in str(caught.value) and hub.asked == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *("generate gtp2 hi", "convert gtp2", "diff sample:gpt2 gtp2", "swaps gtp2", "verify gtp2", "show gtp2"),
+        *("params gtp2", "params --stored gtp2", "load gtp2", "compare gtp2 gpt2", "swap gtp2 out --norm rmsnorm"),
+    ],
+)
+def test_every_command_tells_a_typo_alike(hub: Hub, call: str) -> None:
+    done = CliRunner().invoke(app, call.split())
+    assert done.exit_code == 4, done.output
+    assert "no preset, file or folder is called 'gtp2'" in done.stderr and "did you mean gpt2?" in done.stderr
+    assert hub.asked == []
