@@ -61,7 +61,7 @@ class Design:
 
     positions: Positions = "learned"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    feed_forward: Literal["gelu", "swiglu"] = "gelu"
+    feed_forward: Literal["gelu", "swiglu", "geglu"] = "gelu"
     attention: AttentionKind = "mha"
     block: Literal["serial", "parallel"] = "serial"
     bias: bool = True
@@ -196,7 +196,7 @@ def _feed_forward(design: Design, shape: Shape) -> FeedForward | GatedFeedForwar
     return GatedFeedForward(
         hidden_size=shape.hidden,
         intermediate_size=shape.gated_width,
-        activation="silu",
+        activation="silu" if design.feed_forward == "swiglu" else "gelu",
         up_bias=design.bias,
         down_bias=design.bias,
     )

@@ -1,8 +1,8 @@
 """recommend: components for a goal and a size, each with what it costs and the paper that speaks for it.
 
 The choices are what is usually advised; the costs are counted, each choice exchanged alone in a GPT-2 of the same size
-(`design.BASELINE`), and where they contradict the advice that is told. Costs say nothing of quality: for that there are
-the papers. No torch, no weights.
+(`design.BASELINE`). Where they contradict the advice that is told, and the advice stands: the reader decides. Costs say
+nothing of quality: for that there are the papers. No torch, no weights.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .costs import Costs, costs
 from .design import BASELINE, LOW_UP_TO, TRAINED, Design, Shape, build, fit
 from .expressed import expressed
 from .findings import Finding, findings
+from .loadable import Step, step
 from .papers import PAPERS, Paper
 
 __all__ = ["GOALS", "Choice", "Goal", "Recommendation", "parse_budget", "recommend"]
@@ -114,6 +115,7 @@ _WHY: Mapping[tuple[str, Any], tuple[str, str | None]] = {
     ("norm", "rmsnorm"): ("no mean to take off, and as good: 7 to 64% less time in its paper", "rmsnorm"),
     ("feed_forward", "gelu"): ("two matrices, four times as wide as the stream", "gelu"),
     ("feed_forward", "swiglu"): ("a gate on each unit: better at the same size", "glu"),
+    ("feed_forward", "geglu"): ("a GELU as the gate of each unit: better at the same size", "glu"),
     ("attention", "mha"): ("keys and values of its own for each head", "transformer"),
     ("attention", "gqa"): ("heads share keys and values: near MHA's quality, MQA's speed", "gqa"),
     ("attention", "mqa"): ("one key and value for all heads: least to read, a little worse", "mqa"),
@@ -199,6 +201,11 @@ class Recommendation:
     def parameters(self) -> int:
         return self.costs.parameters
 
+    @property
+    def way(self) -> str:
+        """Whose way it is, or what its idea is: "Falcon's way"."""
+        return GOALS[self.goal].what
+
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values; figures are integers. `spec` is what `gptkit params FILE.json` reads."""
         return {
@@ -228,7 +235,9 @@ def _costs_json(figures: Costs) -> dict[str, int]:
     }
 
 
-def recommend(goal: str, params: int | str, *, vocab: int = VOCABULARY, context: int | None = None) -> Recommendation:
+def recommend(
+    goal: str, params: int | str, *, vocab: int = VOCABULARY, context: int | None = None, loadable: bool = False
+) -> Recommendation:
     """Components for a goal and a number of parameters.
 
     Args:
@@ -236,9 +245,11 @@ def recommend(goal: str, params: int | str, *, vocab: int = VOCABULARY, context:
         params: how many, from ten millions to a trillion: 7_000_000_000, "7B", "1.5e9".
         vocab: tokens of the vocabulary.
         context: tokens that the model is for; 4,096 unless told, 131,072 for the goal "context".
+        loadable: where no transformers family has the goal's components together, exchange the one with which one does.
 
     Raises:
-        UsageError: an unknown goal, a size that is none, or one that no shape comes near.
+        UsageError: an unknown goal, a size that is none, or one that no shape comes near; loadable, and no exchange of
+            one component would do.
 
     """
     if goal not in GOALS:
@@ -249,6 +260,8 @@ def recommend(goal: str, params: int | str, *, vocab: int = VOCABULARY, context:
         if not 1 <= value <= most:
             raise UsageError(f"{what} is {value:,}", f"Give a number from 1 to {most:,}.")
     design = _settled(GOALS[goal], budget, vocab, length)
+    if loadable:
+        design = _held(design, budget, vocab, length)
     shape = fit(design, budget, vocab, length)
     base = fit(replace(BASELINE, positions="rope"), budget, vocab, length)  # its table of positions comes on top
     family, spec = expressed(build(design, shape, vocab, length))
@@ -267,7 +280,7 @@ def recommend(goal: str, params: int | str, *, vocab: int = VOCABULARY, context:
         choices=choices,
         considered=tuple(_considered(GOALS[goal], design, choices, base, vocab, length)),
         findings=findings(goal, design, spec, usual, base),
-        notes=_notes(design, shape, family, costs(spec, length), vocab),
+        notes=_notes(design, shape, family, spec, costs(spec, length)),
     )
 
 
@@ -308,6 +321,20 @@ def _settled(goal: Goal, budget: int, vocab: int, context: int) -> Design:
         return replace(design, tied=goal.tied)
     tied = replace(design, tied=True)
     return replace(design, tied=vocab * fit(tied, budget, vocab, context).hidden > LARGE_HEAD * budget)
+
+
+def _held(design: Design, budget: int, vocab: int, context: int) -> Design:
+    """The design, or the one a component away that a transformers family has. Raises UsageError where there is none."""
+    shape = fit(design, budget, vocab, context)
+    if expressed(build(design, shape, vocab, context))[0] is not None:
+        return design
+    found = step(design, shape, vocab, context)
+    if found is None:
+        raise UsageError(
+            "no transformers family has these components, nor all but one of them",
+            "Leave out --loadable: gptkit's own format holds any.",
+        )
+    return found.design
 
 
 def _delta(changes: Mapping[str, Any], base: Shape, vocab: int, context: int) -> Delta:
@@ -387,11 +414,11 @@ def _considered(
     return found
 
 
-def _notes(design: Design, shape: Shape, family: str | None, found: Costs, vocab: int) -> tuple[str, ...]:
+def _notes(design: Design, shape: Shape, family: str | None, spec: ModelSpec, found: Costs) -> tuple[str, ...]:
     """Where it can be used, how much text it wants, and what to look at again."""
-    notes = []
+    vocab, notes = spec.vocab_size, []
     if family is None:
-        notes.append("No transformers family has these components together: only gptkit's own format holds it.")
+        notes.append(_only_here(design, step(design, shape, vocab, found.context), spec, found))
     else:
         notes.append(f"transformers holds it as {ARCHITECTURES[family].hf_class}.")
     notes.append(
@@ -413,6 +440,28 @@ def _notes(design: Design, shape: Shape, family: str | None, found: Costs, vocab
             f"The rotary base is higher than 10,000 for the sake of {found.context:,} tokens ({PAPERS['base']})."
         )
     return tuple(notes)
+
+
+def _only_here(design: Design, near: Step | None, spec: ModelSpec, found: Costs) -> str:
+    """What to do with a tree that no family has: the exchange after which one does, and what that costs."""
+    told = (
+        "No transformers family has these components together: gptkit's own format holds it, which loads, generates and"
+        " verifies, and `convert --to hf:auto` refuses."
+    )
+    if near is None:
+        return told
+    other = costs(near.spec, found.context)
+    more, cache = other.parameters - found.parameters, other.held_bytes() - found.held_bytes()
+    flops = other.total_flops / found.total_flops - 1
+    names = (
+        _named(near.kind, getattr(way, near.kind), tree) for way, tree in ((near.design, near.spec), (design, spec))
+    )
+    kept = "the same cache" if cache == 0 else f"{cache / found.held_bytes():+.1%} of cache"
+    return (
+        f"{told} One component away {ARCHITECTURES[near.family].hf_class} holds it: {' for '.join(names)}, at"
+        f" {more:+,} parameters ({more / found.parameters:+.1%}), {flops:+.1%} FLOPs a token and {kept}. --loadable"
+        " takes it, at the size that was asked for."
+    )
 
 
 def _billions(number: int) -> str:

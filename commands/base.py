@@ -35,6 +35,7 @@ __all__ = [
     "examples",
     "guarded",
     "parse_size",
+    "tokens",
 ]
 
 
@@ -191,3 +192,26 @@ def parse_size(option: str, text: str | None) -> int | None:
     if nbytes <= 0:
         raise UsageError(f"{option} {text!r} is not a size", "Give a number of bytes, as 2GB, 500MB or 1GiB.")
     return nbytes
+
+
+COUNTS = {"": 1, "k": 2**10, "m": 2**20}
+"""Tokens, as contexts are named: a model "of 128k" takes 131,072."""
+
+
+def tokens(option: str, text: str) -> int:
+    """A number of tokens: 8192, 8_192, 8k (8,192), 1M (1,048,576), 1e3; raises UsageError."""
+    found = re.fullmatch(
+        r"\s*(\d(?:_?\d){0,14})(\.\d{1,9})?(?:e\+?(\d{1,2}))?\s*([km]?)\s*", text, re.ASCII | re.IGNORECASE
+    )
+    number = 0
+    if found:
+        whole, part, power, unit = found.groups(default="")
+        digits = part[1:]
+        scaled = int(whole + digits) * 10 ** int(power or 0) * COUNTS[unit.lower()]
+        number, rest = divmod(scaled, 10 ** len(digits))
+        number = 0 if rest else number
+    if not 1 <= number < 10**16:
+        raise UsageError(
+            f"{option} {text!r:.40} is not a number of tokens", f"as in {option} 8192, {option} 8k or {option} 1M"
+        )
+    return number

@@ -10,9 +10,8 @@ import typer
 
 from ..errors import UsageError
 from ..terminal import console
-from .base import Html, Json, Models, Offline, Png, Svg, app, examples, guarded
+from .base import Html, Json, Models, Offline, Png, Svg, app, examples, guarded, tokens
 from .drawn import Drawn
-from .params import tokens
 
 if TYPE_CHECKING:
     from ..analysis.params import Described

@@ -11,7 +11,7 @@ import typer
 
 from ..errors import UsageError
 from ..terminal import console, say
-from .base import AllowPickle, Html, Json, Models, Offline, Png, Svg, app, examples, guarded
+from .base import AllowPickle, Html, Json, Models, Offline, Png, Svg, app, examples, guarded, tokens
 from .drawn import Drawn
 
 if TYPE_CHECKING:
@@ -121,20 +121,6 @@ def params(
     else:
         _print(counts, asked, what, pairs)
     drawn.write(lambda: _page(counts, asked), quiet=json or csv)
-
-
-def tokens(option: str, text: str) -> int:
-    """A number of tokens: 8192, 8_192, 8k (8,192, as contexts are named).
-
-    Raises:
-        UsageError: it is none.
-
-    """
-    found = re.fullmatch(r"\s*([0-9][0-9_]{0,15})(k?)\s*", text, re.ASCII | re.IGNORECASE)
-    number = int(found[1].replace("_", "")) * (1024 if found[2] else 1) if found else 0
-    if number < 1:
-        raise UsageError(f"{option} {text!r:.40} is not a number of tokens", f"as in {option} 8192, or {option} 8k")
-    return number
 
 
 def _by(text: str) -> By:

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
+from ..errors import UsageError
 from ..terminal import console, say
-from .base import Json, Quiet, app, examples, guarded
-from .params import tokens
+from .base import Json, Quiet, app, examples, guarded, tokens
 
 VOCABULARY = 32_000
 
@@ -19,6 +19,7 @@ VOCABULARY = 32_000
     epilog=examples(
         "gptkit recommend --goal quality --params 7B",
         "gptkit recommend --goal context --params 1.5e9 --context 64k --vocab 128256",
+        "gptkit recommend --goal balance --params 7B --loadable",
         "gptkit recommend --goal memory --params 124M --out small.json",
     )
 )
@@ -30,6 +31,9 @@ def recommend(
     context: Annotated[
         str | None, typer.Option(metavar="TOKENS", help="The model is for; 4,096, or 131,072 for the goal context.")
     ] = None,
+    loadable: Annotated[
+        bool, typer.Option("--loadable", help="Only what a transformers family holds: exchange what it lacks.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it as a spec: FILE.json.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a FILE that is there.")] = False,
     json: Json = False,
@@ -38,8 +42,12 @@ def recommend(
     """Choose components for a goal and a size, with costs and papers."""
     from ..analysis.recommend import recommend as run
 
+    if quiet and out is None and not json:
+        raise UsageError(
+            "-q prints nothing, and without --out nothing is written", "Add --out FILE.json, or leave out -q."
+        )
     length = None if context is None else tokens("--context", context)
-    found = run(goal, params, vocab=vocab, context=length)
+    found = run(goal, params, vocab=vocab, context=length, loadable=loadable)
     if out is not None:
         from ..converter.tree import Origin, write_spec
 
@@ -54,14 +62,15 @@ def recommend(
 
         console().print(recommendation_table(found))
     file = quote(str(out or f"{goal}.json"))
-    again = [] if out is not None else [f"{asked(goal, params, vocab, context)} --out {file}"]
+    again = [] if out is not None else [f"{asked(goal, params, vocab, context, loadable)} --out {file}"]
     say(["", "Next:", *again, f"gptkit params {file} --flops --memory", f"gptkit load --random {file}"], quiet)
 
 
-def asked(goal: str, params: str, vocab: int, context: str | None) -> str:
+def asked(goal: str, params: str, vocab: int, context: str | None, loadable: bool) -> str:
     """The call, as it was made."""
     more = [
         *([f"--vocab {vocab}"] if vocab != VOCABULARY else []),
         *([f"--context {quote(context)}"] if context else []),
+        *(["--loadable"] if loadable else []),
     ]
     return " ".join(["gptkit recommend --goal", goal, "--params", quote(params), *more])

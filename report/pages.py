@@ -124,7 +124,9 @@ def ready(path: Path) -> None:
     """Raise UsageError where a page could not be made or not be written at `path`: before the work, not after it."""
     missing = [name for name in ("jinja2", "plotly") if find_spec(name) is None]
     if missing:
-        raise UsageError(f"--html needs {' and '.join(missing)}", 'pip install "gptkit[html]"')
+        raise UsageError(
+            f"--html needs {' and '.join(missing)}", f'pip install {" ".join(missing)} # gptkit\'s extra "html"'
+        )
     writable(path, "--html")
 
 

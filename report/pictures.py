@@ -53,9 +53,11 @@ def ready(html: Path | None, png: Path | None, svg: Path | None) -> None:
 
 
 def _can_draw(option: str) -> None:
-    missing = [name for name in ("plotly", "kaleido") if find_spec(name) is None]
+    missing = [name for name in ("plotly", "kaleido", "choreographer") if find_spec(name) is None]
     if missing:
-        raise UsageError(f"{option} needs {' and '.join(missing)}", 'pip install "gptkit[images]"')
+        raise UsageError(
+            f"{option} needs {' and '.join(missing)}", f'pip install {" ".join(missing)} # gptkit\'s extra "images"'
+        )
     if _browser() is None:
         raise UsageError(
             f"{option} needs Chrome or Chromium to draw with, and none was found",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .comparison import flops
 from .pages import counted
-from .sheets import Layout, Row, Sheet, binary
+from .sheets import Layout, Row, Sheet, nbytes
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -38,19 +38,24 @@ class RecommendationTable:
 
         page, found = _Page(options.max_width, options.ascii_only), self.found
         off = 100 * (found.parameters / found.budget - 1)
+        contrary = any(finding.against for finding in found.findings)
         size = f"{found.parameters:,} parameters, {off:+.1f}% of what was asked for"
         yield Text.assemble((page.clean(found.goal), "bold"), page.clean(f"  {size}"))
         yield page.note(shape_words(found))
         yield ""
         yield Text("Components, in the order of their effect", style="bold")
+        told = " The costs disagree: see below." if contrary else ""
+        yield page.note(f"As usually advised for {found.goal}: {found.way}.{told}")
         yield from page.choices(found.choices)
         yield ""
         yield costs_sheet(found)
         yield ""
-        yield Text("What the costs say", style="bold")
-        for finding in found.findings:
-            yield page.item(f"Against the advice: {finding.words}" if finding.against else finding.words)
-        yield ""
+        for title, against in (("Where the costs disagree with the advice", True), ("What the costs say", False)):
+            said = [finding.words for finding in found.findings if finding.against == against]
+            if said:
+                yield Text(title, style="bold")
+                yield from (page.item(words) for words in said)
+                yield ""
         yield from (page.note(note) for note in found.notes)
 
 
@@ -88,12 +93,12 @@ def costs_sheet(found: Recommendation) -> Sheet:
 
 
 def _whole_row(label: str, costs: Any) -> Row:
-    return Row(label, (f"{costs.parameters:,}", binary(costs.held_bytes()), flops(costs.total_flops)), "bold")
+    return Row(label, (f"{costs.parameters:,}", nbytes(costs.held_bytes()), flops(costs.total_flops)), "bold")
 
 
 def _exchange(choice: Choice, style: str | None = None) -> Row:
     cost = choice.cost
-    cells = (f"{cost.parameters:+,}" if cost.parameters else "0", signed(cost.cache, binary), signed(cost.flops, flops))
+    cells = (f"{cost.parameters:+,}" if cost.parameters else "0", signed(cost.cache, nbytes), signed(cost.flops, flops))
     return Row(choice.alone, cells, style)
 
 

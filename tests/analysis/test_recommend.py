@@ -19,7 +19,7 @@ from gptkit.analysis.design import BASELINE, Design, Shape, aspect_ratio, build,
 from gptkit.analysis.expressed import expressed
 from gptkit.analysis.papers import PAPERS
 from gptkit.analysis.parameters import count
-from gptkit.analysis.recommend import _WHY, GOALS, Recommendation, parse_budget, recommend
+from gptkit.analysis.recommend import _WHY, GOALS, Goal, Recommendation, parse_budget, recommend
 from gptkit.architectures import ARCHITECTURES
 from gptkit.commands.recommend import VOCABULARY
 from gptkit.errors import UsageError
@@ -223,6 +223,59 @@ def test_what_contradicts_the_advice_is_told() -> None:
     assert "its gain is free" in about(recommend("quality", "7B"), "feed-forward").words
     assert about(recommend("quality", "7B"), "attention").figures["cache"] == 8 / 32
     assert about(speed, "attention").figures["cache"] == 1 / 32
+
+
+@pytest.mark.parametrize("goal", GOALS)
+def test_advice_that_is_contradicted_is_named_as_what_was_chosen(goal: str) -> None:
+    found = recommend(goal, "7B")
+    chosen = " ".join(each.words for each in found.choices)
+    for each in found.findings:
+        advice = re.match(r"The usual advice is (\w+)\b.*; the costs say ", each.words)
+        assert (advice is not None) == each.against
+        assert advice is None or advice[1] in chosen
+
+
+# --- where no family has all of it ---
+
+
+def test_one_component_away_a_family_has_it() -> None:
+    found = recommend("balance", "7B")
+    ways = Design("rope", "rmsnorm", "geglu", "gqa", "serial", bias=False, tied=False)
+    other = build(ways, found.shape, VOCABULARY, found.context)
+    more = count(other).total - found.parameters
+    # Three matrices of 11,008 for two of 16,384, in each layer.
+    assert more == len(found.spec.blocks) * 4096 * (3 * 11_008 - 2 * 16_384)
+    flops = costs(other, found.context).total_flops / found.costs.total_flops - 1
+    note = found.notes[0]
+    assert "LlamaForCausalLM holds it: GEGLU 11,008 for GELU 16,384" in note
+    assert f"{more:+,} parameters" in note and f"{flops:+.1%} FLOPs a token and the same cache" in note
+    assert "`convert --to hf:auto` refuses" in note and "--loadable" in note
+
+
+@pytest.mark.parametrize("goal", GOALS)
+@pytest.mark.parametrize("context", [512, 16_384])
+def test_loadable_is_what_transformers_loads(goal: str, context: int) -> None:
+    found, plain = (recommend(goal, "124M", context=context, loadable=asked) for asked in (True, False))
+    assert found.family is not None and abs(found.parameters / found.budget - 1) < 0.03
+    assert plain.family is None or plain.spec == found.spec
+    architecture = ARCHITECTURES[found.family]
+    assert architecture.spec(architecture.config_for(found.spec)) == found.spec
+    if goal == "balance":
+        assert (
+            choice(found, "feed-forward").words.startswith("GEGLU") and choice(found, "feed-forward").paper is not None
+        )
+        assert about(found, "feed-forward").words.startswith("GEGLU")
+
+
+def test_where_more_than_one_component_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    # ALiBi with RMSNorm and a plain feed-forward: any one of them exchanged leaves two that no family has together.
+    design = Design("alibi", "rmsnorm", "swiglu", "mla", "parallel", bias=False)
+    monkeypatch.setitem(GOALS, "balance", Goal("a way of its own", design, True))  # type: ignore[misc]
+    told = recommend("balance", "124M").notes[0]
+    assert "gptkit's own format" in told and "--loadable" not in told
+    with pytest.raises(UsageError, match="nor all but one of them") as refused:
+        recommend("balance", "124M", loadable=True)
+    assert "Leave out --loadable" in str(refused.value)
 
 
 @pytest.mark.parametrize("goal", GOALS)

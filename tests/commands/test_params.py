@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from gptkit.architectures.presets import presets
 from gptkit.cli import app
-from gptkit.commands.params import tokens
+from gptkit.commands.base import tokens
 from gptkit.errors import UsageError
 
 TINY = {
@@ -103,7 +103,9 @@ def test_csv() -> None:
 def test_contexts_are_written_in_several_ways() -> None:
     told = [each["context"] for each in models("qwen3-8b", "--kv", "8k,8192,100", "--kv", "2_000")[0]["kv_cache"]]
     assert told == [8192, 100, 2000]
-    for wrong in ("", "x", "0", "-1", "1e3", "1.5", "8kb", "٣", "9" * 40):
+    as_written = {"128k": 131_072, "1M": 1_048_576, "10m": 10_485_760, "1e3": 1000, "1.5e3": 1500, "0.5k": 512}
+    assert {text: tokens("--kv", text) for text in as_written} == as_written
+    for wrong in ("", "x", "0", "-1", "1e-3", "1.5", "0.3k", "8kb", "8__0", "8_", "1e99", "1B", "inf", "٣", "9" * 40):
         with pytest.raises(UsageError):
             tokens("--kv", wrong)
 

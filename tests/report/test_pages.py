@@ -366,7 +366,11 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(pages, "find_spec", lambda name: None if name == "plotly" else object())
     with pytest.raises(UsageError, match="--html needs plotly") as told:
         ready(tmp_path / "page.html")
-    assert told.value.hint == 'pip install "gptkit[html]"'
+    assert told.value.hint == 'pip install plotly # gptkit\'s extra "html"'
+    monkeypatch.setattr(pages, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="--html needs jinja2 and plotly") as told:
+        ready(tmp_path / "page.html")
+    assert told.value.hint.startswith("pip install jinja2 plotly #")
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -39,7 +39,13 @@ def test_every_width(goal: str, width: int) -> None:
     flat = " ".join(text.split())
     for finding in found.findings:
         assert finding.words in flat
-    assert flat.count("Against the advice:") == sum(each.against for each in found.findings)
+    said = " ".join(f"- {finding.words}" for finding in found.findings if finding.against)
+    assert ("The costs disagree: see below." in flat) == bool(said)
+    assert f"As usually advised for {goal}: {found.way}." in flat
+    if said:
+        assert f"Where the costs disagree with the advice {said} What the costs say - " in flat
+    else:
+        assert "disagree" not in flat
 
 
 def test_only_what_is_exchanged_has_a_cost() -> None:
@@ -61,6 +67,11 @@ def test_what_it_says_next_can_be_typed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     said = runner.invoke(app, ["recommend", "--goal", "quality", "--params", "30M", "--vocab", "4096"]).stdout
     lines = said[said.index("Next:") :].splitlines()[1:]
+    loadable = runner.invoke(app, ["recommend", "--goal", "balance", "--params", "30M", "--loadable"]).stdout
+    assert "gptkit recommend --goal balance --params 30M --loadable --out balance.json" in loadable
+    assert "LlamaForCausalLM" in loadable
+    long = runner.invoke(app, ["recommend", "--goal", "quality", "--params", "1B", "--context", "10M", "--json"])
+    assert json.loads(long.stdout)["context"] == 10 * 2**20
     assert lines[0] == "gptkit recommend --goal quality --params 30M --vocab 4096 --out quality.json"
     for line in lines[:2]:
         result = runner.invoke(app, shlex.split(line)[1:])
@@ -82,8 +93,15 @@ def test_it_writes_a_tree_that_params_counts(tmp_path: Path) -> None:
     assert compared["models"][0]["costs"]["parameters"] == found["parameters"]
 
 
-def test_quiet_and_wrong() -> None:
-    assert runner.invoke(app, ["recommend", "--goal", "speed", "--params", "7B", "-q"]).stdout == ""
+def test_quiet_and_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    call = ["recommend", "--goal", "speed", "--params", "7B", "-q"]
+    result = runner.invoke(app, call)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "without --out nothing is written" in result.stderr and "--out FILE.json" in result.stderr
+    result = runner.invoke(app, [*call, "--out", "a.json"])
+    assert (result.exit_code, result.output) == (0, "") and Path("a.json").is_file()
+    assert json.loads(runner.invoke(app, [*call, "--json"]).stdout)["goal"] == "speed"
     for wrong in (["--goal", "fame", "--params", "7B"], ["--goal", "speed", "--params", "big"], ["--goal", "speed"]):
         result = runner.invoke(app, ["recommend", *wrong])
         assert (result.exit_code, result.stdout) == (2, "")
