@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .pages import counted
-from .sheets import Layout, binary, decimal
+from .sheets import Layout, decimal, nbytes
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -64,7 +64,7 @@ def cost_words(name: str, figure: int | None) -> str:
         return "–"
     if name in ("parameters", "active"):
         return f"{figure:,}"
-    return flops(figure) if name.startswith("FLOPs") else binary(figure)
+    return flops(figure) if name.startswith("FLOPs") else nbytes(figure)
 
 
 def flops(number: int) -> str:

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from ..spec import Attention, LatentAttention
-from .graph import SYMBOLS, Kind, Node, Structure, layers_label, shape_words
+from .graph import Kind, Node, Structure, layers_label, shape_words
 from .placement import Box, Frame, Metrics, Placement, Wire, folded, place
 
 if TYPE_CHECKING:
@@ -317,4 +317,3 @@ def _listed(nodes: Sequence[Node], label: str, width: int, ascii_only: bool) -> 
         told += [(each, "") for each in (what,) if each]
         told.append((shape_words(node), "dim"))
         yield from lines(told)
-    yield from lines([(SYMBOLS, "dim")])

@@ -9,7 +9,7 @@ from typing import Any
 
 from .pages import plain
 
-__all__ = ["COLOURS", "PALETTE", "binary", "drawn", "safe", "share", "short"]
+__all__ = ["COLOURS", "PALETTE", "drawn", "held", "safe", "share", "short"]
 
 PALETTE = 8
 """page.css's colours for kinds of things, c0 to c7, with on-c0 to on-c7 for text on them."""
@@ -52,11 +52,11 @@ def short(number: int, units: str = "KMBT") -> str:
     return f"{number:,}"
 
 
-def binary(nbytes: int) -> str:
-    """Bytes in units of 1,024, three digits: 36 MiB, 1.5 GiB."""
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if nbytes >= 1024**power:
-            return f"{_three(nbytes / 1024**power)} {unit}"
+def held(nbytes: int) -> str:
+    """Bytes in units of 1,000, as in the tables, in three digits: 37.7 MB, 1.5 GB."""
+    for power, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
+        if nbytes >= 10**power:
+            return f"{_three(nbytes / 10**power)} {unit}"
     return f"{nbytes:,} B"
 
 
@@ -65,6 +65,6 @@ def _three(value: float) -> str:
 
 
 def share(number: int, total: int) -> str:
-    """Per cent, as the terminal's tables have it."""
+    """Per cent, as the terminal's tables have it, in one piece where lines end."""
     part = 100 * number / total
-    return "<0.1 %" if 0 < part < 0.05 else f"{part:.1f} %"
+    return "<0.1\u00a0%" if 0 < part < 0.05 else f"{part:.1f}\u00a0%"

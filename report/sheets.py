@@ -15,7 +15,19 @@ if TYPE_CHECKING:
 
     from . import pages as page
 
-__all__ = ["GAP", "Layout", "Notes", "Row", "Sheet", "binary", "change", "decimal", "difference", "whole_bytes"]
+__all__ = [
+    "GAP",
+    "Layout",
+    "Notes",
+    "Row",
+    "Sheet",
+    "binary",
+    "change",
+    "decimal",
+    "difference",
+    "nbytes",
+    "whole_bytes",
+]
 
 GAP = 3
 """Blank characters between two columns of a table; rich draws one of them itself."""
@@ -38,6 +50,11 @@ def decimal(number: int, unit: str) -> str:
     while value >= 999.95 and power < len(DECIMAL) - 1:
         value, power = value / 1000, power + 1
     return f"{_four(value)} {DECIMAL[power]}{unit}"
+
+
+def nbytes(number: int) -> str:
+    """Bytes as every table and chart tells them, in powers of 1000: 16.38 GB. What stands in GiB stands beside that."""
+    return decimal(number, "B")
 
 
 def binary(nbytes: int) -> str:
