@@ -64,12 +64,25 @@ class TensorDiff:
 
     @property
     def module(self) -> str:
-        """What it belongs to in every layer: "attention.q_proj"."""
-        parts = self.name.split(".")
+        """What it belongs to in every layer: "attention.q_proj"; "model.layers.*.query" of one with no place."""
+        parts = self.everywhere.split(".")
         parts = parts[2:] if parts[0] == "blocks" else parts
         if "experts" in parts:
             del parts[parts.index("experts") + 1]
-        return ".".join(parts[:-1])
+        return ".".join(parts[:-1]) or self.name
+
+    @property
+    def everywhere(self) -> str:
+        """Its name with a star for the layer."""
+        parts = self.name.split(".")
+        if self.layer is not None:
+            parts[next(index for index, part in enumerate(parts) if part.isdecimal())] = "*"
+        return ".".join(parts)
+
+    @property
+    def part(self) -> str:
+        """What is told of together in all layers: the module, and a bias apart from its weight."""
+        return f"{self.module}.bias" if self.name.endswith(".bias") else self.module
 
     @property
     def reading(self) -> Reading | None:
@@ -135,10 +148,10 @@ class TensorDiff:
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that are told of together: those of one module, or of one layer.
+    """Tensors that are told of together: weights or biases of one module, or those of one layer.
 
     tensors, same: how many there are, and how many of them have the same values.
-    relative, cosine, largest: over those that changed values; None where nothing can be told.
+    relative, cosine, largest: over those that changed values, and those alone; None where nothing can be told.
     """
 
     name: str
@@ -199,9 +212,11 @@ class LowRank:
     """A change such as adapters make: no matrix changed by one of high rank.
 
     matrices: those of low rank; rank: the largest of theirs; modules: where they are. unclear: other matrices, whose
-    change is too small beside rounding for its rank to be told.
+    change is too small beside rounding for its rank to be told. alone: nothing else changed, came or went: no norm, no
+    bias, no row of an embedding, no shape.
     """
 
+    alone: bool
     matrices: int
     unclear: int
     rank: int
@@ -241,6 +256,13 @@ class Diff:
         return Group("all", None, self.tensors)
 
     @property
+    def parameters(self) -> tuple[int, int]:
+        """The numbers that A has, and B, whether they have a place in the tree or not."""
+        shapes = [(each.shape_a, each.shape_b) for each in self.tensors]
+        a, b = (sum(math.prod(shape) for shape in side if shape is not None) for side in zip(*shapes, strict=True))
+        return a, b
+
+    @property
     def rounded(self) -> tuple[str, Literal["a", "b"]] | None:
         """The dtype and the side where everything that differs is one side rounded to that dtype."""
         kinds = {each.figures.rounded for each in self.changed if each.figures is not None}
@@ -255,27 +277,29 @@ class Diff:
             return None
         ranks = [each.figures.rank.rank for each in low if each.figures is not None and each.figures.rank is not None]
         modules = dict.fromkeys(each.module for each in low)
-        return LowRank(len(low), len(matrices) - len(low), max(ranks), tuple(modules))
+        apart = any(self.counts[status] for status in ("reshaped", "only_a", "only_b"))
+        alone = not apart and self.counts["changed"] == len(matrices)
+        return LowRank(alone, len(low), len(matrices) - len(low), max(ranks), tuple(modules))
 
     def by_module(self) -> list[Group]:
-        """A group a module, in the order of computation."""
-        return _groups(self.tensors, lambda each: (each.module, None))
+        """A group a module's weights, and one its biases, in the order of computation."""
+        return _groups(self.tensors, lambda each: (each.part, None))
 
     def by_layer(self) -> list[Group]:
-        """A group a layer; what stands outside of layers is a group a module."""
-        return _groups(self.tensors, lambda each: (each.module if each.layer is None else "layer", each.layer))
+        """A group a layer; what stands outside of layers is as in `by_module`."""
+        return _groups(self.tensors, lambda each: (each.part if each.layer is None else "layer", each.layer))
 
     def by_place(self) -> list[Group]:
-        """A group a module and layer."""
-        return _groups(self.tensors, lambda each: (each.module, each.layer))
+        """As in `by_module`, a group a layer."""
+        return _groups(self.tensors, lambda each: (each.part, each.layer))
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         low, rounded, everything = self.low_rank, self.rounded, self.all
         return {
             "schema_version": 1,
-            "a": _side(self.a),
-            "b": _side(self.b),
+            "a": _side(self.a, self.parameters[0]),
+            "b": _side(self.b, self.parameters[1]),
             "same": self.same,
             "same_bytes": self.same_bytes,
             "counts": dict(self.counts),
@@ -307,13 +331,13 @@ def _function(spec: ModelSpec) -> ModelSpec:
     return found
 
 
-def _side(checkpoint: Checkpoint) -> dict[str, Any]:
+def _side(checkpoint: Checkpoint, parameters: int) -> dict[str, Any]:
     return {
         "model": checkpoint.reference,
         "revision": checkpoint.revision,
         "format": checkpoint.format,
         "family": checkpoint.origin.family,
-        "parameters": sum(each.count for each in checkpoint.spec.parameters()),
+        "parameters": parameters,
         "dtypes": sorted(set(checkpoint.dtypes.values())),
     }
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ..architectures import BoundLeaf
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.transfer import IN_FLIGHT, Gate, StoppedError, available_cores
-from ..spec import ModelSpec, Parameter
+from ..spec import Parameter
 from .changes import STATUSES, Diff, Group, LowRank, Status, TensorDiff
 from .diff_around import TreeChange, changed_files, changed_tree, same_layers
 from .parameters import layer_ranges, range_label
@@ -57,7 +57,7 @@ def diff(
         b: the other, of any format too.
         offline: look in local files and the hub's cache alone.
         allow_pickle: read torch's pickled files too.
-        allow_extra: leave out tensors that have no place in the model.
+        allow_extra: leave out tensors that have no place in the model; they are compared by their own names otherwise.
         rank: look for the rank of each matrix's change too, which takes about as long as the rest.
         workers: threads; by default one a core that this process may use. With OPENBLAS_NUM_THREADS=1, which the
             command sets before numpy is imported, those of numpy's BLAS do not get in their way.
@@ -68,10 +68,10 @@ def diff(
         Offline: one is not here and there is no network.
 
     """
-    options = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
+    options = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra, "partial": True}
     first, second = open_checkpoint(a, **options), open_checkpoint(b, **options)
     found = _Comparison(first, second, rank, progress).run(workers or available_cores())
-    tensors = tuple(sorted(found, key=_order(first.spec, second.spec)))
+    tensors = tuple(sorted(found, key=_order(_parameters(first), _parameters(second))))
     tree = changed_tree(first.spec, second.spec)
     return Diff(
         a=first,
@@ -101,7 +101,7 @@ class _Comparison:
 
     def __init__(self, a: Checkpoint, b: Checkpoint, rank: bool, progress: Callable[[int, int], None] | None) -> None:
         self.sides, self.rank, self.progress = (a, b), rank, progress
-        self.parameters = [{each.name: each for each in side.spec.parameters()} for side in self.sides]
+        self.parameters = [{each.name: each for each in _parameters(side)} for side in self.sides]
         self.dtypes = [side.shared_dtypes() for side in self.sides]
         self.quantised = [_quantised(side) for side in self.sides]
         self.jobs = self._jobs()
@@ -149,7 +149,7 @@ class _Comparison:
 
         pairs = [(name, name) for _, name in at if (0, name) in at and (1, name) in at]
         tied = [("embedding.weight", "head.weight"), ("head.weight", "embedding.weight")]
-        pairs += [pair for pair in tied if self._tied(pair)]
+        pairs += [(x, y) for x, y in tied if (0, x) in at and (1, y) in at and self._tied((x, y))]
         for one, other in pairs:
             first, second = sorted((root(at[0, one]), root(at[1, other])))
             group[second] = first
@@ -283,6 +283,17 @@ class _Comparison:
                 side.release()
 
 
+def _parameters(checkpoint: Checkpoint) -> list[Parameter]:
+    """What the files have, in the tree's order; behind it what has no place there, in the layer that its name says."""
+    missing = set(checkpoint.missing)
+    held = [each for each in checkpoint.spec.parameters() if each.name not in missing]
+    for leaf in checkpoint.extra:
+        (name,) = leaf.shared
+        layer = next((int(part) for part in name.split(".") if part.isdecimal()), None)
+        held.append(Parameter(name, leaf.shape, "no place", layer))
+    return held
+
+
 def _quantised(checkpoint: Checkpoint) -> set[str]:
     """The shared tensors that are dequantised when they are read."""
     if checkpoint.format not in QUANTISING:
@@ -304,11 +315,11 @@ def _status(a: Parameter | None, b: Parameter | None, figures: Figures | None, o
 # --- in order ---------------------------------------------------------------------------------------------------------
 
 
-def _order(a: ModelSpec, b: ModelSpec) -> Callable[[TensorDiff], tuple[int, int]]:
+def _order(a: Sequence[Parameter], b: Sequence[Parameter]) -> Callable[[TensorDiff], tuple[int, int]]:
     """In A's order of computation; what B alone has stands behind what it follows there."""
-    places = {each.name: (index, 0) for index, each in enumerate(a.parameters())}
+    places = {each.name: (index, 0) for index, each in enumerate(a)}
     last = -1
-    for number, each in enumerate(b.parameters(), 1):
+    for number, each in enumerate(b, 1):
         if each.name in places:
             last = places[each.name][0]
         else:

@@ -75,7 +75,7 @@ def same_layers(a: Checkpoint, b: Checkpoint) -> list[int | None] | None:
         return None
     ours, theirs = _rows_of(a), _rows_of(b)
     places = {row: layer for layer, row in enumerate(ours)}
-    if len(places) < len(ours) or len(set(theirs)) < len(theirs) // 2:
+    if not ours or not theirs or len(places) < len(ours) or len(set(theirs)) < len(theirs) // 2:
         return None
     found = [places.get(row) for row in theirs]
     moved = any(layer not in (None, index) for index, layer in enumerate(found))
@@ -83,10 +83,13 @@ def same_layers(a: Checkpoint, b: Checkpoint) -> list[int | None] | None:
 
 
 def _rows_of(checkpoint: Checkpoint) -> list[bytes]:
-    """The first row of each layer's attention output, as fp64."""
+    """The first row of each layer's attention output, as fp64; nothing where a layer has none."""
     found = []
     for layer in range(len(checkpoint.spec.blocks)):
-        array, dtype = checkpoint.tensor(f"blocks.{layer}.attention.o_proj.weight")
+        name = f"blocks.{layer}.attention.o_proj.weight"
+        if name in checkpoint.missing:
+            return []
+        array, dtype = checkpoint.tensor(name)
         found.append(to_float64(array[0], dtype).tobytes())
         checkpoint.release()
     return found

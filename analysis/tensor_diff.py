@@ -29,6 +29,8 @@ GRIDS = ("BF16", "F16", "F32", "F64")
 """What values may be rounded to, the coarsest first."""
 SCALED = 1e-7
 """How far two tensors may be from multiples of each other, beyond rounding: what fp64 sums of squares can tell."""
+TINY = 1e-270
+"""Below it a sum of squares may be of numbers whose squares are too small for fp64, and tells nothing."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,11 @@ class Figures:
 
 
 def relative(square: float, square_a: float) -> float | None:
-    """The root of a quotient of sums of squares; 0 for none of either."""
+    """The root of a quotient of sums of squares; 0 for none of either, None where fp64 cannot tell."""
     if square == 0:
         return 0.0
+    if 0 < square_a < TINY or square < TINY:
+        return None
     found = math.sqrt(square / square_a) if square_a > 0 else math.inf
     return found if math.isfinite(found) else None
 
@@ -98,6 +102,8 @@ def relative(square: float, square_a: float) -> float | None:
 def cosine(product: float, square_a: float, square_b: float) -> float | None:
     """Between -1 and 1; None where one side is zero."""
     norms = math.sqrt(square_a) * math.sqrt(square_b)
+    if 0 < min(square_a, square_b) < TINY:
+        return None
     if not (norms > 0 and math.isfinite(norms) and math.isfinite(product)):
         return None
     return min(1.0, max(-1.0, product / norms))
@@ -193,10 +199,11 @@ class _Sums:
         self.squares = np.zeros(4)  # Σa², Σb², Σ(b - a)², Σab
         self.marks = np.zeros(pair.rows_all, bool)
         self.row_sums, self.column_sums = np.zeros(rows), np.zeros(columns)
-        self.grids = tuple([*(g for g in GRIDS if EPS[g] > EPS[stored]), stored] for stored in pair.dtypes)
+        floats = [dtype if dtype in EPS else "F64" for dtype in pair.dtypes]  # integers: fp64 holds them
+        self.grids = tuple([*(g for g in GRIDS if EPS[g] > EPS[stored]), stored] for stored in floats)
         self.roundings = [(grid, side) for grid in GRIDS[:-1] for side in ("a", "b")]
         # 24 bits are plenty for a change between values of 8 or 11.
-        self.dtype = "float64" if {"F32", "F64"} & set(pair.dtypes) else "float32"
+        self.dtype = "float64" if {"F32", "F64"} & set(floats) else "float32"
         wanted = rank and pair.matrix and min(pair.shape) > 1
         self.sketch = Sketch(rows, columns, self.dtype) if wanted else None
 
@@ -254,6 +261,8 @@ class _Sums:
 
     def figures(self) -> Figures:
         square_a, square_b, square, product = (float(value) for value in self.squares)
+        if square == 0 and self.largest > 0:
+            square = math.nan  # there is a change, and its square is too small for fp64
         found: tuple[str, Literal["a", "b"]] | None = None
         grids = (self.grids[0][0], self.grids[1][0])
         if self.changed and self.roundings and not any(self.not_finite):
@@ -281,7 +290,7 @@ class _Sums:
 
     def _rank(self, square: float, grids: tuple[str, str]) -> Rank | None:
         """Of the change; a second pass where the sketch alone does not tell."""
-        if self.sketch is None or not square > 0 or not math.isfinite(square):
+        if self.sketch is None or not square >= TINY or not math.isfinite(square):
             return None
         self.sketch.finish()
         floor = Floor(self.row_sums, self.column_sums)
@@ -302,7 +311,9 @@ class _Sums:
 
     def _order(self, square_a: float, square_b: float, square: float) -> Order | None:
         """Whether B has A's rows or columns in another order: a third pass where the sums of squares allow it."""
-        if any(self.not_finite) or square <= 1e-6 * square_a or abs(square_a - square_b) > 1e-11 * square_a:
+        if any(self.not_finite) or not square >= TINY:
+            return None
+        if square <= 1e-6 * square_a or abs(square_a - square_b) > 1e-11 * square_a:
             return None
         rows, columns = self.pair.shape
         keys = np.random.default_rng(1).integers(1, 2**63, columns, np.uint64) | np.uint64(1)

@@ -84,6 +84,8 @@ class Checkpoint:
         dtypes: each leaf's stored dtype, by its checkpoint name.
         notes: what a person should know: buffers dropped, a head stored twice, unknown config fields.
         texts: small files that the weight file holds inside (a tokenizer in a GGUF), by name.
+        missing: shared tensors of the tree that the files lack; none unless it was opened as a `partial` one.
+        extra: the leaves of `leaves` that have no place in the tree, under their own names; none unless `partial`.
 
     """
 
@@ -98,6 +100,8 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)
     files: tuple[Path, ...] = ()
     texts: Mapping[str, bytes] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    extra: tuple[BoundLeaf, ...] = ()
     _weights: Weights = field(repr=False, default=None)  # type: ignore[assignment]
     _found: dict[str, str] = field(repr=False, default_factory=dict)
 
@@ -181,15 +185,18 @@ def open_checkpoint(
     allow_extra: bool = False,
     headers_only: bool = False,
     integers: bool = False,
+    partial: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint by reference (see `converter.resolve`) and check all of its headers.
 
     With `headers_only` the weights of a hub repository are not fetched, and nothing can be read from the checkpoint.
-    With `integers` weights may be stored as integers too.
+    With `integers` weights may be stored as integers too. With `partial` tensors may be missing, and those without a
+    place in the model are there under their own names unless `allow_extra` leaves them out: for whoever compares
+    files, not for whoever runs a model.
 
     Raises:
-        InvalidInput: files or config broken, family unknown, tensors missing, extra (unless `allow_extra`), mis-shaped
-            or not floating point; all tensors at fault are listed.
+        InvalidInput: files or config broken, family unknown, tensors missing, extra (unless `allow_extra`, or both
+            with `partial`), mis-shaped or not floating point; all tensors at fault are listed.
         Offline: it is not here and there is no network.
 
     """
@@ -197,7 +204,7 @@ def open_checkpoint(
     other = foreign_format(found.path)
     if other is not None and other.read is not None:
         return _open_foreign(
-            str(reference), found, other.read(found.path, allow_pickle), format_name(other), allow_extra
+            str(reference), found, other.read(found.path, allow_pickle), format_name(other), allow_extra, partial
         )
     if is_tree(found.path):
         raise InvalidInput(
@@ -234,7 +241,7 @@ def open_checkpoint(
     )
     if unknown:
         checkpoint.notes.append(f"config.json fields that neither transformers nor gptkit reads: {', '.join(unknown)}")
-    _match(checkpoint, architecture, allow_extra, integers)
+    _match(checkpoint, architecture, allow_extra, integers, partial)
     checkpoint.leaves = _in_file_order(checkpoint, files)
     if architecture is not None and files.headers:
         index = found.path / INDEX
@@ -266,7 +273,9 @@ def _find(reference: str, offline: bool, allow_pickle: bool, headers_only: bool)
     return (find(weights=True) if remote is None else found), remote
 
 
-def _open_foreign(reference: str, found: Resolved, opened: Opened, name: str, allow_extra: bool) -> Checkpoint:
+def _open_foreign(
+    reference: str, found: Resolved, opened: Opened, name: str, allow_extra: bool, partial: bool
+) -> Checkpoint:
     """The checkpoint in a file of another format."""
     checkpoint = Checkpoint(
         reference=reference,
@@ -282,7 +291,7 @@ def _open_foreign(reference: str, found: Resolved, opened: Opened, name: str, al
         texts=opened.texts,
         _weights=opened.weights,
     )
-    _match(checkpoint, opened.architecture, allow_extra)
+    _match(checkpoint, opened.architecture, allow_extra, partial=partial)
     checkpoint.dtype = _compute_dtype(checkpoint)
     return checkpoint
 
@@ -297,7 +306,11 @@ def _with_reference(origin: Origin, found: Resolved) -> Origin:
 
 
 def _match(
-    checkpoint: Checkpoint, architecture: Architecture | None, allow_extra: bool, integers: bool = False
+    checkpoint: Checkpoint,
+    architecture: Architecture | None,
+    allow_extra: bool,
+    integers: bool = False,
+    partial: bool = False,
 ) -> None:
     """Pair the declared leaves with the tensors in the files, or raise with everything that does not fit."""
     declared = {leaf.checkpoint: leaf for leaf in checkpoint.leaves}
@@ -320,7 +333,9 @@ def _match(
     # Only now: the embedding may come after the head, and under an old name.
     heads = _embedding_from_head(checkpoint, heads)
     untied = [name for name in heads if checkpoint.fetched and not _is_tied(checkpoint, name)]
-    problems = _problems(checkpoint, declared, FLOATS + INTEGERS if integers else FLOATS)
+    missing = [name for name in declared if name not in checkpoint._found]
+    problems = [] if partial or not missing else [f"{_lacking(missing, declared)}: {_some(missing)}"]
+    problems += _problems(checkpoint, declared, FLOATS + INTEGERS if integers else FLOATS)
     hint = "Check that config.json belongs to these weights."
     if untied:
         problems.append(f"config.json ties the head to the embedding, but {_some(untied)} holds other values")
@@ -328,12 +343,12 @@ def _match(
             hint = 'Set "tie_word_embeddings": false in config.json if the head is meant to be its own.'
     if twice:
         problems.append(f"{len(twice)} tensors are there under two names: {_some(twice)}")
-    if extra and not allow_extra:
+    if extra and not allow_extra and not partial:
         problems.append(f"{len(extra)} tensors have no place in the model: {_some(extra)}")
-    elif extra:
+    elif extra and allow_extra:
         checkpoint.notes.append(f"extra tensors left out: {_some(extra)}")
     if problems:
-        if extra and len(problems) == 1:
+        if extra and not allow_extra and len(problems) == 1:
             hint = "Pass --allow-extra to leave them out."
         raise CheckpointError(f"{checkpoint.path}: " + "; ".join(problems), hint)
     how = (
@@ -344,13 +359,34 @@ def _match(
     checkpoint.notes += [f"{name} {how}" for name in heads]
     if dropped:
         checkpoint.notes.append(f"buffers without weights left out: {_some(dropped)}")
+    if partial:
+        _as_they_are(checkpoint, declared, missing, [] if allow_extra else extra)
+
+
+def _lacking(missing: list[str], declared: Mapping[str, BoundLeaf]) -> str:
+    return f"{len(missing)} of {len(declared)} tensors are missing"
+
+
+def _as_they_are(checkpoint: Checkpoint, declared: dict[str, BoundLeaf], missing: list[str], extra: list[str]) -> None:
+    """Let the leaves be those that the files have: without what is missing, with what has no place."""
+    checkpoint.missing = tuple(name for leaf in missing for name in declared[leaf].shared)
+    if missing:
+        checkpoint.notes.append(f"{_lacking(missing, declared)}: {_some(missing)}")
+    info = checkpoint._weights.info
+    taken = {name for leaf in declared.values() for name in leaf.shared}
+    known = [name for name in extra if info[name][0] in FLOATS + INTEGERS and name not in taken]
+    if known:
+        checkpoint.notes.append(f"no place in the model, so compared by their own names: {_some(known)}")
+    if len(known) < len(extra):
+        left = [name for name in extra if name not in known]
+        checkpoint.notes.append(f"tensors without a place in the model that cannot be read left out: {_some(left)}")
+    checkpoint.extra = tuple(BoundLeaf(x, info[x][1], (x,), (info[x][1],), IDENTITY, {}) for x in known)
+    checkpoint._found.update({name: name for name in known})
+    checkpoint.leaves = [leaf for leaf in checkpoint.leaves if leaf.checkpoint not in missing] + [*checkpoint.extra]
 
 
 def _problems(checkpoint: Checkpoint, declared: dict[str, BoundLeaf], allowed: tuple[str, ...]) -> list[str]:
     info, problems = checkpoint._weights.info, []
-    missing = [name for name in declared if name not in checkpoint._found]
-    if missing:
-        problems.append(f"{len(missing)} of {len(declared)} tensors are missing: {_some(missing)}")
     shaped, typed = [], []
     for name, own in checkpoint._found.items():
         dtype, shape = info[own]

@@ -34,6 +34,7 @@ __all__ = ["COLUMNS", "By", "diff_report", "group_cells", "label"]
 
 By = Literal["component", "layer", "tensor"]
 COLUMNS = ("tensors", "changed", "relative", "cosine", "rank")
+FIGURES = " (figures are of the tensors that changed)"
 SOME = 5
 """Tensors that are listed unless all are asked for."""
 INDENT = 2
@@ -75,7 +76,7 @@ class _Report:
         found = self.found
         if found.changed and self.by != "tensor":
             groups = found.by_layer() if self.by == "layer" else found.by_module()
-            yield "Changed values", (_sheet(groups), *_unchanged(groups), *_layers(found, self.by))
+            yield f"Changed values{FIGURES}", (_sheet(groups), *_unchanged(groups), *_layers(found, self.by))
         shown = most_changed(found) if self.everything else most_changed(found)[:SOME]
         if shown:
             part = f" ({len(shown)} of {len(found.changed)}, most changed first; --all lists all)"

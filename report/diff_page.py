@@ -15,9 +15,13 @@ from .pages import Figure, Lines, Page, Section, Table, counted
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..analysis.changes import Diff, Group, TensorDiff
+    from ..analysis.changes import Diff, Group, Status, TensorDiff
 
 __all__ = ["diff_page"]
+
+
+APART: dict[Status, str] = {"only_a": "A", "only_b": "B", "reshaped": "≠"}
+"""What stands in a cell of the heatmap that has no figure."""
 
 
 def diff_page(found: Diff) -> Page:
@@ -25,7 +29,8 @@ def diff_page(found: Diff) -> Page:
     everything = found.all
     facts = [(STATUSES[status], f"{number:,}") for status, number in found.counts.items() if number]
     if everything.relative:
-        facts.append(("relative change", figure(everything.relative)))
+        part = "" if len(everything.changed) == len(found.tensors) else " of the changed"
+        facts.append((f"relative change{part}", figure(everything.relative)))
     if found.low_rank is not None:
         facts.append(("largest rank", f"{found.low_rank.rank:,}"))
     return Page(
@@ -44,7 +49,8 @@ def _sections(found: Diff) -> Iterator[Section]:
     yield Section("What differs", (Lines(words),))
     compared = [group for group in found.by_place() if _compared(group)]
     if compared:
-        yield Section("Where", (_figure(compared), _groups("By component", found.by_module())))
+        told = Lines(("In these tables relative change, cosine and rank are of the tensors that changed.",))
+        yield Section("Where", (_figure(found.by_place()), told, _groups("By component", found.by_module())))
         yield Section("By layer", (_groups("By layer, and what stands outside of layers", found.by_layer()),))
     changed = most_changed(found)
     if changed:
@@ -70,12 +76,14 @@ def _figure(groups: Sequence[Group]) -> Figure:
     rows = tuple((_place(group), *group_cells(group)) for group in groups)
     changed = [group for group in groups if group.changed]
     most = max(changed, key=_size, default=None)
-    largest = "Nothing changed." if most is None else f"Largest: {_place(most)}, {group_cells(most)[2]}."
+    nothing = f"Nothing {'of one shape ' if any(cell.apart for cell in cells) else ''}changed."
+    largest = nothing if most is None else f"Largest: {_place(most)}, {group_cells(most)[2]}."
+    told = "A, B: on that side alone; ≠: of another shape."
+    apart = f" {told}" if any(cell.apart for cell in cells) else ""
     return heatmap(
         cells,
         title="Relative change by layer and component",
-        summary=f"|B − A| / |A| (Frobenius) of what changed at each place. {largest} Places without a colour are on one"
-        " side alone, or of another shape.",
+        summary=f"|B − A| / |A| (Frobenius) of what changed at each place. {largest}{apart}",
         measure="relative change",
         table=Table(
             f"{counted(len(rows), 'place')} as a table",
@@ -96,7 +104,11 @@ def _cell(group: Group) -> Cell:
         told += [f"{each.name.split('.')[-1]}: {', '.join(remarks(each))}" for each in changed[:2]]
     value = _size(group) if changed else 0.0
     name = group.name.replace("_forward", "-forward").replace("_norm", " norm").replace(".", " ")
-    return Cell(name, group.layer, value, tuple(told), counts)
+    if _compared(group):
+        return Cell(name, group.layer, value, tuple(told), counts)
+    kinds = {each.status for each in group.tensors}
+    apart = APART[kinds.pop()] if len(kinds) == 1 else "≠"
+    return Cell(name, group.layer, 0.0, tuple(listed(group.tensors)[:2]), True, apart)
 
 
 def _size(group: Group) -> float:

@@ -39,11 +39,11 @@ HEADINGS: dict[Status, str] = {"reshaped": "Of another shape", "only_a": "Only i
 
 def sides(found: Diff) -> list[str]:
     """Which two were compared."""
-    return [_side("A", found.a), _side("B", found.b)]
+    a, b = found.parameters
+    return [_side("A", found.a, a), _side("B", found.b, b)]
 
 
-def _side(name: str, checkpoint: Checkpoint) -> str:
-    total = sum(each.count for each in checkpoint.spec.parameters())
+def _side(name: str, checkpoint: Checkpoint, total: int) -> str:
     dtypes = " and ".join(DTYPES.get(each, each) for each in sorted(set(checkpoint.dtypes.values())))
     kind = f"{checkpoint.origin.family or 'no family'} ({checkpoint.format})"
     return f"{name}  {checkpoint.reference}: {kind}, {total:,} parameters in {dtypes}"
@@ -69,12 +69,13 @@ def verdict(found: Diff) -> str:
         return f"Different trees of the same values: {tensors}"
     relative = found.all.relative
     size = f", relative change {figure(relative)}" if relative else ""
+    of_those = f", relative change of those {figure(relative)}" if relative and changed < both else size
     if not changed:
         told = f"the {counted(both, 'tensor')} of one shape are the same"
     elif changed == both == number:
         told = f"{tensors} changed{size}"
     else:
-        told = f"{changed:,} of {counted(both, 'tensor')} {'of one shape ' if apart else ''}changed{size}"
+        told = f"{changed:,} of {counted(both, 'tensor')} {'of one shape ' if apart else ''}changed{of_those}"
     return f"Different: {told}"
 
 
@@ -113,7 +114,9 @@ def _rank_readings(found: Diff) -> list[str]:
     low, lines = found.low_rank, []
     readings = [each.reading for each in found.changed if each.reading is not None]
     high, unclear = readings.count("high"), readings.count("unclear")
-    if low is not None:
+    if low is not None and not low.alone:
+        lines.append(_by_low_ranks(found))
+    elif low is not None:
         which = "the one changed matrix" if low.matrices == 1 else f"all {low.matrices:,} changed matrices"
         if low.unclear:
             which = f"{low.matrices:,} of {low.matrices + low.unclear:,} changed matrices"
@@ -127,6 +130,17 @@ def _rank_readings(found: Diff) -> list[str]:
     if unclear:
         lines.append(f"{counted(unclear, 'matrix', 'matrices')} changed too little beside rounding to tell the rank.")
     return lines
+
+
+def _by_low_ranks(found: Diff) -> str:
+    """The ranks as a plain fact, where more changed than an adapter changes."""
+    low = found.low_rank
+    assert low is not None
+    matrices = sum(each.status == "changed" and len(each.shape_a or ()) == 2 for each in found.changed)
+    which = counted(matrices, "changed matrix", "changed matrices")
+    which = which if low.matrices == matrices else f"{low.matrices:,} of {which}"
+    rank = f"rank {low.rank}" if low.rank == 1 or low.matrices == 1 else f"a rank of at most {low.rank}"
+    return f"{which}, in {some(low.modules)}, {'each ' if low.matrices > 1 else ''}by {rank}."
 
 
 def _row_readings(each: TensorDiff) -> list[str]:
@@ -213,8 +227,7 @@ def listed(tensors: Sequence[TensorDiff]) -> list[str]:
     """Tensors that cannot be compared, those of several layers in a line."""
     folded: dict[tuple[str, str], list[int]] = {}
     for each in tensors:
-        parts = each.name.split(".")
-        name = ".".join(["blocks", "*", *parts[2:]]) if each.layer is not None else each.name
+        name = each.everywhere
         shapes = [" × ".join(map(str, shape)) for shape in (each.shape_a, each.shape_b) if shape is not None]
         folded.setdefault((name, " → ".join(shapes)), []).extend([] if each.layer is None else [each.layer])
     return [f"{name}  {shape}{_in_layers(layers)}" for (name, shape), layers in folded.items()]

@@ -21,7 +21,7 @@ DECADES = range(-8, 1, 2)
 """Powers of ten that the colours mark. What is beyond the ends has their colour, and its own figure."""
 ROW, MARGIN, SCALE = 32, 50, 70
 """Pixels: of a row, of the axis above, of the colour scale below."""
-LABELS, COLUMN, NARROW = 132, 30, 18
+LABELS, COLUMN, NARROW = 132, 34, 18
 """Pixels: of the components' names, of a column at least with figures in it, and without."""
 MOST_FIGURES = 16
 """Columns up to which the cells have figures in them."""
@@ -30,13 +30,19 @@ LONGEST = 17
 SOME = 5
 """Of narrow columns every so many has its layer above it."""
 BEFORE, AFTER = "in", "out"
-KINDS = {"zero": "exactly 0", "rounding": "within rounding", "counts": "more than rounding explains"}
+KINDS = {
+    "zero": "exactly 0",
+    "rounding": "within rounding",
+    "counts": "more than rounding explains",
+    "apart": "on one side alone, or of another shape",
+}
 
 
 @dataclass(frozen=True)
 class Cell:
     """One place: its component in words, its layer (None outside of layers), the figure (0 or more; infinite where a
-    side is no number), lines for whoever points at it, and whether it counts as a difference.
+    side is no number), lines for whoever points at it, and whether it counts as a difference. `apart` is what stands in
+    a cell that has no figure, since there is nothing to hold it against.
     """
 
     component: str
@@ -44,10 +50,13 @@ class Cell:
     value: float
     told: tuple[str, ...]
     counts: bool
+    apart: str = ""
 
     @property
-    def kind(self) -> Literal["zero", "rounding", "counts"]:
-        """Which of the three it is coloured as."""
+    def kind(self) -> Literal["zero", "rounding", "counts", "apart"]:
+        """Which of the four it is coloured as."""
+        if self.apart:
+            return "apart"
         return "zero" if self.value == 0 else "counts" if self.counts else "rounding"
 
 
@@ -96,7 +105,7 @@ def _trace(kind: str, grid: Sequence[Sequence[Cell | None]], written: bool, meas
     return {
         "z": [[None if cell is None else _log(cell.value) if scaled else 0 for cell in line] for line in mine],
         "hovertext": [["" if cell is None else _hover(cell) for cell in line] for line in mine],
-        "text": [["" if cell is None else _short(cell.value) for cell in line] for line in mine],
+        "text": [["" if cell is None else cell.apart or _short(cell.value) for cell in line] for line in mine],
         "texttemplate": "%{text}" if written else None,
         "hoverinfo": "text",
         "hoverongaps": False,
@@ -211,6 +220,8 @@ def _short(value: float) -> str:
         return "0"
     if not math.isfinite(value):
         return "–"
+    if 0.0995 <= value < 999.5:  # two digits as they are read
+        return f"{value:.2f}" if value < 0.995 else f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
     digits, _, power = f"{value:.0e}".partition("e")
     return f"{digits}e{int(power)}"
 

@@ -278,6 +278,67 @@ def test_tokenizers(models: Path, tmp_path: Path) -> None:
     assert {each.name: each.told for each in diff(tmp_path / "a", tmp_path / "b").files}["tokenizer.json"] == ()
 
 
+# --- without a place in the tree --------------------------------------------------------------------------------------
+
+
+def test_tensors_without_a_place_are_compared_by_their_names(models: Path, tmp_path: Path) -> None:
+    """Numbers of any kind; what cannot be read is said to be left out."""
+    extra = {
+        "scale": torch.tensor(2.0),
+        "steps": torch.tensor([1, 2, 3], dtype=torch.int32),
+        "more.layers.7.thing.weight": torch.ones(4, 4),
+        "kept.weight": torch.ones(2, 2, 2),
+        "flags": torch.tensor([True]),
+    }
+    a = changed(models / "wide", tmp_path / "a", lambda w: w.update(extra))
+
+    def alter(weights: dict[str, torch.Tensor]) -> None:
+        weights["scale"] += 1
+        weights["steps"][1] = 5
+        weights["added"] = weights.pop("more.layers.7.thing.weight")
+
+    found = diff(a, changed(a, tmp_path / "b", alter))
+    total = len(list(found.a.spec.parameters()))
+    assert told(found) == {"same": total + 1, "changed": 2, "only_a": 1, "only_b": 1} and not found.same
+    steps, gone = one(found, "steps").figures, one(found, "more.layers.7.thing.weight")
+    assert steps is not None and (steps.changed, steps.largest, steps.square_a) == (1, 3, 14)
+    assert (gone.layer, gone.module, gone.status) == (7, "more.layers.*.thing", "only_a")
+    assert found.parameters[0] == sum(each.count for each in found.a.spec.parameters()) + 1 + 3 + 16 + 8
+    assert any(note.startswith("A: ") and "left out: flags" in note for note in found.notes)
+    json.dumps(found.as_json(), allow_nan=False)
+    left = diff(a, tmp_path / "b", allow_extra=True)
+    assert told(left) == {"same": total} and left.same
+
+
+def test_missing_tensors(models: Path, tmp_path: Path) -> None:
+    """Of a fused one all parts, on either side or on both, those that decide on layers and heads too."""
+    for name, tensor, parts in (
+        ("gpt2", "transformer.h.1.attn.c_attn.weight", {f"blocks.1.attention.{x}_proj.weight" for x in "qkv"}),
+        ("gpt2", "transformer.wte.weight", {"embedding.weight"}),
+        ("wide", "model.layers.0.self_attn.o_proj.weight", {"blocks.0.attention.o_proj.weight"}),
+        ("wide", "lm_head.weight", {"head.weight"}),
+    ):
+        lacking = changed(models / name, tmp_path / tensor, lambda w, tensor=tensor: w.pop(tensor))
+        for a, b, only in ((models / name, lacking, "only_a"), (lacking, models / name, "only_b")):
+            found = diff(a, b)
+            assert {each.name for each in found.tensors if each.status == only} == parts
+            assert told(found) == {"same": len(found.tensors) - len(parts), only: len(parts)} and not found.same
+        assert diff(lacking, lacking).same
+        with pytest.raises(InvalidInput, match="missing") as refused:  # nobody else takes half a model
+            gptkit.convert(lacking, tmp_path / "out", allow_extra=True)
+        assert "allow-extra" not in str(refused.value.hint)
+
+
+def test_a_bias_is_told_of_apart_from_its_weight(models: Path, tmp_path: Path) -> None:
+    def alter(weights: dict[str, torch.Tensor]) -> None:
+        weights["transformer.h.0.attn.c_proj.bias"] *= 8
+
+    found = diff(models / "gpt2", changed(models / "gpt2", tmp_path / "b", alter))
+    groups = {group.name: group for group in found.by_module()}
+    assert groups["attention.o_proj.bias"].relative == pytest.approx(7)
+    assert not groups["attention.o_proj"].changed and groups["attention.o_proj"].relative is None
+
+
 # --- readings ---------------------------------------------------------------------------------------------------------
 
 

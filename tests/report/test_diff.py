@@ -80,7 +80,7 @@ def test_verdicts(base: Path, altered: Callable[..., Path], tmp_path: Path) -> N
         (zeros, minus, 0, f"The same values: all {total} tensors (zeros by other bits)"),
         (base, tmp_path / "half", 3, "Rounding alone: B is A, rounded to bfloat16"),
         (tmp_path / "half", base, 3, "Rounding alone: A is B, rounded to bfloat16"),
-        (base, altered(adapter, "lora"), 3, f"Different: 4 of {total} tensors changed, relative change 0.05"),
+        (base, altered(adapter, "lora"), 3, f"Different: 4 of {total} tensors changed, relative change of those 0.05"),
         (base, altered(everything, "full"), 3, f"Different: all {total} tensors changed, relative change 0."),
         (base, "sample:gpt2", 3, "Different: no tensor of one has its like in the other"),
     ):
@@ -102,6 +102,54 @@ def test_what_the_figures_come_to(base: Path, altered: Callable[..., Path], tmp_
         (altered(lambda w: w["model.norm.weight"][1].fill_(math.nan), "nan"), "NaN or infinite values in final_norm"),
     ):
         assert any(line.startswith(words) for line in readings(diff(base, b))), readings(diff(base, b))
+
+
+def test_an_update_with_more_than_matrices_is_none_of_an_adapter(
+    base: Path, altered: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Norms, rows and tensors that came or went: then ranks are a fact, and no verdict."""
+    shutil.copytree(base, tmp_path / "deep")
+    for name, more in (
+        ("norm", lambda w: w["model.norm.weight"].add_(1)),
+        ("rows", lambda w: w["lm_head.weight"][7:9].zero_()),
+        ("gone", lambda w: w.pop("model.layers.0.self_attn.k_proj.weight")),
+        ("came", lambda w: w.update({"more.weight": torch.ones(3)})),
+    ):
+
+        def both(weights: dict[str, torch.Tensor], more: Callable[..., object] = more) -> None:
+            adapter(weights)
+            more(weights)
+
+        found = diff(base, altered(both, name))
+        told = " ".join(readings(found))
+        assert "LoRA" not in told, (name, told)
+        which = "4 of 5 changed matrices" if name == "rows" else "4 changed matrices"
+        assert f"{which}, in attention.q_proj, each by a rank of at most 4." in told, (name, told)
+        assert found.low_rank is not None and found.low_rank.alone is False
+
+
+def test_tensors_missing_and_renamed(base: Path, altered: Callable[..., Path]) -> None:
+    """They are listed by the command that is to find them, without an option, and the exit code is that of changes."""
+    gone = altered(lambda w: w.pop("model.layers.1.self_attn.q_proj.weight"), "gone")
+    for a, b, heading in ((base, gone, "Only in A"), (gone, base, "Only in B")):
+        text = run(a, b).stdout
+        assert f"{heading}\n  blocks.*.attention.q_proj.weight  96 × 96  (layer 1)" in text
+
+    def rename(weights: dict[str, torch.Tensor]) -> None:
+        for layer in range(4):
+            own = f"model.layers.{layer}.self_attn."
+            weights[f"{own}query.weight"] = weights.pop(f"{own}q_proj.weight")
+
+    text = run(base, altered(rename, "renamed")).stdout
+    assert "Only in A\n  blocks.*.attention.q_proj.weight  96 × 96  (layers 0–3)" in text
+    assert "Only in B\n  model.layers.*.self_attn.query.weight  96 × 96  (layers 0–3)" in text
+    assert "query.weight  96" not in run(base, altered(rename, "left"), "--allow-extra").stdout
+
+
+def test_figures_say_of_what_they_are(base: Path, altered: Callable[..., Path]) -> None:
+    text = run(base, altered(lambda w: w["model.norm.weight"].mul_(8))).stdout
+    assert "1 of 39 tensors changed, relative change of those 7\n" in text
+    assert "Changed values (figures are of the tensors that changed)" in text
 
 
 def test_errors(base: Path, tmp_path: Path) -> None:
@@ -183,7 +231,7 @@ def test_json(base: Path, altered: Callable[..., Path]) -> None:
     b = altered(adapter)
     data = json.loads(run(base, b, "--json").stdout)
     assert data == diff(base, b).as_json()
-    assert data["low_rank"] == {"matrices": 4, "unclear": 0, "rank": 4, "modules": ["attention.q_proj"]}
+    assert data["low_rank"] == {"alone": True, "matrices": 4, "unclear": 0, "rank": 4, "modules": ["attention.q_proj"]}
     assert json.loads(run(base, base, "--json", code=0).stdout)["same"] is True
 
 
@@ -209,6 +257,27 @@ def test_the_page(base: Path, altered: Callable[..., Path], tmp_path: Path) -> N
     assert same.good is True and "Nothing changed." in next(
         block.summary for section in same.sections for block in section.blocks if isinstance(block, Figure)
     )
+
+
+def test_places_that_cannot_be_compared_are_on_the_map(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    from gptkit.report.diff_page import diff_page
+    from gptkit.report.pages import Figure
+
+    save_hf({**CONFIG, "num_key_value_heads": 2, "num_hidden_layers": 5}, tmp_path / "b")
+    page = diff_page(diff(base, tmp_path / "b"))
+    (figure,) = [block for section in page.sections for block in section.blocks if isinstance(block, Figure)]
+    assert "on one side alone, or of another shape" in {key.words for key in figure.keys}
+    data = figure.spec["data"][-1]
+    k_proj = figure.spec["layout"]["yaxis"]["ticktext"].index("attention k_proj")
+    assert data["text"][k_proj] == ["", "≠", "≠", "≠", "≠", "B", ""]
+    assert "96 → 24" in str(data["hovertext"][k_proj]) or "48 × 96 → 24 × 96" in str(data["hovertext"][k_proj])
+
+
+def test_names_break_behind_dots_on_the_page(base: Path, altered: Callable[..., Path], tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    run(base, altered(adapter), "--html", tmp_path / "page.html")
+    assert '<th scope="row">attention.<wbr>q_<wbr>proj</th>' in (tmp_path / "page.html").read_text()
 
 
 def test_rounding_and_what_cannot_be_compared_on_the_page(base: Path, tmp_path: Path) -> None:
