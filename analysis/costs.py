@@ -35,6 +35,7 @@ __all__ = [
     "cache_curve",
     "costs",
     "forward_flops",
+    "stated_context",
     "training_flops",
     "usual_context",
 ]
@@ -127,9 +128,15 @@ ITEMSIZES = {"float32": 4, "bfloat16": 2}
 
 def usual_context(spec: ModelSpec) -> int:
     """The context that a tree is for: as it says, or as long as its table of positions, or `CONTEXT`."""
+    stated = stated_context(spec)
+    return CONTEXT if stated is None else stated
+
+
+def stated_context(spec: ModelSpec) -> int | None:
+    """The context that a tree says it is for, or that its table of positions is long enough for; None: it does not."""
     if spec.context_length is not None:
         return spec.context_length
-    return CONTEXT if spec.positions is None else spec.positions.length
+    return None if spec.positions is None else spec.positions.length
 
 
 def costs(spec: ModelSpec, context: int | None = None) -> Costs:
@@ -164,7 +171,7 @@ def layer_costs(block: Block, context: int) -> LayerCosts:
     """One layer, with `context` tokens in sight."""
     attention, feed_forward = block.attention, block.feed_forward
     seen = context if attention.window is None else min(context, attention.window)
-    flops = {"attention": 2 * matrices(attention.shapes()), "scores": 2 * seen * scored(attention)}
+    flops = {"attention": 2 * matrices(attention.shapes()), "scores": 2 * scored_behind(attention, seen)}
     idle = 0
     if isinstance(feed_forward, MixtureOfExperts):
         expert = feed_forward.expert.shapes()
@@ -182,14 +189,27 @@ def matrices(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def scored(attention: Attention | LatentAttention) -> int:
-    """Multiplications for each token in sight: a query with its key, and a weight with the value.
-
-    Keys and values of a latent are counted as made once a token, as when a text is read; how the up projections are
-    taken into the query and the output when single tokens are written is another count.
+    """Multiplications for each pair of tokens when many are read at once: a query with its key, and a weight with the
+    value. Keys and values of a latent are made once a token then, by the up projections, which are counted with the
+    other projections.
     """
     if isinstance(attention, LatentAttention):
         return attention.heads * (attention.query_dim + attention.value_dim)
     return attention.heads * 2 * attention.head_dim
+
+
+def scored_behind(attention: Attention | LatentAttention, seen: int) -> int:
+    """Multiplications of one token that sees `seen`, itself among them, those before it being in the cache.
+
+    Of a latent neither keys nor values are there. They are made again of each cached latent, or the up projections are
+    taken into the query and the output, which then meet the latents themselves (DeepSeek-V2 2405.04434, section 2.1.2):
+    whichever is less, as an implementation chooses. gptkit's own modules make them again.
+    """
+    if not isinstance(attention, LatentAttention):
+        return seen * scored(attention)
+    absorbed = seen * attention.heads * (2 * attention.kv_rank + attention.rope_dim)
+    up = attention.heads * attention.kv_rank * (attention.nope_dim + attention.value_dim)
+    return min(absorbed, seen * scored(attention) + (seen - 1) * up)
 
 
 def cached(attention: Attention | LatentAttention) -> int:

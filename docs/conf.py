@@ -5,9 +5,12 @@ What can be told by the code is written by the code, each time the site is built
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
+# With it the hub's library warns while transformers is imported, and no warning is let through.
+os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 from gptkit import __version__

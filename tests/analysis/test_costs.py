@@ -148,8 +148,20 @@ def test_a_latent_is_what_is_cached() -> None:
     spec = latent(spec_of(CONFIGS["llama"]), 12)
     found = costs(spec, 50)
     assert found.cached == len(spec.blocks) * (12 + 4)
-    assert found.flops["scores"] == len(spec.blocks) * 2 * 50 * 6 * (8 + 4 + 10)
+    assert found.flops["scores"] == len(spec.blocks) * 2 * 50 * 6 * (12 + 4 + 12)  # queries meet the latents
     assert found.parameters == sum(p.count for p in spec.parameters())
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+def test_a_latent_behind_a_cache_as_the_modules_compute_it_or_cheaper(tokens: int) -> None:
+    """The modules make keys and values of each cached latent again; what is told is no more, and as much for one."""
+    spec = latent(spec_of(CONFIGS["llama"]), 12)
+    again = len(spec.blocks) * 2 * (tokens - 1) * 6 * 12 * (8 + 10)
+    products = costs(spec, tokens).total_flops - costs(spec, tokens).flops["scores"]
+    written_out = len(spec.blocks) * 2 * tokens * 6 * (8 + 4 + 10) + again
+    assert counted(spec, tokens) == products + written_out
+    assert costs(spec, tokens).total_flops <= counted(spec, tokens)
+    assert costs(spec, 1).total_flops == counted(spec, 1) == forward_flops(spec, 1).dense
 
 
 def test_windows_and_contexts() -> None:

@@ -128,6 +128,22 @@ def test_what_is_not_finite_is_told_and_left_out() -> None:
     assert compared(a, "F32", a.astype(np.float64), "F64").changed == 0  # NaN is NaN in another dtype too
 
 
+@pytest.mark.parametrize("size", [1e-130, 1e-162, 1e-200, 5e-324])
+def test_squares_too_small_for_fp64_tell_nothing(size: float) -> None:
+    """Of these fp64 holds the squares of 1e-130 alone."""
+    random = np.random.default_rng(3)
+    a, b = (random.standard_normal((64, 64)) * size for _ in range(2))
+    found = compared(a, "F64", b)
+    assert found.changed == 64 * 64 - (a == b).sum() > 0
+    if size == 1e-130:
+        assert found.relative == pytest.approx(np.linalg.norm(b / size - a / size) / np.linalg.norm(a / size))
+    else:
+        assert (found.relative, found.cosine, found.rank) == (None, None, None)
+    one = a.copy()
+    one[3, 5] += size
+    assert compared(a, "F64", a).relative == 0.0 and compared(a, "F64", one).relative != 0.0
+
+
 def test_figures_beyond_fp64_are_none() -> None:
     found = compared(np.full((2, 2), 1e200), "F64", np.full((2, 2), -1e200), "F64")
     assert found.changed == 4 and found.relative is None and found.cosine is None and found.scale is None
