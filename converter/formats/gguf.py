@@ -100,7 +100,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
         if importlib.util.find_spec("gguf") is None:
             raise UsageError(
                 f"{path} is quantised ({', '.join(quantised)}), and the gguf package is not installed",
-                'pip install "gptkit[gguf]"',
+                'pip install gguf # gptkit\'s extra "gguf"',
             )
         told = ", ".join(f"{count} in {name}" for name, count in quantised.most_common())
         notes.append(f"{sum(quantised.values())} of {len(kept)} tensors are quantised ({told}): dequantised to F32")
