@@ -113,7 +113,7 @@ def to_json(name: str, family: str, count: ParameterCount) -> dict[str, Any]:
         "family": family,
         "total": count.total,
         "active": count.active,
-        "embedding": count.embedding,
+        "embedding_positions_head": count.embedding,
         "non_embedding": count.non_embedding,
         "tied": count.tied,
         "layers": len(count.by_layer),

@@ -114,13 +114,14 @@ class ModelCount:
     def as_json(self, tensors: bool = False) -> dict[str, Any]:
         """Plain JSON values; every figure is an integer, of parameters where nothing else is said, or of bytes.
 
-        Always: model, family ("" for none), total, active (what one token meets of a mixture), embedding (tables and
-        an untied head), non_embedding, tied, layers, components, by_layer, revision, notes. With `tensors`, each by its
-        shared name: name, component, layer (null outside), shape, parameters. Where it was asked for: stored (dtypes
-        and bytes in the files); swap (of, steps, guarantee, notes); weights (dtype, bytes by component and in total);
-        kv_cache, a list as `CacheSize`; flops: next_token by component, prefill and training_step as `Flops` and
-        `TrainingFlops`; memory: inference and training as `Memory` and `TrainingMemory`. In place of what a table of
-        positions is too short for stands {"context": …, "impossible": why}.
+        Always: model, family ("" for none), total, active (what one token meets of a mixture), embedding_positions_head
+        (the three components together, a tied head once), non_embedding (all others), tied, layers, components,
+        by_layer, revision, notes. With `tensors`, each by its shared name: name, component, layer (null outside),
+        shape, parameters. Where it was asked for: stored (dtypes and bytes in the files); swap (of, steps, guarantee,
+        notes); weights (dtype, bytes by component and in total); kv_cache, a list as `CacheSize`; flops: next_token by
+        component, prefill and training_step as `Flops` and `TrainingFlops`; memory: inference and training as `Memory`
+        and `TrainingMemory`. In place of what a table of positions is too short for stands {"context": …, "impossible":
+        why}.
         """
         data = {**to_json(self.name, self.family, self.count), "revision": self.revision, "notes": list(self.notes)}
         if tensors:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
@@ -128,7 +128,10 @@ def _by(text: str) -> By:
     for known in get_args(By):
         if text in (known, f"{known}s"):
             return known
-    raise UsageError(f"--by {text!r:.40} is none of {', '.join(get_args(By))}", "--by tensor lists every tensor")
+    raise UsageError(
+        f"--by {text!r:.40} is none of {', '.join(get_args(By))}",
+        f"or their plurals: {', '.join(f'{each}s' for each in get_args(By))}",
+    )
 
 
 def _sensible(
@@ -173,6 +176,13 @@ def _with_swaps(
     return pairs
 
 
+def _promise(swap: Mapping[str, Any]) -> str:
+    """What a chain of swaps promises; where the weights decide it, what trained ones give, and who can tell."""
+    if swap["guarantee"] == swap["usual"]:
+        return str(swap["guarantee"])
+    return f"{swap['usual']} on trained weights; gptkit swap MODEL OUT --dry-run tells it of yours"
+
+
 def _print(counts: list[ModelCount], asked: Asked, by: By, pairs: bool) -> None:
     """Tables: of all models side by side, or of each beside what it becomes."""
     from ..report.sheets import Notes
@@ -197,7 +207,7 @@ def _print(counts: list[ModelCount], asked: Asked, by: By, pairs: bool) -> None:
         for each in some:
             if each.swap is not None:
                 out.print()
-                out.print(Notes((f"guarantee: {each.swap['guarantee']}", *each.swap["notes"])))
+                out.print(Notes((f"guarantee: {_promise(each.swap)}", *each.swap["notes"])))
     if any(each.revision or each.notes or each.stored for each in counts):
         from ..report.summaries import source_lines
 
@@ -217,7 +227,7 @@ def _page(counts: list[ModelCount], asked: Asked) -> Page:
     )
     for each in counts:
         if each.swap is not None:
-            lines = (f"Guarantee: {each.swap['guarantee']}", *each.swap["notes"])
+            lines = (f"Guarantee: {_promise(each.swap)}", *each.swap["notes"])
             more += (Section(f"{each.name}: what it promises", (Lines(lines, listed=True),)),)
     return counts_page(counts, dtype=asked.cached, more=more)
 

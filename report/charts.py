@@ -8,13 +8,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..analysis.costs import cache_bytes, cache_curve, usual_context
+from ..analysis.costs import CONTEXT, cache_bytes, cache_curve, stated_context, usual_context
 from ..spec import ModelSpec
 from .pages import Figure, Key, Table, plain
-from .plots import COLOURS, PALETTE, binary, drawn, safe, share, short
+from .plots import COLOURS, PALETTE, drawn, held, safe, share, short
 from .treemap import treemap
 
-__all__ = ["bars", "binary", "cache_chart", "short", "treemap"]
+__all__ = ["bars", "cache_chart", "held", "short", "treemap"]
 
 DASHES = ("solid", "dash", "dot")
 """Lines differ in more than colour."""
@@ -63,6 +63,8 @@ def bars(
         }
         for part in parts
     ]
+    if len(models) > 1 and not shares:
+        traces.append(_totals(totals, what))
     height = 34 * len(models) + 64
     axis = {"showgrid": False, "zeroline": False, "ticks": "", "tickangle": 0}
     return Figure(
@@ -80,7 +82,7 @@ def bars(
                 "zeroline": False,
                 "ticks": "",
                 "tickangle": 0,
-                **_scale(max(totals), what, shares),
+                **_scale(max(totals), what, shares, len(models) == 1),
             },
             yaxis={
                 **axis,
@@ -105,6 +107,26 @@ def bars(
     )
 
 
+UNITS = {"parameters": "KMBT"}
+"""A billion parameters is a B, of all else it is a G."""
+
+
+def _totals(totals: Sequence[int], what: str) -> dict[str, Any]:
+    """Each bar's figure beside its end: one may be too short to be seen beside another."""
+    return {
+        "type": "scatter",
+        "mode": "text",
+        "x": list(totals),
+        "y": list(range(len(totals))),
+        "text": [f" {short(total, UNITS.get(what, 'kMGT'))}" for total in totals],
+        "textposition": "middle right",
+        "textfont": {"color": "var(--text)"},
+        "cliponaxis": False,
+        "hoverinfo": "skip",
+        "showlegend": False,
+    }
+
+
 def _bars_summary(models: Sequence[tuple[str, Mapping[str, int]]], what: str) -> str:
     totals = {name: sum(numbers.values()) for name, numbers in models}
     most, least = (pick(totals.items(), key=lambda item: item[1]) for pick in (max, min))
@@ -114,14 +136,15 @@ def _bars_summary(models: Sequence[tuple[str, Mapping[str, int]]], what: str) ->
     return f"{most[1]:,} {what}; most are in {part}, {share(number, most[1])}."
 
 
-def _scale(most: int, what: str, shares: bool) -> dict[str, Any]:
+def _scale(most: int, what: str, shares: bool, alone: bool) -> dict[str, Any]:
     """Round numbers on an axis from 0, about four, or per cent."""
     if shares:
         return {"tickformat": ".0%", "dtick": 0.25, "range": [0, 1.02]}
     step = next(n * 10**p for p in range(20) for n in (1, 2, 5) if n * 10**p * 4 >= most)
     values = list(range(0, most + 1, step))
-    units = "KMBT" if what == "parameters" else "kMGT"  # a billion parameters is a B, of all else it is a G
-    return {"tickvals": values, "ticktext": [short(value, units) for value in values], "range": [0, most * 1.02]}
+    units = UNITS.get(what, "kMGT")
+    room = 1.02 if alone else 1.2  # for the figure beside the longest
+    return {"tickvals": values, "ticktext": [short(value, units) for value in values], "range": [0, most * room]}
 
 
 def _part_colours(parts: Sequence[str]) -> dict[str, int]:
@@ -162,6 +185,7 @@ def cache_chart(models: Sequence[tuple[str, ModelSpec]], dtype: str = "bfloat16"
         [(each.context, each.held) for each in cache_curve(spec, _lengths(spec, end), dtype)]
         for (_, spec), end in zip(models, ends, strict=True)
     ]
+    under = [min(sum(_one_line(line, other) for other in lines[index + 1 :]), 2) for index, line in enumerate(lines)]
     traces = [
         {
             "type": "scatter",
@@ -169,10 +193,11 @@ def cache_chart(models: Sequence[tuple[str, ModelSpec]], dtype: str = "bfloat16"
             "name": safe(name),
             "x": [length for length, _ in line],
             "y": [nbytes for _, nbytes in line],
-            "line": {"color": f"var(--c{index % PALETTE})", "dash": DASHES[index % len(DASHES)], "width": 2},
-            "marker": {"size": 5, "color": f"var(--c{index % PALETTE})"},
+            "line": {"color": f"var(--c{index % PALETTE})", "dash": DASHES[index % len(DASHES)]}
+            | {"width": 2 + 3 * under[index]},  # to be seen below those that lie on it
+            "marker": {"size": 5 + 3 * under[index], "color": f"var(--c{index % PALETTE})"},
             "hovertext": [
-                f"<b>{safe(name)}</b><br>{length:,} tokens<br>{binary(nbytes)} ({nbytes:,} bytes)"
+                f"<b>{safe(name)}</b><br>{length:,} tokens<br>{held(nbytes)} ({nbytes:,} bytes)"
                 for length, nbytes in line
             ],
             "hoverinfo": "text",
@@ -181,9 +206,12 @@ def cache_chart(models: Sequence[tuple[str, ModelSpec]], dtype: str = "bfloat16"
     ]
     largest = max(range(len(models)), key=lambda index: lines[index][-1][1])
     windows = [name for name, spec in models if any(block.attention.window for block in spec.blocks)]
-    summary = f"One sequence's cache in {dtype}, up to {binary(lines[largest][-1][1])} at {ends[largest]:,} tokens"
+    summary = f"One sequence's cache in {dtype}, up to {held(lines[largest][-1][1])} at {ends[largest]:,} tokens"
     summary += f" ({models[largest][0]})." if len(models) > 1 else "."
     summary += f" A line bends where a window is full: {', '.join(windows)}." if windows else ""
+    summary += "".join(f" {told}" for told in _alike([name for name, _ in models], lines))
+    unsaid = [name for name, spec in models if up_to is None and stated_context(spec) is None]
+    summary += f" Without a context of their own, drawn up to {CONTEXT:,}: {', '.join(unsaid)}." if unsaid else ""
     height = 360
     return Figure(
         title="Key-value cache by context",
@@ -193,8 +221,8 @@ def cache_chart(models: Sequence[tuple[str, ModelSpec]], dtype: str = "bfloat16"
             height,
             showlegend=False,
             margin={"t": 8, "b": 48, "l": 8, "r": 16},
-            xaxis=_axis(min(line[0][0] for line in lines), max(ends), _tokens, 6) | {"title": {"text": "tokens"}},
-            yaxis=_axis(min(line[0][1] for line in lines), max(line[-1][1] for line in lines), binary, 6)
+            xaxis=_powers(min(line[0][0] for line in lines), max(ends), _tokens, 6) | {"title": {"text": "tokens"}},
+            yaxis=_decades(min(line[0][1] for line in lines), max(line[-1][1] for line in lines), held)
             | {"automargin": True},
         ),
         height=height,
@@ -205,6 +233,27 @@ def cache_chart(models: Sequence[tuple[str, ModelSpec]], dtype: str = "bfloat16"
         ),
         table=_cache_table(models, ends, dtype),
     )
+
+
+Points = Sequence[tuple[int, int]]
+"""Tokens and bytes there."""
+
+
+def _one_line(one: Points, other: Points) -> bool:
+    """Whether two lines lie on one another as far as the shorter goes."""
+    first, second = dict(one), dict(other)
+    shared = first.keys() & second.keys()
+    return len(shared) > 1 and all(first[length] == second[length] for length in shared)
+
+
+def _alike(names: Sequence[str], lines: Sequence[Points]) -> list[str]:
+    """Which lines lie on one another, a sentence for each place where some do."""
+    groups: list[list[int]] = []
+    for index, line in enumerate(lines):
+        group = next((each for each in groups if _one_line(lines[each[0]], line)), None)
+        groups.append([index]) if group is None else group.append(index)
+    several = [[names[index] for index in group] for group in groups if len(group) > 1]
+    return [f"On one line as far as each goes: {', '.join(group)}." for group in several]
 
 
 def _end(spec: ModelSpec, up_to: int | None) -> int:
@@ -221,15 +270,29 @@ def _lengths(spec: ModelSpec, end: int) -> list[int]:
     return sorted({first, end, *(n for n in (*powers, *windows) if first <= n <= end)})
 
 
-def _axis(least: int, most: int, words: Callable[[int], str], ticks: int) -> dict[str, Any]:
+def _powers(least: int, most: int, words: Callable[[int], str], ticks: int) -> dict[str, Any]:
     """A logarithmic axis with powers of two on it, as many as are legible."""
     low, high = math.floor(math.log2(max(least, 1))), math.ceil(math.log2(max(most, 2)))
     step = max(1, math.ceil((high - low) / ticks))
     values = [2**power for power in range(low, high + 1, step)]
+    return _logarithmic(values, words, math.log10(2) * (low - 0.15), math.log10(2) * (high + 0.15))
+
+
+def _decades(least: int, most: int, words: Callable[[int], str]) -> dict[str, Any]:
+    """A logarithmic axis with 1, 2 and 5 of each power of ten on it, or where it spans many with 1 alone."""
+    low, high = math.log10(max(least, 1)), math.log10(max(most, 2))
+    powers = range(math.floor(low), math.ceil(high) + 1, max(1, math.ceil((high - low) / 6)))
+    values = [digit * 10**power for power in powers for digit in ((1, 2, 5) if high - low < 2 else (1,))]
+    inside = [value for value in values if low - 0.05 <= math.log10(value) <= high + 0.05]
+    return _logarithmic(inside if len(inside) > 1 else [least, most], words, low - 0.05, high + 0.05)
+
+
+def _logarithmic(values: Sequence[int], words: Callable[[int], str], low: float, high: float) -> dict[str, Any]:
+    """An axis from one power of ten to another, with words at some values."""
     return {
         "type": "log",
-        "range": [math.log10(2) * (low - 0.15), math.log10(2) * (high + 0.15)],
-        "tickvals": values,
+        "range": [low, high],
+        "tickvals": list(values),
         "ticktext": [words(value) for value in values],
         "tickangle": 0,
         "gridcolor": "var(--line)",
@@ -247,9 +310,9 @@ def _cache_table(models: Sequence[tuple[str, ModelSpec]], ends: Sequence[int], d
     at = [length for length in (2048, 8192, 32768, 131072) if length <= max(ends)]
     rows = []
     for (name, spec), end in zip(models, ends, strict=True):
-        cells = [binary(cache_bytes(spec, n, dtype).held) if n <= end else "–" for n in at]
+        cells = [held(cache_bytes(spec, n, dtype).held) if n <= end else "–" for n in at]
         last = cache_bytes(spec, end, dtype)
-        rows.append((name, f"{last.a_token:,} B", *cells, f"{end:,}", binary(last.held)))
+        rows.append((name, f"{last.a_token:,} B", *cells, f"{end:,}", held(last.held)))
     columns = (("model", False), ("a token", True), *((f"at {n:,}", True) for n in at))
     ending = (("longest context", True), ("there", True))
     return Table("Key-value cache as a table", (*columns, *ending), tuple(rows), folded=True)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ..analysis.figures import SCALES, Asked, Figures
+from ..analysis.costs import stated_context, usual_context
+from ..analysis.figures import SCALES, Asked, Figures, fits
 from ..spec import ModelSpec
 from .sheets import Row, Sheet, binary, change, decimal, difference, whole_bytes
 
@@ -51,7 +52,7 @@ def cost_sheets(models: Sequence[Told], asked: Asked, compared: bool = False) ->
         *(_memory(models, asked, compared) if asked.memory else []),
     ]
     sheets = [sheet for sheet in sheets if sheet.rows]  # none where no model has positions for so many tokens
-    notes = _too_short(models, asked)
+    notes = [*_chosen(models, asked, compared), *_too_short(models, asked), *_beyond(models, asked, compared)]
     if asked.dtype in SCALES:
         notes.append(f"{asked.dtype}: {asked.dtype[3:]} bits a parameter, without the scales that go with them.")
     if not notes:
@@ -68,6 +69,36 @@ def _too_short(models: Sequence[Told], asked: Asked) -> list[str]:
         if spec.positions is not None and max(tokens, default=0) > spec.positions.length:
             notes.append(f"{NOTHING} {name}: positions for {spec.positions.length:,} tokens, no more.")
     return notes
+
+
+def _chosen(models: Sequence[Told], asked: Asked, compared: bool) -> list[str]:
+    """Why FLOPs and memory are told at this context, where nobody named one and it is not every model's own."""
+    if asked.context is not None or not (asked.flops or asked.memory):
+        return []
+    context = models[0][2].context
+    if all(stated_context(spec) == context for _, spec, _ in models):
+        return []
+    name, spec = next((name, spec) for name, spec, _ in models if usual_context(spec) == context)
+    name = "the model" if compared else name
+    if stated_context(spec) is None:
+        why = f"{name} states no context"
+    else:
+        why = f"the context of {name}, the shorter of the two" if len(models) == 2 else ""
+        why = why or f"the context of {name}, the shortest of these"
+    return [f"{context:,} tokens: {why}; --context sets another."]
+
+
+def _beyond(models: Sequence[Told], asked: Asked, compared: bool) -> list[str]:
+    """Which contexts a model has figures for and was not made for."""
+    notes: dict[str, None] = {}
+    for name, spec, figures in models:
+        tokens = [*asked.kv, *([figures.context] if asked.flops or asked.memory else [])]
+        own = stated_context(spec)
+        more = sorted({each for each in tokens if own is not None and each > own and fits(spec, each)})
+        if more:
+            whose = "the model's" if compared else f"{name}'s"
+            notes[f"{' and '.join(f'{each:,}' for each in more)} tokens: beyond {whose} context of {own:,}."] = None
+    return list(notes)
 
 
 def _sheet(title: str, columns: Sequence[_Column], compared: bool, notes: Sequence[str], empty: str = NOTHING) -> Sheet:

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .. import __version__
-from ..analysis.costs import cache_bytes, costs, usual_context
+from ..analysis.costs import cache_bytes, costs
+from ..analysis.figures import common_context, fits
 from ..analysis.parameters import describe
 from ..analysis.params import ModelCount
 from .charts import bars, cache_chart, treemap
 from .diagram import block_diagram
 from .pages import Figure, Lines, Page, Section, Table, counted
-from .plots import binary, share, short
+from .plots import held, share, short
 
 __all__ = ["counts_page"]
-
-COMMON = 2048
-"""Tokens in sight at which FLOPs are told, or fewer where a model is for no more."""
 
 APART = 3
 """Models that differ in size by more than this are drawn by their shares too."""
@@ -47,7 +45,7 @@ def _one(counts: Sequence[ModelCount], dtype: str, more: Sequence[Section]) -> P
     facts += [("layers", f"{len(spec.blocks):,}"), ("hidden size", f"{spec.hidden_size:,}")]
     facts += [
         ("context", describe(spec)["context"]),
-        (f"cache a token, {dtype}", binary(cache_bytes(spec, 1, dtype).a_token)),
+        (f"cache a token, {dtype}", held(cache_bytes(spec, 1, dtype).a_token)),
     ]
     notes = (Section("Notes", (Lines(model.notes, listed=True),)),) if model.notes else ()
     return Page(
@@ -141,10 +139,13 @@ def _diagrams(model: ModelCount) -> tuple[Figure, ...]:
     return tuple(block_diagram(model.spec, layer) for layer in kinds[:MOST_DIAGRAMS])
 
 
-def _flops(counts: Sequence[ModelCount]) -> tuple[Lines, Figure]:
-    """Of one token, at one context for all."""
-    context = min([COMMON, *(usual_context(each.spec) for each in counts)])
-    models = [(each.name, costs(each.spec, context).flops) for each in counts]
+def _flops(counts: Sequence[ModelCount]) -> tuple[Lines | Figure, ...]:
+    """Of one token, at the context that everything on the page is told at: one for all."""
+    told = next((each.figures.context for each in counts if each.figures is not None), None)
+    context = common_context([each.spec for each in counts]) if told is None else told
+    models = [(each.name, costs(each.spec, context).flops) for each in counts if fits(each.spec, context)]
     words = f"Of the forward pass of one token that sees {context:,}, itself among them: two for a multiplication "
     words += "with its addition, in matrix products."
-    return Lines((words,)), bars(models, title="FLOPs a token by component", what="FLOPs")
+    short = [each for each in counts if not fits(each.spec, context)]
+    lines = Lines((words, *(f"{each.name} has positions for fewer tokens than that." for each in short)))
+    return (lines, bars(models, title="FLOPs a token by component", what="FLOPs")) if models else (lines,)

@@ -59,6 +59,11 @@ function said(label) {
   return text.replaceAll("&lt;", "<").replaceAll("&gt;", ">").replaceAll("&amp;", "&");
 }
 
+// An area of next to nothing has no place that a frame could mark.
+function tiny({ slice, width, height }) {
+  return slice !== undefined && (width < 1 || height < 1);
+}
+
 // The nearest cell that lies wholly on that side; one in the same row or column first.
 function beside(from, cells, [right, down]) {
   const span = (cell) => (right ? [cell.x, cell.x + cell.width] : [cell.y, cell.y + cell.height]);
@@ -225,9 +230,9 @@ class Picture {
     if (!cell) return;
     this.leave();
     this.at = cell.key;
-    this.tell(cell.words);
+    this.tell(tiny(cell) ? `${cell.words} · too small to be drawn` : cell.words);
     this.follow(cell);
-    this.frame.scrollIntoView({ block: "nearest", inline: "nearest" });
+    if (!this.frame.hidden) this.frame.scrollIntoView({ block: "nearest", inline: "nearest" });
     this.label(cell);
   }
 
@@ -242,8 +247,8 @@ class Picture {
 
   // The frame lies where its cell does, which may be on its way.
   follow(cell = this.at === null ? null : this.cells().find((each) => each.key === this.at)) {
-    this.frame.hidden = !cell;
-    if (!cell) return;
+    this.frame.hidden = !cell || tiny(cell);
+    if (this.frame.hidden) return;
     const box = `translate(${cell.x - 2}px, ${cell.y - 2}px) ${cell.width} ${cell.height}`;
     this.frame.style.transform = `translate(${cell.x - 2}px, ${cell.y - 2}px)`;
     this.frame.style.width = `${Math.max(cell.width, 4) + 4}px`;

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
@@ -144,17 +145,24 @@ def writable(path: Path, option: str) -> None:
 
 
 def plain(text: str) -> str:
-    """Text without control characters and what turns the direction of writing: as escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    """Text without control characters and what turns the direction of writing: as escapes. A blank that holds words
+    together stays.
+    """
+    return "".join(c if c.isprintable() or c == "\u00a0" else c.encode("unicode_escape").decode() for c in text)
 
 
 def render(page: Page) -> str:
     """The page as HTML."""
     import jinja2
-    from markupsafe import Markup
+    from markupsafe import Markup, escape
 
     def shown(value: object) -> object:
         return plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+    def breakable(value: object) -> Markup:
+        """Names of modules may be broken behind their dots and underscores, rather than anywhere."""
+        text = str(escape(shown(value)))
+        return Markup(re.sub(r"(?<=\w)(?:(?<!\d)[._]|[._](?!\d))(?=\w)", r"\g<0><wbr>", text))  # noqa: S704 (escaped before)
 
     def own(name: str) -> str:
         return files(__package__).joinpath(name).read_text(encoding="utf-8")
@@ -164,6 +172,7 @@ def render(page: Page) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, finalize=shown, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["breakable"] = breakable
     return environment.from_string(own("page.html")).render(
         page=page,
         style=Markup(own("page.css")),  # noqa: S704 (our own files, and plotly's script)

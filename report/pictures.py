@@ -33,6 +33,9 @@ NOWHERE = "127.0.0.1:9"
 SECONDS = 120
 FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 
+TITLE = 26
+"""Pixels above the figure for its name."""
+
 STILL = {"pathbar": {"visible": False}}
 """Of nested areas on paper, where nothing leads back."""
 
@@ -42,6 +45,8 @@ def ready(html: Path | None, png: Path | None, svg: Path | None) -> None:
     if html is not None:
         if html.suffix.lower() in (".png", ".svg"):
             raise UsageError(f"--html {html}: not the name of a page", f"--{html.suffix.lower()[1:]} {html} draws it.")
+        if html.suffix.lower() not in (".html", ".htm") and (html.is_file() or not html.exists()):
+            raise UsageError(f"--html {html}: not the name of a page", "End it in .html.")
         pages.ready(html)
     given = [(option, path) for option, path in (("--png", png), ("--svg", svg)) if path is not None]
     for option, path in given:
@@ -171,13 +176,27 @@ def _static(figure: Figure) -> dict[str, Any]:
             data.append({**trace, **STILL} if trace["type"] == "treemap" else {**trace, "showlegend": False})
     legend = [_legend(key.style.split(), key.words, values) for key in figure.keys if key.style != "counts"]
     more = _legend_height(legend, max(figure.width, WIDTH))
+    margin = {"t": 0, **layout.get("margin", {})}
+    if any(trace["type"] == "treemap" for trace in data):
+        margin["t"] = 2  # its bar above is left out
     layout = {
         **layout,
         "shapes": shapes,
         "paper_bgcolor": "#ffffff",
         "font": {**layout["font"], "family": FONT, "size": 12},
-        "height": figure.height + more,
-        "margin": {**layout.get("margin", {}), "b": layout.get("margin", {}).get("b", 0) + more},
+        "height": figure.height + TITLE + more,
+        "margin": {**margin, "t": margin["t"] + TITLE, "b": margin.get("b", 0) + more},
+        "title": {
+            "text": f"<b>{safe(figure.title)}</b>",
+            "font": {"size": 13},
+            "xref": "container",
+            "x": 0.01,
+            "xanchor": "left",
+            "yref": "container",
+            "y": 1,
+            "yanchor": "top",
+            "pad": {"t": 6},
+        },
         "showlegend": bool(legend),
         "legend": {
             "orientation": "h",
@@ -191,7 +210,6 @@ def _static(figure: Figure) -> dict[str, Any]:
     }
     if any(trace["type"] == "treemap" for trace in data):  # the legend's traces bring axes along
         layout |= {"xaxis": {"visible": False}, "yaxis": {"visible": False}}
-        layout["margin"] |= {"t": 2}
     # Names of their own, instead of those that plotly draws lots for.
     return {"data": [{**trace, "uid": str(n)} for n, trace in enumerate([*data, *legend])], "layout": layout}
 

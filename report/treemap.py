@@ -68,7 +68,7 @@ def treemap(name: str, spec: ModelSpec) -> Figure:
         "values": [cell.number for cell in cells],
         "branchvalues": "total",
         "sort": False,
-        "text": [_inside(cell, total) for cell in cells],
+        "text": [short(cell.number) for cell in cells],
         "textinfo": "label+text",
         "hovertext": [_told(cell, total) for cell in cells],
         "hoverinfo": "text",
@@ -104,12 +104,6 @@ def _colour(component: str) -> int | None:
 def _told(cell: _Cell, total: int) -> str:
     name = f"<b>{safe(cell.label)}</b>"
     return "<br>".join([name, f"{cell.number:,} parameters", f"{share(cell.number, total)} of all", *cell.told])
-
-
-def _inside(cell: _Cell, total: int) -> str:
-    """What a component's area says below its name; a layer's has less room."""
-    number = short(cell.number)
-    return f"{number} · {share(cell.number, total)}" if cell.place.count("/") == 1 else number
 
 
 def _runs(spec: ModelSpec) -> list[_Run]:

@@ -220,6 +220,7 @@ def entry(form: str, gives: str, examples: Callable[[ModelSpec], Iterable[str]])
         by_layer=True,
         calibrated=True,
         inverse=back,
+        exact_where="the heads of a group are equal",
     )
 
 

@@ -127,7 +127,8 @@ class Swap:
     for anything. takes, gives: the components. guarantee: the best it gives, where its preconditions hold. needs: them,
     in words. source: the paper or code. apply: the tree after it, or SwapRefused with the reason. examples: values
     worth trying on a tree. by_layer: whether it may be asked for some layers alone. calibrated: whether it draws on a
-    text. inverse: the step that undoes it.
+    text. inverse: the step that undoes it. exact_where: the weights that it is exact on, where only some are so, in
+    words that end "exact only where …".
     """
 
     option: str
@@ -142,6 +143,7 @@ class Swap:
     by_layer: bool = False
     calibrated: bool = False
     inverse: Callable[[ModelSpec, Asked], Step | None] = lambda before, asked: None
+    exact_where: str = ""
 
     @property
     def title(self) -> str:

@@ -239,11 +239,15 @@ class _Chain:
         self.notes += shared
         best = zeros.guarantee if isinstance(zeros, Swapped) else usual.guarantee
         self.known.append(best == usual.guarantee)
-        needs = swap_for(step.option, step.value).needs
+        swap = swap_for(step.option, step.value)
+        fitted = "fitted on a text (--calibrate)" if answer.fitted else ""
         if best != usual.guarantee:
-            self.notes.append(f"{name}: {usual.guarantee} on trained weights, {best} on some (needs {needs})")
-        if answer.fitted:
-            self.notes.append(f"{name}: fitted on a text")
+            where = f"only where {swap.exact_where}" if swap.exact_where else f"on some (needs {swap.needs})"
+            self.notes.append(
+                f"{name}: on trained weights {usual.guarantee}{': ' if fitted else ''}{fitted}; {best} {where}"
+            )
+        elif fitted:
+            self.notes.append(f"{name}: {fitted}")
         if answer.chosen and len(set(self.model.spec.blocks)) > 1:
             self.settled = False
             self.notes.append(f"{name}: a text decides which layers stay, and they differ")
@@ -252,7 +256,7 @@ class _Chain:
         if isinstance(zeros, Swapped) and zeros.spec != usual.spec:
             self.settled = False
             self.notes.append(
-                f"{name}: the weights decide the tree, and this is that of trained weights (needs {needs})"
+                f"{name}: the weights decide the tree, and this is that of trained weights (needs {swap.needs})"
             )
 
 

@@ -110,7 +110,7 @@ def test_json_has_integers_and_the_layers_one_by_one() -> None:
             "family",
             "total",
             "active",
-            "embedding",
+            "embedding_positions_head",
             "non_embedding",
             "tied",
             "layers",
@@ -119,7 +119,7 @@ def test_json_has_integers_and_the_layers_one_by_one() -> None:
         )
     ]
     assert (data["model"], data["family"], data["tied"], data["layers"]) == ("qwen3-8b", "qwen3", False, 36)
-    assert data["total"] == 8_190_735_360 == data["embedding"] + data["non_embedding"]
+    assert data["total"] == 8_190_735_360 == data["embedding_positions_head"] + data["non_embedding"]
     assert sum(data["components"].values()) == data["total"]
     assert data["by_layer"][35] == {
         "layer": 35,

@@ -133,7 +133,9 @@ def test_what_grouped_heads_would_save() -> None:
     assert after["kv_cache"][0]["bytes"] * 8 == before["kv_cache"][0]["bytes"]
     text = call("params", "llama-2-7b", "--swap", "attention=gqa:4", "--kv", "4096").stdout
     assert re.search(rf"^total .* −{saved:,} +−13\.9 %$", text, re.M)
-    assert "guarantee: depends on the weights" in text
+    text = " ".join(text.split())
+    assert "guarantee: approximate on trained weights; gptkit swap MODEL OUT --dry-run" in text
+    assert "approximate: fitted on a text (--calibrate); exact only where the heads of a group are equal" in text
 
 
 def test_a_chain_and_a_recipe() -> None:
@@ -172,6 +174,7 @@ def test_swaps_that_are_none(args: list[str], code: int, told: str) -> None:
         (["--kv-dtype", "int4", "--kv", "8"], "unknown dtype 'int4'"),
         (["--dtype", "int3"], "unknown dtype 'int3'"),
         (["--by", "head"], "--by 'head' is none of component, layer, tensor"),
+        (["--by", "lay"], "or their plurals: components, layers, tensors"),
         (["--json", "--csv"], "two formats"),
         (["--csv", "--stored"], "--json tells it"),
         (["--csv", "--by", "layer", "--flops"], "one table"),

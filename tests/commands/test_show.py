@@ -64,6 +64,11 @@ def test_it_fits_the_columns(columns: int) -> None:
         assert max(map(len, run(name, columns=columns).splitlines())) <= columns
 
 
+def test_what_letters_mean_is_told_once() -> None:
+    for columns in (30, 40, 80):
+        assert " ".join(run("falcon-7b", columns=columns).split()).count("B sequences, T tokens") == 1
+
+
 def test_layers_that_differ_are_told_and_each_can_be_drawn(tmp_path: Path) -> None:
     model = config_of(tmp_path, {**QWEN2, **WINDOWED})
     text = run(model)

@@ -17,7 +17,7 @@ from gptkit.analysis.parameters import count
 from gptkit.architectures.presets import find
 from gptkit.errors import UsageError
 from gptkit.report import pages
-from gptkit.report.charts import DASHES, bars, binary, cache_chart, short, treemap
+from gptkit.report.charts import DASHES, bars, cache_chart, held, short, treemap
 from gptkit.report.pages import Figure
 from gptkit.spec import ModelSpec
 
@@ -123,7 +123,7 @@ def test_lines_are_the_cache_and_bend_at_windows() -> None:
     assert "mistral-7b" in figure.summary and "bends" in figure.summary
     assert {axis["type"] for axis in (figure.spec["layout"]["xaxis"], figure.spec["layout"]["yaxis"])} == {"log"}
     assert [row[0] for row in figure.table.rows] == ["gpt2", "llama-2-7b", "mistral-7b"]
-    assert figure.table.rows[1][-2:] == ("4,096", "2 GiB")
+    assert figure.table.rows[1][-2:] == ("4,096", "2.15 GB")
 
 
 def test_ends_of_lines() -> None:
@@ -133,6 +133,23 @@ def test_ends_of_lines() -> None:
     assert max(second) == 100_000
     (short_one,) = lines_of(cache_chart([("a", mistral)], up_to=20))
     assert list(short_one) == [20]
+
+
+def test_lines_on_one_another_and_contexts_that_nobody_states_are_told() -> None:
+    models = [(name, preset(name)) for name in ("gpt2", "llama-3-8b", "mixtral-8x7b", "bloom-7b1", "mistral-7b")]
+    figure = cache_chart(models)
+    assert "On one line as far as each goes: llama-3-8b, mixtral-8x7b." in figure.summary  # mistral-7b has a window
+    assert "Without a context of their own, drawn up to 2,048: bloom-7b1." in figure.summary
+    widths = [trace["line"]["width"] for trace in figure.spec["data"]]
+    assert widths == [2, 5, 2, 2, 2]  # seen below the other
+    assert "On one line" not in cache_chart(models[:2]).summary
+    assert "Without" not in cache_chart(models, up_to=4096).summary
+
+
+def test_the_cache_has_round_numbers_of_the_tables_unit() -> None:
+    axis = cache_chart([("gpt2", preset("gpt2"))]).spec["layout"]["yaxis"]
+    assert axis["ticktext"] == ["5 MB", "10 MB", "20 MB"]
+    assert cache_chart([("a", preset("mistral-7b"))]).spec["layout"]["yaxis"]["ticktext"][-1] == "500 MB"
 
 
 def test_dtypes_of_the_cache() -> None:
@@ -169,7 +186,11 @@ def test_bars_add_up() -> None:
     models = [(name, count(preset(name)).by_component) for name in ("gpt2", "bloom-7b1")]
     figure = bars(models, title="Parameters by component", what="parameters")
     for index, (_, numbers) in enumerate(models):
-        assert sum(trace["x"][index] for trace in figure.spec["data"]) == sum(numbers.values())
+        assert sum(trace["x"][index] for trace in figure.spec["data"] if trace["type"] == "bar") == sum(
+            numbers.values()
+        )
+    assert figure.spec["data"][-1]["text"] == [" 124M", " 7.07B"]  # beside bars that may be too short to be seen
+    assert figure.spec["data"][-1]["x"] == [124_439_808, 7_069_016_064]
     assert figure.summary == "From 124,439,808 parameters (gpt2) to 7,069,016,064 (bloom-7b1)."
     assert figure.table.rows[0][-1] == "124,439,808"
     axis = figure.spec["layout"]["xaxis"]
@@ -206,7 +227,7 @@ def test_short_numbers(number: int, words: str) -> None:
 
 
 def test_bytes_in_words() -> None:
-    assert [binary(n) for n in (5, 1024, 36 * 2**20, 3 * 2**29)] == ["5 B", "1 KiB", "36 MiB", "1.5 GiB"]
+    assert [held(n) for n in (5, 1000, 37_748_736, 15 * 10**8)] == ["5 B", "1 kB", "37.7 MB", "1.5 GB"]
 
 
 # --- colours ----------------------------------------------------------------------------------------------------------

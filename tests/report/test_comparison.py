@@ -48,7 +48,7 @@ def test_a_column_a_model() -> None:
     assert "gpt2 llama-2-7b bloom-7b1 falcon-7b" in found
     assert "* attention MHA 12 MHA 32 MHA 32 MQA 71/1" in found
     assert "window none none none none" in found
-    assert "KV a token 36.00 KiB 512.0 KiB 480.0 KiB 8.000 KiB" in found
+    assert "KV a token 36.86 kB 524.3 kB 491.5 kB 8.192 kB" in found
     assert "Weights and cache in bfloat16; FLOPs forward, of a token that sees 1,024." in found
 
 
@@ -84,7 +84,7 @@ def test_ascii_only() -> None:
     Console(file=file, width=80).print(comparison_table(found, found.shown(everything=True)))
     file.seek(0)
     text = file.read()
-    assert "llama3 x8" in text and "KV at 4,096 - 512.0 MiB" in lines(text)
+    assert "llama3 x8" in text and "KV at 4,096 - 536.9 MB" in lines(text)
 
 
 def test_names_from_outside_obey_nobody() -> None:

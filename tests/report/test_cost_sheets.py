@@ -152,6 +152,27 @@ def test_models_side_by_side_at_one_context() -> None:
     assert line(text, "a token")[0] == "36.86 kB"  # which no table limits
 
 
+def test_why_at_this_context_and_what_is_beyond_a_models_own() -> None:
+    def told(*models: str, **asked: Any) -> str:
+        return " ".join(printed(sheets(*models, **asked)).split())
+
+    why = "1,024 tokens: the context of gpt2, the shortest of these; --context sets another."
+    assert why in told("llama-3-8b", "gpt2", "mistral-7b", flops=True, memory=True)
+    assert "the context of gpt2, the shorter of the two" in told("llama-3-8b", "gpt2", memory=True)
+    assert "2,048 tokens: bloom-7b1 states no context" in told("bloom-7b1", memory=True)
+    for models, asked in (
+        (("llama-3-8b",), {"flops": True}),
+        (("gpt2", "gpt2-xl"), {"flops": True}),
+        (("gpt2", "llama-3-8b"), {"flops": True, "context": 512}),
+        (("gpt2", "llama-3-8b"), {"kv": (512,)}),
+    ):
+        assert "--context" not in told(*models, **asked) and "beyond" not in told(*models, **asked)
+    assert "204,800 tokens: beyond llama-3-8b's context of 8,192." in told("llama-3-8b", kv=(8192, 204_800))
+    assert "9,000 tokens: beyond llama-3-8b's context of 8,192." in told("llama-3-8b", flops=True, context=9000)
+    swapped = told("llama-3-8b", "llama-3-8b", compared=True, kv=(9000,))
+    assert swapped.count("9,000 tokens: beyond the model's context of 8,192.") == 1
+
+
 def test_what_a_swap_changes() -> None:
     text = printed(sheets("llama-2-7b", "mistral-7b", compared=True, kv=(100,), flops=True, context=64))
     assert line(text, "a token") == ["524.3 kB", "131.1 kB", "−393.2 kB", "−75.0 %"]

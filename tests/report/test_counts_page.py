@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import gptkit
 from gptkit.analysis.costs import costs
+from gptkit.analysis.figures import Asked
 from gptkit.cli import app
 from gptkit.report.counts_page import counts_page
 from gptkit.report.pages import Figure, Lines, Page, Section, Table, render, write_page
@@ -33,7 +34,7 @@ def test_one_model() -> None:
     facts = dict(page.facts)
     assert facts["parameters"] == f"{model.count.total:,}" == "46,702,792,704"
     assert facts["met by a token"] == f"{costs(model.spec).active:,}"
-    assert facts["cache a token, bfloat16"] == "128 KiB"  # 2 · 32 layers · 8 heads · 128 · 2 bytes
+    assert facts["cache a token, bfloat16"] == "131 kB"  # 2 · 32 layers · 8 heads · 128 · 2 bytes
     assert [each.title for each in blocks(page, Figure)] == [
         "Parameters of mixtral-8x7b",
         "Block diagram, each of 32 layers",
@@ -41,7 +42,7 @@ def test_one_model() -> None:
         "FLOPs a token by component",
     ]
     (components,) = [each for each in blocks(page, Table) if each.caption == "Parameters by component"]
-    assert components.rows[-2][1:] == ("46,702,792,704", "100.0 %")
+    assert components.rows[-2][1:] == ("46,702,792,704", "100.0\u00a0%")
     assert components.lit == {len(components.rows) - 2}
     assert "verdict" not in render(page).partition("<main>")[2].partition("</header>")[0]
 
@@ -49,8 +50,22 @@ def test_one_model() -> None:
 def test_a_dtype_of_the_cache_and_more_sections() -> None:
     more = Section("Memory", (Lines(("what was asked for",)),))
     page = counts_page(gptkit.params("gpt2"), dtype="float32", more=(more,))
-    assert dict(page.facts)["cache a token, float32"] == "72 KiB"
+    assert dict(page.facts)["cache a token, float32"] == "73.7 kB"
     assert more in page.sections
+
+
+def test_one_context_for_all_of_a_page() -> None:
+    (model,) = gptkit.params("qwen3-8b", asked=Asked(flops=True))
+    (asked,) = gptkit.params("qwen3-8b", asked=Asked(flops=True, context=1000))
+    for count, told in ((model, 40_960), (asked, 1000)):
+        page = counts_page([count])
+        assert any(f"one token that sees {told:,}," in line for each in blocks(page, Lines) for line in each.lines)
+        assert blocks(page, Figure)[-1].table.rows[0][-1] == f"{costs(count.spec, told).total_flops:,}"
+    models = gptkit.params("gpt2", "qwen3-8b", asked=Asked(flops=True, context=2000))
+    page = counts_page(models)
+    (flops,) = [each for each in blocks(page, Figure) if each.title.startswith("FLOPs")]
+    assert [row[0] for row in flops.table.rows] == ["qwen3-8b"]
+    assert "gpt2 has positions for fewer tokens than that." in render(page)
 
 
 def test_several_models() -> None:
@@ -193,6 +208,11 @@ def test_a_keyboard_opens_and_leads_back(show: Any) -> None:
         told.append(under(shown).partition(" · ")[0])
     # Norms, too small to be seen, among them; at the end it stays.
     assert told == ["embedding", "norms", "attention", "feed-forward", "head", "head"]
+    shown.page.keyboard.press("Home")
+    assert shown.page.locator(".cursor").first.is_visible()
+    shown.page.keyboard.press("ArrowRight")  # where nothing is drawn there is no frame either
+    assert under(shown).endswith("too small to be drawn") and not shown.page.locator(".cursor").first.is_visible()
+    shown.page.keyboard.press("End")
     keys = [("ArrowLeft", "feed-forward"), ("Enter", "layer 0"), ("End", "layer 35"), ("Enter", "gate_proj.weight")]
     keys += [("ArrowRight", "up_proj.weight"), ("Backspace", "layer 35"), ("Escape", "feed-forward")]
     for key, name in keys:
@@ -264,7 +284,7 @@ def test_lines_and_bars_by_keys(show: Any) -> None:
         return told
 
     lines = keys("Key-value cache by context", "ArrowRight", "ArrowRight", "ArrowUp", "End")
-    assert lines[0] == "gpt2 · 128 tokens · 4.5 MiB (4,718,592 bytes)"
+    assert lines[0] == "gpt2 · 128 tokens · 4.72 MB (4,718,592 bytes)"
     assert lines[1].startswith("gpt2 · 256 tokens") and lines[2].startswith("mistral-7b · 256 tokens")
     bars = keys("Parameters by component", "ArrowDown", "ArrowDown", "ArrowRight", "ArrowRight")
     assert bars[0].startswith("gpt2: embedding") and bars[1].startswith("mistral-7b: ")

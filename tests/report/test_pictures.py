@@ -46,6 +46,8 @@ def no_page(*blocks: Any) -> Page:
         (("--svg", "folder.svg"), "it is no file"),
         (("--html", "p.html", "--png", "picture.jpg"), "End it in .png"),
         (("--html", "p.PNG"), "--png p.PNG draws it"),
+        (("--html", "p.txt"), "End it in .html"),
+        (("--html", "page"), "End it in .html"),
     ],
 )
 def test_what_cannot_be_written_is_refused_first(
@@ -167,7 +169,7 @@ def test_cells_of_a_heatmap_lie_where_they_should(files: dict[str, bytes]) -> No
     columns = ["in", "5", "6", "out"]
     assert sorted(columns, key=lambda column: places[column][0]) == columns  # as the cells' rectangles count them
     # The figure of a cell stands under its layer's name and beside its component's.
-    where = {"2e0": ("5", "k"), "3e0": ("6", "q"), "4e0": ("in", "embedding"), "0": ("out", "head"), "1e-9": ("5", "q")}
+    where = {"2.0": ("5", "k"), "3.0": ("6", "q"), "4.0": ("in", "embedding"), "0": ("out", "head"), "1e-9": ("5", "q")}
     for cell, (column, row) in where.items():
         assert abs(places[cell][0] - places[column][0]) < 3, cell
         assert abs(places[cell][1] - places[row][1]) < 6, cell
