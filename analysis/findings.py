@@ -139,7 +139,7 @@ def _least(kind: str, rivals: Mapping[str, Costs], family: str | None) -> Findin
     others = " and ".join(f"{name.upper()} {times[name]:.2f} times as much" for name in times if name != kind)
     where = "no transformers family known here has it" if family is None else f"{family} has it"
     words = (
-        f"{kind.upper()} keeps {ITEMSIZE * rivals[kind].cached / 1024:,.4g} KiB of a token, {others}. MLA is the better"
+        f"{kind.upper()} keeps {ITEMSIZE * rivals[kind].cached / 1000:,.4g} kB of a token, {others}. MLA is the better"
         f" model in its paper ({PAPERS['mla'].arxiv}), and {where}; GQA is nearer to MHA ({PAPERS['gqa'].arxiv})."
     )
     return Finding("cache", words, {f"times_{name}": value for name, value in times.items()})

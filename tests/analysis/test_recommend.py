@@ -137,7 +137,7 @@ def test_why_memory_takes_one_key_value_head() -> None:
     found = about(recommend("memory", "7B"), "cache")
     # Of heads of 128: one key and one value; eight of each; a latent of four heads and half a head of rotated keys.
     assert found.figures == {"times_mqa": 1.0, "times_gqa": 8.0, "times_mla": (4 * 128 + 64) / 256}
-    assert "keeps 17 KiB of a token" in found.words
+    assert "keeps 17.41 kB of a token" in found.words
 
 
 # --- what it is ---
