@@ -23,6 +23,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     architecture.name: architecture for architecture in (GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, BLOOM, FALCON)
 }
 
+NEAR = 0.75
+"""How alike a model_type must be to a known one to be taken for a typo of it: mamba and llama are at 0.6."""
+
 BY_MODEL_TYPE = {kind: architecture for architecture in ARCHITECTURES.values() for kind in architecture.model_types}
 
 
@@ -51,7 +54,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     if not isinstance(kind, str):
         raise ConfigError("config.json names no model_type", known)
     if kind not in BY_MODEL_TYPE:
-        near = difflib.get_close_matches(kind[:60], BY_MODEL_TYPE, 1)
+        near = difflib.get_close_matches(kind[:60], BY_MODEL_TYPE, 1, NEAR)
         guess = f" (did you mean {near[0]}?)" if near else ""
         raise UnknownFamily(f"the model_type {kind!r:.60} is not a family gptkit knows{guess}", known)
     return BY_MODEL_TYPE[kind]

@@ -65,7 +65,7 @@ def parse_config_text(text: str | bytes, where: str) -> dict[str, Any]:
     """The object in a config.json.
 
     Raises:
-        ConfigError: not JSON, not an object, larger than 16 MB, or of half a million objects.
+        ConfigError: empty, not JSON, not an object, larger than 16 MB, or of half a million objects.
 
     """
     if len(text) > MAX_CONFIG_BYTES:
@@ -74,6 +74,8 @@ def parse_config_text(text: str | bytes, where: str) -> dict[str, Any]:
         raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
         if max(raw.count(b"{") + raw.count(b"["), raw.count(b":")) > MAX_CONFIG_VALUES:
             raise ConfigError(f"{where} holds more than {MAX_CONFIG_VALUES:,} values: not a config.json")
+    if not text.strip():
+        raise ConfigError(f"{where} is empty")
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -96,7 +98,9 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], str]:
             if len(raw) > MAX_CONFIG_BYTES:
                 raise too_long(str(path), os.fstat(file.fileno()).st_size)
         text = raw.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not JSON: it is no text at all (no UTF-8 at byte {error.start:,})") from error
+    except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     return parse_config_text(text, str(path)), text
 
@@ -172,6 +176,8 @@ class ConfigReader:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**31 - 1:
             raise self.fail(name, value, "a positive integer or null")
+        if not any(key in self.data for key in (name, *self.aliases.get(name, ()))):
+            self.assumed[name] = value
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

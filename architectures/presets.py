@@ -74,7 +74,15 @@ def nearest(name: str) -> list[str]:
     begun = [spelling for spelling in index if spelling.startswith(wanted)]
     # Several spellings of one preset may be near, so more are asked for than are told.
     near = difflib.get_close_matches(wanted, index, n=12)
+    # What is as near by this measure comes in the order of the list, not of the alphabet from its end.
+    likeness, order = difflib.SequenceMatcher(b=wanted), {spelling: place for place, spelling in enumerate(index)}
+    near.sort(key=lambda spelling: (-_ratio(likeness, spelling), order[spelling]))
     return list(dict.fromkeys(index[spelling].name for spelling in (*begun, *near)))[:5]
+
+
+def _ratio(likeness: difflib.SequenceMatcher[str], spelling: str) -> float:
+    likeness.set_seq1(spelling)
+    return likeness.ratio()
 
 
 def repo_of(name: str) -> str | None:

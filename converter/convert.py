@@ -109,7 +109,9 @@ def _target_family(origin: Origin, to: str) -> Architecture:
     if family is not None:
         return named(family)
     if origin.family is None:
-        raise UsageError("this tree never had a family", "say which: --to hf:llama")
+        raise UsageError(
+            "this tree never had a family", "--to hf:auto takes the first that can hold it, --to hf:FAMILY a given one."
+        )
     return named(origin.family)
 
 

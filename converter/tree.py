@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,9 +84,23 @@ def read_spec(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
             f"{described} describes no model: it has neither a model_type, as config.json, nor a spec, as gptkit.json",
             "Name a config.json, a gptkit.json, or what gptkit recommend --out wrote.",
         )
-    architecture = architecture_of(config)
-    spec, unknown = architecture.spec_and_unknown(config)
+    with _naming(CONFIG if path.is_dir() else str(described)):
+        architecture = architecture_of(config)
+        spec, unknown = architecture.spec_and_unknown(config)
     return spec, Origin(family=architecture.name, config_text=text), unknown
+
+
+@contextmanager
+def _naming(file: str) -> Iterator[None]:
+    """Name the file in what is wrong with it: families say config.json, whatever it is called, and the tree's own
+    checks name none.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        told = error.message.removeprefix(CONFIG)
+        error.message = f"{file}{told}" if told != error.message else f"{file}: {told}"
+        raise
 
 
 def foreign_format(path: Path) -> Format | None:
@@ -135,7 +149,8 @@ def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[st
     if family is not None:
         named(family)
     try:
-        spec = from_json(data.get("spec"))
+        with _naming(str(path)):
+            spec = from_json(data.get("spec"))
     except (OverflowError, RecursionError) as error:  # an integer that no float holds
         raise ConfigError(f"{path} is not a gptkit model spec: {error}") from error
     files = origin.get("files", {})

@@ -374,6 +374,13 @@ def test_an_unknown_family_gets_a_guess_and_the_list():
         architecture_of({"model_type": "nothing-near"})
 
 
+@pytest.mark.parametrize("kind", ["mamba", "gemma", "opt", "t5", "phi", "gpt_neox", "rwkv"])
+def test_another_family_is_no_typo_of_ours(kind):
+    with pytest.raises(UnknownFamily) as caught:
+        architecture_of({"model_type": kind})
+    assert "did you mean" not in str(caught.value)
+
+
 @pytest.mark.parametrize("kind", ["g" * 10**6, "llama" * 10**5, "\0", "GPT2", "gpt2 ", "../gpt2", "ł" * 10**6])
 def test_an_odd_model_type_is_refused_quickly_and_briefly(kind):
     started = time.perf_counter()

@@ -155,6 +155,7 @@ def test_nearest_tells_few_names_each_once() -> None:
         assert len(set(found)) == len(found)
         assert set(found) <= set(presets())
     assert nearest("Qwen3-8B")[0] == "qwen3-8b"
+    assert nearest("gpt5")[:2] == ["gpt2", "gpt3-175b"]  # alike in as many letters
     assert all(name.startswith("qwen3-") for name in nearest("Qwen3"))
 
 

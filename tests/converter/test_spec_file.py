@@ -13,8 +13,10 @@ from trees import TREES
 import gptkit
 from gptkit.analysis.parameters import count
 from gptkit.converter import files
+from gptkit.converter.outline import outline
 from gptkit.converter.tree import Origin, is_local, is_tree, read_spec, write_spec
-from gptkit.errors import GptkitError, InvalidInput, UsageError
+from gptkit.errors import ConfigError, GptkitError, InvalidInput, UsageError
+from gptkit.modules.initialise import write_random
 from gptkit.spec import ModelSpec
 
 SPECS: dict[str, ModelSpec] = {**{name: spec_of(config) for name, config in CONFIGS.items()}, **TREES}
@@ -154,3 +156,51 @@ def test_no_file_gives_anything_but_a_tree_or_an_error(data: st.DataObject, tmp_
         return
     assert count(spec).total > 0
     assert read_spec(write_spec(spec, path, origin=origin, force=True))[0] == spec
+
+
+# --- what is wrong names the file as it was given ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"model_type": "llama", "hidden_size": -1}, "{file}: hidden_size is -1, expected an integer"),
+        ({"model_type": "llama", "num_key_value_heads": 5}, "{file}: 32 query heads cannot be shared out over 5"),
+        (b"", "{file} is empty"),
+        (b" \n", "{file} is empty"),
+        (bytes(range(150, 200)), "{file} is not JSON: it is no text at all (no UTF-8 at byte 0)"),
+    ],
+)
+def test_the_file_is_named(content: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    raw = content if isinstance(content, bytes) else json.dumps(content).encode()
+    (tmp_path / "folder").mkdir()
+    for file in ("neg.json", "folder/config.json"):
+        (tmp_path / file).write_bytes(raw)
+        with pytest.raises(ConfigError) as raised:
+            gptkit.params(file)
+        assert raised.value.message.startswith(message.format(file=file))
+    with pytest.raises(ConfigError, match=r"config\.json") as raised:
+        gptkit.params("folder")
+    assert "codec" not in str(raised.value)
+
+
+def test_a_tree_that_cannot_be_names_its_file(tmp_path: Path) -> None:
+    path = write_spec(SPECS["llama"], tmp_path / "mine.json")
+    data = json.loads(path.read_text())
+    data["spec"]["hidden_size"] = -1
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConfigError) as raised:
+        gptkit.params(path)
+    assert raised.value.message.startswith(f"{path}: ") and raised.value.message.count(str(path)) == 1
+
+
+def test_a_tree_without_a_family_is_told_the_way_to_one(tmp_path: Path) -> None:
+    path = write_spec(SPECS["bloom"], tmp_path / "mine.json")
+    tree = outline(str(path))
+    write_random(tree, tmp_path / "mine", seed=0)
+    with pytest.raises(UsageError, match="never had a family") as raised:
+        gptkit.convert(tmp_path / "mine", tmp_path / "hf", to="hf")
+    assert "--to hf:auto" in str(raised.value.hint) and "llama" not in str(raised.value.hint)
+    gptkit.convert(tmp_path / "mine", tmp_path / "hf", to="hf:auto")
+    assert gptkit.params(tmp_path / "hf")[0].family == "bloom"
