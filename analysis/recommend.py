@@ -445,8 +445,8 @@ def _notes(design: Design, shape: Shape, family: str | None, spec: ModelSpec, fo
 def _only_here(design: Design, near: Step | None, spec: ModelSpec, found: Costs) -> str:
     """What to do with a tree that no family has: the exchange after which one does, and what that costs."""
     told = (
-        "No transformers family has these components together: gptkit's own format holds it, which loads, generates and"
-        " verifies, and `convert --to hf:auto` refuses."
+        "No transformers family has these components together: gptkit's own format holds it, which loads and generates,"
+        " and `convert --to hf:auto` refuses."
     )
     if near is None:
         return told
