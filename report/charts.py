@@ -206,12 +206,13 @@ def cache_chart(models: Sequence[tuple[str, ModelSpec]], dtype: str = "bfloat16"
     ]
     largest = max(range(len(models)), key=lambda index: lines[index][-1][1])
     windows = [name for name, spec in models if any(block.attention.window for block in spec.blocks)]
-    summary = f"One sequence's cache in {dtype}, up to {held(lines[largest][-1][1])} at {ends[largest]:,} tokens"
+    most = held(lines[largest][-1][1]).replace(" ", "\u00a0")
+    summary = f"One sequence's cache in {dtype}, up to {most} at {ends[largest]:,} tokens"
     summary += f" ({models[largest][0]})." if len(models) > 1 else "."
     summary += f" A line bends where a window is full: {', '.join(windows)}." if windows else ""
     summary += "".join(f" {told}" for told in _alike([name for name, _ in models], lines))
     unsaid = [name for name, spec in models if up_to is None and stated_context(spec) is None]
-    summary += f" Without a context of their own, drawn up to {CONTEXT:,}: {', '.join(unsaid)}." if unsaid else ""
+    summary += f" Context not stated, drawn up to {CONTEXT:,} tokens: {', '.join(unsaid)}." if unsaid else ""
     height = 360
     return Figure(
         title="Key-value cache by context",

@@ -45,9 +45,9 @@ def ready(html: Path | None, png: Path | None, svg: Path | None) -> None:
     if html is not None:
         if html.suffix.lower() in (".png", ".svg"):
             raise UsageError(f"--html {html}: not the name of a page", f"--{html.suffix.lower()[1:]} {html} draws it.")
-        if html.suffix.lower() not in (".html", ".htm") and (html.is_file() or not html.exists()):
-            raise UsageError(f"--html {html}: not the name of a page", "End it in .html.")
         pages.ready(html)
+        if html.suffix.lower() not in (".html", ".htm"):
+            raise UsageError(f"--html {html}: not the name of a page", "End it in .html.")
     given = [(option, path) for option, path in (("--png", png), ("--svg", svg)) if path is not None]
     for option, path in given:
         if path.suffix.lower() != f".{option[2:]}":

@@ -139,11 +139,11 @@ def test_lines_on_one_another_and_contexts_that_nobody_states_are_told() -> None
     models = [(name, preset(name)) for name in ("gpt2", "llama-3-8b", "mixtral-8x7b", "bloom-7b1", "mistral-7b")]
     figure = cache_chart(models)
     assert "On one line as far as each goes: llama-3-8b, mixtral-8x7b." in figure.summary  # mistral-7b has a window
-    assert "Without a context of their own, drawn up to 2,048: bloom-7b1." in figure.summary
+    assert "Context not stated, drawn up to 2,048 tokens: bloom-7b1." in figure.summary
     widths = [trace["line"]["width"] for trace in figure.spec["data"]]
     assert widths == [2, 5, 2, 2, 2]  # seen below the other
     assert "On one line" not in cache_chart(models[:2]).summary
-    assert "Without" not in cache_chart(models, up_to=4096).summary
+    assert "not stated" not in cache_chart(models, up_to=4096).summary
 
 
 def test_the_cache_has_round_numbers_of_the_tables_unit() -> None:

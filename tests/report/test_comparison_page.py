@@ -50,7 +50,7 @@ def test_it_is_drawn_and_asks_nobody(browser: Any, path: Path, screen: str, sche
 def test_pointing_at_a_line_tells_the_bytes(browser: Any, path: Path) -> None:
     shown = opened(browser, path)
     try:
-        plot = shown.page.locator(".picture:has(.scatterlayer .lines)").first
+        plot = shown.page.locator(".picture[aria-label='Key-value cache by context']")
         plot.scroll_into_view_if_needed()
         shown.page.wait_for_timeout(200)
         point = plot.locator(".scatterlayer .points path").last.bounding_box()
