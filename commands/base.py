@@ -6,7 +6,8 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -58,23 +59,48 @@ ORDER = (
 """The commands as the help lists them: looking first, which needs nothing, and then what touches weights."""
 
 
+WORDS = {"version": "gptkit --version", "help": "gptkit -h"}
+"""What other tools have as commands, and how it is called here."""
+
+
+def told(call: Any) -> str:
+    """What is wrong with a call, in a line; of the options that may have been meant, the nearest alone."""
+    near = get_close_matches(getattr(call, "option_name", ""), getattr(call, "possibilities", None) or (), 1)
+    if near:
+        return f"no such option {call.option_name!r}. Did you mean {near[0]!r}?"
+    message = str(call.format_message()).strip()
+    # click and typer each add a suggestion, the same one
+    message = re.sub(r"( Did you mean .*\?)\1$", r"\1", message)
+    if any(f"{word!r}" in message for word in WORDS):
+        message = re.sub(r" Did you mean .*\?$", "", message)
+    return message[:1].lower() + message[1:].rstrip(".")
+
+
 class Commands(typer.core.TyperGroup):
     """The commands; a wrong call is told in gptkit's own two lines instead of a page."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(super().list_commands(ctx), key=ORDER.index)
 
+    def way_on(self, call: Any, given: Sequence[str]) -> str:
+        """What to do after a wrong call of `given`."""
+        first = next((each for each in given if not each.startswith("-")), "")
+        if first in WORDS:
+            return f"{WORDS[first]} does that"
+        if call.ctx is not None:
+            return f"{call.ctx.command_path} -h says what it takes"
+        # The parser of options does not say whose it is, and the group itself has none that take a value.
+        return f"gptkit {first} -h says what it takes" if first in self.commands else "gptkit -h says what it takes"
+
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
             code = super().main(*args, **{**kwargs, "standalone_mode": False})
         except WrongCall as error:
             call: Any = error
-            message = str(call.format_message()).strip()
-            # click and typer each add a suggestion, the same one
-            message = re.sub(r"( Did you mean .*\?)\1$", r"\1", message)
+            given = kwargs.get("args", args[0] if args else None) or sys.argv[1:]
+            message = told(call)
             if message:  # none where there was no argument at all: the help was printed
-                command = call.ctx.command_path if call.ctx is not None else "gptkit"
-                complain(f"{message[0].lower()}{message[1:].rstrip('.')}\n{command} -h says what it takes")
+                complain(f"{message}\n{self.way_on(call, given)}")
             code = call.exit_code
         except typer.Abort:
             complain("interrupted")

@@ -18,13 +18,13 @@ def generate(
     model: ModelArgument,
     text: Annotated[str | None, typer.Argument(metavar="TEXT", help="The prompt; - reads standard input.")] = None,
     ids: Annotated[str | None, typer.Option(help="Token ids instead of a text: '1 5 9'.")] = None,
-    max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Where to stop.")] = 100,
+    max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", min=0, help="Where to stop.")] = 100,
     temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy, which is the default unless --top-k or --top-p is given.")
+        float | None, typer.Option(min=0, help="0 is greedy, which is the default unless --top-k or --top-p is given.")
     ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens that make up p.")] = None,
-    seed: Annotated[int | None, typer.Option(help="For the same text twice.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Keep the k likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Keep the likeliest tokens that make up p.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="For the same text twice.")] = None,
     dtype: Annotated[str | None, typer.Option(help="What to compute in; the checkpoint's unless told.")] = None,
     attention: Annotated[str, typer.Option(help="sdpa or eager.")] = "sdpa",
     offline: Offline = False,
@@ -39,6 +39,9 @@ def generate(
         raise UsageError("give a prompt: either TEXT or --ids", "gptkit generate sample:gpt2 'ROMEO:'")
     if attention not in ("sdpa", "eager"):
         raise UsageError(f"unknown attention {attention!r}", "known: sdpa, eager")
+    if temperature == 0 and (top_k is not None or top_p is not None):
+        option = "--top-k" if top_k is not None else "--top-p"
+        raise UsageError(f"{option} does nothing at --temperature 0, which is greedy", "Give a temperature above 0.")
     kernel: Kernel = "eager" if attention == "eager" else "sdpa"
     prompt: str | list[int]
     if ids is not None:

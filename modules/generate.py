@@ -17,7 +17,7 @@ from ..errors import GptkitError, UsageError
 from .cache import Cache
 from .decoder import Decoder
 
-__all__ = ["Sampling", "generate", "generate_ids"]
+__all__ = ["Sampling", "generate", "generate_ids", "outside_vocabulary"]
 
 _SMALLEST_TEMPERATURE = 1e-6  # below it, logits divided by it may leave fp32's range
 
@@ -156,7 +156,7 @@ def _prompt(model: Decoder, input_ids: Sequence[int] | Tensor) -> Tensor:
     vocab_size = model.spec.vocab_size
     outside = ids[(ids < 0) | (ids >= vocab_size)].tolist()
     if outside:
-        raise _outside(outside, vocab_size)
+        raise outside_vocabulary(outside, vocab_size, f"token ids go from 0 to {vocab_size - 1}")
     return ids
 
 
@@ -177,12 +177,11 @@ def _integers(ids: Sequence[int]) -> list[int]:
     return values
 
 
-def _outside(ids: list[int], vocab_size: int) -> UsageError:
+def outside_vocabulary(ids: Sequence[int], vocab_size: int, hint: str) -> UsageError:
+    """The error for ids that the model has no row for, to be raised by the caller."""
     more = f" and {len(ids) - 5} more" if len(ids) > 5 else ""
     listed = ", ".join(map(str, ids[:5]))
-    return UsageError(
-        f"token ids outside the vocabulary of {vocab_size}: {listed}{more}", "is the tokenizer that of this model?"
-    )
+    return UsageError(f"token ids outside the vocabulary of {vocab_size}: {listed}{more}", hint)
 
 
 def _stream(

@@ -11,7 +11,7 @@ from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.tokenizer import StreamDecoder, Tokenizer, eos_ids, load_tokenizer
 from ..errors import UsageError
 from .attention import Kernel
-from .generate import Sampling
+from .generate import Sampling, outside_vocabulary
 from .generate import generate as generate_tokens
 from .load import load_checkpoint
 
@@ -77,7 +77,7 @@ def prompt_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None, prompt: str 
     """The token ids of a prompt.
 
     Raises:
-        UsageError: a text for a checkpoint without a tokenizer.
+        UsageError: a text for a checkpoint without a tokenizer, or whose tokenizer has more tokens than the model.
 
     """
     if not isinstance(prompt, str):
@@ -86,7 +86,11 @@ def prompt_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None, prompt: str 
         raise UsageError(
             f"{checkpoint.reference} has no tokenizer to read a text with", "give token ids: --ids '1 5 9'"
         )
-    return tokenizer.encode(prompt)
+    ids = tokenizer.encode(prompt)
+    size = checkpoint.spec.vocab_size
+    if outside := [each for each in ids if each >= size]:
+        raise outside_vocabulary(outside, size, "is the tokenizer that of this model?")
+    return ids
 
 
 def stop_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> Sequence[int]:

@@ -250,7 +250,7 @@ def test_a_terminal_that_lacks_characters() -> None:
         (["generate", "sample:gpt2", ""], "empty"),
         (["generate", "sample:gpt2", "a", "--attention", "flash"], "unknown attention"),
         (["generate", "sample:gpt2", "a", "--dtype", "int8"], "unknown dtype"),
-        (["generate", "sample:gpt2", "a", "-n", "-1"], "max_new_tokens"),
+        (["generate", "sample:gpt2", "a", "-n", "-1"], "--max-new-tokens"),
         (["generate", "sample:gpt2", "a", "--temperature", "nan"], "temperature"),
         (["generate", "sample:gpt2", "a", "--temperature", "1", "--seed", "-1"], "seed"),
         (["load", "sample:gpt2", "--dtype", "float8"], "unknown dtype"),

@@ -154,3 +154,16 @@ def test_a_filter_alone_samples():
     texts = {"".join(generate("sample:gpt2", "ROMEO:", 20, top_k=40, seed=seed)) for seed in (1, 2, 3)}
     assert len(texts) == 3
     assert "".join(generate("sample:gpt2", "ROMEO:", 20, top_k=40, seed=1)) in texts
+
+
+def test_a_tokenizer_of_another_model_is_blamed(ids_only: Path, tmp_path: Path) -> None:
+    """Whose ids the model has no rows for."""
+    shutil.copytree(ids_only, tmp_path / "other")
+    for file in gptkit.open_checkpoint("sample:gpt2").folder.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "other")
+    size = CONFIGS["llama"]["vocab_size"]
+    with pytest.raises(UsageError, match=f"outside the vocabulary of {size}") as raised:
+        list(generate(str(tmp_path / "other"), "the quick brown zebra \u017e"))
+    assert "is the tokenizer that of this model?" in str(raised.value)
+    with pytest.raises(UsageError, match=f"token ids go from 0 to {size - 1}"):
+        list(generate(str(tmp_path / "other"), [1, size]))
