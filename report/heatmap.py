@@ -220,7 +220,7 @@ def _short(value: float) -> str:
         return "0"
     if not math.isfinite(value):
         return "–"
-    if 0.0995 <= value < 999.5:  # two digits as they are read
+    if 0.095 <= value < 999.5:  # two digits as they are read
         return f"{value:.2f}" if value < 0.995 else f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
     digits, _, power = f"{value:.0e}".partition("e")
     return f"{digits}e{int(power)}"

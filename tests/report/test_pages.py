@@ -105,6 +105,8 @@ class Parsed(html.parser.HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.inside == "script":
             self.scripts[-1] += data
+        elif self.inside == "wbr":  # the same word goes on
+            self.words[-1] += data
         elif self.inside != "style":
             self.words.append(data)
 
@@ -233,6 +235,20 @@ def test_a_component_that_one_layer_alone_has_stands_where_it_is_computed() -> N
     cells = [Cell(name, layer, 1.0, (), True) for name, layer in zip(order, layers, strict=True)]
     figure = heatmap(cells, title="t", summary="s", measure="m", table=Table("t", (), ()))
     assert figure.spec["layout"]["yaxis"]["ticktext"] == ["embedding", "q", "q norm", "down", "head"]
+
+
+def test_figures_in_cells_are_as_they_are_read() -> None:
+    """Two digits where there is room for them; a place that cannot be compared has a mark, and a colour of its own."""
+    told = {0.0: "0", 1.1: "1.1", 2.0: "2.0", 55.6: "56", 0.123: "0.12", 0.0994: "0.10", 0.996: "1.0", 999.6: "1e3"}
+    told |= {0.03: "3e-2", 3e-5: "3e-5", math.inf: "–"}
+    cells = [Cell("q", layer, value, (), True) for layer, value in enumerate(told)]
+    figure = heatmap(
+        [*cells, Cell("k", 0, 0.0, (), True, apart="A")], title="t", summary="s", measure="m", table=Table("t", (), ())
+    )
+    words = {kind: trace["text"] for kind, trace in zip(("0", "counts", "apart"), figure.spec["data"], strict=True)}
+    assert words["counts"][0][1:] == list(told.values())[1:] and words["0"][0][0] == "0"
+    assert words["apart"][1][0] == "A" and "A" not in str(words["counts"])
+    assert [key.style for key in figure.keys] == ["zero", "counts", "apart"]
 
 
 def test_many_layers_get_narrow_columns_without_figures() -> None:
