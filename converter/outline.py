@@ -12,9 +12,9 @@ from pathlib import Path
 
 from ..architectures import architecture_of
 from ..architectures.presets import find, repo_of
-from ..errors import UntrustedInput
+from ..errors import GptkitError, UntrustedInput
 from ..spec import ModelSpec
-from .resolve import NoConfig, exists, resolve
+from .resolve import INDEX, SINGLE, NoConfig, exists, resolve
 from .tree import Origin, foreign_format, read_spec
 
 __all__ = ["Outline", "outline"]
@@ -83,7 +83,25 @@ def outline(reference: str, *, offline: bool = False, allow_pickle: bool = False
         assert other.read is not None
         opened = other.read(found.path, True)
         return Outline(opened.spec, opened.origin, found.path, None, (*found.notes, *opened.notes))
-    return Outline(spec, origin, found.path, found.revision, found.notes)
+    unfit = _unfit(found.path) if found.kind == "path" else ()
+    return Outline(spec, origin, found.path, found.revision, (*found.notes, *unfit))
+
+
+def _unfit(path: Path) -> tuple[str, ...]:
+    """That a folder's weights are not those of its config.json, told by their headers: what is counted is the config's.
+
+    Somebody may well ask for a tree before the weights are there, so nothing is refused.
+    """
+    if not any((path / name).is_file() for name in (SINGLE, INDEX)):
+        return ()
+    from .checkpoint import open_checkpoint  # here, because it imports numpy
+
+    try:
+        open_checkpoint(str(path), headers_only=True)
+    except GptkitError as error:
+        why = error.message.removeprefix(f"{path}: ").partition(": ")[0]
+        return (f"the weights in it are not those of its config.json, which is what is told here: {why}",)
+    return ()
 
 
 def _remote(spec: ModelSpec, origin: Origin, commit: str, notes: list[str]) -> Outline:

@@ -233,3 +233,19 @@ def test_a_header_cut_anywhere_asks_for_more_or_is_refused(tmp_path: Path) -> No
             assert (found.metadata, found.tensors) == (whole.metadata, whole.tensors)
     with pytest.raises(CheckpointError, match="truncated"):
         parse_header("x", data[:end], end)
+
+
+# --- a folder whose files disagree ---
+
+
+def test_weights_that_are_not_the_configs_are_noted(tmp_path: Path) -> None:
+    save_hf(CONFIGS["llama"], tmp_path / "m")
+    assert outline(str(tmp_path / "m")).notes == ()
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    config["num_hidden_layers"] += 1
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    (note,) = outline(str(tmp_path / "m")).notes
+    assert note.startswith("the weights in it are not those of its config.json") and "missing" in note
+    for path in (tmp_path / "m").glob("*.safetensors*"):
+        path.unlink()
+    assert outline(str(tmp_path / "m")).notes == (), "there is nothing to disagree with"
