@@ -194,6 +194,12 @@ class Group:
     def _figures(self) -> list[Figures]:
         return [each.figures for each in self.changed if each.figures is not None]
 
+    @property
+    def told(self) -> dict[str, Any]:
+        """The figures as JSON values: none of them where NaN or infinities changed, which no figure covers."""
+        found = {"relative": self.relative, "max_abs": self.largest, "cosine": self.cosine}
+        return {**(dict.fromkeys(found) if self.not_finite else found), "not_finite": self.not_finite}
+
     def as_json(self) -> dict[str, Any]:
         return {
             "name": self.name,
@@ -201,9 +207,7 @@ class Group:
             "tensors": len(self.tensors),
             "same": self.same,
             "changed": len(self.changed),
-            "relative": self.relative,
-            "max_abs": self.largest,
-            "cosine": self.cosine,
+            **self.told,
         }
 
 
@@ -303,9 +307,7 @@ class Diff:
             "same": self.same,
             "same_bytes": self.same_bytes,
             "counts": dict(self.counts),
-            "relative": everything.relative,
-            "max_abs": everything.largest,
-            "cosine": everything.cosine,
+            **everything.told,
             "rounded_to": None if rounded is None else rounded[0],
             "rounded_side": None if rounded is None else rounded[1],
             "low_rank": None if low is None else {**vars(low), "modules": list(low.modules)},

@@ -399,6 +399,10 @@ def test_json_is_plain(models: Path, tmp_path: Path) -> None:
     assert tensors["final_norm.weight"]["compared"]["changed"] == 1
     assert tensors["blocks.1.feed_forward.up_proj.weight"]["compared"]["cosine"] is None
     assert tensors["blocks.1.feed_forward.up_proj.weight"]["compared"]["relative"] == 1
+    groups = {each["name"]: each for each in again["modules"]}
+    for told in (again, groups["final_norm"], groups["feed_forward.up_proj"]):
+        figures = (told["not_finite"], told["relative"], told["max_abs"], told["cosine"])
+        assert figures == (True, None, None, None), "no figure covers NaN"
     assert sum(again["counts"].values()) == len(tensors)
     assert all(type(value) is int for value in again["counts"].values())
 

@@ -102,7 +102,7 @@ def fields_of(family: str) -> list[str]:
 
 def tree_or_error(config: dict[str, Any]) -> ModelSpec | None:
     """The tree, or None where the config is refused as it should be: another exception passes through."""
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         architecture = architecture_of(config)
         spec, _ = architecture.spec_and_unknown(config)
@@ -114,7 +114,7 @@ def tree_or_error(config: dict[str, Any]) -> ModelSpec | None:
         with contextlib.suppress(CannotExpress):  # transformers' llama refuses heads that do not share out the width
             json.dumps(architecture.config_for(spec), allow_nan=False)
         assert sum(p.count for p in spec.parameters()) > 0
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
     return spec
 
 
@@ -216,10 +216,10 @@ def test_too_many_layers_are_refused_at_once(variant, layers):
     (key,) = variant.config.keys() & {"n_layer", "num_hidden_layers"}
     tracemalloc.start()
     try:
-        started = time.perf_counter()
+        started = time.process_time()
         with pytest.raises(ConfigError, match="layer"):
             spec_of({**variant.config, key: layers})
-        assert time.perf_counter() - started < 0.5
+        assert time.process_time() - started < 0.5
         assert tracemalloc.get_traced_memory()[1] < 10 * 2**20
     finally:
         tracemalloc.stop()
@@ -229,10 +229,10 @@ def test_too_many_layers_are_refused_at_once(variant, layers):
 def test_the_most_layers_allowed_take_seconds_at_most(family):
     config = REPRESENTATIVES[family].config
     (key,) = config.keys() & {"n_layer", "num_hidden_layers"}
-    started = time.perf_counter()
+    started = time.process_time()
     spec = spec_of({**config, key: 10_000})
     assert len(spec.blocks) == 10_000
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_the_largest_sizes_are_only_counted():
@@ -383,10 +383,10 @@ def test_another_family_is_no_typo_of_ours(kind):
 
 @pytest.mark.parametrize("kind", ["g" * 10**6, "llama" * 10**5, "\0", "GPT2", "gpt2 ", "../gpt2", "ł" * 10**6])
 def test_an_odd_model_type_is_refused_quickly_and_briefly(kind):
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(UnknownFamily) as caught:
         architecture_of({"model_type": kind})
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
     assert len(str(caught.value)) < 300
 
 

@@ -77,7 +77,7 @@ def test_verdicts(base: Path, altered: Callable[..., Path], tmp_path: Path) -> N
     for a, b, code, words in (
         (base, tmp_path / "local", 0, f"The same: all {total} tensors to the last bit"),
         (tmp_path / "half", tmp_path / "wide", 0, f"The same values: all {total} tensors, {total} in another dtype"),
-        (zeros, minus, 0, f"The same values: all {total} tensors (zeros by other bits)"),
+        (zeros, minus, 0, f"The same values: all {total} tensors (zeros or NaN by other bits)"),
         (base, tmp_path / "half", 3, "Rounding alone: B is A, rounded to bfloat16"),
         (tmp_path / "half", base, 3, "Rounding alone: A is B, rounded to bfloat16"),
         (base, altered(adapter, "lora"), 3, f"Different: 4 of {total} tensors changed, relative change of those 0.05"),
