@@ -58,7 +58,8 @@ def verdict(found: Diff) -> str:
         return f"The same: {tensors} to the last bit"
     if found.same:
         dtype = counts["dtype"]
-        return f"The same values: {tensors}{f', {dtype:,} in another dtype' if dtype else ' (zeros or NaN by other bits)'}"
+        how = f", {dtype:,} in another dtype" if dtype else " (zeros or NaN by other bits)"
+        return f"The same values: {tensors}{how}"
     rounded, changed, both = found.rounded, len(found.changed), number - sum(apart.values())
     if rounded is not None and not apart:
         one, other = ("B", "A") if rounded[1] == "b" else ("A", "B")
