@@ -164,6 +164,24 @@ def test_it_draws(show: Any, name: str, screen: str, scheme: str) -> None:
     shown.keep(f"params-{name}-{screen}-{scheme}")
 
 
+def test_narrow_areas_have_their_names_and_the_ring_has_room(show: Any) -> None:
+    shown = show("one")
+    assert {"embedding", "attention", "feed-forward", "head"} <= {
+        text.replace("622M", "") for text in shown.texts(".treemaplayer .slicetext")
+    }
+    ring = """() => { const picture = document.querySelector('.picture'); picture.focus({focusVisible: true});
+      const own = getComputedStyle(picture), around = getComputedStyle(picture.parentElement);
+      return [own.outlineStyle, parseFloat(own.outlineWidth) + parseFloat(own.outlineOffset),
+        parseFloat(around.paddingLeft)]; }"""
+    style, needed, room = shown.page.evaluate(ring)
+    assert style == "solid" and 0 < needed <= room
+
+
+def test_per_cents_stay_in_one_piece() -> None:
+    page = render(counts_page(gptkit.params("qwen3-8b")))
+    assert "feed-forward, 66.4\u00a0%." in page and "xa0" not in page.partition("<script")[0]
+
+
 def test_names_run_nothing(show: Any) -> None:
     shown = show("hostile")
     assert shown.said == shown.asked == []

@@ -147,6 +147,7 @@ def test_a_drawing_is_lines_and_words(files: dict[str, bytes], name: str) -> Non
 def test_areas_have_their_names(files: dict[str, bytes]) -> None:
     root, words = parsed(files["areas"])
     assert {"attention", "feed-forward", "embedding"} <= set(words)
+    assert "Parameters of gpt2" in words
     assert root.get("width") == "520"
 
 
