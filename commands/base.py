@@ -17,7 +17,7 @@ import typer.core
 from .. import __version__
 from ..errors import Elsewhere, GptkitError, UsageError
 from ..terminal import complain, fail, give_up_stdout
-from .completion import complete_model
+from .completion import bash_words, complete_model
 
 __all__ = [
     "AllowExtra",
@@ -94,7 +94,8 @@ class Commands(typer.core.TyperGroup):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            code = super().main(*args, **{**kwargs, "standalone_mode": False})
+            with bash_words():
+                code = super().main(*args, **{**kwargs, "standalone_mode": False})
         except WrongCall as error:
             call: Any = error
             given = kwargs.get("args", args[0] if args else None) or sys.argv[1:]

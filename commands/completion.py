@@ -1,13 +1,22 @@
-"""What the shell offers for a MODEL: presets, samples, and the paths that could be one. No network, nothing heavy."""
+"""What the shell offers: for a MODEL presets, samples, and the paths that could be one; for an option that knows its
+values, those. No network, nothing heavy.
+"""
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Iterator
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
-__all__ = ["complete_model"]
+__all__ = ["FLOATS", "bash_words", "complete_model", "complete_target", "forms", "one_of"]
 
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+
+SIGNS = (":", "=")
 MODEL_FILES = (".safetensors", ".gguf", ".json", ".bin", ".pt")
 
 
@@ -48,3 +57,56 @@ def _paths(incomplete: str) -> Iterator[tuple[str, str]]:
             yield f"{shown}{entry.name}/", "folder"
         elif entry.name.endswith(MODEL_FILES):
             yield f"{shown}{entry.name}", "file"
+
+
+def one_of(values: Iterable[str] | Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """What completes an option that takes one of some values; a function is only asked when the shell asks."""
+
+    def complete(incomplete: str) -> list[str]:
+        known = values() if callable(values) else values
+        return [value for value in known if value.startswith(incomplete)]
+
+    return complete
+
+
+def forms(metavar: str) -> tuple[str, ...]:
+    """The values in a metavar like "mha|mqa|gqa:N": those that are written so, without a number or name to fill in."""
+    return tuple(form for form in metavar.split("|") if re.fullmatch(r"[a-z][a-z0-9_:-]*", form))
+
+
+def complete_target(incomplete: str) -> list[str]:
+    """What `--to` takes."""
+    from ..architectures import ARCHITECTURES
+    from ..converter.formats import NAMES
+
+    return one_of(("local", "hf", "hf:auto", *NAMES, *(f"hf:{family}" for family in ARCHITECTURES)))(incomplete)
+
+
+@contextmanager
+def bash_words() -> Iterator[None]:
+    """Put together what bash takes apart, and give it the rest of the word that it replaces.
+
+    To bash a colon and an equals sign are words of their own: sample:g arrives as sample, : and g, and what is answered
+    is put in the place of g alone.
+    """
+    raw, place = os.environ.get("COMP_WORDS", ""), os.environ.get("COMP_CWORD", "")
+    if os.environ.get("_GPTKIT_COMPLETE") != "complete_bash" or not place.isdecimal():
+        yield
+        return
+    words = raw.split("\n" if "\n" in raw else " ")[: int(place) + 1]
+    words += [""] * (int(place) + 1 - len(words))
+    whole: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        if whole[1:] and (word in SIGNS or before in SIGNS):
+            whole[-1] += word
+        else:
+            whole.append(word)
+    os.environ["COMP_WORDS"], os.environ["COMP_CWORD"] = "\n".join(whole), str(len(whole) - 1)
+    last = whole[-1].partition("=")[2] if whole[-1].startswith("-") else whole[-1]  # answers are without --option=
+    there = last[: max(map(last.rfind, SIGNS)) + 1] if len(whole) < len(words) else ""
+    answer = io.StringIO()
+    try:
+        with redirect_stdout(answer):
+            yield
+    finally:
+        sys.stdout.write("".join(line.removeprefix(there) for line in answer.getvalue().splitlines(keepends=True)))

@@ -22,6 +22,7 @@ from .base import (
     guarded,
     parse_size,
 )
+from .completion import FLOATS, complete_target, one_of
 
 if TYPE_CHECKING:
     from ..report.random_model import RandomModel
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 @guarded
 def load(
     model: ModelArgument,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or float64.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, float16 or float64.", autocompletion=one_of(FLOATS))
+    ] = None,
     random: Annotated[
         bool, typer.Option("--random", help="Random weights: a preset, config.json or tree is enough.")
     ] = False,
@@ -129,10 +132,18 @@ def convert(
     model: ModelArgument,
     out: Annotated[Path | None, typer.Argument(metavar="OUT", help="The folder to make [MODEL-FORMAT].")] = None,
     to: Annotated[
-        str, typer.Option(help="local (gptkit's own), hf, hf:FAMILY, hf:auto, gguf, llama2c, nanogpt or dcp.")
+        str,
+        typer.Option(
+            help="local (gptkit's own), hf, hf:FAMILY, hf:auto, gguf, llama2c, nanogpt or dcp.",
+            autocompletion=complete_target,
+        ),
     ] = "local",
     dtype: Annotated[
-        str | None, typer.Option(help="Store every tensor as this: float32, bfloat16, …; q8_0 in a gguf.")
+        str | None,
+        typer.Option(
+            help="Store every tensor as this: float32, bfloat16, …; q8_0 in a gguf.",
+            autocompletion=one_of((*FLOATS, "q8_0")),
+        ),
     ] = None,
     max_shard_size: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Start another file beyond it: 2GB, 500MB.")

@@ -10,7 +10,7 @@ import typer
 from ..errors import UsageError
 from ..terminal import console, progress_bar
 from .base import AllowExtra, AllowPickle, Html, Json, Offline, Png, Quiet, Svg, app, examples, guarded
-from .completion import complete_model
+from .completion import complete_model, one_of
 from .drawn import Drawn
 
 Side = "org/name or org/name@revision, a folder, a .safetensors or .gguf file, or sample:gpt2."
@@ -28,7 +28,13 @@ def diff(
     a: Annotated[str, typer.Argument(metavar="A", help=Side, autocompletion=complete_model)],
     b: Annotated[str, typer.Argument(metavar="B", help="The other, of any format.", autocompletion=complete_model)],
     by: Annotated[
-        str, typer.Option("--by", metavar="component|layer|tensor", help="What the table has a row for.")
+        str,
+        typer.Option(
+            "--by",
+            metavar="component|layer|tensor",
+            autocompletion=one_of(("component", "layer", "tensor")),
+            help="What the table has a row for.",
+        ),
     ] = "component",
     everything: Annotated[bool, typer.Option("--all", help="List every tensor that differs.")] = False,
     rank: Annotated[bool, typer.Option("--rank/--no-rank", help="Tell the rank of each matrix's change.")] = True,

@@ -10,6 +10,7 @@ import typer
 
 from ..errors import UsageError
 from .base import AllowExtra, AllowPickle, ModelArgument, Offline, app, examples, guarded
+from .completion import FLOATS, one_of
 
 
 @app.command(epilog=examples("gptkit generate sample:gpt2 'ROMEO:' -n 80 --temperature 0.8 --seed 1"))
@@ -25,8 +26,11 @@ def generate(
     top_k: Annotated[int | None, typer.Option(min=1, help="Keep the k likeliest tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Keep the likeliest tokens that make up p.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="For the same text twice.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="What to compute in; the checkpoint's unless told.")] = None,
-    attention: Annotated[str, typer.Option(help="sdpa or eager.")] = "sdpa",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="What to compute in; the checkpoint's unless told.", autocompletion=one_of(FLOATS)),
+    ] = None,
+    attention: Annotated[str, typer.Option(help="sdpa or eager.", autocompletion=one_of(("sdpa", "eager")))] = "sdpa",
     offline: Offline = False,
     allow_pickle: AllowPickle = False,
     allow_extra: AllowExtra = False,

@@ -12,6 +12,7 @@ import typer
 from ..errors import UsageError
 from ..terminal import console, say
 from .base import AllowPickle, Html, Json, Models, Offline, Png, Svg, app, examples, guarded, tokens
+from .completion import FLOATS, one_of
 from .drawn import Drawn
 
 if TYPE_CHECKING:
@@ -36,12 +37,23 @@ WEIGHTS, COSTS, SWAPS = "Parameters", "Costs", "What if"
 def params(
     models: Models,
     by: Annotated[
-        str, typer.Option("--by", metavar="component|layer|tensor", help="How far to go.", rich_help_panel=WEIGHTS)
+        str,
+        typer.Option(
+            "--by",
+            metavar="component|layer|tensor",
+            autocompletion=one_of(("component", "layer", "tensor")),
+            help="How far to go.",
+            rich_help_panel=WEIGHTS,
+        ),
     ] = "component",
     by_layer: Annotated[bool, typer.Option("--by-layer", hidden=True)] = False,
     dtype: Annotated[
         str | None,
-        typer.Option(help="Add bytes: float32, bfloat16, float16, float8, int8, int4, …", rich_help_panel=WEIGHTS),
+        typer.Option(
+            help="Add bytes: float32, bfloat16, float16, float8, int8, int4, …",
+            autocompletion=one_of((*FLOATS, "float8", "int8", "int4")),
+            rich_help_panel=WEIGHTS,
+        ),
     ] = None,
     stored: Annotated[
         bool,

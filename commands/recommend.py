@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from shlex import quote
 from typing import Annotated
@@ -11,8 +12,16 @@ import typer
 from ..errors import UsageError
 from ..terminal import console, say
 from .base import Json, Quiet, app, examples, guarded, tokens
+from .completion import one_of
 
 VOCABULARY = 32_000
+
+
+def known_goals() -> Iterable[str]:
+    """For the shell."""
+    from ..analysis.recommend import GOALS
+
+    return GOALS
 
 
 @app.command(
@@ -25,7 +34,12 @@ VOCABULARY = 32_000
 )
 @guarded
 def recommend(
-    goal: Annotated[str, typer.Option(help="quality, speed, memory, context, simplicity or balance.")],
+    goal: Annotated[
+        str,
+        typer.Option(
+            help="quality, speed, memory, context, simplicity or balance.", autocompletion=one_of(known_goals)
+        ),
+    ],
     params: Annotated[str, typer.Option(metavar="NUMBER", help="How many parameters: 7B, 124M, 1.5e9.")],
     vocab: Annotated[int, typer.Option(metavar="TOKENS", help="Of the vocabulary.")] = VOCABULARY,
     context: Annotated[

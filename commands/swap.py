@@ -12,6 +12,7 @@ from ..errors import UsageError
 from ..surgery.options import OPTIONS
 from ..terminal import console, progress_bar, say, status
 from .base import AllowExtra, AllowPickle, F, Force, Json, ModelArgument, Offline, Quiet, app, examples, guarded
+from .completion import forms, one_of
 
 if TYPE_CHECKING:
     from ..surgery.swap import SwapResult
@@ -28,7 +29,14 @@ def with_swaps(function: F) -> F:
     for each in OPTIONS:
         kind: Any
         kind, default = (bool, False) if each.flag else (str | None, None)
-        option = typer.Option(each.spelled, help=each.help, metavar=each.metavar or None, rich_help_panel=each.group)
+        known = one_of(forms(each.metavar))
+        option = typer.Option(
+            each.spelled,
+            help=each.help,
+            metavar=each.metavar or None,
+            rich_help_panel=each.group,
+            autocompletion=None if each.flag else known,
+        )
         annotation = Annotated[kind, option]
         parameters.append(
             inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -1,4 +1,4 @@
-"""What the shell offers for a MODEL."""
+"""What the shell offers: models, and the values of options."""
 
 import os
 import subprocess
@@ -6,9 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from gptkit.architectures.presets import presets
-from gptkit.commands.completion import complete_model
+from gptkit.cli import app
+from gptkit.commands.completion import complete_model, forms
+from gptkit.converter.convert import _check_format
+from gptkit.converter.dtypes import parse_dtype
+from gptkit.surgery.options import OPTIONS
+from gptkit.surgery.registry import swap_for
 
 
 @pytest.fixture(autouse=True)
@@ -54,3 +60,73 @@ def test_bash_gets_them(call: str) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **asked}, timeout=60
     )
     assert done.stdout.split() == ["qwen3-32b"], done.stderr
+
+
+# --- values of options ------------------------------------------------------------------------------------------------
+
+
+def offered(*words: str) -> list[str]:
+    """What bash gets, of words as it takes them apart; the last is the one before the cursor."""
+    asked = {
+        "COMP_WORDS": "\n".join(["gptkit", *words]),
+        "COMP_CWORD": str(len(words)),
+        "_GPTKIT_COMPLETE": "complete_bash",
+    }
+    done = CliRunner().invoke(app, [], prog_name="gptkit", env=asked)
+    assert done.exit_code == 0, done.output
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("call", "values"),
+    [
+        ("recommend --goal ", ["quality", "speed", "memory", "context", "simplicity", "balance"]),
+        ("swap --norm ", ["rmsnorm", "layernorm"]),
+        ("swap --attention m", ["mha", "mqa"]),
+        ("swap --heads ", []),
+        ("convert --to gg", ["gguf"]),
+        ("convert --dtype q", ["q8_0"]),
+        ("load --dtype b", ["bfloat16"]),
+        ("params --by ", ["component", "layer", "tensor"]),
+        ("params --dtype int", ["int8", "int4"]),
+        ("diff --by t", ["tensor"]),
+        ("generate --attention e", ["eager"]),
+    ],
+)
+def test_an_option_offers_its_values(call: str, values: list[str]) -> None:
+    assert offered(*call.split(" ")) == values
+
+
+def test_what_is_offered_is_taken() -> None:
+    """The lists here are those of what reads them."""
+    for option in OPTIONS:
+        for value in forms(option.metavar):
+            swap_for(option.name, value)
+    targets = offered("convert", "--to", "")
+    assert {"local", "hf", "hf:auto", "hf:llama", "gguf"} <= set(targets)
+    for target in targets:
+        _check_format(target)
+    for name in offered("params", "--dtype", ""):
+        assert CliRunner().invoke(app, ["params", "gpt2", "--dtype", name]).exit_code == 0
+    for name in offered("generate", "--dtype", ""):
+        parse_dtype(name)
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["params", "sample", ":", "g"], ["gpt2"]),
+        (["params", "gpt2", "sample", ":", "g"], ["gpt2"]),
+        (["params", "sample", ":"], ["gpt2", "llama", "bloom", "falcon"]),
+        (["params", "sample:g"], ["sample:gpt2"]),  # where a colon breaks no word
+        (["generate", "sample", ":", "gpt2", "--attention", "="], ["sdpa", "eager"]),
+        (["params", "--by", "=", "l"], ["layer"]),
+        (["convert", "--to", "hf", ":", "ll"], ["llama"]),
+        (["convert", "--to", "=", "hf", ":", "ll"], ["llama"]),
+        (["convert", "--to=hf:ll"], ["hf:llama"]),
+        (["swap", "sample", ":", "gpt2", "out", "--norm", ""], ["rmsnorm", "layernorm"]),
+        ([":"], []),
+    ],
+)
+def test_words_that_bash_took_apart(words: list[str], answer: list[str]) -> None:
+    assert offered(*words) == answer
