@@ -329,6 +329,19 @@ def test_missing_tensors(models: Path, tmp_path: Path) -> None:
         assert "allow-extra" not in str(refused.value.hint)
 
 
+def test_no_advice_that_was_followed(models: Path, tmp_path: Path) -> None:
+    """A tensor under another name is missing and extra at once; to leave the extra one out helps nobody."""
+    norm = "model.norm.weight"
+    renamed = changed(models / "wide", tmp_path / "b", lambda w: w.update({"norm.scale": w.pop(norm)}))
+    assert {each.name: each.status for each in diff(models / "wide", renamed).tensors if each.status != "same"} == {
+        "final_norm.weight": "only_a",
+        "norm.scale": "only_b",
+    }
+    with pytest.raises(InvalidInput, match=norm) as refused:
+        gptkit.convert(renamed, tmp_path / "out", allow_extra=True)
+    assert "allow-extra" not in str(refused.value.hint)
+
+
 def test_a_bias_is_told_of_apart_from_its_weight(models: Path, tmp_path: Path) -> None:
     def alter(weights: dict[str, torch.Tensor]) -> None:
         weights["transformer.h.0.attn.c_proj.bias"] *= 8
