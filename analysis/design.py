@@ -43,7 +43,9 @@ EPS = 1e-5
 TRAINED = 8_192
 """Tokens that a model of long context is trained at, before its rotary positions are stretched."""
 LOW_BASE, HIGH_BASE, LOW_UP_TO = 10_000.0, 500_000.0, 4_096
-"""Rotary base up to so many tokens, as LLaMA-2 has it, and beyond, as Llama 3 has it."""
+"""Rotary base up to so many tokens, as LLaMA-2 has it, and beyond at least, as Llama 3 has it."""
+BOUND = (0.0424, 1.628)
+"""The least base for T tokens is about a·T^b (Men et al. 2405.14591, the fit of their figure 1)."""
 KV_HEADS = 8
 """Of grouped attention, as LLaMA-2 70B and all Llama 3 have it."""
 TOLERANCE, WORST = 0.03, 0.10
@@ -180,8 +182,19 @@ def _position(design: Design, dim: int, context: int) -> Rotary | ALiBi | None:
             original_context=TRAINED,
             attention_factor=0.1 * math.log(factor) + 1.0,  # YaRN, equation 22
         )
-        return Rotary(dim=dim, base=LOW_BASE, scaling=scaling)
-    return Rotary(dim=dim, base=LOW_BASE if context <= LOW_UP_TO else HIGH_BASE)
+        return Rotary(dim=dim, base=rotary_base(TRAINED), scaling=scaling)
+    return Rotary(dim=dim, base=rotary_base(context))
+
+
+def rotary_base(context: int) -> float:
+    """For a model that is trained at so many tokens: what LLaMA-2 and Llama 3 have, and where that is less than the
+    bound for longer contexts, the bound, rounded up to two figures.
+    """
+    if context <= LOW_UP_TO:
+        return LOW_BASE
+    least: float = BOUND[0] * float(context) ** BOUND[1]
+    unit = 10.0 ** (math.floor(math.log10(least)) - 1)
+    return max(HIGH_BASE, math.ceil(least / unit) * unit)
 
 
 def _feed_forward(design: Design, shape: Shape) -> FeedForward | GatedFeedForward:

@@ -62,9 +62,12 @@ def findings(goal: str, design: Design, spec: ModelSpec, baseline: ModelSpec, ba
     gated = "swiglu" if design.feed_forward == "gelu" else design.feed_forward
     told.append(_gated(goal, design, exchanged(feed_forward=gated), usual))
     if design.attention in ("gqa", "mqa") and base.heads > 1:
-        told.append(_shared_heads(design.attention, exchanged(attention=design.attention), usual))
+        kind = "mqa" if base.kv_heads == 1 else design.attention  # so few heads that one group is all of them
+        told.append(_shared_heads(kind, exchanged(attention=design.attention), usual))
     if goal == "memory":
         rivals = {kind: exchanged(positions="rope", attention=kind) for kind in ("mqa", "gqa", "mla")}
+        if base.kv_heads == 1:
+            del rivals["gqa"]
         held, _ = expressed(build(replace(design, attention="mla"), base, vocab, context))
         told.append(_least(design.attention, rivals, held))
     if design.block == "parallel":
@@ -138,9 +141,10 @@ def _least(kind: str, rivals: Mapping[str, Costs], family: str | None) -> Findin
     times = {name: each.cached / rivals[kind].cached for name, each in rivals.items()}
     others = " and ".join(f"{name.upper()} {times[name]:.2f} times as much" for name in times if name != kind)
     where = "no transformers family known here has it" if family is None else f"{family} has it"
+    nearer = f"; GQA is nearer to MHA ({PAPERS['gqa'].arxiv})" if "gqa" in rivals else ""
     words = (
-        f"{kind.upper()} keeps {ITEMSIZE * rivals[kind].cached / 1000:,.4g} kB of a token, {others}. MLA is the better"
-        f" model in its paper ({PAPERS['mla'].arxiv}), and {where}; GQA is nearer to MHA ({PAPERS['gqa'].arxiv})."
+        f"{kind.upper()} keeps least of a token, {others}. MLA is the better model in its paper"
+        f" ({PAPERS['mla'].arxiv}), and {where}{nearer}."
     )
     return Finding("cache", words, {f"times_{name}": value for name, value in times.items()})
 
@@ -165,9 +169,13 @@ def _whole(found: Costs, usual: Costs, context: int) -> Iterator[Finding]:
     scores, before = found.flops.get("scores", 0), usual.flops.get("scores", 0)
     weights = (found.total_flops - scores) / (usual.total_flops - before) - 1
     share = scores / found.total_flops
-    why = "a token meets each weight once" if abs(weights) <= MORE else "tables are looked up, not multiplied"
+    why = (
+        "a token meets each weight once"
+        if abs(weights) <= MORE
+        else "so many more weights are multiplied, not looked up"
+    )
     words = (
-        f"At one size, products with weights take {_signed(weights)} FLOPs a token against GPT-2's way: {why}."
+        f"Products with weights take {_signed(weights)} FLOPs a token against GPT-2's way: {why}."
         f" Scores are {_share(share)} of all FLOPs at {context:,} tokens; only a window stops them growing."
     )
     yield Finding("FLOPs", words, {"weights": weights, "scores": share})
@@ -198,4 +206,4 @@ def _signed(part: float) -> str:
 
 
 def _giga(nbytes: int) -> str:
-    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:,.1f} MB"
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"

@@ -17,7 +17,7 @@ from ..errors import UsageError
 from ..spec import ModelSpec, to_json
 from .aspects import aspects
 from .costs import Costs, costs
-from .design import BASELINE, LOW_UP_TO, TRAINED, Design, Shape, build, fit
+from .design import BASELINE, LOW_UP_TO, TOLERANCE, TRAINED, Design, Shape, build, fit, rotary_base
 from .expressed import expressed
 from .findings import Finding, findings
 from .loadable import Step, step
@@ -379,11 +379,13 @@ def _choices(design: Design, spec: ModelSpec, base: Shape, vocab: int, context: 
             continue
         changes: dict[str, Any] = {} if kind == "placement" else {kind: value}
         alone = _named(kind, value, build(replace(BASELINE, **changes), base, vocab, context))
-        why, paper = _WHY[kind, value]
+        words = _named(kind, value, spec)
+        # Of few heads one group is all of them, and what is said of grouped heads is not about that.
+        why, paper = _WHY[kind, "mqa" if words.startswith("MQA") else value]
         found.append(
             Choice(
                 kind=kind.replace("_", "-"),
-                words=_named(kind, value, spec),
+                words=words,
                 why=why,
                 paper=None if paper is None else PAPERS[paper],
                 alone=alone,
@@ -423,7 +425,8 @@ def _notes(design: Design, shape: Shape, family: str | None, spec: ModelSpec, fo
         notes.append(f"transformers holds it as {ARCHITECTURES[family].hf_class}.")
     notes.append(
         f"Hidden size over layers is {shape.hidden / shape.layers:.0f}, as near to that of GPT-3's models of its size"
-        f" ({PAPERS['gpt3']}) as the number of parameters allows; quality depends on it weakly ({PAPERS['scaling']})."
+        f" ({PAPERS['gpt3']}) as a number of parameters within {100 * TOLERANCE:.0f}% allows; quality depends on it"
+        f" weakly ({PAPERS['scaling']})."
     )
     tokens = TOKENS_EACH * found.parameters
     flops = f"{6.0 * found.parameters * tokens:.1e}".replace("e+", "e")
@@ -437,7 +440,8 @@ def _notes(design: Design, shape: Shape, family: str | None, spec: ModelSpec, fo
         notes.append(f"A vocabulary of {vocab + -vocab % 64:,}, a multiple of 64, multiplies faster than {vocab:,}.")
     if design.positions == "rope" and found.context > LOW_UP_TO:
         notes.append(
-            f"The rotary base is higher than 10,000 for the sake of {found.context:,} tokens ({PAPERS['base']})."
+            f"The rotary base, {rotary_base(found.context):,.0f}, is no less than {found.context:,} tokens need"
+            f" ({PAPERS['base']})."
         )
     return tuple(notes)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import gptkit
 from gptkit.analysis.costs import costs
-from gptkit.analysis.design import BASELINE, Design, Shape, aspect_ratio, build, fit
+from gptkit.analysis.design import BASELINE, Design, Shape, aspect_ratio, build, fit, rotary_base
 from gptkit.analysis.expressed import expressed
 from gptkit.analysis.papers import PAPERS
 from gptkit.analysis.parameters import count
@@ -137,7 +137,7 @@ def test_why_memory_takes_one_key_value_head() -> None:
     found = about(recommend("memory", "7B"), "cache")
     # Of heads of 128: one key and one value; eight of each; a latent of four heads and half a head of rotated keys.
     assert found.figures == {"times_mqa": 1.0, "times_gqa": 8.0, "times_mla": (4 * 128 + 64) / 256}
-    assert "keeps 17.41 kB of a token" in found.words
+    assert "keeps least of a token, GQA 8.00 times" in found.words
 
 
 # --- what it is ---
@@ -156,7 +156,7 @@ def test_the_usual_advice() -> None:
     ]
     assert told["simplicity"][:6] == ["pre-norm", "ALiBi, scaled", "LayerNorm", "GELU 16,384", "MHA 32", "serial"]
     assert told["balance"][:5] == ["pre-norm", "RoPE 10,000", "RMSNorm", "GELU 16,384", "GQA 32/8"]
-    assert told["context"][1] == "RoPE 10,000, YaRN ×16"
+    assert told["context"][1] == "RoPE 500,000, YaRN ×16"
     assert [each.usual for each in recommend("simplicity", "7B").choices].count(False) == 1
 
 
@@ -407,3 +407,21 @@ def test_it_imports_neither_torch_nor_numpy() -> None:
 
 def test_the_command_has_the_function_s_vocabulary() -> None:
     assert recommend("quality", "7B").spec.vocab_size == VOCABULARY
+
+
+@pytest.mark.parametrize(
+    ("context", "base"), [(4096, 10_000), (8192, 500_000), (16384, 500_000), (32768, 960_000), (131072, 9_100_000)]
+)
+def test_the_rotary_base_suits_the_context(context: int, base: int) -> None:
+    """Men et al.: 0.0424 times the context to the power of 1.628 at least, where LLaMA's own are less."""
+    assert rotary_base(context) == base
+    assert context <= 4096 or base >= 0.0424 * context**1.628
+
+
+def test_one_group_of_few_heads_is_told_as_what_it_is() -> None:
+    found = recommend("quality", "10M")
+    (attention,) = [each for each in found.choices if each.kind == "attention"]
+    assert attention.words == "MQA 3/1"
+    assert attention.paper is not None and attention.paper.arxiv == "1911.02150"
+    assert about(found, "attention").words.startswith("MQA keeps")
+    assert "GQA" not in about(recommend("memory", "10M"), "cache").words
