@@ -157,7 +157,7 @@ def attention_row(spec: ModelSpec) -> list[str]:
 def cache_row(spec: ModelSpec) -> list[str]:
     """The cache after some lengths, in bf16."""
     window = spec.blocks[0].attention.window
-    held = [costs_of(spec, context).held_bytes(2) / 2**20 for context in (4096, 8192, 32768)]
+    held = [costs_of(spec, context).held_bytes(2) / 10**6 for context in (4096, 8192, 32768)]
     return ["none" if window is None else f"{window:,}", *(f"{each:,.0f}" for each in held)]
 
 
@@ -236,7 +236,7 @@ TOPICS: Mapping[str, tuple[Callable[[ModelSpec], list[str]], Sequence[str]]] = {
         attention_row,
         ("heads, q / kv", "parameters", "cache", "context", "projections", "scores"),
     ),
-    "cache": (cache_row, ("window", "at 4,096 tokens, MiB", "at 8,192", "at 32,768")),
+    "cache": (cache_row, ("window", "at 4,096 tokens, MB", "at 8,192", "at 32,768")),
     "feed-forward": (feed_forward_row, ("form", "width", "× hidden", "parameters", "share", "FLOPs a token")),
     "experts": (expert_row, ("experts", "parameters", "active", "FLOPs, experts", "FLOPs, router")),
     "ends": (ends_row, ("head", "table", "parameters in all", "tables' share", "FLOPs, head")),
