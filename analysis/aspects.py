@@ -35,9 +35,9 @@ from ..spec import (
     YarnScaling,
     without_rounding,
 )
-from .parameters import layer_ranges, range_label
+from .parameters import layer_ranges, plain_number, range_label
 
-__all__ = ["ACTIVATIONS", "GATED", "Aspect", "aspects", "attention_kind", "plain_number"]
+__all__ = ["ACTIVATIONS", "GATED", "Aspect", "aspects", "attention_kind"]
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,6 @@ def aspects(spec: ModelSpec) -> list[Aspect]:
         Aspect("context", "not stated" if context is None else f"{context:,}", context),
         each("window", _window),
     ]
-
-
-def plain_number(value: float) -> str:
-    """A float without loss, and without an exponent where it is whole and of usual size: 1,000,000; 8; 1.25."""
-    return f"{int(value):,}" if value.is_integer() and value < 1e15 else repr(value)
 
 
 # --- layers ----------------------------------------------------------------------------------------------------------

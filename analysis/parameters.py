@@ -30,7 +30,16 @@ from ..spec import (
     YarnScaling,
 )
 
-__all__ = ["LayerCount", "ParameterCount", "count", "describe", "layer_ranges", "range_label", "to_json"]
+__all__ = [
+    "LayerCount",
+    "ParameterCount",
+    "count",
+    "describe",
+    "layer_ranges",
+    "plain_number",
+    "range_label",
+    "to_json",
+]
 
 VOCABULARY_SIDE = ("embedding", "positions", "head")
 """Components that grow with the vocabulary or the context, not with what is computed between them."""
@@ -188,7 +197,7 @@ def _by_layer(blocks: Sequence[Block], words: Callable[[Block], str]) -> str:
     return f"layers differ: {told}"
 
 
-def _number(value: float) -> str:
+def plain_number(value: float) -> str:
     """A float without loss, and without an exponent where it is whole and of usual size: 1,000,000; 8; 1.25."""
     return f"{int(value):,}" if value.is_integer() and value < 1e15 else repr(value)
 
@@ -207,7 +216,7 @@ def _position(block: Block) -> str:
             else:
                 where = "" if dim == attention.head_dim else f", on {dim} of {attention.head_dim} dimensions"
             kind = "" if pairs == "halves" else ", pairs of neighbours"
-            return f"rotary, base {_number(base)}{where}{kind}{_scaling(scaling)}"
+            return f"rotary, base {plain_number(base)}{where}{kind}{_scaling(scaling)}"
 
 
 def _scaling(scaling: RopeScaling | None) -> str:
@@ -215,13 +224,13 @@ def _scaling(scaling: RopeScaling | None) -> str:
         case None:
             return ""
         case LinearScaling(factor=factor):
-            return f", linear ×{_number(factor)}"
+            return f", linear ×{plain_number(factor)}"
         case DynamicScaling(factor=factor, original_context=original):
-            return f", dynamic ×{_number(factor)} beyond {original:,}"
+            return f", dynamic ×{plain_number(factor)} beyond {original:,}"
         case YarnScaling(factor=factor, original_context=original):
-            return f", YaRN ×{_number(factor)} from {original:,}"
+            return f", YaRN ×{plain_number(factor)} from {original:,}"
         case Llama3Scaling(factor=factor, original_context=original):
-            return f", llama3 ×{_number(factor)} from {original:,}"
+            return f", llama3 ×{plain_number(factor)} from {original:,}"
         case LongRopeScaling(original_context=original):
             return f", LongRoPE from {original:,}"
 

@@ -110,10 +110,12 @@ def require_memory(spec: ModelSpec, dtype: str, name: str = "the model") -> None
     parameters = count(spec).total
     needed, free = parameters * DTYPES[dtype].itemsize, available_memory()
     if free is not None and needed > free:
+        narrow = 2 * parameters < min(needed, free)  # else nothing is won by it
+        half = f"--dtype bfloat16 takes {_size(2 * parameters)}; " if narrow else ""
         raise GptkitError(
             f"{name}: {parameters:,} parameters take {_size(needed)} as {HF_NAMES[dtype]}, and {_size(free)} of memory"
             " are available",
-            "--dtype bfloat16 takes half of float32's; --out FOLDER writes them one tensor at a time.",
+            f"{half}--out FOLDER writes them one tensor at a time.",
         )
 
 

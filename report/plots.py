@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .pages import plain
+from .sheets import percentage
 
 __all__ = ["COLOURS", "PALETTE", "drawn", "held", "safe", "share", "short"]
 
@@ -66,5 +67,4 @@ def _three(value: float) -> str:
 
 def share(number: int, total: int) -> str:
     """Per cent, as the terminal's tables have it, in one piece where lines end."""
-    part = 100 * number / total
-    return "<0.1\u00a0%" if 0 < part < 0.05 else f"{part:.1f}\u00a0%"
+    return percentage(number, total).replace(" ", "\u00a0")

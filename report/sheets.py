@@ -26,6 +26,7 @@ __all__ = [
     "decimal",
     "difference",
     "nbytes",
+    "percentage",
     "whole_bytes",
 ]
 
@@ -65,6 +66,12 @@ def binary(nbytes: int) -> str:
     while value >= 1023.95 and power < len(BINARY) - 1:
         value, power = value / 1024, power + 1
     return f"{_four(value)} {BINARY[power]}"
+
+
+def percentage(number: int, total: int) -> str:
+    """Of the total, one digit after the point, and never 0 where it is not: 7.6 %, <0.1 %."""
+    share = 100 * number / total
+    return "<0.1 %" if 0 < share < 0.05 else f"{share:.1f} %"
 
 
 def whole_bytes(nbytes: int) -> str:

@@ -16,7 +16,8 @@ from ..analysis.figures import weight_bytes
 from ..analysis.parameters import ParameterCount, describe, layer_ranges, range_label
 from ..analysis.tensors import tensor_groups
 from ..spec import ModelSpec
-from .sheets import GAP, Layout, Row, Sheet, binary, change, decimal, difference
+from .sheets import GAP, Layout, Row, Sheet, binary, change, difference, percentage
+from .sheets import nbytes as in_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -128,7 +129,7 @@ class _Page(Layout):
         def row(label: str, what: str, number: int | None, style: str | None = None, instead: str = "") -> None:
             shown = instead if number is None else f"{number:,}"
             nbytes = self.sizes(number) if with_bytes else []
-            share = "" if number is None else _share(number, count.total)
+            share = "" if number is None else percentage(number, count.total)
             cells = [label, *([what] if with_words else []), shown, *nbytes, *([share] if with_share else [])]
             table.add_row(*map(self.text, cells), style=style)
 
@@ -156,7 +157,7 @@ class _Page(Layout):
         """The cell for the bytes of so many parameters, where these are asked for."""
         if self.dtype is None:
             return []
-        return [""] if number is None else [decimal(weight_bytes(number, self.dtype), "B")]
+        return [""] if number is None else [in_bytes(weight_bytes(number, self.dtype))]
 
     # --- several models ---
 
@@ -165,7 +166,7 @@ class _Page(Layout):
         counts = [count for _, _, _, count in models]
         columns: list[tuple[str, list[str]]] = [("parameters", [f"{count.total:,}" for count in counts])]
         if self.dtype is not None:
-            columns.append((self.dtype, [decimal(weight_bytes(count.total, self.dtype), "B") for count in counts]))
+            columns.append((self.dtype, [in_bytes(weight_bytes(count.total, self.dtype)) for count in counts]))
         if any(count.active != count.total for count in counts):
             columns.append(("active", [f"{count.active:,}" for count in counts]))
         columns += [
@@ -268,7 +269,7 @@ def _side_by_side(models: Sequence[Model], dtype: str | None, compared: bool) ->
     row("total", [count.total for count in counts], "bold")
     if dtype is not None:
         nbytes = [weight_bytes(count.total, dtype) for count in counts]
-        for label, told in ((dtype, _decimal_bytes), ("", binary)):
+        for label, told in ((dtype, in_bytes), ("", binary)):
             cells = [told(each) for each in nbytes]
             if compared:
                 before, after = nbytes
@@ -279,10 +280,6 @@ def _side_by_side(models: Sequence[Model], dtype: str | None, compared: bool) ->
         row("active", [count.active for count in counts], "dim")
     names = [name for name, _, _, _ in models]
     return Sheet("", (*names, *(["difference", "change"] if compared else [])), tuple(rows))
-
-
-def _decimal_bytes(nbytes: int) -> str:
-    return decimal(nbytes, "B")
 
 
 def _broken(name: str, width: int) -> list[str]:
@@ -321,12 +318,6 @@ def _cell(label: str, count: ParameterCount) -> str:
     if label in count.by_component:
         return f"{count.by_component[label]:,}"
     return "tied" if label == "head" and count.tied else "–"
-
-
-def _share(number: int, total: int) -> str:
-    """Per cent of the total, one digit after the point."""
-    share = 100 * number / total
-    return "<0.1 %" if 0 < share < 0.05 else f"{share:.1f} %"
 
 
 def _layer_label(first: int, last: int, layers: int) -> tuple[str, str]:
