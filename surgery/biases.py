@@ -16,6 +16,7 @@ from ..errors import SwapRefused, UsageError
 from ..spec import Attention, LatentAttention, ModelSpec, Rotary
 from .base import Filled, Model, Swapped, Tensor
 from .registry import Asked, Swap
+from .synonyms import nearest
 
 __all__ = ["NAMES", "SWAPS", "biases_of", "shift_of_scores"]
 
@@ -55,7 +56,10 @@ def drop(model: Model, asked: Asked) -> Swapped:
     """Leave out biases; the flags of components where nothing is left, zeros where others of its kind stay."""
     spec, what = model.spec, asked.value
     if what not in NAMES:
-        raise UsageError(f"--drop {what!r} is unknown", f"known: {', '.join(NAMES)}")
+        near = nearest("drop", what)
+        raise UsageError(
+            f"--drop {what!r} is unknown", f"{f'did you mean {near}? ' if near else ''}known: {', '.join(NAMES)}"
+        )
     gone = biases_of(spec, what, asked.layers)
     if not gone:
         has = [name for name in NAMES if biases_of(spec, name, asked.layers)]

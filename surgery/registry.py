@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SwapRefused, UsageError
 from ..spec import ModelSpec
+from .synonyms import TWO_STEPS, nearest, understood
 
 if TYPE_CHECKING:
     from .base import Guarantee, Model, Swapped
     from .calibration import Calibration
 
-__all__ = ["Asked", "Step", "Swap", "all_swaps", "apply", "layers_in", "options", "steps_of", "swap_for"]
+__all__ = ["Asked", "Step", "Swap", "all_swaps", "apply", "layers_in", "options", "steps_named", "steps_of", "swap_for"]
 
 MODULES = (
     "lora",
@@ -57,8 +58,9 @@ LARGEST = 1_000_000
 class Step:
     """One swap that is asked for.
 
-    option and value: see the module's text. blocks: the layers it is for, None for all. approximate: the plain
-    replacement, for comparison, where a better form is known. options: settings of this swap alone.
+    option and value: see the module's text; other words for a value become ours. blocks: the layers it is for, None
+    for all. approximate: the plain replacement, for comparison, where a better form is known. options: settings of
+    this swap alone.
     """
 
     option: str
@@ -66,6 +68,9 @@ class Step:
     blocks: str | None = None
     approximate: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", understood(self.option, self.value))
 
     def __str__(self) -> str:
         words = [f"--{self.option.replace('_', '-')}", *([self.value] if self.value else [])]
@@ -191,22 +196,45 @@ def swap_for(option: str, value: str) -> Swap:
     for swap in known[option]:
         if swap.matches(value):
             return swap
-    name = option.replace("_", "-")
-    forms = ", ".join(dict.fromkeys(swap.form for swap in known[option] if swap.form))
-    raise UsageError(f"--{name} {value!r} is unknown", f"known: {forms}" if forms else None)
+    raise UsageError(f"--{option.replace('_', '-')} {value!r} is unknown", _meant(option, value))
+
+
+def _meant(option: str, value: str) -> str | None:
+    """What may have been meant by a value that no swap takes."""
+    if (option, value) in TWO_STEPS:
+        return "It is two steps here: " + ", then ".join(f"{name} = {to}" for name, to in TWO_STEPS[option, value])
+    forms = list(dict.fromkeys(swap.form for swap in options()[option] if swap.form))
+    near = nearest(option, value, forms)
+    return f"{f'did you mean {near}? ' if near else ''}known: {', '.join(forms)}" if forms else None
+
+
+def steps_named(option: str, value: str, blocks: str | None = None, approximate: bool = False) -> list[Step]:
+    """What one OPTION = VALUE asks for: a step, or two where a word such as SwiGLU means two.
+
+    Raises:
+        UsageError: the option or the value is unknown.
+
+    """
+    several = TWO_STEPS.get((option, understood(option, value)), ((option, value),))
+    found = [Step(name, to, blocks, approximate) for name, to in several]
+    for step in found:
+        swap_for(step.option, step.value)
+    return found
 
 
 def steps_of(asked: Mapping[str, str | None], blocks: str | None = None, approximate: bool = False) -> list[Step]:
     """The steps for several options given at once, in the order of execution.
 
     Raises:
-        UsageError: an option or a value is unknown.
+        UsageError: an option or a value is unknown, or two of them ask for one thing.
 
     """
     order = {option: index for index, option in enumerate(options())}
-    found = [Step(option, value, blocks, approximate) for option, value in asked.items() if value is not None]
-    for step in found:
-        swap_for(step.option, step.value)
+    given = [(option, value) for option, value in asked.items() if value is not None]
+    found = [step for option, value in given for step in steps_named(option, value, blocks, approximate)]
+    twice = [step for step in found if [each.option for each in found].count(step.option) > 1]
+    if twice:
+        raise UsageError(f"{twice[0]} and {twice[1]} are asked for at once", "Leave one of them out.")
     return sorted(found, key=lambda step: order[step.option])
 
 

@@ -23,7 +23,7 @@ from ..spec import ModelSpec
 from .base import Array, Filled, Guarantee, Model, Moved, Stored, Swapped, SwappedModel, Wide, weakest
 from .calibration import Calibration
 from .recipe import plain, read_recipe, told_as
-from .registry import Step, apply, options, swap_for
+from .registry import Step, apply, options, steps_named, swap_for
 from .unknown import Assumptions, NeedsWeights, Unknown
 
 __all__ = ["DEPENDS", "Reshaped", "Shapes", "steps_from", "swapped"]
@@ -44,17 +44,16 @@ def steps_from(swaps: Sequence[str] = (), recipe: str | Path | None = None) -> l
 
     """
     order = {option: place for place, option in enumerate(options())}
-    found = []
+    found: list[Step] = []
     for text in swaps:
         name, equals, value = text.strip().removeprefix("--").partition("=")
-        option = name.strip().replace("-", "_")
+        option = name.strip().replace("-", "_").lower()
         forms = [swap.form for swap in options().get(option, ()) if swap.form]
         if forms and not value:
             raise UsageError(f"{text!r}: to what?", f"known: {', '.join(f'{name}={form}' for form in forms)}")
         if option in order and equals and not forms:
             raise UsageError(f"{text!r}: this swap takes no value", f"Write it as {name}.")
-        swap_for(option, value.strip())
-        found.append(Step(option, value.strip()))
+        found += steps_named(option, value.strip())
     told = read_recipe(recipe).steps if recipe is not None else ()
     return [*told, *sorted(found, key=lambda step: order[step.option])]
 

@@ -259,8 +259,8 @@ def test_a_text_is_asked_for(tmp_path: Path) -> None:
     save_hf(CONFIGS["gpt2"], tmp_path / "hf")
     with pytest.raises(UsageError, match="fitted on a text, and none was given"):
         gptkit.swap(tmp_path / "hf", tmp_path / "out", activation="silu:fit")
-    with pytest.raises(UsageError, match="'swish' is unknown"):
-        gptkit.swap(tmp_path / "hf", tmp_path / "out", activation="swish")
+    with pytest.raises(UsageError, match="'swoosh' is unknown"):
+        gptkit.swap(tmp_path / "hf", tmp_path / "out", activation="swoosh")
     with pytest.raises(SwapRefused, match="--approximate changes the name alone"):
         gptkit.swap(tmp_path / "hf", tmp_path / "out", activation="silu:2", approximate=True)
 

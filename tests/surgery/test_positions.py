@@ -310,7 +310,7 @@ def test_refusals_of_heads_without_room() -> None:
         ("position", "rope:inf", "a base above 1"),
         ("position", "rope:nan", "a base above 1"),
         ("position", "learned:0", "whole number from 1"),
-        ("position", "rotary", "is unknown"),
+        ("position", "sinusoidal", "is unknown"),
         ("context", "1k", "whole number from 1"),
         ("context", "0", "whole number from 1"),
     ],
