@@ -130,7 +130,7 @@ Models = Annotated[
     list[str],
     typer.Argument(
         metavar="MODEL…",
-        help="Presets, samples, folders, config.json or .gguf files, or org/name.",
+        help="One or more models: presets, samples, folders, config.json or .gguf files, or org/name on the hub.",
         autocompletion=complete_model,
     ),
 ]
@@ -138,20 +138,20 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="org/name or org/name@revision, a preset, a folder, a .safetensors file, or sample:gpt2.",
+        help="The model: org/name or org/name@revision on the hub, a preset, a folder, a weight file, or sample:gpt2.",
         autocompletion=complete_model,
     ),
 ]
 Offline = Annotated[bool, typer.Option("--offline", help="Use local files and the hub's cache only.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint folder, in one step.")]
 AllowPickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Read .bin files too (weights only); safetensors need no trust.")
 ]
-AllowExtra = Annotated[bool, typer.Option("--allow-extra", help="Leave out tensors with no place.")]
-Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page that opens offline.")]
-Png = Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Write its picture, for a talk.")]
-Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write its picture, for a paper.")]
+AllowExtra = Annotated[bool, typer.Option("--allow-extra", help="Leave out tensors that the model has no place for.")]
+Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page (HTML) that opens offline.")]
+Png = Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Write a picture (PNG), for a talk.")]
+Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture (SVG), for a paper.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print nothing but errors.")]
 
 

@@ -29,17 +29,31 @@ if TYPE_CHECKING:
 def compare(
     models: Models,
     context: Annotated[
-        str | None, typer.Option(metavar="TOKENS", help="In sight, for costs; else what all of them are for.")
+        str | None,
+        typer.Option(
+            metavar="TOKENS", help="The context that costs are for; by default one that all of the models are made for."
+        ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of weights and cache: float32, bfloat16, …")] = "bfloat16",
-    only_differences: Annotated[bool, typer.Option("--only-differences", help="Leave out what is alike.")] = False,
-    everything: Annotated[bool, typer.Option("--all", help="Add details that are alike.")] = False,
+    dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", help="The dtype of weights and KV cache: float32, bfloat16, …")
+    ] = "bfloat16",
+    only_differences: Annotated[
+        bool, typer.Option("--only-differences", help="Leave out the rows in which all models are alike.")
+    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Add the details in which all models are alike.")] = False,
     swap: Annotated[
-        list[str] | None, typer.Option(metavar="OPTION=VALUE", help="Beside each model, what this makes of it.")
+        list[str] | None,
+        typer.Option(
+            metavar="OPTION=VALUE", help="Also compare what a swap would make of each model: attention=gqa:8."
+        ),
     ] = None,
-    recipe: Annotated[str | None, typer.Option(metavar="NAME", help="The same, of a recipe of swaps.")] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print a table for a README or a paper.")] = False,
-    csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    recipe: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Also compare what a recipe of swaps would make of each model.")
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print a Markdown table, for a README or a paper.")
+    ] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
     json: Json = False,
     html: Html = None,
     png: Png = None,

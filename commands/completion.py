@@ -70,8 +70,8 @@ def one_of(values: Iterable[str] | Callable[[], Iterable[str]]) -> Callable[[str
 
 
 def forms(metavar: str) -> tuple[str, ...]:
-    """The values in a metavar like "mha|mqa|gqa:N": those that are written so, without a number or name to fill in."""
-    return tuple(form for form in metavar.split("|") if re.fullmatch(r"[a-z][a-z0-9_:-]*", form))
+    """The values in a metavar like "mha | mqa | gqa:N": those without a number or name to fill in."""
+    return tuple(form for form in metavar.split(" | ") if re.fullmatch(r"[a-z][a-z0-9_:-]*", form))
 
 
 def complete_target(incomplete: str) -> list[str]:

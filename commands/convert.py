@@ -33,14 +33,20 @@ if TYPE_CHECKING:
 def load(
     model: ModelArgument,
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16, float16 or float64.", autocompletion=one_of(FLOATS))
+        str | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="Load as float32, bfloat16, float16 or float64; by default as stored.",
+            autocompletion=one_of(FLOATS),
+        ),
     ] = None,
     random: Annotated[
-        bool, typer.Option("--random", help="Random weights: a preset, config.json or tree is enough.")
+        bool, typer.Option("--random", help="Draw random weights: a preset, a config.json or a tree is enough.")
     ] = False,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of --random [0].")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="The seed of --random; by default 0.")] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where --random writes them, in gptkit's own format.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write the random weights into this folder, in gptkit's own format."),
     ] = None,
     force: Force = False,
     offline: Offline = False,
@@ -130,28 +136,36 @@ def _random(
 @guarded
 def convert(
     model: ModelArgument,
-    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="The folder to make [MODEL-FORMAT].")] = None,
+    out: Annotated[
+        Path | None, typer.Argument(metavar="OUT", help="The folder to write; by default MODEL-FORMAT.")
+    ] = None,
     to: Annotated[
         str,
         typer.Option(
-            help="local (gptkit's own), hf, hf:FAMILY, hf:auto, gguf, llama2c, nanogpt or dcp.",
+            metavar="FORMAT",
+            help="The format to write: local (gptkit's own), hf, hf:FAMILY, hf:auto, gguf, llama2c, nanogpt or dcp.",
             autocompletion=complete_target,
         ),
     ] = "local",
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Store every tensor as this: float32, bfloat16, …; q8_0 in a gguf.",
+            metavar="DTYPE",
+            help="Store every tensor as float32, bfloat16, …; q8_0 in a GGUF.",
             autocompletion=one_of((*FLOATS, "q8_0")),
         ),
     ] = None,
     max_shard_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Start another file beyond it: 2GB, 500MB.")
+        str | None, typer.Option(metavar="SIZE", help="Start another file before one grows beyond this: 2GB, 500MB.")
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Threads, by default one a core.")] = None,
-    max_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Of tensors held at once: 500MB.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="How many threads to use; by default one per core.")
+    ] = None,
+    max_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Hold no more than this of tensors in memory at once: 500MB.")
+    ] = None,
     force: Force = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; read no weight.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; read no weights.")] = False,
     offline: Offline = False,
     allow_pickle: AllowPickle = False,
     allow_extra: AllowExtra = False,

@@ -16,7 +16,7 @@ from .base import app, examples, guarded
 def demo(
     keep: Annotated[Path | None, typer.Option(help="Keep the converted checkpoints in this folder.")] = None,
 ) -> None:
-    """A tour on the trained samples: count, convert, verify, swap, verify again, generate."""
+    """Take a tour on the trained samples: count, convert, verify, swap, verify again, generate."""
     from ..report.demo import tour
 
     if not tour(console(markup=True), keep):

@@ -13,7 +13,7 @@ from .base import AllowExtra, AllowPickle, Html, Json, Offline, Png, Quiet, Svg,
 from .completion import complete_model, one_of
 from .drawn import Drawn
 
-Side = "org/name or org/name@revision, a folder, a .safetensors or .gguf file, or sample:gpt2."
+Side = "A checkpoint: org/name or org/name@revision, a folder, a .safetensors or .gguf file, or sample:gpt2."
 
 
 @app.command(
@@ -26,19 +26,23 @@ Side = "org/name or org/name@revision, a folder, a .safetensors or .gguf file, o
 @guarded
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help=Side, autocompletion=complete_model)],
-    b: Annotated[str, typer.Argument(metavar="B", help="The other, of any format.", autocompletion=complete_model)],
+    b: Annotated[
+        str, typer.Argument(metavar="B", help="The other checkpoint, of any format.", autocompletion=complete_model)
+    ],
     by: Annotated[
         str,
         typer.Option(
             "--by",
-            metavar="component|layer|tensor",
+            metavar="component | layer | tensor",
             autocompletion=one_of(("component", "layer", "tensor")),
-            help="What the table has a row for.",
+            help="What each row of the table stands for.",
         ),
     ] = "component",
     everything: Annotated[bool, typer.Option("--all", help="List every tensor that differs.")] = False,
     rank: Annotated[bool, typer.Option("--rank/--no-rank", help="Tell the rank of each matrix's change.")] = True,
-    workers: Annotated[int | None, typer.Option(min=1, help="Threads, by default one a core.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="How many threads to use; by default one per core.")
+    ] = None,
     json: Json = False,
     html: Html = None,
     png: Png = None,

@@ -17,25 +17,48 @@ from .completion import FLOATS, one_of
 @guarded
 def generate(
     model: ModelArgument,
-    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="The prompt; - reads standard input.")] = None,
-    ids: Annotated[str | None, typer.Option(help="Token ids instead of a text: '1 5 9'.")] = None,
-    max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", min=0, help="Where to stop.")] = 100,
-    temperature: Annotated[
-        float | None, typer.Option(min=0, help="0 is greedy, which is the default unless --top-k or --top-p is given.")
+    text: Annotated[
+        str | None, typer.Argument(metavar="TEXT", help="The prompt to continue; - reads standard input.")
     ] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Keep the k likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Keep the likeliest tokens that make up p.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="For the same text twice.")] = None,
+    ids: Annotated[str | None, typer.Option(metavar="IDS", help="Token ids instead of a text: '1 5 9'.")] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("-n", "--max-new-tokens", metavar="N", min=0, help="Stop after so many tokens.")
+    ] = 100,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            metavar="T",
+            min=0,
+            help="Sample at this temperature. 0 is greedy, the default unless --top-k or --top-p is given.",
+        ),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(metavar="K", min=1, help="Sample from the k likeliest tokens.")] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            metavar="P", min=0, max=1, help="Sample from the likeliest tokens whose probabilities add up to p."
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="The seed of sampling, for the same text twice.")
+    ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="What to compute in; the checkpoint's unless told.", autocompletion=one_of(FLOATS)),
+        typer.Option(
+            metavar="DTYPE", help="The dtype to compute in; by default the checkpoint's.", autocompletion=one_of(FLOATS)
+        ),
     ] = None,
-    attention: Annotated[str, typer.Option(help="sdpa or eager.", autocompletion=one_of(("sdpa", "eager")))] = "sdpa",
+    attention: Annotated[
+        str,
+        typer.Option(
+            metavar="sdpa | eager", help="How attention is computed.", autocompletion=one_of(("sdpa", "eager"))
+        ),
+    ] = "sdpa",
     offline: Offline = False,
     allow_pickle: AllowPickle = False,
     allow_extra: AllowExtra = False,
 ) -> None:
-    """Write on from a prompt."""
+    """Continue a prompt."""
     from ..modules.attention import Kernel
     from ..modules.text import generate as run
 

@@ -40,9 +40,9 @@ def params(
         str,
         typer.Option(
             "--by",
-            metavar="component|layer|tensor",
+            metavar="component | layer | tensor",
             autocompletion=one_of(("component", "layer", "tensor")),
-            help="How far to go.",
+            help="What each row of the table stands for.",
             rich_help_panel=WEIGHTS,
         ),
     ] = "component",
@@ -50,7 +50,8 @@ def params(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Add bytes: float32, bfloat16, float16, float8, int8, int4, …",
+            metavar="DTYPE",
+            help="Add the bytes of the weights as float32, bfloat16, float16, float8, int8, int4, …",
             autocompletion=one_of((*FLOATS, "float8", "int8", "int4")),
             rich_help_panel=WEIGHTS,
         ),
@@ -58,41 +59,71 @@ def params(
     stored: Annotated[
         bool,
         typer.Option(
-            "--stored", help="Add dtypes and bytes, from the headers of the weight files.", rich_help_panel=WEIGHTS
+            "--stored",
+            help="Add the dtypes and bytes that the headers of the weight files tell.",
+            rich_help_panel=WEIGHTS,
         ),
     ] = False,
     kv: Annotated[
         list[str] | None,
-        typer.Option("--kv", metavar="TOKENS", help="The KV cache at 8192 or 2k,128k.", rich_help_panel=COSTS),
+        typer.Option(
+            "--kv",
+            metavar="TOKENS",
+            help="Add the KV cache at these contexts: 8192, or 2k,128k.",
+            rich_help_panel=COSTS,
+        ),
     ] = None,
     kv_dtype: Annotated[
-        str | None, typer.Option(help="Of the cache, if not that of activations.", rich_help_panel=COSTS)
+        str | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="The dtype of the KV cache; by default that of the activations.",
+            rich_help_panel=COSTS,
+        ),
     ] = None,
     flops: Annotated[
-        bool, typer.Option("--flops", help="Of a token, a prefill, a training step.", rich_help_panel=COSTS)
+        bool,
+        typer.Option(
+            "--flops", help="Add the FLOPs per token, of a prefill, and of a training step.", rich_help_panel=COSTS
+        ),
     ] = False,
     memory: Annotated[
-        bool, typer.Option("--memory", help="To run, and to train with Adam.", rich_help_panel=COSTS)
+        bool,
+        typer.Option(
+            "--memory", help="Add the memory to run the model, and to train it with Adam.", rich_help_panel=COSTS
+        ),
     ] = False,
     context: Annotated[
         str | None,
         typer.Option(
-            metavar="TOKENS", help="For --flops and --memory, if not what the models are for.", rich_help_panel=COSTS
+            metavar="TOKENS",
+            help="The context of --flops and --memory; by default the one that the models are made for.",
+            rich_help_panel=COSTS,
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Sequences, for all of these.", rich_help_panel=COSTS)] = 1,
+    batch: Annotated[
+        int,
+        typer.Option(metavar="N", help="How many sequences --kv, --flops and --memory are for.", rich_help_panel=COSTS),
+    ] = 1,
     swap: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="OPTION=VALUE", help="Beside what it would become: attention=gqa:4.", rich_help_panel=SWAPS
+            metavar="OPTION=VALUE",
+            help="Also count what a swap would make of each model: attention=gqa:4.",
+            rich_help_panel=SWAPS,
         ),
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="The same, by a recipe of swaps.", rich_help_panel=SWAPS)
+        str | None,
+        typer.Option(
+            metavar="NAME | FILE",
+            help="Also count what a recipe of swaps would make of each model.",
+            rich_help_panel=SWAPS,
+        ),
     ] = None,
     json: Json = False,
     csv: Annotated[
-        bool, typer.Option("--csv", help="Print CSV: a row a component, layer or tensor; of costs a row a model.")
+        bool, typer.Option("--csv", help="Print CSV: a row per component, layer or tensor; of costs a row per model.")
     ] = False,
     html: Html = None,
     png: Png = None,
@@ -252,9 +283,10 @@ def _page(counts: list[ModelCount], asked: Asked) -> Page:
 @guarded
 def presets(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[WORD]...", help="Only those with all of these in their names.")
+        list[str] | None,
+        typer.Argument(metavar="[WORD]...", help="List only presets that have all of these words in their names."),
     ] = None,
-    names: Annotated[bool, typer.Option("-n", "--names", help="Print names alone, a line each.")] = False,
+    names: Annotated[bool, typer.Option("-n", "--names", help="Print names alone, one per line.")] = False,
     json: Json = False,
 ) -> None:
     """List the models that params knows by name."""

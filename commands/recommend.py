@@ -37,19 +37,27 @@ def recommend(
     goal: Annotated[
         str,
         typer.Option(
-            help="quality, speed, memory, context, simplicity or balance.", autocompletion=one_of(known_goals)
+            metavar="GOAL",
+            help="What matters most: quality, speed, memory, context, simplicity or balance.",
+            autocompletion=one_of(known_goals),
         ),
     ],
-    params: Annotated[str, typer.Option(metavar="NUMBER", help="How many parameters: 7B, 124M, 1.5e9.")],
-    vocab: Annotated[int, typer.Option(metavar="TOKENS", help="Of the vocabulary.")] = VOCABULARY,
+    params: Annotated[
+        str, typer.Option(metavar="NUMBER", help="How many parameters the model is to have: 7B, 124M, 1.5e9.")
+    ],
+    vocab: Annotated[int, typer.Option(metavar="TOKENS", help="The size of the vocabulary.")] = VOCABULARY,
     context: Annotated[
-        str | None, typer.Option(metavar="TOKENS", help="The model is for; 4,096, or 131,072 for the goal context.")
+        str | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="The context that the model is for; by default 4,096, or 131,072 for the goal context.",
+        ),
     ] = None,
     loadable: Annotated[
-        bool, typer.Option("--loadable", help="Only what a transformers family holds: exchange what it lacks.")
+        bool, typer.Option("--loadable", help="Choose only what a transformers family can hold.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it as a spec: FILE.json.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a FILE that is there.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the model as a spec, FILE.json.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE where it exists.")] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:

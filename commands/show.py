@@ -23,7 +23,7 @@ from .drawn import Drawn
 def show(
     model: ModelArgument,
     layer: Annotated[
-        int | None, typer.Option(metavar="N", help="Draw this layer, where layers differ; the first is 0.")
+        int | None, typer.Option(metavar="N", help="Draw this layer, where layers differ. The first one is 0.")
     ] = None,
     json: Json = False,
     html: Html = None,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..surgery.swap import SwapResult
 
 
-HOW = "How"
+HOW = "How to swap"
 """The heading in the help of `swap` of what is no swap."""
 
 
@@ -54,42 +54,60 @@ def with_swaps(function: F) -> F:
 @with_swaps
 def swap(
     model: ModelArgument,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     *,
     recipe: Annotated[
         str | None,
-        typer.Option(metavar="FILE", rich_help_panel=HOW, help="Steps: a TOML file, a name of ours, or an output."),
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=HOW,
+            help="Run a recipe: a TOML file, a name out of gptkit swaps --recipes, or a folder that a swap wrote.",
+        ),
     ] = None,
     blocks: Annotated[
-        str | None, typer.Option(metavar="LAYERS", rich_help_panel=HOW, help="Some layers alone: 3-7, 0,2,4-.")
+        str | None,
+        typer.Option(metavar="LAYERS", rich_help_panel=HOW, help="Change these layers alone: 3-7, or 0,2,4-."),
     ] = None,
     approximate: Annotated[
-        bool, typer.Option("--approximate", rich_help_panel=HOW, help="The plain replacement, whatever it loses.")
+        bool,
+        typer.Option(
+            "--approximate", rich_help_panel=HOW, help="Replace plainly instead of in the best form, whatever it loses."
+        ),
     ] = False,
     calibrate: Annotated[
         str | None,
-        typer.Option(metavar="FILE", rich_help_panel=HOW, help="A text to fit on; samples have the bundled play."),
+        typer.Option(metavar="FILE", rich_help_panel=HOW, help="Fit on this text; the samples have the bundled play."),
     ] = None,
     calibrate_tokens: Annotated[
-        int | None, typer.Option(metavar="N", min=1, rich_help_panel=HOW, help="Tokens of it to fit on (2,048).")
+        int | None,
+        typer.Option(metavar="N", min=1, rich_help_panel=HOW, help="Fit on so many of its tokens; by default 2,048."),
     ] = None,
     to: Annotated[
         str | None,
-        typer.Option("--as", metavar="FORMAT", rich_help_panel=HOW, help="local, or auto, hf, hf:FAMILY to leave."),
+        typer.Option(
+            "--as",
+            metavar="FORMAT",
+            rich_help_panel=HOW,
+            help="The format to write: local (gptkit's own), hf, hf:FAMILY or auto.",
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="DTYPE", rich_help_panel=HOW, help="Of computed tensors (float64 if the swap is exact)."),
+        typer.Option(
+            metavar="DTYPE",
+            rich_help_panel=HOW,
+            help="The dtype of computed tensors; by default float64 where the swap is exact.",
+        ),
     ] = None,
     no_measure: Annotated[bool, typer.Option("--no-measure", help="Do not compare logits before and after.")] = False,
     measure_steps: Annotated[
-        bool, typer.Option("--measure-steps", help="Each step by itself, of a large model too.")
+        bool, typer.Option("--measure-steps", help="Measure each step by itself, of a large model too.")
     ] = False,
     report: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write what it costs, FILE.html and FILE.json.")
+        Path | None, typer.Option(metavar="FILE", help="Write what the swap costs, FILE.html and FILE.json.")
     ] = None,
     force: Force = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would come out; write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would come out, and write nothing.")] = False,
     offline: Offline = False,
     allow_pickle: AllowPickle = False,
     allow_extra: AllowExtra = False,
@@ -154,9 +172,9 @@ def damage_report(done: SwapResult, path: Path, calibrate: str | None, tokens: i
 @guarded
 def swaps(
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="What to try them on; without one, all that there are.")
+        str | None, typer.Argument(metavar="MODEL", help="The model to try them on; without one, all swaps are listed.")
     ] = None,
-    recipes: Annotated[bool, typer.Option("--recipes", help="List the recipes that come along.")] = False,
+    recipes: Annotated[bool, typer.Option("--recipes", help="List the recipes that come with gptkit.")] = False,
     json: Json = False,
     offline: Offline = False,
     allow_pickle: AllowPickle = False,

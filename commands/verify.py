@@ -25,31 +25,43 @@ if TYPE_CHECKING:
 def verify(
     model: ModelArgument,
     local: Annotated[
-        str | None, typer.Argument(metavar="LOCAL", help="What to hold against it [MODEL itself].")
+        str | None, typer.Argument(metavar="LOCAL", help="The checkpoint to compare with it; by default MODEL itself.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="What both sides compute in.")] = "float32",
-    attention: Annotated[str | None, typer.Option(help="sdpa or eager, on both sides.")] = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="A text to compare on, beside the probe.")] = None,
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="The dtype that both sides compute in.")] = "float32",
+    attention: Annotated[
+        str | None, typer.Option(metavar="sdpa | eager", help="How both sides compute attention.")
+    ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Also compare on this text, beside the probe.")
+    ] = None,
     long: Annotated[bool, typer.Option("--long", help="Also probe past windows of more than 1,024 tokens.")] = False,
     mutations: Annotated[
         bool | None,
-        typer.Option("--mutations/--no-mutations", help="Make mistakes on purpose and count those caught."),
+        typer.Option("--mutations/--no-mutations", help="Make mistakes on purpose and count those that are caught."),
     ] = None,
     against: Annotated[
-        str | None, typer.Option(metavar="MODULE:CALLABLE", help="A port of your own: what returns your torch module.")
+        str | None,
+        typer.Option(
+            metavar="MODULE:CALLABLE",
+            help="Compare with a port of your own: a callable that returns your torch module.",
+        ),
     ] = None,
-    card: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a card, FILE.json and FILE.md.")] = None,
+    card: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the verdict as a card, FILE.json and FILE.md.")
+    ] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page: a heatmap by layer and component.")
+        Path | None, typer.Option(metavar="FILE", help="Write a page (HTML) with a heat map by layer and component.")
     ] = None,
     png: Png = None,
     svg: Svg = None,
     damage: Annotated[
         bool | None,
-        typer.Option("--damage/--no-damage", help="What LOCAL costs by position, layer and component."),
+        typer.Option("--damage/--no-damage", help="Tell what LOCAL loses by position, layer and component."),
     ] = None,
-    text: Annotated[Path | None, typer.Option(metavar="FILE", help="A text to measure perplexity on.")] = None,
-    stream: Annotated[bool, typer.Option("--stream", help="A layer at a time, for models larger than memory.")] = False,
+    text: Annotated[Path | None, typer.Option(metavar="FILE", help="Measure perplexity on this text.")] = None,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Run a layer at a time, for models larger than memory.")
+    ] = False,
     json: Json = False,
     offline: Offline = False,
     allow_pickle: AllowPickle = False,

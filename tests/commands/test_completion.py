@@ -14,7 +14,7 @@ from gptkit.commands.completion import complete_model, forms
 from gptkit.converter.convert import _check_format
 from gptkit.converter.dtypes import parse_dtype
 from gptkit.surgery.options import OPTIONS
-from gptkit.surgery.registry import swap_for
+from gptkit.surgery.registry import steps_named
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def test_what_is_offered_is_taken() -> None:
     """The lists here are those of what reads them."""
     for option in OPTIONS:
         for value in forms(option.metavar):
-            swap_for(option.name, value)
+            steps_named(option.name, value)
     targets = offered("convert", "--to", "")
     assert {"local", "hf", "hf:auto", "hf:llama", "gguf"} <= set(targets)
     for target in targets:

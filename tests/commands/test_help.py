@@ -1,0 +1,45 @@
+"""What --help prints: whole phrases, and at 80 columns no name or value that is broken."""
+
+import re
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from gptkit.cli import app
+
+GROUP = typer.main.get_command(app)
+COMMANDS: list[str] = GROUP.list_commands(None)  # type: ignore[attr-defined]
+
+
+def words(text: str) -> set[str]:
+    return set(re.sub("[╭╮╰╯│─]", " ", text).split())
+
+
+def shown(columns: int, *call: str) -> str:
+    done = CliRunner().invoke(app, [*call, "--help"], prog_name="gptkit", env={"COLUMNS": str(columns)})
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_nothing_is_broken_at_80_columns(command: str) -> None:
+    """Each word is one of those of a terminal that is wide enough for all of them."""
+    call = [command] if command else []
+    narrow = shown(80, *call)
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert words(narrow) <= words(shown(400, *call))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_option_is_told_in_a_phrase(command: str) -> None:
+    """That says what it does or is: none that only makes sense behind the option's name."""
+    told = GROUP.commands[command]  # type: ignore[attr-defined]
+    assert told.help.endswith("."), command
+    for parameter in told.params:
+        text = getattr(parameter, "help", None)
+        if getattr(parameter, "hidden", False):
+            continue
+        assert text and text[0].isupper() and text.endswith((".", "…")) and len(text.split()) > 2, parameter.name
+        assert not re.match(r"(Of|For|In|To|As|At|Beside|By|Only|The same)\b", text), f"{parameter.name}: {text}"
+        assert not re.search(r"(one|row|rows|threads|FLOPs) an? \w+", text), f"{parameter.name}: per, not a: {text}"
