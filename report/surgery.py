@@ -37,6 +37,7 @@ HEADINGS = {
     "exact": "Possible and exact here",
     "approximate": "Possible, approximate",
     "retrained": "Possible, but useless before training",
+    "needs a text": "Possible, needs a text to be fitted on (--calibrate FILE)",
     "refused": "Not possible here",
 }
 """The groups of a listing."""
@@ -107,8 +108,8 @@ def possible(entries: Sequence[Listed], before: Costs) -> Table:
                 change(before.cached, now.cached),
             ]
         what = Text(entry.swap.gives)
-        if entry.limits or entry.costs is None:
-            what.append(f"; {entry.limits or entry.said}", style="dim")
+        if entry.limits:
+            what.append(f"; {entry.limits}", style="dim")
         table.add_row(Text(entry.asked), what, *cells)
     return table
 

@@ -1,14 +1,14 @@
 """What can be swapped in a model: every swap tried on its tree, with what it would guarantee and cost.
 
 A swap decides from a model's components, and sometimes from its weights (whether a bias is zero), what it can promise.
-No tensor is computed for that, so the list is there in a second or two.
+No tensor is computed for that, so the list is there in a second or two. What has no exact form on these weights and is
+fitted on a text promises nothing before there is one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..analysis.costs import Costs, costs, usual_context
@@ -19,11 +19,12 @@ from .registry import Step, Swap, all_swaps, apply
 
 if TYPE_CHECKING:
     from ..converter.checkpoint import Checkpoint
-    from .base import Promise
+    from .base import Promise, Stored, Swapped
+    from .calibration import Calibration
 
 __all__ = ["Listed", "Listing", "Verdict", "listing", "values_of"]
 
-Verdict = Literal["exact", "approximate", "retrained", "refused"]
+Verdict = Literal["exact", "approximate", "retrained", "needs a text", "refused"]
 
 FITTED_ON = 256
 """Tokens of text for swaps that look at one before they say what they do: enough for a list."""
@@ -109,27 +110,50 @@ def listing(source: Checkpoint) -> Listing:
 
     """
     from .base import Stored
-    from .calibration import Calibration, read_text
 
-    model = Stored(source)
+    model, text = Stored(source), _text(source)
     before = costs(source.spec)
-    text = cache(lambda: Calibration(read_text(source, None, FITTED_ON), source.spec))
     entries = []
     for swap in all_swaps():
         for value in values_of(swap, source.spec):
-            step = Step(swap.option, value)
             try:
-                found = apply(model, step, calibration=text, files=source.folder, texts=source.texts, offline=True)
+                entries.append(_tried(model, swap, value, text, before))
             except InvalidInput:
                 raise
             except GptkitError as error:
-                entries.append(_not(swap, value, error))
-                continue
-            after = costs(found.spec, before.context)
-            limits = limits_of(found.promise, source.spec)
-            entries.append(Listed(swap, value, found.guarantee, " ".join(found.notes), limits=limits, costs=after))
+                entries.append(Listed(swap, value, "refused", error.message, error.hint or ""))
             source.release()
     return Listing(source.reference, before, tuple(entries))
+
+
+def _text(source: Checkpoint) -> Calibration | None:
+    """The text that comes along with a sample; None where a person has to give one."""
+    from .calibration import Calibration, read_text
+
+    try:
+        return Calibration(read_text(source, None, FITTED_ON), source.spec)
+    except UsageError:
+        return None
+
+
+def _tried(model: Stored, swap: Swap, value: str, text: Calibration | None, before: Costs) -> Listed:
+    """What a swap says of the model. Where it would be fitted on a text and there is none, that is all that is said of
+    it but for its costs, where the tree is known without.
+    """
+    from .shapes import applied
+
+    source, step = model.checkpoint, Step(swap.option, value)
+    given: dict[str, Any] = {"files": source.folder, "texts": source.texts, "offline": True}
+    found: Swapped
+    if text is not None:
+        found, fitted, chosen = apply(model, step, calibration=lambda: text, **given), False, False
+    else:
+        found, fitted, chosen = applied(model, step, given)
+    after = None if chosen and len(set(source.spec.blocks)) > 1 else costs(found.spec, before.context)
+    limits = limits_of(found.promise, source.spec)
+    if fitted:
+        return Listed(swap, value, "needs a text", "fitted on a text: --calibrate FILE", limits=limits, costs=after)
+    return Listed(swap, value, found.guarantee, " ".join(found.notes), limits=limits, costs=after)
 
 
 def limits_of(promise: Promise, before: ModelSpec) -> str:
@@ -140,10 +164,3 @@ def limits_of(promise: Promise, before: ModelSpec) -> str:
     if promise.tokens is not None and len(promise.tokens[0]) < before.vocab_size:
         words.append(f"for the {len(promise.tokens[0]):,} tokens kept")
     return ", ".join(words)
-
-
-def _not(swap: Swap, value: str, error: GptkitError) -> Listed:
-    """What is said of a swap that cannot be tried: because it needs a text, or because it is impossible."""
-    if swap.calibrated and isinstance(error, UsageError):
-        return Listed(swap, value, swap.guarantee, "fitted on a text: --calibrate FILE")
-    return Listed(swap, value, "refused", error.message, error.hint or "")

@@ -26,7 +26,7 @@ from .recipe import plain, read_recipe, told_as
 from .registry import Step, apply, options, steps_named, swap_for
 from .unknown import Assumptions, NeedsWeights, Unknown
 
-__all__ = ["DEPENDS", "Reshaped", "Shapes", "steps_from", "swapped"]
+__all__ = ["DEPENDS", "Reshaped", "Shapes", "applied", "steps_from", "swapped"]
 
 DEPENDS: Literal["depends on the weights"] = "depends on the weights"
 
@@ -320,7 +320,7 @@ def _origin_of(files: Path | None) -> Origin:
 def _ask(model: Model, assumptions: Assumptions, step: Step, given: Mapping[str, Any]) -> _Answer:
     assumptions.made = False
     try:
-        usual, fitted, chosen = _applied(model, step, given)
+        usual, fitted, chosen = applied(model, step, given)
     except NeedsWeights as error:
         raise NeedsWeights(error.message, HINT) from error
     except SwapRefused as error:
@@ -331,7 +331,7 @@ def _ask(model: Model, assumptions: Assumptions, step: Step, given: Mapping[str,
         return _Answer(usual, None, fitted, chosen)
     zeros = Shapes(model.spec, model.dtype("embedding.weight"), _origin(model), 0.0, given["files"] is not None)
     try:
-        return _Answer(usual, _applied(zeros, step, given)[0], fitted, chosen)
+        return _Answer(usual, applied(zeros, step, given)[0], fitted, chosen)
     except SwapRefused as error:
         return _Answer(usual, error, fitted, chosen)
 
@@ -340,7 +340,7 @@ AS_FAR = ", as far as shapes tell"
 HINT = "gptkit swap MODEL OUT --dry-run looks at the weights."
 
 
-def _applied(model: Model, step: Step, given: Mapping[str, Any]) -> tuple[Swapped, bool, bool]:
+def applied(model: Model, step: Step, given: Mapping[str, Any]) -> tuple[Swapped, bool, bool]:
     """The swap, whether it is fitted on a text, and whether it asked the text before it said what comes out. Then its
     plain form, which needs none, tells the tree.
     """

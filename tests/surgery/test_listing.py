@@ -1,18 +1,24 @@
 """The listing: it says what the swap then does, it computes nothing, and the command line offers what is registered."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from exactness import saved
 from families import CONFIGS, save_hf
+from rich.console import Console
+from weights import after, error
 
 import gptkit
 from gptkit.analysis.costs import costs
 from gptkit.converter.resolve import SAMPLES
 from gptkit.errors import SwapRefused, UsageError
-from gptkit.surgery.base import Promise, SwappedModel
-from gptkit.surgery.listing import Listed, limits_of, listing, values_of
+from gptkit.report.surgery import listing_report
+from gptkit.surgery.base import Promise, Stored, SwappedModel
+from gptkit.surgery.guarantee import EXACT_FP32, EXACT_FP64
+from gptkit.surgery.listing import Listed, Listing, limits_of, listing, values_of
 from gptkit.surgery.options import OPTIONS, spelled
 from gptkit.surgery.registry import Step, all_swaps, options, steps_named
 
@@ -48,15 +54,73 @@ def test_what_is_listed_is_what_happens(name: str, tmp_path: Path) -> None:
             with pytest.raises((SwapRefused, UsageError)) as caught:
                 gptkit.swap(tmp_path / "hf", tmp_path / "out", [step], dry_run=True)
             assert caught.value.message == entry.said and (caught.value.hint or "") == entry.hint
-        elif entry.costs is None:
+        elif entry.verdict == "needs a text":
             assert entry.swap.calibrated and "--calibrate FILE" in entry.said
-            with pytest.raises(UsageError):
+            with pytest.raises(UsageError, match="fitted on a text"):
                 gptkit.swap(tmp_path / "hf", tmp_path / "out", [step], dry_run=True)
         else:
             done = gptkit.swap(tmp_path / "hf", tmp_path / "out", [step], dry_run=True)
             assert done.guarantee == entry.verdict
             assert costs(done.spec, found.before.context) == entry.costs
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+SHARED = Path(__file__).parents[2].parent / "shared"
+STORIES = SHARED / "checkpoints" / "stories260K-llama"
+
+
+def shown(thing: Any) -> str:
+    """What is printed."""
+    file = io.StringIO()
+    Console(file=file, width=80).print(thing)
+    return file.getvalue()
+
+
+def hold(source: Path) -> Listing:
+    """Apply every swap that is listed as exact, and hold its logits to what exact means."""
+    found = listing(gptkit.open_checkpoint(source))
+    assert len(found.of("exact")) >= 15 and found.of("needs a text")
+    model = Stored(gptkit.open_checkpoint(source))
+    for entry in found.of("exact"):
+        (swapped,), last = after(model, Step(entry.swap.option, entry.value))
+        assert swapped.guarantee == "exact"
+        assert error(model, last, swapped) <= EXACT_FP64, entry.asked
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
+def test_what_is_listed_as_exact_is(name: str, tmp_path: Path) -> None:
+    hold(saved(name, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_what_is_listed_as_exact_is_in_the_files(name: str, tmp_path: Path) -> None:
+    for entry in hold(saved(name, tmp_path)).of("exact"):
+        step = Step(entry.swap.option, entry.value)
+        done = gptkit.swap(tmp_path / name, tmp_path / "out", [step], dtype="float64", force=True)
+        assert done.guarantee == "exact" and done.measured is not None, entry.asked
+        found = done.measured.relative
+        assert found["float64"] <= EXACT_FP64 and found["float32"] <= EXACT_FP32, entry.asked
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="needs the project's shared checkpoints")
+def test_of_a_trained_model_without_a_text_nothing_in_use_goes_exactly() -> None:
+    found = hold(STORIES)
+    fitted = {"--heads 4", "--attention mqa", "--attention gqa:2", "--attention mla:16", "--mlp plain"}
+    assert {entry.asked for entry in found.of("needs a text")} == fitted | {"--layers auto:4", "--intermediate 129"}
+    assert all(entry.costs is not None for entry in found.entries if entry.verdict != "refused")
+    told = {each["value"]: each for each in found.as_json()["swaps"]}
+    assert told["mqa"]["verdict"] == "needs a text" and told["mqa"]["costs"]["parameters"] < 260_032
+    assert "Possible, needs a text to be fitted on (--calibrate FILE) (7)" in shown(listing_report(found))
+
+
+def test_what_the_weights_decide_is_tried_on_them(tmp_path: Path) -> None:
+    """Heads that are equal merge exactly, and units that are dead go exactly, without a text."""
+    gptkit.swap(saved("falcon-7b", tmp_path), tmp_path / "wide", attention="mha", intermediate="288")
+    found = {entry.asked: entry.verdict for entry in hold(tmp_path / "wide").entries}
+    assert found["--attention gqa:3"] == found["--attention mqa"] == found["--intermediate 216"] == "exact"
+    assert found["--heads 5"] == "needs a text"
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
