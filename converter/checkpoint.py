@@ -22,6 +22,7 @@ from ..architectures.layout import IDENTITY
 from ..architectures.presets import repo_of
 from ..errors import CheckpointError, InvalidInput
 from ..spec import ModelSpec
+from .contents import renamed
 from .dtypes import FLOATS, HF_NAMES, INTEGERS, widest
 from .formats import Opened, format_name
 from .index import WeightFiles, weight_files
@@ -350,6 +351,8 @@ def _match(
     if problems:
         if extra and not allow_extra and len(problems) == 1:
             hint = "Pass --allow-extra to leave them out."
+        elif extra and missing:
+            hint = renamed(extra) or hint
         raise CheckpointError(f"{checkpoint.path}: " + "; ".join(problems), hint)
     how = (
         "is tied to the embedding: not compared, since no weight was fetched"

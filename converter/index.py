@@ -11,7 +11,7 @@ from typing import Literal, NoReturn
 import msgspec
 
 from ..errors import CheckpointError, InvalidInput, UntrustedInput
-from .resolve import INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE
+from .resolve import INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE, refuse_pointer
 from .safetensors import (
     EXPLAINED,
     MALFORMED,
@@ -125,6 +125,8 @@ def single(path: Path, header: Header) -> WeightFiles:
 
 
 def _pickles(paths: Sequence[Path], allow_pickle: bool) -> WeightFiles:
+    for path in paths:
+        refuse_pointer(path)
     if not allow_pickle:
         raise UntrustedInput(
             f"{paths[0]} is a pickle: loading it can run any code that its author put in",

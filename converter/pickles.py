@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
+from .resolve import refuse_pointer
 from .safetensors import DTYPES
 
 __all__ = ["PickleWeights", "Stored", "StoredWeights", "Unplain", "answers", "named_tensors", "unpickled"]
@@ -150,20 +151,15 @@ class PickleWeights(StoredWeights):
 
 def named_tensors(path: Path, state: Any) -> Iterator[tuple[str, Stored]]:
     """The tensors of a state dictionary. Raises CheckpointError where it holds anything else."""
+    from .contents import not_as_it_is  # here, because it stands on this
+
     if not isinstance(state, dict):
-        kind = (
-            state.name
-            if isinstance(state, Unplain)
-            else "Tensor"
-            if isinstance(state, Stored)
-            else type(state).__name__
-        )
-        raise CheckpointError(f"{path} holds a {kind}, not a dictionary of tensors")
+        raise not_as_it_is(path, state)
     for name, tensor in state.items():
         if isinstance(name, str) and isinstance(tensor, Unplain) and tensor.name.startswith("_rebuild"):
             raise CheckpointError(f"{path}: {name!r:.80} is not a plain tensor (sparse, quantised or without data)")
         if not isinstance(name, str) or not isinstance(tensor, Stored):
-            raise CheckpointError(f"{path}: {name!r:.80} is not a named tensor")
+            raise not_as_it_is(path, state)
         yield name, tensor
 
 
@@ -183,6 +179,8 @@ def answers(files: Sequence[Path]) -> Iterator[Any]:
     asks for code, or takes more memory or time than a checkpoint's names can.
     """
     left = list(files)
+    for path in left:
+        refuse_pointer(path)
     while left:
         lines = _ask(left)
         for line in lines:

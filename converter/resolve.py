@@ -20,12 +20,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ..errors import InvalidInput, Offline
+from ..errors import CheckpointError, InvalidInput, Offline
 
 if TYPE_CHECKING:
     from .hub import Repository
 
-__all__ = ["NoConfig", "NoModel", "Resolved", "exists", "offline_by_environment", "resolve"]
+__all__ = [
+    "POINTER",
+    "NoConfig",
+    "NoModel",
+    "Resolved",
+    "exists",
+    "is_pointer",
+    "offline_by_environment",
+    "pointer",
+    "refuse_pointer",
+    "resolve",
+]
 
 # The names of a checkpoint's files; index.py reads what lies in them.
 CONFIG = "config.json"
@@ -38,6 +49,30 @@ SAMPLES = ("gpt2", "llama", "bloom", "falcon")
 SAMPLES_DIR = Path(__file__).parent.parent / "samples"
 
 _FILE_SUFFIXES = (".safetensors", ".gguf", ".json", ".bin", ".pt", ".pth")
+
+
+POINTER = b"version https://git-lfs"
+"""How the small text begins that git leaves in a file's place where git-lfs did not fetch it."""
+
+
+def pointer(where: Path | str) -> CheckpointError:
+    """The error for such a text in a weight file's place, to be raised by the caller."""
+    return CheckpointError(f"{where} is a git-lfs pointer, not the file itself", "Fetch the file with `git lfs pull`.")
+
+
+def is_pointer(path: Path) -> bool:
+    """Whether a file is such a text; False for one that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(POINTER)) == POINTER
+    except (OSError, ValueError):
+        return False
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise CheckpointError where a weight file is a git-lfs pointer: before anybody is asked to trust it."""
+    if path.is_file() and is_pointer(path):
+        raise pointer(path)
 
 
 class NoConfig(InvalidInput):

@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 
 from ..errors import CheckpointError
+from .resolve import POINTER, pointer
 
 __all__ = [
     "DTYPES",
@@ -272,10 +273,8 @@ def cannot_be_read(what: str, error: Exception) -> CheckpointError:
 
 def header_length(where: Path | str, prefix: bytes, size: int) -> int:
     """The header's bytes by the first 8 of a file of `size` bytes. Raises CheckpointError where that cannot be true."""
-    if prefix == b"version ":
-        raise CheckpointError(
-            f"{where} is a git-lfs pointer, not the file itself", "Fetch the file with `git lfs pull`."
-        )
+    if prefix == POINTER[:8]:
+        raise pointer(where)
     if len(prefix) < 8:
         raise CheckpointError(f"{where} is truncated: a safetensors file has at least 8 bytes, {size} found")
     (length,) = cast("tuple[int]", struct.unpack("<Q", prefix))

@@ -22,7 +22,7 @@ from ..architectures.config import ConfigReader, parse_config_text, read_config_
 from ..errors import ConfigError, InvalidInput, UsageError
 from ..spec import ModelSpec, from_json, to_json
 from .formats import Format, format_named, format_of
-from .resolve import CONFIG
+from .resolve import CONFIG, refuse_pointer
 
 __all__ = [
     "LOCAL_CONFIG",
@@ -71,6 +71,7 @@ def read_spec(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
         return other.describe(path)
     described = _description(path)
     if not described.is_file():
+        refuse_pointer(path)
         where = "in" if path.is_dir() else "beside"
         raise InvalidInput(
             f"{path} is not a checkpoint: there is no {CONFIG} {where} it",

@@ -1,5 +1,8 @@
 """What torch.save wrote, read without torch and without running any of it: the script of a process of its own.
 
+Two formats are read: the archives of torch 1.6 and later, whose storages are members of a zip, and the stream before
+them, in which the storages follow the pickle.
+
 Started by `pickles` as a plain script (it imports nothing but the standard library), with the paths of files as a JSON
 list on stdin; answers a line of JSON for each, {"value": …} or {"error": …}. It holds no tensor: of each it tells the
 dtype, shape, strides, and where its bytes lie. Nothing that a pickle names is ever imported: a fixed list of names
@@ -144,7 +147,7 @@ class Known:
             return Table(*args[:1])
         if self.name in ("Size", "set"):
             return list(args[0]) if args else []
-        if self.name == "_rebuild_tensor_v2":
+        if self.name in ("_rebuild_tensor", "_rebuild_tensor_v2"):
             return tensor(*args[:4])
         if self.name == "_rebuild_tensor_v3":
             return tensor(args[0], args[1], args[2], args[3], args[6])
@@ -226,6 +229,7 @@ KNOWN: dict[tuple[str, str], Known] = {
     **{
         ("torch._utils", name): Known(name)
         for name in (
+            "_rebuild_tensor",
             "_rebuild_tensor_v2",
             "_rebuild_tensor_v3",
             "_rebuild_parameter",
@@ -267,9 +271,11 @@ class Reader(pickle.Unpickler):
         if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
             raise RefusedError("it holds a storage in a way that is not known")
         _, kind, key, _, count = pid
-        if not isinstance(kind, Known) or kind.value is None or not isinstance(key, str) or type(count) is not int:
+        if not isinstance(kind, Known) or kind.value is None or type(count) is not int:
             raise RefusedError("it holds a storage in a way that is not known")
-        place = self._places.get(f"{self._prefix}data/{key}")
+        # litgpt numbers its storages with integers, torch with strings.
+        name = str(key) if type(key) is int and 0 <= key < MAX_INTEGER else key
+        place = self._places.get(f"{self._prefix}data/{name}") if isinstance(name, str) else None
         if place is None:
             raise RefusedError(f"the data of storage {key!r:.40} is missing")
         nbytes = count * kind.value[1]
@@ -278,10 +284,23 @@ class Reader(pickle.Unpickler):
         return Storage(kind.value, place[0], nbytes)
 
 
+def load(reader: pickle.Unpickler) -> Any:
+    """What the reader's pickle holds. Raises RefusedError."""
+    try:
+        return reader.load()
+    except (RefusedError, MemoryError):
+        raise
+    except Exception as error:  # mutated pickles raise of every kind
+        raise RefusedError(f"its pickle is damaged: {type(error).__name__}: {error!s:.120}") from error
+
+
 def inspect(path: str) -> Any:
     """What a file holds, as plain JSON values (see the module's docstring). Raises RefusedError."""
     with open(path, "rb") as file:  # noqa: PTH123, as few imports as can be
         size = os.fstat(file.fileno()).st_size
+        if file.read(1) == pickle.PROTO:
+            return Plain().of(stream(file, size), 0)
+        file.seek(0)
         places = members(file, size)
         pickles = [name for name in places if name == "data.pkl" or name.endswith("/data.pkl")]
         if len(pickles) != 1:
@@ -295,15 +314,7 @@ def inspect(path: str) -> Any:
             raise RefusedError(f"has a pickle of {nbytes:,} bytes, which is more than any names of tensors take")
         limit_memory(MEMORY + PER_BYTE * nbytes)
         file.seek(start)
-        try:
-            value = Reader(Part(file, start + nbytes), prefix, places).load()
-        except RefusedError:
-            raise
-        except MemoryError:
-            raise
-        except Exception as error:  # mutated pickles raise of every kind
-            raise RefusedError(f"its pickle is damaged: {type(error).__name__}: {error!s:.120}") from error
-        return Plain().of(value, 0)
+        return Plain().of(load(Reader(Part(file, start + nbytes), prefix, places)), 0)
 
 
 def _bytes(file: BinaryIO, start: int, nbytes: int, most: int) -> bytes:
@@ -337,6 +348,63 @@ class Plain:
             return {"tensor": [element, *numbers]}
         name = value.name if isinstance(value, Known | Other) else type(value).__name__
         return {"other": name}
+
+
+# --- the stream before torch 1.6 -------------------------------------------------------------------------------------
+
+MAGIC = 0x1950A86A20F9469CFC6C
+STREAM_VERSION = 1001
+
+
+class StreamReader(Reader):
+    """As `Reader`, where no storage has a place yet: `storages` by key, for `stream` to place."""
+
+    def __init__(self, file: Part) -> None:
+        super().__init__(file, "", {})
+        self.storages: dict[str, Storage] = {}
+
+    def persistent_load(self, pid: Any) -> Storage:
+        known = isinstance(pid, tuple) and len(pid) == 6 and pid[0] == "storage" and pid[5] is None
+        _, kind, key, _, count, _ = pid if known else (None,) * 6
+        plain = isinstance(key, str) and type(count) is int and 0 <= count < MAX_INTEGER
+        if not isinstance(kind, Known) or kind.value is None or not plain:
+            raise RefusedError("it holds a storage in a way that is not known")
+        nbytes = count * kind.value[1]
+        storage = self.storages.setdefault(key, Storage(kind.value, 0, nbytes))
+        if (storage.element, storage.nbytes) != (kind.value, nbytes):
+            raise RefusedError(f"storage {key!r:.40} is there with two sizes")
+        return storage
+
+
+def stream(file: BinaryIO, size: int) -> Any:
+    """What such a stream holds: pickles of a number, a version, the machine, the content and the storages' keys, then
+    each storage behind the number of its elements.
+    """
+    file.seek(0)
+    part = Part(file, min(size, MAX_PICKLE))
+    limit_memory(MEMORY + PER_BYTE * min(size, MAX_PICKLE))
+    if load(Reader(part, "", {})) != MAGIC or load(Reader(part, "", {})) != STREAM_VERSION:
+        raise RefusedError("is a pickle, and not one that torch.save writes")
+    machine = load(Reader(part, "", {}))
+    if not isinstance(machine, dict) or machine.get("little_endian") is not True:
+        raise RefusedError("was written on a big-endian machine")
+    reader = StreamReader(part)
+    value = load(reader)
+    keys = load(Reader(part, "", {}))
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise RefusedError("has no list of its storages")
+    if len(keys) != len(reader.storages) or set(keys) != set(reader.storages):
+        raise RefusedError("does not hold the storages that its tensors need")
+    for key in keys:
+        storage = reader.storages[key]
+        head = file.read(8)
+        storage.start = file.tell()
+        if len(head) < 8 or storage.start + storage.nbytes > size:
+            raise RefusedError(f"is truncated: storage {key!r:.40} ends beyond it, {size:,} bytes found")
+        if struct.unpack("<q", head)[0] * storage.element[1] != storage.nbytes:
+            raise RefusedError(f"storage {key!r:.40} has another size than its tensors say")
+        file.seek(storage.nbytes, os.SEEK_CUR)
+    return value
 
 
 # --- the process -----------------------------------------------------------------------------------------------------

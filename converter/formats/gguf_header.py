@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from ..resolve import POINTER, pointer
 
 __all__ = ["TYPES", "Array", "GgufTensor", "Header", "Incomplete", "Quant", "open_header", "parse_header"]
 
@@ -207,6 +208,8 @@ def parse_header(
     """
     where = str(where)
     size = len(buffer) if size is None else size
+    if buffer[: len(POINTER)] == POINTER:
+        raise pointer(where)
     if size < _START.size or buffer[:4] != MAGIC:
         raise CheckpointError(f"{where} is not a GGUF file: it does not begin with 'GGUF' and a header")
     _, version, tensors, keys = _START.unpack_from(buffer, 0)

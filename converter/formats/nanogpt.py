@@ -30,6 +30,7 @@ from ...architectures.nanogpt import (
 )
 from ...errors import CheckpointError, UntrustedInput
 from ...spec import Activation, ModelSpec
+from ..resolve import refuse_pointer
 
 if TYPE_CHECKING:
     from ..pickles import Stored, StoredWeights
@@ -70,6 +71,7 @@ def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
 
 
 def _untrusted(path: Path, hint: str) -> UntrustedInput:
+    refuse_pointer(path)
     return UntrustedInput(f"{path} is a pickle: loading it can run any code that its author put in", hint)
 
 
@@ -78,6 +80,7 @@ def _untrusted(path: Path, hint: str) -> UntrustedInput:
 
 def read(path: Path, allow_pickle: bool) -> Opened:
     """Open the file. Raises UntrustedInput unless allowed, CheckpointError for anything but nanoGPT's own."""
+    from ..contents import not_as_it_is
     from ..pickles import unpickled
     from ..tree import Origin
     from . import Opened
@@ -87,7 +90,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:
         raise _untrusted(file, "Pass --allow-pickle if you trust where it comes from.")
     (content,) = unpickled([file])
     if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("model", "model_args")):
-        raise CheckpointError(f"{file} is no checkpoint of nanoGPT: it holds no model and model_args")
+        raise not_as_it_is(file, content)
     weights, notes = _weights(file, content["model"])
     arguments, bias = _arguments(file, content["model_args"], weights)
     activation = _activation(content, notes)

@@ -150,6 +150,169 @@ def test_no_torch_is_imported(folder: Path) -> None:
     assert done.stdout == "False\n"
 
 
+def save_incrementally(state: dict[str, torch.Tensor], path: Path) -> None:
+    """As litgpt's incremental_save: each tensor's bytes as they come, its storage numbered with an integer."""
+    writer = torch._C.PyTorchFileWriter(str(path))
+
+    class Numbering(pickle.Pickler):
+        count = 0
+
+        def persistent_id(self, each: Any) -> Any:
+            if not isinstance(each, torch.storage.TypedStorage):
+                return None
+            storage, number = each._untyped_storage, Numbering.count
+            Numbering.count += 1
+            writer.write_record(f"data/{number}", storage, storage.nbytes())
+            return "storage", getattr(torch, each._pickle_storage_type()), number, "cpu", each._size()
+
+    text = io.BytesIO()
+    Numbering(text, 2).dump(state)
+    writer.write_record("data.pkl", text.getvalue(), len(text.getvalue()))
+    writer.write_end_of_file()
+
+
+def save_as_before_1_6(state: dict[str, torch.Tensor], path: Path) -> None:
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+
+
+@pytest.mark.parametrize("save", [save_incrementally, save_as_before_1_6])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pth", "model.pt"])
+def test_other_ways_to_save_are_read(
+    save: Callable[[dict[str, torch.Tensor], Path], None], name: str, folder: Path, original: Path
+) -> None:
+    state = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    (folder / "pytorch_model.bin").unlink()
+    save(state, folder / name)
+    convert(folder, folder.parent / "back", "hf", allow_pickle=True)
+    back = folder.parent / "back" / "model.safetensors"
+    assert back.read_bytes() == (original / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("save", [save_incrementally, save_as_before_1_6])
+def test_other_ways_to_save_keep_dtypes_and_views(
+    save: Callable[[dict[str, torch.Tensor], Path], None], tmp_path: Path
+) -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    state = {str(t): base.to(t) for t in (torch.float64, torch.float16, torch.int16, torch.uint8)}
+    state |= {"all": base, "row": base[2], "column": base[:, 1], "none": torch.ones(0, 5), "tied": base}
+    save(state, tmp_path / "x.bin")
+    weights = PickleWeights([tmp_path / "x.bin"])
+    assert list(weights.info) == list(state)
+    for name, tensor in state.items():
+        assert np.array_equal(weights.read(name), tensor.numpy()), name
+
+
+def test_what_is_wrong_with_a_file_from_before_1_6(tmp_path: Path) -> None:
+    path = tmp_path / "x.bin"
+    save_as_before_1_6({"x": torch.arange(64.0)}, path)
+    whole = path.read_bytes()
+    size = whole.rindex(struct.pack("<q", 64))
+    cases = {
+        "truncated": whole[:-1],
+        "another size": whole[:size] + struct.pack("<q", 65) + whole[size + 8 :],
+        "not one that torch.save": pickle.dumps({"x": 1}, 2),
+        "big-endian": whole.replace(b"little_endianq\x02\x88", b"little_endianq\x02\x89"),
+        "truncated|another size": whole.replace(b"K@Nt", b"K\xffNt"),
+        "damaged": whole[:200],
+    }
+    for message, data in cases.items():
+        assert data != whole
+        path.write_bytes(data)
+        with pytest.raises(CheckpointError, match=message):
+            PickleWeights([path])
+    generator = np.random.default_rng(0)
+    files = [tmp_path / f"{index}.bin" for index in range(300)]
+    for file in files:
+        data = bytearray(whole)
+        for at in generator.integers(0, size + 8, generator.integers(1, 4)):
+            data[at] = generator.integers(256)
+        file.write_bytes(data)
+    for file, answer in zip(files, answers(files), strict=True):
+        if isinstance(answer, CheckpointError):
+            assert file.name in str(answer) and len(str(answer)) < 600
+            continue
+        try:
+            weights = pickles.StoredWeights(dict(pickles.named_tensors(file, answer)))
+            for name, (dtype, _) in weights.info.items():
+                if dtype == "F32":
+                    weights.read(name).sum()
+        except CheckpointError:
+            pass
+
+
+# --- what is no dictionary of tensors ---
+
+
+@pytest.mark.parametrize("where", ["with a config", "alone"])
+@pytest.mark.parametrize("kind", ["state_dict", "model", "nested", "parallel", "with a number"])
+def test_what_is_in_a_file_is_told(kind: str, where: str, folder: Path) -> None:
+    file = folder / "pytorch_model.bin"
+    state = torch.load(file, weights_only=True)
+    wrapped, told, save = {
+        "state_dict": (
+            {"state_dict": {f"module.{name}": each for name, each in state.items()}, "epoch": 3, "optimizer": {}},
+            ("41 tensors in ['state_dict']: module.transformer.wte.weight [97, 48], ", "epoch (int), optimizer (dict"),
+            "torch.save({k.removeprefix('module.'): v for k, v in torch.load(FILE)['state_dict'].items()}, ",
+        ),
+        "model": (
+            {"model": state, "iter": 7},
+            ("41 tensors in ['model']: transformer.wte.weight [97, 48], ", "beside them iter (int)"),
+            "torch.save(torch.load(FILE)['model'], ",
+        ),
+        "nested": (
+            {"a": {"b": {f"net.inner.{name}": each for name, each in state.items()}}},
+            ("41 tensors in ['a']['b']: net.inner.transformer", "gpt2, behind 'net.inner.'"),
+            "removeprefix('net.inner.'): v for k, v in torch.load(FILE)['a']['b']",
+        ),
+        "parallel": (
+            {f"module.{name}": each for name, each in state.items()},
+            ("module.transformer.wte.weight", "gpt2, behind 'module.'"),
+            "removeprefix('module.')" if where == "alone" else "without 'module.'",
+        ),
+        "with a number": (
+            {**state, "step": 3},
+            ("41 tensors: transformer.wte.weight [97, 48], ", "beside them step (int)"),
+            "for k, v in torch.load(FILE).items() if torch.is_tensor(v)}, ",
+        ),
+    }[kind]
+    torch.save(wrapped, file)
+    if where == "alone":
+        (folder / "config.json").unlink()
+        file = file.rename(folder / "x.pt")
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(folder if where == "with a config" else file, allow_pickle=True)
+    message = str(caught.value)
+    assert all(part in message for part in (*told, "he names are those of gpt2", save)), message
+    assert len(message.splitlines()) == 2 and "nanoGPT" not in message
+
+
+def test_the_way_that_is_told_leads_on(folder: Path, original: Path) -> None:
+    file = folder / "pytorch_model.bin"
+    state = torch.load(file, weights_only=True)
+    torch.save({"epoch": 3, "state_dict": {f"module.{name}": each for name, each in state.items()}}, file)
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(folder, allow_pickle=True)
+    hint = (caught.value.hint or "").partition(": ")[2]
+    program = f"import torch; FILE = {str(file)!r}; {hint}"
+    subprocess.run([sys.executable, "-c", program], cwd=folder, check=True)
+    convert(folder, folder.parent / "back", "hf", allow_pickle=True)
+    back = folder.parent / "back" / "model.safetensors"
+    assert back.read_bytes() == (original / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("allow", [False, True])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pth", "ckpt.pt", "x.pt", "x.gguf", "x.bin"])
+def test_git_lfs_pointers(name: str, allow: bool, folder: Path) -> None:
+    (folder / "pytorch_model.bin").unlink()
+    (folder / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 548118077\n")
+    alone = name.startswith(("x.", "ckpt"))
+    if alone:
+        (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=f"{name} is a git-lfs pointer, not the file itself") as caught:
+        open_checkpoint(folder / name if alone else folder, allow_pickle=allow)
+    assert caught.value.hint == "Fetch the file with `git lfs pull`."
+
+
 # --- what is wrong with the tensors ---
 
 

@@ -1,0 +1,62 @@
+"""Whose names a file's tensors have: told to a person where a checkpoint is refused, never used to read one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from . import ARCHITECTURES, llama2c
+
+__all__ = ["whose"]
+
+LITGPT = (
+    *("lm_head.weight", "transformer.wte.weight", "transformer.ln_f.weight"),
+    *("transformer.h.{layer}.norm_1.weight", "transformer.h.{layer}.norm_2.weight"),
+    *("transformer.h.{layer}.attn.qkv.weight", "transformer.h.{layer}.attn.attn.weight"),
+    *("transformer.h.{layer}.attn.proj.weight", "transformer.h.{layer}.mlp.proj.weight"),
+    *("transformer.h.{layer}.mlp.fc.weight", "transformer.h.{layer}.mlp.fc_1.weight"),
+    "transformer.h.{layer}.mlp.fc_2.weight",
+)
+"""Those of litgpt's GPT without biases (litgpt/model.py)."""
+
+MOST = 400
+"""Names that are looked at, of however many."""
+
+
+def whose(names: Sequence[str]) -> tuple[str, str] | None:
+    """Whose checkpoints call most of their tensors so, and the prefix that they have before those names ("" for none).
+
+    "gpt2", or "llama, mistral" where several do. None where nobody that is known here does.
+    """
+    some = names[:MOST]
+    best: tuple[int, str, list[str]] = (len(some) // 2, "", [])
+    for prefix in _prefixes(some):
+        inner = [name.removeprefix(prefix) for name in some if name.startswith(prefix)]
+        for owner, pattern in _patterns():
+            count = sum(pattern.fullmatch(name) is not None for name in inner)
+            if count > best[0]:
+                best = (count, prefix, [owner])
+            elif count == best[0] and best[2] and prefix == best[1]:
+                best[2].append(owner)
+    return (", ".join(best[2][:3]), best[1]) if best[2] else None
+
+
+def _prefixes(names: Sequence[str]) -> list[str]:
+    """What some of the names begin with, up to four parts, the shortest first."""
+    found = {""}
+    for name in names[:: max(len(names) // 8, 1)]:
+        parts = name.split(".")
+        found |= {".".join(parts[:count]) + "." for count in range(1, min(5, len(parts)))}
+    return sorted(found, key=lambda prefix: (len(prefix), prefix))
+
+
+def _patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
+    """Everybody's names, with any number for a layer or an expert."""
+    for family in ARCHITECTURES.values():
+        yield family.name, _pattern([leaf.checkpoint for leaf in family.leaves])
+    yield "litgpt", _pattern(LITGPT)
+    yield "Meta's LLaMA and llama2.c", _pattern([leaf.checkpoint for leaf in llama2c.LEAVES])
+
+
+def _pattern(templates: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(re.sub(r"\\\{(layer|expert)\\\}", r"[0-9]{1,5}", re.escape(each)) for each in templates))
