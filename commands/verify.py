@@ -9,7 +9,7 @@ import typer
 
 from ..errors import UsageError
 from ..terminal import console, say, status
-from .base import AllowExtra, AllowPickle, Json, ModelArgument, Offline, Png, Quiet, Svg, app, examples, guarded
+from .base import AllowExtra, AllowPickle, Json, ModelArgument, Offline, Png, Quiet, Svg, app, examples, guarded, tokens
 from .drawn import Drawn
 
 if TYPE_CHECKING:
@@ -35,6 +35,10 @@ def verify(
         list[str] | None, typer.Option(metavar="TEXT", help="Also compare on this text, beside the probe.")
     ] = None,
     long: Annotated[bool, typer.Option("--long", help="Also probe past windows of more than 1,024 tokens.")] = False,
+    up_to: Annotated[
+        str | None,
+        typer.Option("--up-to", metavar="TOKENS", help="The longest sequence that matters."),
+    ] = None,
     mutations: Annotated[
         bool | None,
         typer.Option("--mutations/--no-mutations", help="Make mistakes on purpose and count those that are caught."),
@@ -87,6 +91,7 @@ def verify(
             attention=attention,
             prompts=prompt or (),
             long=long,
+            up_to=None if up_to is None else tokens("--up-to", up_to),
             mutations=mutations,
             stream=stream,
             bisected=True if drawn else None,
@@ -112,7 +117,7 @@ def verify(
 
         drawn.write(lambda: verification_page(result), quiet or json)
     if not result.passed:
-        raise typer.Exit(3)
+        raise typer.Exit(result.exit_code)
 
 
 def measured_text(source: Checkpoint, file: Path | None) -> tuple[int, ...] | None:

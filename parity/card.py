@@ -48,6 +48,8 @@ def card(
             "function": result.verdict,
             "bytes": _bytes_word(result.bytes),
             "passed": result.passed,
+            "up_to": result.up_to,
+            "limited": list(result.limited),
         },
         "versions": {
             "gptkit": __version__,
@@ -71,7 +73,9 @@ def card(
 def _bytes_word(found: BytesVerdict | None) -> str | None:
     if found is None:
         return None
-    return "different" if found.different else "equal in value" if found.cast else "equal"
+    if found.different:
+        return "different" if found.required else "different as the trees are"
+    return "equal in value" if found.cast else "equal"
 
 
 def command(result: Verification) -> str:
@@ -99,12 +103,16 @@ def markdown(data: dict[str, Any]) -> str:
         "different": "**different from transformers**",
     }
     bytes_words = {
-        None: "not compared (the trees differ)",
+        None: "not compared",
+        "different as the trees are": "some are others, as the trees are: the function holds them",
         "equal": "equal",
         "equal in value": "equal in value, some stored in another dtype",
         "different": "**different**",
     }
-    lines = ["## Verification", "", f"- function: {verdicts[data['verdict']['function']]}"]
+    reach = data["verdict"]["up_to"]
+    words = verdicts[data["verdict"]["function"]] + ("" if reach is None else f", up to {reach:,} tokens")
+    lines = ["## Verification", "", f"- function: {words}"]
+    lines += [f"- **not looked at**: {each}" for each in data["verdict"]["limited"]]
     lines.append(f"- bytes: {bytes_words[data['verdict']['bytes']]}")
     marks = data["mutations"]
     if marks is not None:

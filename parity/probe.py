@@ -102,12 +102,15 @@ def passed(limit: Limit, most: int | None, long: bool) -> bool:
     return (most is None or limit.beyond <= most) and (long or limit.tokens <= AFFORDABLE)
 
 
-def probe(spec: ModelSpec, *others: ModelSpec, long: bool = False, seed: int = 0) -> list[Batch]:
+def probe(
+    spec: ModelSpec, *others: ModelSpec, long: bool = False, up_to: int | None = None, seed: int = 0
+) -> list[Batch]:
     """The batches for a tree, or for several over one vocabulary that are compared: past the limits of each, and no
-    longer than any can take. `long` goes past windows and contexts of more than 1,024 tokens too.
+    longer than any can take. `long` goes past windows and contexts of more than 1,024 tokens too; `up_to` has a batch
+    of as many tokens, and none of more.
     """
     generator = torch.Generator().manual_seed(seed)
-    most = longest(spec, *others) or 10**9
+    most = min(longest(spec, *others) or 10**9, up_to or 10**9)
 
     def tokens(batch: int, length: int) -> Tensor:
         return torch.randint(spec.vocab_size, (batch, min(length, most)), generator=generator)
@@ -132,6 +135,8 @@ def probe(spec: ModelSpec, *others: ModelSpec, long: bool = False, seed: int = 0
     batches += [Batch(f"past the {limit}", tokens(1, limit.beyond)) for limit in reached]
     if all(limit.beyond < LONG for limit in reached):
         batches.append(Batch("long", tokens(1, min(LONG, spec.context_length or LONG))))
+    if up_to is not None:
+        batches.append(Batch(f"as long as {most:,} tokens", tokens(1, most)))
     return batches
 
 

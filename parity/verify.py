@@ -1,8 +1,10 @@
 """verify: does a checkpoint, as gptkit reads and computes it, give transformers' logits?
 
-Two verdicts, kept apart. Bytes: every tensor goes into the shared layout and back to the same bytes (or, with two
-checkpoints of one tree, they hold the same bytes). Function: logits on the probe. Equal to the last bit is the normal
-result; where it is not (after a swap, or across kernels) two things must hold, both measured in the same run:
+Two verdicts, kept apart. Bytes: every tensor goes into the shared layout and back to the same bytes; of two checkpoints
+all that both have is compared, and has to be the same unless their trees give weights a reason to differ (a swap).
+Function: logits on the probe, which reads every row of a table that holds other bytes (`stored`), and goes past the
+lengths at which the trees part (`reach`): what was not looked at is told, and is no pass. Equal to the last bit is the
+normal result; where it is not (after a swap, or across kernels) two things must hold, both measured in the same run:
 
 - the functions are one: in fp64 they differ by no more than rounding to fp32 makes in either of them. Always fp32,
   whatever dtype is asked for: bf16's own noise is as large as a wrong activation, eps or rope base, and would hide it.
@@ -12,13 +14,12 @@ result; where it is not (after a swap, or across kernels) two things must hold, 
 
 What no such comparison sees: a change below fp32's noise on the probe (an eps far below the stream's variance, a bias
 that softmax cancels), and another way to round in bf16 whose error is of bf16's own size (rope tables rounded, which is
-1.0 to 1.5 times the noise). Two checkpoints of one tree are compared by their bytes too, and "identical" sees both.
+1.0 to 1.5 times the noise). Bytes see both where trees call for the same ones.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -32,10 +33,8 @@ from torch import Tensor
 
 from ..architectures.base import collapse, short
 from ..converter.checkpoint import Checkpoint, open_checkpoint
-from ..converter.dtypes import to_float64
-from ..converter.publish import MANIFEST, check_manifest
 from ..converter.tokenizer import load_tokenizer
-from ..errors import CheckpointError, GptkitError, InvalidInput, UsageError
+from ..errors import GptkitError, InvalidInput, UsageError
 from ..modules.attention import Kernel
 from ..modules.load import torch_dtype
 from ..spec import ModelSpec, differences, without_rounding
@@ -44,8 +43,10 @@ from .compare import Difference, compare, largest_gap, mean_gap, row_gaps
 from .damage import Damage
 from .diagnose import assess, diagnose, try_mistakes
 from .probe import AFFORDABLE, Batch, limits, longest, passed, probe, text_batch
+from .reach import limited_to, one_function, whole_context
 from .score import Score
 from .sides import Sides, sides
+from .stored import BytesVerdict, compare_bytes, rows_to_probe
 
 __all__ = ["BytesVerdict", "Noise", "Verification", "require_finite_weights", "verify"]
 
@@ -54,19 +55,6 @@ PROMPTS = (
     "Once upon a time, there was a little girl",
     "def main():\n    return 0\n",
 )
-
-
-@dataclass(frozen=True)
-class BytesVerdict:
-    """How many tensors were compared byte by byte, against what, and the names of those that differ.
-
-    cast: those stored in another dtype that hold the same values all the same (a GGUF keeps norms in fp32).
-    """
-
-    compared: int
-    against: str
-    different: tuple[str, ...]
-    cast: tuple[str, ...] = ()
 
 
 SHOWN = 5
@@ -121,7 +109,8 @@ class Verification:
     score: the mistakes that this probe would have caught, None where they were not tried. divergence: the models
     component by component, None where they were not laid side by side; with causes where they are different. arguments:
     what was asked, as the words of a command line that asks it again. damage: of a changed tree, None where there is
-    none, or nobody looked.
+    none, or nobody looked. up_to: the most tokens of a sequence that the verdict speaks of, None for any. limited: what
+    nobody asked to leave out, and was not looked at.
     """
 
     model: str
@@ -136,6 +125,8 @@ class Verification:
     notes: tuple[str, ...] = field(default=())
     arguments: tuple[str, ...] = field(default=())
     damage: Damage | None = None
+    up_to: int | None = None
+    limited: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> Literal["identical", "equal", "different"]:
@@ -144,10 +135,19 @@ class Verification:
         return "equal" if self.noise is not None and self.noise.explains else "different"
 
     @property
+    def same(self) -> bool:
+        """Function and bytes, with nothing left out that should have been looked at."""
+        return self.verdict != "different" and (self.bytes is None or self.bytes.hold) and not self.limited
+
+    @property
     def passed(self) -> bool:
-        """Function and, where they were compared, bytes; on a probe that would have caught every mistake tried."""
-        bytes_hold = self.bytes is None or not self.bytes.different
-        return self.verdict != "different" and bytes_hold and not (self.score is not None and self.score.missed)
+        """The same, on a probe that would have caught every mistake tried."""
+        return self.same and not (self.score is not None and self.score.missed)
+
+    @property
+    def exit_code(self) -> int:
+        """0, 3 where the two are not the same as far as was looked, 6 where they are and the probe missed mistakes."""
+        return 0 if self.passed else 6 if self.same else 3
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values, with the verdicts."""
@@ -165,6 +165,7 @@ def verify(
     attention: str | None = None,
     prompts: Sequence[str] = (),
     long: bool = False,
+    up_to: int | None = None,
     mutations: bool | None = None,
     bisected: bool | None = None,
     damaged: bool | None = None,
@@ -183,7 +184,8 @@ def verify(
         dtype: what both compute in.
         attention: "sdpa" or "eager" on both sides; by default the first that transformers computes rightly.
         prompts: texts to compare on, beside the probe; needs a tokenizer.
-        long: probe past windows and contexts of more than 1,024 tokens too.
+        long: probe past windows and contexts of more than 1,024 tokens too, and every row of a table that differs.
+        up_to: tokens of the longest sequence that matters; it is probed, and what only acts beyond is no difference.
         mutations: make mistakes on purpose and count those that the probe catches; never, where False. By default in
             the model itself for up to 50 million parameters, else in a small copy of its tree with random weights.
         bisected: lay the two component by component, whatever the verdict and the size; never, where False. By default
@@ -217,13 +219,17 @@ def verify(
         )
     path = _attention(source, attention)
     wanted = torch_dtype(dtype)
-    batches, notes = _batches(source, target, prompts, long)
+    batches, notes = _batches(source, target, prompts, long, up_to)
     if not batches:
         raise GptkitError("nothing was compared: the probe is empty")
     say("comparing bytes")
     for checkpoint in (source,) if target is source else (source, target):
         require_finite_weights(checkpoint)
-    bytes_verdict = _bytes(source, target)
+    required = target is source or one_function(source.spec, target.spec)
+    bytes_verdict, rows = compare_bytes(source, target, required)
+    reach, limited = limited_to(source.spec, target.spec, max(batch.input_ids.shape[1] for batch in batches), up_to)
+    more, unread = rows_to_probe(source, target, rows, batches, required=required, long=long, up_to=up_to)
+    batches, limited = batches + more, limited + unread
     with sides(source, target, stream) as both:
         say("transformers")
         with computable(wanted):
@@ -264,11 +270,14 @@ def verify(
         score=marks,
         divergence=divergence,
         damage=cost,
+        up_to=reach,
+        limited=tuple(limited),
         notes=tuple(source.notes + ([] if target is source else target.notes) + notes),
         arguments=(
             *(resolved(checkpoint) for checkpoint in ((source,) if other is None else (source, target))),
             *("--dtype", str(wanted).removeprefix("torch."), "--attention", path),
             *(f"--prompt={text}" for text in prompts),  # a text may begin with dashes
+            *(() if up_to is None else ("--up-to", str(up_to))),
             *(() if mutations is None else ("--mutations",) if mutations else ("--no-mutations",)),
             *(
                 f"--{name}"
@@ -329,15 +338,25 @@ def _attention(source: Checkpoint, asked: str | None) -> Kernel:
 
 
 def _batches(
-    source: Checkpoint, target: Checkpoint, prompts: Sequence[str], long: bool
+    source: Checkpoint, target: Checkpoint, prompts: Sequence[str], long: bool, up_to: int | None
 ) -> tuple[list[Batch], list[str]]:
     """The probe and the prompts, and what a person should know about them."""
     specs = (source.spec,) if target is source else (source.spec, target.spec)
-    most, notes = longest(*specs), []
+    table = longest(*specs)
+    if up_to is not None and not 1 <= up_to <= (table or up_to):
+        raise UsageError(
+            f"--up-to {up_to}: not a length that {'both models take' if len(specs) > 1 else 'the model takes'}",
+            "a number of tokens from 1 on" + (f", up to {table:,}" if table else ""),
+        )
+    most, notes = min((size for size in (table, up_to) if size is not None), default=None), []
     tokenizer = load_tokenizer(source.folder, source.texts)
     if tokenizer is None and prompts:
         raise UsageError(f"{source.reference} has no tokenizer to read a prompt with", "leave --prompt out")
-    batches = probe(*specs, long=long)
+    batches = probe(*specs, long=long, up_to=up_to)
+    length = whole_context(specs[0], specs[-1]) if long and up_to is None else None
+    if length is not None:
+        ids = [token % source.spec.vocab_size for token in range(length)]
+        batches.append(text_batch("the whole context", ids, *specs))
     if tokenizer is None:
         notes.append("no tokenizer: the probe's token ids are made up from the vocabulary")
     else:
@@ -348,9 +367,9 @@ def _batches(
             if ids or prompts:
                 batches.append(text_batch(text, ids, *specs))
     for limit in limits(*specs):
-        if not passed(limit, most, long):
-            possible = most is None or limit.beyond <= most
-            why = f"more than {AFFORDABLE:,} tokens: --long does" if possible else f"the model takes {most:,} tokens"
+        if up_to is None and not passed(limit, table, long):
+            possible = table is None or limit.beyond <= table
+            why = f"more than {AFFORDABLE:,} tokens: --long does" if possible else f"the model takes {table:,} tokens"
             notes.append(f"not probed past the {limit} ({why})")
     tables = [spec.positions.length for spec in specs if spec.positions is not None]
     if len(set(tables)) > 1:
@@ -402,54 +421,6 @@ def require_finite_weights(checkpoint: Checkpoint) -> None:
     if bad:
         more = f", … ({len(bad) - SHOWN} more)" if len(bad) > SHOWN else ""
         raise InvalidInput(f"{checkpoint.reference}: weights are not finite: {', '.join(bad[:SHOWN])}{more}")
-
-
-def _bytes(source: Checkpoint, target: Checkpoint) -> BytesVerdict | None:
-    """Source and target tensor by tensor where they are one tree, else None; a source alone, forth and back."""
-    if source is target:
-        different = []
-        for leaf in source.leaves:
-            stored = source.read(leaf)
-            if not _same(leaf.to_checkpoint(leaf.to_shared(stored)), stored):
-                different.append(leaf.checkpoint)
-            source.release()
-        if source.format == "local" and (source.folder / MANIFEST).is_file():
-            # Nothing else could tell here: the reference is made of the same files.
-            problems = check_manifest(source.folder)
-            if problems:
-                raise CheckpointError(
-                    f"{source.reference} is not as it was written: {'; '.join(problems[:3])}",
-                    "Convert it again, or compare it with its original: gptkit verify ORIGINAL THIS",
-                )
-        return BytesVerdict(len(source.leaves), "the source, after its layout forth and back", tuple(different))
-    if source.spec != target.spec:
-        return None
-    names = [parameter.name for parameter in source.spec.parameters()]
-    different, recast = [], []
-    for name in names:
-        (a, a_dtype), (b, b_dtype) = source.tensor(name), target.tensor(name)
-        if a_dtype != b_dtype and _same_values(a, a_dtype, b, b_dtype):
-            recast.append(name)
-        elif a_dtype != b_dtype or not _same(a, b):
-            different.append(name)
-        source.release()
-        target.release()
-    return BytesVerdict(len(names), str(source.reference), tuple(different), tuple(recast))
-
-
-def _same(a: np.ndarray, b: np.ndarray) -> bool:
-    """Bit for bit, NaN and signed zero included."""
-    first, second = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (a, b))
-    return a.shape == b.shape and np.array_equal(first, second)
-
-
-def _same_values(a: np.ndarray, a_dtype: str, b: np.ndarray, b_dtype: str) -> bool:
-    """Number for number, in fp64, which holds every value of both; a few rows at a time."""
-    if a.shape != b.shape:
-        return False
-    rows = max(1, (1 << 20) // max(math.prod(a.shape[1:]), 1))
-    pieces = ((a[i : i + rows], b[i : i + rows]) for i in range(0, len(a), rows))
-    return all(_same(to_float64(x, a_dtype), to_float64(y, b_dtype)) for x, y in pieces)
 
 
 def _noise(

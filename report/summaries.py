@@ -172,6 +172,11 @@ SHOWN = 5
 """Tensors named, of however many."""
 
 
+def some(names: Sequence[str]) -> str:
+    """At most so many of them."""
+    return ", ".join(names[:SHOWN]) + (f", … ({len(names) - SHOWN} more)" if len(names) > SHOWN else "")
+
+
 def number(value: float) -> str:
     """An error: 0 where it is 0 to the last bit, else two digits."""
     return "0" if value == 0 else f"{value:.1e}"
@@ -260,15 +265,21 @@ def verdict_lines(result: Verification) -> list[str]:
         bad, compared, cast = result.bytes.different, result.bytes.compared, len(result.bytes.cast)
         lines.append(f"bytes     {compared - len(bad)} of {compared} tensors equal {result.bytes.against}")
         lines += [f"          {cast} of them in value, stored in another dtype"] if cast else []
-        lines += [f"          differs: {name}" for name in bad[:5]]
-        lines += [f"          … ({len(bad) - 5} more)"] if len(bad) > 5 else []
+        if bad and not result.bytes.required:
+            lines.append(f"          the trees differ, and so may the other {len(bad)}")
+        else:
+            lines += [f"          differs: {name}" for name in bad[:SHOWN]]
+            lines += [f"          … ({len(bad) - SHOWN} more)"] if len(bad) > SHOWN else []
+        if result.bytes.alone:
+            lines.append(f"          on one side alone: {some(result.bytes.alone)}")
+    reach = "" if result.up_to is None else f" up to {result.up_to:,} tokens"
     where = f"transformers, {result.dtype}, {result.attention} attention"
     if result.verdict == "identical":
-        lines.append(f"function  identical to the last bit: {where}")
+        lines.append(f"function  identical to the last bit{reach}: {where}")
     else:
         verb = "the same" if result.verdict == "equal" else "DIFFERENT"
         worst = max(prompt.maximum for prompt in result.prompts)
-        lines.append(f"function  {verb}: {where}, max Δ {number(worst)}")
+        lines.append(f"function  {verb}{reach if verb == 'the same' else ''}: {where}, max Δ {number(worst)}")
     if result.noise is not None:
         noise = result.noise
         lines.append(
@@ -284,6 +295,9 @@ def verdict_lines(result: Verification) -> list[str]:
             lines.append(
                 f"          {dtype} rounds worse: mean error {number(ours)}, transformers' own {number(theirs)}"
             )
+    if result.verdict != "different":
+        for each in result.limited:
+            lines += textwrap.wrap(f"LIMITED   not looked at: {each}", 80, subsequent_indent=" " * 10)
     marks = result.score
     if marks is not None:
         seen = marks.tried - len(marks.missed)

@@ -13,7 +13,7 @@ from .. import __version__
 from .damage import damage_sections
 from .heatmap import Cell, heatmap
 from .pages import Code, Figure, Lines, Page, Section, Table, counted, listing
-from .summaries import number
+from .summaries import number, some
 
 if TYPE_CHECKING:
     from ..parity.bisect import Divergence, Part
@@ -38,9 +38,12 @@ def verification_page(result: Verification) -> Page:
     from ..parity.card import command
 
     verdict = VERDICTS[result.verdict]
-    if result.verdict != "different" and not result.passed:
-        bytes_differ = result.bytes is not None and result.bytes.different
-        verdict += ", but the bytes differ" if bytes_differ else ", but the probe missed mistakes"
+    if result.verdict != "different":
+        verdict += "" if result.up_to is None else f", up to {result.up_to:,} tokens"
+        if result.bytes is not None and not result.bytes.hold:
+            verdict += ", but the bytes differ"
+        elif not result.passed:
+            verdict += ", but not all was looked at" if result.limited else ", but the probe missed mistakes"
     sections = [Section("By component and layer", _place_blocks(result)), _probe(result.prompts)]
     if result.damage is not None:
         sections += damage_sections(result.damage)
@@ -50,6 +53,8 @@ def verification_page(result: Verification) -> Page:
         sections.append(_rounding(result.noise))
     if result.score is not None:
         sections.append(_mistakes(result.score))
+    if result.limited:
+        sections.append(Section("Not looked at", (Lines(result.limited, listed=True),)))
     if result.notes:
         sections.append(Section("Notes", (Lines(result.notes, listed=True),)))
     return Page(
@@ -210,6 +215,10 @@ def _bytes(verdict: BytesVerdict) -> Section:
     line = f"{verdict.compared - len(bad):,} of {counted(verdict.compared, 'tensor')} equal {verdict.against}."
     if verdict.cast:
         line += f" {len(verdict.cast):,} of them in value: they are stored in another dtype."
+    if verdict.alone:
+        line += f" {counted(len(verdict.alone), 'tensor')} on one side alone: {some(verdict.alone)}."
+    if bad and not verdict.required:
+        line += " The trees differ, and so may tensors: the function holds them."
     names = (listing(bad, f"{counted(len(bad), 'tensor')} that differ{'s' if len(bad) == 1 else ''}"),) if bad else ()
     return Section("Bytes", (Lines((line,)), *names))
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from edited import Tensors, damaged, exchange, exit_code, scale, setting, with_spec
 from families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, save_hf
 from typer.testing import CliRunner
 
@@ -20,13 +21,13 @@ from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.resolve import SAMPLES
 from gptkit.errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, UsageError
 from gptkit.modules import layers
+from gptkit.parity import stored
 from gptkit.parity import verify as module
 from gptkit.parity.card import card
 from gptkit.parity.compare import compare, kl_divergence, largest_gap, mean_gap
 from gptkit.parity.verify import IMPRECISE, Noise, Verification, verify
 
 SHARED = Path(__file__).parents[3] / "shared" / "checkpoints"
-Tensors = dict[str, torch.Tensor]
 
 # Shapes that let damage be told: as many key-value heads as heads, gate and up alike, two layers at least.
 EQUAL_HEADS = {**CONFIGS["llama-2"], "num_hidden_layers": 2}
@@ -47,57 +48,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
         return made[name]
 
     return make
-
-
-def damaged(local: Path, out: Path, damage: Callable[[Tensors], None]) -> Path:
-    """A copy of a local checkpoint with its tensors changed."""
-    shutil.copytree(local, out)
-    tensors = safetensors.torch.load_file(out / "model.safetensors")
-    damage(tensors)
-    safetensors.torch.save_file({k: v.contiguous() for k, v in tensors.items()}, out / "model.safetensors")
-    return out
-
-
-def with_spec(local: Path, out: Path, change: Callable[[Any], None]) -> Path:
-    """A copy of a local checkpoint with its tree changed: `change` gets every JSON object in it."""
-    shutil.copytree(local, out)
-    config = json.loads((out / "gptkit.json").read_text())
-
-    def walk(node: Any) -> None:
-        if isinstance(node, dict):
-            change(node)
-        for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-            walk(child)
-
-    walk(config["spec"])
-    (out / "gptkit.json").write_text(json.dumps(config))
-    return out
-
-
-def setting(**values: Any) -> Callable[[Any], None]:
-    """Every field of that name gets that value, or what a function makes of its old one."""
-
-    def change(node: Any) -> None:
-        for name, value in values.items():
-            if name in node:
-                node[name] = value(node[name]) if callable(value) else value
-
-    return change
-
-
-def exchange(a: str, b: str) -> Callable[[Tensors], None]:
-    def damage(tensors: Tensors) -> None:
-        tensors[a], tensors[b] = tensors[b].clone(), tensors[a].clone()
-
-    return damage
-
-
-def scale(name: str, factor: float) -> Callable[[Tensors], None]:
-    return lambda tensors: tensors.update({name: tensors[name] * factor})
-
-
-def exit_code(*arguments: object) -> int:
-    return CliRunner().invoke(app, ["verify", *map(str, arguments)]).exit_code
 
 
 # --- what is right passes ---------------------------------------------------------------------------------------------
@@ -169,7 +119,7 @@ def test_another_way_to_round_is_equal(
     result = verify(hf, with_spec(local, tmp_path / "other", setting(**fields)), dtype=dtype)
     assert result.verdict in ("identical", "equal"), result.noise
     assert result.passed
-    assert result.bytes is None  # they are two trees
+    assert result.bytes is not None and result.bytes.required and not result.bytes.different
     assert any(note.startswith("the trees differ") and str(next(iter(fields))) in note for note in result.notes)
 
 
@@ -301,7 +251,8 @@ def test_a_changed_tree_is_different(
     hf, local = pair(config)
     bad = with_spec(local, tmp_path / "bad", change)
     result = verify(hf, bad, dtype=dtype)
-    assert (result.verdict, result.passed, result.bytes) == ("different", False, None)
+    assert (result.verdict, result.passed) == ("different", False)
+    assert result.bytes is not None and result.bytes.compared > 10 and not result.bytes.different
     assert result.noise is not None and result.noise.functions > 2 * result.noise.allowed
     assert any(note.startswith("the trees differ: ") for note in result.notes)
     if dtype == "float32":
@@ -382,7 +333,7 @@ def test_one_layout_that_loses_something_shows_in_bytes(
     pair: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hf, _ = pair("gpt2")
-    monkeypatch.setattr(module, "_same", lambda a, b: a.shape != (48, 144))
+    monkeypatch.setattr(stored, "same", lambda a, b: a.shape != (48, 144))
     result = verify(hf)
     assert result.bytes is not None
     assert result.bytes.different == tuple(f"transformer.h.{layer}.attn.c_attn.weight" for layer in range(3))
@@ -493,7 +444,9 @@ def test_other_vocabularies(pair: Callable[[str], tuple[Path, Path]], tmp_path: 
 
 def test_other_families_over_one_vocabulary_are_different(pair: Callable[[str], tuple[Path, Path]]) -> None:
     result = verify(pair("llama")[0], pair("gpt2")[1])
-    assert (result.verdict, result.passed, result.bytes) == ("different", False, None)
+    assert (result.verdict, result.passed) == ("different", False)
+    assert result.bytes is not None and not result.bytes.required
+    assert "final_norm.weight" in result.bytes.different and "positions.weight" in result.bytes.alone
 
 
 def test_position_tables_of_two_lengths(pair: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
@@ -503,7 +456,12 @@ def test_position_tables_of_two_lengths(pair: Callable[[str], tuple[Path, Path]]
     )
     short = with_spec(short, tmp_path / "short", lambda node: node.update(length=100) if "length" in node else None)
     result = verify(hf, short)
-    assert (result.verdict, result.passed) == ("identical", True)
+    assert (result.verdict, result.passed, result.up_to) == ("identical", False, 100)
+    assert result.limited == (
+        "sequences of more than 100 tokens (position tables of 256 and 100 tokens): --up-to 100 asks for no more",
+    )
+    assert exit_code(hf, short, "--up-to", 100) == 0
+    assert exit_code(hf, short, "--up-to", 101) == 2
     assert "position tables of 256 and 100: compared on up to 100 tokens" in result.notes
 
 

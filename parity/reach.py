@@ -1,0 +1,137 @@
+"""What two trees say of each other before anything is computed: whether their weights have to be the same, and up to
+which length they can be one function at all.
+
+Windows, rotary scaling, the base and the length of a table change nothing that weights could make up for: what differs
+in these alone calls for the same bytes. Their effect begins behind a length, or grows with it, so that a probe of 200
+tokens says nothing of 4,096.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ..modules.positions import inverse_frequencies
+from ..spec import Component, LearnedPositions, ModelSpec, Rotary, without_rounding
+from .probe import Limit, longest
+
+__all__ = ["limited_to", "one_function", "parts_behind", "whole_context"]
+
+NEAR = 1e-9
+"""Relative difference of frequencies that come of one base by another way to compute them."""
+
+
+def one_function(a: ModelSpec, b: ModelSpec) -> bool:
+    """Whether the trees leave weights no reason to differ: they are one but for how they round, and for what acts by
+    the length of a sequence alone.
+    """
+    return bool(_at_no_length(without_rounding(a)) == _at_no_length(without_rounding(b)))
+
+
+def _at_no_length(node: Any) -> Any:
+    """The tree without what acts by the length of a sequence alone."""
+    if isinstance(node, tuple):
+        return tuple(_at_no_length(each) for each in node)
+    if not isinstance(node, Component):
+        return node
+    fields = {name: _at_no_length(getattr(node, name)) for name in node.__struct_fields__}
+    fields.update({name: None for name in ("window", "context_length") if name in fields})
+    if isinstance(node, Rotary):
+        fields.update(base=1.0, scaling=None)
+    if isinstance(node, LearnedPositions):
+        fields.update(length=1)
+    return type(node)(**fields)
+
+
+def parts_behind(a: ModelSpec, b: ModelSpec) -> list[Limit]:
+    """The lengths behind which the trees differ, the shortest first; of 0 tokens where they do from the first on, and
+    the more the longer a sequence is.
+    """
+    found: set[Limit] = set()
+    tables = [None if tree.positions is None else tree.positions.length for tree in (a, b)]
+    _add(found, "position tables", tables)
+    for x, y in _counterparts(a, b):
+        _add(found, "windows", [getattr(each, "window", None) for each in (x, y)])
+        length = _alike_up_to(*(getattr(each, "position", None) for each in (x, y)))
+        if length is not None:
+            found.add(Limit("positions counted otherwise", length))
+    return sorted(found, key=lambda limit: (limit.tokens, limit.name))
+
+
+def whole_context(a: ModelSpec, b: ModelSpec) -> int | None:
+    """The longest sequence that either tree was made for, where they count positions otherwise, so that no shorter one
+    would do; None where they do not, or where nobody knows it.
+    """
+    contexts = [tree.context_length for tree in (a, b)]
+    known = [length for length in contexts if length is not None]
+    if len(known) < len(contexts) or all(limit.tokens for limit in parts_behind(a, b)):
+        return None
+    return min(max(known), longest(a, b) or max(known))
+
+
+def limited_to(a: ModelSpec, b: ModelSpec, probed: int, up_to: int | None) -> tuple[int | None, list[str]]:
+    """The most tokens that a verdict on the two can speak of, None for any, and in words why it is not more.
+
+    Args:
+        a: one tree.
+        b: the other.
+        probed: tokens of the longest batch.
+        up_to: the length that was asked for, which then is among the batches.
+
+    """
+    if up_to is not None:
+        return up_to, []
+    whole = whole_context(a, b) or probed + 1
+    tables = [tree.positions.length for tree in (a, b) if tree.positions is not None]
+    most = max(tables) if len(tables) == 2 else math.inf
+    parts = [limit for limit in parts_behind(a, b) if probed < (limit.beyond if limit.tokens else whole)]
+    parts = [limit for limit in parts if limit.tokens < most]
+    if not parts:
+        return None, []
+    reach = min(limit.tokens or probed for limit in parts)
+    past = "--long goes past that, " if (longest(a, b) or reach + 1) > reach else ""
+    names = ", ".join(dict.fromkeys(limit.name for limit in parts))
+    return reach, [f"sequences of more than {reach:,} tokens ({names}): {past}--up-to {reach} asks for no more"]
+
+
+def _counterparts(a: ModelSpec, b: ModelSpec) -> list[tuple[Any, Any]]:
+    """Attention of one tree and of the other in the same layer; where there are not as many layers, every kind that
+    one alone has with every kind of the other.
+    """
+    first, second = ([block.attention for block in tree.blocks] for tree in (a, b))
+    if len(first) == len(second):
+        return list(dict.fromkeys(zip(first, second, strict=True)))
+    kinds = [dict.fromkeys(each) for each in (first, second)]
+    if set(kinds[0]) == set(kinds[1]):
+        return []
+    own = [[each for each in mine if each not in others] or list(mine) for mine, others in (kinds, kinds[::-1])]
+    return [(x, y) for x in own[0] for y in own[1]]
+
+
+def _add(found: set[Limit], name: str, sizes: list[int | None]) -> None:
+    if sizes[0] != sizes[1]:
+        told = " and ".join("none" if size is None else f"{size:,}" for size in sizes)
+        found.add(Limit(f"{name} of {told} tokens", min(size for size in sizes if size is not None)))
+
+
+def _alike_up_to(a: Any, b: Any) -> int | None:
+    """Tokens up to which positions of attention are the same; None where they are at any length."""
+    if not isinstance(a, Rotary) or not isinstance(b, Rotary):
+        return None if without_rounding(a) == without_rounding(b) else 0
+    contexts = {each.scaling.original_context for each in (a, b) if hasattr(each.scaling, "original_context")}
+    alike = 0
+    for length in sorted({1, *contexts, *(context + 1 for context in contexts), 4 * max(contexts, default=1)}):
+        if not _same_turns(a, b, length):
+            return alike
+        alike = length
+    return None
+
+
+def _same_turns(a: Rotary, b: Rotary, length: int) -> bool:
+    """Whether the pairs of one turn as pairs of the other, in a sequence of this length. One may have more pairs, which
+    then meet weights that the other has not.
+    """
+    few, many = sorted((inverse_frequencies(each, length, torch.float64) for each in (a, b)), key=len)
+    return bool(((few[:, None] - many).abs().amin(dim=1) <= NEAR * few).all())

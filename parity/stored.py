@@ -1,0 +1,265 @@
+"""What is stored: two checkpoints' tensors byte by byte, and the rows of tables that only some inputs read.
+
+A weight of a layer shows in every logit, a row of a table only where its token, or its position, is in the input. So a
+row that holds other bytes is one that the probe has to read, unless both models are shown to make the same of it
+without their layers (`front_to_back`), which takes no pass through either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..converter.checkpoint import Checkpoint
+from ..converter.dtypes import to_float64
+from ..converter.publish import MANIFEST, check_manifest
+from ..errors import CheckpointError
+from ..modules.decoder import EmbeddingModule, HeadModule, PositionsModule
+from ..modules.layers import build_norm
+from .probe import AFFORDABLE, Batch, longest
+
+__all__ = ["BytesVerdict", "Rows", "compare_bytes", "rows_to_probe"]
+
+replace = msgspec.structs.replace
+
+EMBEDDING, POSITIONS = TABLES = ("embedding.weight", "positions.weight")
+"""The tensors of which an input reads some rows alone. A head's rows are all in every logit."""
+
+Rows = Mapping[str, np.ndarray]
+"""Of each table the numbers of the rows that hold other bytes, or that one side alone has."""
+
+COLUMNS = 64
+"""Logits that each row of a table is looked at by, without the layers."""
+WIDTH = 256
+"""Rows of the embedding that a batch reads."""
+PIECE = 2048
+"""Rows that are widened at once."""
+TIMES = 4.0
+"""Of what rounding to fp32 makes without the layers, how much two tables may differ by: as `verify.IMPRECISE`."""
+
+
+@dataclass(frozen=True)
+class BytesVerdict:
+    """How many tensors were compared byte by byte, against what, and the names of those that differ.
+
+    cast: those stored in another dtype that hold the same values all the same (a GGUF keeps norms in fp32). required:
+    whether the trees leave no reason for other bytes; where they do, what differs is held by the function alone.
+    alone: tensors that one side has and the other has not, or has in another shape; of tables of two lengths the rows
+    that both have are compared.
+    """
+
+    compared: int
+    against: str
+    different: tuple[str, ...]
+    cast: tuple[str, ...] = ()
+    required: bool = True
+    alone: tuple[str, ...] = ()
+
+    @property
+    def hold(self) -> bool:
+        """Whether all bytes are as they have to be."""
+        return not (self.required and self.different)
+
+
+def compare_bytes(source: Checkpoint, target: Checkpoint, required: bool) -> tuple[BytesVerdict, Rows]:
+    """Every tensor that both have, whatever else their trees differ in; a source alone, forth and back.
+
+    Args:
+        source: the reference.
+        target: what is held against it, or the reference itself.
+        required: whether the trees call for the same bytes.
+
+    Raises:
+        CheckpointError: a folder of gptkit's own, which nothing is held against, is not as its manifest says.
+
+    """
+    if source is target:
+        return _forth_and_back(source), {}
+    ours, theirs = ({each.name: each.shape for each in side.spec.parameters()} for side in (source, target))
+    both = [name for name, shape in ours.items() if theirs.get(name) == shape or _lengths_differ(name, ours, theirs)]
+    different, cast, rows = [], [], {}
+    for name in both:
+        (a, a_dtype), (b, b_dtype) = source.tensor(name), target.tensor(name)
+        common = min(len(a), len(b))
+        other = _rows(a[:common], a_dtype, b[:common], b_dtype)
+        if other.any():
+            different.append(name)
+            if name in TABLES:
+                rows[name] = other.nonzero()[0]
+        elif a_dtype != b_dtype:
+            cast.append(name)
+        source.release()
+        target.release()
+    for name in set(TABLES) & (set(ours) ^ set(theirs)):
+        rows[name] = np.arange((ours.get(name) or theirs[name])[0])
+    alone = [name for name in {**ours, **theirs} if name not in both]
+    return BytesVerdict(len(both), source.reference, tuple(different), tuple(cast), required, tuple(alone)), rows
+
+
+def _lengths_differ(name: str, ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether both have this table, with rows of one width."""
+    return name in TABLES and name in theirs and ours[name][1:] == theirs[name][1:]
+
+
+def _forth_and_back(source: Checkpoint) -> BytesVerdict:
+    """The source's own tensors through their layouts."""
+    different = []
+    for leaf in source.leaves:
+        stored = source.read(leaf)
+        if not same(leaf.to_checkpoint(leaf.to_shared(stored)), stored):
+            different.append(leaf.checkpoint)
+        source.release()
+    if source.format == "local" and (source.folder / MANIFEST).is_file():
+        # Nothing else could tell here: the reference is made of the same files.
+        problems = check_manifest(source.folder)
+        if problems:
+            raise CheckpointError(
+                f"{source.reference} is not as it was written: {'; '.join(problems[:3])}",
+                "Convert it again, or compare it with its original: gptkit verify ORIGINAL THIS",
+            )
+    return BytesVerdict(len(source.leaves), "the source, after its layout forth and back", tuple(different))
+
+
+def same(a: np.ndarray, b: np.ndarray) -> bool:
+    """Bit for bit, NaN and signed zero included."""
+    first, second = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (a, b))
+    return a.shape == b.shape and np.array_equal(first, second)
+
+
+def _rows(a: np.ndarray, a_dtype: str, b: np.ndarray, b_dtype: str) -> np.ndarray:
+    """Which rows differ, (len,) of bool: in bytes, or in value where the dtypes do (fp64 holds every value of both)."""
+    step = max(1, (1 << 20) // max(math.prod(a.shape[1:]), 1))
+    found = np.zeros(len(a), bool)
+    for start in range(0, len(a), step):
+        part = slice(start, start + step)
+        x, y = a[part], b[part]
+        if a_dtype != b_dtype:
+            x, y = to_float64(x, a_dtype), to_float64(y, b_dtype)
+        x, y = (np.ascontiguousarray(each).reshape(len(each), -1).view(np.uint8) for each in (x, y))
+        if not np.array_equal(x, y):
+            found[part] = (x != y).any(axis=1)
+    return found
+
+
+# --- rows that the probe has to read ---------------------------------------------------------------------------------
+
+
+def rows_to_probe(
+    source: Checkpoint,
+    target: Checkpoint,
+    rows: Rows,
+    batches: Sequence[Batch],
+    *,
+    required: bool,
+    long: bool,
+    up_to: int | None,
+) -> tuple[list[Batch], list[str]]:
+    """Batches that read the rows which no other batch does, and in words those that are too many.
+
+    Args:
+        source: the reference.
+        target: what is held against it.
+        rows: what holds other bytes.
+        batches: the probe.
+        required: whether the bytes should be the same, so that there is nothing to be shown of a row but its effect.
+        long: read all of them, however many.
+        up_to: tokens of the longest sequence that matters.
+
+    """
+    tokens = max(batch.input_ids.shape[1] for batch in batches)
+    most = longest(source.spec, target.spec)
+    ids = np.unique(np.concatenate([batch.input_ids.unique().numpy() for batch in batches]))
+    embedding = np.setdiff1d(rows.get(EMBEDDING, ids[:0]), ids)
+    positions = np.setdiff1d(rows.get(POSITIONS, ids[:0]), np.arange(tokens))
+    if not required:
+        if source.spec.head.tied and target.spec.head.tied:
+            embedding = embedding[:0]  # each row is a token's logit, whatever is read
+        embedding = embedding[~alike_at_the_ends(source, target, EMBEDDING, embedding)]
+        positions = positions[~alike_at_the_ends(source, target, POSITIONS, positions)]
+    positions = positions[positions < min(most or 0, up_to or most or 0)]
+    more: list[Batch] = []
+    limited: list[str] = []
+    read, left = np.split(embedding, [len(embedding) if long else AFFORDABLE])
+    width = min(WIDTH, most or WIDTH, up_to or WIDTH)
+    for start in range(0, len(read), width):
+        more.append(Batch("rows of the embedding", torch.from_numpy(read[start : start + width])[None]))
+    if len(left):
+        limited.append(_too_many(left, EMBEDDING))
+    if len(positions) and (long or positions[-1] < AFFORDABLE):
+        every = torch.arange(int(positions[-1]) + 1) % source.spec.vocab_size
+        more.append(Batch("rows of the position table", every[None]))
+    elif len(positions):
+        limited.append(_too_many(positions, POSITIONS))
+    return more, limited
+
+
+def _too_many(left: np.ndarray, name: str) -> str:
+    if len(left) == 1:
+        return f"row {left[0]:,} of {name}, which holds other values and which no batch reads: --long has it read"
+    rows = f"{len(left):,} rows of {name}, {left[0]:,} the first"
+    return f"{rows}, which hold other values and which no batch reads: --long has them read"
+
+
+def alike_at_the_ends(source: Checkpoint, target: Checkpoint, name: str, rows: np.ndarray) -> np.ndarray:
+    """Which rows of a table give the same logits where the layers are left out of both models, (len(rows),) of bool.
+
+    A swap that changes a table changes the residual stream's basis, for all that reads and writes it: what tables put
+    into the stream the last norm and the head take out again, and a row that is out of line with the others shows.
+    Each row is looked at on top of token 0, so that its size counts behind a norm, in fp64, and may be off by what
+    rounding to fp32 makes in the reference. Rows that one side has not are zeros there.
+    """
+    if not len(rows):
+        return np.zeros(0, bool)
+    columns = torch.linspace(0, source.spec.vocab_size - 1, min(COLUMNS, source.spec.vocab_size)).round().long()
+    gaps, noise = [], 0.0
+    for start in range(0, len(rows), PIECE):
+        here = torch.from_numpy(rows[start : start + PIECE])
+        exact, rounded, other = (
+            front_to_back(checkpoint, name, here, columns, dtype)
+            for checkpoint, dtype in ((source, torch.float64), (source, torch.float32), (target, torch.float64))
+        )
+        noise = max(noise, (exact - rounded).abs().max().item())
+        gaps.append((exact - other).abs().amax(dim=1))
+    return (torch.cat(gaps) <= TIMES * noise).numpy()
+
+
+def front_to_back(checkpoint: Checkpoint, name: str, rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """The logits (N, columns) of a tree without its layers, for rows (N,) of one of its tables."""
+    spec, every, first = checkpoint.spec, torch.arange(len(rows)), torch.zeros_like(rows)
+
+    def filled(module: nn.Module, path: str, taken: Tensor | None = None) -> Any:
+        """The module with its parameters in `dtype`; where rows are taken, only these of its own."""
+        values = {}
+        for key in module.state_dict():
+            array, stored = checkpoint.tensor(f"{path}.{key}")
+            part = array if taken is None or "." in key else array[taken.numpy()]
+            values[key] = torch.from_numpy(to_float64(part, stored))
+        module.to(torch.float64).load_state_dict(values)
+        return module.to(dtype)
+
+    def embedded(taken: Tensor) -> Tensor:
+        table = EmbeddingModule(replace(spec.embedding, vocab_size=len(taken)))
+        found: Tensor = filled(table, "embedding", taken)(torch.arange(len(taken)))
+        return found
+
+    with torch.inference_mode():
+        x = embedded(first)
+        if name == EMBEDDING:
+            x = x + embedded(rows)
+        if spec.positions is not None:
+            table = PositionsModule(replace(spec.positions, length=len(rows)))
+            x = x + filled(table, "positions", rows if name == POSITIONS else first)(every)
+        x = filled(build_norm(spec.final_norm), "final_norm")(x)
+        head = filled(HeadModule(replace(spec.head, vocab_size=len(columns))), "head", columns)
+        array, stored = checkpoint.tensor(EMBEDDING)
+        tied = torch.from_numpy(to_float64(array[columns.numpy()], stored)).to(dtype)
+        logits: Tensor = head(x, tied)
+    checkpoint.release()
+    return logits

@@ -1,0 +1,66 @@
+"""Local checkpoints with their tensors or their tree changed, and what `gptkit verify` says of them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from typer.testing import CliRunner
+
+from gptkit.cli import app
+
+Tensors = dict[str, torch.Tensor]
+
+
+def damaged(local: Path, out: Path, damage: Callable[[Tensors], None]) -> Path:
+    """A copy of a local checkpoint with its tensors changed."""
+    shutil.copytree(local, out)
+    tensors = safetensors.torch.load_file(out / "model.safetensors")
+    damage(tensors)
+    safetensors.torch.save_file({k: v.contiguous() for k, v in tensors.items()}, out / "model.safetensors")
+    return out
+
+
+def with_spec(local: Path, out: Path, change: Callable[[Any], None]) -> Path:
+    """A copy of a local checkpoint with its tree changed: `change` gets every JSON object in it."""
+    shutil.copytree(local, out)
+    config = json.loads((out / "gptkit.json").read_text())
+
+    def walk(node: Any) -> None:
+        if isinstance(node, dict):
+            change(node)
+        for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+            walk(child)
+
+    walk(config["spec"])
+    (out / "gptkit.json").write_text(json.dumps(config))
+    return out
+
+
+def setting(**values: Any) -> Callable[[Any], None]:
+    """Every field of that name gets that value, or what a function makes of its old one."""
+
+    def change(node: Any) -> None:
+        for name, value in values.items():
+            if name in node:
+                node[name] = value(node[name]) if callable(value) else value
+
+    return change
+
+
+def exchange(a: str, b: str) -> Callable[[Tensors], None]:
+    def damage(tensors: Tensors) -> None:
+        tensors[a], tensors[b] = tensors[b].clone(), tensors[a].clone()
+
+    return damage
+
+
+def scale(name: str, factor: float) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({name: tensors[name] * factor})
+
+
+def exit_code(*arguments: object) -> int:
+    return CliRunner().invoke(app, ["verify", *map(str, arguments)]).exit_code
