@@ -171,6 +171,7 @@ class Architecture:
         reader = self.reader(config)
         reader.refuse({**COMMON_REFUSED, **self.refused})
         spec = self.read(reader)
+        reader.refuse_other_windows([block.attention.window for block in spec.blocks])
         return spec, reader.unknown({**COMMON_IRRELEVANT, **self.irrelevant})
 
     def assumed(self, config: Mapping[str, Any]) -> dict[str, int]:

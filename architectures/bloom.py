@@ -119,7 +119,6 @@ BLOOM = Architecture(
     irrelevant={
         "attention_softmax_in_fp32": "transformers always does",
         "bias_dropout_fusion": "training only",
-        "hidden_dropout": "training only",
         "masked_softmax_fusion": "training only",
         "offset_alibi": "not read by transformers",
         "pretraining_tp": "matrix products in slices, only together with slow_but_exact",

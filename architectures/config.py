@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,12 @@ COMMON_IRRELEVANT: dict[str, str] = {
     "auto_map": "points at remote code, which gptkit never runs",
     "bos_token_id": "generation",
     "chunk_size_feed_forward": "computes the same in slices",
+    "classifier_dropout": "classification heads",
     "dtype": "the stored dtype; read by the loader",
     "eos_token_id": "generation",
     "finetuning_task": "a label",
     "gradient_checkpointing": "training only",
+    "hidden_dropout": "training only",
     "id2label": "classification heads",
     "initializer_range": "training only",
     "keys_to_ignore_at_inference": "output format",
@@ -58,6 +60,12 @@ COMMON_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_encoder_decoder": ((False, None), "only decoder-only models have a tree here"),
     "add_cross_attention": ((False, None), "cross-attention has no component here"),
     "per_layer_config": ((None,), "per-layer configs are not read yet"),
+    "is_causal": ((True,), "attention to tokens that come later has no component here"),
+    "attention_chunk_size": (
+        (None,),
+        "transformers' cache forgets earlier chunks by it; no family here has chunks",
+    ),
+    "kv_sharing_modes": ((None,), "layers that share keys and values have no component here"),
 }
 
 
@@ -222,6 +230,17 @@ class ConfigReader:
             value = self.raw(name, harmless[0])
             if not any(value is h or (type(value) is type(h) and value == h) for h in harmless):
                 raise ConfigError(f"config.json: {name} is {shown(value)}: {reason}")
+
+    def refuse_other_windows(self, windows: Sequence[int | None]) -> None:
+        """Raise ConfigError for fields by which transformers' cache (`get_layer_types_and_kwargs`) would keep other
+        tokens than layers with these windows look at. It reads them in every family; the families' own code does not.
+        """
+        types = ["full_attention" if window is None else "sliding_attention" for window in windows]
+        reason = "transformers' cache goes by it in decoding, and the layers of this family do not"
+        refused: dict[str, tuple[tuple[Any, ...], str]] = {"layer_types": ((None, types), reason)}
+        if "sliding_window" not in self.used:
+            refused["sliding_window"] = ((None,), reason)
+        self.refuse(refused)
 
     def unknown(self, irrelevant: Mapping[str, str]) -> list[str]:
         """The fields that nobody asked for and nobody declared, in the file's order."""

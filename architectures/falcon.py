@@ -39,6 +39,8 @@ def read(config: ConfigReader) -> ModelSpec:
     if hidden % heads:
         raise config.fail("hidden_size", hidden, f"a multiple of num_attention_heads ({heads})")
     head_dim = hidden // heads
+    if config.optional_integer("head_dim") not in (None, head_dim):
+        raise config.fail("head_dim", config.raw("head_dim"), f"{head_dim}, hidden_size by num_attention_heads")
     # transformers ignores the two flags below in the new architecture for heads, but reads parallel_attn for norms.
     grouped = config.boolean("new_decoder_architecture", config.data.get("model_type") == "RefinedWeb")
     multi_query = config.boolean("multi_query", True)
@@ -181,7 +183,6 @@ FALCON = Architecture(
     dropped=(T + "self_attention.rotary_emb.inv_freq", T + "self_attention.maybe_rotary.inv_freq"),
     irrelevant={
         "apply_residual_connection_post_layernorm": "not read by transformers",
-        "hidden_dropout": "training only",
     },
     reference=lambda spec: ("sdpa",) if isinstance(spec.blocks[0].attention.position, ALiBi) else ("sdpa", "eager"),
     reference_quirk="transformers' eager falcon adds ALiBi twice (transformers issues 29067 and 29946)",

@@ -51,5 +51,4 @@ MISTRAL = Architecture(
     leaves=LEAVES,
     prefix="model.",
     dropped=LLAMA_DROPPED,
-    refused={"layer_types": ((None,), "alternating windows belong to the ministral family")},
 )

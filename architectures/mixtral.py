@@ -108,5 +108,4 @@ MIXTRAL = Architecture(
         "router_aux_loss_coef": "training only",
         "router_jitter_noise": "training only",
     },
-    refused={"layer_types": ((None,), "one window is for all layers of this family")},
 )
