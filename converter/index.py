@@ -28,6 +28,8 @@ from .safetensors import (
 
 __all__ = ["WeightFiles", "assembled", "read_index", "single", "weight_files"]
 
+ADAPTER = "adapter_model.safetensors"
+"""What peft writes."""
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _MAX_INDEX = 32 * 2**20  # bytes; the index of a model of 10^12 parameters in 140,000 tensors has 13 MB
 _MAX_REST = 2**16  # bytes of all that is in an index beside its weight_map
@@ -85,6 +87,11 @@ def _folder(folder: Path, allow_pickle: bool) -> WeightFiles:
         return _sharded(folder, read_index(folder / INDEX))
     names = sorted(entry.name for entry in folder.iterdir())
     others = [name for name in names if name.endswith(".safetensors")]
+    if others == [ADAPTER]:
+        raise CheckpointError(
+            f"{folder} holds the weights of an adapter alone ({ADAPTER}), not a model's",
+            f"gptkit swap BASE OUT --merge-lora {folder}",
+        )
     if len(others) == 1:
         return _single(folder / others[0])
     if others:

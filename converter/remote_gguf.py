@@ -42,6 +42,8 @@ def only_gguf(repo: str, revision: str | None, why: InvalidInput) -> str:
         info = HfApi().model_info(repo, revision=revision or "main", timeout=SECONDS)
     names = [each.rfilename for each in info.siblings or ()]
     found = sorted(name for name in names if name.endswith(".gguf") and name.isprintable())
+    if not found and "adapter_config.json" in names:
+        raise InvalidInput(f"{repo} is an adapter, not a model by itself", f"gptkit swap BASE OUT --merge-lora {repo}")
     if not found:
         raise why
     if len(found) > 1:

@@ -79,7 +79,11 @@ class NoConfig(InvalidInput):
     """A repository without config.json, which may hold another kind of file."""
 
     def __init__(self, where: str, repo: str, revision: str | None) -> None:
-        super().__init__(f"{where} has no config.json", "It may hold another kind of file (GGUF, an adapter).")
+        super().__init__(
+            f"{where} has no config.json",
+            "It may hold a GGUF, of which gptkit params tells the tree, or an adapter: gptkit swap BASE OUT"
+            f" --merge-lora {repo}",
+        )
         self.repo, self.revision = repo, revision
 
 

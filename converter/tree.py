@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from .. import __version__
@@ -33,10 +34,13 @@ __all__ = [
     "is_local",
     "is_tree",
     "read_spec",
+    "refuse_adapter",
     "write_spec",
 ]
 
 LOCAL_CONFIG = "gptkit.json"
+ADAPTER = "adapter_config.json"
+"""What peft writes beside the weights of an adapter."""
 LOCAL_SCHEMA = 1
 
 
@@ -70,8 +74,9 @@ def read_spec(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
     if other is not None and other.describe is not None:
         return other.describe(path)
     described = _description(path)
-    if not described.is_file():
+    if not described.is_file() or described.name == ADAPTER:
         refuse_pointer(path)
+        refuse_adapter(path)
         where = "in" if path.is_dir() else "beside"
         raise InvalidInput(
             f"{path} is not a checkpoint: there is no {CONFIG} {where} it",
@@ -89,6 +94,26 @@ def read_spec(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
         architecture = architecture_of(config)
         spec, unknown = architecture.spec_and_unknown(config)
     return spec, Origin(family=architecture.name, config_text=text), unknown
+
+
+def refuse_adapter(path: Path) -> None:
+    """Raise InvalidInput, with the command that merges it, where a path is that of a peft adapter or within one."""
+    folder = path if path.is_dir() else path.parent
+    if not (folder / ADAPTER).is_file():
+        return
+    config, _ = read_config_file(folder / ADAPTER)
+    base, rank = config.get("base_model_name_or_path"), config.get("r")
+    given = base if isinstance(base, str) and base.isprintable() and 0 < len(base) <= 200 else None
+    method = f"{config.get('peft_type', 'LORA')!s:.20}".upper()
+    kind = "a LoRA adapter" if method == "LORA" else "an adapter"
+    kind += f" of rank {rank}" if method == "LORA" and type(rank) is int else ""
+    kind += f" for {given}" if given is not None else ""
+    raise InvalidInput(
+        f"{path} is {kind}, not a model by itself",
+        f"Merge it: gptkit swap {quote(given or 'BASE')} OUT --merge-lora {quote(str(folder))}"
+        if method == "LORA"
+        else f"It is one of {method!r}, and gptkit merges LoRA alone: peft's merge_and_unload() makes a model of it.",
+    )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from ...architectures.gguf import GgufArchitecture, gguf_architecture, spec_of
 from ...architectures.gguf_facts import Facts
 from ...errors import CannotExpress, CheckpointError, InvalidInput, UsageError
 from ...spec import ModelSpec
-from .gguf_header import Header, open_header
+from .gguf_header import Array, Header, open_header
 
 if TYPE_CHECKING:
     from ..tree import Origin
@@ -150,7 +150,12 @@ def _kind(path: Path | str, header: Header) -> GgufArchitecture:
     """The architecture of a file that holds a whole model."""
     kind = header.metadata.get("general.type", "model")
     if kind != "model":
-        raise InvalidInput(f"{path} holds a GGUF of type {kind!r:.40}, not a model")
+        raise InvalidInput(f"{path} holds a GGUF of type {kind!r:.40}, not a model", "Name the model's own file.")
+    if not header.tensors:
+        tokens = header.metadata.get("tokenizer.ggml.tokens")
+        count = len(tokens) if isinstance(tokens, list) else tokens.count if isinstance(tokens, Array) else 0
+        what = f"a vocabulary alone, of {count:,} tokens, and no weights" if count else "no tensors"
+        raise InvalidInput(f"{path} holds {what}", "Name the model's own file.")
     parts = header.metadata.get("split.count", 1)
     if parts not in (0, 1):
         raise InvalidInput(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from families import CONFIGS, save_hf, spec_of
 from hubserver import Big, Hub, Repo
+from safetensors.numpy import save_file
 
 import gptkit
 from gptkit.architectures.presets import presets
@@ -249,3 +250,52 @@ def test_weights_that_are_not_the_configs_are_noted(tmp_path: Path) -> None:
     for path in (tmp_path / "m").glob("*.safetensors*"):
         path.unlink()
     assert outline(str(tmp_path / "m")).notes == (), "there is nothing to disagree with"
+
+
+# --- what is no model by itself ---------------------------------------------------------------------------------------
+
+
+def adapter(folder: Path, **fields: object) -> Path:
+    folder.mkdir()
+    config = {"peft_type": "LORA", "base_model_name_or_path": "org/base", "r": 8, **fields}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file({"base_model.model.x.lora_A.weight": np.ones((8, 4), np.float32)}, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("file", ["", "adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapter_is_told_as_one(file: str, tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "my adapter")
+    for reading in (outline, gptkit.open_checkpoint):
+        with pytest.raises(InvalidInput, match="is a LoRA adapter of rank 8 for org/base, not a model") as caught:
+            reading(str(folder / file))
+        assert caught.value.hint == f"Merge it: gptkit swap org/base OUT --merge-lora '{folder}'"
+
+
+def test_other_adapters(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="is an adapter for org/base, not a model") as caught:
+        outline(str(adapter(tmp_path / "ia3", peft_type="IA3")))
+    assert "merges LoRA alone" in (caught.value.hint or "")
+    with pytest.raises(InvalidInput, match="is a LoRA adapter, not a model"):
+        outline(str(adapter(tmp_path / "odd", base_model_name_or_path="\x1b[1m", r="x")))
+    both = adapter(tmp_path / "both")
+    (both / "config.json").write_text(json.dumps(CONFIGS["llama"]))
+    with pytest.raises(CheckpointError, match="weights of an adapter alone"):
+        gptkit.open_checkpoint(both)
+    hub.repos["org/adapter"] = Repo({each.name: each.read_bytes() for each in adapter(tmp_path / "hub").iterdir()})
+    with pytest.raises(InvalidInput, match="org/adapter is an adapter") as caught:
+        outline("org/adapter")
+    assert caught.value.hint == "gptkit swap BASE OUT --merge-lora org/adapter"
+
+
+def test_a_gguf_with_a_vocabulary_alone(tmp_path: Path) -> None:
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    tokens = b"".join(map(text, ("a", "b", "c")))
+    keys = text("general.architecture") + struct.pack("<I", 8) + text("llama")
+    keys += text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 3) + tokens
+    (tmp_path / "vocab.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + keys)
+    for reading in (outline, gptkit.open_checkpoint):
+        with pytest.raises(InvalidInput, match="holds a vocabulary alone, of 3 tokens, and no weights"):
+            reading(str(tmp_path / "vocab.gguf"))
