@@ -77,7 +77,7 @@ def verify(
     if against is not None:
         if local is not None or card is not None:
             raise UsageError("--against takes a MODEL alone", "gptkit verify sample:llama --against my_port:build")
-        verify_against(model, against, drawn, json, quiet, offline)
+        verify_against(model, against, drawn, long, json, quiet, offline)
         return
     from ..parity.verify import verify as run
     from ..report.summaries import verification_report
@@ -129,15 +129,14 @@ def measured_text(source: Checkpoint, file: Path | None) -> tuple[int, ...] | No
     return read_text(source, file, tokens=0).held_out
 
 
-def verify_against(model: str, against: str, drawn: Drawn, json: bool, quiet: bool, offline: bool) -> None:
+def verify_against(model: str, against: str, drawn: Drawn, long: bool, json: bool, quiet: bool, offline: bool) -> None:
     """`verify --against`: exit 3 where the port is not the model."""
     from ..parity.port import verify_port
     from ..report.summaries import port_report
     from ..report.tables import print_json
 
     with status("verifying", quiet or json) as tell:
-        tell("a port of your own")
-        result = verify_port(model, against, offline=offline)
+        result = verify_port(model, against, long=long, offline=offline, progress=tell)
     if json:
         print_json(result.as_json())
     elif not quiet:

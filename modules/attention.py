@@ -18,7 +18,7 @@ from ..spec import ALiBi, Attention, LatentAttention, Rotary
 from .cache import LayerCache
 from .context import Context
 from .layers import FusedLinears, Linear, RMSNormModule
-from .positions import apply_rotary
+from .positions import RotaryTables, apply_rotary
 
 __all__ = ["AttentionModule", "Kernel", "LatentAttentionModule", "build_attention"]
 
@@ -118,6 +118,8 @@ class AttentionModule(nn.Module):
         self.fused = FusedLinears() if spec.fused else None
         self.q_norm = RMSNormModule(spec.q_norm) if spec.q_norm else None
         self.k_norm = RMSNormModule(spec.k_norm) if spec.k_norm else None
+        self.turn = turned
+        """How positions turn q and k, for `parity.mutations` to do it wrongly."""
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:  # (B, T, hidden)
         spec = self.spec
@@ -133,8 +135,7 @@ class AttentionModule(nn.Module):
             k, v = k.repeat_interleave(spec.group, dim=2), v.repeat_interleave(spec.group, dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, hd)
         if isinstance(spec.position, Rotary):
-            tables = context.rotary(spec.position)
-            q, k = apply_rotary(q, tables), apply_rotary(k, tables)
+            q, k = self.turn(q, k, context.rotary(spec.position))
         if cache is None:
             # As after a cache, which is what transformers' products run on by default: they sum in memory's order.
             k, v = k.contiguous(), v.contiguous()
@@ -189,6 +190,11 @@ class LatentAttentionModule(nn.Module):
         k, v = torch.cat((*own, shared), dim=-1), _heads(self.v_up_proj(latent), heads)
         out: Tensor = self.o_proj(self.mix(q, k, v, context))
         return out
+
+
+def turned(q: Tensor, k: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
+    """q (B, H, T, hd) and k (B, KV, T, hd) rotated."""
+    return apply_rotary(q, tables), apply_rotary(k, tables)
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:

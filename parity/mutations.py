@@ -3,20 +3,23 @@
 A parity check is worth what it would have caught. Each mutation makes one mistake on purpose, in all layers, as a wrong
 line of a weight map or a forgotten field would; `applicable` leaves out those that change nothing in the tree at hand
 (no bias to drop, no window to ignore). Where a mistake can be undone without knowing what is right, that is a repair to
-try on a model that is wrong: most undo themselves.
+try on a model that is wrong: most undo themselves. Mistakes of code (RoPE on queries alone) have no form as weights or
+as a tree that a checkpoint could hold: a tree names them for `make_in_code`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal, get_args
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..modules.positions import alibi_slopes
+from ..modules.attention import AttentionModule
+from ..modules.positions import RotaryTables, alibi_slopes, apply_rotary
 from ..spec import (
     Activation,
     ALiBi,
@@ -34,7 +37,7 @@ from ..spec import (
     Rotary,
 )
 
-__all__ = ["MUTATIONS", "Mutant", "Mutation", "Weights", "applicable"]
+__all__ = ["MUTATIONS", "Mutant", "Mutation", "Weights", "applicable", "make_in_code", "of_ports"]
 
 Weights = Mapping[str, Tensor]
 """Every parameter of a tree by shared name."""
@@ -51,7 +54,8 @@ class Mutation:
     name: in the words of who makes it. component: where its effect is first seen, as the beginning of a label in
     `parity.bisect`; "norm" is whichever norm comes first. repair: what undoes it, for a diagnosis. apply: the changed
     tree and weights; None where it has no object. undo: the same the other way; None where making the mistake again
-    does it, or where what it lost can only come from the reference.
+    does it, or where what it lost can only come from the reference. in_code: no checkpoint can hold it, so that there
+    is nothing to repair in one.
     """
 
     name: str
@@ -59,6 +63,7 @@ class Mutation:
     repair: str
     apply: Callable[[ModelSpec, Weights], Mutant | None]
     undo: Callable[[ModelSpec, Weights], Mutant | None] | None = None
+    in_code: bool = False
 
     def mend(self, spec: ModelSpec, weights: Weights) -> Mutant | None:
         """The tree and weights after the repair; None where it has no object."""
@@ -71,6 +76,18 @@ def applicable(spec: ModelSpec, weights: Weights) -> Iterator[tuple[Mutation, Mu
         mutant = mutation.apply(spec, weights)
         if mutant is not None and _changed(spec, weights, mutant):
             yield mutation, mutant
+
+
+def of_ports(spec: ModelSpec, weights: Weights) -> Iterator[tuple[str, Mutant]]:
+    """Every mistake that a port may have made, in words, each with its mutant: the usual wrong values, those that have
+    a form in code, and those of checkpoints in either direction. Of two that come to the same the plainer one first.
+    """
+    tried = [(mutation.name, mutation.apply) for mutation in (*_usual_values(), *IN_PORTS, *MUTATIONS)]
+    tried += [(f"{each.name}, the other way round", each.undo) for each in MUTATIONS if each.undo is not None]
+    for name, apply in tried:
+        mutant = apply(spec, weights)
+        if mutant is not None and _changed(spec, weights, mutant):
+            yield name, mutant
 
 
 def _changed(spec: ModelSpec, weights: Weights, mutant: Mutant) -> bool:
@@ -140,6 +157,26 @@ def _biases_dropped(spec: ModelSpec, weights: Weights) -> Mutant | None:
             name = f"{path}.{projection}.bias"
             if name in weights:
                 new[name] = torch.zeros_like(weights[name])
+    return spec, new
+
+
+def _turned_back(spec: ModelSpec, weights: Weights) -> Mutant | None:
+    """Rotation by the negative angle: the same as the two elements of every pair in each other's place. The norm over a
+    head (qwen3) goes with them.
+    """
+    new = dict(weights)
+    for path, attention in _paths(spec, Attention):
+        if not isinstance(attention.position, Rotary):
+            continue
+        dim, halves = attention.position.dim, attention.position.pairs == "halves"
+        order = torch.arange(attention.head_dim)
+        pairs = order[:dim].view(2, -1).flip(0) if halves else order[:dim].view(-1, 2).flip(1)
+        order[:dim] = pairs.reshape(-1)
+        for side, heads in (("q", attention.heads), ("k", attention.kv_heads)):
+            for part, count in (("proj.weight", heads), ("proj.bias", heads), ("norm.weight", 1)):
+                name = f"{path}.{side}_{part}"
+                if name in weights:
+                    new[name] = _rows_of_heads(weights[name], count, partial(torch.index_select, dim=1, index=order))
     return spec, new
 
 
@@ -306,12 +343,17 @@ def _no_scale(node: Any) -> Any:
     return replace(node, scale=1.0) if isinstance(node, Attention | LatentAttention) else node
 
 
-def _other_pairs(node: Any) -> Any:
+def _other_pairs(node: Any, kinds: Any = LatentAttention) -> Any:
     """Of latent attention; of any other, where q and k are projected apart, it is their rows in another order."""
-    if isinstance(node, LatentAttention) and isinstance(node.position, Rotary):
+    if isinstance(node, kinds) and isinstance(node.position, Rotary):
         other: Any = "adjacent" if node.position.pairs == "halves" else "halves"
         return replace(node, position=replace(node.position, pairs=other))
     return node
+
+
+def _not_rotated(node: Any) -> Any:
+    rotary = isinstance(node, Attention | LatentAttention) and isinstance(node.position, Rotary)
+    return replace(node, position=None) if rotary else node
 
 
 def _latent_not_normed(spec: ModelSpec, weights: Weights) -> Mutant:
@@ -359,6 +401,85 @@ def _head_bias_dropped(spec: ModelSpec, weights: Weights) -> Mutant | None:
     return spec, {**weights, "head.bias": torch.zeros_like(weights["head.bias"])}
 
 
+# --- code ------------------------------------------------------------------------------------------------------------
+
+
+Turn = Literal["queries", "keys", "added"]
+
+
+class MistakenRotary(Rotary, frozen=True, kw_only=True):
+    """Rotary positions that code applies wrongly: to queries or to keys alone, or with both products of a pair added,
+    which is rotate_half without its minus. No file holds it: `make_in_code` makes it in a module.
+    """
+
+    turn: Turn
+
+
+def _in_code(turn: Turn) -> Callable[[ModelSpec, Weights], Mutant | None]:
+    def change(node: Any) -> Any:
+        if not isinstance(node, Attention) or not isinstance(node.position, Rotary):
+            return node
+        right = {name: getattr(node.position, name) for name in node.position.__struct_fields__}
+        return replace(node, position=MistakenRotary(**right, turn=turn))
+
+    return _field(change)
+
+
+def make_in_code(model: nn.Module) -> None:
+    """Have a module make the mistakes of code that its tree names."""
+    turns: dict[Turn, Callable[[Tensor, Tensor, RotaryTables], tuple[Tensor, Tensor]]] = {
+        "queries": lambda q, k, tables: (apply_rotary(q, tables), k),
+        "keys": lambda q, k, tables: (q, apply_rotary(k, tables)),
+        "added": lambda q, k, tables: (apply_rotary(q, _added(tables)), apply_rotary(k, _added(tables))),
+    }
+    for module in model.modules():
+        if isinstance(module, AttentionModule) and isinstance(module.spec.position, MistakenRotary):
+            module.turn = turns[module.spec.position.turn]
+
+
+def _added(tables: RotaryTables) -> RotaryTables:
+    """Tables whose sine is that of the second of each pair for both."""
+    sin, half = tables.sin, tables.sin.shape[-1] // 2
+    second = sin[..., 1::2].repeat_interleave(2, dim=-1) if tables.adjacent else sin[..., half:].repeat(1, 1, 1, 2)
+    return tables._replace(sin=second)
+
+
+# --- all of them -----------------------------------------------------------------------------------------------------
+
+
+def _usual_values() -> Iterator[Mutation]:
+    """Numbers and activations that others' models have, in the place of this one's."""
+    for base in (1e4, 1e5, 5e5, 1e6, 1e7):
+
+        def rebased(node: Any, base: float = base) -> Any:
+            return replace(node, base=base) if isinstance(node, Rotary) else node
+
+        yield Mutation(f"a RoPE base of {base:,.0f}", "attention mix", "the model's own RoPE base", _field(rebased))
+    for eps in (1e-5, 1e-6, 1e-8, 1e-12):
+
+        def with_eps(node: Any, eps: float = eps) -> Any:
+            return replace(node, eps=eps) if isinstance(node, LayerNorm | RMSNorm) else node
+
+        yield Mutation(f"norms with an eps of {eps:.0e}", "norm", "the model's own eps", _field(with_eps))
+    for name in get_args(Activation):
+
+        def activated(node: Any, name: Activation = name) -> Any:
+            return replace(node, activation=name) if isinstance(node, FeedForward | GatedFeedForward) else node
+
+        yield Mutation(f"the activation {name}", "feed-forward activation", "the model's own", _field(activated))
+
+
+IN_PORTS: tuple[Mutation, ...] = (
+    Mutation(
+        "RoPE in the other pairs (neighbours or halves)",
+        "attention mix",
+        "the model's own pairs",
+        _field(lambda node: _other_pairs(node, Attention | LatentAttention)),
+    ),
+    Mutation("no RoPE", "attention mix", "RoPE", _field(_not_rotated)),
+)
+"""Mistakes that in a checkpoint are others of `MUTATIONS`, or cannot be overlooked there."""
+
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation("q and k swapped", "attention q", "swapping q and k", _exchange("q_proj", "k_proj", Attention)),
     Mutation("k and v swapped", "attention k", "swapping k and v", _exchange("k_proj", "v_proj", Attention)),
@@ -381,6 +502,23 @@ MUTATIONS: tuple[Mutation, ...] = (
         "undoing a RoPE permutation too many",
         _rope_rows(_split_halves),
         _rope_rows(_interleave),
+    ),
+    Mutation("RoPE turned the other way", "attention q", "turning RoPE the other way", _turned_back),
+    Mutation("RoPE on queries alone", "attention mix", "RoPE on keys too", _in_code("queries"), in_code=True),
+    Mutation("RoPE on keys alone", "attention mix", "RoPE on queries too", _in_code("keys"), in_code=True),
+    Mutation(
+        "RoPE adds where it should subtract",
+        "attention mix",
+        "the minus in rotate_half",
+        _in_code("added"),
+        in_code=True,
+    ),
+    Mutation(
+        "key-value heads tiled, not repeated",
+        "attention q",
+        "repeating key-value heads in runs",
+        _heads_in_other_groups(back=True),
+        _heads_in_other_groups(back=False),
     ),
     Mutation(
         "query heads in other groups",

@@ -3,6 +3,9 @@
 Nothing is asked of the port but that it takes token ids (B, T) and gives logits (B, T, V), as a tensor, in a tuple or
 as `.logits`. Its modules need no particular names: for every component of the reference the port's module is looked for
 whose output is the same, and the first component that no module of the port computes is where they part.
+
+A port's code cannot be repaired from outside, so its cause is found the other way round: mistakes are made in gptkit's
+tree of the reference, one at a time, and the one that then computes what the port computes is the port's.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,13 +27,21 @@ import torch
 from torch import Tensor, nn
 
 from ..converter.checkpoint import open_checkpoint
-from ..errors import CannotExpress, InvalidInput, UsageError
+from ..errors import CannotExpress, GptkitError, InvalidInput, UsageError
+from ..spec import ModelSpec
 from .bisect import Part, Tap, relative_gap, taps, valid_rows, watching
-from .compare import Difference, compare, largest_gap
-from .probe import Batch, probe
+from .compare import Difference, compare, largest_gap, mean_gap
+from .diagnose import wide_weights
+from .mutations import Weights, of_ports
+from .probe import Batch, limits, longest, passed, probe
 from .reference import load_reference, reference_folder, reference_logits
+from .score import filled, tree_gap
+from .verify import IMPRECISE
 
-__all__ = ["Match", "PortVerification", "load_port", "verify_port"]
+__all__ = ["Made", "Match", "PortVerification", "load_port", "verify_port"]
+
+SHOWN = 3
+"""Mistakes that explain the place and not all of the rest."""
 
 
 @dataclass(frozen=True)
@@ -43,21 +56,49 @@ class Match:
 
 
 @dataclass(frozen=True)
+class Made:
+    """A mistake that was made in the reference and explains what the port computes.
+
+    mistake: in words. explains: the reference with it gives the port's logits; otherwise it gives what the port
+    computes at the place where they part, and more is wrong behind it. left: the difference of logits that remains.
+    """
+
+    mistake: str
+    explains: bool
+    left: float
+
+
+@dataclass(frozen=True)
 class PortVerification:
-    """The result for a port; `verdict` as in `verify`, with the reference's fp32 noise alone as the measure."""
+    """The result for a port; `verdict` as in `verify`.
+
+    functions: the largest difference of logits in fp64; allowed: twice what rounding to fp32 makes in the reference.
+    rounding: the mean error in fp32 of (the reference, the port) against their own fp64. causes: mistakes that explain
+    the difference, empty where none of those tried does. left_out: probes that the port was not given, since it takes
+    no mask. notes: what a person should know.
+    """
 
     model: str
     against: str
     prompts: tuple[Difference, ...]
     functions: float
     allowed: float
+    rounding: tuple[float, float]
     matches: tuple[Match, ...]
+    causes: tuple[Made, ...] = ()
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> str:
         if all(prompt.identical for prompt in self.prompts):
             return "identical"
-        return "equal" if self.functions <= self.allowed else "different"
+        return "equal" if self.functions <= self.allowed and not self.imprecise else "different"
+
+    @property
+    def imprecise(self) -> bool:
+        """Whether the port rounds worse than the reference does, by the measure of `verify`."""
+        return not self.rounding[1] <= IMPRECISE * self.rounding[0]
 
     @property
     def passed(self) -> bool:
@@ -77,7 +118,8 @@ def load_port(reference: str) -> nn.Module:
     """The module that `package.module:callable` returns, imported as from the working directory.
 
     Raises:
-        UsageError: no such module or callable, or it returns something else.
+        UsageError: no such module or callable, one that needs arguments, or that returns something else.
+        InvalidInput: the user's own code raises; the message says what and where.
 
     """
     name, _, attribute = reference.partition(":")
@@ -86,47 +128,128 @@ def load_port(reference: str) -> nn.Module:
     here = os.getcwd()  # noqa: PTH109 (what Python itself puts on its path)
     sys.path.insert(0, here)
     try:
-        build: Callable[[], Any] = getattr(importlib.import_module(name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(
-            f"cannot import {reference}: {error}", "It is looked for from the working directory."
-        ) from error
+        with blaming(f"{name} raised", "while it was imported"):
+            build = getattr(_imported(name), attribute, None)
     finally:
         sys.path.remove(here)
-    port = build()
+    if build is None:
+        raise UsageError(f"cannot import {reference}: {name} has no {attribute}")
+    with blaming(f"{reference} raised", "when it was called"):
+        port = build if isinstance(build, nn.Module) else _called(reference, build)
     if not isinstance(port, nn.Module):
         raise UsageError(f"{reference} returned a {type(port).__name__}, not a torch module")
     return port.eval()
 
 
-def verify_port(model: str | Path, against: str, *, offline: bool = False) -> PortVerification:
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UsageError(f"cannot import {name}: {error}", "It is looked for from the working directory.") from error
+
+
+def _called(reference: str, build: Any) -> Any:
+    """What the callable returns. Raises UsageError where it is none that can be called without arguments."""
+    if not callable(build):
+        raise UsageError(
+            f"{reference} is a {type(build).__name__}, not a callable",
+            "Name a function that returns your torch module.",
+        )
+    try:
+        inspect.signature(build).bind()
+    except TypeError as error:
+        raise UsageError(
+            f"{reference} cannot be called without arguments: {error}",
+            "Name a function that returns your torch module.",
+        ) from error
+    except ValueError:  # a builtin that does not say what it takes: calling it tells
+        pass
+    return build()
+
+
+@contextmanager
+def blaming(who: str, when: str) -> Iterator[None]:
+    """While open, whatever the user's own code raises is told as theirs, with the line of theirs that raised it.
+
+    Raises:
+        InvalidInput: it did.
+
+    """
+    try:
+        yield
+    except (GptkitError, MemoryError):
+        raise
+    except (Exception, SystemExit) as error:
+        first = next(iter(str(error).splitlines()), "")
+        told = f"{type(error).__name__}: {first}" if first else type(error).__name__
+        raise InvalidInput(
+            f"{who} {told:.300}, {when}{_line_of(error)}", "GPTKIT_DEBUG=1 shows the whole traceback."
+        ) from error
+
+
+def _line_of(error: BaseException) -> str:
+    """The innermost line of the user's own code in a traceback, as ", in FILE:LINE"; of a syntax error the line that
+    is wrong.
+    """
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f", in {_shown(error.filename)}:{error.lineno}"
+    ours, stdlib = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        installed = "site-packages" in frame.filename or frame.filename.startswith((ours, stdlib, "<"))
+        if not installed:
+            return f", in {_shown(frame.filename)}:{frame.lineno}"
+    return ""
+
+
+def _shown(file: str) -> str:
+    """A path as from the working directory, where it lies in it."""
+    path = Path(file)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def verify_port(
+    model: str | Path,
+    against: str,
+    *,
+    long: bool = False,
+    offline: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> PortVerification:
     """Hold a port against transformers, in fp32 and in fp64.
 
     Args:
         model: the checkpoint that the port implements.
         against: `package.module:callable`, which returns the port with its weights.
+        long: also probe past windows and contexts of more than 1,024 tokens.
         offline: use local files and the hub's cache only.
+        progress: told what is being done.
 
     Raises:
-        InvalidInput, Offline: as `open_checkpoint`; logits of another shape.
+        InvalidInput, Offline: as `open_checkpoint`; the port raises, or gives something else than logits.
         UsageError: the port cannot be imported.
         CannotExpress: no transformers class computes the checkpoint.
 
     """
+    say = progress or (lambda _: None)
     source = open_checkpoint(model, offline=offline)
-    architecture = source.architecture
+    architecture, spec = source.architecture, source.spec
     if architecture is None:
         raise CannotExpress("this tree never had a transformers class to compare with")
-    port = load_port(against).float()
-    path = architecture.reference(source.spec)[0]
-    takes_mask = "attention_mask" in inspect.signature(port.forward).parameters
-    batches = [batch for batch in probe(source.spec) if takes_mask or batch.attention_mask is None]
+    say("a port of your own")
+    port = load_port(against)
+    with blaming("your module raised", "when it was put into float32 and float64"):
+        port = port.float()
+        ours64 = copy.deepcopy(port).double()
+        takes_mask = "attention_mask" in inspect.signature(port.forward).parameters
+    path = architecture.reference(spec)[0]
+    every = probe(spec, long=long)
+    batches = [batch for batch in every if takes_mask or batch.attention_mask is None]
+    left_out = tuple(batch.name for batch in every if not takes_mask and batch.attention_mask is not None)
+    candidate, candidate64 = ([_logits(m, b, takes_mask) for b in batches] for m in (port, ours64))
     with reference_folder(source) as folder:
         narrow, wide = (load_reference(folder, dtype, path) for dtype in (torch.float32, torch.float64))
-        ours64 = copy.deepcopy(port).double()
         reference = [b.valid(reference_logits(narrow, b.input_ids, b.attention_mask)) for b in batches]
         exact = [b.valid(reference_logits(wide, b.input_ids, b.attention_mask)) for b in batches]
-        candidate, candidate64 = ([_logits(m, b, takes_mask) for b in batches] for m in (port, ours64))
         for batch, theirs, ours in zip(batches, reference, candidate, strict=True):
             if theirs.shape != ours.shape:
                 shapes = f"{tuple(ours.shape)}, transformers {tuple(theirs.shape)}"
@@ -134,27 +257,68 @@ def verify_port(model: str | Path, against: str, *, offline: bool = False) -> Po
         found = tuple(compare(b.name, r, c) for b, r, c in zip(batches, reference, candidate, strict=True))
         matches: tuple[Match, ...] = ()
         functions = largest_gap(exact, candidate64)
-        allowed = largest_gap(reference, exact) + largest_gap(candidate, candidate64)
-        if not functions <= allowed:
+        allowed = 2 * largest_gap(reference, exact)
+        rounding = mean_gap(reference, exact), mean_gap(candidate, candidate64)
+        differs = not functions <= allowed
+        if differs:
+            say("where they part")
             bare = [batch for batch in batches if batch.attention_mask is None]
             batch = max(bare, key=lambda each: each.input_ids.numel())
-            matches = tuple(_matches(taps(architecture, source.spec), batch, (wide, narrow), (ours64, port)))
-    return PortVerification(str(model), against, found, functions, allowed, matches)
+            watched = taps(architecture, spec)
+            outputs = [_outputs(model, batch, takes_mask) for model in (ours64, port)]
+            matches = tuple(_matches(watched, batch, (wide, narrow), outputs))
+    causes: tuple[Made, ...] = ()
+    if differs:
+        del narrow, wide
+        say("mistakes that explain it")
+        part = next((match.place for match in matches if match.place.parts), None)
+        place = None
+        if part is not None:
+            tap = next(each for each in watched if each.name == part.name)
+            place = _Place(tap, part, batch, outputs[0])
+        causes = tuple(_causes(spec, wide_weights(source), batches, exact, candidate64, allowed, place))
+    notes = tuple(_notes(spec, left_out, long))
+    return PortVerification(str(model), against, found, functions, allowed, rounding, matches, causes, left_out, notes)
+
+
+def _notes(spec: ModelSpec, left_out: Sequence[str], long: bool) -> Iterator[str]:
+    """What the port was not given, and why."""
+    if left_out:
+        yield f"not probed: {', '.join(left_out)}, since forward takes no attention_mask"
+    for limit in limits(spec):
+        if not passed(limit, longest(spec), long):
+            yield f"not probed past the {limit}: --long does"
 
 
 def _logits(model: nn.Module, batch: Batch, takes_mask: bool) -> Tensor:
     """The logits of real tokens, (N, V), from whatever the port returns."""
-    with torch.inference_mode():
+    dtype = next((each.dtype for each in model.parameters()), torch.float32)
+    where = f"on the probe {batch.name!r} in {str(dtype).removeprefix('torch.')}"
+    with torch.inference_mode(), blaming("your module raised", where):
         out = model(batch.input_ids, attention_mask=batch.attention_mask) if takes_mask else model(batch.input_ids)
     out = getattr(out, "logits", out)
-    out = out[0] if isinstance(out, tuple) else out
-    if not isinstance(out, Tensor) or out.ndim != 3:
-        raise InvalidInput(f"the port gives no logits (B, T, V) but {type(out).__name__}")
+    out = out[0] if isinstance(out, tuple) and out else out
+    given = tuple(batch.input_ids.shape)
+    if not isinstance(out, Tensor):
+        raise InvalidInput(f"the port gives no logits (B, T, V) but {type(out).__name__}, {where}")
+    if out.ndim != 3 or tuple(out.shape[:2]) != given or not out.is_floating_point():
+        told = f"{str(out.dtype).removeprefix('torch.')} {tuple(out.shape)}"
+        raise InvalidInput(
+            f"the port gives no logits (B, T, V) but {told} for token ids {given}, {where}",
+            "verify compares every position: not the last one alone, and batch first.",
+        )
     return batch.valid(out)
 
 
+def _outputs(model: nn.Module, batch: Batch, takes_mask: bool) -> dict[str, Tensor]:
+    """What every module of the port gives and is given first, (N, features) in fp64 by name and side."""
+    with _watching_all(model) as values:
+        _logits(model, batch, takes_mask)
+    return {name: _flat(value, batch) for name, value in values.items()}
+
+
 def _matches(
-    watched: Sequence[Tap], batch: Batch, reference: tuple[Any, Any], port: tuple[nn.Module, nn.Module]
+    watched: Sequence[Tap], batch: Batch, reference: tuple[Any, Any], outputs: Sequence[Mapping[str, Tensor]]
 ) -> list[Match]:
     """For each component of the reference the module of the port with the nearest output; both in fp64 and in fp32."""
     seen: list[dict[int, Tensor]] = []
@@ -167,30 +331,31 @@ def _matches(
         with torch.inference_mode(), watching(model, watched, False, see):
             reference_logits(model, batch.input_ids, batch.attention_mask)
         seen.append(found)
-    outputs: list[dict[str, Tensor]] = []
-    for model in port:
-        with torch.inference_mode(), _watching_all(model) as values:
-            model(batch.input_ids)
-        outputs.append({name: _flat(value, batch) for name, value in values.items()})
     matches = []
     for index, tap in enumerate(watched):
         if index not in seen[0]:
             continue
         exact, rounded = (valid_rows(each[index], batch) for each in seen)
-        near = [
-            (relative_gap(exact, value[:, columns]), name, columns)
-            for name, value in outputs[0].items()
-            if (columns := _columns(value, exact)) is not None
-        ]
+        near = _near(exact, outputs[0])
         noise = relative_gap(exact, rounded)
         if not near:
             matches.append(Match(Part(tap.name, tap.label, tap.layer, float("inf"), noise), None))
             continue
         best, name, columns = min(near, key=lambda each: each[0])
         if name in outputs[1]:
-            noise += relative_gap(outputs[0][name][:, columns], outputs[1][name][:, columns])
+            own = relative_gap(outputs[0][name][:, columns], outputs[1][name][:, columns])
+            noise += min(own, IMPRECISE * max(noise, torch.finfo(torch.float32).eps))  # nobody widens his own bound
         matches.append(Match(Part(tap.name, tap.label, tap.layer, best, noise), name))
     return _without_fused(matches)
+
+
+def _near(wanted: Tensor, outputs: Mapping[str, Tensor]) -> list[tuple[float, str, slice]]:
+    """How far each output of the port is from what is wanted, (relative difference, module and side, columns)."""
+    return [
+        (relative_gap(wanted, value[:, columns]), name, columns)
+        for name, value in outputs.items()
+        if (columns := _columns(value, wanted)) is not None
+    ]
 
 
 def _columns(value: Tensor, wanted: Tensor) -> slice | None:
@@ -220,6 +385,72 @@ def _follows(match: Match, other: Match) -> bool:
     return other.place.layer is None or match.place.layer is None or other.place.layer >= match.place.layer
 
 
+# --- the cause -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the port leaves the reference: what gptkit computes there is seen by `tap` on `batch`, and what the port's
+    modules gave on it is in `outputs`, in fp64.
+    """
+
+    tap: Tap
+    part: Part
+    batch: Batch
+    outputs: Mapping[str, Tensor]
+
+    def explained(self, spec: ModelSpec, weights: Weights) -> bool:
+        """Whether some module of the port computes what this tree does at the place."""
+        model, seen = filled(spec, weights), dict[int, Tensor]()
+        with (
+            torch.inference_mode(),
+            watching(model, [self.tap], True, lambda i, value: seen.update({i: value.clone()})),
+        ):
+            model(self.batch.input_ids)
+        if 0 not in seen:
+            return False
+        near = _near(valid_rows(seen[0], self.batch), self.outputs)
+        gap = min((each[0] for each in near), default=float("inf"))
+        return not Part(self.part.name, self.part.label, self.part.layer, gap, self.part.noise).parts
+
+
+def _causes(
+    spec: ModelSpec,
+    weights: Weights,
+    batches: Sequence[Batch],
+    exact: Sequence[Tensor],
+    port: Sequence[Tensor],
+    allowed: float,
+    place: _Place | None,
+) -> Iterator[Made]:
+    """The mistake that makes gptkit's tree of the reference compute what the port does; where no single one does, those
+    that explain the place.
+
+    Args:
+        spec: the reference's tree.
+        weights: its parameters in fp64.
+        batches: the probe.
+        exact: the reference's logits in fp64, (N, V) a batch.
+        port: the port's.
+        allowed: the difference of logits that rounding explains.
+        place: where they part, where that was found.
+
+    """
+    differ = [not largest_gap([a], [b]) <= allowed for a, b in zip(exact, port, strict=True)]
+    # First the shortest of those that differ: most mistakes are not the port's, and show it there.
+    order = sorted(range(len(batches)), key=lambda i: (not differ[i], batches[i].input_ids.numel()))
+    inputs, wanted = [batches[i] for i in order], [port[i] for i in order]
+    at_place = []
+    for mistake, (tree, changed) in of_ports(spec, weights):
+        gap = tree_gap(tree, changed, inputs, wanted, enough=allowed)
+        if gap <= allowed:
+            yield Made(mistake, True, gap)
+            return
+        if place is not None and len(at_place) < SHOWN and place.explained(tree, changed):
+            at_place.append(Made(mistake, False, tree_gap(tree, changed, inputs, wanted, enough=float("inf"))))
+    yield from sorted(at_place, key=lambda made: made.left)
+
+
 @contextmanager
 def _watching_all(model: nn.Module) -> Any:
     """While open, a forward pass leaves every module's output and first input, by name and side."""
@@ -229,7 +460,7 @@ def _watching_all(model: nn.Module) -> Any:
         def hook(_: nn.Module, inputs: Any, output: Any) -> None:
             for side, value in (("", output), (" (input)", inputs[0] if inputs else None)):
                 value = value[0] if isinstance(value, tuple) and value else value
-                if isinstance(value, Tensor) and value.is_floating_point():
+                if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
                     seen[name + side] = value.detach().clone()
 
         return hook

@@ -343,7 +343,7 @@ def _repairs(source: Checkpoint, target: Checkpoint) -> Iterator[Repair]:
     """Everything to try, whether or not it changes anything."""
     spec, own = source.spec, target.spec
     for mutation in MUTATIONS:
-        if mutation.name != "tied head ignored":  # a head at random puts nothing right
+        if mutation.name != "tied head ignored" and not mutation.in_code:  # a head at random puts nothing right
             yield Repair(mutation.repair, mutation.mend)
     if spec.head.tied and not own.head.tied and not own.head.bias:
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from ..modules import Decoder
 from ..spec import ModelSpec
 from .compare import largest_gap
-from .mutations import Weights, applicable
+from .mutations import Weights, applicable, make_in_code
 from .probe import Batch
 
-__all__ = ["Score", "random_parameter", "run_tree", "score", "tree_gap"]
+__all__ = ["Score", "filled", "random_parameter", "run_tree", "score", "tree_gap"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def random_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> T
 
 def run_tree(spec: ModelSpec, weights: Weights, batches: Sequence[Batch]) -> list[Tensor]:
     """The logits of real tokens, (N, V) a batch, of a tree with these weights."""
-    model = _filled(spec, weights)
+    model = filled(spec, weights)
     with torch.inference_mode():
         return [batch.valid(model(batch.input_ids, batch.attention_mask)) for batch in batches]
 
@@ -98,7 +98,7 @@ def tree_gap(
     """How far a tree's logits are from those expected: the largest difference, NaN where there is one, of the batches
     up to the first that is further off than `enough`. Most mistakes show on a few tokens, and cost no more.
     """
-    model, gap = _filled(spec, weights), 0.0
+    model, gap = filled(spec, weights), 0.0
     with torch.inference_mode():
         for batch, logits in zip(batches, expected, strict=True):
             here = largest_gap([logits], [batch.valid(model(batch.input_ids, batch.attention_mask))])
@@ -108,8 +108,10 @@ def tree_gap(
     return gap
 
 
-def _filled(spec: ModelSpec, weights: Weights) -> Decoder:
+def filled(spec: ModelSpec, weights: Weights) -> Decoder:
+    """A tree as a module in eval mode, with the mistakes of code made in it that it names."""
     with torch.device("meta"):
         model = Decoder(spec)
     model.load_state_dict(dict(weights), assign=True)
+    make_in_code(model)
     return model.eval()

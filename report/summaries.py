@@ -30,6 +30,7 @@ __all__ = [
     "human_bytes",
     "load_json",
     "load_summary",
+    "port_causes",
     "port_report",
     "source_lines",
     "swap_lines",
@@ -235,17 +236,37 @@ def port_report(result: PortVerification) -> RenderableType:
         f"          in float64 they differ by {number(result.functions)}; rounding explains up to"
         f" {number(result.allowed)}",
     ]
+    if result.imprecise:
+        theirs, ours = result.rounding
+        lines.append(f"          float32 rounds worse: mean error {number(ours)}, transformers' own {number(theirs)}")
     if result.first is not None:
         near = result.first.module or "no module has an output of its size"
         lines.append(f"place     {result.first.place.name}")
         lines.append("          the first component that no module of yours computes")
         lines.append(f"          nearest: {near}, off by {number(result.first.place.relative)}")
+    for made in port_causes(result):
+        told = wrap(made, indent=10, width=80)
+        lines += [f"cause     {told[0].strip()}", *told[1:]]
+    lines += [f"note: {note}" for note in result.notes]
     table = plain_table(("component", "left"), ("relative Δ", "right"), ("your module", "left"))
     start = max(next((i for i, m in enumerate(result.matches) if m.place.parts), 0) - 4, 0)
     for match in result.matches[start : start + 9]:
         table.add_row(match.place.name, number(match.place.relative), Text(match.module or "-"))
     tail: list[RenderableType] = [Text(), table] if result.matches else []
     return Group(prompt_table(result.prompts), Text(), *(Text(line) for line in lines), *tail)
+
+
+def port_causes(result: PortVerification) -> list[str]:
+    """The mistakes that explain what a port computes, in words."""
+    if result.functions <= result.allowed:
+        return []
+    told = [
+        f"{made.mistake}: the reference with this mistake computes what yours does"
+        if made.explains
+        else f"{made.mistake}: it explains this place, and logits still differ by {number(made.left)}: more is wrong"
+        for made in result.causes
+    ]
+    return told or ["not found among the mistakes tried"]
 
 
 def divergence_table(divergence: Divergence) -> Table:

@@ -13,7 +13,7 @@ from .. import __version__
 from .damage import damage_sections
 from .heatmap import Cell, heatmap
 from .pages import Code, Figure, Lines, Page, Section, Table, counted, listing
-from .summaries import number, some
+from .summaries import number, port_causes, some
 
 if TYPE_CHECKING:
     from ..parity.bisect import Divergence, Part
@@ -99,6 +99,16 @@ def port_page(result: PortVerification) -> Page:
                 marked=None if first is None else cells[result.matches.index(first)],
             ),
         )
+    causes = port_causes(result)
+    if causes:
+        blocks = (
+            Lines(("Causes, found by making mistakes in the reference:",)),
+            Lines(tuple(causes), listed=True),
+            *blocks,
+        )
+    notes = (
+        (Section("Notes", (Lines(tuple(f"{note}." for note in result.notes), listed=True),)),) if result.notes else ()
+    )
     return Page(
         title=result.against,
         subtitle=f"a port, verified against {result.model} in transformers",
@@ -108,11 +118,13 @@ def port_page(result: PortVerification) -> Page:
             ("largest difference of logits", number(_worst(result.prompts))),
             ("between the functions, in float64", number(result.functions)),
             ("rounding explains up to", number(result.allowed)),
+            ("mean error in float32: transformers, the port", " and ".join(map(number, result.rounding))),
             *_versions(),
         ),
         sections=(
             Section("By component and layer", blocks),
             _probe(result.prompts),
+            *notes,
             Section("Repeat it", (Code(shlex.join(["gptkit", "verify", result.model, "--against", result.against])),)),
         ),
         footer=f"Made by gptkit {__version__}. This page asks no server for anything.",

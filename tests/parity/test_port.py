@@ -1,5 +1,7 @@
 """Somebody's own port, with its own names and its own mistakes, held against transformers."""
 
+import json
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -50,15 +52,15 @@ class Layer(nn.Module):
         angle = torch.arange(T, dtype=x.dtype)[:, None] * freq
         a, b = {pairs}
         turned = torch.stack if {interleaved} else torch.cat
-        out = turned((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), dim=-1)
+        out = turned(({first}, {second}), dim=-1)
         return out.flatten(-2) if {interleaved} else out
 
     def forward(self, x):
         B, T, _ = x.shape
         q, k, v = self.wqkv(self.n1(x)).split([H * HD, KV * HD, KV * HD], dim=-1)
         q, k, v = (t.view(B, T, -1, HD).transpose(1, 2) for t in (q, k, v))
-        q, k = self.rope(q), self.rope(k)
-        k, v = (t.repeat_interleave(H // KV, dim=1) for t in (k, v))
+        q, k = {roped}
+        k, v = ({spread} for t in (k, v))
         s = q @ k.transpose(-1, -2) / math.sqrt(HD)
         s = s.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
         x = x + self.wo((s.softmax(-1) @ v).transpose(1, 2).reshape(B, T, -1))
@@ -114,6 +116,7 @@ def other_vocabulary():
 '''
 
 SAMPLE = Path(__file__).parents[2] / "samples" / "llama"
+COS_SIN = "a * angle.cos() - b * angle.sin()", "b * angle.cos() + a * angle.sin()"
 RIGHT = {
     "folder": str(SAMPLE),
     "eps": "C['rms_norm_eps']",
@@ -123,14 +126,38 @@ RIGHT = {
     "activation": "silu",
     "gate": "gate",
     "up": "up",
+    "first": COS_SIN[0],
+    "second": COS_SIN[1],
+    "roped": "self.rope(q), self.rope(k)",
+    "spread": "t.repeat_interleave(H // KV, dim=1)",
 }
 WRONG = {
-    "eps": ({"eps": "C['rms_norm_eps'] * 10"}, "attention norm"),
-    "rope": ({"pairs": "x[..., 0::2], x[..., 1::2]", "interleaved": "True"}, "attention mix"),
-    "base": ({"base": "500000.0"}, "attention mix"),
-    "activation": ({"activation": "gelu"}, "feed-forward activation"),
-    "gate": ({"gate": "up", "up": "gate"}, "feed-forward activation"),
+    "eps": ({"eps": "C['rms_norm_eps'] * 10"}, "attention norm", "norms with an eps of 1e-05"),
+    "rope": (
+        {"pairs": "x[..., 0::2], x[..., 1::2]", "interleaved": "True"},
+        "attention mix",
+        "RoPE in the other pairs (neighbours or halves)",
+    ),
+    "base": ({"base": "500000.0"}, "attention mix", "a RoPE base of 500,000"),
+    "odd base": (
+        {"base": "(C['rope_parameters']['rope_theta'] / 10)"},
+        "attention mix",
+        "wrong rope base, the other way round",
+    ),
+    "queries": ({"roped": "self.rope(q), k"}, "attention mix", "RoPE on queries alone"),
+    "keys": ({"roped": "q, self.rope(k)"}, "attention mix", "RoPE on keys alone"),
+    "none": ({"roped": "q, k"}, "attention mix", "no RoPE"),
+    "sign": (
+        {"first": COS_SIN[0].replace("-", "+"), "second": COS_SIN[1].replace("+", "-")},
+        "attention mix",
+        "RoPE turned the other way",
+    ),
+    "minus": ({"first": COS_SIN[0].replace("-", "+")}, "attention mix", "RoPE adds where it should subtract"),
+    "tiled": ({"spread": "t.repeat(1, H // KV, 1, 1)"}, "attention mix", "key-value heads tiled, not repeated"),
+    "activation": ({"activation": "gelu"}, "feed-forward activation", "the activation gelu"),
+    "gate": ({"gate": "up", "up": "gate"}, "feed-forward activation", "gate and up swapped"),
 }
+"""A port's mistake: what is written otherwise, where it shows, and what is told as the cause."""
 
 
 @pytest.fixture
@@ -156,12 +183,64 @@ def test_a_right_port_is_the_same(port):
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_port_is_told_where(port, mistake):
-    changes, place = WRONG[mistake]
-    result = verify_port("sample:llama", port(f"port_with_wrong_{mistake}", **changes))
+    changes, place, cause = WRONG[mistake]
+    result = verify_port("sample:llama", port(f"port_with_wrong_{mistake.replace(' ', '_')}", **changes))
     assert result.verdict == "different"
     assert result.first is not None
     assert result.first.place.layer == 0
     assert result.first.place.label.startswith(place)
+    assert [(made.mistake, made.explains) for made in result.causes] == [(cause, True)]
+    assert result.causes[0].left <= result.allowed
+
+
+def test_of_two_mistakes_the_first_is_told_by_what_it_computes_there(port):
+    changes = WRONG["queries"][0] | WRONG["activation"][0]
+    result = verify_port("sample:llama", port("port_with_two", **changes))
+    told = {made.mistake: made for made in result.causes}
+    assert set(told) == {"RoPE on queries alone"}
+    assert not told["RoPE on queries alone"].explains
+    assert result.allowed < told["RoPE on queries alone"].left < result.functions * 2
+
+
+def test_a_mistake_that_nobody_thought_of_has_no_cause(port):
+    result = verify_port("sample:llama", port("odd_mistake", activation="mish"))
+    assert result.verdict == "different"
+    assert result.causes == ()
+    assert (
+        "not found among the mistakes tried"
+        in CliRunner().invoke(app, ["verify", "sample:llama", "--against", "odd_mistake:build"]).stdout
+    )
+
+
+def test_a_port_cannot_widen_its_own_bound(port):
+    """Its angles are so large that its own fp32 is far from its fp64; another one rounds to bf16 inside."""
+    result = verify_port("sample:llama", port("loud_port", base="1000 / 10000"))
+    assert result.verdict == "different"
+    assert result.allowed < 1e-3
+    assert result.first is not None
+    assert result.first.place.name.startswith("layer 0 attention mix")
+    coarse = "(t if t.dtype == torch.float64 else t.bfloat16().float() for t in (self.rope(q), self.rope(k)))"
+    result = verify_port("sample:llama", port("rough_port", roped=coarse))
+    assert result.functions <= result.allowed
+    assert result.imprecise
+    assert result.verdict == "different"
+    run = CliRunner().invoke(app, ["verify", "sample:llama", "--against", "rough_port:build"])
+    assert run.exit_code == 3
+    assert "float32 rounds worse" in run.stdout
+
+
+def test_what_the_port_was_not_given_is_told(port):
+    """Its forward takes no mask, so that padding was never tried."""
+    reference = port("unmasked_port")
+    result = verify_port("sample:llama", reference)
+    assert result.left_out == ("left padding", "right padding")
+    assert {prompt.name for prompt in result.prompts}.isdisjoint(result.left_out)
+    run = CliRunner().invoke(app, ["verify", "sample:llama", "--against", reference])
+    assert "not probed: left padding, right padding, since forward takes no attention_mask" in " ".join(
+        run.stdout.split()
+    )
+    run = CliRunner().invoke(app, ["verify", "sample:llama", "--against", reference, "--json"])
+    assert json.loads(run.stdout)["left_out"] == ["left padding", "right padding"]
 
 
 def test_the_command(port):
@@ -175,8 +254,81 @@ def test_the_command(port):
 
 def test_what_is_no_port_is_refused(port):
     port("odd_port")
-    for reference in ("odd_port", "odd_port:", ":build", "no_such_module:build", "odd_port:nobody", "odd_port:nothing"):
+    wrong = ["odd_port", "odd_port:", ":build", "no_such_module:build", "odd_port:nobody", "odd_port:nothing"]
+    for reference in [*wrong, "os:system", "os:sep", "math:pi"]:
         with pytest.raises(UsageError):
             load_port(reference)
     with pytest.raises(InvalidInput, match="logits"):
         verify_port("sample:llama", "odd_port:other_vocabulary")
+
+
+BROKEN = """
+import torch
+from torch import nn
+
+{at_import}
+
+class Port(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Linear(4, 4)
+
+    def forward(self, ids):
+        {body}
+
+def build():
+    {at_build}
+    return Port()
+"""
+BREAKS = {
+    "at import": ({"at_import": "1 / 0"}, r"raised ZeroDivisionError: .*while it was imported, in {name}\.py:5"),
+    "in its syntax": ({"at_import": "def ("}, r"raised SyntaxError: .*while it was imported, in {name}\.py:5"),
+    "by leaving": (
+        {"at_import": "raise SystemExit(0)"},
+        r"raised SystemExit: 0, while it was imported, in {name}\.py:5",
+    ),
+    "when built": (
+        {"at_build": "{{}}['no.weight']"},
+        r"raised KeyError: 'no.weight', when it was called, in {name}\.py:16",
+    ),
+    "in a pass": (
+        {"body": "return self.table(ids.float())"},
+        r"your module raised RuntimeError: .*shapes.*, on the probe 'one token' in float32, in {name}\.py:13",
+    ),
+    "in float64": (
+        {"body": "return self.table(torch.ones(*ids.shape, 4, dtype=torch.float32))"},
+        r"your module raised RuntimeError: .*, on the probe 'one token' in float64, in {name}\.py:13",
+    ),
+    "with a dictionary": ({"body": "return {{'logits': ids}}"}, r"gives no logits \(B, T, V\) but dict"),
+    "with the last logits": (
+        {"body": "return torch.zeros(len(ids), 1, 512)"},
+        r"gives no logits \(B, T, V\) but float32 \(1, 1, 512\) for token ids \(1, 64\)",
+    ),
+    "with integers": ({"body": "return ids[..., None]"}, r"gives no logits \(B, T, V\) but int64 \(1, 1, 1\)"),
+    "with nothing": ({"body": "return ()"}, r"gives no logits \(B, T, V\) but tuple"),
+}
+
+
+@pytest.mark.parametrize("how", BREAKS)
+def test_a_port_that_breaks_is_told_with_its_own_line(how, tmp_path, monkeypatch):
+    """As the user's and not as a bug of gptkit's: what was raised, on which input, where; and no traceback."""
+    changes, told = BREAKS[how]
+    name = f"breaks_{how.replace(' ', '_')}"
+    plain = {"at_import": "", "body": "return ids", "at_build": ""}
+    (tmp_path / f"{name}.py").write_text(
+        BROKEN.format(**{**plain, **{key: text.format() for key, text in changes.items()}})
+    )
+    monkeypatch.chdir(tmp_path)
+    run = CliRunner().invoke(app, ["verify", "sample:llama", "--against", f"{name}:build"])
+    assert run.exit_code == 4, run.output
+    assert re.search(told.format(name=name), " ".join(run.stderr.split())), run.stderr
+    assert "bug in gptkit" not in run.stderr
+    assert "Traceback" not in run.stderr
+    assert len(run.stderr.splitlines()) <= 2
+
+
+def test_os_system_is_no_port(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = CliRunner().invoke(app, ["verify", "sample:llama", "--against", "os:system"])
+    assert run.exit_code == 2
+    assert "os:system cannot be called without arguments" in run.stderr
