@@ -391,7 +391,7 @@ class MixtureOfExperts(Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
-            raise ConfigError(f"{self.top_k} experts a token of {self.experts}")
+            raise ConfigError(f"{self.top_k} experts per token of {self.experts}")
         if self.expert.hidden_size != self.hidden_size:
             raise ConfigError(f"experts are {self.expert.hidden_size} wide, their router {self.hidden_size}")
 

@@ -174,7 +174,7 @@ def way(node: Attention | LatentAttention, kernel: Kernel = "sdpa") -> Literal["
 
 def _attention(node: Attention, run: Pass) -> Counter[str]:
     found: Counter[str] = Counter()
-    views = 0  # numbers a token that are kept of the projections' own results
+    views = 0  # numbers per token that are kept of the projections' own results
     for norm, heads in ((node.q_norm, node.heads), (node.k_norm, node.kv_heads)):
         if norm is not None:
             found["norms"] += _norm(norm, run.rows * heads, run)

@@ -82,7 +82,7 @@ class Comparison:
         """Each cost by its name, a figure a model, None where its table of positions is shorter than the context.
 
         parameters: all of them; active: those that a token meets, where that is not all of them in every model;
-        weights: bytes; KV a token: bytes that a token leaves in the cache; KV at the context: bytes, which windows make
+        weights: bytes; KV per token: bytes that one leaves in the cache; KV at the context: bytes, which windows make
         fewer; FLOPs: of the forward pass, a token that sees the context.
         """
         size = itemsize(self.cached)
@@ -90,10 +90,10 @@ class Comparison:
         if any(model.costs.active != model.costs.parameters for model in self.models):
             found["active"] = tuple(model.costs.active for model in self.models)
         found["weights"] = tuple(weight_bytes(model.costs.parameters, self.dtype) for model in self.models)
-        found["KV a token"] = tuple(model.costs.cache_bytes(size) for model in self.models)
+        found["KV per token"] = tuple(model.costs.cache_bytes(size) for model in self.models)
         held = (model.costs.held_bytes(size) if model.sees else None for model in self.models)
         found[f"KV at {self.context:,}"] = tuple(held)
-        found["FLOPs a token"] = tuple(model.costs.total_flops if model.sees else None for model in self.models)
+        found["FLOPs per token"] = tuple(model.costs.total_flops if model.sees else None for model in self.models)
         return found
 
     def as_json(self) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class Costs:
         return self.active - self.embedding
 
     def cache_bytes(self, itemsize: int = 2) -> int:
-        """Bytes that a token leaves in the cache, stored in so many bytes a number (2: bf16, fp16)."""
+        """Bytes that a token leaves in the cache, stored in so many bytes per number (2: bf16, fp16)."""
         return self.cached * itemsize
 
     def held_bytes(self, itemsize: int = 2) -> int:

@@ -113,15 +113,15 @@ def _gated(goal: str, design: Design, with_gate: Costs, usual: Costs) -> Finding
     if design.feed_forward != "gelu":
         name = "SwiGLU" if design.feed_forward == "swiglu" else "GEGLU"
         told = "its gain is free" if same else "rounding up its width is not free at this size"
-        return Finding("feed-forward", f"{name}, 8/3 as wide as the stream, {words}: {told}.", figures)
+        return Finding("feed-forward", f"{name}, 8/3 as wide as the residual stream, {words}: {told}.", figures)
     if same and goal in ("speed", "balance"):
         told = (
             "The usual advice is GELU without a gate; the costs say that it is simpler, not cheaper: SwiGLU, 8/3 as"
-            f" wide as the stream, {words} where it is taken instead."
+            f" wide as the residual stream, {words} where it is taken instead."
         )
         return Finding("feed-forward", told, figures, against=True)
     told = "the plain one is simpler, not cheaper" if same else "the plain one is cheaper at this size"
-    told = f"SwiGLU, 8/3 as wide as the stream, {words} where it is taken instead: {told}."
+    told = f"SwiGLU, 8/3 as wide as the residual stream, {words} where it is taken instead: {told}."
     return Finding("feed-forward", told, figures)
 
 
@@ -175,7 +175,7 @@ def _whole(found: Costs, usual: Costs, context: int) -> Iterator[Finding]:
         else "so many more weights are multiplied, not looked up"
     )
     words = (
-        f"Products with weights take {_signed(weights)} FLOPs a token against GPT-2's way: {why}."
+        f"Products with weights take {_signed(weights)} FLOPs per token against GPT-2's way: {why}."
         f" Scores are {_share(share)} of all FLOPs at {context:,} tokens; only a window stops them growing."
     )
     yield Finding("FLOPs", words, {"weights": weights, "scores": share})

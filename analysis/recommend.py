@@ -113,7 +113,7 @@ _WHY: Mapping[tuple[str, Any], tuple[str, str | None]] = {
     ("positions", "alibi"): ("a bias by distance: no table, reads further than it was trained", "alibi"),
     ("norm", "layernorm"): ("mean and variance; the norm that most code has", "layernorm"),
     ("norm", "rmsnorm"): ("no mean to take off, and as good: 7 to 64% less time in its paper", "rmsnorm"),
-    ("feed_forward", "gelu"): ("two matrices, four times as wide as the stream", "gelu"),
+    ("feed_forward", "gelu"): ("two matrices, four times as wide as the residual stream", "gelu"),
     ("feed_forward", "swiglu"): ("a gate on each unit: better at the same size", "glu"),
     ("feed_forward", "geglu"): ("a GELU as the gate of each unit: better at the same size", "glu"),
     ("attention", "mha"): ("keys and values of its own for each head", "transformer"),
@@ -132,7 +132,7 @@ _WHY: Mapping[tuple[str, Any], tuple[str, str | None]] = {
 
 @dataclass(frozen=True)
 class Delta:
-    """What an exchange in the baseline changes: parameters, bytes of the cache at the context (bf16), FLOPs a token."""
+    """What an exchange in the baseline changes: parameters, bytes of cache at the context (bf16), FLOPs per token."""
 
     parameters: int
     cache: int
@@ -432,7 +432,7 @@ def _notes(design: Design, shape: Shape, family: str | None, spec: ModelSpec, fo
     flops = f"{6.0 * found.parameters * tokens:.1e}".replace("e+", "e")
     notes.append(
         f"Trained on {_billions(tokens)} billion tokens, {TOKENS_EACH} a parameter ({PAPERS['chinchilla']}), it takes"
-        f" {flops} FLOPs, 6 a parameter and token."
+        f" {flops} FLOPs, 6 per parameter and token."
     )
     if design.positions == "alibi":
         notes.append("Its ALiBi is Falcon's, multiplied by the scale of the scores, which the paper's is not.")
@@ -463,7 +463,7 @@ def _only_here(design: Design, near: Step | None, spec: ModelSpec, found: Costs)
     kept = "the same cache" if cache == 0 else f"{cache / found.held_bytes():+.1%} of cache"
     return (
         f"{told} One component away {ARCHITECTURES[near.family].hf_class} holds it: {' for '.join(names)}, at"
-        f" {more:+,} parameters ({more / found.parameters:+.1%}), {flops:+.1%} FLOPs a token and {kept}. --loadable"
+        f" {more:+,} parameters ({more / found.parameters:+.1%}), {flops:+.1%} FLOPs per token and {kept}. --loadable"
         " takes it, at the size that was asked for."
     )
 

@@ -48,7 +48,7 @@ is written with `gptkit swap`, opened again and compared with the original.
   says for what.
 - *fp32*, *fp64*: the largest logit error on the probe, relative to the largest logit, both models run in that dtype.
 - *KL*, *top-1*, *perplexity*: on {positions:,} tokens of a play that neither the samples nor the fits have seen; KL in
-  nats a token from the original to the result. Perplexity before: {before}.
+  nats per token from the original to the result. Perplexity before: {before}.
 - *plain*: KL and perplexity of the plain replacement (`--approximate`) where that is another.
 
 What each swap needs and where it comes from: `gptkit swaps`; for a model of yours: `gptkit swaps MODEL`. Samples this
@@ -146,7 +146,7 @@ def error(value: float) -> str:
 
 
 def kl(value: float | None) -> str:
-    """In nats a token; what is less than rounding is 0."""
+    """In nats per token; what is less than rounding is 0."""
     if value is None:
         return "–"
     return "0" if abs(value) < 1e-9 else f"{value:.4f}" if value >= 5e-4 else f"{value:.0e}"

@@ -21,7 +21,7 @@ ROWS = 128
 class Difference:
     """One prompt's comparison over `positions` real tokens.
 
-    maximum, mean: absolute difference of logits; kl: mean KL divergence in nats a token; top1: the share of positions
+    maximum, mean: absolute difference of logits; kl: mean KL divergence in nats per token; top1: the share of positions
     with the same most likely token. NaN on one side only makes all of them NaN.
     """
 

@@ -53,8 +53,8 @@ FLOORS = {torch.float64: 1e-9, torch.float32: 1e-5}
 class Bin:
     """Positions `first` to `last`, counted from 0: what is predicted from the token there and those before it.
 
-    kl: mean KL(before ‖ after) in nats a token; top1: the share of positions with the same likeliest token; before and
-    after: perplexity, None where what follows is not text.
+    kl: mean KL(before ‖ after) in nats per token; top1: the share of positions with the same likeliest token; before
+    and after: perplexity, None where what follows is not text.
     """
 
     first: int

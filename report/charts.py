@@ -314,6 +314,6 @@ def _cache_table(models: Sequence[tuple[str, ModelSpec]], ends: Sequence[int], d
         cells = [held(cache_bytes(spec, n, dtype).held) if n <= end else "–" for n in at]
         last = cache_bytes(spec, end, dtype)
         rows.append((name, f"{last.a_token:,} B", *cells, f"{end:,}", held(last.held)))
-    columns = (("model", False), ("a token", True), *((f"at {n:,}", True) for n in at))
+    columns = (("model", False), ("per token", True), *((f"at {n:,}", True) for n in at))
     ending = (("longest context", True), ("there", True))
     return Table("Key-value cache as a table", (*columns, *ending), tuple(rows), folded=True)

@@ -19,7 +19,7 @@ Told = tuple[str, ModelSpec, Figures]
 NOTHING = "–"
 """Where a model has no such figure."""
 
-TOTAL, TOTAL_BINARY = "total", "in powers of 1024"
+TOTAL, TOTAL_BINARY = "total", "total in GiB"
 DENSE = ("scores, dense", "total, dense")
 SIX_N = ("6N", "6N, no embedding")
 CHECKPOINTED = ("checkpointed", "total, checkpointed")
@@ -135,7 +135,7 @@ def _sequences(batch: int, tokens: int) -> str:
 
 # --- the cache -------------------------------------------------------------------------------------------------------
 
-A_TOKEN = "a token"
+A_TOKEN = "per token"
 
 
 def _cache(models: Sequence[Told], asked: Asked, compared: bool) -> Sheet:
@@ -159,7 +159,7 @@ def _cache(models: Sequence[Told], asked: Asked, compared: bool) -> Sheet:
         (only,) = columns
         columns = [
             _Column("bytes", only.cells, exact),
-            _Column("in powers of 1024", only.cells, lambda _, nbytes: binary(nbytes)),
+            _Column("in KiB, GiB", only.cells, lambda _, nbytes: binary(nbytes)),
         ]
     return _sheet(f"KV cache, {asked.cached}", columns, compared, notes)
 

@@ -41,11 +41,11 @@ def _one(counts: Sequence[ModelCount], dtype: str, more: Sequence[Section]) -> P
     count, spec = model.count, model.spec
     figures = costs(spec)
     facts = [("parameters", f"{count.total:,}"), ("without embedding", f"{count.non_embedding:,}")]
-    facts += [("met by a token", f"{figures.active:,}")] if figures.active != count.total else []
+    facts += [("used per token", f"{figures.active:,}")] if figures.active != count.total else []
     facts += [("layers", f"{len(spec.blocks):,}"), ("hidden size", f"{spec.hidden_size:,}")]
     facts += [
         ("context", describe(spec)["context"]),
-        (f"cache a token, {dtype}", held(cache_bytes(spec, 1, dtype).a_token)),
+        (f"KV cache per token, {dtype}", held(cache_bytes(spec, 1, dtype).a_token)),
     ]
     notes = (Section("Notes", (Lines(model.notes, listed=True),)),) if model.notes else ()
     return Page(
@@ -148,4 +148,4 @@ def _flops(counts: Sequence[ModelCount]) -> tuple[Lines | Figure, ...]:
     words += "with its addition, in matrix products."
     short = [each for each in counts if not fits(each.spec, context)]
     lines = Lines((words, *(f"{each.name} has positions for fewer tokens than that." for each in short)))
-    return (lines, bars(models, title="FLOPs a token by component", what="FLOPs")) if models else (lines,)
+    return (lines, bars(models, title="FLOPs per token by component", what="FLOPs")) if models else (lines,)

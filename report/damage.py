@@ -42,7 +42,7 @@ def damage_sections(found: Damage) -> tuple[Section, ...]:
 def swap_page(result: SwapResult, found: Damage) -> Page:
     """The page of a swap."""
     total, measured = found.total, result.measured
-    facts = [("guarantee", result.guarantee), ("KL, nats a token", number(total.kl)), ("top-1", f"{total.top1:.1%}")]
+    facts = [("guarantee", result.guarantee), ("KL, nats per token", number(total.kl)), ("top-1", f"{total.top1:.1%}")]
     facts += [("perplexity", _from_to(total))] if total.before is not None else []
     if measured is not None:
         facts += [(f"relative error in {dtype}", number(error)) for dtype, error in measured.relative.items()]
@@ -52,7 +52,7 @@ def swap_page(result: SwapResult, found: Damage) -> Page:
     return Page(
         title=str(result.target),
         subtitle=f"swapped from {result.source.reference}",
-        verdict="The same function" if exact else f"Changed: KL {number(total.kl)} nats a token",
+        verdict="The same function" if exact else f"Changed: KL {number(total.kl)} nats per token",
         good=exact,
         facts=(*facts, ("gptkit", __version__)),
         sections=damage_sections(found),
@@ -130,7 +130,7 @@ def _lens_figure(found: Damage) -> Figure:
     cells = []
     for layer in found.layers:
         for each, value in zip(found.bins, layer.by_bin, strict=True):
-            told = (f"KL: {number(value)} nats a token", f"at position {each.name}", _pair(layer))
+            told = (f"KL: {number(value)} nats per token", f"at position {each.name}", _pair(layer))
             cells.append(Cell(f"at {each.name}", layer.after, _or_infinite(value), told, not value <= ROUNDING))
     worst = max(found.layers, key=lambda layer: _or_infinite(layer.kl))
     columns = (("layer", False), *((f"at {each.name}", True) for each in found.bins))
@@ -140,7 +140,7 @@ def _lens_figure(found: Damage) -> Figure:
         title="KL by layer and position",
         summary=f"KL if both models ended after a layer; largest after layer {worst.after}, {number(worst.kl)} nats a"
         " token over all positions. The last layer's is that of the models.",
-        measure="KL, nats a token",
+        measure="KL, nats per token",
         table=Table(f"{counted(len(rows), 'layer')} as a table", columns, rows, folded=True),
     )
 

@@ -95,7 +95,7 @@ def _tour(console: Console, folder: Path) -> bool:
     naive = swap("sample:gpt2", folder / "gpt2-naive", norm="rmsnorm", approximate=True, force=True)
     assert naive.measured is not None
     worst = naive.measured.maximum["float32"]
-    prove(worst > 1, f"it is caught: logits off by {worst:.1f}, KL {naive.measured.kl:.2f} nats a token")
+    prove(worst > 1, f"it is caught: logits off by {worst:.1f}, KL {naive.measured.kl:.2f} nats per token")
 
     step("10. Generate from both", "gptkit generate gpt2-rms 'ROMEO:' --temperature 0.8 --top-k 40 --seed 7")
     texts = []

@@ -82,7 +82,7 @@ def costs_sheet(found: Recommendation) -> Sheet:
     rows.append(Row(own.label, own.cells, "bold", ruled=True))
     return Sheet(
         title="exchanged alone",
-        columns=("parameters", f"KV at {found.context:,}", "FLOPs a token"),
+        columns=("parameters", f"KV at {found.context:,}", "FLOPs per token"),
         rows=tuple(rows),
         notes=(
             f"GPT-2's way: {counted(layers, 'layer')}, {hidden:,} wide, and a table of {found.context:,} positions."

@@ -369,7 +369,7 @@ def swap_lines(result: SwapResult) -> list[str]:
             f" {number(found.relative[dtype])}"
         )
     lines.append(
-        f"            KL {number(found.kl)} nats a token, top-1 {found.top1:.1%}, {found.positions:,} positions"
+        f"            KL {number(found.kl)} nats per token, top-1 {found.top1:.1%}, {found.positions:,} positions"
     )
     if found.perplexity is not None and found.kl_text is not None and found.top1_text is not None:
         lines.append(
@@ -402,7 +402,7 @@ def damage_lines(found: Damage) -> list[str]:
     """The damage in words: all of it, the worst positions and layers, and where it is born."""
     total = found.total
     lines = [
-        f"damage    KL {number(total.kl)} nats a token, top-1 {total.top1:.1%}",
+        f"damage    KL {number(total.kl)} nats per token, top-1 {total.top1:.1%}",
         f"          on {found.on}, in {found.dtype}",
     ]
     if total.before is not None and total.after is not None:

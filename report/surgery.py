@@ -206,12 +206,12 @@ def costs_table(before: Costs, after: Costs) -> Table:
     size = before.cache_bytes() or after.cache_bytes()
     rows: list[tuple[str, float, float, Any]] = [("parameters", before.parameters, after.parameters, "{:,}".format)]
     if (before.active, after.active) != (before.parameters, after.parameters):
-        rows.append(("active a token", before.active, after.active, "{:,}".format))
-    rows.append((f"FLOPs a token at {before.context:,}", before.total_flops, after.total_flops, flops))
+        rows.append(("active per token", before.active, after.active, "{:,}".format))
+    rows.append((f"FLOPs per token at {before.context:,}", before.total_flops, after.total_flops, flops))
     for name in dict.fromkeys([*before.flops, *after.flops]):
         rows.append((f"  {name}", before.flops.get(name, 0), after.flops.get(name, 0), flops))
     if size:
-        rows.append(("cache a token, bf16", before.cache_bytes(), after.cache_bytes(), human_bytes))
+        rows.append(("KV cache per token, bf16", before.cache_bytes(), after.cache_bytes(), human_bytes))
         rows.append((f"cache at {before.context:,} tokens", before.held_bytes(), after.held_bytes(), human_bytes))
     for label, old, new, shown in rows:
         table.add_row(label, shown(old), shown(new), change(old, new))

@@ -218,7 +218,7 @@ def _probe(prompts: Sequence[Difference]) -> Section:
         (p.name, f"{p.positions:,}", number(p.maximum), number(p.mean), number(p.kl), f"{p.top1:.1%}") for p in prompts
     )
     table = Table("Logits by input", columns, rows)
-    words = "Largest and mean absolute difference of logits, KL divergence in nats a token, same likeliest token."
+    words = "Largest and mean absolute difference of logits, KL divergence in nats per token, same likeliest token."
     return Section("Probe", (Lines((words,)), table))
 
 

@@ -511,7 +511,7 @@ def _price(guarantee: Guarantee, kl: float | None) -> str:
 
 
 def _kl(before: Model, swapped: Swapped, after: Model) -> float | None:
-    """KL divergence of a step that is not exact, in nats a token on the probe."""
+    """KL divergence of a step that is not exact, in nats per token on the probe."""
     if swapped.guarantee == "exact":
         return None
     return measure(Exactly(before), Exactly(after), promise=swapped.promise, dtypes=("float32",)).kl

@@ -57,7 +57,7 @@ def numbers(asked: Asked) -> tuple[int, int]:
     count, top = int(match[1]), int(match[2])
     if not 1 <= top <= count or count > MOST:
         raise SwapRefused(
-            f"{top} of {count} experts for a token: possible are 1 to {MOST} experts, and 1 to all of them a token",
+            f"{top} of {count} experts for a token: possible are 1 to {MOST} experts, and 1 to all of them per token",
             "As moe:8x2: 8 experts, 2 of them for each token.",
         )
     return count, top
@@ -369,7 +369,7 @@ SWAPS = (
         option="mlp",
         form="moe:ExK",
         takes="dense feed-forward",
-        gives="E experts that are copies, K a token",
+        gives="E experts that are copies, K per token",
         guarantee="exact",
         needs="E times the feed-forward's parameters",
         source="Sparse Upcycling 2212.05055",

@@ -48,7 +48,7 @@ def resize_hidden(model: Model, asked: Asked) -> Swapped:
     """
     old, new = model.spec.hidden_size, asked.number("a width")
     if new == old:
-        raise SwapRefused(f"the stream is {old} wide already", f"Possible: more than {old}, or less.")
+        raise SwapRefused(f"the residual stream is {old} wide already", f"Possible: more than {old}, or less.")
     done = wider(model.spec, new) if new > old else narrower(model, new, asked)
     notes = (*done.notes, *divisibility(done.spec))
     return Swapped(done.spec, done.guarantee, done.tensors, {"hidden_size": [old, new], **done.summary}, notes)
@@ -236,13 +236,14 @@ def narrower(model: Model, new: int, asked: Asked) -> Swapped:
         return cut(spec, new)
     if kinds != {RMSNorm} or any(block.residual == "normed" for block in spec.blocks):
         raise SwapRefused(
-            f"coordinates {new} to {old - 1} of the stream are in use, and a LayerNorm does not allow the rotation"
-            " that would leave out the least of it",
+            f"coordinates {new} to {old - 1} of the residual stream are in use, and a LayerNorm does not allow the"
+            " rotation that would leave out the least of it",
             "Possible: --norm rmsnorm first, where that is exact; --approximate keeps the largest coordinates.",
         )
     if asked.calibration is None:
         raise SwapRefused(
-            f"coordinates {new} to {old - 1} of the stream are in use, and what may be left out shows on a text alone",
+            f"coordinates {new} to {old - 1} of the residual stream are in use, and what may be left out shows on a"
+            " text alone",
             "--calibrate FILE, or --approximate, which keeps the largest coordinates.",
         )
     return sliced(spec, new, asked.calibration())

@@ -4,7 +4,7 @@
 stays a shared one, which queries of other heads multiply by zero. The cache is as large as before; it is where training
 may start from.
 
-"mla:R" keeps a latent of R numbers a token; where keys and values have no more than R, it is "mla:full". Values come
+"mla:R" keeps a latent of R numbers per token; where keys and values have no more than R, it is "mla:full". Values come
 out of it by the best linear map of that rank on a text; keys without rotary positions too. Rotary keys become one that
 all heads share, as `kv_fit` makes it. Lossless where R is as much as there is to hold and there is one rotary key head.
 """
@@ -170,17 +170,17 @@ def with_latent(spec: ModelSpec, changed: dict[int, LatentAttention]) -> ModelSp
 
 def to_rank(model: Model, asked: Asked) -> Swapped:
     """A latent of R numbers, and one rotary key."""
-    rank = asked.number("numbers a token in the latent")
+    rank = asked.number("numbers per token in the latent")
     attentions = grouped(model, asked)
     most = max(2 * each.kv_heads * each.head_dim for each in attentions.values())
     if rank >= most:
-        told = f"keys and values have {most} numbers a token, which a latent and rotary keys hold: nothing is left out"
+        told = f"keys and values have {most} numbers per token, which a latent and rotary keys hold: none is left out"
         return dataclasses.replace(to_whole(model, asked), notes=(told,))
     smaller = {layer: each for layer, each in attentions.items() if rank < whole(each) or rotary_heads(each) > 1}
     for layer, each in attentions.items():
         if rank > whole(each):
             raise SwapRefused(
-                f"layer {layer} has {whole(each)} numbers a token for a latent to hold, not {rank}",
+                f"layer {layer} has {whole(each)} numbers per token for a latent to hold, not {rank}",
                 f"Possible here: mla:{whole(each)} or less, or mla:full ({most} with keys), which changes nothing.",
             )
     if not smaller:

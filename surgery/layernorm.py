@@ -92,7 +92,7 @@ def rmsnorm_to_layernorm(spec: ModelSpec, layers: tuple[int, ...] | None = None)
         return to_layer_norm(other) if chosen else other
 
     new, tensors = in_basis(spec, size, lambda _, rows: off_the_mean(rows), norm_of)
-    notes = [f"the stream is {size} wide instead of {old}: with one more dimension its mean can be zero"]
+    notes = [f"the residual stream is {size} wide instead of {old}: with one more dimension its mean can be zero"]
     if spec.head.tied:
         notes.append("the head was untied from the embedding: it reads behind the last norm's weight")
     return Swapped(new, "exact", tensors, other_summary(spec, size), tuple(notes))
@@ -142,7 +142,9 @@ def to_layernorm(model: Model, asked: Asked) -> Swapped:
     normed = any(block.residual == "normed" for block in spec.blocks)
     if (reason is None or not normed) and spec.embedding.norm is None and stream_is_centred(model):
         found = exchanged(spec, asked.layers, to_layer_norm)
-        notes = ("nothing that writes into the stream has a mean, so the norms were exchanged where they stand",)
+        notes = (
+            "nothing that writes into the residual stream has a mean, so the norms were exchanged where they stand",
+        )
         return Swapped(found, "exact", {}, other_summary(spec, spec.hidden_size), notes)
     return rmsnorm_to_layernorm(spec) if asked.layers is None else rmsnorm_to_layernorm(spec, asked.layers)
 

@@ -61,7 +61,7 @@ def _kept(model: Model, order: Sequence[int], summary: dict[str, object]) -> Swa
     gone = [layer for layer in range(layers) if layer not in order]
     record = {**summary, "from": layers, "to": len(order), "kept": list(order)}
     if list(order) == sorted(set(order)) and all(silent(model, layer) for layer in gone):
-        notes = (f"the layers dropped write nothing into the stream: {listed(gone)}",) if gone else ()
+        notes = (f"the layers dropped write nothing into the residual stream: {listed(gone)}",) if gone else ()
         return Swapped(new, "exact", tensors, record, notes)
     told = f"dropped: {listed(gone)}" if gone else "no layer is dropped; they are repeated or change places"
     # A model survives the loss of some layers, not of most of them, nor their change of places.
@@ -110,7 +110,7 @@ def add(model: Model, asked: Asked) -> Swapped:
     if normed:
         raise SwapRefused(
             f"layer {normed[0]} takes its residual from a norm's output, so that a block that adds nothing still"
-            " changes the stream",
+            " changes the residual stream",
             "Possible here: a list that repeats layers, --layers 0-1,1-, which has to be trained.",
         )
     new, tensors = arranged(spec, [old for old, _ in order])
@@ -181,7 +181,7 @@ SWAPS: tuple[Swap, ...] = (
         takes="N layers",
         gives="more layers, copies that add nothing yet",
         guarantee="exact",
-        needs="blocks that add to the stream itself (pre-norm)",
+        needs="blocks that add to the residual stream itself (pre-norm)",
         source="LLaMA Pro 2401.02415",
         apply=add,
         examples=lambda spec: ("+1", f"+{len(spec.blocks)}"),

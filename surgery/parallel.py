@@ -128,7 +128,7 @@ def refuse_normed(spec: ModelSpec, layers: list[int]) -> None:
     if normed:
         raise SwapRefused(
             f"the residual of {in_words(normed)} is taken from the norm's output"
-            " (apply_residual_connection_post_layernorm): a parallel block adds to the stream itself",
+            " (apply_residual_connection_post_layernorm): a parallel block adds to the residual stream itself",
             "Nothing like it is known.",
         )
 

@@ -2,7 +2,7 @@
 
 Untying copies the table to the head. Tying is exact where both hold the same values already. Where they do not, one
 matrix T has to stand for an embedding E and a head H: T = (E + H) / 2 minimises |T - E|² + |T - H|². On a trained model
-with matrices of its own (sample:llama) that costs a KL of 1.8 nats a token, where H for both costs 5.3 and E for both
+with matrices of its own (sample:llama) that costs a KL of 1.8 nats per token, where H for both costs 5.3 and E for both
 7.3: a sum of matrices that have little in common still holds either.
 """
 

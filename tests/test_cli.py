@@ -433,7 +433,7 @@ def test_help_of_swap_has_every_option_under_a_heading() -> None:
 def test_recipes_and_dry_runs(tmp_path: Path) -> None:
     text = run("swap", "sample:llama", "out", "--recipe", "llama-pro", "--dry-run").stdout
     assert text.startswith("would write out: exact swap") and "recipe      llama-pro" in text
-    assert "FLOPs a token at 256" in text and "1      --layers +1   exact" in text
+    assert "FLOPs per token at 256" in text and "1      --layers +1   exact" in text
     assert not (tmp_path / "out").exists()
     run("swap", "sample:llama", "out", "--layers", "+1", "--untie", code=1)
     text = run("swap", "sample:llama", "out", "--norm", "layernorm", "--layers", "+20%").stdout

@@ -237,7 +237,7 @@ TOPICS: Mapping[str, tuple[Callable[[ModelSpec], list[str]], Sequence[str]]] = {
         ("heads, q / kv", "parameters", "cache", "context", "projections", "scores"),
     ),
     "cache": (cache_row, ("window", "at 4,096 tokens, MB", "at 8,192", "at 32,768")),
-    "feed-forward": (feed_forward_row, ("form", "width", "× hidden", "parameters", "share", "FLOPs a token")),
+    "feed-forward": (feed_forward_row, ("form", "width", "× hidden", "parameters", "share", "FLOPs per token")),
     "experts": (expert_row, ("experts", "parameters", "active", "FLOPs, experts", "FLOPs, router")),
     "ends": (ends_row, ("head", "table", "parameters in all", "tables' share", "FLOPs, head")),
     "block": (block_row, ("block", "norms a layer", "layers")),

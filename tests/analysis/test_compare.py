@@ -67,11 +67,11 @@ def test_costs_are_at_one_context(table: Comparison) -> None:
     found = table.costs()
     assert found["parameters"] == PARAMETERS
     assert found["weights"] == tuple(2 * number for number in PARAMETERS)
-    assert found["KV a token"] == CACHE
+    assert found["KV per token"] == CACHE
     assert found["KV at 1,024"] == tuple(1024 * number for number in CACHE)
     assert "active" not in found
     # gpt2: 2 a weight of its matrices and of the head, and 4 · hidden a layer for each token in sight.
-    assert found["FLOPs a token"][0] == 2 * (12 * 12 * 768**2 + 50257 * 768) + 4 * 12 * 768 * 1024
+    assert found["FLOPs per token"][0] == 2 * (12 * 12 * 768**2 + 50257 * 768) + 4 * 12 * 768 * 1024
 
 
 def test_a_mixture_has_active_parameters() -> None:
@@ -85,13 +85,13 @@ def test_dtype_and_context() -> None:
     assert found.costs()["KV at 2,048"] == (2048 * 2 * CACHE[1],)
     narrow = compare("llama-2-7b", dtype="int4", context=2048)
     assert narrow.costs()["weights"] == (PARAMETERS[1] // 2,)
-    assert narrow.cached == "bfloat16" and narrow.costs()["KV a token"] == (CACHE[1],)
+    assert narrow.cached == "bfloat16" and narrow.costs()["KV per token"] == (CACHE[1],)
 
 
 def test_no_figure_where_a_table_of_positions_ends() -> None:
     found = compare("gpt2", "llama-2-7b", context=8192)
-    assert found.costs()["KV at 8,192"][0] is None and found.costs()["FLOPs a token"][0] is None
-    assert found.costs()["KV a token"][0] == CACHE[0]
+    assert found.costs()["KV at 8,192"][0] is None and found.costs()["FLOPs per token"][0] is None
+    assert found.costs()["KV per token"][0] == CACHE[0]
     assert found.notes == (
         "gpt2 has 1,024 positions, and cannot see 8,192 tokens.",
         "llama-2-7b is for 4,096 tokens, not 8,192.",

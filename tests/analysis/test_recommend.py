@@ -94,7 +94,7 @@ def test_what_each_choice_costs_alone() -> None:
     found = recommend("quality", "7B")
     d, layers = found.baseline.hidden_size, len(found.baseline.blocks)
     heads, length, vocab = d // 128, 4096, 32_000
-    two = 2  # FLOPs a weight, bytes a number, keys and values
+    two = 2  # FLOPs a weight, bytes per number, keys and values
     assert choice(found, "placement").cost.parameters == 0
     assert choice(found, "positions").cost.parameters == -length * d
     assert choice(found, "norm").cost.parameters == -(2 * layers + 1) * d
@@ -248,7 +248,7 @@ def test_one_component_away_a_family_has_it() -> None:
     flops = costs(other, found.context).total_flops / found.costs.total_flops - 1
     note = found.notes[0]
     assert "LlamaForCausalLM holds it: GEGLU 11,008 for GELU 16,384" in note
-    assert f"{more:+,} parameters" in note and f"{flops:+.1%} FLOPs a token and the same cache" in note
+    assert f"{more:+,} parameters" in note and f"{flops:+.1%} FLOPs per token and the same cache" in note
     assert "`convert --to hf:auto` refuses" in note and "--loadable" in note
 
 

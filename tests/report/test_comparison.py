@@ -39,7 +39,7 @@ def test_every_width(models: tuple[str, ...], width: int) -> None:
     for row in found.shown():
         for cell in row.words:
             assert set(cell.split()) <= words, (row.name, cell)
-    for figures in (found.costs()["parameters"], found.costs()["KV a token"][:0]):
+    for figures in (found.costs()["parameters"], found.costs()["KV per token"][:0]):
         assert {f"{figure:,}" for figure in figures} <= set(text.split())
 
 
@@ -48,7 +48,7 @@ def test_a_column_a_model() -> None:
     assert "gpt2 llama-2-7b bloom-7b1 falcon-7b" in found
     assert "* attention MHA 12 MHA 32 MHA 32 MQA 71/1" in found
     assert "window none none none none" in found
-    assert "KV a token 36.86 kB 524.3 kB 491.5 kB 8.192 kB" in found
+    assert "KV per token 36.86 kB 524.3 kB 491.5 kB 8.192 kB" in found
     assert "Weights and cache in bfloat16; FLOPs forward, of a token that sees 1,024." in found
 
 

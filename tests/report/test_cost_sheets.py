@@ -92,7 +92,7 @@ def test_differences() -> None:
 def test_the_cache_of_one_model() -> None:
     text = printed(sheets("qwen3-8b", kv=(2048, 131_072)))
     assert text.startswith("KV cache, bfloat16\n")
-    assert line(text, "a token") == ["147,456 bytes", "144.0 KiB"]
+    assert line(text, "per token") == ["147,456 bytes", "144.0 KiB"]
     assert line(text, "2,048 tokens") == ["302.0 MB", "288.0 MiB"]
     assert line(text, "131,072 tokens") == ["19.33 GB", "18.00 GiB"]
     assert line(printed(sheets("qwen3-8b", kv=(2048,), batch=4)), "4 × 2,048 tokens")[0] == "1.208 GB"
@@ -149,7 +149,7 @@ def test_models_side_by_side_at_one_context() -> None:
     assert line(text, "1,024 tokens") == ["37.75 MB", "134.2 MB", "134.2 MB"]
     assert line(text, "8,192 tokens") == ["–", "1.074 GB", "536.7 MB"]
     assert "– gpt2: positions for 1,024 tokens, no more." in text
-    assert line(text, "a token")[0] == "36.86 kB"  # which no table limits
+    assert line(text, "per token")[0] == "36.86 kB"  # which no table limits
 
 
 def test_why_at_this_context_and_what_is_beyond_a_models_own() -> None:
@@ -175,7 +175,7 @@ def test_why_at_this_context_and_what_is_beyond_a_models_own() -> None:
 
 def test_what_a_swap_changes() -> None:
     text = printed(sheets("llama-2-7b", "mistral-7b", compared=True, kv=(100,), flops=True, context=64))
-    assert line(text, "a token") == ["524.3 kB", "131.1 kB", "−393.2 kB", "−75.0 %"]
+    assert line(text, "per token") == ["524.3 kB", "131.1 kB", "−393.2 kB", "−75.0 %"]
     assert line(text, "head") == ["262.1 MFLOP", "262.1 MFLOP", "0"]
     more = printed(sheets("llama-2-7b", "mixtral-8x7b", compared=True, flops=True, context=64))
     assert line(more, "router") == ["–", "2.097 MFLOP", "+2.097 MFLOP"]  # none of it is a known number
@@ -189,7 +189,7 @@ def test_where_no_model_has_positions_what_a_token_leaves_is_told_and_that() -> 
     specs = [each.spec for each in params("gpt2", "distilgpt2")]
     (told,) = cost_sheets([("m", spec, figures_of(spec, asked, 4096)) for spec in specs], asked)
     text = printed([told])
-    assert line(text, "a token") == ["36.86 kB", "18.43 kB"]
+    assert line(text, "per token") == ["36.86 kB", "18.43 kB"]
     assert "4,096 tokens" not in text and text.endswith("– m: positions for 1,024 tokens, no more.\n" * 2)
 
 

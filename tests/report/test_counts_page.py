@@ -33,13 +33,13 @@ def test_one_model() -> None:
     page = counts_page([model])
     facts = dict(page.facts)
     assert facts["parameters"] == f"{model.count.total:,}" == "46,702,792,704"
-    assert facts["met by a token"] == f"{costs(model.spec).active:,}"
-    assert facts["cache a token, bfloat16"] == "131 kB"  # 2 · 32 layers · 8 heads · 128 · 2 bytes
+    assert facts["used per token"] == f"{costs(model.spec).active:,}"
+    assert facts["KV cache per token, bfloat16"] == "131 kB"  # 2 · 32 layers · 8 heads · 128 · 2 bytes
     assert [each.title for each in blocks(page, Figure)] == [
         "Parameters of mixtral-8x7b",
         "Block diagram, each of 32 layers",
         "Key-value cache by context",
-        "FLOPs a token by component",
+        "FLOPs per token by component",
     ]
     (components,) = [each for each in blocks(page, Table) if each.caption == "Parameters by component"]
     assert components.rows[-2][1:] == ("46,702,792,704", "100.0\u00a0%")
@@ -50,7 +50,7 @@ def test_one_model() -> None:
 def test_a_dtype_of_the_cache_and_more_sections() -> None:
     more = Section("Memory", (Lines(("what was asked for",)),))
     page = counts_page(gptkit.params("gpt2"), dtype="float32", more=(more,))
-    assert dict(page.facts)["cache a token, float32"] == "73.7 kB"
+    assert dict(page.facts)["KV cache per token, float32"] == "73.7 kB"
     assert more in page.sections
 
 

@@ -78,7 +78,7 @@ def test_the_terminal_has_the_worst_of_it() -> None:
     text = "\n".join(lines)
     assert max(map(len, lines)) <= 80
     for words in (
-        "KL 2.5e-01 nats a token, top-1 75.0%",
+        "KL 2.5e-01 nats per token, top-1 75.0%",
         "on 4 tokens of text",
         "perplexity 27 -> 31",
         "KL 5.0e-01 at 0, the worst",

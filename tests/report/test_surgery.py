@@ -87,7 +87,7 @@ def test_a_dry_run_shows_the_tree_and_its_costs(tmp_path: Path) -> None:
     done = gptkit.swap("sample:gpt2", tmp_path / "out", norm="rmsnorm", fold="value-bias", dry_run=True)
     text = printed(dry_run_report(done))
     assert "RMSNorm, eps 1e-05, pre-norm" in text and "751,024" in text
-    assert "FLOPs a token at 256" in text and "cache a token, bf16" in text
+    assert "FLOPs per token at 256" in text and "KV cache per token, bf16" in text
     rows = {line.split("   ")[0]: line.split() for line in text.splitlines()}
     assert rows["1"][-2:] == ["+8.2", "%"] and "exact" in rows["1"] and rows["2"][-1] == "="
     assert "the head was untied" in text
@@ -110,4 +110,4 @@ def test_costs_side_by_side() -> None:
     before = costs(gptkit.open_checkpoint("sample:llama").spec)
     text = printed(costs_table(before, before))
     assert text.count("=") == len(text.splitlines()) - 1
-    assert "active a token" not in text
+    assert "active per token" not in text

@@ -53,7 +53,7 @@ def test_more_than_there_is_to_hold_is_all_of_it(tmp_path: Path) -> None:
     save_hf(CONFIGS["mistral"], tmp_path / "hf")
     done = exactly(tmp_path / "hf", tmp_path / "out", attention="mla:512")
     assert done.chain.notes == (
-        "keys and values have 32 numbers a token, which a latent and rotary keys hold: nothing is left out",
+        "keys and values have 32 numbers per token, which a latent and rotary keys hold: none is left out",
     )
 
 
@@ -61,7 +61,7 @@ def test_refusals(tmp_path: Path) -> None:
     save_hf(CONFIGS["qwen3"], tmp_path / "qwen3")
     with pytest.raises(SwapRefused, match="normalises queries and keys"):
         gptkit.swap(tmp_path / "qwen3", tmp_path / "out", attention="mla:full")
-    with pytest.raises(SwapRefused, match="has 16 numbers a token for a latent to hold, not 28") as caught:
+    with pytest.raises(SwapRefused, match="has 16 numbers per token for a latent to hold, not 28") as caught:
         gptkit.swap("sample:falcon", tmp_path / "out", attention="mla:28")
     assert "mla:16" in str(caught.value.hint)
     with pytest.raises(UsageError, match="from 1"):
