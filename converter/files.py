@@ -17,6 +17,7 @@ __all__ = [
     "failed",
     "fsync",
     "open_own",
+    "read_small",
     "seal",
     "sha256_file",
     "write_all",
@@ -89,6 +90,21 @@ def sha256_file(path: Path) -> str:
     """The sha256 of a file's bytes, in hex. Raises OSError."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_small(path: Path, most: int) -> bytes:
+    """A plain file's bytes, which are at most `most`: a pipe is not waited for, and a file without end not begun.
+
+    Raises OSError: it cannot be read, is no plain file, or is larger.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(fd, "rb") as file:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise OSError(errno.EINVAL, "not a plain file", str(path))
+        if info.st_size > most:
+            raise OSError(errno.EFBIG, f"it has {info.st_size:,} bytes, more than such a file has", str(path))
+        return file.read(most)
 
 
 def fsync(path: Path) -> None:

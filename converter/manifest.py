@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import xxhash
 
-from .files import sha256_file
+from .files import read_small, sha256_file
 
 __all__ = [
     "JOURNAL",
@@ -29,6 +29,7 @@ __all__ = [
     "file_entry",
     "is_ours",
     "read_entry",
+    "read_manifest",
     "walk",
 ]
 
@@ -38,6 +39,8 @@ SCHEMA_VERSION = 2
 JOURNAL = ".journal"
 """What finished files are noted in while a folder is not published yet (see `journal`)."""
 
+_MAX_BYTES = 2**26  # a checkpoint of 100,000 tensors has 20 MB
+_MAX_VALUES = 2**20  # objects and lists: each costs some hundred bytes of memory, however short it is written
 _SHOWN = 20  # damaged tensors a file, before the rest is counted
 
 
@@ -65,10 +68,18 @@ class FileRecord:
 def is_ours(folder: Path) -> bool:
     """Whether gptkit wrote this folder (a GGUF's has nothing but the manifest to tell)."""
     try:
-        record = json.loads((folder / MANIFEST).read_bytes())
+        record = read_manifest(folder / MANIFEST)
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(record, dict) and "gptkit" in record and isinstance(record.get("files"), dict)
+
+
+def read_manifest(path: Path) -> Any:
+    """The JSON value in a manifest.json. Raises OSError, ValueError, RecursionError: there is none to be read."""
+    raw = read_small(path, _MAX_BYTES)
+    if raw.count(b"{") + raw.count(b"[") > _MAX_VALUES:
+        raise ValueError(f"it holds more than {_MAX_VALUES:,} values")
+    return json.loads(raw)
 
 
 def file_entry(record: FileRecord, nbytes: int) -> dict[str, object]:
@@ -114,10 +125,12 @@ def check_manifest(folder: Path) -> list[str]:
     A file that changed is told by tensor: which of them changed and at which bytes, or that its header or padding did.
     """
     try:
-        record: Any = json.loads((folder / MANIFEST).read_bytes())
+        record = read_manifest(folder / MANIFEST)
     except FileNotFoundError:
         return [f"{MANIFEST} is missing"]
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        return [f"{MANIFEST} cannot be read: {error.strerror}"]
+    except (ValueError, RecursionError) as error:
         return [f"{MANIFEST} cannot be read: {error}"]
     if not isinstance(record, dict) or not isinstance(record.get("files"), dict):
         return [f"{MANIFEST} is not a gptkit manifest: it has no object named files"]

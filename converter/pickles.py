@@ -13,7 +13,6 @@ import math
 import mmap
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
+from .confined import command
 from .resolve import refuse_pointer
 from .safetensors import DTYPES
 
 __all__ = ["PickleWeights", "Stored", "StoredWeights", "Unplain", "answers", "named_tensors", "unpickled"]
 
-WORKER = Path(__file__).with_name("unpickle.py")
 TIMEOUT = 120.0
 """Seconds for all files of a checkpoint; a real one takes a fraction of one."""
 HINT = "Do not use this file: it is damaged, or holds more than tensors."
@@ -201,11 +200,9 @@ def _refusal(path: Path, reason: str) -> CheckpointError:
 def _ask(files: Sequence[Path]) -> list[dict[str, Any]]:
     """The answers of a new process, as many as it gave."""
     paths = json.dumps([str(path.absolute()) for path in files])
-    # Isolated and without site-packages: nothing is imported from anywhere but the standard library, and it is quick.
-    command = [sys.executable, "-I", "-S", str(WORKER)]
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
     try:
-        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing, cwd=os.sep) as process:  # noqa: S603
+        with subprocess.Popen(command("unpickle"), stdin=pipe, stdout=pipe, stderr=nothing, cwd=os.sep) as process:  # noqa: S603
             try:
                 told, _ = process.communicate(paths.encode(), TIMEOUT)
             except subprocess.TimeoutExpired:

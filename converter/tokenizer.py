@@ -8,23 +8,30 @@ special token written out in the prompt ("<s>Once"), whatever the file says; her
 
 Older forms (tokenizer.model, vocab.json with merges.txt) are read by AutoTokenizer, from local files alone and never
 with a repository's own code.
+
+All of this runs in a process of its own (`tokenizing`), which may take little time and memory.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..architectures.config import parse_config_text, read_config_file
 from ..errors import InvalidInput, UsageError
-
-if TYPE_CHECKING:
-    import tokenizers
+from .confined import command
+from .tokenizing import MAX_BYTES, receive, send
 
 __all__ = ["TOKEN_FILES", "StreamDecoder", "Tokenizer", "eos_ids", "load_tokenizer", "token_files", "travels"]
 
@@ -64,30 +71,83 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer:
-    """Text to token ids and back.
+    """Text to token ids and back, in a process of its own, which ends with this object.
 
     Args:
-        backend: the `tokenizers` library's tokenizer. Its truncation and padding are switched off: a prompt is neither
-            cut nor filled up unasked.
-        eos_ids: the ids that end a text.
+        path: the file that it is read from, or that errors name.
+        text: what stands in a tokenizer.json that is no file of its own.
+        folder: where older files lie, which AutoTokenizer reads instead of `path`.
+
+    Raises:
+        InvalidInput: it cannot be read, or not within the time and memory that a tokenizer takes. Any method may.
 
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, eos_ids: Sequence[int] = ()) -> None:
-        backend.no_truncation()
-        backend.no_padding()
-        self._backend = backend
-        self.eos_ids = tuple(eos_ids)
-        self.special_ids = frozenset(
-            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+    def __init__(self, path: Path, text: bytes | None = None, folder: Path | None = None) -> None:
+        self.path = path
+        self.eos_ids: tuple[int, ...] = ()
+        nbytes = _bytes_of([path] if folder is None else token_files(folder)) if text is None else len(text)
+        if nbytes > MAX_BYTES:
+            raise InvalidInput(f"{path} has {nbytes:,} bytes, which is more than a tokenizer takes")
+        # One thread: a thread's stack and heap count for memory, and nothing here takes long enough to share.
+        calm = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        self._process = subprocess.Popen(  # noqa: S603
+            command("tokenizing"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **calm},
+            start_new_session=True,  # a terminal's Ctrl-C is for us to answer
         )
+        self._end = weakref.finalize(self, _end, self._process)
+        asked: dict[str, Any] = {"libraries": [each for each in sys.path if each], "bytes": nbytes}
+        if folder is not None:
+            asked["older"] = str(folder.absolute())
+        elif text is None:
+            asked["file"] = str(path.absolute())
+        else:
+            try:
+                asked["text"] = text.decode()
+            except UnicodeDecodeError as error:
+                raise self._broken(str(error)) from error
+        self._exchange(asked)
+
+    def _ask(self, what: str, given: Any = None, flag: bool = False) -> Any:
+        return self._exchange({"what": what, "given": given, "flag": flag}).get("answer")
+
+    def _exchange(self, asked: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            send(self._process.stdin, asked)  # type: ignore[arg-type]
+            told = receive(self._process.stdout)  # type: ignore[arg-type]
+        except (OSError, ValueError):  # it has died, now or before
+            told = None
+        except BaseException:  # an interrupt: what is still to come would be taken for the next answer
+            self._end()
+            raise
+        if told is None:
+            self._end()
+            raise self._broken("it takes more time or memory than a tokenizer does")
+        if "error" in told:
+            raise self._broken(told["error"])
+        return told
+
+    def _broken(self, why: str) -> InvalidInput:
+        # The reason may quote the file: control characters must not reach the terminal.
+        reason = "".join(sign if sign.isprintable() else " " for sign in next(iter(why.strip().splitlines()), ""))
+        return InvalidInput(f"{self.path} is not a tokenizer that can be read: {reason:.200}", "Fetch the file again.")
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of tokens that stand for something other than text."""
+        return frozenset(self._ask("special"))
 
     @property
     def vocab_size(self) -> int:
         """How many tokens there are, added ones included; a model's table may have more rows than that."""
-        return self._backend.get_vocab_size(with_added_tokens=True)
+        return int(self._ask("get_vocab_size"))
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
         """The ids of a text, with the special tokens (such as "<s>" in front) that the tokenizer itself adds.
 
         Raises:
@@ -98,22 +158,39 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise UsageError(f"the text is not valid Unicode: {error.reason} at {error.start}") from error
-        ids: list[int] = self._backend.encode(text).ids
+        ids: list[int] = self._ask("encode", text, special)
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """The text of ids. What no token has (a model's spare rows) is left out; half a character becomes U+FFFD."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        return text
+        return str(self._ask("decode", list(ids), skip_special_tokens))
 
     def to_json(self) -> str:
         """The tokenizer as a tokenizer.json, whatever it was read from."""
-        text: str = self._backend.to_str()
-        return text
+        return str(self._ask("to_str"))
 
     def token(self, token_id: int) -> str | None:
         """A token as the vocabulary writes it, or None where there is none of that id."""
-        return self._backend.id_to_token(token_id)
+        token: str | None = self._ask("id_to_token", token_id)
+        return token
+
+    def ids(self, tokens: Iterable[str]) -> list[int | None]:
+        """The id of each of these tokens, None where there is none so written."""
+        found: list[int | None] = self._ask("token_to_id", list(tokens))
+        return found
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(OSError):  # what was still to be written
+                pipe.close()
+    process.wait()
+
+
+def _bytes_of(files: Iterable[Path]) -> int:
+    return sum(file.stat().st_size for file in files)
 
 
 class StreamDecoder:
@@ -181,26 +258,29 @@ def load_tokenizer(folder: Path, texts: Mapping[str, bytes] | None = None) -> To
         InvalidInput: files of a tokenizer that cannot be read; the message names the file.
 
     """
-    if texts and "tokenizer.json" in texts:
-        backend = _from_json(folder / "tokenizer.json", texts["tokenizer.json"])
-        return Tokenizer(backend, eos_ids(folder, backend, texts))
-    if (folder / "tokenizer.json").is_file():
-        backend = _from_json(folder / "tokenizer.json")
-    elif any((folder / name).is_file() for name in _SENTENCEPIECE) or all(
-        (folder / name).is_file() for name in ("vocab.json", "merges.txt")
-    ):
-        backend = _from_older_files(folder)
+    path, text, older = folder / "tokenizer.json", None, None
+    if texts and path.name in texts:
+        text = texts[path.name]
+    elif path.is_file():
+        texts = None
     else:
-        return None
-    return Tokenizer(backend, eos_ids(folder, backend))
+        model = next((folder / name for name in _SENTENCEPIECE if (folder / name).is_file()), None)
+        if model is not None:
+            _require_sentencepiece(model)
+        elif not all((folder / name).is_file() for name in ("vocab.json", "merges.txt")):
+            return None
+        path, older, texts = model or folder / "vocab.json", folder, None
+    tokenizer = Tokenizer(path, text, older)
+    tokenizer.eos_ids = eos_ids(folder, tokenizer, texts)
+    return tokenizer
 
 
 def eos_ids(
-    folder: Path, backend: tokenizers.Tokenizer | None = None, texts: Mapping[str, bytes] | None = None
+    folder: Path, tokenizer: Tokenizer | None = None, texts: Mapping[str, bytes] | None = None
 ) -> tuple[int, ...]:
     """The ids that end a text: from generation_config.json, else config.json, else the tokenizer's `eos_token`.
 
-    `backend` looks up the `eos_token`, which tokenizer_config.json gives as text; without one, ids alone count. The
+    `tokenizer` looks up the `eos_token`, which tokenizer_config.json gives as text; without one, ids alone count. The
     files are those of `texts` where there are any, else the folder's.
 
     Raises:
@@ -214,7 +294,7 @@ def eos_ids(
     token = _read_json(folder / "tokenizer_config.json", texts).get("eos_token")
     if isinstance(token, dict):  # an AddedToken, written out
         token = token.get("content")
-    found = backend.token_to_id(token) if backend is not None and isinstance(token, str) else None
+    (found,) = tokenizer.ids([token]) if tokenizer is not None and isinstance(token, str) else [None]
     return () if found is None else (found,)
 
 
@@ -239,52 +319,13 @@ def travels(name: str) -> bool:
     )
 
 
-def _from_json(path: Path, text: bytes | None = None) -> tokenizers.Tokenizer:
-    """The tokenizer in a file, or in its `text`."""
-    import tokenizers
-
-    try:
-        return tokenizers.Tokenizer.from_file(str(path)) if text is None else tokenizers.Tokenizer.from_buffer(text)
-    except BaseException as error:
-        # The library raises plain Exception for what it refuses; where its Rust code panics (a broken charsmap), that
-        # is a BaseException of no importable class. An interrupt by the user is neither.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise _broken(path, error) from error
-
-
-def _from_older_files(folder: Path) -> tokenizers.Tokenizer:
-    """What AutoTokenizer makes of tokenizer.model, or of vocab.json and merges.txt."""
-    model = next((folder / name for name in _SENTENCEPIECE if (folder / name).is_file()), None)
-    path = folder / "vocab.json" if model is None else model
-    if model is not None and importlib.util.find_spec("sentencepiece") is None:
-        # Asked first: without it transformers takes the file for another kind, and its error names that.
+def _require_sentencepiece(model: Path) -> None:
+    """Asked first: without it transformers takes the file for another kind, and its error names that."""
+    if importlib.util.find_spec("sentencepiece") is None:
         raise InvalidInput(
             f"{model} is a SentencePiece model, and there is no tokenizer.json beside it",
             "pip install sentencepiece protobuf, or add the tokenizer.json that transformers' save_pretrained writes",
         )
-    from transformers import AutoTokenizer  # seconds, and torch
-
-    try:
-        loaded: Any = AutoTokenizer.from_pretrained(  # type: ignore[no-untyped-call, unused-ignore]
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # what a tokenizer class raises is of any kind
-        raise _broken(path, error) from error
-    backend: tokenizers.Tokenizer | None = getattr(loaded, "backend_tokenizer", None)
-    if backend is None:
-        raise InvalidInput(
-            f"{path} has no form that the tokenizers library reads ({type(loaded).__name__})",
-            "gptkit reads tokenizer.json; the tokens can still be given as ids",
-        )
-    return backend
-
-
-def _broken(path: Path, error: BaseException) -> InvalidInput:
-    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    # The reason may quote the file: control characters must not reach the terminal.
-    reason = "".join(sign if sign.isprintable() else " " for sign in reason)
-    return InvalidInput(f"{path} is not a tokenizer that can be read: {reason:.200}", "Fetch the file again.")
 
 
 def _read_json(path: Path, texts: Mapping[str, bytes] | None = None) -> dict[str, Any]:

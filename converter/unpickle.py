@@ -1,13 +1,13 @@
-"""What torch.save wrote, read without torch and without running any of it: the script of a process of its own.
+"""What torch.save wrote, read without torch and without running any of it: a worker of `confined`.
 
 Two formats are read: the archives of torch 1.6 and later, whose storages are members of a zip, and the stream before
 them, in which the storages follow the pickle.
 
-Started by `pickles` as a plain script (it imports nothing but the standard library), with the paths of files as a JSON
-list on stdin; answers a line of JSON for each, {"value": …} or {"error": …}. It holds no tensor: of each it tells the
-dtype, shape, strides, and where its bytes lie. Nothing that a pickle names is ever imported: a fixed list of names
-stands for objects made here, and every other name is refused. The process may take little memory, write no file and
-start no other, so that a hostile file takes down this process at the most.
+Started by `pickles`, with the paths of files as a JSON list on stdin; answers a line of JSON for each, {"value": …} or
+{"error": …}. It holds no tensor: of each it tells the dtype, shape, strides, and where its bytes lie. Nothing that a
+pickle names is ever imported: a fixed list of names stands for objects made here, and every other name is refused. The
+process may take little memory, write no file and start no other, so that a hostile file takes down this process at the
+most.
 
 The answer's values are JSON's own but for objects of one key: {"dict": pairs}, {"list": items}, {"tensor": …},
 {"other": name} for what is neither plain data nor a plain tensor.
@@ -23,14 +23,16 @@ import sys
 import zipfile
 from typing import Any, BinaryIO
 
+from .confined import MEMORY, limit_memory, limit_time
+
 __all__ = ["RefusedError", "inspect", "serve"]
 
-MEMORY = 256 * 2**20
-"""Bytes of address space for a small file; the interpreter takes a tenth of it."""
 PER_BYTE = 24
 """Bytes more for every byte of the pickle: what its smallest objects take in memory."""
 MAX_PICKLE = 32 * 2**20
 """A pickle names tensors and does not hold them: that of a checkpoint with 100,000 tensors has 20 MB."""
+SECONDS, BYTES_A_SECOND = 3.0, 2**22
+"""Of processor time; that of 100,000 tensors takes 4 seconds."""
 MAX_VALUES = 2**19
 MAX_TEXT = 2**25
 MAX_DEPTH = 32
@@ -313,6 +315,7 @@ def inspect(path: str) -> Any:
         if nbytes > MAX_PICKLE:
             raise RefusedError(f"has a pickle of {nbytes:,} bytes, which is more than any names of tensors take")
         limit_memory(MEMORY + PER_BYTE * nbytes)
+        limit_time(SECONDS + nbytes / BYTES_A_SECOND)
         file.seek(start)
         return Plain().of(load(Reader(Part(file, start + nbytes), prefix, places)), 0)
 
@@ -383,6 +386,7 @@ def stream(file: BinaryIO, size: int) -> Any:
     file.seek(0)
     part = Part(file, min(size, MAX_PICKLE))
     limit_memory(MEMORY + PER_BYTE * min(size, MAX_PICKLE))
+    limit_time(SECONDS + min(size, MAX_PICKLE) / BYTES_A_SECOND)
     if load(Reader(part, "", {})) != MAGIC or load(Reader(part, "", {})) != STREAM_VERSION:
         raise RefusedError("is a pickle, and not one that torch.save writes")
     machine = load(Reader(part, "", {}))
@@ -410,31 +414,10 @@ def stream(file: BinaryIO, size: int) -> Any:
 # --- the process -----------------------------------------------------------------------------------------------------
 
 
-def limit_memory(nbytes: int) -> None:
-    """Let this process have no more address space than that, where the system knows such a limit."""
-    try:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (nbytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    except (ImportError, ValueError, OSError):
-        pass
-
-
-def confine() -> None:
-    """No core dumps, no files written, no other processes, little memory."""
-    try:
-        import resource
-
-        for name in ("RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_NPROC"):
-            resource.setrlimit(getattr(resource, name), (0, 0))
-    except (ImportError, AttributeError, ValueError, OSError):
-        pass
-    limit_memory(MEMORY)
-
-
 def answer(path: str) -> str:
     """The line for one file."""
     limit_memory(MEMORY)
+    limit_time(SECONDS)
     try:
         return json.dumps({"value": inspect(path)})
     except RefusedError as error:
@@ -450,11 +433,6 @@ def answer(path: str) -> str:
 
 def serve() -> None:
     """Answer for every path on stdin."""
-    confine()
     for path in json.load(sys.stdin):
         sys.stdout.write(answer(path) + "\n")
         sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    serve()

@@ -30,7 +30,7 @@ from typing import Any
 from ..architectures.config import parse_config_text
 from ..errors import InvalidInput
 from .resolve import CONFIG
-from .tokenizer import load_tokenizer, token_files
+from .tokenizer import Tokenizer, load_tokenizer, token_files
 
 __all__ = ["Vocabulary", "read_vocabulary"]
 
@@ -219,15 +219,14 @@ class Vocabulary:
         return "\n".join(kept).encode()
 
     def _check(self, text: bytes | None, table: Table) -> None:
-        import tokenizers
-
         assert text is not None
-        made = tokenizers.Tokenizer.from_str(text.decode())
-        wrong = [t for t, i in self.tokens.items() if made.token_to_id(t) != table.get(i)]
+        made = Tokenizer(Path(TOKENIZER), text).ids(self.tokens)
+        wrong = [(t, new, table.get(i)) for (t, i), new in zip(self.tokens.items(), made, strict=True)]
+        wrong = [each for each in wrong if each[1] != each[2]]
         if wrong:
             raise InvalidInput(
-                f"the tokenizer cannot be rewritten: {wrong[0]!r} would be token {made.token_to_id(wrong[0])} instead"
-                f" of {table.get(self.tokens[wrong[0]])}",
+                f"the tokenizer cannot be rewritten: {wrong[0][0]!r} would be token {wrong[0][1]} instead"
+                f" of {wrong[0][2]}",
                 "Please report this tokenizer.",
             )
 

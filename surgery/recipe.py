@@ -20,7 +20,6 @@ fitted on and the sha256 of what they were made of.
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from typing import Any
 
 from ..analysis.costs import cached, usual_context
 from ..converter.files import sha256_file
-from ..converter.manifest import MANIFEST
+from ..converter.manifest import MANIFEST, read_manifest
 from ..converter.resolve import CONFIG
 from ..converter.tree import LOCAL_CONFIG
 from ..errors import GptkitError, InvalidInput, SwapRefused, UsageError
@@ -224,7 +223,7 @@ def _manifest(path: Path, where: str) -> dict[str, Any]:
     """The recipe in a manifest.json."""
     try:
         # A manifest may be long: it has an entry a tensor.
-        data = json.loads(path.read_bytes())
+        data = read_manifest(path)
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidInput(f"{where}: its {MANIFEST} is damaged") from error
     swap = data.get("swap") if isinstance(data, dict) else None

@@ -31,10 +31,11 @@ ALIGNMENT = 32
 MAX_ALIGNMENT = 2**20
 MAX_KEYS = 2**16
 MAX_TENSORS = 2**17
-MAX_STRINGS = 4_000_000  # of all arrays together: a vocabulary with its merges has a tenth of that
+MAX_STRINGS = 2_000_000  # of all arrays together: a vocabulary of 262,000 tokens and its merges are 780,000
+MAX_TEXT = 2**26  # bytes of all strings together: such a vocabulary takes a tenth of it
 MAX_NAME = 2**16 - 1
 SMALL = 2**16
-"""Arrays of so many numbers are read at once, longer ones when they are asked for."""
+"""So many numbers of arrays are read at once, further ones when they are asked for."""
 
 Buffer = bytes | mmap.mmap
 
@@ -153,13 +154,21 @@ class Header:
         """Bytes `start` to `end` (exclusive) of the file."""
         return self.buffer[start:end] if self.elsewhere is None else self.elsewhere(start, end)
 
-    def values(self, key: str) -> list[Any] | None:
-        """The array at `key`, None where there is none. Raises CheckpointError: it is no array, or not UTF-8."""
+    def values(self, key: str, most: int) -> list[Any] | None:
+        """The array at `key`, None where there is none.
+
+        Raises CheckpointError: it is no array, has more than `most` values (which are then not read), or is not UTF-8.
+        """
         value = self.metadata.get(key)
-        if value is None or isinstance(value, list):
-            return value
-        if not isinstance(value, Array):
+        if value is None:
+            return None
+        if not isinstance(value, list | Array):
             raise CheckpointError(f"{self.where}: {key} is not an array")
+        count = len(value) if isinstance(value, list) else value.count
+        if count > most:
+            raise CheckpointError(f"{self.where}: {key} has {count:,} values, where there is room for {most:,}")
+        if isinstance(value, list):
+            return value
         if value.kind != _STRING:
             return list(_numbers(self.where, self.buffer, value.kind, value.count, value.start))
         found, at = [], value.start
@@ -233,7 +242,7 @@ class _Cursor:
 
     def __init__(self, where: str, buffer: Buffer, size: int, at: int) -> None:
         self.where, self.buffer, self.size, self.at = where, buffer, size, at
-        self.strings = MAX_STRINGS
+        self.strings, self.text, self.numbers = MAX_STRINGS, MAX_TEXT, SMALL
 
     def take(self, length: int, what: str) -> int:
         """The place, which then is behind the next `length` bytes. Raises CheckpointError: the file ends before."""
@@ -261,10 +270,17 @@ class _Cursor:
         if most is not None and length > most:
             raise CheckpointError(f"{self.where}: {what} at byte {self.at} has {length} bytes")
         at = self.take(length, what)
+        self.read_text(length, what)
         try:
             return self.buffer[at : at + length].decode()
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{self.where}: {what} at byte {at} is not UTF-8") from error
+
+    def read_text(self, length: int, what: str) -> None:
+        """Count bytes of strings. Raises CheckpointError: there are more than any header has."""
+        self.text -= length
+        if self.text < 0:
+            raise CheckpointError(f"{self.where}: {what} makes more than {MAX_TEXT:,} bytes of text in its header")
 
     def skip_strings(self, count: int, what: str) -> None:
         """Go over an array of strings, all of which lie within the file."""
@@ -278,7 +294,9 @@ class _Cursor:
             at += 8 + unpack(buffer, at)[0]
             count -= 1
         # A length that leads beyond the end stops the loop; `take` then says so.
-        self.take(at - self.at + 8 * count, what)
+        length = at - self.at + 8 * count
+        self.take(length, what)
+        self.read_text(length, what)
 
 
 def _metadata(cursor: _Cursor, keys: int) -> dict[str, Any]:
@@ -311,7 +329,8 @@ def _array(cursor: _Cursor, what: str) -> list[Any] | Array:
     if kind not in _SCALARS:  # arrays of arrays are none that llama.cpp reads
         raise CheckpointError(f"{cursor.where}: {what} is an array of the unknown type {kind}")
     start = cursor.take(count * _FIXED[kind], what)
-    if count > SMALL:
+    cursor.numbers -= count
+    if cursor.numbers < 0:
         return Array(kind, count, start)
     return list(_numbers(cursor.where, cursor.buffer, kind, count, start))
 

@@ -14,18 +14,24 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
 from ...errors import CheckpointError
-from .gguf_header import Header
+from .gguf_header import MAX_STRINGS, Header
 
-__all__ = ["PRE_TOKENIZERS", "Texts", "without_tokenizer"]
+__all__ = ["PRE_TOKENIZERS", "Texts", "check_lengths", "without_tokenizer"]
 
 PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"
+
+MAX_SQUARES = 2**27
+"""The sum of the squares of tokens' lengths, which is what it costs to try every part of every token: a vocabulary of
+262,000 tokens has a tenth of it, and no token of real ones is longer than a thousand characters."""
+MAX_CHARSMAP = 2**22
+"""Bytes; SentencePiece's own has 240,000."""
 
 # --- how byte-level BPE splits text, by llama.cpp's names ------------------------------------------------------------
 
@@ -129,7 +135,7 @@ class Texts(Mapping[str, bytes]):
         found: dict[str, Any] = {}
         if tokenizer is not None:
             found["tokenizer.json"] = tokenizer
-            found["tokenizer_config.json"] = _settings(self._header, self._context)
+            found["tokenizer_config.json"] = _settings(self._header, self._rows, self._context)
         if "eos" in self._special:
             ids = {f"{name}_token_id": ids[0] if len(ids) == 1 else ids for name, ids in self._special.items()}
             found["generation_config.json"] = dict(sorted(ids.items()))
@@ -167,9 +173,10 @@ def _tokenizer(header: Header, rows: int) -> dict[str, Any] | None:
         return None
     kind = _get(header, "model", str)
     pre = _get(header, "pre", str) or "default"
-    tokens = header.values(PREFIX + "tokens") or []
-    if len(tokens) > rows or not all(isinstance(token, str) for token in tokens):
-        raise CheckpointError(f"{header.where}: {len(tokens)} tokens for a token table of {rows} rows")
+    tokens = header.values(PREFIX + "tokens", rows) or []
+    if not all(isinstance(token, str) for token in tokens):
+        raise CheckpointError(f"{header.where}: {PREFIX}tokens are not text")
+    check_lengths(tokens, header.where)
     types = _numbers(header, "token_type", len(tokens)) or [NORMAL] * len(tokens)
     added = [
         {
@@ -194,7 +201,7 @@ def _tokenizer(header: Header, rows: int) -> dict[str, Any] | None:
 
 
 def _byte_level(header: Header, tokens: list[str], types: list[int], pre: str) -> dict[str, Any]:
-    merges = header.values(PREFIX + "merges")
+    merges = header.values(PREFIX + "merges", MAX_STRINGS)
     if merges is None or not all(isinstance(merge, str) for merge in merges):
         raise CheckpointError(f"{header.where}: a tokenizer of model gpt2 has no {PREFIX}merges")
     pairs = [_pair(header, merge) for merge in merges]
@@ -222,6 +229,16 @@ _BPE = {
     "byte_fallback": False,
     "ignore_merges": False,
 }
+
+
+def check_lengths(tokens: Collection[str], where: str) -> None:
+    """Hold a vocabulary's tokens to lengths that tokens have, before anything tries their every part.
+
+    Raises CheckpointError.
+    """
+    if sum(len(token) ** 2 for token in tokens) > MAX_SQUARES:
+        longest = max(map(len, tokens))
+        raise CheckpointError(f"{where}: its tokens have up to {longest:,} characters, which is no vocabulary")
 
 
 def _pair(header: Header, merge: str) -> tuple[str, str]:
@@ -282,7 +299,7 @@ def _unigram(header: Header, tokens: list[str], types: list[int], pre: str) -> d
     scores = _scores(header, len(tokens))
     prefixed = _get(header, "add_space_prefix", bool) is not False
     normalizers: list[Step] = []
-    charsmap = header.values(PREFIX + "precompiled_charsmap")
+    charsmap = header.values(PREFIX + "precompiled_charsmap", MAX_CHARSMAP)
     if charsmap:
         if not all(isinstance(value, int) for value in charsmap):
             raise CheckpointError(f"{header.where}: {PREFIX}precompiled_charsmap is not bytes")
@@ -358,10 +375,10 @@ def _post_processor(
     return {"type": "TemplateProcessing", "single": template, "pair": [*template, *second], "special_tokens": special}
 
 
-def _settings(header: Header, context: int | None) -> dict[str, Any]:
+def _settings(header: Header, rows: int, context: int | None) -> dict[str, Any]:
     """tokenizer_config.json: special tokens by their text, and the chat template as it stands."""
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
-    tokens = header.values(PREFIX + "tokens") or []
+    tokens = header.values(PREFIX + "tokens", rows) or []
     special: dict[str, Any] = {}
     for name, key in names.items():
         index = _get(header, f"{key}_token_id", int)
@@ -389,7 +406,7 @@ def _get(header: Header, key: str, kind: type) -> Any:
 
 
 def _numbers(header: Header, key: str, count: int) -> list[Any] | None:
-    values = header.values(PREFIX + key)
+    values = header.values(PREFIX + key, count)
     if values is not None and (len(values) < count or not all(isinstance(value, int | float) for value in values)):
         raise CheckpointError(f"{header.where}: {PREFIX}{key} is not one number a token ({count})")
     return values

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import base64
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 from ...architectures.config import parse_config_text
 from ...errors import CannotExpress, InvalidInput
+from ..tokenizer import Tokenizer
 from .gguf_tokenizer import (
     BYTE,
     CONTROL,
@@ -29,6 +32,7 @@ from .gguf_tokenizer import (
     UNUSED,
     USER_DEFINED,
     WORDS_FIRST,
+    check_lengths,
 )
 from .sentencepiece import BPE, UNIGRAM, parse_sentencepiece
 
@@ -180,6 +184,7 @@ def _sentencepiece_bpe(
 ) -> Vocabulary:
     """SentencePiece's BPE, by merges. llama.cpp merges by the score of the result, so that ranks become scores."""
     vocab, merges = model["vocab"], _merges(model)
+    check_lengths(vocab, "tokenizer.json")
     tokens = _Tokens({index: text for text, index in vocab.items()}, {}, dict.fromkeys(vocab.values(), 0.0))
     ranked: set[str] = set()
     for rank, (left, right) in enumerate(merges):
@@ -273,7 +278,7 @@ def _list_tokens(found: Vocabulary, tokens: _Tokens, rows: int, scored: bool) ->
         found.notes.append(f"{beyond} tokens beyond the {rows:,} rows of the embedding are left out")
     texts = [tokens.texts.get(index, f"[PAD{index}]") for index in range(rows)]
     if len(set(texts)) != rows:
-        twice = next(text for text in texts if texts.count(text) > 1)
+        twice = Counter(texts).most_common(1)[0][0]
         raise CannotExpress(
             f"two tokens are both written {twice!r:.40}, and llama.cpp tells tokens apart by their text"
         )
@@ -305,15 +310,8 @@ def _space_prefix(found: Vocabulary, steps: list[dict[str, Any]], normalizers: l
 
 def _post_processing(found: Vocabulary, data: dict[str, Any], rows: int) -> None:
     """Which special tokens are put around a text, asked of the tokenizer itself."""
-    import tokenizers
-
-    try:
-        backend = tokenizers.Tokenizer.from_str(json.dumps(data))
-        plain, whole = backend.encode("a", add_special_tokens=False).ids, backend.encode("a").ids
-    except BaseException as error:  # its Rust code panics with a class of its own; an interrupt is let through
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise InvalidInput(f"tokenizer.json is not a tokenizer that can be read: {error!s:.120}") from error
+    tokenizer = Tokenizer(Path("tokenizer.json"), json.dumps(data).encode())
+    plain, whole = tokenizer.encode("a", special=False), tokenizer.encode("a")
     at = next((i for i in range(len(whole) + 1) if whole[i : i + len(plain)] == plain), 0)
     before, after = whole[:at], whole[at + len(plain) :]
     for name, ids in (("bos", before), ("eos", after)):

@@ -464,12 +464,12 @@ def test_a_process_that_dies_or_hangs(folder: Path, tmp_path: Path, monkeypatch:
     files = [folder / "pytorch_model.bin"] * 3
     dead = tmp_path / "dead.py"
     dead.write_text("import os, sys; sys.stdout.write('{\"value\": 1}\\n{'); sys.stdout.flush(); os.abort()")
-    monkeypatch.setattr(pickles, "WORKER", dead)
+    monkeypatch.setattr(pickles, "command", lambda worker: [sys.executable, str(dead)])
     first, second, third = answers(files)
     assert first == third == 1 and "died" in str(second)
     slow = tmp_path / "slow.py"
     slow.write_text("import time; time.sleep(60)")
-    monkeypatch.setattr(pickles, "WORKER", slow)
+    monkeypatch.setattr(pickles, "command", lambda worker: [sys.executable, str(slow)])
     monkeypatch.setattr(pickles, "TIMEOUT", 0.2)
     with pytest.raises(CheckpointError, match="too long"):
         PickleWeights(files[:1])

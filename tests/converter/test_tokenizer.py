@@ -211,16 +211,20 @@ def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
 
 
 def test_an_interrupt_is_not_a_broken_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import tokenizers
+    """Nor is what was asked last taken for the answer to what is asked next."""
 
-    class Interrupted:
-        @staticmethod
-        def from_file(path: str) -> None:
-            raise KeyboardInterrupt
+    def interrupted(pipe: object) -> None:
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(tokenizers, "Tokenizer", Interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("gptkit.converter.tokenizer.receive", interrupted)
         load_tokenizer(folder)
+    tokenizer = loaded(folder)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("gptkit.converter.tokenizer.receive", interrupted)
+        tokenizer.encode("To be")
+    with pytest.raises(InvalidInput):
+        tokenizer.encode("or not")
 
 
 # --- where a text ends

@@ -1,0 +1,369 @@
+"""Hostile files and situations, each given to the command line in a process of its own.
+
+    python tests/hostile.py [NAME…]     all cases, or those whose name holds one of these
+
+What holds for every case: at most 10 seconds of processor time and 600 MB of memory in any of its processes; one of the
+exit codes that the case names; no traceback, and of an error at most two lines on stderr; and nothing in its folder
+that was not there before, but for what the command was asked to write.
+"""
+
+import argparse
+import os
+import random
+import re
+import resource
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SECONDS = 10.0
+MEMORY = 600 * 10**6
+HANGS = 120.0
+"""Seconds on the wall after which a case is taken to wait for something that never comes."""
+
+SAMPLES = Path(__file__).parents[1] / "samples"
+HIDDEN, ROWS, CONTEXT = 8, 8, 32
+MILLION = 1_000_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command: `make` prepares a folder, in which it runs, and returns its arguments.
+
+    codes: the exit codes that are right.   told: a pattern that stderr holds.   leaves: what it may write, by name.
+    around: what has to run meanwhile.   slow: not in the quick run.
+    """
+
+    name: str
+    make: Callable[[Path], list[str]]
+    codes: tuple[int, ...] = (4,)
+    told: str = ""
+    leaves: tuple[str, ...] = ()
+    around: Callable[[Path], Any] | None = None
+    started: Callable[[subprocess.Popen[bytes]], None] | None = None
+    closed: tuple[int, ...] = ()
+    slow: bool = False
+
+
+@dataclass
+class Outcome:
+    """What a case came to."""
+
+    code: int
+    seconds: float
+    memory: int
+    stdout: bytes
+    stderr: str
+    problems: list[str] = field(default_factory=list)
+
+
+CASES: list[Case] = []
+
+
+def case(name: str, **options: Any) -> Callable[[Callable[[Path], list[str]]], Callable[[Path], list[str]]]:
+    """Make a case of a function that prepares a folder."""
+
+    def add(make: Callable[[Path], list[str]]) -> Callable[[Path], list[str]]:
+        CASES.append(Case(name, make, **options))
+        return make
+
+    return add
+
+
+# --- running one -----------------------------------------------------------------------------------------------------
+
+
+def run(case: Case, folder: Path) -> Outcome:
+    """Run a case in an empty folder, and find what does not hold."""
+    work, home = folder / "work", folder / "home"
+    work.mkdir()
+    home.mkdir()
+    environment = {**os.environ, "HOME": str(home), "HF_HOME": str(home / "hf"), "OMP_NUM_THREADS": "1"}
+    environment |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_ETAG_TIMEOUT": "5", "NO_COLOR": "1"}
+    for name in ("GPTKIT_DEBUG", "HF_HUB_OFFLINE"):
+        environment.pop(name, None)
+    arguments = case.make(work)
+    before = listing(work)
+    around = case.around(work) if case.around is not None else contextmanager(lambda: iter(({},)))()
+    with around as added:
+        outcome = measured(case, arguments, work, {**environment, **added})
+    new = sorted(name for name in listing(work) - before if name.split("/")[0] not in case.leaves)
+    gone = sorted(before - listing(work))
+    outcome.problems += complaints(case, outcome) + [f"left behind: {name}" for name in new]
+    outcome.problems += [f"is gone: {name}" for name in gone]
+    return outcome
+
+
+def listing(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+
+
+def measured(case: Case, arguments: list[str], work: Path, environment: Mapping[str, str]) -> Outcome:
+    command = [sys.executable, "-m", "gptkit", *arguments]
+
+    def prepare() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        for fd in case.closed:
+            os.close(fd)
+
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(
+            command, cwd=work, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, preexec_fn=prepare
+        )
+        if case.started is not None:
+            case.started(process)
+        problems, deadline = [], time.monotonic() + HANGS
+        while True:
+            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+            if pid:
+                break
+            if time.monotonic() > deadline:
+                process.kill()
+                problems.append(f"waits for something: it was ended after {HANGS:.0f} seconds")
+                _, status, usage = os.wait4(process.pid, 0)
+                break
+            time.sleep(0.01)
+        process.returncode = code = os.waitstatus_to_exitcode(status)
+        out.seek(0)
+        err.seek(0)
+        told = err.read(1 << 20).decode(errors="replace")
+        return Outcome(code, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, out.read(1 << 20), told, problems)
+
+
+def complaints(case: Case, outcome: Outcome) -> list[str]:
+    """What does not hold of an outcome."""
+    found = []
+    if outcome.code not in case.codes:
+        found.append(f"exit code {outcome.code}, not one of {case.codes}")
+    if outcome.seconds > SECONDS:
+        found.append(f"{outcome.seconds:.1f} seconds of processor time")
+    if outcome.memory > MEMORY:
+        found.append(f"{outcome.memory / 1e6:.0f} MB of memory")
+    lines = outcome.stderr.splitlines()
+    for word in ("Traceback", "panicked", "a bug in gptkit", "Warning:"):
+        if word in outcome.stderr:
+            found.append(f"{word!r} on stderr")
+    if outcome.code and 2 not in case.closed and (not lines or len(lines) > 2 or not lines[0].startswith("gptkit: ")):
+        found.append(f"{len(lines)} lines on stderr, not one or two of gptkit's")
+    if case.told and not re.search(case.told, outcome.stderr):
+        found.append(f"stderr does not hold {case.told!r}")
+    return found
+
+
+# --- GGUF ------------------------------------------------------------------------------------------------------------
+
+U8, I32, U32, F32, STRING, ARRAY = 0, 5, 4, 6, 8, 9
+WIDTHS = {U8: 1, I32: 4, F32: 4}
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def number(value: int) -> bytes:
+    return struct.pack("<II", U32, value)
+
+
+def strings(values: list[bytes]) -> bytes:
+    return struct.pack("<IIQ", ARRAY, STRING, len(values)) + b"".join(map(text, values))
+
+
+def numbers(kind: int, count: int) -> bytes:
+    """An array's beginning alone: its zeros are a hole in the file (see `gguf`)."""
+    return struct.pack("<IIQ", ARRAY, kind, count)
+
+
+def gguf(path: Path, keys: Mapping[str, bytes], hole: tuple[str, int] = ("", 0), rows: int = ROWS) -> Path:
+    """A llama of one layer with random weights, and these keys of a tokenizer; behind the key `hole` so many zeros."""
+    basic = {
+        "general.architecture": struct.pack("<I", STRING) + text(b"llama"),
+        **{f"llama.{name}": number(value) for name, value in SIZES.items()},
+        "llama.attention.layer_norm_rms_epsilon": struct.pack("<If", F32, 1e-5),
+        "llama.vocab_size": number(rows),
+    }
+    every = {**basic, **{f"tokenizer.ggml.{name}": value for name, value in keys.items()}}
+    if hole[0] in keys:  # the last one, so that what follows is known
+        every[f"tokenizer.ggml.{hole[0]}"] = every.pop(f"tokenizer.ggml.{hole[0]}")
+    shapes = tensors(rows)
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(shapes), len(every))
+    head += b"".join(text(key.encode()) + value for key, value in every.items())
+    infos, at = b"", 0
+    for name, shape in shapes.items():
+        infos += text(name.encode()) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), 0, at)
+        at += -(-4 * count(shape) // 32) * 32
+    generator = random.Random(0)
+    with path.open("wb") as file:
+        file.write(head)
+        file.seek(hole[1], 1)
+        file.write(infos)
+        file.seek(-(-file.tell() // 32) * 32)
+        for shape in shapes.values():
+            if count(shape) > 10_000:
+                file.seek(-(-4 * count(shape) // 32) * 32, 1)
+                continue
+            values = struct.pack(f"<{count(shape)}f", *(generator.gauss(0, 1) for _ in range(count(shape))))
+            file.write(values.ljust(-(-len(values) // 32) * 32, b"\0"))
+        file.truncate(file.tell())
+    return path
+
+
+SIZES = {
+    "block_count": 1,
+    "context_length": CONTEXT,
+    "embedding_length": HIDDEN,
+    "feed_forward_length": HIDDEN,
+    "attention.head_count": 2,
+    "attention.head_count_kv": 2,
+}
+
+
+def count(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def tensors(rows: int) -> dict[str, tuple[int, ...]]:
+    square = (HIDDEN, HIDDEN)
+    names = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    return {
+        "token_embd.weight": (rows, HIDDEN),
+        "output_norm.weight": (HIDDEN,),
+        "blk.0.attn_norm.weight": (HIDDEN,),
+        "blk.0.ffn_norm.weight": (HIDDEN,),
+        **{f"blk.0.{name}.weight": square for name in names},
+    }
+
+
+TOKENS = [b"<unk>", b"<s>", b"</s>", b"\xe2\x96\x81", b"a", b"b", b"ab", b"c"]
+LLAMA = {
+    "model": struct.pack("<I", STRING) + text(b"llama"),
+    "tokens": strings(TOKENS),
+    "scores": numbers(F32, ROWS) + bytes(4 * ROWS),
+    "token_type": numbers(I32, ROWS) + struct.pack(f"<{ROWS}i", 2, 3, 3, *[1] * (ROWS - 3)),
+}
+"""A vocabulary of SentencePiece's kind that is right."""
+BYTES = {
+    "model": struct.pack("<I", STRING) + text(b"gpt2"),
+    "pre": struct.pack("<I", STRING) + text(b"gpt-2"),
+    "tokens": strings(TOKENS),
+    "merges": strings([b"a b"]),
+    "token_type": LLAMA["token_type"],
+}
+UNIGRAM = {**LLAMA, "model": struct.pack("<I", STRING) + text(b"t5")}
+GENERATE = ["generate", "x.gguf", "abc", "-n", "2"]
+
+
+@case("gguf: what is right", codes=(0,))
+def _(folder: Path) -> list[str]:
+    gguf(folder / "x.gguf", LLAMA)
+    return GENERATE
+
+
+for _kind, _keys in {"llama": LLAMA, "gpt2": BYTES, "t5": UNIGRAM}.items():
+    for _what, _tokens in {
+        "a token of a million characters": [*TOKENS[:-1], b"a" * MILLION],
+        "every length of token up to 3,000": [b"a" * (1 + at) for at in range(3000)],
+        "tokens an empty array of strings": [],
+    }.items():
+
+        def _make(folder: Path, keys: Any = _keys, tokens: Any = _tokens) -> list[str]:
+            rows = max(len(tokens), ROWS)
+            changed = {**keys, "tokens": strings(tokens)}
+            changed["token_type"] = numbers(I32, len(tokens)) + struct.pack("<i", 1) * len(tokens)
+            if "scores" in keys:
+                changed["scores"] = numbers(F32, len(tokens)) + bytes(4 * len(tokens))
+            gguf(folder / "x.gguf", changed, rows=rows)
+            return GENERATE
+
+        CASES.append(Case(f"gguf {_kind}: {_what}", _make, codes=(0, 2, 4)))
+    for _what, _field, _type, _count in (
+        ("u8 token types x 5e7", "token_type", U8, 50 * MILLION),
+        ("u8 token types x 2e8", "token_type", U8, 200 * MILLION),
+        ("f32 scores x 5e7", "scores", F32, 50 * MILLION),
+        ("i32 tokens x 5e7", "tokens", I32, 50 * MILLION),
+        ("f32 merges x 5e7", "merges", F32, 50 * MILLION),
+        ("u8 charsmap x 2e8", "precompiled_charsmap", U8, 200 * MILLION),
+        ("tokens an empty array of numbers", "tokens", U8, 0),
+        ("token types an empty array", "token_type", U8, 0),
+    ):
+
+        def _make(
+            folder: Path, keys: Any = _keys, field: str = _field, kind: int = _type, many: int = _count
+        ) -> list[str]:
+            gguf(folder / "x.gguf", {**keys, field: numbers(kind, many)}, (field, WIDTHS[kind] * many))
+            return GENERATE
+
+        CASES.append(Case(f"gguf {_kind}: {_what}", _make, codes=(0, 2, 4)))
+
+
+@case("gguf: strings x 2e8 in a hole")
+def _(folder: Path) -> list[str]:
+    gguf(folder / "x.gguf", {"tokens": numbers(STRING, 200 * MILLION)}, ("tokens", 1600 * MILLION))
+    return ["load", "x.gguf"]
+
+
+@case("gguf: a chat template of 2 GB in a hole")
+def _(folder: Path) -> list[str]:
+    gguf(folder / "x.gguf", {**LLAMA, "chat": struct.pack("<IQ", STRING, 2**31)}, ("chat", 2**31))
+    return ["load", "x.gguf"]
+
+
+@case("gguf: 500 arrays of 65,536 numbers", codes=(0,))
+def _(folder: Path) -> list[str]:
+    array = numbers(U8, 2**16) + bytes(2**16)
+    gguf(folder / "x.gguf", {**LLAMA, **{f"extra.{at}": array for at in range(500)}})
+    return ["load", "x.gguf"]
+
+
+@case("gguf: a million tokens", codes=(0, 4), slow=True)
+def _(folder: Path) -> list[str]:
+    names = [b"t%d" % at for at in range(MILLION)]
+    gguf(
+        folder / "x.gguf",
+        {
+            **LLAMA,
+            "tokens": strings(names),
+            "scores": numbers(F32, MILLION) + bytes(4 * MILLION),
+            "token_type": numbers(I32, MILLION) + struct.pack("<i", 1) * MILLION,
+        },
+        rows=MILLION,
+    )
+    return GENERATE
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Run the cases; returns how many did not hold, at most 100."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    wanted = parser.parse_args().names
+    failed = 0
+    for case in CASES:
+        if wanted and not any(name in case.name for name in wanted):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            outcome = run(case, Path(folder))
+        failed += bool(outcome.problems)
+        state = "FAILED" if outcome.problems else "ok"
+        print(f"{state:6} {outcome.seconds:5.1f} s {outcome.memory / 1e6:5.0f} MB  exit {outcome.code:3}  {case.name}")
+        for line in outcome.problems + (outcome.stderr.splitlines()[-3:] if outcome.problems else []):
+            print(f"         {line:.150}")
+        sys.stdout.flush()
+    print(f"{failed} of them did not hold")
+    return min(failed, 100)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
