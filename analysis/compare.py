@@ -16,7 +16,8 @@ from ..errors import GptkitError, UsageError
 from ..spec import ModelSpec
 from .aspects import Aspect, aspects
 from .costs import Costs, costs
-from .figures import Asked, common_context, weight_bytes
+from .figures import Asked, common_context
+from .formats import weighed
 from .params import Described, describe_reference
 from .sizes import itemsize
 
@@ -33,6 +34,10 @@ class Compared:
     costs: Costs
     revision: str | None = None
     notes: tuple[str, ...] = ()
+
+    def weights(self, dtype: str) -> int:
+        """Bytes of its weights; raises as `formats.weighed`."""
+        return weighed(self.spec, dtype, self.family).total
 
     @property
     def sees(self) -> bool:
@@ -89,7 +94,7 @@ class Comparison:
         found: dict[str, tuple[int | None, ...]] = {"parameters": tuple(m.costs.parameters for m in self.models)}
         if any(model.costs.active != model.costs.parameters for model in self.models):
             found["active"] = tuple(model.costs.active for model in self.models)
-        found["weights"] = tuple(weight_bytes(model.costs.parameters, self.dtype) for model in self.models)
+        found["weights"] = tuple(model.weights(self.dtype) for model in self.models)
         found["KV per token"] = tuple(model.costs.cache_bytes(size) for model in self.models)
         held = (model.costs.held_bytes(size) if model.sees else None for model in self.models)
         found[f"KV at {self.context:,}"] = tuple(held)
@@ -118,7 +123,7 @@ class Comparison:
             "costs": {
                 "parameters": figures.parameters,
                 "active": figures.active,
-                "weight_bytes": weight_bytes(figures.parameters, self.dtype),
+                "weight_bytes": model.weights(self.dtype),
                 "cache_bytes_a_token": figures.cache_bytes(size),
                 "cache_bytes_at_context": figures.held_bytes(size) if model.sees else None,
                 "flops_a_token": figures.total_flops if model.sees else None,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..architectures.gguf_types import FILE_TYPES
 from ..errors import UsageError
 from ..spec import ModelSpec
 from .costs import (
@@ -20,19 +21,20 @@ from .costs import (
     training_flops,
     usual_context,
 )
-from .parameters import ParameterCount, count
+from .formats import NAMES, SCALES, in_formats, weighed, weight_bytes, weight_dtype
+from .parameters import ParameterCount
 from .sizes import DTYPES, MOST, full_dtype, itemsize
 
 if TYPE_CHECKING:
+    from .explain import Explained
+    from .fit import Fits
     from .memory import Memory, TrainingMemory
+    from .parallel import Split
 
 __all__ = ["SCALES", "Asked", "Figures", "common_context", "figures_of", "fits", "weight_bytes", "weight_dtype"]
 
-SCALES = ("int8", "int4")
-"""Types that are no numbers without scales beside them, of which every scheme has others: these are not counted."""
-
-NAMES = {"float8": "float8_e4m3fn", "int4": "int4", "i4": "int4", "4bit": "int4", "8bit": "int8"}
-"""What people call dtypes beside the names that `full_dtype` knows; there is no `torch.int4`."""
+SERVED = 8192
+"""Tokens of the sequences of which the most are told, where nobody asked for others and the models are for as many."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Asked:
 
     dtype: of the weights ("int4" too). kv: contexts to tell the cache at, in tokens. kv_dtype: of the cache; that which
     activations are in where it is not given. flops, memory: whether to tell these. context, batch: for how many tokens
-    a sequence, and sequences; where no context is given, the shortest that one of the models is for.
+    a sequence, and sequences; where no context is given, the shortest that one of the models is for. explain: whether
+    to derive the total. gpu: bytes of a GPU, to tell what fits there. tp, pp: GPUs that share every layer, and stages.
     """
 
     dtype: str | None = None
@@ -51,6 +54,10 @@ class Asked:
     memory: bool = False
     context: int | None = None
     batch: int = 1
+    explain: bool = False
+    gpu: int | None = None
+    tp: int = 1
+    pp: int = 1
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
@@ -61,14 +68,20 @@ class Asked:
             *(("--kv", each) for each in self.kv),
             ("--context", self.context),
             ("--batch", self.batch),
+            ("--tp", self.tp),
+            ("--pp", self.pp),
         ):
             if number is not None and not 1 <= number <= MOST:
                 raise UsageError(f"{what} is a whole number from 1 to {MOST:,}, not {number}")
+        if self.spread and self.dtype in FILE_TYPES:
+            raise UsageError(
+                f"files of {self.dtype} are not laid out for several GPUs", "--dtype int8, int4 or bfloat16"
+            )
 
     @property
     def computed(self) -> str:
         """What activations are in, and the cache where nothing else is asked for: bf16 where weights are narrower."""
-        if self.dtype is None or self.dtype == "int4" or itemsize(self.dtype) == 1:
+        if self.dtype not in DTYPES or itemsize(self.dtype) == 1:
             return "bfloat16"
         return self.dtype
 
@@ -77,9 +90,19 @@ class Asked:
         return self.kv_dtype or self.computed
 
     @property
+    def spread(self) -> bool:
+        """Whether the model is to be on several GPUs."""
+        return self.tp * self.pp > 1
+
+    @property
+    def at_context(self) -> bool:
+        """Whether anything is asked for that depends on one context."""
+        return self.flops or self.memory or self.gpu is not None or self.spread
+
+    @property
     def more(self) -> bool:
         """Whether there is anything to tell that is not in the table of components."""
-        return bool(self.kv) or self.flops or self.memory
+        return bool(self.kv) or self.at_context or self.explain
 
 
 @dataclass(frozen=True)
@@ -88,7 +111,9 @@ class Figures:
 
     weights: bytes, by component; a sum of 4-bit ones is rounded up. cache: one for each context of `Asked.kv`, and
     a_token: bytes that one leaves there, which no table of positions limits. token: the next token's FLOPs behind a
-    cache, prefill: those of reading the context at once, training: of a step on it.
+    cache, prefill: those of reading the context at once, training: of a step on it. formats: bytes of the weights in
+    bf16 and in formats that models are run in, None in one that has no place for the tree. explained: the total as a
+    formula. fits: what fits on a GPU. split: what each of several GPUs holds.
     """
 
     asked: Asked
@@ -101,6 +126,10 @@ class Figures:
     training: TrainingFlops | None = None
     inference_memory: Memory | None = None
     training_memory: TrainingMemory | None = None
+    formats: Mapping[str, int | None] | None = None
+    explained: Explained | None = None
+    fits: Fits | None = None
+    split: Split | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values under the names of what was asked for; figures are integers."""
@@ -126,7 +155,14 @@ class Figures:
                 found["memory"] = {
                     "inference": self.inference_memory.as_json(),
                     "training": self.training_memory.as_json(),
+                    "formats": dict(self.formats or {}),
                 }
+        if self.explained is not None:
+            found["explained"] = self.explained.as_json()
+        if self.asked.gpu is not None:
+            found["gpu"] = _too_long(self.context) if self.fits is None else self.fits.as_json()
+        if self.asked.spread:
+            found["parallel"] = _too_long(self.context) if self.split is None else self.split.as_json()
         return found
 
 
@@ -144,12 +180,12 @@ def fits(spec: ModelSpec, tokens: int) -> bool:
     return spec.positions is None or tokens <= spec.positions.length
 
 
-def figures_of(spec: ModelSpec, asked: Asked, context: int) -> Figures:
-    """What was asked for of a tree, FLOPs and memory at a context."""
+def figures_of(spec: ModelSpec, asked: Asked, context: int, family: str = "") -> Figures:
+    """What was asked for of a tree, FLOPs and memory at a context; raises as `weighed`."""
     batch = asked.batch
     found = Figures(asked, context)
     if asked.dtype is not None:
-        found = replace(found, weights=component_bytes(count(spec), asked.dtype))
+        found = replace(found, weights=component_bytes(weighed(spec, asked.dtype, family)))
     if asked.kv:
         cache = (cache_bytes(spec, each, asked.cached, batch) if fits(spec, each) else None for each in asked.kv)
         found = replace(found, cache=tuple(cache), a_token=cache_bytes(spec, 1, asked.cached).a_token)
@@ -162,36 +198,36 @@ def figures_of(spec: ModelSpec, asked: Asked, context: int) -> Figures:
         dtype = asked.dtype or "bfloat16"
         of_bytes = dtype if dtype in DTYPES else "int8"
         running = memory(spec, of_bytes, context, batch, cache_dtype=asked.cached)
-        running = replace(running, dtype=dtype, weights=weight_bytes(count(spec).total, dtype))
+        running = replace(running, dtype=dtype, weights=weighed(spec, dtype, family).total)
         training_bytes = training_memory(spec, asked.computed, context, batch)
-        found = replace(found, inference_memory=running, training_memory=training_bytes)
+        formats = in_formats(spec, family)
+        found = replace(found, inference_memory=running, training_memory=training_bytes, formats=formats)
+    if asked.explain:
+        from .explain import explain
+
+        found = replace(found, explained=explain(spec))
+    if (asked.gpu is not None or asked.spread) and fits(spec, context):
+        found = _on_gpus(found, spec, family)
     return found
 
 
-def component_bytes(count: ParameterCount, dtype: str) -> dict[str, int]:
+def _on_gpus(found: Figures, spec: ModelSpec, family: str) -> Figures:
+    """With what fits on a GPU, and what each of several holds."""
+    from .fit import fit
+    from .parallel import split
+
+    asked, context = found.asked, found.context
+    same = {"computed": asked.computed, "cache_dtype": asked.cached, "batch": asked.batch}
+    if asked.gpu is not None:
+        many = asked.context or min(context, SERVED)
+        room = fit(spec, asked.gpu, family=family, dtype=asked.dtype, context=many, tp=asked.tp, pp=asked.pp, **same)
+        found = replace(found, fits=room)
+    if asked.spread:
+        there = split(spec, asked.tp, asked.pp, dtype=asked.dtype or "bfloat16", context=context, **same)
+        found = replace(found, split=there)
+    return found
+
+
+def component_bytes(weights: ParameterCount) -> dict[str, int]:
     """Bytes by component, and of all of them."""
-    return {
-        **{component: weight_bytes(number, dtype) for component, number in count.by_component.items()},
-        "total": weight_bytes(count.total, dtype),
-    }
-
-
-def weight_dtype(name: str) -> str:
-    """A dtype of weights as torch spells it, or "int4", which torch has no type for.
-
-    Raises:
-        UsageError: it is neither.
-
-    """
-    name = NAMES.get(name.lower(), name)
-    if name == "int4":
-        return name
-    try:
-        return full_dtype(name)
-    except UsageError as error:
-        raise UsageError(error.message, f"known: {', '.join([*DTYPES, 'int4'])}") from None
-
-
-def weight_bytes(parameters: int, dtype: str) -> int:
-    """Bytes of so many parameters in a dtype of `weight_dtype`, without the scales that quantised ones need."""
-    return (parameters + 1) // 2 if dtype == "int4" else parameters * itemsize(dtype)
+    return {**weights.by_component, "total": weights.total}

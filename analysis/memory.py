@@ -20,7 +20,7 @@ from .costs import cache_bytes, costs, usual_context
 from .prefill import Logits, peak
 from .sizes import check_sizes, full_dtype, itemsize
 
-__all__ = ["Memory", "TrainingMemory", "memory", "training_memory"]
+__all__ = ["Memory", "TrainingMemory", "beside_weights", "memory", "training_memory"]
 
 WINDOWED = (
     "a window is a mask of context x context numbers",
@@ -155,22 +155,35 @@ def memory(
     check_sizes(spec, length, batch)
     name = full_dtype(dtype)
     computed = name if itemsize(name) > 1 else "bfloat16"
-    cache = cache_bytes(spec, length, cache_dtype or computed, batch)
-    run = Pass(length, batch, itemsize(computed))
-    there = cache_bytes(spec, length, computed, batch).held  # in the dtype in which it is made
+    cache, activations = beside_weights(spec, computed, length, batch, cache_dtype, logits)
     return Memory(
         context=length,
         batch=batch,
         dtype=name,
         weights=costs(spec, length).parameters * itemsize(name),
-        cache=cache.held,
-        activations=peak(spec, run, logits) - there,
+        cache=cache,
+        activations=activations,
         assumed=(
             f"activations in {computed}, {_attention(spec, 'sdpa')}",
             f"the whole context read at once, logits of {'the last token' if logits == 'last' else 'every token'}",
             *(WINDOWED if _windowed(spec, length) else ()),
         ),
     )
+
+
+def beside_weights(
+    spec: ModelSpec,
+    computed: str,
+    context: int,
+    batch: int,
+    cache_dtype: str | None = None,
+    logits: Logits = "last",
+    ends: bool = True,
+) -> tuple[int, int]:
+    """Bytes of the cache, and of activations at the worst moment; see `memory` and, of `ends`, `prefill.peak`."""
+    there = cache_bytes(spec, context, computed, batch).held  # in the dtype in which it is made
+    worst = peak(spec, Pass(context, batch, itemsize(computed)), logits, ends)
+    return cache_bytes(spec, context, cache_dtype or computed, batch).held, worst - there
 
 
 def training_memory(

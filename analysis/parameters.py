@@ -25,6 +25,7 @@ from ..spec import (
     MixtureOfExperts,
     ModelSpec,
     Norm,
+    Parameter,
     RopeScaling,
     Rotary,
     YarnScaling,
@@ -34,6 +35,7 @@ __all__ = [
     "LayerCount",
     "ParameterCount",
     "count",
+    "count_of",
     "describe",
     "layer_ranges",
     "plain_number",
@@ -104,6 +106,31 @@ def count(spec: ModelSpec) -> ParameterCount:
         outside=dict(outside),
         tied=spec.head.tied,
         active=by_component.total() - sum(_idle(block) * repeats[kind] for block, kind in kinds.items()),
+    )
+
+
+def count_of(spec: ModelSpec, size: Callable[[Parameter], int]) -> ParameterCount:
+    """The same of another number than that of parameters, of bytes say, which layers alike may differ in."""
+    outside: Counter[str] = Counter()
+    layers: list[Counter[str]] = [Counter() for _ in spec.blocks]
+    idle = 0
+    for each in spec.parameters():
+        number = size(each)
+        (outside if each.layer is None else layers[each.layer])[each.component] += number
+        mixture = None if each.layer is None else spec.blocks[each.layer].feed_forward
+        if isinstance(mixture, MixtureOfExperts) and ".experts." in each.name:
+            idle += number * (mixture.experts - mixture.top_k) // mixture.experts
+    whole: Counter[str] = Counter()
+    for part in (outside, *layers):
+        whole.update(part)
+    order = count(spec).by_component
+    return ParameterCount(
+        total=whole.total(),
+        by_component={label: whole[label] for label in order},
+        by_layer=[LayerCount(dict(layer)) for layer in layers],
+        outside=dict(outside),
+        tied=spec.head.tied,
+        active=whole.total() - idle,
     )
 
 

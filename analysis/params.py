@@ -120,7 +120,8 @@ class ModelCount:
         shape, parameters. Where it was asked for: stored (dtypes and bytes in the files); swap (of, steps, guarantee,
         notes); weights (dtype, bytes by component and in total); kv_cache, a list as `CacheSize`; flops: next_token by
         component, prefill and training_step as `Flops` and `TrainingFlops`; memory: inference and training as `Memory`
-        and `TrainingMemory`. In place of what a table of positions is too short for stands {"context": …, "impossible":
+        and `TrainingMemory`, and formats, bytes of the weights by format; explained as `Explained`, gpu as `Fits`,
+        parallel as `Split`. In place of what a table of positions is too short for stands {"context": …, "impossible":
         why}.
         """
         data = {**to_json(self.name, self.family, self.count), "revision": self.revision, "notes": list(self.notes)}
@@ -182,13 +183,29 @@ def params(
 
 
 def with_figures(counts: Sequence[ModelCount], asked: Asked) -> list[ModelCount]:
-    """Counts with what they cost, all at one context; raises UsageError where none of them has positions for it."""
+    """Counts with what they cost, all at one context.
+
+    Raises:
+        UsageError: none of them has positions for the context; heads or layers that GPUs cannot share.
+        CannotExpress: a format of GGUF, and llama.cpp has no type for a tensor of one of them.
+
+    """
     specs = [each.spec for each in counts]
     context = asked.context or common_context(specs)
-    longest = [*asked.kv, *([context] if asked.flops or asked.memory else [])]
+    longest = [*asked.kv, *([context] if asked.at_context else [])]
     if longest and not any(fits(spec, min(longest)) for spec in specs):
         check_sizes(max(specs, key=usual_context), min(longest), 1)
-    return [replace(each, figures=figures_of(each.spec, asked, context)) for each in counts]
+    return [replace(each, figures=_figures(each, asked, context, len(counts) > 1)) for each in counts]
+
+
+def _figures(model: ModelCount, asked: Asked, context: int, one_of_several: bool) -> Figures:
+    """What was asked for of a model; an error names it where there are others."""
+    try:
+        return figures_of(model.spec, asked, context, model.family)
+    except GptkitError as error:
+        if one_of_several:
+            error.message = f"{model.name}: {error.message}"
+        raise
 
 
 def stored(reference: str, *, offline: bool = False, allow_pickle: bool = False) -> Stored:

@@ -41,10 +41,11 @@ ALIVE_IN_ACTIVATION = {
 """Tensors at once while an activation is computed: its input, its result, and what an approximation has in hand."""
 
 
-def peak(spec: ModelSpec, run: Pass, logits: Logits = "last") -> int:
+def peak(spec: ModelSpec, run: Pass, logits: Logits = "last", ends: bool = True) -> int:
     """Bytes beside the weights at the worst moment of a forward pass that fills a cache, the cache among them.
 
     A layer's keys and values are all there until the next step, whatever its window: what the cache gives on is a view.
+    Without `ends` the layers alone, of which others make logits.
     """
     shared = _shared(spec, run)
     layers = {block: _block(block, run) for block in set(spec.blocks)}
@@ -54,8 +55,8 @@ def peak(spec: ModelSpec, run: Pass, logits: Logits = "last") -> int:
         worst = max(worst, held + layers[block])
     stream = run.rows * spec.hidden_size * run.size
     told = run.batch if logits == "last" else run.rows
-    ends = (_norm(spec.final_norm, run.rows, run), told * spec.vocab_size * run.size)
-    return shared + max(worst, held + stream + max(ends))
+    last = max(_norm(spec.final_norm, run.rows, run), told * spec.vocab_size * run.size) if ends else 0
+    return shared + max(worst, held + stream + last)
 
 
 def _shared(spec: ModelSpec, run: Pass) -> int:

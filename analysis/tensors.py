@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -22,13 +23,14 @@ class TensorGroup:
     """Tensors of one place and shape in several layers (and experts), as one.
 
     name: with the layers and experts in braces, "blocks.{0–31}.attention.q_proj.weight". shape: of each.
-    number: how many there are. parameters: of all of them together.
+    number: how many there are. parameters: of all of them together. nbytes: likewise, 0 where nobody asked.
     """
 
     name: str
     shape: Shape
     component: str
     number: int
+    nbytes: int = 0
 
     @property
     def each(self) -> int:
@@ -40,8 +42,13 @@ class TensorGroup:
         return self.number * self.each
 
 
-def tensor_groups(spec: ModelSpec) -> list[TensorGroup]:
-    """The tree's tensors, each once, in order: alike ones folded. Their parameters sum to the tree's."""
+def tensor_groups(spec: ModelSpec, size: Callable[[Parameter], int] | None = None) -> list[TensorGroup]:
+    """The tree's tensors, each once, in order: alike ones folded. Their parameters sum to the tree's. `size` gives a
+    tensor's bytes, which those that are folded may differ in.
+    """
+    nbytes: Counter[tuple[int | None, str, Shape]] = Counter()
+    for each in spec.parameters() if size is not None else ():
+        nbytes[each.layer, _place(each)[0], each.shape] += 0 if size is None else size(each)
     kinds = {block: kind for kind, block in enumerate(dict.fromkeys(spec.blocks))}
     layers: dict[int, list[int]] = {}
     for index, block in enumerate(spec.blocks):
@@ -50,7 +57,13 @@ def tensor_groups(spec: ModelSpec) -> list[TensorGroup]:
     for key, kind in _places(msgspec.structs.replace(spec, blocks=tuple(kinds)).parameters()):
         found.setdefault(key, []).extend(layers[kind] if kind is not None else ())
     return [
-        TensorGroup(_named(place, there, experts), shape, component, max(len(there), 1) * max(experts, 1))
+        TensorGroup(
+            _named(place, there, experts),
+            shape,
+            component,
+            max(len(there), 1) * max(experts, 1),
+            sum(nbytes[layer, place, shape] for layer in there or [None]),
+        )
         for (place, shape, component, experts), there in found.items()
     ]
 
@@ -59,14 +72,18 @@ def _places(parameters: Iterable[Parameter]) -> Iterator[tuple[tuple[str, Shape,
     """((name within its layer, shape, component, experts), layer), the experts of a layer folded into the first."""
     experts: dict[tuple[int | None, str, Shape, str], int] = {}
     for each in parameters:
-        place = each.name if each.layer is None else each.name.split(".", 2)[2]
-        before, is_expert, after = place.partition(".experts.")
-        if is_expert:
-            place = f"{before}.experts.*.{after.partition('.')[2]}"
+        place, is_expert = _place(each)
         key = (each.layer, place, each.shape, each.component)
         experts[key] = experts.get(key, 0) + (1 if is_expert else 0)
     for (layer, place, shape, component), number in experts.items():
         yield (place, shape, component, number), layer
+
+
+def _place(parameter: Parameter) -> tuple[str, bool]:
+    """A tensor's name within its layer, an expert's with a star for its number; and whether it is an expert's."""
+    place = parameter.name if parameter.layer is None else parameter.name.split(".", 2)[2]
+    before, is_expert, after = place.partition(".experts.")
+    return (f"{before}.experts.*.{after.partition('.')[2]}", True) if is_expert else (place, False)
 
 
 def _named(place: str, layers: list[int], experts: int) -> str:

@@ -207,7 +207,9 @@ def root(
     """The group itself does nothing."""
 
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{unit}": of**power for power, prefix in enumerate("KMGT", 1) for unit, of in (("B", 1000), ("IB", 1024))
+}
 
 
 def parse_size(option: str, text: str | None) -> int | None:

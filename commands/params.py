@@ -11,7 +11,7 @@ import typer
 
 from ..errors import UsageError
 from ..terminal import console, say
-from .base import AllowPickle, Html, Json, Models, Offline, Png, Svg, app, examples, guarded, tokens
+from .base import AllowPickle, Html, Json, Models, Offline, Png, Svg, app, examples, guarded, parse_size, tokens
 from .completion import FLOATS, one_of
 from .drawn import Drawn
 
@@ -30,6 +30,8 @@ WEIGHTS, COSTS, SWAPS = "Parameters", "Costs", "What if"
         "gptkit params gpt2 llama-3-8b bloom-7b1 falcon-7b",
         "gptkit params mixtral-8x7b --by tensor --dtype int4",
         "gptkit params llama-3-8b --kv 8192,131072 --flops --memory --context 8192",
+        "gptkit params llama-3-8b --gpu 24GB",
+        "gptkit params gpt2 --explain",
         "gptkit params llama-2-7b --swap attention=gqa:4 --kv 4096",
     )
 )
@@ -51,11 +53,17 @@ def params(
         str | None,
         typer.Option(
             metavar="DTYPE",
-            help="Add the bytes of the weights as float32, bfloat16, float16, float8, int8, int4, …",
-            autocompletion=one_of((*FLOATS, "float8", "int8", "int4")),
+            help="Add the bytes of the weights as float32, bfloat16, float8, int8, int4, q8_0, q4_k_m, q4_0, nf4, …",
+            autocompletion=one_of((*FLOATS, "float8", "int8", "int4", "q8_0", "q4_k_m", "q4_0", "nf4")),
             rich_help_panel=WEIGHTS,
         ),
     ] = None,
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain", help="Derive the total as a formula, with the model's numbers.", rich_help_panel=WEIGHTS
+        ),
+    ] = False,
     stored: Annotated[
         bool,
         typer.Option(
@@ -105,6 +113,27 @@ def params(
         int,
         typer.Option(metavar="N", help="How many sequences --kv, --flops and --memory are for.", rich_help_panel=COSTS),
     ] = 1,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu",
+            metavar="SIZE",
+            help="Say what fits in a GPU's memory, 24GB or 80GiB: which dtype, context and batch.",
+            rich_help_panel=COSTS,
+        ),
+    ] = None,
+    tp: Annotated[
+        int,
+        typer.Option(
+            "--tp", metavar="N", help="Tell what each of N GPUs holds that share every layer.", rich_help_panel=COSTS
+        ),
+    ] = 1,
+    pp: Annotated[
+        int,
+        typer.Option(
+            "--pp", metavar="N", help="Tell what each GPU holds with the layers in N stages.", rich_help_panel=COSTS
+        ),
+    ] = 1,
     swap: Annotated[
         list[str] | None,
         typer.Option(
@@ -144,6 +173,10 @@ def params(
         memory,
         None if context is None else tokens("--context", context),
         batch,
+        explain,
+        parse_size("--gpu", gpu),
+        tp,
+        pp,
     )
     what = _by("layer" if by_layer else by)
     _sensible(models, asked, what, batch, context, json, csv, stored)
@@ -190,12 +223,16 @@ def _sensible(
         raise UsageError("--csv has no columns for what is --stored", "--json tells it, tensor by tensor.")
     if csv and by != "component" and asked.more:
         raise UsageError(f"--csv has one table: --by {by}, or costs, a row a model", "Call it twice.")
-    if context is not None and not (asked.flops or asked.memory):
-        raise UsageError("--context is for --flops and --memory", "--kv names contexts of its own.")
-    if batch != 1 and not asked.more:
-        raise UsageError("--batch is for --kv, --flops and --memory", "Parameters are the same for any.")
-    if asked.kv_dtype is not None and not (asked.kv or asked.memory):
-        raise UsageError("--kv-dtype is for --kv and --memory", "--dtype is that of the weights.")
+    if context is not None and not asked.at_context:
+        raise UsageError(
+            "--context is for --flops and --memory, --gpu, --tp and --pp", "--kv names contexts of its own."
+        )
+    if batch != 1 and not (asked.kv or asked.at_context):
+        raise UsageError(
+            "--batch is for --kv, --flops, --memory, --gpu, --tp and --pp", "Parameters are the same for any."
+        )
+    if asked.kv_dtype is not None and not (asked.kv or asked.memory or asked.gpu or asked.spread):
+        raise UsageError("--kv-dtype is for --kv and --memory, --gpu, --tp and --pp", "--dtype is that of the weights.")
 
 
 def _with_swaps(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ..analysis.costs import stated_context, usual_context
 from ..analysis.figures import SCALES, Asked, Figures, fits
+from ..analysis.parallel import Stage
+from ..analysis.parameters import count, layer_ranges, range_label
 from ..spec import ModelSpec
 from .sheets import Row, Sheet, binary, change, decimal, difference, whole_bytes
 
@@ -50,6 +52,10 @@ def cost_sheets(models: Sequence[Told], asked: Asked, compared: bool = False) ->
         *([_cache(models, asked, compared)] if asked.kv else []),
         *(_flops(models, asked, compared) if asked.flops else []),
         *(_memory(models, asked, compared) if asked.memory else []),
+        *([_formats(models)] if asked.memory and not compared else []),
+        *(_explained(models) if asked.explain else []),
+        *([_fits(models, asked)] if asked.gpu is not None else []),
+        *([_split(models, asked)] if asked.spread else []),
     ]
     sheets = [sheet for sheet in sheets if sheet.rows]  # none where no model has positions for so many tokens
     notes = [*_chosen(models, asked, compared), *_too_short(models, asked), *_beyond(models, asked, compared)]
@@ -58,14 +64,14 @@ def cost_sheets(models: Sequence[Told], asked: Asked, compared: bool = False) ->
     if not notes:
         return sheets
     last = sheets.pop() if sheets else Sheet("", (), ())
-    return [*sheets, Sheet(last.title, last.columns, last.rows, (*last.notes, *notes))]
+    return [*sheets, replace(last, notes=(*last.notes, *notes))]
 
 
 def _too_short(models: Sequence[Told], asked: Asked) -> list[str]:
     """Which models have no figures, and why."""
     notes = []
     for name, spec, figures in models:
-        tokens = [*asked.kv, *([figures.context] if asked.flops or asked.memory else [])]
+        tokens = [*asked.kv, *([figures.context] if asked.at_context else [])]
         if spec.positions is not None and max(tokens, default=0) > spec.positions.length:
             notes.append(f"{NOTHING} {name}: positions for {spec.positions.length:,} tokens, no more.")
     return notes
@@ -73,7 +79,7 @@ def _too_short(models: Sequence[Told], asked: Asked) -> list[str]:
 
 def _chosen(models: Sequence[Told], asked: Asked, compared: bool) -> list[str]:
     """Why FLOPs and memory are told at this context, where nobody named one and it is not every model's own."""
-    if asked.context is not None or not (asked.flops or asked.memory):
+    if asked.context is not None or not (asked.flops or asked.memory or asked.spread):
         return []
     context = models[0][2].context
     if all(stated_context(spec) == context for _, spec, _ in models):
@@ -92,7 +98,7 @@ def _beyond(models: Sequence[Told], asked: Asked, compared: bool) -> list[str]:
     """Which contexts a model has figures for and was not made for."""
     notes: dict[str, None] = {}
     for name, spec, figures in models:
-        tokens = [*asked.kv, *([figures.context] if asked.flops or asked.memory else [])]
+        tokens = [*asked.kv, *([figures.context] if asked.at_context else [])]
         own = stated_context(spec)
         more = sorted({each for each in tokens if own is not None and each > own and fits(spec, each)})
         if more:
@@ -241,6 +247,125 @@ def _memory(models: Sequence[Told], asked: Asked, compared: bool) -> list[Sheet]
         _sheet(title, [_Column(name, cells(figures), _bytes) for name, _, figures in models], compared, notes[kind])
         for title, (kind, cells) in zip(titles, kinds.items(), strict=True)
     ]
+
+
+FORMAT_NOTES = (
+    "nf4: as transformers loads it with bitsandbytes, scales quantised too; all but linear layers, so experts as well,"
+    " is in bfloat16.",
+    "q8_0, q4_k_m, q4_0: each tensor as llama-quantize stores it, scales included, without the file's vocabulary.",
+)
+
+
+def _formats(models: Sequence[Told]) -> Sheet:
+    """The weights in other formats: of one model with its bits a weight, else a column a model."""
+    rows = []
+    for name in dict.fromkeys(name for _, _, figures in models for name in figures.formats or ()):
+        cells = []
+        for _, spec, figures in models:
+            nbytes = (figures.formats or {}).get(name)
+            cells.append(NOTHING if nbytes is None else decimal(nbytes, "B"))
+            if len(models) == 1:
+                bits = NOTHING if nbytes is None else f"{8 * nbytes / count(spec).total:.2f}"
+                cells += [NOTHING if nbytes is None else binary(nbytes), bits]
+        rows.append(Row(name, tuple(cells)))
+    columns = (
+        ("bytes", "in powers of 1024", "bits a weight") if len(models) == 1 else tuple(name for name, *_ in models)
+    )
+    lacking = [name for name, _, figures in models if None in (figures.formats or {}).values()]
+    no_place = f"{NOTHING} {', '.join(lacking)}: llama.cpp has no type for some of its tensors." if lacking else ""
+    return Sheet("Weights in other formats", columns, tuple(rows), (*FORMAT_NOTES, *filter(None, [no_place])))
+
+
+# --- how a total comes about, and where a model fits -----------------------------------------------------------------
+
+
+def _explained(models: Sequence[Told]) -> list[Sheet]:
+    """A sheet a model: components with their formulas, the total, and what the letters are."""
+    sheets = []
+    for name, _, figures in models:
+        found = figures.explained
+        if found is None:
+            continue
+        terms = [Row(each.label, (each.formula, f"{each.value:,}")) for each in found.terms]
+        terms.append(Row(TOTAL, (found.formula, f"{found.total:,}"), "bold", ruled=True))
+        letters = [
+            Row(each.name, (each.meaning, f"{each.value:,}"), "dim", ruled=not i)
+            for i, each in enumerate(found.symbols)
+        ]
+        sheets.append(
+            Sheet(
+                "The total as a formula" if len(models) == 1 else f"The total of {name} as a formula",
+                ("formula", "parameters"),
+                (*terms, *letters),
+                words=1,
+            )
+        )
+    return sheets
+
+
+def _fits(models: Sequence[Told], asked: Asked) -> Sheet:
+    """Of one model a row a dtype; of several the longest context, a column a model."""
+    there = {name: figures.fits for name, _, figures in models if figures.fits is not None}
+    if not there or asked.gpu is None:
+        return Sheet("", (), ())
+    first, rows = next(iter(there.values())), []
+    for dtype in dict.fromkeys(row.dtype for found in there.values() for row in found.rows):
+        cells: list[str] = []
+        for name, _, _ in models:
+            row = next((row for row in there[name].rows if row.dtype == dtype), None) if name in there else None
+            context = NOTHING if row is None or not row.context else f"{row.context:,}"
+            if len(models) == 1 and row is not None:
+                cells.append(decimal(row.weights, "B"))
+            cells.append(context)
+            if len(models) == 1 and row is not None:
+                cells.append(f"{row.batch:,}" if row.batch else NOTHING)
+        rows.append(Row(dtype, tuple(cells)))
+    of = "longest context" if first.batch == 1 else f"context of {first.batch:,}"
+    columns = ("weights", of, f"batch of {first.context:,}") if len(models) == 1 else tuple(name for name, *_ in models)
+    where = f"{decimal(asked.gpu, 'B')}, {binary(asked.gpu)}"
+    title = f"What fits in {where}" if not asked.spread else f"What fits on {asked.tp * asked.pp:,} GPUs of {where}"
+    told = "one sequence" if first.batch == 1 else f"{first.batch:,} sequences"
+    notes = [
+        f"{of[:1].upper()}{of[1:]}: tokens of {told} read at once, no more than the model is for; batch: sequences of"
+        f" {first.context:,} tokens. {NOTHING} for none.",
+        "Counted are weights, the KV cache and activations; a runtime takes 0.5 to 2 GB more.",
+    ]
+    if asked.spread:
+        notes.append("int8 and int4: without the scales that go with them.")
+    return Sheet(title, columns, tuple(rows), tuple(notes))
+
+
+def _split(models: Sequence[Told], asked: Asked) -> Sheet:
+    """Of one model a column a stage, equal neighbours folded; of several the fullest GPU of each."""
+
+    def cells(stage: Stage) -> dict[str, int]:
+        parts = {"weights": sum(stage.weights.values()), "KV cache": stage.cache, "activations": stage.activations}
+        return {**parts, TOTAL: stage.total, TOTAL_BINARY: stage.total}
+
+    columns, notes = [], []
+    for name, _, figures in models:
+        found = figures.split
+        if found is None:
+            columns.append(_Column(name, {}, _bytes))
+            continue
+        if len(models) > 1:
+            columns.append(_Column(name, cells(found.fullest), _bytes))
+        else:
+            for first, last, same in layer_ranges(map(cells, found.stages)):
+                columns.append(
+                    _Column("each GPU" if found.pp == 1 else f"stage {range_label(first, last)}", same, _bytes)
+                )
+        notes += [f"{name}: {note}" if len(models) > 1 else note for note in found.notes]
+        whole = f"{decimal(found.together, 'B')} of weights on all of them"
+        notes.append(f"{name}: {whole}." if len(models) > 1 else f"Together: {whole}.")
+    context = models[0][2].context
+    title = (
+        f"Memory on each of {asked.tp * asked.pp:,} GPUs (tp {asked.tp}, pp {asked.pp}), {asked.dtype or 'bfloat16'}"
+    )
+    title += f", {_sequences(asked.batch, context)}" + (", the fullest" if len(models) > 1 and asked.pp > 1 else "")
+    return _sheet(
+        title, columns, False, [*notes, "After Megatron-LM (1909.08053); what GPUs send to one another is not counted."]
+    )
 
 
 def _inference(figures: Figures) -> dict[str, int]:

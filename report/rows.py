@@ -11,7 +11,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
-from ..analysis.figures import weight_bytes
+from ..analysis.formats import sizer, weighed
+from ..analysis.parameters import ParameterCount
 from ..analysis.params import ModelCount
 from ..terminal import printable
 from .tables import By
@@ -52,29 +53,35 @@ def count_rows(counts: Sequence[ModelCount], by: By, dtype: str | None = None) -
     """
     rows = []
     for model in counts:
-        for cells, parameters in _parts(model, by):
+        weights = None if dtype is None else weighed(model.spec, dtype, model.family)
+        for cells, parameters, nbytes in _parts(model, by, dtype, weights):
             row: Row = {"model": model.name, "family": model.family, **cells, "parameters": parameters}
             if dtype is not None:
-                row |= {"dtype": dtype, "bytes": weight_bytes(parameters, dtype)}
+                row |= {"dtype": dtype, "bytes": nbytes}
             rows.append(row)
     return rows
 
 
-def _parts(model: ModelCount, by: By) -> Iterator[tuple[Row, int]]:
+def _parts(
+    model: ModelCount, by: By, dtype: str | None, weights: ParameterCount | None
+) -> Iterator[tuple[Row, int, int]]:
+    """Cells, parameters and bytes; 0 of these where no dtype is asked for."""
+    found, sizes = model.count, weights or model.count
     if by == "tensor":
+        size = sizer(model.spec, dtype or "float32", model.family)
         for each in model.spec.parameters():
             place: Row = {"tensor": each.name, "layer": "" if each.layer is None else each.layer}
-            yield {**place, "component": each.component, "shape": "x".join(map(str, each.shape))}, each.count
+            shape = "x".join(map(str, each.shape))
+            yield {**place, "component": each.component, "shape": shape}, each.count, size(each)
     elif by == "layer":
-        yield from (_row(number, layer="", component=name) for name, number in model.count.outside.items())
-        for index, layer in enumerate(model.count.by_layer):
-            yield from (_row(number, layer=index, component=name) for name, number in layer.by_component.items())
+        for label, number in found.outside.items():
+            yield {"layer": "", "component": label}, number, sizes.outside[label]
+        for index, (layer, size_of) in enumerate(zip(found.by_layer, sizes.by_layer, strict=True)):
+            for label, number in layer.by_component.items():
+                yield {"layer": index, "component": label}, number, size_of.by_component[label]
     else:
-        yield from (_row(number, component=name) for name, number in model.count.by_component.items())
-
-
-def _row(number: int, **cells: str | int) -> tuple[Row, int]:
-    return cells, number
+        for label, number in found.by_component.items():
+            yield {"component": label}, number, sizes.by_component[label]
 
 
 def model_rows(counts: Sequence[ModelCount]) -> list[Row]:
@@ -89,13 +96,18 @@ def _plain(model: ModelCount) -> dict[str, Any]:
         data.pop(listed, None)
     if "kv_cache" in data:
         data["kv_cache"] = {str(each.pop("context")): each for each in data["kv_cache"]}
+    if "stages" in data.get("parallel", {}):
+        parallel = data["parallel"]
+        data["parallel"] = {**parallel, "notes": None, "stages": dict(enumerate(parallel["stages"]))}
+        for stage in parallel["stages"]:
+            stage.pop("layers")
     for each in data.get("memory", {}).values():
         if isinstance(each, dict):
             each.pop("assumed", None)
     return data
 
 
-def _flat(data: dict[str, Any], path: str = "") -> Iterator[tuple[str, str | int]]:
+def _flat(data: dict[Any, Any], path: str = "") -> Iterator[tuple[str, str | int]]:
     for name, value in data.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{path}{name}.")

@@ -5,6 +5,7 @@ rich is imported inside functions alone: `gptkit --help` does not need it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ __all__ = [
 GAP = 3
 """Blank characters between two columns of a table; rich draws one of them itself."""
 
-ASCII = str.maketrans({"×": "x", "–": "-", "−": "-", "·": "-", "…": "."})
+ASCII = str.maketrans({"×": "x", "–": "-", "−": "-", "·": "-", "…": ".", "²": "^2", "³": "^3"})
 """For terminals that have no other characters."""
 
 WIDEST_NAME = 24
@@ -109,12 +110,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table of figures below its title. `notes` are sentences below it."""
+    """A table of figures below its title. `notes` are sentences below it; so many of the first columns are `words`."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
+    words: int = 0
 
     def turned(self) -> Sheet:
         """Columns as rows."""
@@ -132,7 +134,7 @@ class Sheet:
 
     def parts(self, width: int) -> list[Sheet]:
         """Sheets that are no wider than that, where one column is: as few as can be, as it is or turned."""
-        whole = self.cut(width)
+        whole = [self] if self.words else self.cut(width)
         if len(whole) == 1 or len(self.columns) < 3:
             return whole
         turned = self.turned().cut(width)
@@ -158,7 +160,7 @@ class Sheet:
         """For a page."""
         from . import pages as page
 
-        columns = (("", False), *((name, True) for name in self.columns))
+        columns = (("", False), *((name, index >= self.words) for index, name in enumerate(self.columns)))
         lit = frozenset(index for index, row in enumerate(self.rows) if row.ruled)
         return page.Table(self.title, columns, tuple((row.label, *row.cells) for row in self.rows), lit)
 
@@ -193,7 +195,7 @@ class Layout:
 
     def sheet(self, sheet: Sheet) -> Table:
         """A sheet as a table, as it is."""
-        table = self.table([""], sheet.columns)
+        table = self.table(["", *sheet.columns[: sheet.words]], sheet.columns[sheet.words :])
         for row in sheet.rows:
             if row.ruled:
                 table.add_section()
@@ -242,4 +244,6 @@ class Layout:
     def clean(self, words: str) -> str:
         """Characters that the terminal has; a name from outside may hold control characters."""
         words = "".join(letter if letter.isprintable() else "?" for letter in words)
+        # In a formula, 2d·k, the dot is a product; elsewhere it stands between words.
+        words = re.sub(r"(?<=\w)·(?=\w)", "*", words) if self.ascii_only else words
         return words.translate(ASCII).encode("ascii", "replace").decode() if self.ascii_only else words

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..analysis.figures import weight_bytes
+from ..analysis.formats import sizer, weighed
 from ..analysis.parameters import ParameterCount, describe, layer_ranges, range_label
 from ..analysis.tensors import tensor_groups
 from ..spec import ModelSpec
@@ -74,11 +74,13 @@ class ParameterTable:
             sheet = _side_by_side(self.models, self.dtype, self.compared)
             beside = self.compared or sheet.width() <= page.width
             yield sheet if beside else page.one_below_the_other(self.models)
-        for name, _, spec, count in self.models if self.by != "component" else ():
+        for model in self.models if self.by != "component" else ():
+            name, _, _, count = model
             yield ""
             if len(self.models) > 1:
                 yield page.text(name)
-            yield page.layers(count) if self.by == "layer" else page.tensors(spec, count)
+            weights = page.weights(model)
+            yield page.layers(count, weights) if self.by == "layer" else page.tensors(model, weights)
 
 
 @dataclass(frozen=True)
@@ -106,19 +108,27 @@ class _Page(Layout):
         yield Text.assemble((self.clean(name), "bold"), "  ", (self.clean(family), "dim"))
         yield Text(self.clean(" · ".join(facts)), style="dim")
         yield ""
+        weights = self.weights(model)
         rows: list[tuple[str, str, int | None]] = []
         for label, number in count.by_component.items():
             rows.append((label, _what(label, spec, words), number))
         if count.tied and "head" not in count.by_component:
             rows.append(("head", "tied to the embedding, counted once", None))
-        yield self.shares(rows, count)
+        yield self.shares(rows, count, weights)
 
-    def shares(self, rows: Sequence[tuple[str, str, int | None]], count: ParameterCount) -> Table:
+    def weights(self, model: Model) -> ParameterCount | None:
+        """A model's bytes, where these are asked for."""
+        _, family, spec, _ = model
+        return None if self.dtype is None else weighed(spec, self.dtype, family)
+
+    def shares(
+        self, rows: Sequence[tuple[str, str, int | None]], count: ParameterCount, weights: ParameterCount | None
+    ) -> Table:
         """Components with what they are, their parameters, the bytes of these, and their share of the total."""
         figures = max(len(f"{count.total:,}"), len("parameters"))
         labels = max(len(label) for label, _, _ in rows)
         room = self.width - labels - GAP - figures
-        sizes = self.sizes(count.total)
+        sizes = self.sizes(weights and weights.total)
         with_bytes = bool(sizes) and room >= len(sizes[0]) + GAP
         room -= GAP + max(len(self.dtype or ""), len("999.9 GB")) if with_bytes else 0
         with_share = room >= len("100.0 %") + GAP
@@ -126,38 +136,44 @@ class _Page(Layout):
         numbers = ["parameters", *([self.dtype or ""] if with_bytes else []), *(["share"] if with_share else [])]
         table = self.table(["component", *(["what it is"] if with_words else [])], numbers)
 
-        def row(label: str, what: str, number: int | None, style: str | None = None, instead: str = "") -> None:
+        def row(
+            label: str, what: str, number: int | None, size: int | None, style: str | None = None, instead: str = ""
+        ) -> None:
             shown = instead if number is None else f"{number:,}"
-            nbytes = self.sizes(number) if with_bytes else []
+            nbytes = self.sizes(size) if with_bytes else []
             share = "" if number is None else percentage(number, count.total)
             cells = [label, *([what] if with_words else []), shown, *nbytes, *([share] if with_share else [])]
             table.add_row(*map(self.text, cells), style=style)
 
         for label, what, number in rows:
-            row(label, what, number, instead="tied")
+            size = weights.by_component.get(label) if weights is not None and number is not None else None
+            row(label, what, number, size, instead="tied")
         table.add_section()
-        row("total", "", count.total, "bold")
-        if with_bytes and self.dtype is not None:
-            cells = ["", *([""] if with_words else []), "", binary(weight_bytes(count.total, self.dtype))]
+        row("total", "", count.total, weights and weights.total, "bold")
+        if with_bytes and weights is not None:
+            cells = ["", *([""] if with_words else []), "", binary(weights.total)]
             table.add_row(*cells, *([""] if with_share else []), style="bold")
         table.add_section()
-        row("no embedding", "without embedding, positions and head", count.non_embedding, "dim")
+        without = weights and weights.non_embedding
+        row("no embedding", "without embedding, positions and head", count.non_embedding, without, "dim")
         if count.active != count.total:
-            row("active", "what one token meets", count.active, "dim")
+            row("active", "what one token meets", count.active, weights and weights.active, "dim")
         runs = layer_ranges(count.by_layer)
         if len(runs) > MOST_RUNS:
             totals = [layer.total for layer in count.by_layer]
-            row("each layer", f"from {min(totals):,} to {max(totals):,}", None, "dim", "varies")
+            row("each layer", f"from {min(totals):,} to {max(totals):,}", None, None, "dim", "varies")
         else:
             for first, last, layer in runs:
-                row(*_layer_label(first, last, len(count.by_layer)), layer.total, "dim")
+                there = {} if weights is None else {each.total: None for each in weights.by_layer[first : last + 1]}
+                size = next(iter(there)) if len(there) == 1 else None  # formats are wider in some layers
+                row(*_layer_label(first, last, len(count.by_layer)), layer.total, size, "dim")
         return table
 
-    def sizes(self, number: int | None) -> list[str]:
-        """The cell for the bytes of so many parameters, where these are asked for."""
+    def sizes(self, nbytes: int | None) -> list[str]:
+        """The cell for so many bytes, where these are asked for."""
         if self.dtype is None:
             return []
-        return [""] if number is None else [in_bytes(weight_bytes(number, self.dtype))]
+        return [""] if nbytes is None else [in_bytes(nbytes)]
 
     # --- several models ---
 
@@ -166,7 +182,9 @@ class _Page(Layout):
         counts = [count for _, _, _, count in models]
         columns: list[tuple[str, list[str]]] = [("parameters", [f"{count.total:,}" for count in counts])]
         if self.dtype is not None:
-            columns.append((self.dtype, [in_bytes(weight_bytes(count.total, self.dtype)) for count in counts]))
+            columns.append(
+                (self.dtype, [in_bytes(weighed(spec, self.dtype, family).total) for _, family, spec, _ in models])
+            )
         if any(count.active != count.total for count in counts):
             columns.append(("active", [f"{count.active:,}" for count in counts]))
         columns += [
@@ -188,44 +206,45 @@ class _Page(Layout):
 
     # --- layers and tensors ---
 
-    def layers(self, count: ParameterCount) -> Table:
+    def layers(self, count: ParameterCount, weights: ParameterCount | None) -> Table:
         """One row a run of layers alike: a column a component where they fit, else a line a component."""
-        runs = layer_ranges(count.by_layer)
-        labels = list(dict.fromkeys(label for _, _, layer in runs for label in layer.by_component))
+        runs = layer_ranges(zip(count.by_layer, (weights or count).by_layer, strict=True))
+        labels = list(dict.fromkeys(label for _, _, (layer, _) in runs for label in layer.by_component))
         ranges = [range_label(first, last) for first, last, _ in runs]
         figures = [
             [
                 *(f"{number:,}" for number in (*(layer.by_component.get(label, 0) for label in labels), layer.total)),
-                *self.sizes(layer.total),
+                *self.sizes(nbytes.total),
             ]
-            for _, _, layer in runs
+            for _, _, (layer, nbytes) in runs
         ]
         titles = [*labels, "each layer", *([self.dtype] if self.dtype else [])]
         widths = [max(map(len, column)) for column in zip(titles, *figures, strict=True)]
         if max(map(len, ["layer", *ranges])) + sum(widths) + GAP * len(widths) <= self.width:
             table = self.table(["layer"], titles)
-            for layer, cells in zip(ranges, figures, strict=True):
-                table.add_row(*map(self.text, [layer, *cells]))
+            for told, cells in zip(ranges, figures, strict=True):
+                table.add_row(*map(self.text, [told, *cells]))
             return table
         table = self.table(["layer"], ["parameters", *([self.dtype] if self.dtype else [])])
-        for (_, _, layer), told in zip(runs, ranges, strict=True):
-            table.add_row(*map(self.text, [told, f"{layer.total:,}", *self.sizes(layer.total)]), style="bold")
+        for (_, _, (layer, nbytes)), told in zip(runs, ranges, strict=True):
+            table.add_row(*map(self.text, [told, f"{layer.total:,}", *self.sizes(nbytes.total)]), style="bold")
             for label in labels:
-                number = layer.by_component.get(label, 0)
-                table.add_row(*map(self.text, [f" {label}", f"{number:,}", *self.sizes(number)]))
+                number, size = (each.by_component.get(label, 0) for each in (layer, nbytes))
+                table.add_row(*map(self.text, [f" {label}", f"{number:,}", *self.sizes(size)]))
         return table
 
-    def tensors(self, spec: ModelSpec, count: ParameterCount) -> Table:
+    def tensors(self, model: Model, weights: ParameterCount | None) -> Table:
         """A row a tensor, those of layers alike folded; shapes below the names where there is no room beside."""
         from rich.text import Text
 
-        groups = tensor_groups(spec)
+        _, family, spec, count = model
+        groups = tensor_groups(spec, None if self.dtype is None else sizer(spec, self.dtype, family))
         shapes = [_shape(group.shape) for group in groups]
         names = max(len(group.name) for group in groups)
-        figures = [f"{count.total:,}", *self.sizes(count.total)]
+        figures = [f"{count.total:,}", *self.sizes(weights and weights.total)]
         room = self.width - sum(GAP + max(len(cell), len("parameters")) for cell in figures)
         if self.dtype and room < NARROWEST_WORDS:
-            return _Page(self.width, self.ascii_only).tensors(spec, count)
+            return _Page(self.width, self.ascii_only).tensors(model, None)
         beside = room - GAP - max(map(len, [*shapes, "shape"]))
         with_shape = beside >= min(names, NARROWEST_NAMES)
         with_number = beside - GAP - len("number") >= names
@@ -235,7 +254,7 @@ class _Page(Layout):
             lines = _broken(group.name, beside if with_shape else room) + ([] if with_shape else [shape])
             cells = [shape] if with_shape else []
             cells += [f"×{group.number:,}" if group.number > 1 else ""] if with_number else []
-            cells += [f"{group.parameters:,}", *self.sizes(group.parameters)]
+            cells += [f"{group.parameters:,}", *self.sizes(group.nbytes)]
             table.add_row(Text("\n ").join(map(self.text, lines)), *map(self.text, cells))
         table.add_section()
         table.add_row(*map(self.text, ["total", *([""] * len(titles)), *figures]), style="bold")
@@ -268,7 +287,7 @@ def _side_by_side(models: Sequence[Model], dtype: str | None, compared: bool) ->
             rows[-1] = Row(label, (*cells, *rows[-1].cells[len(cells) :]))
     row("total", [count.total for count in counts], "bold")
     if dtype is not None:
-        nbytes = [weight_bytes(count.total, dtype) for count in counts]
+        nbytes = [weighed(spec, dtype, family).total for _, family, spec, _ in models]
         for label, told in ((dtype, in_bytes), ("", binary)):
             cells = [told(each) for each in nbytes]
             if compared:

@@ -1,0 +1,138 @@
+"""What of a model fits in a memory: in which formats, and up to which context. From shapes alone, no torch.
+
+Weights, the cache and activations at the worst moment of reading a whole context at once, as `memory` counts them. What
+a runtime and its allocator take is not counted: half a gigabyte to two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from ..errors import CannotExpress
+from ..spec import ModelSpec
+from .costs import stated_context
+from .formats import FORMATS, weighed
+from .parallel import split
+from .sizes import MOST
+
+__all__ = ["Fit", "Fits", "fit"]
+
+SPREAD = ("bfloat16", "int8", "int4")
+"""Dtypes of weights that are split over several GPUs; files of GGUF are not laid out for that."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One dtype: bytes of the weights on the fullest GPU, the longest context of so many sequences, and the most
+    sequences of the context that was asked for. 0 where not even one token, or one sequence, has room.
+    """
+
+    dtype: str
+    weights: int
+    context: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Fits:
+    """What fits in `nbytes`: a row a dtype.
+
+    batch: sequences for which the longest context is told; context: tokens for which the most sequences are. own: the
+    context that the tree is for, which no longest context goes beyond; None where it does not say.
+    """
+
+    nbytes: int
+    batch: int
+    context: int
+    own: int | None
+    rows: tuple[Fit, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values: whole numbers."""
+        rows = {
+            each.dtype: {"weights": each.weights, "longest_context": each.context, "most_sequences": each.batch}
+            for each in self.rows
+        }
+        return {"bytes": self.nbytes, "batch": self.batch, "context": self.context, "dtypes": rows}
+
+
+def fit(
+    spec: ModelSpec,
+    nbytes: int,
+    *,
+    family: str = "",
+    dtype: str | None = None,
+    computed: str = "bfloat16",
+    cache_dtype: str | None = None,
+    context: int,
+    batch: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+) -> Fits:
+    """What fits in a memory of so many bytes, or on the fullest of tp x pp GPUs of so many.
+
+    Args:
+        spec: the tree.
+        nbytes: of one GPU.
+        family: whose tree it is, for formats of GGUF.
+        dtype: of the weights; in each of the formats that people run models in where it is not given.
+        computed: the dtype of activations.
+        cache_dtype: of keys and values in the cache; that of activations where it is not given.
+        context: tokens, for the most sequences.
+        batch: sequences, for the longest context.
+        tp: GPUs that share every layer; see `parallel`.
+        pp: stages of layers.
+
+    Raises:
+        UsageError: as `parallel.split`.
+
+    """
+
+    @cache
+    def beside(tokens: int, sequences: int) -> tuple[int, ...]:
+        """Of each stage what is there beside the weights."""
+        found = split(spec, tp, pp, computed=computed, cache_dtype=cache_dtype, context=tokens, batch=sequences)
+        return tuple(stage.cache + stage.activations for stage in found.stages)
+
+    own = stated_context(spec)
+    longest = own if spec.positions is None else spec.positions.length
+    rows = []
+    for name in [dtype] if dtype is not None else ["bfloat16", *FORMATS] if tp * pp == 1 else SPREAD:
+        try:
+            weights = _weights(spec, name, family, tp, pp)
+        except CannotExpress:
+            continue
+
+        def is_room(tokens: int, sequences: int, weights: tuple[int, ...] = weights) -> bool:
+            return all(held + more <= nbytes for held, more in zip(weights, beside(tokens, sequences), strict=True))
+
+        rows.append(
+            Fit(
+                name,
+                max(weights),
+                most(lambda tokens: is_room(tokens, batch), longest or MOST),
+                most(lambda sequences: is_room(context, sequences), MOST),
+            )
+        )
+    return Fits(nbytes, batch, context, own, tuple(rows))
+
+
+def _weights(spec: ModelSpec, dtype: str, family: str, tp: int, pp: int) -> tuple[int, ...]:
+    """On a GPU of each stage."""
+    if tp * pp == 1:
+        return (weighed(spec, dtype, family).total,)
+    return tuple(sum(stage.weights.values()) for stage in split(spec, tp, pp, dtype=dtype, context=1).stages)
+
+
+def most(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to a limit for which something holds that holds for all smaller ones; 0 for none."""
+    if fits(limit):
+        return limit
+    low, high = 0, limit
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,211 @@
+"""What each GPU holds of a model that is spread over several, from shapes alone. No torch, no weights.
+
+Tensor parallelism as in Megatron-LM (Shoeybi et al. 1909.08053, section 3): of every layer each of `tp` GPUs has a
+share of the heads and of the feed-forward's units, so that q, k, v, gate and up are split by rows and o and down by
+columns; tables and head by the vocabulary, which is padded until it divides; norms, routers, learned positions and the
+biases behind o and down are on all of them. Key-value heads are split while there are as many, and else each is on
+several GPUs. Pipeline parallelism: as many layers in each of `pp` stages, tables in the first and the final norm and
+the head in the last, which has a copy of a tied table.
+
+The share of one GPU is a tree itself, with fewer heads and units: its memory is counted as that of any other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ..errors import UsageError
+from ..spec import Attention, Block, LatentAttention, MixtureOfExperts, ModelSpec
+from .formats import sizer
+from .memory import beside_weights
+
+__all__ = ["Split", "Stage", "shard", "split"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of the stages: on each of its GPUs so many bytes.
+
+    layers: the first and the last. weights: by component. activations: at the worst moment of reading all sequences at
+    once; what is sent to other GPUs is not counted.
+    """
+
+    layers: tuple[int, int]
+    weights: Mapping[str, int]
+    cache: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.weights.values()) + self.cache + self.activations
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values; figures are whole numbers of bytes."""
+        return {
+            "layers": list(self.layers),
+            "weights": sum(self.weights.values()),
+            "weights_by_component": dict(self.weights),
+            "cache": self.cache,
+            "activations": self.activations,
+            "total": self.total,
+        }
+
+
+@dataclass(frozen=True)
+class Split:
+    """A model on tp x pp GPUs, with `batch` sequences of `context` tokens.
+
+    stages: in their order. together: bytes of the weights on all GPUs, where some are there more than once. notes: what
+    was padded or repeated, a sentence each.
+    """
+
+    tp: int
+    pp: int
+    context: int
+    batch: int
+    dtype: str
+    stages: tuple[Stage, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def together(self) -> int:
+        return self.tp * sum(sum(stage.weights.values()) for stage in self.stages)
+
+    @property
+    def fullest(self) -> Stage:
+        return max(self.stages, key=lambda stage: stage.total)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values; figures are whole numbers of bytes."""
+        return {
+            "tp": self.tp,
+            "pp": self.pp,
+            "context": self.context,
+            "batch": self.batch,
+            "dtype": self.dtype,
+            "weights_together": self.together,
+            "stages": [stage.as_json() for stage in self.stages],
+            "notes": list(self.notes),
+        }
+
+
+def shard(spec: ModelSpec, tp: int) -> ModelSpec:
+    """The tree that one of `tp` GPUs computes.
+
+    Raises:
+        UsageError: heads or units that do not divide.
+
+    """
+    vocabulary = -(-spec.vocab_size // tp)
+    blocks = {block: _shard(block, tp) for block in dict.fromkeys(spec.blocks)}
+    return msgspec.structs.replace(
+        spec,
+        embedding=msgspec.structs.replace(spec.embedding, vocab_size=vocabulary),
+        blocks=tuple(blocks[block] for block in spec.blocks),
+        head=msgspec.structs.replace(spec.head, vocab_size=vocabulary),
+    )
+
+
+def _shard(block: Block, tp: int) -> Block:
+    attention, feed_forward = block.attention, block.feed_forward
+    heads = {"heads": _share(attention.heads, tp, "query heads")}
+    if isinstance(attention, Attention):
+        kv_heads = attention.kv_heads
+        if kv_heads % tp and tp % kv_heads:
+            raise UsageError(
+                f"--tp {tp}: {kv_heads} key-value heads are neither split nor repeated evenly over {tp} GPUs",
+                f"Choose a number that divides {kv_heads}, or a multiple of it that divides {attention.heads}.",
+            )
+        heads["kv_heads"] = max(kv_heads // tp, 1)
+    if isinstance(feed_forward, MixtureOfExperts):
+        units = {"intermediate_size": _share(feed_forward.expert.intermediate_size, tp, "units of an expert")}
+        of_one = msgspec.structs.replace(feed_forward, expert=msgspec.structs.replace(feed_forward.expert, **units))
+    else:
+        units = {"intermediate_size": _share(feed_forward.intermediate_size, tp, "units of the feed-forward")}
+        of_one = msgspec.structs.replace(feed_forward, **units)
+    return msgspec.structs.replace(block, attention=msgspec.structs.replace(attention, **heads), feed_forward=of_one)
+
+
+def _share(number: int, tp: int, what: str) -> int:
+    if number % tp:
+        raise UsageError(
+            f"--tp {tp}: {number:,} {what} cannot be shared out over {tp} GPUs", f"Choose a divisor of {number:,}."
+        )
+    return number // tp
+
+
+def split(
+    spec: ModelSpec,
+    tp: int = 1,
+    pp: int = 1,
+    *,
+    dtype: str = "bfloat16",
+    computed: str = "bfloat16",
+    cache_dtype: str | None = None,
+    context: int,
+    batch: int = 1,
+) -> Split:
+    """What each GPU holds, to run a tree on `batch` sequences of `context` tokens.
+
+    Args:
+        spec: the tree.
+        tp: GPUs that share every layer.
+        pp: stages of layers.
+        dtype: of the weights, one that `formats.sizer` knows for any tree.
+        computed: the dtype of activations.
+        cache_dtype: of keys and values in the cache; that of activations where it is not given.
+        context: tokens of each sequence, all read at once.
+        batch: sequences.
+
+    Raises:
+        UsageError: heads, units or layers that do not divide; no tokens, or more than there are positions for.
+
+    """
+    layers = len(spec.blocks)
+    if layers % pp:
+        raise UsageError(
+            f"--pp {pp}: {layers:,} layers do not make {pp} stages of one length", f"Choose a divisor of {layers:,}."
+        )
+    one, each = shard(spec, tp), layers // pp
+    size = sizer(one, dtype)
+    weights: list[Counter[str]] = [Counter() for _ in range(pp)]
+    for parameter in one.parameters():
+        if parameter.layer is not None:
+            stage = parameter.layer // each
+        else:
+            stage = pp - 1 if parameter.name.startswith(("final_norm", "head")) else 0
+        weights[stage][parameter.component] += size(parameter)
+        if spec.head.tied and pp > 1 and parameter.name == "embedding.weight":
+            weights[-1]["head"] += size(parameter)
+    alike: dict[tuple[Any, ...], tuple[int, int]] = {}
+    stages = []
+    for index, held in enumerate(weights):
+        blocks, last = one.blocks[index * each : (index + 1) * each], index == pp - 1
+        if (blocks, last) not in alike:
+            tree = msgspec.structs.replace(one, blocks=blocks)
+            alike[blocks, last] = beside_weights(tree, computed, context, batch, cache_dtype, ends=last)
+        cache, activations = alike[blocks, last]
+        stages.append(Stage((index * each, (index + 1) * each - 1), dict(held), cache, activations))
+    return Split(tp, pp, context, batch, dtype, tuple(stages), tuple(_notes(spec, one, tp, pp)))
+
+
+def _notes(spec: ModelSpec, one: ModelSpec, tp: int, pp: int) -> list[str]:
+    notes = []
+    if tp > 1:
+        notes.append("Norms, routers, learned positions and the biases of o and down are on each of them.")
+    if one.vocab_size * tp > spec.vocab_size:
+        notes.append(f"The vocabulary is padded to {one.vocab_size * tp:,} rows, {one.vocab_size:,} a GPU.")
+    kv_heads = {block.attention.kv_heads for block in spec.blocks if isinstance(block.attention, Attention)}
+    repeated = sorted(number for number in kv_heads if number < tp)
+    if repeated:
+        notes.append(f"Each of {' or '.join(map(str, repeated))} key-value heads is on several GPUs.")
+    if tp > 1 and any(isinstance(block.attention, LatentAttention) for block in spec.blocks):
+        notes.append("The latent and its cache are on each of them.")
+    if spec.head.tied and pp > 1:
+        notes.append("The last stage has a copy of the embedding, which is its head.")
+    return notes

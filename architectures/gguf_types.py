@@ -1,0 +1,142 @@
+"""Which type llama.cpp gives each tensor when it quantises a model, and the bytes that this takes.
+
+Source: llama.cpp, src/llama-quant.cpp (tensor_allows_quantization, llama_tensor_get_type_impl, tensor_type_fallback),
+as llama-quantize runs without an importance matrix and without options. A file has a header beside its tensors, with
+the vocabulary, which is not counted here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import CannotExpress
+from ..spec import (
+    Attention,
+    FeedForward,
+    GatedFeedForward,
+    LatentAttention,
+    MixtureOfExperts,
+    ModelSpec,
+    Parameter,
+)
+from .gguf import GGUF
+
+__all__ = ["BLOCKS", "FILE_TYPES", "gguf_types"]
+
+FILE_TYPES = {"q8_0": "Q8_0", "q4_k_m": "Q4_K", "q4_0": "Q4_0"}
+"""llama-quantize's names, each with the type that most of its tensors have."""
+
+BLOCKS = {
+    "F32": (1, 4),
+    "F16": (1, 2),
+    "Q8_0": (32, 34),
+    "Q4_0": (32, 18),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+}
+"""Weights of a block, which lie side by side in a row, and its bytes, scales and minima among them (ggml-common.h)."""
+
+NARROWER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+"""What stands in where rows are no multiple of 256: types whose blocks have 32 weights."""
+
+
+def gguf_types(spec: ModelSpec, family: str, kind: str) -> list[tuple[Parameter, str]]:
+    """The type of each of a tree's parameters in a file of `FILE_TYPES`. Queries, keys and values are apart here, which
+    a file may hold in one tensor, of one type and as many bytes.
+
+    Raises:
+        CannotExpress: llama.cpp has no architecture for the family, or gives a tensor of such a shape no type.
+
+    """
+    name = next((each.name for each in GGUF.values() if family in each.written), "llama" if family == "mixtral" else "")
+    latent = any(isinstance(block.attention, LatentAttention) for block in spec.blocks)
+    if not name or latent:
+        what = "latent attention" if latent else family or "a tree of no family"
+        raise CannotExpress(
+            f"no type of llama.cpp's is known for {what}", "nf4, int8 and int4 are counted of any tree."
+        )
+    tree = _Tree(
+        name=name,
+        kind=kind,
+        layers=len(spec.blocks),
+        tied=spec.head.tied,
+        fused=any(leaf.checkpoint.endswith("attn_qkv.weight") for leaf in GGUF[name].leaves),
+        eight=tuple(isinstance(each, MixtureOfExperts) and each.experts == 8 for each in _feed_forwards(spec)),
+        is_70b=len(spec.blocks) == 80 and (name == "qwen2" or (name == "llama" and _is_grouped(spec))),
+    )
+    return [(each, _type(each, tree)) for each in spec.parameters()]
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """What decides a type beside the tensor itself.
+
+    name: llama.cpp's architecture. fused: its queries, keys and values are one tensor. eight: whether a layer has eight
+    experts. is_70b: what it calls LLM_TYPE_70B, by the number of layers.
+    """
+
+    name: str
+    kind: str
+    layers: int
+    tied: bool
+    fused: bool
+    eight: tuple[bool, ...]
+    is_70b: bool
+
+
+def _feed_forwards(spec: ModelSpec) -> list[FeedForward | GatedFeedForward | MixtureOfExperts]:
+    return [block.feed_forward for block in spec.blocks]
+
+
+def _is_grouped(spec: ModelSpec) -> bool:
+    attention = spec.blocks[0].attention
+    return isinstance(attention, Attention) and attention.group > 1
+
+
+def _type(parameter: Parameter, tree: _Tree) -> str:
+    """What tensor_allows_quantization leaves alone is fp32 in the file that is quantised: of one dimension, positions,
+    routers.
+    """
+    role = ".".join(parameter.name.split(".")[-2:])
+    if len(parameter.shape) < 2 or parameter.component in ("router", "positions"):
+        return "F32"
+    chosen, row = _wanted(role, parameter, tree), parameter.shape[-1]
+    if row % BLOCKS[chosen][0] == 0:
+        return chosen
+    if chosen in NARROWER:
+        return NARROWER[chosen] if row % 32 == 0 else "F16"
+    if chosen == "Q8_0":  # as convert_hf_to_gguf.py writes it; llama-quantize gives up
+        return "F16"
+    raise CannotExpress(f"llama.cpp has no {chosen} for rows of {row:,} weights ({parameter.name})")
+
+
+def _wanted(role: str, parameter: Parameter, tree: _Tree) -> str:
+    """The type by what a tensor is for and the layer it is in."""
+    usual, layer = FILE_TYPES[tree.kind], parameter.layer or 0
+    eight, medium = tree.eight[layer], tree.kind == "q4_k_m"
+    if role == "head.weight" or (role == "embedding.weight" and tree.tied):
+        if tree.name == "falcon" or parameter.shape[-1] % BLOCKS[usual][0]:
+            return "Q8_0"
+        return usual if usual == "Q8_0" else "Q6_K"
+    if role == "v_proj.weight" or (tree.fused and role in ("q_proj.weight", "k_proj.weight")):
+        found = "Q6_K" if medium and _use_more_bits(layer, tree.layers) else usual
+        return "Q8_0" if eight else "Q5_K" if found == "Q4_K" and tree.is_70b else found
+    if role == "k_proj.weight" and eight:
+        return "Q8_0"
+    if role == "o_proj.weight" and eight and medium:
+        return "Q5_K"
+    if role == "down_proj.weight" and medium:
+        more = _use_more_bits(layer, tree.layers)
+        if tree.name == "falcon":
+            return "Q6_K" if layer < tree.layers // 16 else "Q5_K" if more else usual
+        return "Q6_K" if more else usual
+    return usual
+
+
+def _use_more_bits(layer: int, layers: int) -> bool:
+    """The first and the last eighth of the layers, and every third between."""
+    eighth = layers // 8
+    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
