@@ -165,24 +165,33 @@ def _short_name(name: str) -> str:
 # --- the cache by context ---------------------------------------------------------------------------------------------
 
 
-def cache_chart(models: Sequence[tuple[str, ModelSpec]], dtype: str = "bfloat16", up_to: int | None = None) -> Figure:
-    """Bytes of the key-value cache of one sequence against its length, a line a model, both axes logarithmic.
+def cache_chart(
+    models: Sequence[tuple[str, ModelSpec]],
+    dtype: str = "bfloat16",
+    up_to: int | None = None,
+    *,
+    batch: int = 1,
+    at: Sequence[int] = (),
+) -> Figure:
+    """Bytes of the key-value cache of `batch` sequences against their length, a line a model, both axes logarithmic.
 
-    A line ends where the context does that its model is for, or at `up_to` tokens, a table of positions permitting.
-    Where a window is full, the line bends.
+    A line ends where the context does that its model is for, or at `up_to` tokens, or at the longest of `at`, a table
+    of positions permitting. Where a window is full, the line bends.
 
     Args:
         models: (name, tree), at least one.
         dtype: what keys and values are stored in.
         up_to: tokens.
+        batch: sequences.
+        at: contexts that somebody asked for: each is marked, and has a column in the table.
 
     Raises:
         UsageError: an unknown dtype, or no tokens.
 
     """
-    ends = [_end(spec, up_to) for _, spec in models]
+    ends = [_end(spec, up_to, at) for _, spec in models]
     lines = [
-        [(each.context, each.held) for each in cache_curve(spec, _lengths(spec, end), dtype)]
+        [(each.context, each.held) for each in cache_curve(spec, _lengths(spec, end, at), dtype, batch)]
         for (_, spec), end in zip(models, ends, strict=True)
     ]
     under = [min(sum(_one_line(line, other) for other in lines[index + 1 :]), 2) for index, line in enumerate(lines)]
@@ -195,7 +204,11 @@ def cache_chart(models: Sequence[tuple[str, ModelSpec]], dtype: str = "bfloat16"
             "y": [nbytes for _, nbytes in line],
             "line": {"color": f"var(--c{index % PALETTE})", "dash": DASHES[index % len(DASHES)]}
             | {"width": 2 + 3 * under[index]},  # to be seen below those that lie on it
-            "marker": {"size": 5 + 3 * under[index], "color": f"var(--c{index % PALETTE})"},
+            "marker": {
+                "size": [(13 if length in at else 5) + 3 * under[index] for length, _ in line],
+                "symbol": ["diamond" if length in at else "circle" for length, _ in line],
+                "color": f"var(--c{index % PALETTE})",
+            },
             "hovertext": [
                 f"<b>{safe(name)}</b><br>{length:,} tokens<br>{held(nbytes)} ({nbytes:,} bytes)"
                 for length, nbytes in line
@@ -207,12 +220,14 @@ def cache_chart(models: Sequence[tuple[str, ModelSpec]], dtype: str = "bfloat16"
     largest = max(range(len(models)), key=lambda index: lines[index][-1][1])
     windows = [name for name, spec in models if any(block.attention.window for block in spec.blocks)]
     most = held(lines[largest][-1][1]).replace(" ", "\u00a0")
-    summary = f"One sequence's cache in {dtype}, up to {most} at {ends[largest]:,} tokens"
+    whose = "One sequence's cache" if batch == 1 else f"The cache of {batch:,} sequences"
+    summary = f"{whose} in {dtype}, up to {most} at {ends[largest]:,} tokens"
     summary += f" ({models[largest][0]})." if len(models) > 1 else "."
     summary += f" A line bends where a window is full: {', '.join(windows)}." if windows else ""
     summary += "".join(f" {told}" for told in _alike([name for name, _ in models], lines))
     unsaid = [name for name, spec in models if up_to is None and stated_context(spec) is None]
     summary += f" Context not stated, drawn up to {CONTEXT:,} tokens: {', '.join(unsaid)}." if unsaid else ""
+    summary += f" Diamonds: {' and '.join(f'{each:,}' for each in at)} tokens." if at else ""
     height = 360
     return Figure(
         title="Key-value cache by context",
@@ -232,7 +247,7 @@ def cache_chart(models: Sequence[tuple[str, ModelSpec]], dtype: str = "bfloat16"
             Key(f"line c{index % PALETTE} {DASHES[index % len(DASHES)]}", name)
             for index, (name, _) in enumerate(models)
         ),
-        table=_cache_table(models, ends, dtype),
+        table=_cache_table(models, ends, dtype, batch, at),
     )
 
 
@@ -257,18 +272,17 @@ def _alike(names: Sequence[str], lines: Sequence[Points]) -> list[str]:
     return [f"On one line as far as each goes: {', '.join(group)}." for group in several]
 
 
-def _end(spec: ModelSpec, up_to: int | None) -> int:
-    if up_to is None:
-        return usual_context(spec)
-    return up_to if spec.positions is None else min(up_to, spec.positions.length)
+def _end(spec: ModelSpec, up_to: int | None, at: Sequence[int]) -> int:
+    end = max([usual_context(spec), *at]) if up_to is None else up_to
+    return end if spec.positions is None else min(end, spec.positions.length)
 
 
-def _lengths(spec: ModelSpec, end: int) -> list[int]:
-    """Powers of two up to the end, and where the line bends."""
+def _lengths(spec: ModelSpec, end: int, at: Sequence[int]) -> list[int]:
+    """Powers of two up to the end, where the line bends, and what was asked for."""
     powers = [1 << power for power in range(end.bit_length())]
     windows = {block.attention.window for block in spec.blocks if block.attention.window is not None}
-    first = min(FROM, end)
-    return sorted({first, end, *(n for n in (*powers, *windows) if first <= n <= end)})
+    first = min(FROM, end, *at)
+    return sorted({first, end, *(n for n in (*powers, *windows, *at) if first <= n <= end)})
 
 
 def _powers(least: int, most: int, words: Callable[[int], str], ticks: int) -> dict[str, Any]:
@@ -307,12 +321,14 @@ def _tokens(number: int) -> str:
     return f"{number // 1024:,}k" if number >= 1024 else str(number)
 
 
-def _cache_table(models: Sequence[tuple[str, ModelSpec]], ends: Sequence[int], dtype: str) -> Table:
-    at = [length for length in (2048, 8192, 32768, 131072) if length <= max(ends)]
+def _cache_table(
+    models: Sequence[tuple[str, ModelSpec]], ends: Sequence[int], dtype: str, batch: int, asked: Sequence[int]
+) -> Table:
+    at = sorted(set(asked)) or [length for length in (2048, 8192, 32768, 131072) if length <= max(ends)]
     rows = []
     for (name, spec), end in zip(models, ends, strict=True):
-        cells = [held(cache_bytes(spec, n, dtype).held) if n <= end else "–" for n in at]
-        last = cache_bytes(spec, end, dtype)
+        cells = [held(cache_bytes(spec, n, dtype, batch).held) if n <= end else "–" for n in at]
+        last = cache_bytes(spec, end, dtype, batch)
         rows.append((name, f"{last.a_token:,} B", *cells, f"{end:,}", held(last.held)))
     columns = (("model", False), ("per token", True), *((f"at {n:,}", True) for n in at))
     ending = (("longest context", True), ("there", True))

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..analysis.costs import cache_bytes, costs
-from ..analysis.figures import common_context, fits
+from ..analysis.figures import Asked, common_context, fits
+from ..analysis.formats import weighed
 from ..analysis.parameters import describe
 from ..analysis.params import ModelCount
 from .charts import bars, cache_chart, treemap
@@ -55,9 +56,9 @@ def _one(counts: Sequence[ModelCount], dtype: str, more: Sequence[Section]) -> P
         good=None,
         facts=tuple(facts),
         sections=(
-            Section("Parameters", (treemap(model.name, spec), _components(counts))),
+            Section("Parameters", (treemap(model.name, spec), _components(counts), *_weights(counts))),
             Section("What it is", (_aspects(counts), *_diagrams(model))),
-            Section("Key-value cache", (cache_chart([(model.name, spec)], dtype),)),
+            Section("Key-value cache", (_cache(counts, dtype), *_memory(counts))),
             Section("FLOPs", (*_flops(counts),)),
             *more,
             *notes,
@@ -77,9 +78,9 @@ def _several(counts: Sequence[ModelCount], dtype: str, more: Sequence[Section]) 
         good=None,
         facts=(),
         sections=(
-            Section("Parameters", (*_side_by_side(counts), _components(counts))),
+            Section("Parameters", (*_side_by_side(counts), _components(counts), *_weights(counts))),
             Section("What they are", (_aspects(counts),)),
-            Section("Key-value cache", (cache_chart([(each.name, each.spec) for each in counts], dtype),)),
+            Section("Key-value cache", (_cache(counts, dtype), *_memory(counts))),
             Section("FLOPs", (*_flops(counts),)),
             *more,
             *(Section(each.name, (treemap(each.name, each.spec), *_diagrams(each))) for each in counts),
@@ -102,6 +103,42 @@ def _side_by_side(counts: Sequence[ModelCount]) -> tuple[Figure, ...]:
         words = "The same, each bar as long as the others: shares of each model's own parameters."
         figures.append(bars(models, title="Shares by component", what="parameters", summary=words, shares=True))
     return tuple(figures)
+
+
+def _asked(counts: Sequence[ModelCount]) -> Asked:
+    """What was asked for beside the count, the same of all models."""
+    return next((each.figures.asked for each in counts if each.figures is not None), Asked())
+
+
+def _cache(counts: Sequence[ModelCount], dtype: str) -> Figure:
+    """The cache by context, at the contexts and of as many sequences as were asked for."""
+    asked = _asked(counts)
+    return cache_chart([(each.name, each.spec) for each in counts], dtype, batch=asked.batch, at=asked.kv)
+
+
+def _weights(counts: Sequence[ModelCount]) -> tuple[Figure, ...]:
+    """Bytes by component, in the dtype that was asked for."""
+    told = [(each.name, dict(each.figures.weights)) for each in counts if each.figures and each.figures.weights]
+    parts = [(name, {label: size for label, size in sizes.items() if label != "total"}) for name, sizes in told]
+    return (bars(parts, title=f"Weights by component, {_asked(counts).dtype}", what="bytes"),) if parts else ()
+
+
+def _memory(counts: Sequence[ModelCount]) -> tuple[Figure, ...]:
+    """Weights and cache together, a bar a model and context; with activations where memory was asked for."""
+    asked = _asked(counts)
+    dtype = asked.dtype or "bfloat16"
+    rows: dict[str, dict[str, int]] = {}
+    for each in counts:
+        if each.figures is None:
+            continue
+        weights = weighed(each.spec, dtype, each.family).total
+        parts = {size.context: {"weights": weights, "KV cache": size.held} for size in each.figures.cache if size}
+        if (run := each.figures.inference_memory) is not None:
+            parts[run.context] = {"weights": run.weights, "KV cache": run.cache, "activations": run.activations}
+        for context, sizes in sorted(parts.items()):
+            rows[f"{each.name} {f'{asked.batch:,} × ' if asked.batch > 1 else ''}{context:,} tokens"] = sizes
+    title = f"Memory to run, weights in {dtype}, cache in {asked.cached}"
+    return (bars(list(rows.items()), title=title, what="bytes"),) if rows else ()
 
 
 def _components(counts: Sequence[ModelCount]) -> Table:

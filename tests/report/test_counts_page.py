@@ -54,6 +54,30 @@ def test_a_dtype_of_the_cache_and_more_sections() -> None:
     assert more in page.sections
 
 
+def test_what_was_asked_for_is_in_the_charts() -> None:
+    """int4, two contexts and a batch: each is in a chart, not only in the tables below."""
+    asked = Asked("int4", kv=(8192, 131_072), memory=True, context=4096, batch=4)
+    (model,) = gptkit.params("llama-3-8b", asked=asked)
+    page = counts_page([model], dtype=asked.cached)
+    figures = {each.title: each for each in blocks(page, Figure)}
+    weights = figures["Weights by component, int4"].spec["data"]
+    assert sum(trace["x"][0] for trace in weights if trace["type"] == "bar") == model.count.total // 2
+    memory = figures["Memory to run, weights in int4, cache in bfloat16"]
+    by_part = {trace["name"]: trace["x"] for trace in memory.spec["data"] if trace["type"] == "bar"}
+    assert by_part["weights"] == [model.count.total // 2] * 3
+    assert by_part["KV cache"] == [4 * tokens * 131_072 for tokens in (4096, 8192, 131_072)]
+    assert by_part["activations"][0] > 0 and by_part["activations"][1:] == [0, 0]
+    assert memory.table is not None and "4 × 131,072 tokens" in memory.table.rows[2][0]
+    (line,) = figures["Key-value cache by context"].spec["data"]
+    there = dict(zip(line["x"], line["y"], strict=True))
+    assert there[131_072] == 4 * 131_072 * 131_072 and there[8192] == there[131_072] // 16
+    marked = [x for x, symbol in zip(line["x"], line["marker"]["symbol"], strict=True) if symbol == "diamond"]
+    assert marked == [8192, 131_072]
+    assert "The cache of 4 sequences" in figures["Key-value cache by context"].summary
+    plain = counts_page(gptkit.params("llama-3-8b"))
+    assert not [each.title for each in blocks(plain, Figure) if "Memory" in each.title or "Weights" in each.title]
+
+
 def test_one_context_for_all_of_a_page() -> None:
     (model,) = gptkit.params("qwen3-8b", asked=Asked(flops=True))
     (asked,) = gptkit.params("qwen3-8b", asked=Asked(flops=True, context=1000))
