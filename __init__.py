@@ -12,7 +12,8 @@ never waits for torch.
     diff(a, b)                   what differs between two checkpoints, tensor by tensor
     recommend(goal, params)      components for a goal and a size, with costs and papers
     verify(model, other)         logits against transformers
-    generate(model, text)        text from a checkpoint, as an iterator of pieces
+    generate(model, text)        text from a checkpoint or a model in memory, as an iterator of pieces
+    save(model, folder, as_)     a model in memory (trained, edited) as a checkpoint folder
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from .converter.checkpoint import open_checkpoint as open_checkpoint
     from .converter.convert import convert as convert
     from .modules.load import load as load
+    from .modules.save import save as save
     from .modules.text import generate as generate
     from .parity.verify import verify as verify
     from .surgery.swap import swap as swap
@@ -43,6 +45,7 @@ _HOMES = {
     "open_checkpoint": ".converter.checkpoint",
     "params": ".analysis.params",
     "recommend": ".analysis.recommend",
+    "save": ".modules.save",
     "swap": ".surgery.swap",
     "verify": ".parity.verify",
 }
@@ -57,6 +60,7 @@ __all__ = [
     "open_checkpoint",
     "params",
     "recommend",
+    "save",
     "swap",
     "verify",
 ]

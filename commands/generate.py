@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..errors import UsageError
+from ..terminal import complain
 from .base import AllowExtra, AllowPickle, ModelArgument, Offline, app, examples, guarded
 from .completion import FLOATS, one_of
 
@@ -75,6 +76,7 @@ def generate(
         prompt = parse_ids(ids)
     else:
         prompt = read_stdin() if text == "-" else text or ""
+    limits: list[str] = []
     pieces = run(
         model,
         prompt,
@@ -88,6 +90,7 @@ def generate(
         offline=offline,
         allow_pickle=allow_pickle,
         allow_extra=allow_extra,
+        tell=limits.append,
     )
     watched = sys.stdout.isatty()
     try:
@@ -98,6 +101,8 @@ def generate(
             sys.stdout.flush()
     finally:
         typer.echo()  # after an interruption too: what is said about it gets a line of its own
+        for line in limits:
+            complain(line)
 
 
 def parse_ids(text: str) -> list[int]:

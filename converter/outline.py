@@ -7,7 +7,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..architectures import architecture_of
@@ -28,7 +29,7 @@ class Outline:
 
     origin: its family, with the text of a config.json that says it, where there is one. path: the local file or folder
     that it was read from, None for presets and for what was read on the hub. revision: the hub's commit.
-    notes: for a person.
+    notes: for a person. texts: small files that a weight file holds inside, by name.
     """
 
     spec: ModelSpec
@@ -36,6 +37,7 @@ class Outline:
     path: Path | None = None
     revision: str | None = None
     notes: tuple[str, ...] = ()
+    texts: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def outline(reference: str, *, offline: bool = False, allow_pickle: bool = False, companions: bool = False) -> Outline:

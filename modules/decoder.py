@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..converter.outline import Outline
 from ..errors import UsageError
 from ..spec import Block, Embedding, Head, LearnedPositions, ModelSpec
 from .attention import Kernel, build_attention
@@ -90,6 +91,10 @@ class Decoder(nn.Module):
         spec: the tree.
         attention: "sdpa" or "eager"; see `modules.attention`.
 
+    Attributes:
+        source: where it was loaded from and where its tokenizer lies, for `modules.save` and `modules.text`; None for
+            a tree that somebody built.
+
     """
 
     def __init__(self, spec: ModelSpec, attention: Kernel = "sdpa") -> None:
@@ -97,6 +102,7 @@ class Decoder(nn.Module):
         if attention not in ("sdpa", "eager"):
             raise UsageError(f"attention is {attention!r}, expected 'sdpa' or 'eager'")
         self.spec = spec
+        self.source: Outline | None = None
         self.embedding = EmbeddingModule(spec.embedding)
         self.positions = PositionsModule(spec.positions) if spec.positions is not None else None
         self.blocks = nn.ModuleList(BlockModule(block, attention) for block in spec.blocks)

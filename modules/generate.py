@@ -7,13 +7,15 @@ sampling with the same seed on the same device does too.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..errors import GptkitError, UsageError
+from ..spec import DynamicScaling, ModelSpec, Rotary
 from .cache import Cache
 from .decoder import Decoder
 
@@ -81,6 +83,11 @@ class Sampling:
 GREEDY = Sampling()
 
 
+def warn(line: str, stacklevel: int = 3) -> None:
+    """A limit as a warning of the code that asks for the next token."""
+    warnings.warn(line, UserWarning, stacklevel=stacklevel)
+
+
 def generate(
     model: Decoder,
     input_ids: Sequence[int] | Tensor,
@@ -88,12 +95,14 @@ def generate(
     *,
     sampling: Sampling = GREEDY,
     stop: Collection[int] = (),
+    tell: Callable[[str], None] = warn,
 ) -> Iterator[int]:
     """The continuation of a prompt, one new token id at a time, computed as it is asked for.
 
     Ends after `max_new_tokens`; after an id of `stop`, which is given out like any other, as transformers keeps the
     end-of-sequence token; or when a model with learned positions has filled its table of L: prompt and continuation
-    then count L + 1 ids, for the last is predicted and never read. Rotary and ALiBi models know no such end.
+    then count L + 1 ids, for the last is predicted and never read, and `tell` is told. Rotary models know no such end,
+    but past the context that they were trained for they lose the thread, which is told too, once. ALiBi has neither.
 
     No global state is touched: a draw has its own generator, and inference mode is left between tokens.
 
@@ -103,6 +112,7 @@ def generate(
         max_new_tokens: 0 or more.
         sampling: how each is chosen; greedy unless told.
         stop: ids after which to end, such as the end-of-sequence ones; any number is allowed.
+        tell: given a line when a limit of the model is met; a UserWarning by default.
 
     Raises:
         UsageError: before anything is computed: an empty prompt, a batch, ids outside the vocabulary, a prompt longer
@@ -114,16 +124,20 @@ def generate(
     if max_new_tokens < 0:
         raise UsageError(f"max_new_tokens is {max_new_tokens}, expected 0 or more")
     positions = model.spec.positions
-    if positions is not None:
-        length = prompt.shape[1]
-        if length > positions.length:
-            raise UsageError(
-                f"the prompt of {length} tokens does not fit the model's table of {positions.length} positions",
-                "shorten the prompt",
-            )
-        max_new_tokens = min(max_new_tokens, positions.length - length + 1)
+    if positions is not None and prompt.shape[1] > positions.length:
+        raise UsageError(
+            f"the prompt of {prompt.shape[1]} tokens does not fit the model's table of {positions.length} positions",
+            "shorten the prompt",
+        )
     # A generator function runs nothing before its first token; the checks above are done by now.
-    return _stream(model, prompt, max_new_tokens, sampling, frozenset(stop))
+    return _stream(model, prompt, max_new_tokens, sampling, frozenset(stop), tell)
+
+
+def rotary_context(spec: ModelSpec) -> int | None:
+    """The tokens that a rotary model was made for, None where that is not known or its scaling grows with the text."""
+    rotaries = [each for block in spec.blocks if isinstance(each := block.attention.position, Rotary)]
+    grows = any(isinstance(each.scaling, DynamicScaling) for each in rotaries)
+    return spec.context_length if rotaries and not grows else None
 
 
 def generate_ids(
@@ -185,13 +199,25 @@ def outside_vocabulary(ids: Sequence[int], vocab_size: int, hint: str) -> UsageE
 
 
 def _stream(
-    model: Decoder, prompt: Tensor, max_new_tokens: int, sampling: Sampling, stop: frozenset[int]
+    model: Decoder,
+    prompt: Tensor,
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop: frozenset[int],
+    tell: Callable[[str], None],
 ) -> Iterator[int]:
     """The loop: feed what is new, choose, give out."""
     cache = Cache(model.spec)
     generator = None if sampling.greedy else _generator(sampling.seed, prompt.device)
+    table, context = model.spec.positions, rotary_context(model.spec)
     ids = prompt
     for step in range(max_new_tokens):
+        read = prompt.shape[1] + step
+        if table is not None and read > table.length:
+            tell(f"the text ends here: the model's table of {table.length:,} positions is full")
+            return
+        if context is not None and read > context and (step == 0 or read == context + 1):
+            tell(f"the text is longer than the model's context of {context:,} tokens: expect nonsense from there on")
         ids = _next(model, ids, cache, sampling, generator)
         token = int(ids)
         if token < 0:

@@ -33,7 +33,15 @@ from ..errors import GptkitError, UsageError
 from ..spec import ModelSpec, Parameter
 from .decoder import Decoder
 
-__all__ = ["DEVIATION", "available_memory", "finite_logits", "initialised", "require_memory", "write_random"]
+__all__ = [
+    "DEVIATION",
+    "available_memory",
+    "drawn_from",
+    "finite_logits",
+    "initialised",
+    "require_memory",
+    "write_random",
+]
 
 DEVIATION = 0.02
 TOLD = "N(0, 0.02), o_proj and down_proj over sqrt(2 * layers); norms 1, biases 0 (GPT-2)"
@@ -144,6 +152,17 @@ class Written:
     nbytes: int
 
 
+def drawn_from(tree: Outline, seed: int, dtype: str) -> Outline:
+    """What is to be said of a tree with random weights: where it comes from, how they were drawn, and the folder of its
+    tokenizer's files where there are such. `dtype` by safetensors' name.
+    """
+    record = {"random": TOLD, "seed": seed, "dtype": HF_NAMES[dtype], "gptkit": __version__}
+    # It is no checkpoint of the model that the tree comes from: only family and config go along.
+    origin = replace(tree.origin, reference=None, revision=None, files={}, history=(*tree.origin.history, record))
+    folder = tree.path if tree.path is not None and tree.path.is_dir() and token_files(tree.path) else None
+    return replace(tree, origin=origin, path=folder, revision=None)
+
+
 def write_random(
     tree: Outline,
     out: str | Path,
@@ -168,14 +187,11 @@ def write_random(
         GptkitError: the disk is too small or a write fails; nothing is published.
 
     """
-    stored, spec = parse_dtype(dtype), tree.spec
-    record = {"random": TOLD, "seed": seed, "dtype": HF_NAMES[stored], "gptkit": __version__}
-    # It is no checkpoint of the model that the tree comes from: only family and config go along.
-    origin = replace(tree.origin, reference=None, revision=None, files={}, history=(*tree.origin.history, record))
-    folder = tree.path if tree.path is not None and tree.path.is_dir() else None
-    companions = folder if folder is not None and token_files(folder) else None
+    stored = parse_dtype(dtype)
+    made = drawn_from(tree, seed, stored)
+    spec, record = made.spec, made.origin.history[-1]
     dtypes = dict.fromkeys((parameter.name for parameter in spec.parameters()), stored)
-    plan = plan_output(spec, origin, "local", dtypes, stored, companions)
+    plan = plan_output(spec, made.origin, "local", dtypes, stored, made.path)
     with Staging(Path(out), force) as staging:
         files = execute(plan, initialised(spec, seed, stored), staging, progress)
         staging.commit({"gptkit": __version__, "format": "local", "random": record}, files=files)

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from ..converter.checkpoint import Checkpoint, open_checkpoint
+from ..converter.convert import companions
 from ..converter.dtypes import HF_NAMES, parse_dtype
+from ..converter.outline import Outline, outline
 from ..errors import UsageError
 from ..spec import ModelSpec
 from .attention import Kernel
@@ -64,10 +66,12 @@ def load(
 
     """
     if random:
-        from ..converter.outline import outline
+        from .initialise import drawn_from
 
         found = outline(str(model), offline=offline, allow_pickle=allow_pickle)
-        return load_random(found.spec, dtype, attention, seed=seed, device=device, name=str(model))
+        made = load_random(found.spec, dtype, attention, seed=seed, device=device, name=str(model))
+        made.source = drawn_from(found, seed, parse_dtype(str(torch_dtype(dtype))))
+        return made
     checkpoint = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
     return load_checkpoint(checkpoint, dtype, attention, device=device)
 
@@ -82,7 +86,11 @@ def load_checkpoint(
 ) -> Decoder:
     """As `load`, for an opened checkpoint. Memory is the model's in `dtype` plus one tensor."""
     wanted = torch_dtype(dtype, checkpoint.dtype)
-    return build(checkpoint.spec, checkpoint.tensors(), wanted, attention, device=device, progress=progress)
+    model = build(checkpoint.spec, checkpoint.tensors(), wanted, attention, device=device, progress=progress)
+    model.source = Outline(
+        checkpoint.spec, checkpoint.origin, companions(checkpoint), checkpoint.revision, texts=checkpoint.texts
+    )
+    return model
 
 
 def load_random(

@@ -1,25 +1,33 @@
-"""generate: text from a checkpoint."""
+"""generate: text from a checkpoint, or from a model in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from ..converter.checkpoint import Checkpoint, open_checkpoint
+from ..converter.outline import Outline
 from ..converter.tokenizer import StreamDecoder, Tokenizer, eos_ids, load_tokenizer
+from ..converter.tree import Origin
 from ..errors import UsageError
+from ..spec import ModelSpec
 from .attention import Kernel
-from .generate import Sampling, outside_vocabulary
+from .decoder import Decoder
+from .generate import Sampling, outside_vocabulary, warn
 from .generate import generate as generate_tokens
 from .load import load_checkpoint
 
 __all__ = ["generate", "prompt_ids"]
 
+WARNED = partial(warn, stacklevel=4)
+"""A limit of the model as a warning of the code that asks for the next piece."""
+
 
 def generate(
-    model: str | Path | Checkpoint,
+    model: str | Path | Checkpoint | Decoder,
     prompt: str | Sequence[int],
     max_new_tokens: int = 100,
     *,
@@ -33,11 +41,13 @@ def generate(
     offline: bool = False,
     allow_pickle: bool = False,
     allow_extra: bool = False,
+    tell: Callable[[str], None] = WARNED,
 ) -> Iterator[str]:
     """The continuation of a prompt, piece by piece, without the prompt itself.
 
     Args:
-        model: a reference, or an opened checkpoint.
+        model: a reference, an opened checkpoint, or a model that `load` returned, which reads texts with the tokenizer
+            of what it was loaded from.
         prompt: a text, or token ids, which is what a checkpoint without a tokenizer takes; it then gives out ids,
             separated by spaces.
         max_new_tokens: where to stop at the latest.
@@ -46,35 +56,54 @@ def generate(
         top_k: keep the k most likely tokens.
         top_p: keep the most likely tokens that together reach this probability.
         seed: the same seed gives the same text.
-        dtype: what to compute in; the checkpoint's by default.
-        attention: "sdpa" or "eager".
+        dtype: what to compute in; the checkpoint's by default. A model in memory computes as it is.
+        attention: "sdpa" or "eager"; for a checkpoint, as `dtype`.
         stop_at_eos: end where the model says that its text ends.
         offline: use local files and the hub's cache only.
         allow_pickle: read .bin files too (weights only).
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
+        tell: given a line when a limit of the model is met, a full table of positions or the end of a rotary model's
+            context; a UserWarning by default.
 
     Raises:
         InvalidInput, Offline: as `open_checkpoint`.
-        UsageError: a text and no tokenizer, a prompt that is empty or too long, sampling values out of range.
+        UsageError: a text and no tokenizer, a prompt that is empty or too long, sampling values out of range, a dtype
+            for a model in memory.
 
     """
     if temperature is None:
         temperature = 0.0 if top_k is None and top_p is None else 1.0
     sampling = Sampling(temperature, top_k, top_p, seed)
-    checkpoint = (
-        model
-        if isinstance(model, Checkpoint)
-        else open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
+    if isinstance(model, Decoder):
+        if dtype is not None or attention != "sdpa":
+            raise UsageError(
+                "a model in memory computes as it is", "Without dtype and attention; model.to(dtype) casts."
+            )
+        about = model.source or Outline(model.spec, Origin())
+        tokenizer = None
+        if about.path is not None or "tokenizer.json" in about.texts:
+            tokenizer = load_tokenizer(about.path or Path(), about.texts)
+        ids = prompt_ids(about.origin.reference or "the model in memory", model.spec, tokenizer, prompt)
+        stop = tokenizer.eos_ids if tokenizer is not None else _stated_eos(about.origin)
+        decoder = model
+    else:
+        checkpoint = (
+            model
+            if isinstance(model, Checkpoint)
+            else open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
+        )
+        tokenizer = load_tokenizer(checkpoint.folder, checkpoint.texts)
+        ids = prompt_ids(checkpoint.reference, checkpoint.spec, tokenizer, prompt)
+        stop = stop_ids(checkpoint, tokenizer)
+        decoder = load_checkpoint(checkpoint, dtype, attention)
+    tokens = generate_tokens(
+        decoder, ids, max_new_tokens, sampling=sampling, stop=stop if stop_at_eos else (), tell=tell
     )
-    tokenizer = load_tokenizer(checkpoint.folder, checkpoint.texts)
-    ids = prompt_ids(checkpoint, tokenizer, prompt)
-    decoder = load_checkpoint(checkpoint, dtype, attention)
-    stop = stop_ids(checkpoint, tokenizer) if stop_at_eos else ()
-    return _pieces(generate_tokens(decoder, ids, max_new_tokens, sampling=sampling, stop=stop), tokenizer, ids)
+    return _pieces(tokens, tokenizer, ids)
 
 
-def prompt_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None, prompt: str | Sequence[int]) -> list[int]:
-    """The token ids of a prompt.
+def prompt_ids(name: str, spec: ModelSpec, tokenizer: Tokenizer | None, prompt: str | Sequence[int]) -> list[int]:
+    """The token ids of a prompt for a tree, which messages call `name`.
 
     Raises:
         UsageError: a text for a checkpoint without a tokenizer, or whose tokenizer has more tokens than the model.
@@ -83,22 +112,21 @@ def prompt_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None, prompt: str 
     if not isinstance(prompt, str):
         return list(prompt)
     if tokenizer is None:
-        raise UsageError(
-            f"{checkpoint.reference} has no tokenizer to read a text with", "give token ids: --ids '1 5 9'"
-        )
+        raise UsageError(f"{name} has no tokenizer to read a text with", "give token ids: --ids '1 5 9'")
     ids = tokenizer.encode(prompt)
-    size = checkpoint.spec.vocab_size
-    if outside := [each for each in ids if each >= size]:
-        raise outside_vocabulary(outside, size, "is the tokenizer that of this model?")
+    if outside := [each for each in ids if each >= spec.vocab_size]:
+        raise outside_vocabulary(outside, spec.vocab_size, "is the tokenizer that of this model?")
     return ids
 
 
 def stop_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> Sequence[int]:
     """The ids after which a text ends: by the checkpoint's files, else by the config.json that it once had."""
     found = tokenizer.eos_ids if tokenizer is not None else eos_ids(checkpoint.folder, None, checkpoint.texts)
-    if found or checkpoint.format == "hf":
-        return found
-    value = (checkpoint.origin.config or {}).get("eos_token_id")
+    return found if found or checkpoint.format == "hf" else _stated_eos(checkpoint.origin)
+
+
+def _stated_eos(origin: Origin) -> Sequence[int]:
+    value = (origin.config or {}).get("eos_token_id")
     values = value if isinstance(value, list) else [value]
     return [each for each in values if isinstance(each, int) and not isinstance(each, bool)]
 

@@ -242,16 +242,36 @@ def test_end_of_sequence_ends_as_in_transformers() -> None:
 def test_learned_positions_end_the_stream(gpt2: Decoder) -> None:
     length = GPT2["n_positions"]
     prompt = (PROMPT * 30)[: length - 3]
-    assert len(generate_ids(gpt2, prompt, 100)) == 4  # three are read, the fourth is predicted from a full table
+    told: list[str] = []
+    # Three are read, the fourth is predicted from a full table.
+    assert len(list(generate(gpt2, prompt, 4, tell=told.append))) == 4
+    assert told == []
+    assert len(list(generate(gpt2, prompt, 100, tell=told.append))) == 4
+    assert told == [f"the text ends here: the model's table of {length:,} positions is full"]
     full = (PROMPT * 30)[:length]
-    assert len(generate_ids(gpt2, full, 100)) == 1
+    with pytest.warns(UserWarning, match="positions is full") as warned:
+        assert len(generate_ids(gpt2, full, 100)) == 1
+    assert len(warned) == 1
     with pytest.raises(UsageError, match=f"{length + 1} tokens.*{length} positions"):
         generate(gpt2, [*full, 1], 1)
 
 
-def test_rotary_positions_do_not() -> None:
+def test_rotary_positions_do_not_and_say_where_their_context_ends() -> None:
+    """Once, whether the text grows past it or begins there; scaling that grows with the text has no such end."""
     config = {**LLAMA, "max_position_embeddings": 16}
-    assert len(generate_ids(pair(config)[1], PROMPT, 30)) == 30
+    decoder = pair(config)[1]
+    long = (PROMPT * 30)[:40]
+    for prompt, new, lines in ((PROMPT, 16 - len(PROMPT) + 1, 0), (PROMPT, 30, 1), (long, 30, 1)):
+        told: list[str] = []
+        assert len(list(generate(decoder, prompt, new, tell=told.append))) == new
+        assert len(told) == lines
+        assert all("context of 16 tokens" in line for line in told)
+    told = []
+    dynamic = pair({**config, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}})[1]
+    alibi = pair({**CASES["falcon-rw"], "max_position_embeddings": 16})[1]
+    for model in (dynamic, alibi):
+        assert len(list(generate(model, PROMPT, 30, tell=told.append))) == 30
+    assert told == []
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from families import CONFIGS, save_hf
+from typer.testing import CliRunner
 
 import gptkit
+from gptkit.cli import app
 from gptkit.converter.resolve import SAMPLES
 from gptkit.converter.tokenizer import load_tokenizer
 from gptkit.errors import UsageError
+from gptkit.modules import Decoder
 from gptkit.modules.generate import Sampling, generate_ids
 from gptkit.modules.text import generate
 
@@ -138,7 +141,52 @@ def test_a_table_of_positions_ends_it() -> None:
     tokenizer = load_tokenizer(gptkit.open_checkpoint("sample:gpt2").folder)
     assert tokenizer is not None
     prompt = (tokenizer.encode(PROMPT) * 60)[:250]
-    assert 0 < len(list(generate("sample:gpt2", prompt, 100, stop_at_eos=False))) <= 256 - 250 + 2
+    with pytest.warns(UserWarning, match="table of 256 positions is full") as warned:
+        assert 0 < len(list(generate("sample:gpt2", prompt, 100, stop_at_eos=False))) <= 256 - 250 + 2
+    assert [Path(each.filename).name for each in warned] == [Path(__file__).name]  # told to who asked for the text
+
+
+@pytest.mark.parametrize(("sample", "told"), [("gpt2", "table of 256 positions"), ("llama", "context of 256 tokens")])
+def test_the_command_says_that_a_limit_was_met(sample: str, told: str) -> None:
+    """In one line on stderr, behind the text; within the limits there is none."""
+    ids = " ".join(["7"] * 250)
+    for new, lines in ((3, 0), (20, 1)):
+        run = CliRunner().invoke(app, ["generate", f"sample:{sample}", "--ids", ids, "-n", str(new)])
+        assert run.exit_code == 0, run.output
+        assert len(run.stderr.splitlines()) == lines
+        assert all(told in line for line in run.stderr.splitlines())
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_a_model_in_memory_writes_what_its_checkpoint_does(sample: str, tmp_path: Path) -> None:
+    """With the tokenizer and the end of what it was loaded from, and with the weights that it has now."""
+    for reference in (f"sample:{sample}", tmp_path / "model.gguf"):
+        if reference != f"sample:{sample}":
+            gptkit.convert(f"sample:{sample}", tmp_path / "gguf", "gguf")
+            next((tmp_path / "gguf").glob("*.gguf")).rename(reference)
+        model = gptkit.load(reference)
+        text = "".join(generate(model, PROMPT, 20, temperature=0.8, seed=1))
+        assert text == "".join(generate(reference, PROMPT, 20, temperature=0.8, seed=1)) != ""
+    with torch.no_grad():
+        model.embedding.weight[:] = torch.randn(
+            model.embedding.weight.shape, generator=torch.Generator().manual_seed(0)
+        )
+    assert "".join(generate(model, PROMPT, 20)) != "".join(generate(reference, PROMPT, 20))
+    for options in ({"dtype": "float32"}, {"attention": "eager"}):
+        with pytest.raises(UsageError, match="computes as it is"):
+            generate(model, PROMPT, 5, **options)
+
+
+def test_a_model_in_memory_without_a_tokenizer_takes_ids(ids_only: Path) -> None:
+    """And ends where the config.json says."""
+    model = gptkit.load(ids_only)
+    assert "".join(generate(model, [5, 1, 9], 7)) == "".join(generate(ids_only, [5, 1, 9], 7))
+    built = Decoder(model.spec)
+    built.load_state_dict(model.state_dict())
+    assert "".join(generate(built, [5, 1, 9], 7)) == "".join(generate(ids_only, [5, 1, 9], 7))
+    for each in (model, built):
+        with pytest.raises(UsageError, match="has no tokenizer"):
+            generate(each, "ROMEO:")
 
 
 def test_an_opened_checkpoint_and_another_dtype() -> None:

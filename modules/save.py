@@ -1,0 +1,167 @@
+"""save: a model in memory as a checkpoint folder, with where it came from."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import __version__
+from ..architectures import named
+from ..converter.adapt import adapt, adapt_to_any
+from ..converter.checkpoint import Checkpoint, identity_leaves
+from ..converter.convert import plan_conversion
+from ..converter.dtypes import HF_NAMES, parse_dtype, widest
+from ..converter.outline import Outline
+from ..converter.publish import Staging
+from ..converter.tokenizer import token_files
+from ..converter.transfer import transfer
+from ..converter.tree import Origin
+from ..errors import InvalidInput, UsageError
+from .decoder import Decoder
+
+__all__ = ["save"]
+
+TOLD = "from memory: its weights as a program left them, trained or edited"
+SHOWN = 4
+
+
+def save(
+    model: Decoder,
+    folder: str | Path,
+    as_: str = "local",
+    *,
+    dtype: torch.dtype | str | None = None,
+    force: bool = False,
+    max_shard_bytes: int | None = None,
+) -> Path:
+    """Write a model in memory as a checkpoint folder, which appears complete or not at all.
+
+    The folder has what `load` was given beside the weights (the tokenizer, the config.json for the way back), a
+    manifest for `gptkit check`, and a history: that of what was loaded, and that it was saved from memory since.
+
+    Args:
+        model: what `load` returned, or a tree that somebody built and filled, on any device.
+        folder: the folder to make.
+        as_: "local", gptkit's own format, or Hugging Face files: "hf" of the family that it came from, "hf:FAMILY" of
+            another that can hold the tree, "hf:auto" of the first that can.
+        dtype: store every tensor as this; by default as each is in memory.
+        force: replace an existing checkpoint folder, in one step; it may be the one that the model was loaded from.
+        max_shard_bytes: start another weight file beyond it; by default as the original was sharded, or 5 GB.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UsageError: `folder` exists, or its parent does not; an unknown format or dtype; no Decoder.
+        InvalidInput: the module has not the parameters of its tree (it was wrapped, or given others), or no values;
+            CheckpointError: a value does not fit `dtype`.
+        CannotExpress: the family cannot hold the tree.
+        GptkitError: the disk is too small or a write fails; nothing is published.
+
+    """
+    if as_ not in ("local", "hf", "hf:auto") and not as_.startswith("hf:"):
+        raise UsageError(
+            f"unknown format {as_!r}", "known: local, hf, hf:FAMILY, hf:auto; gptkit convert goes on from there."
+        )
+    stored = None if dtype is None else HF_NAMES[parse_dtype(str(dtype))]
+    with Staging(Path(folder), force) as staging:
+        source = in_memory(model, stored)
+        if as_ == "hf:auto":
+            family, source = adapt_to_any(source)
+            as_ = f"hf:{family.name}"
+        elif as_.startswith("hf:"):
+            source = adapt(source, named(as_.removeprefix("hf:")))
+        plan = plan_conversion(source, as_, stored, max_shard_bytes)
+        done = transfer(plan, source, staging)
+        manifest = {
+            "gptkit": __version__,
+            "format": as_,
+            "source": {"reference": source.origin.reference, "revision": source.revision},
+            "history": list(source.origin.history),
+        }
+        staging.commit(manifest, files=done.files)
+    return Path(folder)
+
+
+def in_memory(model: Decoder, dtype: str | None = None) -> Checkpoint:
+    """A module as a checkpoint whose tensors are its parameters. `dtype` is what they are to be stored as, by torch's
+    name.
+
+    Raises:
+        UsageError: it is no Decoder, or in a dtype that no checkpoint has.
+        InvalidInput: its parameters are not those of its tree, or have no values.
+
+    """
+    if not isinstance(model, Decoder):
+        raise UsageError(
+            f"save takes what gptkit.load returns, not a {type(model).__name__}",
+            "Unwrap it first: model.module of a parallel one, model._orig_mod of a compiled one.",
+        )
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    declared = {each.name: each.shape for each in model.spec.parameters()}
+    wrong = [f"{name} is missing" for name in declared if name not in parameters]
+    wrong += [f"{name} has no place in the tree" for name in parameters if name not in declared]
+    wrong += [
+        f"{name} is {list(parameters[name].shape)}, expected {list(shape)}"
+        for name, shape in declared.items()
+        if name in parameters and tuple(parameters[name].shape) != shape
+    ]
+    wrong += [f"{name} has no values" for name, each in parameters.items() if each.is_meta]
+    if wrong:
+        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise InvalidInput(
+            f"the model's parameters are not those of its tree: {'; '.join(wrong[:SHOWN])}{more}",
+            "Merge adapters and take off what was added before saving.",
+        )
+    weights = _Parameters({name: parameters[name] for name in declared})
+    compute = widest([stored for stored, _ in weights.info.values()])
+    about = model.source or Outline(model.spec, Origin())
+    record = {"saved": TOLD, "dtype": dtype or HF_NAMES[compute], "gptkit": __version__}
+    return Checkpoint(
+        reference=about.origin.reference or "the model in memory",
+        path=Path(),
+        revision=about.revision,
+        format="memory",
+        spec=model.spec,
+        leaves=identity_leaves(model.spec),
+        dtype=compute,
+        origin=replace(about.origin, history=(*about.origin.history, record)),
+        texts={**_tokenizer(about.path), **about.texts},
+        _weights=weights,
+        _found={name: name for name in declared},
+    )
+
+
+class _Parameters:
+    """A module's parameters as tensors of a checkpoint."""
+
+    def __init__(self, parameters: dict[str, Tensor]) -> None:
+        self._parameters = parameters
+        self.info = {name: (parse_dtype(str(each.dtype)), tuple(each.shape)) for name, each in parameters.items()}
+
+    def read(self, name: str) -> np.ndarray[Any, Any]:
+        """A tensor in its carrier dtype (bf16 as uint16)."""
+        value = self._parameters[name].detach().cpu().contiguous()
+        found: np.ndarray[Any, Any] = (
+            value.view(torch.int16).numpy().view(np.uint16) if value.dtype == torch.bfloat16 else value.numpy()
+        )
+        return found
+
+    def span(self, _name: str) -> None:
+        """No file holds it."""
+
+
+def _tokenizer(folder: Path | None) -> dict[str, bytes]:
+    """The files that travel with the weights, by name."""
+    if folder is None:
+        return {}
+    if not folder.is_dir():  # since the model was loaded; its weights are worth more than that
+        warnings.warn(f"{folder} is gone: the model is saved without its tokenizer", stacklevel=4)
+        return {}
+    return {path.name: path.read_bytes() for path in token_files(folder)}
