@@ -96,7 +96,7 @@ def swap(
         typer.Option(
             metavar="DTYPE",
             rich_help_panel=HOW,
-            help="The dtype of computed tensors; by default float64 where the swap is exact.",
+            help="The dtype of computed tensors, and with --as hf of all; by default the output says which and why.",
         ),
     ] = None,
     no_measure: Annotated[bool, typer.Option("--no-measure", help="Do not compare logits before and after.")] = False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from .transfer import Transferred, jobs_of, memory_of
 from .tree import LOCAL_CONFIG, Origin, described_tree
 from .write import DEFAULT_SHARD_BYTES, Plan, as_it_was, json_bytes, plan, prepare
 
-__all__ = ["Conversion", "companions", "convert", "default_output", "plan_conversion", "plan_output"]
+__all__ = ["Conversion", "companions", "convert", "default_output", "main_dtype", "plan_conversion", "plan_output"]
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,23 @@ def plan_output(
         own = homes if max_shard_bytes is None else None
         return plan(identity_leaves(spec), dtypes, small, companions, max_shard_bytes or DEFAULT_SHARD_BYTES, own)
     architecture = _target_family(origin, to)
-    config = _hf_config(architecture, spec, origin, widest(list(dtypes.values())), compute_dtype)
+    config = _hf_config(architecture, spec, origin, main_dtype(spec, dtypes), compute_dtype)
     small = {**(texts or {}), CONFIG: config}
     leaves = architecture.bind(spec)
     if max_shard_bytes is None and (again := as_it_was(leaves, dtypes, origin.files)) is not None:
         return Plan(again[0], {**small, **again[1]}, tuple(companions))
     return plan(leaves, dtypes, small, companions, max_shard_bytes or DEFAULT_SHARD_BYTES)
+
+
+def main_dtype(spec: ModelSpec, dtypes: Mapping[str, str]) -> str:
+    """What the tensors of a tree are stored in, `dtypes` by shared name. Where they differ it is the dtype of most
+    values of the blocks' matrices: transformers computes in the one dtype that config.json names, whatever the others.
+    """
+    values: Counter[str] = Counter()
+    for parameter in spec.parameters():
+        if parameter.layer is not None and len(parameter.shape) > 1:
+            values[dtypes[parameter.name]] += parameter.count
+    return widest([dtype for dtype, count in values.items() if count == max(values.values())])
 
 
 def _check_format(to: str) -> str | None:
@@ -116,15 +128,16 @@ def _target_family(origin: Origin, to: str) -> Architecture:
 
 
 def _hf_config(architecture: Architecture, spec: ModelSpec, origin: Origin, stored: str, compute: str) -> bytes:
-    """The original config.json byte for byte where it still describes the tree and its dtype, else a new one."""
+    """The original config.json byte for byte where it still describes the tree and its dtype, else a new one, which
+    names the dtype that the tensors are stored in.
+    """
     original = origin.config
     config: dict[str, Any] | None = architecture.export_config(spec, original)
     if config is None and origin.config_text is not None:
-        stated = stated_dtype(original)
-        if stated in (None, compute):
+        # Of what a swap has changed the original's word on dtypes is out of date.
+        if stated_dtype(original) in (None, stored if origin.history else compute):
             return origin.config_text.encode()
         config = dict(original or {})
-        stored = compute
     assert config is not None
     if original is not None and origin.family not in (None, architecture.name):
         config |= _token_ids(named(str(origin.family)), original)

@@ -343,12 +343,9 @@ def swap_lines(result: SwapResult) -> list[str]:
     """What was exchanged, at what price, and how well the guarantee held."""
     before, after = result.parameters
     done = "wrote" if result.published else "would write"
-    computed = any(result.chain.computed(parameter.name) for parameter in result.spec.parameters())
-    rounded = result.guarantee == "exact" and result.dtype != "float64"
-    how = "rounded to" if rounded else "stored as"  # exact is what is computed, not what rounding leaves of it
-    stored = f", computed tensors {how} {result.dtype}" if computed else ""
     lines = [
-        f"{done} {result.target}: {result.guarantee} swap{stored}",
+        f"{done} {result.target}: {result.guarantee} swap",
+        *stored_lines(result),
         f"parameters  {before:,} -> {after:,}" + (f" ({after - before:+,})" if after != before else ""),
     ]
     if result.recipe is not None and result.recipe.name:
@@ -384,6 +381,20 @@ def swap_lines(result: SwapResult) -> list[str]:
     for note in found.notes:
         lines += wrap(note, indent=12, width=80)
     return lines
+
+
+def stored_lines(result: SwapResult) -> list[str]:
+    """What computed tensors are stored as, and why."""
+    asked = None if result.recipe is None else result.recipe.dtype
+    exact, whole = result.guarantee == "exact", asked is not None and result.family is not None
+    computed = any(result.chain.computed(parameter.name) for parameter in result.spec.parameters())
+    if not whole and not computed:
+        return []
+    if asked is None and exact and result.dtype == "float64":
+        return ["stored as   float64 where computed, so that the file itself proves exactness"]
+    before = "; exact before this rounding" if computed and exact and result.dtype != "float64" else ""
+    why = "as the source is" if asked is None else "as asked"
+    return [f"stored as   {result.dtype}{'' if whole else ' where computed'}, {why}{before}"]
 
 
 def short(perplexity: float) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from ..analysis.parameters import count
 from ..architectures import Architecture
 from ..converter.checkpoint import Checkpoint
-from ..converter.dtypes import widest
+from ..converter.convert import main_dtype
 from ..errors import UsageError
 from ..spec import ModelSpec
 from .base import Guarantee, Model, Promise, Stored, Swapped, SwappedModel, weakest
@@ -94,21 +94,22 @@ def chain(
     text: Callable[[], Text] | None = None,
     offline: bool = False,
     names: Sequence[str] = (),
-    empty: bool = False,
+    leaves: bool = False,
 ) -> Chain:
     """Carry out steps on an opened checkpoint, without computing a tensor.
 
-    `stored` is the dtype of computed tensors; None is float64 for exact chains and the checkpoint's own otherwise.
-    `text` gives what calibrated swaps are fitted on, in the checkpoint's own vocabulary, or says what to give. `names`
-    is what errors call the steps, by default their number and option where there are several. `empty`: without a step
-    the chain is the checkpoint as it is.
+    `stored` is the dtype of computed tensors; None is float64 where exactness is to be proved from the file, and the
+    checkpoint's own where the result is there to be used: where it is approximate, `leaves` as Hugging Face files, or
+    has an adapter merged. `text` gives what calibrated swaps are fitted on, in the checkpoint's own vocabulary, or says
+    what to give. `names` is what errors call the steps, by default their number and option where there are several.
+    What leaves needs no step.
 
     Raises:
         SwapRefused: a precondition of a step does not hold.
         UsageError: a step that does not exist, or no step.
 
     """
-    if not steps and not empty:
+    if not steps and not leaves:
         raise UsageError("nothing to swap", f"say what: --norm rmsnorm, or one of {', '.join(map(spelled, options()))}")
     files = source.folder
     models: list[Model] = [Stored(source)]
@@ -132,12 +133,21 @@ def chain(
         promise = promise.then(swapped.promise)
         texts.update({name: text for name, text in swapped.texts.items() if text is not None})
         models.append(SwappedModel(models[-1], swapped))
-    exact = weakest(each.guarantee for each in found) == "exact"
-    dtype = stored or ("F64" if exact else widest(list(set(source.shared_dtypes().values()))))
+    merged = any(each.against is not None for each in found)
+    proved = weakest(each.guarantee for each in found) == "exact" and not leaves and not merged
+    dtype = stored or ("F64" if proved else own_dtype(source))
     for model in models[1:]:
         assert isinstance(model, SwappedModel)
         model.stored = dtype
     return Chain(tuple(done), tuple(found), tuple(models))
+
+
+def own_dtype(source: Checkpoint) -> str:
+    """The dtype that a checkpoint's tensors are stored in; in place of float64, which is for proofs, what it is
+    computed in.
+    """
+    found = main_dtype(source.spec, source.shared_dtypes())
+    return source.dtype if found == "F64" else found
 
 
 def _calibration(text: Callable[[], Text], promise: Promise, spec: ModelSpec, used: list[Text]) -> Calibration:

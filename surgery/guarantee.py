@@ -58,10 +58,13 @@ def measured_from_files(
         InvalidInput: there are logits that are no numbers.
 
     """
-    found = measure(done.against, Stored(open_checkpoint(folder)), promise=done.promise, text=text)
+    written = Stored(open_checkpoint(folder))
+    found = measure(done.against, written, promise=done.promise, text=text)
     _require_numbers(source, found)
     if done.guarantee == "exact":
-        _hold_to_exact(done, stored, found)
+        names = [parameter.name for parameter in done.spec.parameters()]
+        rounds = any(done.computed(name) or written.dtype(name) != done.models[-1].dtype(name) for name in names)
+        _hold_to_exact(done, stored, found, rounds)
     elif done.steps and done.steps[-1].option == "as":
         _hold_form_to_exact(done)
     return found
@@ -96,7 +99,7 @@ def _require_numbers(source: Checkpoint, found: Measurement) -> None:
         raise InvalidInput(f"{source.reference}: logits before or after the swap are not finite. Nothing was written.")
 
 
-def _hold_to_exact(done: Chain, stored: str, found: Measurement) -> None:
+def _hold_to_exact(done: Chain, stored: str, found: Measurement, rounds: bool) -> None:
     """Raise GptkitError where an exact swap is not.
 
     The files say so themselves where they hold all that was computed. Where storing rounds, exactness in fp64 is that
@@ -106,7 +109,6 @@ def _hold_to_exact(done: Chain, stored: str, found: Measurement) -> None:
     bound stays: what is called exact is exact to it, and the message says that fp32 is what failed.
     """
     errors = dict(found.relative)
-    rounds = any(done.computed(parameter.name) for parameter in done.spec.parameters())
     if stored != "F64" and rounds:
         exactly = measure(done.against, Exactly(done.models[-1]), promise=done.promise, dtypes=("float64",))
         errors["float64"] = exactly.relative["float64"]

@@ -106,10 +106,11 @@ def swap(
         calibrate_tokens: how many of its tokens they are fitted on; 2,048 by default.
         recipe: a file of steps, the name of one of ours, or a folder that a swap made; see `surgery.recipe`. What is
             asked for beside it comes after it.
-        dtype: how the tensors that the swap computes are stored; those that only move keep their dtype. By default
-            float64 where the swap is exact, else the checkpoint's own. Anything narrower than float64 rounds them once,
-            and an exact swap is then exact up to that rounding: what the rounding costs is measured from the files,
-            exactness from the same tensors before it.
+        dtype: how the tensors that the swap computes are stored; those that only move keep their dtype, but in Hugging
+            Face files, which are loaded in one. By default float64 where the swap is exact and the result is gptkit's
+            own format, for exactness to be measured from the file; else, and where an adapter is merged, the
+            checkpoint's own. Anything narrower than float64 rounds them once, and an exact swap is then exact up to
+            that rounding: what the rounding costs is measured from the files, exactness from the same tensors before.
         force: replace an existing checkpoint folder, in one step.
         dry_run: say what would come out; compute and write nothing.
         measured: compare logits before and after, in fp32 and fp64, from the files that were written.
@@ -145,8 +146,6 @@ def swap(
     if not dry_run and Path(out).resolve() in (source.path.resolve(), source.folder.resolve()):
         raise UsageError(f"{out} is the model itself: what it was would be lost", "Name another folder.")
     text = cache(lambda: read_text(source, calibrate, calibrate_tokens or TOKENS))
-    if stored is None and to != "local" and wanted:
-        stored = widest([source.dtype, "F32"])  # what transformers' users run; exactness is measured before it rounds
     done = chain(
         source,
         wanted,
@@ -154,7 +153,7 @@ def swap(
         text=text,
         offline=offline,
         names=told.labels() if told else (),
-        empty=to != "local",
+        leaves=to != "local",
     )
     if repeated and told is not None and told.calibration and done.calibration != told.calibration:
         raise told.another_text(str(told.calibration.get("text")))
@@ -162,9 +161,10 @@ def swap(
     architecture = None
     if to != "local":
         architecture, done = leaving(done, source, to)
-    stored = done.stored
+    whole = stored if architecture is not None else None
+    stored = stored or done.stored
     records = [{**each.summary, "dtype": HF_NAMES[stored], "gptkit": __version__} for each in done.swapped]
-    plan = _plan(source, done, records, "local" if architecture is None else f"hf:{architecture.name}")
+    plan = _plan(source, done, records, "local" if architecture is None else f"hf:{architecture.name}", whole)
     found, naive = None, None
     each: tuple[Measurement, ...] = ()
     if not dry_run:
@@ -202,13 +202,13 @@ def swap(
     )
 
 
-def _plan(source: Checkpoint, done: Chain, records: Sequence[Mapping[str, Any]], to: str) -> Plan:
-    """Every file of the output."""
+def _plan(source: Checkpoint, done: Chain, records: Sequence[Mapping[str, Any]], to: str, whole: str | None) -> Plan:
+    """Every file of the output. `whole`: the dtype that all tensors are stored in, where it is one."""
     last = done.models[-1]
-    dtypes = {parameter.name: last.dtype(parameter.name) for parameter in done.spec.parameters()}
-    # What is stored wide is computed in fp32 at least: a bf16 model would round the exactness away.
-    wide = any(done.computed(name) for name in dtypes) and done.guarantee == "exact"
-    compute = widest([source.dtype, "F32"]) if wide else source.dtype
+    dtypes = {parameter.name: whole or last.dtype(parameter.name) for parameter in done.spec.parameters()}
+    # What is stored wide is computed in fp32 at least: a bf16 model would round away what is there.
+    wide = any(done.computed(name) for name in dtypes) and done.stored in ("F32", "F64")
+    compute = whole or (widest([source.dtype, "F32"]) if wide else source.dtype)
     origin = replace(source.origin, history=(*source.origin.history, *(dict(each) for each in records)))
     folder = companions(source)
     if not done.texts:

@@ -111,6 +111,50 @@ def test_it_loads_in_transformers(
     assert {key: config_of(out)[key] for key in IDS} == IDS
 
 
+@pytest.mark.parametrize("asked", [None, "float32", "bfloat16", "float16"])
+def test_what_transformers_runs_is_what_was_measured(asked: str | None, tmp_path: Path) -> None:
+    """With dtype="auto", as from_pretrained loads by itself: no tensor is rounded on the way in."""
+    done = gptkit.swap("sample:llama", tmp_path / "out", quantize="int8", to="hf", dtype=asked)
+    wanted = asked or "bfloat16"
+    tensors = safetensors.torch.load_file(done.target / "model.safetensors")
+    assert {str(tensor.dtype) for tensor in tensors.values()} == {f"torch.{wanted}"}
+    assert config_of(done.target)["dtype"] == wanted
+    after = transformers.AutoModelForCausalLM.from_pretrained(done.target, dtype="auto").eval()
+    assert after.dtype == getattr(torch, wanted)
+    before = transformers.AutoModelForCausalLM.from_pretrained(SAMPLES_DIR / "llama", dtype=torch.float32).eval()
+    found = 0.0
+    with torch.inference_mode():
+        for batch in probe(done.spec):
+            given = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+            a, b = (batch.valid(model(**given).logits) for model in (before, after.float()))
+            found = max(found, (a - b).abs().max().item())
+    assert done.measured is not None
+    assert found == pytest.approx(done.measured.maximum["float32"], rel=1e-4)
+
+
+def test_one_dtype_for_all_that_leaves_whatever_computes_it(folder: Path, tmp_path: Path) -> None:
+    """Moved tensors too, and with no swap at all; what is exact stays so but for the rounding that was asked for."""
+    for number, asked in enumerate(({}, {"attention": "mha"}, {"head_dim": "24"})):
+        out = tmp_path / str(number)
+        done = gptkit.swap(source("llama", folder), out, to="auto", dtype="bfloat16", **asked)
+        stored = {str(each.dtype) for each in safetensors.torch.load_file(out / "model.safetensors").values()}
+        assert (stored, config_of(out)["dtype"], done.guarantee) == ({"torch.bfloat16"}, "bfloat16", "exact")
+
+
+def test_of_a_few_tensors_in_another_dtype_the_config_names_that_of_the_matrices(folder: Path, tmp_path: Path) -> None:
+    """As the original did: transformers computes in it, and would take twice the memory in the wider one."""
+    gptkit.convert(source("llama", folder), tmp_path / "bf16", to="hf", dtype="bfloat16")
+    path = tmp_path / "bf16" / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    tensors = {name: each.float() if "norm" in name else each for name, each in tensors.items()}
+    safetensors.torch.save_file(tensors, path, {"format": "pt"})
+    gptkit.swap(tmp_path / "bf16", tmp_path / "out", to="hf", attention="mha")
+    assert config_of(tmp_path / "out")["dtype"] == "bfloat16"
+    assert (
+        safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"].dtype == torch.float32
+    )
+
+
 def test_gpt2_in_the_shape_of_llama(folder: Path, tmp_path: Path) -> None:
     steps = (Step("norm", "rmsnorm"), Step("mlp", "gated"), Step("drop", "head.bias"), Step("position", "rope"))
     result = gptkit.swap(source("gpt2", folder), tmp_path / "out", steps, to="auto")

@@ -17,10 +17,12 @@ from safetensors.torch import load_file, save_file
 
 import gptkit
 from gptkit.errors import GptkitError, InvalidInput, Offline, SwapRefused, UntrustedInput
+from gptkit.report.summaries import swap_lines
 from gptkit.surgery import lora as module
 from gptkit.surgery.adapter import Adapter
 from gptkit.surgery.registry import Step
 
+WEIGHTS = "model.safetensors"
 SMALL = {"r": 3, "lora_alpha": 7}
 EVERY = "all-linear"
 
@@ -128,7 +130,8 @@ def test_the_merged_tensors_are_those_that_peft_merges(kind: str, tmp_path: Path
     """Sharper than logits: what peft's own merge makes of the weights in fp64."""
     model, settings = KINDS[kind]
     trained(model, tmp_path, **settings)
-    result = gptkit.swap(tmp_path / "base", tmp_path / "out", merge_lora=str(tmp_path / "adapter"))
+    adapter = str(tmp_path / "adapter")
+    result = gptkit.swap(tmp_path / "base", tmp_path / "out", merge_lora=adapter, dtype="float64")
     assert result.guarantee == "exact"
     assert result.measured is not None and result.measured.relative["float64"] < 1e-13
     expected = shared_weights(with_peft(tmp_path).merge_and_unload(), CONFIGS[model])
@@ -136,6 +139,44 @@ def test_the_merged_tensors_are_those_that_peft_merges(kind: str, tmp_path: Path
     assert set(found) == set(expected)
     for name, tensor in expected.items():
         np.testing.assert_allclose(found[name].astype(float), tensor.detach().numpy(), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("to", ["local", "hf"])
+@pytest.mark.parametrize("asked", [None, "float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("base", ["bfloat16", "float32"])
+def test_a_merged_model_is_stored_as_its_base_or_as_asked(
+    base: str, asked: str | None, to: str, tmp_path: Path
+) -> None:
+    """Hugging Face files are all of the dtype that their config.json names, in which transformers loads them."""
+    trained("llama", tmp_path, target_modules=["q_proj", "v_proj"])
+    gptkit.convert(tmp_path / "base", tmp_path / "own", to="hf", dtype=base)
+    done = gptkit.swap(
+        tmp_path / "own", tmp_path / "out", merge_lora=str(tmp_path / "adapter"), dtype=asked, to=to, measured=False
+    )
+    wanted = asked or base
+    assert done.guarantee == "exact" and done.dtype == wanted
+    tensors = {name: str(t.dtype).removeprefix("torch.") for name, t in load_file(done.target / WEIGHTS).items()}
+    merged = {name for name in tensors if name.endswith(("q_proj.weight", "v_proj.weight"))}
+    assert {tensors[name] for name in merged} == {wanted}
+    assert {tensors[name] for name in set(tensors) - merged} == {base if to == "local" else wanted}
+    told = json.loads((done.target / ("config.json" if to == "hf" else "gptkit.json")).read_text())
+    if to == "hf":
+        assert told["dtype"] == wanted
+        model = transformers.AutoModelForCausalLM.from_pretrained(done.target, dtype="auto")
+        assert {str(each.dtype) for each in model.parameters()} == {f"torch.{wanted}"}
+    else:
+        assert told["dtype"] == ("float32" if wanted in ("float32", "float64") else base)
+
+
+def test_a_merge_into_bf16_says_what_it_is_stored_as_and_why(tmp_path: Path) -> None:
+    trained("llama", tmp_path, target_modules=["q_proj"])
+    gptkit.convert(tmp_path / "base", tmp_path / "own", to="hf", dtype="bfloat16")
+    said = {}
+    for asked in (None, "float64"):
+        adapter = str(tmp_path / "adapter")
+        said[asked] = swap_lines(gptkit.swap(tmp_path / "own", tmp_path / str(asked), merge_lora=adapter, dtype=asked))
+    assert "stored as   bfloat16 where computed, as the source is; exact before this rounding" in said[None]
+    assert "stored as   float64 where computed, as asked" in said["float64"]
 
 
 def test_a_merged_model_is_a_checkpoint_that_transformers_loads(tmp_path: Path) -> None:
