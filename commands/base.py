@@ -16,6 +16,7 @@ import typer.core
 
 from .. import __version__
 from ..errors import Elsewhere, GptkitError, UsageError
+from ..process import INTERRUPTED, TERMINATED, Terminated
 from ..terminal import complain, fail, give_up_stdout
 from .completion import bash_words, complete_model
 
@@ -31,21 +32,12 @@ __all__ = [
     "Png",
     "Quiet",
     "Svg",
-    "Terminated",
     "app",
     "examples",
     "guarded",
     "parse_size",
     "tokens",
 ]
-
-
-INTERRUPTED = 130
-TERMINATED = 143
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM: what Ctrl-C would do, with an exit code of its own."""
 
 
 # What typer raises for a wrong call. Of its classes typer names a subclass alone, and has moved the others.

@@ -1,0 +1,81 @@
+"""Signals and closed streams, from a command's first moments to its last."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# The process sends itself the signal where the module is about to be imported.
+AT_IMPORT = """
+import os, sys
+_, module, number, *arguments = sys.argv
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), int(number))
+sys.meta_path.insert(0, Finder())
+from gptkit.__main__ import main
+sys.argv[1:] = arguments
+main()
+"""
+AT_EXIT = """
+import atexit, os, sys
+from gptkit.__main__ import main
+number = int(sys.argv[1])
+sys.argv[1:] = sys.argv[2:]
+atexit.register(lambda: os.kill(os.getpid(), number))
+main()
+"""
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+def ran(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
+@pytest.mark.parametrize("module", ["gptkit.cli", "typer", "gptkit.commands.verify", "numpy", "torch._C"])
+def test_a_signal_while_something_is_imported(module: str, number: signal.Signals) -> None:
+    """Before the command, and within it, where libraries turn what is raised into failures of their own."""
+    done = ran(AT_IMPORT, module, str(int(number)), "load", "sample:gpt2")
+    assert (done.returncode, done.stdout, done.stderr) == (CODES[number], "", "gptkit: interrupted\n")
+
+
+@pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
+def test_a_signal_when_all_is_done(number: signal.Signals) -> None:
+    done = ran(AT_EXIT, str(int(number)), "--version")
+    assert (done.returncode, done.stderr) == (CODES[number], "gptkit: interrupted\n")
+    assert done.stdout.startswith("gptkit ")
+
+
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    code = f"import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n{AT_IMPORT}"
+    done = ran(code, "numpy", str(int(signal.SIGINT)), "load", "sample:gpt2")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize(("arguments", "code"), [(["params", "gpt2"], 0), (["params", "no-such-model"], 4)])
+def test_closed_streams(arguments: list[str], code: int, closed: tuple[int, ...], tmp_path: Path) -> None:
+    """What is written there is lost, and goes into no other file."""
+
+    def close() -> None:
+        for fd in closed:
+            os.close(fd)
+
+    done = subprocess.run(
+        [sys.executable, "-m", "gptkit", *arguments],
+        capture_output=True,
+        text=True,
+        preexec_fn=close,
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == code
+    assert bool(done.stdout) == (code == 0 and 1 not in closed)
+    assert bool(done.stderr) == (code != 0 and 2 not in closed) and "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
