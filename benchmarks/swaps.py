@@ -33,6 +33,7 @@ from gptkit.surgery.options import OPTIONS, spelled
 from gptkit.surgery.recipe import read_recipe, shipped
 from gptkit.surgery.registry import Step, all_swaps
 from gptkit.surgery.swap import SwapResult
+from gptkit.surgery.synonyms import guarantee_in_words
 
 PAGE = Path(__file__).parents[1] / "docs" / "swaps.md"
 SAMPLES = ("gpt2", "llama", "bloom", "falcon")
@@ -167,7 +168,7 @@ def line(row: Row) -> str:
     cells = [
         f"`{spelled(row.job.option)}{' ' + row.job.value if row.job.value else ''}`",
         row.job.sample,
-        f"{row.guarantee}{' ' + row.limits if row.limits else ''}",
+        f"{guarantee_in_words(row.guarantee)}{' ' + row.limits if row.limits else ''}",
         error(found.relative["float32"]),
         error(found.relative["float64"]),
         kl(found.kl_text),
@@ -235,11 +236,14 @@ def recipe(name_and_sample: tuple[str, str]) -> str:
     for index, (step, swapped, one) in enumerate(zip(done.chain.steps, done.chain.swapped, done.each, strict=True)):
         assert one.perplexity is not None
         figures = [change(*totals[index : index + 2]), kl(one.kl_text), f"{one.top1_text:.1%}"]
-        lines.append(f"| `{step}` | {swapped.guarantee} | {' | '.join(figures)} | {perplexity(one.perplexity[1])} |")
+        promised = guarantee_in_words(swapped.guarantee)
+        lines.append(f"| `{step}` | {promised} | {' | '.join(figures)} | {perplexity(one.perplexity[1])} |")
     assert done.measured is not None and done.measured.perplexity is not None
     all_of_it = [change(totals[0], totals[-1]), kl(done.measured.kl_text), f"{done.measured.top1_text:.1%}"]
     after = perplexity(done.measured.perplexity[1])
-    lines.append(f"| all of it, from the files | {done.guarantee} | {' | '.join(all_of_it)} | {after} |\n")
+    lines.append(
+        f"| all of it, from the files | {guarantee_in_words(done.guarantee)} | {' | '.join(all_of_it)} | {after} |\n"
+    )
     return "\n".join(lines)
 
 

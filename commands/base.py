@@ -23,6 +23,7 @@ from .completion import bash_words, complete_model
 __all__ = [
     "AllowExtra",
     "AllowPickle",
+    "FigureName",
     "Force",
     "Html",
     "Json",
@@ -46,7 +47,7 @@ WrongCall: type[Exception] = typer.BadParameter.__mro__[1]
 
 ORDER = (
     *("params", "compare", "show", "diff", "presets", "recommend"),
-    *("load", "convert", "check", "swap", "swaps", "verify", "generate", "demo"),
+    *("load", "inspect", "convert", "check", "swap", "swaps", "verify", "generate", "demo"),
 )
 """The commands as the help lists them: looking first, which needs nothing, and then what touches weights."""
 
@@ -144,6 +145,12 @@ AllowExtra = Annotated[bool, typer.Option("--allow-extra", help="Leave out tenso
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page (HTML) that opens offline.")]
 Png = Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Write a picture (PNG), for a talk.")]
 Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture (SVG), for a paper.")]
+FigureName = Annotated[
+    str | None,
+    typer.Option(
+        "--figure", metavar="NAME", help="Draw this figure of the page, by words of its title; by default the first."
+    ),
+]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print nothing but errors.")]
 
 

@@ -10,7 +10,7 @@ import typer
 
 from ..errors import UsageError
 from ..terminal import console
-from .base import Html, Json, Models, Offline, Png, Svg, app, examples, guarded, tokens
+from .base import FigureName, Html, Json, Models, Offline, Png, Svg, app, examples, guarded, tokens
 from .drawn import Drawn
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def compare(
     html: Html = None,
     png: Png = None,
     svg: Svg = None,
+    figure: FigureName = None,
     offline: Offline = False,
 ) -> None:
     """Compare components and costs of models, side by side."""
@@ -68,7 +69,7 @@ def compare(
         raise UsageError("--markdown, --csv and --json are three outputs", "Give one of them.")
     if only_differences and everything:
         raise UsageError("--only-differences and --all are opposites", "Give one of them.")
-    drawn = Drawn(html, png, svg)
+    drawn = Drawn(html, png, svg, figure)
     asked = Asked(dtype=dtype, context=None if context is None else tokens("--context", context))
     named = [(model, describe_named(model, offline)) for model in models]
     if swap or recipe is not None:
@@ -98,6 +99,7 @@ def after_swaps(
     from ..analysis.expressed import expressed
     from ..analysis.params import Described
     from ..surgery.shapes import steps_from, swapped
+    from ..surgery.synonyms import guarantee_in_words
 
     folder = Path(name)
     found = swapped(
@@ -108,5 +110,5 @@ def after_swaps(
         files=folder if folder.is_dir() else None,
         offline=offline,
     )
-    notes = (f"{', '.join(map(str, found.steps))}: {found.guarantee}", *found.notes)
+    notes = (f"{', '.join(map(str, found.steps))}: {guarantee_in_words(found.guarantee)}", *found.notes)
     return f"{name} swapped", Described(expressed(found.spec)[0] or "", found.spec, notes=notes)

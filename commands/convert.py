@@ -27,8 +27,11 @@ from .completion import FLOATS, complete_target, one_of
 if TYPE_CHECKING:
     from ..report.random_model import RandomModel
 
+LOADS = examples("gptkit load sample:llama", "gptkit load --random gpt2 --out fresh")
 
-@app.command(epilog=examples("gptkit load sample:llama", "gptkit load --random gpt2 --out fresh"))
+
+@app.command("inspect", help="The same as load, under the name that other tools have.", epilog=LOADS)
+@app.command(epilog=LOADS)
 @guarded
 def load(
     model: ModelArgument,

@@ -9,7 +9,7 @@ import typer
 
 from ..errors import UsageError
 from ..terminal import console, progress_bar
-from .base import AllowExtra, AllowPickle, Html, Json, Offline, Png, Quiet, Svg, app, examples, guarded
+from .base import AllowExtra, AllowPickle, FigureName, Html, Json, Offline, Png, Quiet, Svg, app, examples, guarded
 from .completion import complete_model, one_of
 from .drawn import Drawn
 
@@ -47,6 +47,7 @@ def diff(
     html: Html = None,
     png: Png = None,
     svg: Svg = None,
+    figure: FigureName = None,
     offline: Offline = False,
     allow_pickle: AllowPickle = False,
     allow_extra: AllowExtra = False,
@@ -60,7 +61,7 @@ def diff(
     what: By | None = next((each for each in get_args(By) if by in (each, f"{each}s")), None)
     if what is None:
         raise UsageError(f"--by {by!r:.40} is none of {', '.join(get_args(By))}", "--by tensor lists every tensor")
-    drawn = Drawn(html, png, svg)
+    drawn = Drawn(html, png, svg, figure)
     from ..analysis.diff import diff as run
 
     with progress_bar("comparing", quiet or json) as advance:

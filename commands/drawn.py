@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..errors import UsageError
 from ..terminal import say
 
 if TYPE_CHECKING:
@@ -18,18 +19,22 @@ __all__ = ["Drawn"]
 
 @dataclass(frozen=True)
 class Drawn:
-    """The files that a command is to draw; false where there is none.
+    """The files that a command is to draw; false where there is none. figure: which one of the page a picture is of.
 
     Raises:
-        UsageError: when it is made, one of them could not be written, or a package is missing.
+        UsageError: when it is made, one of them could not be written, a package is missing, or a figure is named and
+            no picture.
 
     """
 
     html: Path | None
     png: Path | None
     svg: Path | None
+    figure: str | None = None
 
     def __post_init__(self) -> None:
+        if self.figure is not None and self.png is None and self.svg is None:
+            raise UsageError("--figure names what a picture shows", "Add --svg FILE or --png FILE.")
         if self:
             from ..report.pictures import ready
 
@@ -44,5 +49,5 @@ class Drawn:
             return
         from ..report.pictures import write
 
-        for path in write(page(), self.html, self.png, self.svg):
-            say([f"{'page' if path == self.html else 'picture'}: {path}"], quiet)
+        for path, title in write(page(), self.html, self.png, self.svg, self.figure):
+            say([f"picture: {path} ({title})" if title else f"page: {path}"], quiet)

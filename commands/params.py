@@ -11,7 +11,21 @@ import typer
 
 from ..errors import UsageError
 from ..terminal import console, say
-from .base import AllowPickle, Html, Json, Models, Offline, Png, Svg, app, examples, guarded, parse_size, tokens
+from .base import (
+    AllowPickle,
+    FigureName,
+    Html,
+    Json,
+    Models,
+    Offline,
+    Png,
+    Svg,
+    app,
+    examples,
+    guarded,
+    parse_size,
+    tokens,
+)
 from .completion import FLOATS, one_of
 from .drawn import Drawn
 
@@ -157,6 +171,7 @@ def params(
     html: Html = None,
     png: Png = None,
     svg: Svg = None,
+    figure: FigureName = None,
     offline: Offline = False,
     allow_pickle: AllowPickle = False,
 ) -> None:
@@ -180,7 +195,7 @@ def params(
     )
     what = _by("layer" if by_layer else by)
     _sensible(models, asked, what, batch, context, json, csv, stored)
-    drawn = Drawn(html, png, svg)
+    drawn = Drawn(html, png, svg, figure)
     counts = count_params(*models, offline=offline, stored=stored, allow_pickle=allow_pickle)
     if swap or recipe:
         counts = _with_swaps(counts, swap or [], recipe, offline)
@@ -258,9 +273,12 @@ def _with_swaps(
 
 def _promise(swap: Mapping[str, Any]) -> str:
     """What a chain of swaps promises; where the weights decide it, what trained ones give, and who can tell."""
+    from ..surgery.synonyms import guarantee_in_words
+
+    usual = guarantee_in_words(swap["usual"])
     if swap["guarantee"] == swap["usual"]:
-        return str(swap["guarantee"])
-    return f"{swap['usual']} on trained weights; gptkit swap MODEL OUT --dry-run tells it of yours"
+        return usual
+    return f"{usual} on trained weights; gptkit swap MODEL OUT --dry-run tells it of yours"
 
 
 def _print(counts: list[ModelCount], asked: Asked, by: By, pairs: bool) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from ..errors import UsageError
 from ..terminal import console, say
-from .base import Html, Json, ModelArgument, Offline, Png, Svg, app, examples, guarded
+from .base import FigureName, Html, Json, ModelArgument, Offline, Png, Svg, app, examples, guarded
 from .drawn import Drawn
 
 
@@ -29,10 +29,11 @@ def show(
     html: Html = None,
     png: Png = None,
     svg: Svg = None,
+    figure: FigureName = None,
     offline: Offline = False,
 ) -> None:
     """Draw a model's tree with shapes, and the data's path through a layer."""
-    drawn = Drawn(html, png, svg)
+    drawn = Drawn(html, png, svg, figure)
     from ..analysis.params import params
     from ..report.show import ModelDrawing, show_json, show_page
     from ..report.structure import structure

@@ -104,7 +104,8 @@ def swap(
         bool, typer.Option("--measure-steps", help="Measure each step by itself, of a large model too.")
     ] = False,
     report: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write what the swap costs, FILE.html and FILE.json.")
+        Path | None,
+        typer.Option("--report", "--html", metavar="FILE", help="Write what the swap costs, FILE.html and FILE.json."),
     ] = None,
     force: Force = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would come out, and write nothing.")] = False,
@@ -162,7 +163,7 @@ def damage_report(done: SwapResult, path: Path, calibrate: str | None, tokens: i
     from ..report.summaries import damage_lines
     from ..surgery.damage import assess, held_out
 
-    with status("measuring the damage", quiet) as tell:
+    with status("measuring what changed", quiet) as tell:
         found = assess(done, held_out(done, calibrate, tokens), tell)
     written = write_report(done, found, path)
     say([*damage_lines(found), f"report: {', '.join(map(str, written))}"], quiet)

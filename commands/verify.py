@@ -9,7 +9,21 @@ import typer
 
 from ..errors import UsageError
 from ..terminal import console, say, status
-from .base import AllowExtra, AllowPickle, Json, ModelArgument, Offline, Png, Quiet, Svg, app, examples, guarded, tokens
+from .base import (
+    AllowExtra,
+    AllowPickle,
+    FigureName,
+    Json,
+    ModelArgument,
+    Offline,
+    Png,
+    Quiet,
+    Svg,
+    app,
+    examples,
+    guarded,
+    tokens,
+)
 from .drawn import Drawn
 
 if TYPE_CHECKING:
@@ -58,6 +72,7 @@ def verify(
     ] = None,
     png: Png = None,
     svg: Svg = None,
+    figure: FigureName = None,
     damage: Annotated[
         bool | None,
         typer.Option("--damage/--no-damage", help="Tell what LOCAL loses by position, layer and component."),
@@ -73,7 +88,7 @@ def verify(
     quiet: Quiet = False,
 ) -> None:
     """Compare logits with transformers."""
-    drawn = Drawn(html, png, svg)
+    drawn = Drawn(html, png, svg, figure)
     if against is not None:
         if local is not None or card is not None:
             raise UsageError("--against takes a MODEL alone", "gptkit verify sample:llama --against my_port:build")

@@ -65,7 +65,7 @@ def bars(
     ]
     if len(models) > 1 and not shares:
         traces.append(_totals(totals, what))
-    height = 34 * len(models) + 64
+    height = 34 * len(models) + 84
     axis = {"showgrid": False, "zeroline": False, "ticks": "", "tickangle": 0}
     return Figure(
         title=title,
@@ -76,12 +76,13 @@ def bars(
             barmode="stack",
             bargap=0.3,
             showlegend=False,
-            margin={"t": 8, "b": 40, "l": 8, "r": 12},
+            margin={"t": 8, "b": 60, "l": 8, "r": 12},
             xaxis={
                 "gridcolor": "var(--line)",
                 "zeroline": False,
                 "ticks": "",
                 "tickangle": 0,
+                "title": {"text": f"share of {what}" if shares else what, "standoff": 4},
                 **_scale(max(totals), what, shares, len(models) == 1),
             },
             yaxis={
@@ -239,7 +240,7 @@ def cache_chart(
             margin={"t": 8, "b": 48, "l": 8, "r": 16},
             xaxis=_powers(min(line[0][0] for line in lines), max(ends), _tokens, 6) | {"title": {"text": "tokens"}},
             yaxis=_decades(min(line[0][1] for line in lines), max(line[-1][1] for line in lines), held)
-            | {"automargin": True},
+            | {"automargin": True, "title": {"text": "KV cache", "standoff": 4}},
         ),
         height=height,
         width=280,

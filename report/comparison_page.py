@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from .. import __version__
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["comparison_page"]
 
+DIFFER = "the models differ in this"
 MOST_NAMES = 6
 """Models that a page's title names."""
 MOST_DRAWN = 12
@@ -44,7 +46,7 @@ def comparison_page(found: Comparison, rows: Sequence[Row]) -> Page:
             Section("Components", (_aspects(found, rows),)),
             Section("Costs", (Lines((conditions(found),)), _costs(found), *_bars(found))),
             Section("Key-value cache", (cache_chart(models, found.cached),)),
-            *(Section(f"Layers of {model.name}", _layers(model)) for model in found.models[:MOST_DRAWN]),
+            Section("Layers", tuple(chain(*map(_layers, found.models[:MOST_DRAWN]))), beside=True),
             *((Section("Notes", (Lines(notes, listed=True),)),) if notes else ()),
         ),
         footer=f"Made by gptkit {__version__}. This page asks no server for anything.",
@@ -55,7 +57,7 @@ def _aspects(found: Comparison, rows: Sequence[Row]) -> Table:
     """Rows that differ are lit."""
     columns = (("component", False), *((model.name, False) for model in found.models))
     lit = frozenset(index for index, row in enumerate(rows) if row.differs)
-    return Table("Components of each model", columns, tuple((row.name, *row.words) for row in rows), lit)
+    return Table("Components of each model", columns, tuple((row.name, *row.words) for row in rows), lit, bold=DIFFER)
 
 
 def _costs(found: Comparison) -> Table:
@@ -82,4 +84,4 @@ def _layers(model: Compared) -> tuple[Figure, ...]:
     """One for each kind of layer, of the first that is of it."""
     blocks = model.spec.blocks
     kinds = [blocks.index(block) for block in dict.fromkeys(blocks)]
-    return tuple(block_diagram(model.spec, layer) for layer in kinds[:MOST_DIAGRAMS])
+    return tuple(block_diagram(model.spec, layer, model.name) for layer in kinds[:MOST_DIAGRAMS])

@@ -83,7 +83,8 @@ def _several(counts: Sequence[ModelCount], dtype: str, more: Sequence[Section]) 
             Section("Key-value cache", (_cache(counts, dtype), *_memory(counts))),
             Section("FLOPs", (*_flops(counts),)),
             *more,
-            *(Section(each.name, (treemap(each.name, each.spec), *_diagrams(each))) for each in counts),
+            *(Section(each.name, (treemap(each.name, each.spec),)) for each in counts),
+            Section("Layers", tuple(figure for each in counts for figure in _diagrams(each, each.name)), beside=True),
             *((Section("Notes", (Lines(tuple(notes), listed=True),)),) if notes else ()),
         ),
         footer=_footer(),
@@ -157,7 +158,7 @@ def _components(counts: Sequence[ModelCount]) -> Table:
     row("without embedding, positions and head", [each.count.non_embedding for each in counts])
     names = ["parameters", "share"] if alone else [each.name for each in counts]
     columns = (("component", False), *((name, True) for name in names))
-    return Table("Parameters by component", columns, tuple(rows), frozenset([len(labels)]))
+    return Table("Parameters by component", columns, tuple(rows), frozenset([len(labels)]), bold="the total")
 
 
 def _aspects(counts: Sequence[ModelCount]) -> Table:
@@ -169,11 +170,11 @@ def _aspects(counts: Sequence[ModelCount]) -> Table:
     return Table("What they are", (("aspect", False), *((name, False) for name in names)), tuple(rows))
 
 
-def _diagrams(model: ModelCount) -> tuple[Figure, ...]:
+def _diagrams(model: ModelCount, name: str = "") -> tuple[Figure, ...]:
     """One for each kind of layer, of the first that are of it."""
     blocks = model.spec.blocks
     kinds = [blocks.index(block) for block in dict.fromkeys(blocks)]
-    return tuple(block_diagram(model.spec, layer) for layer in kinds[:MOST_DIAGRAMS])
+    return tuple(block_diagram(model.spec, layer, name) for layer in kinds[:MOST_DIAGRAMS])
 
 
 def _flops(counts: Sequence[ModelCount]) -> tuple[Lines | Figure, ...]:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from .. import __version__
 from ..errors import UsageError
+from ..surgery.synonyms import guarantee_in_words
 from .heatmap import Cell, heatmap
 from .pages import Figure, Lines, Page, Section, Table, counted, ready, write_page
-from .summaries import number
+from .summaries import damage_or_change, number
 
 if TYPE_CHECKING:
     from ..parity.damage import Bin, Damage, Layer, Place
@@ -28,12 +29,13 @@ def damage_sections(found: Damage) -> tuple[Section, ...]:
     words = [
         f"Both models on {found.on}, in {found.dtype}. KL is of the original's next token from the other's, in nats."
     ]
-    sections = [Section("Damage by position", (Lines(tuple(words)), _position_table(found)))]
+    what = damage_or_change(found).capitalize()
+    sections = [Section(f"{what} by position", (Lines(tuple(words)), _position_table(found)))]
     if found.layers:
-        lens = "What each model would say if it ended after a layer: its own last norm and head on its own stream."
-        sections.append(Section("Damage by layer", (Lines((lens,)), _lens_figure(found), _layer_table(found.layers))))
+        lens = "What each model would say if it ended after a layer: its last norm and head on its residual stream."
+        sections.append(Section(f"{what} by layer", (Lines((lens,)), _lens_figure(found), _layer_table(found.layers))))
     if found.places:
-        sections.append(Section("Where it is born", (Lines((_born_words(found),)), _places_figure(found.places))))
+        sections.append(Section("Where it begins", (Lines((_born_words(found),)), _places_figure(found.places))))
     if found.notes:
         sections.append(Section("What is not there", (Lines(found.notes, listed=True),)))
     return tuple(sections)
@@ -42,7 +44,11 @@ def damage_sections(found: Damage) -> tuple[Section, ...]:
 def swap_page(result: SwapResult, found: Damage) -> Page:
     """The page of a swap."""
     total, measured = found.total, result.measured
-    facts = [("guarantee", result.guarantee), ("KL, nats per token", number(total.kl)), ("top-1", f"{total.top1:.1%}")]
+    facts = [
+        ("guarantee", guarantee_in_words(result.guarantee)),
+        ("KL, nats per token", number(total.kl)),
+        ("top-1", f"{total.top1:.1%}"),
+    ]
     facts += [("perplexity", _from_to(total))] if total.before is not None else []
     if measured is not None:
         facts += [(f"relative error in {dtype}", number(error)) for dtype, error in measured.relative.items()]
@@ -53,7 +59,7 @@ def swap_page(result: SwapResult, found: Damage) -> Page:
         title=str(result.target),
         subtitle=f"swapped from {result.source.reference}",
         verdict="The same function" if exact else f"Changed: KL {number(total.kl)} nats per token",
-        good=exact,
+        good=True if exact else None,  # what is not exact is what was asked for, and no failure
         facts=(*facts, ("gptkit", __version__)),
         sections=damage_sections(found),
         footer=f"Made by gptkit {__version__}. This page asks no server for anything.",
@@ -101,7 +107,7 @@ def _position_table(found: Damage) -> Table:
         columns += [("perplexity before", True), ("and after", True)]
     worst = max(range(len(rows)), key=lambda index: _or_infinite(found.bins[index].kl))
     lit = frozenset([worst] if found.bins[worst].kl > ROUNDING else [])
-    return Table("By position", tuple(columns), (*rows, _bin_row("all", found.total)), lit)
+    return Table("By position", tuple(columns), (*rows, _bin_row("all", found.total)), lit, bold="the largest KL")
 
 
 def _bin_row(name: str, each: Bin) -> tuple[str, ...]:
@@ -115,7 +121,7 @@ def _from_to(each: Bin) -> str:
 
 
 def _plain(perplexity: float) -> str:
-    return f"{perplexity:,.4g}" if perplexity < 1e6 else f"{perplexity:.1e}"
+    return f"{perplexity:#,.4g}".rstrip(".") if perplexity < 1e6 else f"{perplexity:.1e}"
 
 
 def _or_infinite(value: float) -> float:
@@ -137,9 +143,10 @@ def _lens_figure(found: Damage) -> Figure:
     rows = tuple((str(layer.after), *map(number, layer.by_bin)) for layer in found.layers)
     return heatmap(
         cells,
+        down="position",
         title="KL by layer and position",
-        summary=f"KL if both models ended after a layer; largest after layer {worst.after}, {number(worst.kl)} nats a"
-        " token over all positions. The last layer's is that of the models.",
+        summary=f"KL if both models ended after a layer; largest after layer {worst.after}, {number(worst.kl)} nats"
+        " per token over all positions. The last layer's is that of the models.",
         measure="KL, nats per token",
         table=Table(f"{counted(len(rows), 'layer')} as a table", columns, rows, folded=True),
     )
@@ -151,7 +158,7 @@ def _pair(layer: Layer) -> str:
 
 
 def _layer_table(layers: tuple[Layer, ...]) -> Table:
-    columns = [("layer", False), ("streams apart", True), ("KL", True), ("top-1", True)]
+    columns = [("layer", False), ("residual streams differ by", True), ("KL", True), ("top-1", True)]
     text = layers[0].perplexity_before is not None
     columns += [("perplexity before", True), ("and after", True)] if text else []
     rows = []
@@ -163,7 +170,7 @@ def _layer_table(layers: tuple[Layer, ...]) -> Table:
         rows.append((*row, *(_plain(value) for value in perplexities if value is not None)))
     worst = max(range(len(layers)), key=lambda index: _or_infinite(layers[index].kl))
     lit = frozenset([worst] if not layers[worst].kl <= ROUNDING else [])
-    return Table("If the models ended after a layer", tuple(columns), tuple(rows), lit)
+    return Table("If the models ended after a layer", tuple(columns), tuple(rows), lit, bold="the largest KL")
 
 
 # --- where it is born -------------------------------------------------------------------------------------------------
@@ -188,6 +195,7 @@ def _places_figure(places: tuple[Place, ...]) -> Figure:
         rows,
         frozenset() if first is None else frozenset([first]),
         folded=True,
+        bold="the first that differs",
     )
     return heatmap(
         cells,

@@ -44,12 +44,13 @@ LEAST = 300
 """The least width of a picture."""
 
 
-def block_diagram(spec: ModelSpec, layer: int = 0) -> Figure:
+def block_diagram(spec: ModelSpec, layer: int = 0, model: str = "") -> Figure:
     """The path from tokens to logits through one layer, as a figure.
 
     Args:
         spec: the tree.
         layer: whose kind of layer it is.
+        model: its name, where several are drawn.
 
     Raises:
         IndexError: there is no such layer.
@@ -69,7 +70,7 @@ def block_diagram(spec: ModelSpec, layer: int = 0) -> Figure:
     notes += [_block_words(placed, graph, kind, width), *map(_experts_words, placed.frames)]
     figure = go.Figure(_pointed(placed.boxes), _layout(width, placed.height, shapes, notes))
     return Figure(
-        title=f"Block diagram, {layers_label(graph, kind)}",
+        title=f"{f'{model}: block' if model else 'Block'} diagram, {layers_label(graph, kind)}",
         summary=summary(graph, kind),
         spec=json.loads(figure.to_json()),
         height=placed.height + 2 * EDGE,

@@ -124,7 +124,7 @@ def _groups(caption: str, groups: Sequence[Group]) -> Table:
     rows = tuple((label(group), *group_cells(group)) for group in groups)
     lit = frozenset(index for index, group in enumerate(groups) if group.changed)
     some = lit if len(lit) < len(groups) else frozenset()
-    return Table(caption, (("", False), *((name, True) for name in COLUMNS)), rows, some)
+    return Table(caption, (("", False), *((name, True) for name in COLUMNS)), rows, some, bold="something changed here")
 
 
 def _tensors(changed: Sequence[TensorDiff]) -> Table:

@@ -2,7 +2,7 @@
 
 Made for how far two models are apart at each place. Exactly 0 has a colour of its own, since no logarithm has a place
 for it, and so has what rounding explains, whatever its size. What counts as a difference is coloured by a logarithmic
-scale, always the same, so that two pages can be compared.
+scale, from the least of the figure's own values to the largest: what is worst stands out, whatever its size.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from .plots import drawn, safe
 
 __all__ = ["Cell", "heatmap"]
 
-DECADES = range(-8, 1, 2)
-"""Powers of ten that the colours mark. What is beyond the ends has their colour, and its own figure."""
+NARROWEST = 0.5
+"""Powers of ten that the colours span at least: what is nearly alike looks alike."""
+TICKS = 6
+"""Values named on the scale, at most."""
 ROW, MARGIN, SCALE = 32, 50, 70
 """Pixels: of a row, of the axis above, of the colour scale below."""
 LABELS, COLUMN, NARROW = 132, 34, 18
@@ -61,7 +63,14 @@ class Cell:
 
 
 def heatmap(
-    cells: Sequence[Cell], *, title: str, summary: str, measure: str, table: Table, marked: Cell | None = None
+    cells: Sequence[Cell],
+    *,
+    title: str,
+    summary: str,
+    measure: str,
+    table: Table,
+    marked: Cell | None = None,
+    down: str = "component",
 ) -> Figure:
     """The figure of cells in the order of computation.
 
@@ -72,6 +81,7 @@ def heatmap(
         measure: what the colours are, in two or three words.
         table: the same figures.
         marked: the cell that gets a frame.
+        down: what the rows are.
 
     """
     rows = _components(cells)
@@ -85,12 +95,13 @@ def heatmap(
     frames = [
         _frame(columns.index(column), rows.index(cell.component)) for cell, column in _placed(cells) if cell is marked
     ]
-    traces = [{"type": "heatmap", "x": columns, **_trace(kind, grid, written, measure)} for kind in kinds]
+    ends = _ends(cells)
+    traces = [{"type": "heatmap", "x": columns, **_trace(kind, grid, written, measure, ends)} for kind in kinds]
     keys = [Key(kind, KINDS[kind]) for kind in kinds]
     return Figure(
         title=title,
         summary=summary,
-        spec=drawn(traces, height, **_layout(below, [_folded(row) for row in rows], columns, frames)),
+        spec=drawn(traces, height, **_layout(below, [_folded(row) for row in rows], columns, frames, down)),
         height=height,
         width=LABELS + (COLUMN if written else NARROW) * len(columns),
         keys=tuple(keys if marked is None else [*keys, Key("mark", "the first place that parts")]),
@@ -98,12 +109,14 @@ def heatmap(
     )
 
 
-def _trace(kind: str, grid: Sequence[Sequence[Cell | None]], written: bool, measure: str) -> dict[str, Any]:
+def _trace(
+    kind: str, grid: Sequence[Sequence[Cell | None]], written: bool, measure: str, ends: tuple[float, float]
+) -> dict[str, Any]:
     """The cells of one kind; `grid` has a row a component, a column a layer."""
     mine = [[cell if cell is not None and cell.kind == kind else None for cell in line] for line in grid]
     scaled = kind == "counts"
     return {
-        "z": [[None if cell is None else _log(cell.value) if scaled else 0 for cell in line] for line in mine],
+        "z": [[None if cell is None else _log(cell.value, ends) if scaled else 0 for cell in line] for line in mine],
         "hovertext": [["" if cell is None else _hover(cell) for cell in line] for line in mine],
         "text": [["" if cell is None else cell.apart or _short(cell.value) for cell in line] for line in mine],
         "texttemplate": "%{text}" if written else None,
@@ -111,17 +124,40 @@ def _trace(kind: str, grid: Sequence[Sequence[Cell | None]], written: bool, meas
         "hoverongaps": False,
         "xgap": 2,
         "ygap": 2,
-        **(
-            _scale(measure) if scaled else {"colorscale": [[at, f"var(--{kind})"] for at in (0, 1)], "showscale": False}
-        ),
+        **(_scale(measure, ends) if scaled else {"colorscale": _plain(kind), "showscale": False}),
     }
 
 
-def _scale(measure: str) -> dict[str, Any]:
+def _plain(kind: str) -> list[list[Any]]:
+    """One colour, as a scale."""
+    return [[at, f"var(--{kind})"] for at in (0, 1)]
+
+
+def _ends(cells: Sequence[Cell]) -> tuple[float, float]:
+    """The logarithms of the least and the largest value that counts; infinite ones have the colour of the largest."""
+    found = [math.log10(cell.value) for cell in cells if cell.kind == "counts" and 0 < cell.value < math.inf]
+    low, high = min(found, default=0.0), max(found, default=0.0)
+    middle, half = (low + high) / 2, max(high - low, NARROWEST) / 2
+    return middle - half, middle + half
+
+
+def _ticks(ends: tuple[float, float]) -> list[float]:
+    """Round values between the ends, as many as are legible: powers of ten, with 2 and 5 between them where few are."""
+    low, high = ends
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    step = max(1, math.ceil((high - low) / TICKS))
+    digits = (1, 2, 3, 5) if high - low < 1 else (1, 2, 5) if high - low < 2 else (1,)
+    named = [math.log10(digit) + power for power in powers[::step] for digit in digits]
+    inside = [value for value in named if low - 1e-9 <= value <= high + 1e-9]
+    return inside if len(inside) > 1 else [low, high]
+
+
+def _scale(measure: str, ends: tuple[float, float]) -> dict[str, Any]:
     """The colours of what counts, and their scale below."""
+    ticks = _ticks(ends)
     return {
-        "zmin": DECADES[0],
-        "zmax": DECADES[-1],
+        "zmin": ends[0],
+        "zmax": ends[1],
         "colorscale": [[step / 4, f"var(--cell-{step})"] for step in range(5)],
         "textfont": {"weight": "bold"},
         "colorbar": {
@@ -131,13 +167,15 @@ def _scale(measure: str) -> dict[str, Any]:
             "thickness": 12,
             "outlinewidth": 0,
             "title": {"text": measure, "side": "top", "font": {"size": 12}},
-            "tickvals": list(DECADES),
-            "ticktext": [_power(power) for power in DECADES],
+            "tickvals": ticks,
+            "ticktext": [_short(10**tick) for tick in ticks],
         },
     }
 
 
-def _layout(below: int, names: list[str], columns: list[str], shapes: list[dict[str, Any]]) -> dict[str, Any]:
+def _layout(
+    below: int, names: list[str], columns: list[str], shapes: list[dict[str, Any]], down: str
+) -> dict[str, Any]:
     axis = {"showgrid": False, "zeroline": False, "showline": False, "ticks": "", "tickangle": 0}
     named = [column for column in columns if _named(column, columns)]
     return {
@@ -156,6 +194,7 @@ def _layout(below: int, names: list[str], columns: list[str], shapes: list[dict[
         "yaxis": {
             **axis,
             "range": [len(names) - 0.5, -0.5],
+            "title": {"text": down, "standoff": 4},
             "automargin": True,
             "tickvals": list(range(len(names))),
             "ticktext": names,
@@ -226,14 +265,9 @@ def _short(value: float) -> str:
     return f"{digits}e{int(power)}"
 
 
-def _log(value: float) -> float:
-    return math.log10(min(max(value, 10.0 ** DECADES[0]), 10.0 ** DECADES[-1]))
-
-
-def _power(power: int) -> str:
-    """A power of ten on the scale; its ends are for all that is beyond too."""
-    end = {DECADES[0]: "≤", DECADES[-1]: "≥"}.get(power, "")
-    return end + (f"1e{power}" if power else "1")
+def _log(value: float, ends: tuple[float, float]) -> float:
+    """The value's place on the scale."""
+    return math.log10(value) if value < math.inf else ends[1]
 
 
 def _frame(x: int, y: int) -> dict[str, Any]:

@@ -299,10 +299,21 @@ class Picture {
 
 const pictures = [...document.querySelectorAll(".picture")].map((place) => new Picture(place));
 
+// The hint stands where something is out of sight.
+function hints() {
+  for (const hint of document.querySelectorAll(".sideways")) {
+    const area = hint.nextElementSibling;
+    hint.style.display = area.scrollWidth > area.clientWidth ? "block" : "none";
+  }
+}
+
 function draw() {
   const colours = getComputedStyle(document.documentElement);
   for (const picture of pictures) picture.draw(colours);
 }
 
 draw();
+hints();
+addEventListener("resize", hints);
+addEventListener("toggle", hints, true); // what is folded away has no width
 dark.addEventListener("change", draw);

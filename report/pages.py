@@ -62,7 +62,9 @@ class Code:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of words and figures; `columns` are (heading, whether it holds figures), `lit` the rows that stand out."""
+    """Rows of words and figures; `columns` are (heading, whether it holds figures), `lit` the rows that stand out in
+    bold, and `bold` what that means, for the line above them.
+    """
 
     kind: ClassVar[str] = "table"
     caption: str
@@ -70,6 +72,7 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     lit: frozenset[int] = frozenset()
     folded: bool = False
+    bold: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,10 +103,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what is below it."""
+    """A heading and what is below it, or, `beside` one another, as far as a screen is wide."""
 
     title: str
     blocks: tuple[Lines | Code | Table | Figure, ...]
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,10 @@ class Page:
     facts: tuple[tuple[str, str], ...]
     sections: tuple[Section, ...]
     footer: str = ""
+
+    def figures(self) -> list[Figure]:
+        """All of them, in the order of the page."""
+        return [block for section in self.sections for block in section.blocks if isinstance(block, Figure)]
 
 
 def ready(path: Path) -> None:
@@ -167,8 +175,7 @@ def render(page: Page) -> str:
     def own(name: str) -> str:
         return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
-    drawn = any(isinstance(block, Figure) for section in page.sections for block in section.blocks)
-    scripts = [_plotly(), own("page.js")] if drawn else []
+    scripts = [_plotly(), own("page.js")] if page.figures() else []
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, finalize=shown, trim_blocks=True, lstrip_blocks=True
     )

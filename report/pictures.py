@@ -1,4 +1,4 @@
-"""What --html, --png and --svg write: a page, and its first figure as a picture for a talk or a paper.
+"""What --html, --png and --svg write: a page, and one of its figures as a picture for a talk or a paper.
 
 Pictures are drawn by the system's Chrome or Chromium, which kaleido drives, with the plotly.js that lies in plotly's
 package. Nothing is fetched: no MathJax, and the browser's proxy is a port where nobody listens.
@@ -22,7 +22,7 @@ from . import pages
 from .pages import Figure, Page
 from .plots import safe
 
-__all__ = ["drawn", "ready", "write"]
+__all__ = ["drawn", "named", "ready", "write"]
 
 WIDTH = 520
 """Pixels: a column of a paper (84 mm) makes 12 of them 6 points high."""
@@ -82,30 +82,59 @@ def _browser() -> str | None:
     return found
 
 
-def write(page: Page, html: Path | None, png: Path | None, svg: Path | None) -> list[Path]:
-    """Write the page, and its first figure as a picture; what was asked for. Returns the paths written.
+def write(
+    page: Page, html: Path | None, png: Path | None, svg: Path | None, name: str | None = None
+) -> list[tuple[Path, str]]:
+    """Write the page, and one of its figures as a picture; what was asked for.
 
     Each file is written whole or not at all, and replaces what is there.
 
+    Args:
+        page: what is drawn.
+        html: where the page goes, if anywhere.
+        png: where a picture goes.
+        svg: the same.
+        name: the figure that the pictures show, by words of its title; by default the first.
+
+    Returns:
+        The paths written, and the title of the figure in each; "" of the page.
+
     Raises:
-        UsageError: one cannot be written or drawn, a package is missing, or the page has no figure.
+        UsageError: one cannot be written or drawn, a package is missing, or the page has no such figure.
 
     """
-    written = []
+    written: list[tuple[Path, str]] = []
     if html is not None:
         pages.write_page(page, html)
-        written.append(html)
+        written.append((html, ""))
     wanted = [path for path in (png, svg) if path is not None]
     if not wanted:
         return written
-    figures = [block for section in page.sections for block in section.blocks if isinstance(block, Figure)]
+    figures = page.figures()
     if not figures:
         raise UsageError(f"there is no figure to draw in {wanted[0]}", "A page needs none: --html page.html")
-    drawings = drawn([(figures[0], path.suffix.lower()[1:]) for path in wanted])
+    figure = figures[0] if name is None else named(figures, name)
+    drawings = drawn([(figure, path.suffix.lower()[1:]) for path in wanted])
     for path, drawing in zip(wanted, drawings, strict=True):
         pages.put(drawing, path)
-        written.append(path)
+        written.append((path, figure.title))
     return written
+
+
+def named(figures: Sequence[Figure], name: str) -> Figure:
+    """The figure with this title, or the only one whose title has these words.
+
+    Raises:
+        UsageError: there is none, or more than one.
+
+    """
+    wanted = name.casefold()
+    found = [figure for figure in figures if figure.title.casefold() == wanted]
+    found = found or [figure for figure in figures if all(word in figure.title.casefold() for word in wanted.split())]
+    if len(found) == 1:
+        return found[0]
+    titles = "; ".join(figure.title for figure in found or figures)
+    raise UsageError(f"--figure {name!r} is {'more than one' if found else 'none'} of the page's figures", titles)
 
 
 def drawn(figures: Sequence[tuple[Figure, str]]) -> list[bytes]:
@@ -173,7 +202,7 @@ def _static(figure: Figure) -> dict[str, Any]:
             shapes = [*cells, *shapes]
             data.append(words)
         else:
-            data.append({**trace, **STILL} if trace["type"] == "treemap" else {**trace, "showlegend": False})
+            data.append(_in_sight(trace) if trace["type"] == "treemap" else {**trace, "showlegend": False})
     legend = [_legend(key.style.split(), key.words, values) for key in figure.keys if key.style != "counts"]
     more = _legend_height(legend, max(figure.width, WIDTH))
     margin = {"t": 0, **layout.get("margin", {})}
@@ -212,6 +241,22 @@ def _static(figure: Figure) -> dict[str, Any]:
         layout |= {"xaxis": {"visible": False}, "yaxis": {"visible": False}}
     # Names of their own, instead of those that plotly draws lots for.
     return {"data": [{**trace, "uid": str(n)} for n, trace in enumerate([*data, *legend])], "layout": layout}
+
+
+def _in_sight(trace: dict[str, Any]) -> dict[str, Any]:
+    """Nested areas without those that open elsewhere, which would be most of the file."""
+    depth: dict[str, int] = {"": 0}
+    for place, parent in zip(trace["ids"], trace["parents"], strict=True):
+        depth[place] = depth[parent] + 1
+    kept = [index for index, place in enumerate(trace["ids"]) if depth[place] <= trace["maxdepth"]]
+
+    def cut(values: Any) -> Any:
+        if isinstance(values, dict):
+            return {name: cut(each) for name, each in values.items()}
+        listed = isinstance(values, list) and len(values) == len(trace["ids"])
+        return [values[index] for index in kept] if listed else values
+
+    return {**{name: cut(values) for name, values in trace.items()}, **STILL}
 
 
 def _colours() -> dict[str, str]:

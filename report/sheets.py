@@ -162,7 +162,7 @@ class Sheet:
 
         columns = (("", False), *((name, index >= self.words) for index, name in enumerate(self.columns)))
         lit = frozenset(index for index, row in enumerate(self.rows) if row.ruled)
-        return page.Table(self.title, columns, tuple((row.label, *row.cells) for row in self.rows), lit)
+        return page.Table(self.title, columns, tuple((row.label, *row.cells) for row in self.rows), lit, bold="totals")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         layout = Layout(options.max_width, options.ascii_only)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "conversion_lines",
     "damage_lines",
+    "damage_or_change",
     "human_bytes",
     "load_json",
     "load_summary",
@@ -339,12 +340,16 @@ def verdict_lines(result: Verification) -> list[str]:
     return lines + [f"note: {note}" for note in result.notes]
 
 
+def swap_in_words(guarantee: str) -> str:
+    return "a swap that needs training" if guarantee == "retrained" else f"{guarantee} swap"
+
+
 def swap_lines(result: SwapResult) -> list[str]:
     """What was exchanged, at what price, and how well the guarantee held."""
     before, after = result.parameters
     done = "wrote" if result.published else "would write"
     lines = [
-        f"{done} {result.target}: {result.guarantee} swap",
+        f"{done} {result.target}: {swap_in_words(result.guarantee)}",
         *stored_lines(result),
         f"parameters  {before:,} -> {after:,}" + (f" ({after - before:+,})" if after != before else ""),
     ]
@@ -409,11 +414,22 @@ def wrap(text: str, indent: int, width: int) -> list[str]:
     return textwrap.wrap(text, width, initial_indent=" " * indent, subsequent_indent=" " * indent)
 
 
+def damage_or_change(found: Damage) -> str:
+    """What a difference is called: damage where the perplexity of a text became worse, else a change."""
+    before, after = found.total.before, found.total.after
+    worse = before is not None and after is not None and not after <= before * (1 + ALIKE)
+    return "damage" if worse else "change"
+
+
+ALIKE = 1e-6
+"""Relative difference of perplexities up to which neither is the worse one."""
+
+
 def damage_lines(found: Damage) -> list[str]:
-    """The damage in words: all of it, the worst positions and layers, and where it is born."""
+    """The difference in words: all of it, the worst positions and layers, and where it is born."""
     total = found.total
     lines = [
-        f"damage    KL {number(total.kl)} nats per token, top-1 {total.top1:.1%}",
+        f"{damage_or_change(found):<10}KL {number(total.kl)} nats per token, top-1 {total.top1:.1%}",
         f"          on {found.on}, in {found.dtype}",
     ]
     if total.before is not None and total.after is not None:
@@ -423,20 +439,20 @@ def damage_lines(found: Damage) -> list[str]:
         lines.append(f"position  KL {number(worst.kl)} at {worst.name}, the worst")
         lines.append(f"          KL {number(best.kl)} at {best.name}, the best")
     if found.layers:
-        lines.append("layer     KL if both models ended there, and how far their streams are apart:")
+        lines.append("layer     KL if both models ended there, and how far residual streams differ:")
         worst_layers = sorted(found.layers, key=lambda each: -each.kl)[:LAYERS]
         for layer in sorted(worst_layers, key=lambda each: each.after):
-            apart = "" if layer.stream is None else f", streams {number(layer.stream)} apart"
+            apart = "" if layer.stream is None else f", streams by {number(layer.stream)}"
             lines.append(f"          layer {layer.after}: KL {number(layer.kl)}{apart}")
         if len(found.layers) > LAYERS:
             lines.append(f"          (the worst {LAYERS} of {len(found.layers)})")
     first, most = found.first, found.born
     if first is not None:
-        lines.append(f"born      {first.name}: the first that differs by itself, by {number(first.relative)}")
+        lines.append(f"begins    {first.name}: the first that differs by itself, by {number(first.relative)}")
         if most is not None and most is not first:
             lines.append(f"          {most.name}: differs most by itself, by {number(most.relative)}")
     elif found.places:
-        lines.append("born      nowhere: no component differs by itself by more than rounding")
+        lines.append("begins    nowhere: no component differs by itself by more than rounding")
     return lines + [line for note in found.notes for line in wrap(f"note: {note}", indent=0, width=80)]
 
 

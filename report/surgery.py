@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..analysis.costs import Costs, costs
 from ..analysis.parameters import count
+from ..surgery.synonyms import guarantee_in_words
 from .summaries import human_bytes, number, plain_table, wrap
 from .tables import parameter_table
 
@@ -36,7 +37,7 @@ __all__ = [
 HEADINGS = {
     "exact": "Possible and exact here",
     "approximate": "Possible, approximate",
-    "retrained": "Possible, but useless before training",
+    "retrained": "Possible, but needs training",
     "needs a text": "Possible, needs a text to be fitted on (--calibrate FILE)",
     "refused": "Not possible here",
 }
@@ -164,12 +165,18 @@ def registry_report(swaps: Sequence[Swap], groups: Mapping[str, str]) -> Rendera
         for swap in chosen:
             asked = f"--{swap.option.replace('_', '-')} {swap.form}".strip()
             what = Text(swap.title)
-            what.append(f"\nneeds {swap.needs}" + (", a text" if swap.calibrated else ""), style="dim")
+            what.append(f"\n{needed(swap)}", style="dim")
             what.append(f"\n{swap.source}", style="dim")
-            table.add_row(Text(asked), what, Text(swap.guarantee))
+            table.add_row(Text(asked), what, Text(guarantee_in_words(swap.guarantee)))
         parts += [*([Text()] if parts else []), Text(heading, style="bold"), table]
     notes = "The guarantee is the best there is; gptkit swaps MODEL tells what holds on a model."
     return Group(*parts, Text(), Text(notes))
+
+
+def needed(swap: Swap) -> str:
+    """What a swap needs, in a phrase that stands alone."""
+    text = ", and a text" if swap.calibrated and "text" not in swap.needs else ""
+    return f"{'' if swap.needs.startswith('exact') else 'needs '}{swap.needs}{text}"
 
 
 def recipes_report(recipes: Sequence[Recipe]) -> RenderableType:
@@ -231,7 +238,12 @@ def steps_table(result: SwapResult) -> Table:
     models = result.chain.models
     for index, (step, swapped) in enumerate(zip(result.chain.steps, result.chain.swapped, strict=True)):
         before, after = count(models[index].spec).total, count(models[index + 1].spec).total
-        cells: list[str | Text] = [str(index + 1), Text(str(step)), Text(swapped.guarantee), change(before, after)]
+        cells: list[str | Text] = [
+            str(index + 1),
+            Text(str(step)),
+            Text(guarantee_in_words(swapped.guarantee)),
+            change(before, after),
+        ]
         if measured:
             one = measured[index]
             kl, top1 = (

@@ -217,7 +217,7 @@ def tree_table(graph: Structure) -> Table:
         rows.append((".".join(above[1:]) if row.depth else row.name, row.what, row.figures))
     total = ("total", "", f"{count(graph.spec).total:,}")
     columns = (("module", False), ("what it is", False), ("parameters", True))
-    return Table("The tree", columns, (*rows, total), lit=frozenset({len(rows)}))
+    return Table("The tree", columns, (*rows, total), lit=frozenset({len(rows)}), bold="the total")
 
 
 def tree_json(graph: Structure) -> list[dict[str, Any]]:

@@ -15,6 +15,8 @@ from .plots import COLOURS, drawn, safe, share, short
 
 __all__ = ["treemap"]
 
+SMALLEST = 1 / 60
+"""Of the whole: what an area needs for its name, on a phone. Layers alike that have less are one area."""
 MOST_CELLS = 2500
 """Areas up to which each layer has its own; beyond, neighbours alike are one."""
 
@@ -150,8 +152,30 @@ def _cells(
         if told:
             continue
         yield from (_Cell(f"{place}/{t.name}", place, t.name, t.number, component, (_shape(t),)) for t in alone)
-        for first, last, tensors in layers:
-            yield from _layer_cells(component, place, first, last, tensors)
+        for some in _together(layers, counted_.total):
+            above = place
+            if len(some) > 1:
+                above, number = f"{place}/{some[0][0]}-{some[-1][1]}", sum(map(_size, some))
+                yield _Cell(above, place, f"layers {range_label(some[0][0], some[-1][1])}", number, component)
+            for first, last, tensors in some:
+                yield from _layer_cells(component, above, first, last, tensors)
+
+
+def _together(layers: Sequence[_Run], total: int) -> list[list[_Run]]:
+    """Layers that are drawn as one area, which opens: neighbours, as many alike as have room for a name."""
+    found: list[list[_Run]] = []
+    for layer in layers:
+        many = max(1, math.ceil(SMALLEST * total / max(_size(layer), 1)))
+        if found and found[-1][0][2] == layer[2] and len(found[-1]) < many:
+            found[-1].append(layer)
+        else:
+            found.append([layer])
+    return found
+
+
+def _size(layer: _Run) -> int:
+    first, last, tensors = layer
+    return (last - first + 1) * sum(tensor.number for tensor in tensors)
 
 
 def _layer_cells(component: str, above: str, first: int, last: int, tensors: Sequence[_Tensor]) -> Iterator[_Cell]:

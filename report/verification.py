@@ -209,7 +209,14 @@ def _places_table(places: Sequence[Part], modules: Sequence[str] | None = None) 
     columns = [("component", False), ("relative Δ", True), ("rounding there", True), ("", False)]
     columns += [] if modules is None else [("your module", False)]
     lit = frozenset() if first is None else frozenset([first])
-    return Table(f"{counted(len(rows), 'place')} as a table", tuple(columns), tuple(rows), lit, folded=True)
+    return Table(
+        f"{counted(len(rows), 'place')} as a table",
+        tuple(columns),
+        tuple(rows),
+        lit,
+        folded=True,
+        bold="the first that parts",
+    )
 
 
 def _probe(prompts: Sequence[Difference]) -> Section:
@@ -259,5 +266,7 @@ def _mistakes(score: Score) -> Section:
     rows += [(name, "caught with random weights only") for name in score.caught_random]
     rows += [(name, "MISSED") for name in score.missed]
     lit = frozenset(index for index, (_, what) in enumerate(rows) if what == "MISSED")
-    table = Table("The mistakes", (("mistake", False), ("", False)), tuple(rows), lit, folded=not lit)
+    table = Table(
+        "The mistakes", (("mistake", False), ("", False)), tuple(rows), lit, folded=not lit, bold="not caught"
+    )
     return Section("Mistakes made on purpose", (Lines((words,)), table))

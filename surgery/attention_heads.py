@@ -375,7 +375,8 @@ SWAPS: tuple[Swap, ...] = (
         takes="n query heads",
         gives="N query heads",
         guarantee="exact",
-        needs="more: as groups and ALiBi's slopes allow; fewer: heads that nothing comes out of, or a text to fit by",
+        needs="for more, a number that groups and ALiBi's slopes allow; for fewer, heads that nothing comes out of, or"
+        " a text to fit by",
         source="zeros after Net2Net 1511.05641; fewer: Hassibi & Stork 1993 (Optimal Brain Surgeon)",
         apply=resize_heads,
         examples=examples,

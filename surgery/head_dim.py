@@ -297,7 +297,8 @@ SWAPS: tuple[Swap, ...] = (
         takes="heads of d",
         gives="heads of N",
         guarantee="exact",
-        needs="wider: an even N for rotary positions over whole heads; narrower: elements that reach no output",
+        needs="for wider ones, an even N for rotary positions over whole heads; for narrower ones, elements that"
+        " reach no output",
         source="zeros after Net2Net 1511.05641; θ^(N/d) and √(N/d) derived for this project",
         apply=resize_heads,
         examples=heads_examples,

@@ -386,10 +386,11 @@ SWAPS: tuple[Swap, ...] = (
     Swap(
         option="hidden",
         form="N",
-        takes="a stream of d",
-        gives="a stream of N",
+        takes="a residual stream of d",
+        gives="a residual stream of N",
         guarantee="exact",
-        needs="wider: k·d, or norms of one kind; narrower: coordinates that say nothing new, else RMSNorms and a text",
+        needs="for wider ones, k·d or norms of one kind; for narrower ones, coordinates that say nothing new,"
+        " else RMSNorms and a text",
         source="zeros and copies after Net2Net 1511.05641; narrower: SliceGPT 2401.15024",
         apply=resize_hidden,
         examples=lambda spec: (str(spec.hidden_size + 8), str(2 * spec.hidden_size)),

@@ -213,7 +213,7 @@ def entry(form: str, gives: str, examples: Callable[[ModelSpec], Iterable[str]])
         takes="key-value heads",
         gives=gives,
         guarantee="exact",
-        needs="more heads than now, or heads that are equal; else calibration text, and it is approximate",
+        needs="more heads than now, or heads that are equal; else a calibration text, and it is approximate",
         source="Ainslie et al. 2305.13245; Shazeer 1911.02150; fits: surgery/kv_fit.py",
         apply=change,
         examples=examples,

@@ -24,6 +24,7 @@ from .base import Array, Filled, Guarantee, Model, Moved, Stored, Swapped, Swapp
 from .calibration import Calibration
 from .recipe import plain, read_recipe, told_as
 from .registry import Step, apply, options, steps_named, swap_for
+from .synonyms import guarantee_in_words
 from .unknown import Assumptions, NeedsWeights, Unknown
 
 __all__ = ["DEPENDS", "Reshaped", "Shapes", "applied", "steps_from", "swapped"]
@@ -242,9 +243,8 @@ class _Chain:
         fitted = "fitted on a text (--calibrate)" if answer.fitted else ""
         if best != usual.guarantee:
             where = f"only where {swap.exact_where}" if swap.exact_where else f"on some (needs {swap.needs})"
-            self.notes.append(
-                f"{name}: on trained weights {usual.guarantee}{': ' if fitted else ''}{fitted}; {best} {where}"
-            )
+            trained = guarantee_in_words(usual.guarantee)
+            self.notes.append(f"{name}: on trained weights {trained}{': ' if fitted else ''}{fitted}; {best} {where}")
         elif fitted:
             self.notes.append(f"{name}: {fitted}")
         if answer.chosen and len(set(self.model.spec.blocks)) > 1:

@@ -12,7 +12,7 @@ from typing import get_args
 
 from ..spec import Activation
 
-__all__ = ["SYNONYMS", "TWO_STEPS", "nearest", "understood"]
+__all__ = ["SYNONYMS", "TWO_STEPS", "guarantee_in_words", "nearest", "understood"]
 
 SYNONYMS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "norm": {"rmsnorm": ("rms", "root mean square"), "layernorm": ("ln", "layer")},
@@ -112,3 +112,8 @@ def nearest(option: str, value: str, forms: Iterable[str] = ()) -> str | None:
     words = {word: known.get(ours, ours) for word, ours in _words(option).items()}
     near = get_close_matches(squashed(value.partition(":")[0]), words, 1)
     return words[near[0]] if near else None
+
+
+def guarantee_in_words(guarantee: str) -> str:
+    """What people read: data says "retrained" of what is of no use until it is trained on."""
+    return "needs training" if guarantee == "retrained" else guarantee

@@ -43,3 +43,28 @@ def test_an_option_is_told_in_a_phrase(command: str) -> None:
         assert text and text[0].isupper() and text.endswith((".", "…")) and len(text.split()) > 2, parameter.name
         assert not re.match(r"(Of|For|In|To|As|At|Beside|By|Only|The same)\b", text), f"{parameter.name}: {text}"
         assert not re.search(r"(one|row|rows|threads|FLOPs) an? \w+", text), f"{parameter.name}: per, not a: {text}"
+
+
+# --- other names ------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_is_load() -> None:
+    load, inspect = (CliRunner().invoke(app, [name, "sample:gpt2"]) for name in ("load", "inspect"))
+    assert (inspect.exit_code, inspect.output) == (load.exit_code, load.output) == (0, load.output)
+    assert "inspect" in COMMANDS and " inspect " in shown(80)
+
+
+def test_the_report_of_a_swap_is_a_page_too() -> None:
+    assert "--report,--html" in shown(80, "swap")
+    options = next(each for each in GROUP.commands["swap"].params if each.name == "report")  # type: ignore[attr-defined]
+    assert options.opts == ["--report", "--html"]
+
+
+def test_the_shell_offers_other_names() -> None:
+    def offered(*words: str) -> list[str]:
+        asked = {"COMP_WORDS": "\n".join(["gptkit", *words]), "COMP_CWORD": str(len(words))}
+        env = {**asked, "_GPTKIT_COMPLETE": "complete_bash"}
+        return CliRunner().invoke(app, [], prog_name="gptkit", env=env).stdout.split()
+
+    assert offered("ins") == ["inspect"]
+    assert "--html" in offered("swap", "sample:gpt2", "out", "--h")

@@ -332,7 +332,7 @@ def test_lines_and_bars_by_keys(show: Any) -> None:
     assert bars[0].startswith("gpt2: embedding") and bars[1].startswith("mistral-7b: ")
     assert bars[3].startswith("mistral-7b: ") and bars[3] != bars[1]
     assert len(shown.page.locator(".picture .hovertext").all()) >= 1
-    blocks = keys("Block diagram, each of 12 layers", *["ArrowDown"] * 5)
+    blocks = keys("gpt2: block diagram, each of 12 layers", *["ArrowDown"] * 5)
     assert len(set(blocks)) == 5
     assert shown.said == []
 

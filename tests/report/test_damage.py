@@ -82,7 +82,7 @@ def test_the_terminal_has_the_worst_of_it() -> None:
         "on 4 tokens of text",
         "perplexity 27 -> 31",
         "KL 5.0e-01 at 0, the worst",
-        "layer 1: KL 2.5e-01, streams 2.0e-01 apart",
+        "layer 1: KL 2.5e-01, streams by 2.0e-01",
         "layer 1 attention: the first that differs by itself, by 1.0e-01",
         "layer 1 feed-forward: differs most by itself, by 3.0e-01",
         "note: a note",
@@ -95,10 +95,24 @@ def test_what_is_not_there_is_left_out() -> None:
     found = sample_damage(layers=(), places=(), bins=(total,), total=total, notes=())
     assert len(damage_lines(found)) == 2
     (section,) = damage_sections(found)
-    assert section.title == "Damage by position"
+    assert section.title == "Change by position"  # without a text nobody knows whether it is for the worse
     nothing = sample_damage(places=(Place("embedding", None, 0.0, False),))
-    assert any("born      nowhere" in line for line in damage_lines(nothing))
+    assert any("begins    nowhere" in line for line in damage_lines(nothing))
     assert "None differs by more than rounding" in page_of(nothing)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "called"),
+    [(27.0, 31.0, "damage"), (27.0, 26.0, "change"), (27.0, 27.0, "change"), (27.0, math.nan, "damage")],
+)
+def test_damage_is_what_is_worse(before: float, after: float, called: str) -> None:
+    """A perplexity that improved was not damaged, and neither was one that stayed."""
+    found = sample_damage(total=Bin(0, 1, 4, 0.25, 0.75, before, after))
+    other = {"damage", "change"} - {called}
+    assert damage_lines(found)[0].startswith(f"{called}    KL")
+    titles = [section.title for section in damage_sections(found)]
+    assert f"{called.capitalize()} by layer" in titles
+    assert not any(title.lower().startswith(tuple(other)) for title in titles)
 
 
 def test_a_thousand_layers_are_three_lines() -> None:
@@ -116,7 +130,7 @@ def test_figures_have_their_table() -> None:
     drawn = [value for trace in lens.spec["data"] for line in trace["z"] for value in line if value is not None]
     assert len(drawn) == 4
     assert {key.words for key in lens.keys} == {"exactly 0", "within rounding", "more than rounding explains"}
-    born = next(block for block in sections["Where it is born"] if isinstance(block, Figure))
+    born = next(block for block in sections["Where it begins"] if isinstance(block, Figure))
     assert [row[0] for row in born.table.rows] == [place.name for place in sample_damage().places]
     assert born.table.lit == {2}
     positions = next(block for block in sections["Damage by position"] if isinstance(block, Table))
@@ -155,7 +169,7 @@ def test_a_mixture_has_a_page() -> None:
 
 def test_swap_writes_a_report(made: Path) -> None:
     text = (made / "swap.txt").read_text()
-    assert "damage    KL" in text
+    assert "change    KL" in text or "damage    KL" in text
     assert "perplexity 24" in text
     assert f"report: {made / 'swap.html'}, {made / 'swap.json'}" in text
     data = json.loads((made / "swap.json").read_text())
@@ -165,13 +179,14 @@ def test_swap_writes_a_report(made: Path) -> None:
     assert data["damage"]["total"]["positions"] == 2047
     page = (made / "swap.html").read_text()
     assert "swapped from sample:gpt2" in page
-    assert "Where it is born" in page
+    assert "\u2717" not in page and 'class="verdict good"' not in page  # it is what was asked for, and not exact
+    assert "Where it begins" in page
 
 
 def test_verify_shows_it_for_a_changed_tree(made: Path) -> None:
     text = (made / "verify.txt").read_text()
     assert "on 2,047 tokens of text, in float64" in text
-    assert "born      layer 0 attention" in text
+    assert "begins    layer 0 attention" in text
     page = (made / "verify.html").read_text()
     assert "Damage by layer" in page
     swapped = json.loads((made / "swap.json").read_text())["damage"]

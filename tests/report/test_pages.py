@@ -520,7 +520,8 @@ def test_figures_in_cells_can_be_read(show: Any, scheme: str) -> None:
         """() => {
           const { data, layout } = painted(pictures[0].figure, getComputedStyle(document.documentElement));
           const found = [];
-          for (const trace of data) for (let value = trace.zmin ?? 0; value <= (trace.zmax ?? 1); value += 0.05) {
+          for (const trace of data) for (let part = 0; part <= 1; part += 0.005) {
+            const [low, high] = [trace.zmin ?? 0, trace.zmax ?? 1], value = low + part * (high - low);
             const cell = { ...trace, x: ["0"], z: [[value]], text: [["1"]], texttemplate: "t" };
             const drawn = inked([cell], layout);
             const [ground, ink] = [luminance(shade(trace, value)), drawn[1].textfont.color[0] === "#ffffff" ? 1 : 0];

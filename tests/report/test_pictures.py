@@ -98,7 +98,7 @@ drawing = pytest.mark.skipif(system_browser() is None, reason="no Chromium on th
 def cells() -> Figure:
     found = [Cell("embedding", None, 4.0, (), True)]
     found += [
-        Cell(name, layer, value, (), value > 1) for layer, name, value in ((5, "q", 1e-9), (5, "k", 2.0), (6, "q", 3.0))
+        Cell(name, layer, value, (), value > 1) for layer, name, value in ((5, "q", 1e-9), (5, "k", 2.1), (6, "q", 3.2))
     ]
     found.append(Cell("head", None, 0.0, (), False))  # drawn first, and still the last column
     return heatmap(found, title="t", summary="s", measure="difference", table=Table("t", (), ()), marked=found[2])
@@ -164,13 +164,13 @@ def placed(node: ET.Element, origin: tuple[float, float]) -> Iterator[tuple[ET.E
 @drawing
 def test_cells_of_a_heatmap_lie_where_they_should(files: dict[str, bytes]) -> None:
     root, words = parsed(files["cells"])
-    for word in ("embedding", "q", "k", "head", "in", "5", "6", "out", "2.0", "4.0", "exactly 0", "within rounding"):
+    for word in ("embedding", "q", "k", "head", "in", "5", "6", "out", "2.1", "4.0", "exactly 0", "within rounding"):
         assert word in words, word
     places = {"".join(each.itertext()).strip(): at for each, at in placed(root, (0, 0))}
     columns = ["in", "5", "6", "out"]
     assert sorted(columns, key=lambda column: places[column][0]) == columns  # as the cells' rectangles count them
     # The figure of a cell stands under its layer's name and beside its component's.
-    where = {"2.0": ("5", "k"), "3.0": ("6", "q"), "4.0": ("in", "embedding"), "0": ("out", "head"), "1e-9": ("5", "q")}
+    where = {"2.1": ("5", "k"), "3.2": ("6", "q"), "4.0": ("in", "embedding"), "0": ("out", "head"), "1e-9": ("5", "q")}
     for cell, (column, row) in where.items():
         assert abs(places[cell][0] - places[column][0]) < 3, cell
         assert abs(places[cell][1] - places[row][1]) < 6, cell
@@ -215,7 +215,9 @@ def test_files_are_written_whole_and_named(tmp_path: Path) -> None:
     page = counts_page(gptkit.params("gpt2", "llama-2-7b"))
     paths = (tmp_path / "a.html", tmp_path / "a.png", tmp_path / "a.svg")
     paths[1].write_text("old")
-    assert pictures.write(page, *paths) == list(paths)
+    assert pictures.write(page, *paths) == [
+        (path, "" if path == paths[0] else page.figures()[0].title) for path in paths
+    ]
     assert sorted(tmp_path.iterdir()) == sorted(paths)
     assert paths[1].read_bytes().startswith(b"\x89PNG")
     assert paths[2].read_bytes().startswith(b"<svg")

@@ -23,6 +23,7 @@ from gptkit.surgery.listing import listing
 from gptkit.surgery.options import OPTIONS
 from gptkit.surgery.recipe import read_recipe, shipped
 from gptkit.surgery.registry import all_swaps
+from gptkit.surgery.synonyms import guarantee_in_words
 
 
 def printed(*parts: RenderableType, width: int = 80) -> str:
@@ -63,7 +64,7 @@ def test_a_listing() -> None:
     assert [group.split(" (")[0] for group in groups] == [
         "Possible and exact here",
         "Possible, approximate",
-        "Possible, but useless before training",
+        "Possible, but needs training",
         "Not possible here",
         "Where they come from",
     ]
@@ -76,7 +77,7 @@ def test_all_swaps_and_recipes() -> None:
     text = printed(registry_report(all_swaps(), {option.name: option.group for option in OPTIONS}))
     flat = " ".join(text.split())
     for swap in all_swaps():
-        assert swap.guarantee in text and " ".join(swap.needs.split()[:2]) in flat
+        assert guarantee_in_words(swap.guarantee) in text and " ".join(swap.needs.split()[:2]) in flat
     headings = [line for line in text.splitlines() if line in {option.group for option in OPTIONS}]
     assert headings == list(dict.fromkeys(option.group for option in OPTIONS))
     recipes = printed(recipes_report([read_recipe(name) for name in shipped()]))
