@@ -7,12 +7,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Two processes of one thread each beat one of two on the small models of the tests.
 JOBS ?= 2
 
-.PHONY: help demo docs shown test pytest test-slow test-browser soak lint types format wheel samples parity swaps bench bench-convert bench-surgery bench-params bench-diff clean
+.PHONY: help demo docs shown pictures test pytest test-slow test-browser soak lint types format wheel samples parity swaps bench bench-convert bench-surgery bench-params bench-diff clean
 
 help:
 	@echo "make demo          the tour on the trained samples"
 	@echo "make docs          the documentation site, in build/docs"
 	@echo "make shown         what the pages show of outputs, from the commands"
+	@echo "make pictures      the pictures in README.md and docs/, by the commands that they belong to; needs a Chromium"
 	@echo "make test          lint, types and tests"
 	@echo "make test-slow     the tests that take minutes"
 	@echo "make test-browser  the pages of --html in headless Chromium"
@@ -45,6 +46,10 @@ docs: $(STAMP)
 # Every output in README.md and docs/ again, where a command now prints something else; read the difference.
 shown: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/shown.py README.md $$(grep -rlE '^<!-- (output|runs|file|python)' docs --include '*.md')
+
+# Every picture in README.md and docs/ again, by the command above it.
+pictures: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/pictured.py README.md $$(grep -rlE '^<!-- picture' docs --include '*.md')
 
 test: lint types pytest
 
