@@ -14,6 +14,7 @@ never waits for torch.
     verify(model, other)         logits against transformers
     generate(model, text)        text from a checkpoint or a model in memory, as an iterator of pieces
     save(model, folder, as_)     a model in memory (trained, edited) as a checkpoint folder
+    progress(what)               a line that tells how far one of these is, in a notebook too
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .modules.save import save as save
     from .modules.text import generate as generate
     from .parity.verify import verify as verify
+    from .report.notebook import progress as progress
     from .surgery.swap import swap as swap
 
 _HOMES = {
@@ -44,6 +46,7 @@ _HOMES = {
     "load": ".modules.load",
     "open_checkpoint": ".converter.checkpoint",
     "params": ".analysis.params",
+    "progress": ".report.notebook",
     "recommend": ".analysis.recommend",
     "save": ".modules.save",
     "swap": ".surgery.swap",
@@ -59,6 +62,7 @@ __all__ = [
     "load",
     "open_checkpoint",
     "params",
+    "progress",
     "recommend",
     "save",
     "swap",

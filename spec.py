@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from .display import Shown
 from .errors import ConfigError
 
 __all__ = [
@@ -473,7 +474,7 @@ HEAD_NORMS = ("q_norm", "k_norm", "kv_norm")
 """An attention's own norms, which are not as wide as the stream."""
 
 
-class ModelSpec(Component, frozen=True):
+class ModelSpec(Component, Shown, frozen=True):
     """A decoder-only language model. `context_length` is the longest sequence it was trained for, where known."""
 
     embedding: Embedding
@@ -494,6 +495,25 @@ class ModelSpec(Component, frozen=True):
                 raise ConfigError(f"{name} is {size} wide, the embedding {self.embedding.hidden_size}")
         if self.head.vocab_size != self.embedding.vocab_size:
             raise ConfigError(f"head of {self.head.vocab_size} tokens on a vocabulary of {self.embedding.vocab_size}")
+
+    def __repr__(self) -> str:
+        """The tree in a few lines; `to_json` has all of it."""
+        runs: list[list[Any]] = []  # the first and the last layer of each
+        for index, block in enumerate(self.blocks):
+            if runs and runs[-1][2] == block:
+                runs[-1][1] = index
+            else:
+                runs.append([index, index, block])
+        total = sum(parameter.count for parameter in self.parameters())
+        sizes = f"{len(self.blocks):,} layers, hidden size {self.hidden_size:,}, {total:,} parameters"
+        lines = [f"ModelSpec of {sizes}", f"  {_told(self.embedding)}"]
+        lines += [f"  {_told(self.positions)}"] if self.positions is not None else []
+        for first, last, block in runs[:MOST_RUNS]:
+            nodes = (block.attention_norm, block.attention, block.feed_forward_norm, block.feed_forward)
+            where = f"{first}" if first == last else f"{first}–{last}"
+            lines.append(f"  blocks.{where}: {', '.join(_told(node) for node in nodes if node is not None)}")
+        lines += [f"  … {len(runs) - MOST_RUNS:,} more runs of layers"] if len(runs) > MOST_RUNS else []
+        return "\n".join([*lines, f"  {_told(self.final_norm)}", f"  {_told(self.head)}"])
 
     @property
     def hidden_size(self) -> int:
@@ -533,6 +553,19 @@ class ModelSpec(Component, frozen=True):
             layer = int(path.split(".")[1]) if path.startswith("blocks.") else None
             for name, shape in node.shapes().items():
                 yield Parameter(f"{path}.{name}", shape, component_label(node), layer)
+
+
+MOST_RUNS = 8
+"""Runs of layers alike that a tree's repr lists."""
+
+
+def _told(node: Component) -> str:
+    """A component with its sizes: Attention(heads 12, kv_heads 12, head_dim 64)."""
+    plain = {name: getattr(node, name) for name in node.__struct_fields__ if name not in ("hidden_size", "scale")}
+    sizes = [f"{name} {value:,}" for name, value in plain.items() if type(value) is int]
+    sizes += [name for name, value in plain.items() if value is True]
+    inside = [_told(value) for value in plain.values() if isinstance(value, FeedForward | GatedFeedForward)]
+    return f"{type(node).__name__}({', '.join([*sizes, *inside])})"
 
 
 LABELS: dict[type[Component], str] = {

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from ..converter.checkpoint import Checkpoint
+from ..display import Shown
 from ..spec import ModelSpec, without_rounding
 from .diff_around import FileChange, TreeChange
 from .tensor_diff import Figures, cosine, relative
@@ -228,7 +229,7 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class Diff:
+class Diff(Shown):
     """What differs between checkpoints A and B; see the functions' and records' own words for each part."""
 
     a: Checkpoint
@@ -238,6 +239,10 @@ class Diff:
     files: tuple[FileChange, ...]
     notes: tuple[str, ...] = ()
     counts: Mapping[Status, int] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        told = ", ".join(f"{number:,} {STATUSES[status]}" for status, number in self.counts.items() if number)
+        return f"<diff of {self.a.reference} and {self.b.reference}: tensors {told}>"
 
     @property
     def same(self) -> bool:

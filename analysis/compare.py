@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..display import Shown
 from ..errors import GptkitError, UsageError
 from ..spec import ModelSpec
 from .aspects import Aspect, aspects
@@ -60,7 +61,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Shown):
     """Models side by side: their aspects, always all of them, and at what their costs were counted.
 
     context: tokens in sight, for FLOPs and the cache; dtype: of weights; cached: of the cache.
@@ -72,6 +73,11 @@ class Comparison:
     dtype: str
     cached: str
     notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        differ = sum(row.differs for row in self.rows)
+        names = ", ".join(model.name for model in self.models)
+        return f"<comparison of {names}: {differ} of {len(self.rows)} aspects differ>"
 
     def told(self) -> tuple[str, ...]:
         """Notes for a person: on the table, and on each model."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from ..display import Shown
 from ..spec import (
     ALiBi,
     Block,
@@ -59,7 +60,7 @@ class LayerCount:
 
 
 @dataclass(frozen=True)
-class ParameterCount:
+class ParameterCount(Shown):
     """A tree's parameters, in numbers (not bytes). A tied head is the embedding's weight, and not counted again.
 
     by_component: the whole tree's, in order of appearance; sums to `total`.
@@ -75,6 +76,10 @@ class ParameterCount:
     outside: Mapping[str, int]
     tied: bool
     active: int
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{label} {number:,}" for label, number in self.by_component.items())
+        return f"<{self.total:,} parameters: {parts}>"
 
     @property
     def embedding(self) -> int:

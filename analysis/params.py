@@ -15,6 +15,7 @@ from typing import Any
 from ..architectures import architecture_of
 from ..converter.outline import outline
 from ..converter.tree import Origin, foreign_format, is_local
+from ..display import Shown
 from ..errors import GptkitError
 from ..spec import ModelSpec
 from .costs import usual_context
@@ -23,6 +24,7 @@ from .parameters import ParameterCount, count, to_json
 from .sizes import check_sizes
 
 __all__ = [
+    "Counts",
     "Described",
     "ModelCount",
     "Stored",
@@ -94,7 +96,7 @@ class Described:
 
 
 @dataclass(frozen=True)
-class ModelCount:
+class ModelCount(Shown):
     """A model's name as it was given, its family, tree and count.
 
     `revision` is the hub's commit, where it came from there; `stored` what its files hold and `figures` what it costs,
@@ -110,6 +112,9 @@ class ModelCount:
     stored: Stored | None = None
     figures: Figures | None = None
     swap: Mapping[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {repr(self.count)[1:]}"
 
     def as_json(self, tensors: bool = False) -> dict[str, Any]:
         """Plain JSON values; every figure is an integer, of parameters where nothing else is said, or of bytes.
@@ -143,13 +148,17 @@ class ModelCount:
         return data if self.figures is None else {**data, **self.figures.as_json()}
 
 
+class Counts(list[ModelCount], Shown):
+    """Models as `params` counts them: a list, which a notebook shows side by side."""
+
+
 def params(
     *models: str | Path,
     offline: bool = False,
     stored: bool = False,
     asked: Asked | None = None,
     allow_pickle: bool = False,
-) -> list[ModelCount]:
+) -> Counts:
     """Count the parameters of each model, tied weights once.
 
     Args:
@@ -179,7 +188,7 @@ def params(
             raise
         counted = count(found.spec)
         counts.append(ModelCount(str(model), found.family, found.spec, counted, found.revision, found.notes, files))
-    return counts if asked is None else with_figures(counts, asked)
+    return Counts(counts if asked is None else with_figures(counts, asked))
 
 
 def with_figures(counts: Sequence[ModelCount], asked: Asked) -> list[ModelCount]:

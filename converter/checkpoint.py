@@ -20,6 +20,7 @@ import numpy as np
 from ..architectures import Architecture, BoundLeaf, named
 from ..architectures.layout import IDENTITY
 from ..architectures.presets import repo_of
+from ..display import Shown
 from ..errors import CheckpointError, InvalidInput
 from ..spec import ModelSpec
 from .contents import renamed
@@ -73,7 +74,7 @@ class SafetensorsWeights:
 
 
 @dataclass
-class Checkpoint:
+class Checkpoint(Shown):
     """An opened checkpoint.
 
     Attributes:
@@ -105,6 +106,10 @@ class Checkpoint:
     extra: tuple[BoundLeaf, ...] = ()
     _weights: Weights = field(repr=False, default=None)  # type: ignore[assignment]
     _found: dict[str, str] = field(repr=False, default_factory=dict)
+
+    def __repr__(self) -> str:
+        layers = f"{len(self.spec.blocks):,} layers"
+        return f"<checkpoint {self.reference} ({self.format}): {len(self.leaves):,} tensors, {layers}>"
 
     @property
     def folder(self) -> Path:

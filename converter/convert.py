@@ -14,6 +14,7 @@ from typing import Any
 from .. import __version__
 from ..architectures import Architecture, named
 from ..architectures.base import TOKEN_IDS
+from ..display import Shown
 from ..errors import UsageError
 from ..spec import ModelSpec
 from .adapt import adapt, adapt_to_any
@@ -32,7 +33,7 @@ __all__ = ["Conversion", "companions", "convert", "default_output", "main_dtype"
 
 
 @dataclass(frozen=True)
-class Conversion:
+class Conversion(Shown):
     """What a conversion did, or would do.
 
     plan: the files. memory: bytes of tensors that it holds at once. transferred: None for a dry run.
@@ -44,6 +45,10 @@ class Conversion:
     plan: Plan
     memory: int
     transferred: Transferred | None = None
+
+    def __repr__(self) -> str:
+        done = "converted to" if self.published else "would be"
+        return f"<{self.source.reference} {done} {self.target} ({self.to}), {len(self.plan.shards):,} weight files>"
 
     @property
     def published(self) -> bool:

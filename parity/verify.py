@@ -34,6 +34,7 @@ from torch import Tensor
 from ..architectures.base import collapse, short
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.tokenizer import load_tokenizer
+from ..display import Shown
 from ..errors import GptkitError, InvalidInput, UsageError
 from ..modules.attention import Kernel
 from ..modules.load import torch_dtype
@@ -102,7 +103,7 @@ class Noise:
 
 
 @dataclass(frozen=True)
-class Verification:
+class Verification(Shown):
     """The result; `verdict` is "identical" (every logit to the last bit), "equal" (within the rounding noise) or
     "different".
 
@@ -127,6 +128,9 @@ class Verification:
     damage: Damage | None = None
     up_to: int | None = None
     limited: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<{self.model} against {self.other or 'transformers'}: {self.verdict}, {len(self.prompts)} prompts>"
 
     @property
     def verdict(self) -> Literal["identical", "equal", "different"]:

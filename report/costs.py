@@ -250,8 +250,8 @@ def _memory(models: Sequence[Told], asked: Asked, compared: bool) -> list[Sheet]
 
 
 FORMAT_NOTES = (
-    "nf4: as transformers loads it with bitsandbytes, scales quantised too; all but linear layers, so experts as well,"
-    " is in bfloat16.",
+    "nf4: as transformers loads it with bitsandbytes, scales quantised too; what is no linear layer, experts too, is"
+    " in bfloat16.",
     "q8_0, q4_k_m, q4_0: each tensor as llama-quantize stores it, scales included, without the file's vocabulary.",
 )
 
@@ -320,14 +320,15 @@ def _fits(models: Sequence[Told], asked: Asked) -> Sheet:
             if len(models) == 1 and row is not None:
                 cells.append(f"{row.batch:,}" if row.batch else NOTHING)
         rows.append(Row(dtype, tuple(cells)))
-    of = "longest context" if first.batch == 1 else f"context of {first.batch:,}"
-    columns = ("weights", of, f"batch of {first.context:,}") if len(models) == 1 else tuple(name for name, *_ in models)
+    alone = len(models) == 1
+    columns = ("weights", "longest context", f"batch of {first.context:,}") if alone else tuple(n for n, *_ in models)
     where = f"{decimal(asked.gpu, 'B')}, {binary(asked.gpu)}"
-    title = f"What fits in {where}" if not asked.spread else f"What fits on {asked.tp * asked.pp:,} GPUs of {where}"
+    what = "What fits" if alone else "The longest context that fits"
+    title = f"{what} in {where}" if not asked.spread else f"{what} on {asked.tp * asked.pp:,} GPUs of {where}"
     told = "one sequence" if first.batch == 1 else f"{first.batch:,} sequences"
     notes = [
-        f"{of[:1].upper()}{of[1:]}: tokens of {told} read at once, no more than the model is for; batch: sequences of"
-        f" {first.context:,} tokens. {NOTHING} for none.",
+        f"Longest context: tokens of {told} read at once, no more than the model is for; {NOTHING} for none.",
+        *([f"Batch: as many sequences of {first.context:,} tokens."] if alone else []),
         "Counted are weights, the KV cache and activations; a runtime takes 0.5 to 2 GB more.",
     ]
     if asked.spread:

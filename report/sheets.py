@@ -161,7 +161,7 @@ class Sheet:
         from . import pages as page
 
         columns = (("", False), *((name, index >= self.words) for index, name in enumerate(self.columns)))
-        lit = frozenset(index for index, row in enumerate(self.rows) if row.ruled)
+        lit = frozenset(index for index, row in enumerate(self.rows) if row.ruled and row.style != "dim")
         return page.Table(self.title, columns, tuple((row.label, *row.cells) for row in self.rows), lit, bold="totals")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

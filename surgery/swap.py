@@ -20,6 +20,7 @@ from ..converter.publish import Staging
 from ..converter.resolve import CONFIG
 from ..converter.tokenizer import token_files
 from ..converter.write import Plan, execute
+from ..display import Shown
 from ..errors import UsageError
 from ..spec import ModelSpec
 from .base import Guarantee, Model
@@ -34,7 +35,7 @@ __all__ = ["SwapResult", "swap"]
 
 
 @dataclass(frozen=True)
-class SwapResult:
+class SwapResult(Shown):
     """What a swap did, or would do.
 
     `measured` is None where it was asked not to measure, and of a dry run; `dtype` is what computed tensors are stored
@@ -57,6 +58,10 @@ class SwapResult:
     same_source: bool | None = None
     naive: Measurement | None = None
     family: Architecture | None = None
+
+    def __repr__(self) -> str:
+        steps = " ".join(map(str, self.chain.steps))
+        return f"<{self.source.reference} {steps} -> {self.target}: {self.guarantee}>"
 
     @property
     def spec(self) -> ModelSpec:

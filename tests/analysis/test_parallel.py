@@ -100,7 +100,7 @@ def test_what_does_not_divide_is_named() -> None:
     with pytest.raises(UsageError, match="6 key-value heads are neither split nor repeated evenly over 4"):
         split(spec_of({**CONFIGS["llama"], **LLAMA_OF_SIX}), 4, context=1)
     with pytest.raises(UsageError, match="units of the feed-forward"):
-        shard(preset_spec("falcon-rw-1b"), 2**13)
+        shard(spec_of({**CONFIGS["llama"], **LLAMA_OF_SIX, "intermediate_size": 93}), 2)
     with pytest.raises(UsageError, match="not laid out for several GPUs"):
         Asked("q4_k_m", tp=2)
     with pytest.raises(UsageError, match="--tp is a whole number"):

@@ -1,0 +1,165 @@
+"""What a notebook shows: values as the tables that commands print, and progress without a terminal.
+
+rich writes the table, and what it wrote becomes one block of HTML; IPython is asked only where it runs already.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ..terminal import printable, status
+from .sheets import Sheet, nbytes
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ..analysis.params import ModelCount
+
+__all__ = ["html", "progress"]
+
+WIDTH = 100
+"""Characters of a line."""
+OFTEN = 0.1
+"""Seconds between two changes of a line of progress, at least."""
+BLOCK = '<pre style="white-space: pre; overflow-x: auto; line-height: 1.3; font-family: monospace">{code}</pre>'
+"""What of rich's page is wanted: no colours but those of the notebook."""
+
+
+def html(value: Any) -> str:
+    """A value of `display.Shown` as HTML; text in it is escaped."""
+    from rich.console import Console, Group
+
+    console = Console(file=io.StringIO(), record=True, width=WIDTH, highlight=False, markup=False, emoji=False)
+    kind = next(kind.__name__ for kind in type(value).__mro__ if kind.__name__ in DRAWN)
+    console.print(Group(*DRAWN[kind](value)), crop=False)
+    return console.export_html(code_format=BLOCK, inline_styles=True)
+
+
+def _tree(spec: Any) -> Iterator[RenderableType]:
+    from .structure import structure
+    from .tree import TreeDrawing
+
+    yield TreeDrawing(structure(spec))
+
+
+def _counts(counts: list[ModelCount]) -> Iterator[RenderableType]:
+    from .costs import cost_sheets
+    from .tables import parameter_table
+
+    yield parameter_table([(each.name, each.family, each.spec, each.count) for each in counts])
+    told = [(each.name, each.spec, each.figures) for each in counts if each.figures is not None]
+    for sheet in cost_sheets(told, told[0][2].asked) if told else ():
+        yield ""
+        yield sheet
+
+
+def _count(count: Any) -> Iterator[RenderableType]:
+    from .sheets import Row
+
+    rows = [Row(label, (f"{number:,}",)) for label, number in count.by_component.items()]
+    yield Sheet("", ("parameters",), (*rows, Row("total", (f"{count.total:,}",), "bold", ruled=True)))
+
+
+def _comparison(found: Any) -> Iterator[RenderableType]:
+    from .comparison import comparison_table, conditions
+
+    yield comparison_table(found, found.shown())
+    yield conditions(found)
+
+
+def _diff(found: Any) -> Iterator[RenderableType]:
+    from .diff import diff_report
+
+    yield diff_report(found)
+
+
+def _verification(found: Any) -> Iterator[RenderableType]:
+    from .summaries import verification_report
+
+    yield verification_report(found)
+
+
+def _checkpoint(found: Any) -> Iterator[RenderableType]:
+    from .summaries import load_summary
+
+    yield load_summary(found)
+
+
+def _conversion(found: Any) -> Iterator[RenderableType]:
+    from .summaries import conversion_lines
+
+    yield from map(printable, conversion_lines(found))
+
+
+def _swapped(found: Any) -> Iterator[RenderableType]:
+    from .summaries import swap_lines
+
+    yield from map(printable, swap_lines(found))
+
+
+DRAWN: dict[str, Callable[[Any], Iterator[RenderableType]]] = {
+    "ModelSpec": _tree,
+    "ModelCount": lambda count: _counts([count]),
+    "Counts": _counts,
+    "ParameterCount": _count,
+    "Comparison": _comparison,
+    "Diff": _diff,
+    "Verification": _verification,
+    "Checkpoint": _checkpoint,
+    "Conversion": _conversion,
+    "SwapResult": _swapped,
+}
+"""By the name of a value's class, so that none of them is imported for the sake of another."""
+
+
+# --- progress --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def progress(what: str = "working") -> Iterator[Callable[..., None]]:
+    """What the functions of gptkit take as `progress`: a line that tells how far they are.
+
+    In a notebook the line is below the cell, in a terminal on stderr, and elsewhere there is none. It takes what any of
+    the functions calls it with: bytes done now, with or without those in all, or words.
+
+        with gptkit.progress("converting") as told:
+            gptkit.convert("sample:falcon", "falcon-local", progress=told)
+
+    Args:
+        what: what is going on, for the line's beginning.
+
+    """
+    with _line(what) as show:
+        done, last = 0, 0.0
+
+        def tell(now: int | str, total: int = 0) -> None:
+            nonlocal done, last
+            if isinstance(now, int):
+                done += now
+            if time.monotonic() - last < OFTEN:
+                return
+            last = time.monotonic()
+            words = now if isinstance(now, str) else f"{nbytes(done)}{f' of {nbytes(total)}' if total else ''}"
+            show(printable(words))
+
+        yield tell
+        show(f"done, {nbytes(done)}" if done else "done")
+
+
+@contextmanager
+def _line(what: str) -> Iterator[Callable[[str], None]]:
+    """A line that changes: takes what is behind its first words."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if not hasattr(shell, "kernel"):
+        with status(what, quiet=False) as tell:
+            yield tell
+        return
+    shown = importlib.import_module("IPython.display")
+    handle = shown.display({"text/plain": what}, raw=True, display_id=True)
+    yield lambda words: handle.update({"text/plain": f"{what}: {words}"}, raw=True)
