@@ -59,6 +59,9 @@ SCHEMA_VERSION = 1
 
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+Turns = Annotated[float, Meta(ge=1e-30, le=1e30)]
+Scale = Annotated[float, Meta(gt=0, le=3.4028234663852886e38)]
+"""A factor of scores, which are multiplied in fp32: no larger than fp32 holds."""
 Shape = tuple[int, ...]
 
 Activation = Literal["gelu", "gelu_new", "gelu_tanh", "gelu_bloom", "quick_gelu", "relu", "silu"]
@@ -140,8 +143,8 @@ class YarnScaling(Component, frozen=True):
     factor: Positive
     original_context: Size
     attention_factor: Positive
-    beta_fast: Positive = 32.0
-    beta_slow: Positive = 1.0
+    beta_fast: Turns = 32.0
+    beta_slow: Turns = 1.0
     truncate: bool = True
 
 
@@ -181,6 +184,10 @@ class Rotary(Component, frozen=True):
     def __post_init__(self) -> None:
         if self.dim % 2:
             raise ConfigError(f"rotary positions need an even number of dimensions, not {self.dim}")
+        if isinstance(self.scaling, DynamicScaling) and self.dim == 2:
+            raise ConfigError("dynamic scaling takes the base to the power of dim / (dim - 2): dim is 2")
+        if isinstance(self.scaling, YarnScaling) and self.base == 1:
+            raise ConfigError("YaRN's ramp is over the logarithm of the base: base is 1")
         if isinstance(self.scaling, LongRopeScaling):
             for name in ("short_factor", "long_factor"):
                 length = len(getattr(self.scaling, name))
@@ -216,7 +223,7 @@ class Attention(Component, frozen=True):
     heads: Size
     kv_heads: Size
     head_dim: Size
-    scale: Positive
+    scale: Scale
     position: Rotary | ALiBi | None = None
     window: Size | None = None
     q_norm: RMSNorm | None = None
@@ -237,6 +244,11 @@ class Attention(Component, frozen=True):
             raise ConfigError(f"rotary dimension {self.position.dim} exceeds the head dimension {self.head_dim}")
         if isinstance(self.position, ALiBi) and self.scores == "float32":
             raise ConfigError("scores with an ALiBi bias are computed in the dtype of their input, not in float32")
+        if self.kv_expansion == "broadcast" and self.group > 1:
+            if self.kv_heads > 1:
+                raise ConfigError(f"kv_expansion broadcast is of one key-value head, not of {self.kv_heads}")
+            if self.scores == "float32" or (isinstance(self.position, ALiBi) and not self.position.scaled):
+                raise ConfigError("kv_expansion broadcast has no product with the scale, or a bias, inside it")
         for norm in (self.q_norm, self.k_norm):
             if norm is not None and norm.size != self.head_dim:
                 raise ConfigError(f"q/k norm of size {norm.size} does not fit heads of {self.head_dim}")
@@ -281,7 +293,7 @@ class LatentAttention(Component, frozen=True):
     kv_rank: Size
     nope_dim: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     value_dim: Size
-    scale: Positive
+    scale: Scale
     rope_heads: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     position: Rotary | ALiBi | None = None
     window: Size | None = None

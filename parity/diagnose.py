@@ -37,7 +37,12 @@ ROOM = 2**30
 
 
 def try_mistakes(
-    source: Checkpoint, batches: Sequence[Batch], asked: bool | None, stream: bool, notes: list[str]
+    source: Checkpoint,
+    batches: Sequence[Batch],
+    asked: bool | None,
+    stream: bool,
+    notes: list[str],
+    up_to: int | None = None,
 ) -> Score | None:
     """What the probe would have caught: in the model itself, or, where that is large and nobody asked for it or it is
     larger than memory, in a small copy of its tree, which a note says. None where they are not wanted.
@@ -45,11 +50,12 @@ def try_mistakes(
     if asked is False:
         return None
     if not stream and (asked or _count(source) <= SMALL):
-        return score(source.spec, wide_weights(source), batches, unprobed(source.spec, batches))
+        return score(source.spec, wide_weights(source), batches, unprobed(source.spec, batches), up_to)
     own = "" if stream else "; --mutations makes them in the model itself"
     notes.append(f"mistakes on purpose were made on a small copy of this tree with random weights{own}")
     copy = miniature(source.spec, max(batch.input_ids.shape[1] for batch in batches))
-    marks = score(copy, random_weights(copy), narrow_batches(batches, copy), unprobed(source.spec, batches))
+    narrow, beyond = narrow_batches(batches, copy), unprobed(source.spec, batches)
+    marks = score(copy, random_weights(copy), narrow, beyond, up_to)
     return replace(marks, small_copy=True)
 
 

@@ -12,19 +12,20 @@ from ..modules import Decoder
 from ..spec import ModelSpec
 from .compare import largest_gap
 from .mutations import Weights, applicable, make_in_code
-from .probe import Batch
+from .probe import AFFORDABLE, LONG, Batch, limits, longest
 
-__all__ = ["Score", "filled", "random_parameter", "run_tree", "score", "tree_gap"]
+__all__ = ["Score", "filled", "plain_inputs", "random_parameter", "run_tree", "score", "tree_gap"]
 
 
 @dataclass(frozen=True)
 class Score:
     """The mistakes that were tried, by name.
 
-    caught: seen with the checkpoint's own weights. caught_random: only with random ones (a mistake in a tensor that the
-    checkpoint hardly uses is below rounding there). missed: seen by neither. allowed: the difference in logits that
-    rounding explains, above which a mistake counts as seen. small_copy: made on a small copy of the tree with random
-    weights, since the model itself is too large.
+    caught: seen with the checkpoint's own weights. caught_random: only with random ones, since they change nothing on
+    this checkpoint that rounding would not (eps behind large activations, q and k where one score is all). invisible:
+    with no weights, on no input: they change nothing in this tree (a rotary scaling by one). missed: on an input that
+    the probe should have. allowed: the difference in logits that rounding explains, above which a mistake counts as
+    seen. small_copy: made on a small copy of the tree with random weights, since the model itself is too large.
     """
 
     caught: tuple[str, ...]
@@ -32,49 +33,90 @@ class Score:
     missed: tuple[str, ...]
     allowed: float
     small_copy: bool = False
+    invisible: tuple[str, ...] = ()
 
     @property
     def tried(self) -> int:
+        """How many change something."""
         return len(self.caught) + len(self.caught_random) + len(self.missed)
 
 
-def score(spec: ModelSpec, weights: Weights, batches: Sequence[Batch], unprobed: Sequence[str] = ()) -> Score:
+CLEAR = 10.0
+"""Times what rounding explains that a mistake has to make for a probe to be blamed for not having seen it."""
+TABLES = ("embedding.weight", "positions.weight")
+SIZES = (1.0, 0.05, 0.002)
+"""What the tables' random values are multiplied by, one after the other while a mistake is not seen: behind a large
+stream (Gemma scales its embeddings up) no eps shows, and a small one is nearly all norms.
+"""
+
+
+def score(
+    spec: ModelSpec,
+    weights: Weights,
+    batches: Sequence[Batch],
+    unprobed: Sequence[str] = (),
+    up_to: int | None = None,
+) -> Score:
     """Make every mutation that applies, and see whether the batches tell it from the original.
+
+    What they do not is made with random weights too, and then on inputs that were made for this tree (`plain_inputs`),
+    whatever the probe looks like: only what shows there is missed.
 
     Args:
         spec: the tree.
         weights: its parameters in fp64, by shared name.
         batches: the probe.
         unprobed: mutations that the probe says it does not reach; they are not counted.
+        up_to: tokens of the longest sequence that matters.
 
     """
-    caught, open_, allowed = _tried(spec, weights, batches, set(unprobed))
-    by_chance: list[str] = []
-    if open_:
-        generator = torch.Generator().manual_seed(0)
-        random = {name: random_parameter(name, tensor, generator) for name, tensor in weights.items()}
-        found, _, _ = _tried(spec, random, batches, set(unprobed))
-        by_chance = [name for name in open_ if name in found]
-    missed = [name for name in open_ if name not in by_chance]
-    return Score(tuple(caught), tuple(by_chance), tuple(missed), allowed)
+    names = [mutation.name for mutation, _ in applicable(spec, weights) if mutation.name not in unprobed]
+    caught, allowed = _caught(spec, weights, batches, names)
+    open_ = [name for name in names if name not in caught]
+    by_chance, missed = _by_random(spec, weights, batches, open_), list[str]()
+    if len(by_chance) < len(open_):
+        unseen = [name for name in open_ if name not in by_chance]
+        missed = _by_random(spec, weights, plain_inputs(spec, up_to), unseen, CLEAR)
+    invisible = [name for name in open_ if name not in (*by_chance, *missed)]
+    return Score(tuple(caught), tuple(by_chance), tuple(missed), allowed, invisible=tuple(invisible))
 
 
-def _tried(
-    spec: ModelSpec, weights: Weights, batches: Sequence[Batch], unprobed: set[str]
-) -> tuple[list[str], list[str], float]:
-    """(caught, not caught, the difference that rounding explains)."""
+def plain_inputs(spec: ModelSpec, up_to: int | None = None) -> list[Batch]:
+    """Random tokens, as many as it takes to go past every window and original context that a probe does, and padded."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = [LONG, *(limit.beyond for limit in limits(spec) if limit.tokens <= AFFORDABLE)]
+    most = [length for length in (longest(spec), up_to) if length is not None]
+    ids = torch.randint(spec.vocab_size, (2, min([max(lengths), *most])), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, : ids.shape[1] // 2] = 0
+    return [Batch("random tokens", ids), Batch("left padding", ids, mask)]
+
+
+def _by_random(
+    spec: ModelSpec, weights: Weights, batches: Sequence[Batch], names: Sequence[str], clear: float = 1.0
+) -> list[str]:
+    """Which of these mutations show with random weights of some size, by `clear` times what rounding explains."""
+    generator, found = torch.Generator().manual_seed(0), list[str]()
+    random = {name: random_parameter(name, tensor, generator) for name, tensor in weights.items()}
+    for size in SIZES:
+        open_ = [name for name in names if name not in found]
+        if open_:
+            sized = {name: tensor * size if name in TABLES else tensor for name, tensor in random.items()}
+            found += _caught(spec, sized, batches, open_, clear)[0]
+    return [name for name in names if name in found]
+
+
+def _caught(
+    spec: ModelSpec, weights: Weights, batches: Sequence[Batch], names: Sequence[str], clear: float = 1.0
+) -> tuple[list[str], float]:
+    """Which of these mutations differ by more than rounding explains, `clear` times, and what it explains."""
     exact = run_tree(spec, weights, batches)
     rounded = run_tree(spec, {name: tensor.float() for name, tensor in weights.items()}, batches)
     # The rule of the verdict: both sides' noise together, which here is twice the same.
     allowed = 2 * largest_gap(exact, rounded)
-    caught: list[str] = []
-    missed: list[str] = []
-    for mutation, (tree, changed) in applicable(spec, weights):
-        if mutation.name in unprobed:
-            continue
-        gap = tree_gap(tree, changed, batches, exact, enough=allowed)
-        (missed if gap <= allowed else caught).append(mutation.name)
-    return caught, missed, allowed
+    made = [(mutation.name, mutant) for mutation, mutant in applicable(spec, weights) if mutation.name in names]
+    enough = clear * allowed
+    return [name for name, mutant in made if not tree_gap(*mutant, batches, exact, enough) <= enough], allowed
 
 
 def random_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
@@ -82,7 +124,7 @@ def random_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> T
     noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor)
     if tensor.ndim == 1:
         return 1 + 0.3 * noise if name.endswith("norm.weight") else 0.3 * noise
-    return noise if name in ("embedding.weight", "positions.weight") else noise / tensor.shape[1] ** 0.5
+    return noise if name in TABLES else noise / tensor.shape[1] ** 0.5
 
 
 def run_tree(spec: ModelSpec, weights: Weights, batches: Sequence[Batch]) -> list[Tensor]:

@@ -262,7 +262,7 @@ def verify(
         cost = assess(source, target, text, damaged, say, notes)
     if mutations is not False:
         say("making mistakes on purpose")
-    marks = try_mistakes(source, batches, mutations, stream, notes)
+    marks = try_mistakes(source, batches, mutations, stream, notes, up_to)
     return Verification(
         model=str(model),
         other=None if other is None else str(other),

@@ -324,9 +324,13 @@ def verdict_lines(result: Verification) -> list[str]:
     if marks is not None:
         seen = marks.tried - len(marks.missed)
         lines.append(f"probe     {seen} of {marks.tried} mistakes made on purpose were caught")
-        if marks.caught_random:
-            lines.append(f"          with random weights only: {', '.join(marks.caught_random)}")
+        for how, names in (("only with", marks.caught_random), ("nor with", marks.invisible)):
+            if names:
+                told = f"not visible on this checkpoint, {how} random weights: {', '.join(names)}"
+                lines += wrap(told, indent=10, width=80)
         lines += [f"          MISSED: {name}" for name in marks.missed]
+        if marks.missed and result.same:
+            lines.append("          the models are the same as far as the probe tells: it should tell more")
     if result.divergence is not None:
         first = result.divergence.first
         if first is not None:

@@ -263,7 +263,8 @@ def _mistakes(score: Score) -> Section:
     seen = score.tried - len(score.missed)
     words = f"{seen} of {score.tried} mistakes made on purpose were caught by this probe."
     rows = [(name, "caught") for name in score.caught]
-    rows += [(name, "caught with random weights only") for name in score.caught_random]
+    rows += [(name, "not visible on this checkpoint, caught with random weights") for name in score.caught_random]
+    rows += [(name, "not visible on this checkpoint, nor with random weights") for name in score.invisible]
     rows += [(name, "MISSED") for name in score.missed]
     lit = frozenset(index for index, (_, what) in enumerate(rows) if what == "MISSED")
     table = Table(

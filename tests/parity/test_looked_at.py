@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import gptkit
 from gptkit.cli import app
+from gptkit.parity import stored
 from gptkit.parity.card import card, markdown
 from gptkit.parity.verify import Verification, verify
 
@@ -20,6 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {**CONFIGS["llama-2"], **WIDE},
     "gpt2": {**CONFIGS["gpt2"], "vocab_size": 5000, "n_layer": 1, "n_positions": 2048},
     "mistral": {**CONFIGS["mistral-default-window"], "num_hidden_layers": 1, "max_position_embeddings": 8192},
+    "mistral-1100": {**CONFIGS["mistral"], "num_hidden_layers": 1, "sliding_window": 1100, "head_dim": 4},
     "llama-dynamic": {**CONFIGS["llama-dynamic"], "max_position_embeddings": 2048, "num_hidden_layers": 1},
 }
 
@@ -139,32 +141,35 @@ def test_a_wrong_row_in_a_swapped_table_is_seen(
         assert found.verdict == "different"
     else:  # 1,235 tokens are more than a probe has unasked
         assert found.limited == (
-            "row 1,234 of positions.weight holds other values and no probe reads them (--long does)",
+            "row 1,234 of positions.weight, which holds other values and which no batch reads: --long has it read",
         )
         assert quick(hf, tmp_path / "bad", long=True).verdict == "different"
         assert quick(hf, tmp_path / "bad", up_to=1000).passed
 
 
-def test_more_rows_than_are_read_unasked_limit_the_verdict(swapped: tuple[Path, Path], tmp_path: Path) -> None:
-    """A table that no change of the stream's basis explains, and that makes no difference all the same."""
+def test_more_rows_than_are_read_unasked_limit_the_verdict(
+    swapped: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hf, folder = swapped
-
-    def drifted(tensors: Tensors) -> None:
-        tensors["embedding.weight"][:3000] *= 1 + 1e-6
-
-    near = damaged(folder, tmp_path / "near", drifted)
-    found = quick(hf, near)
-    if found.limited:
-        assert "rows of embedding.weight" in found.limited[0] and not found.passed
-    assert found.verdict in ("equal", "different")
+    bad = damaged(folder, tmp_path / "bad", lambda t: t["embedding.weight"][1234:1240].mul_(2))
+    monkeypatch.setattr(stored, "AFFORDABLE", 2)
+    assert quick(hf, bad).verdict == "different"  # two of them are read
+    monkeypatch.setattr(stored, "AFFORDABLE", 0)
+    found = quick(hf, bad)
+    assert (found.verdict, found.passed, found.exit_code) == ("equal", False, 3)
+    assert found.limited == (
+        "6 rows of embedding.weight, 1,234 the first, which hold other values and which no batch reads: --long has them"
+        " read",
+    )
 
 
 # --- lengths ----------------------------------------------------------------------------------------------------------
 
 
-def stretched(factor: float) -> Callable[[Any], Any]:
-    """Linear scaling instead of none (an attention's way to scale has that name too)."""
-    return lambda before: {"type": "LinearScaling", "factor": factor} if before is None else before
+def stretched(factor: float) -> Callable[[Any], None]:
+    """Rotary positions with linear scaling."""
+    scaling = {"type": "LinearScaling", "factor": factor}
+    return lambda node: node.update(scaling=scaling) if "base" in node else None
 
 
 LENGTHS: dict[str, tuple[str, Callable[[Any], None], int]] = {
@@ -173,11 +178,7 @@ LENGTHS: dict[str, tuple[str, Callable[[Any], None], int]] = {
     "a longer window": ("mistral", setting(window=5000), 4096),
     "another original context": ("llama-dynamic", setting(original_context=1500), 1500),
     "a base that no short text shows": ("llama", setting(base=lambda base: base * (1 + 1e-8)), 200),
-    "a scaling that no short text shows": (
-        "llama",
-        setting(scaling={"type": "LinearScaling", "factor": 1 + 1e-8}),
-        200,
-    ),
+    "a scaling that no short text shows": ("llama", stretched(1 + 1e-8), 200),
 }
 
 
@@ -208,24 +209,31 @@ def test_the_command_says_how_far_it_holds(pair: Callable[[str], tuple[Path, Pat
     assert "identical to the last bit up to 2,000 tokens" in said
     assert "not looked at: sequences of more than 2,000 tokens (windows of 4,096 and 2,000 tokens)" in said
     assert "--long goes past that, --up-to 2000 asks for no more" in said
-    assert exit_code(hf, other, "--no-mutations", "--up-to", "2k") == 3  # 2,048 tokens see it
     assert exit_code(hf, other, "--no-mutations", "--up-to", "1k") == 0
 
 
+def test_the_length_that_is_asked_for_is_probed(pair: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    hf, local = pair("mistral-1100")
+    other = with_spec(local, tmp_path / "other", setting(window=1050))
+    assert quick(hf, other, up_to=1050).passed
+    assert quick(hf, other, up_to=1060).verdict == "different"
+
+
 def test_long_goes_past_what_differs(pair: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
-    hf, local = pair("mistral")
-    other = with_spec(local, tmp_path / "other", setting(window=2000))
+    hf, local = pair("mistral-1100")
+    other = with_spec(local, tmp_path / "other", setting(window=1050))
+    assert quick(hf, other).up_to == 1050
     found = quick(hf, other, long=True)
     assert (found.verdict, found.up_to) == ("different", None)
     assert [prompt.name for prompt in found.prompts if not prompt.identical] == [
-        "past the window of 2,000",
-        "past the window of 4,096",
+        "past the window of 1,050",
+        "past the window of 1,100",
     ]
 
 
 def test_a_scaling_by_one_is_none(pair: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     hf, local = pair("llama")
-    other = with_spec(local, tmp_path / "other", setting(scaling=stretched(1.0)))
+    other = with_spec(local, tmp_path / "other", stretched(1.0))
     found = quick(hf, other)
     assert (found.passed, found.up_to) == (True, None)
 
