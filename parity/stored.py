@@ -8,7 +8,8 @@ without their layers (`front_to_back`), which takes no pass through either.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from ..modules.decoder import EmbeddingModule, HeadModule, PositionsModule
 from ..modules.layers import build_norm
 from .probe import AFFORDABLE, Batch, longest
 
-__all__ = ["BytesVerdict", "Rows", "compare_bytes", "rows_to_probe"]
+__all__ = ["BytesVerdict", "Reached", "Rows", "compare_bytes", "rows_to_probe"]
 
 replace = msgspec.structs.replace
 
@@ -198,6 +199,37 @@ def rows_to_probe(
     elif len(positions):
         limited.append(_too_many(positions, POSITIONS))
     return more, limited
+
+
+class Reached:
+    """Which experts of a mixture were given tokens: what lies in the others is in no logit."""
+
+    def __init__(self) -> None:
+        self.experts: set[str] = set()
+
+    @contextmanager
+    def watch(self, model: nn.Module) -> Iterator[None]:
+        """While open, passes of the model leave the paths of its experts that compute."""
+        last = [(path.rpartition(".")[0], each) for path, each in model.named_modules() if path.endswith(".down_proj")]
+        hooks = [
+            each.register_forward_hook(lambda *_, path=path: self.experts.add(path))
+            for path, each in last
+            if ".experts." in path
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def left_out(self, names: Sequence[str]) -> list[str]:
+        """In words, the experts among the owners of these tensors that nothing was given to."""
+        owners = dict.fromkeys(name.rsplit(".", 2)[0] for name in names if ".experts." in name)
+        idle = [path for path in owners if path not in self.experts]
+        if not idle:
+            return []
+        more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
+        return [f"{idle[0]}{more}, which hold other values and to which no token of the probe is sent"]
 
 
 def _too_many(left: np.ndarray, name: str) -> str:

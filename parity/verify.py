@@ -47,7 +47,7 @@ from .probe import AFFORDABLE, Batch, limits, longest, passed, probe, text_batch
 from .reach import limited_to, one_function, whole_context
 from .score import Score
 from .sides import Sides, sides
-from .stored import BytesVerdict, compare_bytes, rows_to_probe
+from .stored import BytesVerdict, Reached, compare_bytes, rows_to_probe
 
 __all__ = ["BytesVerdict", "Noise", "Verification", "require_finite_weights", "verify"]
 
@@ -241,8 +241,10 @@ def verify(
         batches, reference, dropped = _finite_batches(batches, reference, source, wanted)
         notes += dropped
         say("gptkit")
+        reached = Reached()
         with computable(wanted):
-            candidate = both.candidate(batches, wanted, path)
+            candidate = both.candidate(batches, wanted, path, reached.watch)
+        limited += reached.left_out(bytes_verdict.different) if not required else []
         _require_finite(candidate, f"gptkit's logits of {target.reference}", wanted)
         found = tuple(compare(b.name, r, c) for b, r, c in zip(batches, reference, candidate, strict=True))
         if not found:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from edited import Tensors, damaged, exit_code, setting, with_spec
-from families import CONFIGS, save_hf
+from families import CONFIGS, edited, save_hf
 from typer.testing import CliRunner
 
 import gptkit
@@ -71,11 +71,11 @@ def test_a_field_that_changes_no_function_excuses_no_row(
     """The edit alone passes, and is told; a row that the probe's regions do not have fails it, and is named."""
     model, edit = EDITS[name]
     hf, local = pair(model)
-    edited = with_spec(local, tmp_path / "edited", edit)
-    right = quick(hf, edited)
+    changed = with_spec(local, tmp_path / "edited", edit)
+    right = quick(hf, changed)
     assert right.passed and right.up_to is None
     assert any(note.startswith("the trees differ: ") for note in right.notes)
-    bad = damaged(edited, tmp_path / "bad", garbage("embedding.weight", 1234))
+    bad = damaged(changed, tmp_path / "bad", garbage("embedding.weight", 1234))
     wrong = quick(hf, bad)
     assert wrong.bytes is not None and wrong.bytes.required and wrong.bytes.different == ("embedding.weight",)
     assert (wrong.verdict, wrong.passed) == ("different", False)
@@ -85,12 +85,12 @@ def test_a_field_that_changes_no_function_excuses_no_row(
 
 def test_a_row_of_positions_beyond_the_probe_is_seen(pair: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     hf, local = pair("gpt2")
-    edited = with_spec(local, tmp_path / "edited", setting(activation="gelu_tanh"))
-    bad = damaged(edited, tmp_path / "bad", garbage("positions.weight", 1500))
+    changed = with_spec(local, tmp_path / "edited", setting(activation="gelu_tanh"))
+    bad = damaged(changed, tmp_path / "bad", garbage("positions.weight", 1500))
     found = quick(hf, bad)
     assert found.bytes is not None and found.bytes.different == ("positions.weight",)
     assert not found.passed and exit_code(hf, bad, "--no-mutations") == 3
-    near = quick(hf, damaged(edited, tmp_path / "near", garbage("positions.weight", 700)))
+    near = quick(hf, damaged(changed, tmp_path / "near", garbage("positions.weight", 700)))
     assert (near.verdict, near.passed) == ("different", False)
     assert exit_code(hf, bad, "--no-mutations", "--long") == 3
 
@@ -161,6 +161,30 @@ def test_more_rows_than_are_read_unasked_limit_the_verdict(
         "6 rows of embedding.weight, 1,234 the first, which hold other values and which no batch reads: --long has them"
         " read",
     )
+
+
+def test_an_expert_that_no_token_is_sent_to_is_not_looked_at(tmp_path: Path) -> None:
+    """An expert whose router's row is the mean of two others' is never the likeliest."""
+    save_hf({**CONFIGS["mixtral"], "num_hidden_layers": 1, "num_experts_per_tok": 1}, tmp_path / "hf")
+    edited(
+        tmp_path / "hf",
+        lambda tensors: [
+            rows[2].copy_(rows[:2].mean(0)) for name, rows in tensors.items() if name.endswith("gate.weight")
+        ],
+    )
+    gptkit.convert(tmp_path / "hf", tmp_path / "local")
+    other = with_spec(tmp_path / "local", tmp_path / "other", setting(eps=lambda eps: eps * 1.0001))
+    assert quick(tmp_path / "hf", other).passed
+    path = "blocks.0.feed_forward.experts.2"
+    bad = damaged(other, tmp_path / "bad", lambda t: t[f"{path}.up_proj.weight"].mul_(3))
+    for stream in (False, True):
+        found = quick(tmp_path / "hf", bad, stream=stream)
+        assert (found.verdict in ("identical", "equal"), found.passed) == (True, False)
+        assert found.limited == (f"{path}, which hold other values and to which no token of the probe is sent",)
+    seen = quick(
+        tmp_path / "hf", damaged(other, tmp_path / "seen", lambda t: t[f"{path[:-1]}0.up_proj.weight"].mul_(3))
+    )
+    assert (seen.verdict, seen.limited) == ("different", ())
 
 
 # --- lengths ----------------------------------------------------------------------------------------------------------
