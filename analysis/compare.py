@@ -139,7 +139,11 @@ class Comparison(Shown):
 
 
 def compare(
-    *models: str | Path, context: int | None = None, dtype: str = "bfloat16", offline: bool = False
+    *models: str | Path,
+    context: int | None = None,
+    dtype: str = "bfloat16",
+    offline: bool = False,
+    allow_pickle: bool = False,
 ) -> Comparison:
     """What differs between models, and what each costs.
 
@@ -149,6 +153,7 @@ def compare(
         dtype: of weights and cache, by any name that `params --dtype` takes; a cache is bfloat16 where weights are
             narrower.
         offline: use local files and the hub's cache only.
+        allow_pickle: read a pickle that nothing describes but itself (nanoGPT's ckpt.pt).
 
     Raises:
         UsageError: no model, an unknown dtype, a context that no model has.
@@ -159,7 +164,7 @@ def compare(
     if not models:
         raise UsageError("name at least one model", "gptkit compare gpt2 llama-2-7b")
     asked = Asked(dtype=dtype, context=context)
-    return comparison([(str(model), describe_named(str(model), offline)) for model in models], asked)
+    return comparison([(str(model), describe_named(str(model), offline, allow_pickle)) for model in models], asked)
 
 
 def comparison(models: Sequence[tuple[str, Described]], asked: Asked) -> Comparison:
@@ -175,10 +180,10 @@ def comparison(models: Sequence[tuple[str, Described]], asked: Asked) -> Compari
     return Comparison(compared, rows, length, asked.dtype or "bfloat16", asked.cached, _notes(compared, length))
 
 
-def describe_named(reference: str, offline: bool) -> Described:
+def describe_named(reference: str, offline: bool, allow_pickle: bool = False) -> Described:
     """What a reference describes; an error names it, where several were given."""
     try:
-        return describe_reference(reference, offline=offline)
+        return describe_reference(reference, offline=offline, allow_pickle=allow_pickle)
     except GptkitError as error:
         if reference in error.message:
             raise

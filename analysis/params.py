@@ -14,7 +14,7 @@ from typing import Any
 
 from ..architectures import architecture_of
 from ..converter.outline import outline
-from ..converter.tree import Origin, foreign_format, is_local
+from ..converter.tree import Origin, Quantised, foreign_format, is_local
 from ..display import Shown
 from ..errors import GptkitError
 from ..spec import ModelSpec
@@ -38,7 +38,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as it lies in its file: its dtype by safetensors' name, its shape there, its bytes."""
+    """A tensor as it lies in its file: its dtype by safetensors' name (a quantised one's by its format's), its shape
+    there, its bytes.
+    """
 
     name: str
     dtype: str
@@ -164,8 +166,8 @@ def params(
     Args:
         models: presets (`qwen3-8b`), samples, folders, config.json files, hub repositories.
         offline: use local files and the hub's cache only.
-        stored: tell also what the weight files hold, from their headers, which must fit the config; of a preset, those
-            of its repository. No weight is fetched.
+        stored: tell also what the weight files hold, from their headers, which must fit the config unless it says that
+            they are quantised; of a preset, those of its repository. No weight is fetched.
         asked: tell also what the models cost, all at one context.
         allow_pickle: read a pickle that nothing describes but itself (nanoGPT's ckpt.pt), its weights too.
 
@@ -223,12 +225,19 @@ def stored(reference: str, *, offline: bool = False, allow_pickle: bool = False)
 
 
 def _stored(reference: str, offline: bool, allow_pickle: bool) -> tuple[Described, Stored]:
-    from ..converter.checkpoint import open_checkpoint  # here, because it imports numpy
+    from ..converter.checkpoint import open_checkpoint, weight_headers_of  # here, because it imports numpy
 
-    checkpoint = open_checkpoint(reference, offline=offline, headers_only=True, allow_pickle=allow_pickle)
+    try:
+        checkpoint = open_checkpoint(reference, offline=offline, headers_only=True, allow_pickle=allow_pickle)
+    except Quantised:
+        files = weight_headers_of(reference, offline=offline, allow_pickle=allow_pickle)
+        raw = tuple(StoredTensor(i.name, i.dtype, i.shape, i.nbytes) for _, i in files.tensors.values())
+        described = describe_reference(reference, offline=offline, allow_pickle=allow_pickle)
+        return described, Stored(tuple(path.name for path in files.files), raw)
     tensors = tuple(
-        StoredTensor(leaf.checkpoint, checkpoint.dtype_of(leaf), leaf.shape, checkpoint.nbytes_of(leaf))
+        StoredTensor(leaf.checkpoint, dtype, leaf.shape, nbytes)
         for leaf in checkpoint.leaves
+        for dtype, nbytes in (checkpoint.stored_of(leaf),)
     )
     described = Described(checkpoint.origin.family or "", checkpoint.spec, checkpoint.revision, tuple(checkpoint.notes))
     return described, Stored(tuple(path.name for path in checkpoint.files), tensors)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import importlib.util
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, UnknownFamily
@@ -25,6 +28,9 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 NEAR = 0.75
 """How alike a model_type must be to a known one to be taken for a typo of it: mamba and llama are at 0.6."""
+
+LISTS = ("auto_mappings.py", "configuration_auto.py")
+"""transformers' files that name its model types, in releases from 5 on and before."""
 
 BY_MODEL_TYPE = {kind: architecture for architecture in ARCHITECTURES.values() for kind in architecture.model_types}
 
@@ -54,7 +60,27 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     if not isinstance(kind, str):
         raise ConfigError("config.json names no model_type", known)
     if kind not in BY_MODEL_TYPE:
-        near = difflib.get_close_matches(kind[:60], BY_MODEL_TYPE, 1, NEAR)
+        near = difflib.get_close_matches(kind[:60], BY_MODEL_TYPE, 1, NEAR) if not _in_transformers(kind) else []
         guess = f" (did you mean {near[0]}?)" if near else ""
         raise UnknownFamily(f"the model_type {kind!r:.60} is not a family gptkit knows{guess}", known)
     return BY_MODEL_TYPE[kind]
+
+
+def _in_transformers(kind: str) -> bool:
+    """Whether transformers has a model of that type, which then is no typo: looked up in the text of its list of them,
+    since to import it takes a second.
+    """
+    return f'"{kind}"' in _transformers_list()
+
+
+@functools.cache
+def _transformers_list() -> str:
+    """The source of transformers' list of model types; "" where there is none."""
+    found = importlib.util.find_spec("transformers")
+    if found is None or found.origin is None:
+        return ""
+    folder = Path(found.origin).parent / "models" / "auto"
+    try:
+        return "".join((folder / name).read_text("utf-8") for name in LISTS if (folder / name).is_file())
+    except (OSError, ValueError):
+        return ""

@@ -25,7 +25,7 @@ from ..spec import (
     ModelSpec,
     differences,
 )
-from .config import COMMON_IRRELEVANT, COMMON_REFUSED, ConfigReader
+from .config import COMMON_IRRELEVANT, COMMON_REFUSED, QUANTISED, ConfigReader, quantisation
 from .layout import IDENTITY, Layout, Shape, concatenate
 
 __all__ = ["Architecture", "BoundLeaf", "Leaf", "Stacked", "bind", "qkv"]
@@ -220,9 +220,11 @@ class Architecture:
         reader = self.reader(original)
         same = not differences(spec, self.read(reader))
         readable = original.get("model_type") == self.name and not any(f in original for f in self.foreign_fields)
+        readable = readable and quantisation(original) is None  # what is written never is
         if same and readable:
             return None
-        kept = {key: value for key, value in original.items() if key not in reader.used and key != "auto_map"}
+        left = {*reader.used, "auto_map", *QUANTISED}
+        kept = {key: value for key, value in original.items() if key not in left}
         return {**kept, **config}
 
     # --- checkpoint names <-> shared names ---

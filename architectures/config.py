@@ -16,7 +16,16 @@ from typing import Any
 
 from ..errors import ConfigError
 
-__all__ = ["COMMON_IRRELEVANT", "COMMON_REFUSED", "ConfigReader", "parse_config_text", "read_config_file", "shown"]
+__all__ = [
+    "COMMON_IRRELEVANT",
+    "COMMON_REFUSED",
+    "QUANTISED",
+    "ConfigReader",
+    "parse_config_text",
+    "quantisation",
+    "read_config_file",
+    "shown",
+]
 
 MAX_LAYERS = 10_000
 MAX_CONFIG_BYTES = 16 * 2**20
@@ -48,6 +57,8 @@ COMMON_IRRELEVANT: dict[str, str] = {
     "pad_token_id": "generation; the padding row of the embedding is a row like any other here",
     "pretraining_tp": "splits matrix products in training; transformers no longer does",
     "problem_type": "classification heads",
+    "quantization": "how MLX stores the weights; read by the loader",
+    "quantization_config": "how the weights are stored; read by the loader",
     "return_dict": "output format",
     "tokenizer_class": "tokenizer",
     "torch_dtype": "the stored dtype; read by the loader",
@@ -56,7 +67,6 @@ COMMON_IRRELEVANT: dict[str, str] = {
 }
 
 COMMON_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "quantization_config": ((None,), "quantised weights are not read yet: dequantise the checkpoint first"),
     "is_encoder_decoder": ((False, None), "only decoder-only models have a tree here"),
     "add_cross_attention": ((False, None), "cross-attention has no component here"),
     "per_layer_config": ((None,), "per-layer configs are not read yet"),
@@ -67,6 +77,43 @@ COMMON_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "kv_sharing_modes": ((None,), "layers that share keys and values have no component here"),
 }
+
+
+QUANTISED = ("quantization_config", "quantization")
+"""The fields that say that weights are stored as something else than floating-point numbers: transformers', MLX's."""
+
+DEQUANTISED = {
+    "bitsandbytes": "transformers' from_pretrained(MODEL).dequantize(), then save_pretrained",
+    "compressed-tensors": "transformers with quantization_config=CompressedTensorsConfig(dequantize=True)",
+    "fp8": "transformers with quantization_config=FineGrainedFP8Config(dequantize=True)",
+    "mlx": "mlx_lm.convert --dequantize",
+    "mxfp4": "transformers with quantization_config=Mxfp4Config(dequantize=True)",
+}
+"""What makes floating-point weights of them again, by method."""
+
+
+def quantisation(config: Mapping[str, Any] | None) -> tuple[str, str | None] | None:
+    """How a config.json says that its weights are quantised, in words ("gptq, 4 bits, groups of 128"), and what makes
+    floating-point ones of them, where that is known. None where it says nothing of the kind.
+    """
+    given = next((config[key] for key in QUANTISED if config.get(key) is not None), None) if config else None
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        return "in a way that config.json does not tell", None
+    method = given.get("quant_method", "mlx" if "group_size" in given and "bits" in given else "some method")
+    groups = given.get("config_groups")  # of compressed-tensors
+    first = next((each for each in groups.values() if isinstance(each, dict)), {}) if isinstance(groups, dict) else {}
+    weights = first.get("weights") if isinstance(first.get("weights"), dict) else {}
+    bits = given.get("bits", weights.get("num_bits"))
+    bits = next((count for count in (4, 8) if given.get(f"load_in_{count}bit") is True), bits)
+    size, block = given.get("group_size", weights.get("group_size")), given.get("weight_block_size")
+    words = [method if isinstance(method, str) and method.isprintable() and len(method) < 40 else "some method"]
+    words += [f"{bits} bits"] if type(bits) is int and 0 < bits < 64 else []
+    words += [f"groups of {size}"] if type(size) is int and 0 < size < 2**31 else []
+    if isinstance(block, list) and len(block) == 2 and all(type(side) is int and 0 < side < 2**31 for side in block):
+        words.append(f"blocks of {block[0]} × {block[1]}")
+    return ", ".join(words), DEQUANTISED.get(words[0])
 
 
 def parse_config_text(text: str | bytes, where: str) -> dict[str, Any]:

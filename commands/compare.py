@@ -10,7 +10,7 @@ import typer
 
 from ..errors import UsageError
 from ..terminal import console
-from .base import FigureName, Html, Json, Models, Offline, Png, Svg, app, examples, guarded, tokens
+from .base import AllowPickle, FigureName, Html, Json, Models, Offline, Png, Svg, app, examples, guarded, tokens
 from .drawn import Drawn
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def compare(
     svg: Svg = None,
     figure: FigureName = None,
     offline: Offline = False,
+    allow_pickle: AllowPickle = False,
 ) -> None:
     """Compare components and costs of models, side by side."""
     from ..analysis.compare import comparison, describe_named
@@ -71,7 +72,7 @@ def compare(
         raise UsageError("--only-differences and --all are opposites", "Give one of them.")
     drawn = Drawn(html, png, svg, figure)
     asked = Asked(dtype=dtype, context=None if context is None else tokens("--context", context))
-    named = [(model, describe_named(model, offline)) for model in models]
+    named = [(model, describe_named(model, offline, allow_pickle)) for model in models]
     if swap or recipe is not None:
         named = [each for one in named for each in (one, after_swaps(*one, swap or [], recipe, offline))]
     found = comparison(named, asked)

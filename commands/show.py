@@ -8,7 +8,7 @@ import typer
 
 from ..errors import UsageError
 from ..terminal import console, say
-from .base import FigureName, Html, Json, ModelArgument, Offline, Png, Svg, app, examples, guarded
+from .base import AllowPickle, FigureName, Html, Json, ModelArgument, Offline, Png, Svg, app, examples, guarded
 from .drawn import Drawn
 
 
@@ -31,6 +31,7 @@ def show(
     svg: Svg = None,
     figure: FigureName = None,
     offline: Offline = False,
+    allow_pickle: AllowPickle = False,
 ) -> None:
     """Draw a model's tree with shapes, and the data's path through a layer."""
     drawn = Drawn(html, png, svg, figure)
@@ -38,7 +39,7 @@ def show(
     from ..report.show import ModelDrawing, show_json, show_page
     from ..report.structure import structure
 
-    (found,) = params(model, offline=offline)
+    (found,) = params(model, offline=offline, allow_pickle=allow_pickle)
     layers = len(found.spec.blocks)
     if layer is not None and not 0 <= layer < layers:
         raise UsageError(f"there is no layer {layer}", f"{model} has {layers:,}, 0 to {layers - 1:,}")

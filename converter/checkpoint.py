@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,9 +31,9 @@ from .pickles import PickleWeights
 from .remote import HeaderWeights, weight_headers
 from .resolve import INDEX, Resolved, resolve
 from .safetensors import DTYPES, SafetensorsFile
-from .tree import LOCAL_CONFIG, Origin, foreign_format, is_local, is_tree, read_spec
+from .tree import LOCAL_CONFIG, Origin, foreign_format, is_local, is_tree, read_spec, require_floats
 
-__all__ = ["Checkpoint", "identity_leaves", "open_checkpoint", "stated_dtype"]
+__all__ = ["Checkpoint", "identity_leaves", "open_checkpoint", "stated_dtype", "weight_headers_of"]
 
 
 class Weights(Protocol):
@@ -139,6 +139,11 @@ class Checkpoint(Shown):
         """The bytes of a leaf's tensor in its carrier dtype."""
         return math.prod(leaf.shape) * DTYPES[self.dtype_of(leaf)].itemsize
 
+    def stored_of(self, leaf: BoundLeaf) -> tuple[str, int]:
+        """A leaf's element type in its file, which for quantised ones is their format's own, and its bytes there."""
+        blocks: Mapping[str, tuple[str, int]] = getattr(self._weights, "blocks", {})
+        return blocks.get(self._found[leaf.checkpoint]) or (self.dtype_of(leaf), self.nbytes_of(leaf))
+
     def span(self, leaf: BoundLeaf) -> tuple[Path, int] | None:
         """The file that holds a leaf's tensor byte for byte, and where it begins; None where it is made on reading."""
         return self._weights.span(self._found[leaf.checkpoint])
@@ -206,7 +211,7 @@ def open_checkpoint(
         Offline: it is not here and there is no network.
 
     """
-    found, remote = _find(str(reference), offline, allow_pickle, headers_only)
+    found, remote = _find(str(reference), offline, allow_pickle, headers_only, _usable)
     other = foreign_format(found.path)
     if other is not None and other.read is not None:
         return _open_foreign(
@@ -218,6 +223,7 @@ def open_checkpoint(
             f"gptkit load --random {found.path} gives it random ones.",
         )
     spec, origin, unknown = read_spec(found.path)
+    require_floats(found.path, origin)
     local = is_local(found.path)
     origin = _with_reference(origin, found)
     files = remote or weight_files(found.path, allow_pickle)
@@ -257,11 +263,23 @@ def open_checkpoint(
     return checkpoint
 
 
-def _find(reference: str, offline: bool, allow_pickle: bool, headers_only: bool) -> tuple[Resolved, WeightFiles | None]:
+def weight_headers_of(reference: str, *, offline: bool = False, allow_pickle: bool = False) -> WeightFiles:
+    """The tensors in a reference's weight files by their own names, whatever they hold; raises as `open_checkpoint`."""
+    found, remote = _find(reference, offline, allow_pickle, True, read_spec)
+    return remote or weight_files(found.path, allow_pickle)
+
+
+def _usable(path: Path) -> None:
+    """Raise InvalidInput for a config that cannot be used: before gigabytes are fetched."""
+    require_floats(path, read_spec(path)[1])
+
+
+def _find(
+    reference: str, offline: bool, allow_pickle: bool, headers_only: bool, check: Callable[[Path], object]
+) -> tuple[Resolved, WeightFiles | None]:
     """What a reference stands for, and with `headers_only` the headers of weights that were left on the hub."""
 
     def find(weights: bool) -> Resolved:
-        # read_spec: a config that cannot be used is told before gigabytes are fetched.
         return resolve(
             reference,
             offline=offline,
@@ -269,7 +287,7 @@ def _find(reference: str, offline: bool, allow_pickle: bool, headers_only: bool)
             companions=True,
             allow_pickle=allow_pickle,
             repo_of=repo_of,
-            check=read_spec,
+            check=check,
         )
 
     found = find(weights=not headers_only)

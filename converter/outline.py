@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..architectures import architecture_of
+from ..architectures.config import quantisation
 from ..architectures.presets import find, repo_of
 from ..errors import GptkitError, UntrustedInput
 from ..spec import ModelSpec
 from .resolve import INDEX, SINGLE, NoConfig, exists, resolve
-from .tree import Origin, foreign_format, read_spec
+from .tree import Origin, Quantised, foreign_format, is_local, read_spec
 
 __all__ = ["Outline", "outline"]
 
@@ -86,7 +87,13 @@ def outline(reference: str, *, offline: bool = False, allow_pickle: bool = False
         opened = other.read(found.path, True)
         return Outline(opened.spec, opened.origin, found.path, None, (*found.notes, *opened.notes))
     unfit = _unfit(found.path) if found.kind == "path" else ()
-    return Outline(spec, origin, found.path, found.revision, (*found.notes, *unfit))
+    return Outline(spec, origin, found.path, found.revision, (*found.notes, *unfit, *_quantised(found.path, origin)))
+
+
+def _quantised(path: Path, origin: Origin) -> tuple[str, ...]:
+    """That the weights are not the numbers of the tree that is told, but stand for them."""
+    found = None if is_local(path) else quantisation(origin.config)
+    return () if found is None else (f"its weights are quantised ({found[0]}): this is the model that they stand for",)
 
 
 def _unfit(path: Path) -> tuple[str, ...]:
@@ -100,6 +107,8 @@ def _unfit(path: Path) -> tuple[str, ...]:
 
     try:
         open_checkpoint(str(path), headers_only=True)
+    except Quantised:
+        return ()
     except GptkitError as error:
         why = error.message.removeprefix(f"{path}: ").partition(": ")[0]
         return (f"the weights in it are not those of its config.json, which is what is told here: {why}",)

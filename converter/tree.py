@@ -19,7 +19,7 @@ from typing import Any
 
 from .. import __version__
 from ..architectures import architecture_of, named
-from ..architectures.config import ConfigReader, parse_config_text, read_config_file
+from ..architectures.config import ConfigReader, parse_config_text, quantisation, read_config_file
 from ..errors import ConfigError, InvalidInput, UsageError
 from ..spec import ModelSpec, from_json, to_json
 from .formats import Format, format_named, format_of
@@ -29,12 +29,14 @@ __all__ = [
     "LOCAL_CONFIG",
     "LOCAL_SCHEMA",
     "Origin",
+    "Quantised",
     "described_tree",
     "foreign_format",
     "is_local",
     "is_tree",
     "read_spec",
     "refuse_adapter",
+    "require_floats",
     "write_spec",
 ]
 
@@ -61,6 +63,23 @@ class Origin:
     def config(self) -> dict[str, Any] | None:
         """The original config.json as an object."""
         return None if self.config_text is None else parse_config_text(self.config_text, "the original config.json")
+
+
+class Quantised(InvalidInput):
+    """Weights that are stored as something else than floating-point numbers, by a method that is not read here."""
+
+
+def require_floats(path: Path, origin: Origin) -> None:
+    """Raise Quantised where the config.json of a folder, or beside a file, says that its weights are."""
+    found = None if is_local(path) else quantisation(origin.config)
+    if found is None:
+        return
+    words, way = found
+    what = "Name the model that it was made from" + (f", or dequantise it with {way}" if way is not None else "")
+    raise Quantised(
+        f"{path}: its weights are quantised ({words}), and gptkit reads floating-point ones",
+        f"{what}. params, compare and show need no weights.",
+    )
 
 
 def read_spec(path: Path) -> tuple[ModelSpec, Origin, list[str]]:

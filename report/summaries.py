@@ -68,7 +68,7 @@ def load_summary(checkpoint: Checkpoint) -> RenderableType:
     spec = checkpoint.spec
     table = plain_table(("", "left"), ("", "left"))
     table.show_header = False
-    stored = sorted(set(checkpoint.dtypes.values()))
+    stored = sorted({checkpoint.stored_of(leaf)[0] for leaf in checkpoint.leaves})
     total = sum(path.stat().st_size for path in checkpoint.files)
     where = f"{len(checkpoint.files)} file{'s' if len(checkpoint.files) > 1 else ''}, {human_bytes(total)}"
     table.add_row("family", f"{checkpoint.origin.family or 'none'} ({checkpoint.format} format)")

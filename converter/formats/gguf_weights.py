@@ -29,7 +29,8 @@ PART = 2**22
 class GgufWeights:
     """The tensors of a file, by their names in it.
 
-    `info` says what they are once read: quantised ones are fp32.
+    `info` says what they are once read: quantised ones are fp32. `blocks` says what those are in the file, and their
+    bytes there.
     """
 
     def __init__(self, path: Path, header: Header, tensors: Mapping[str, GgufTensor]) -> None:
@@ -37,6 +38,11 @@ class GgufWeights:
         self.info = {
             name: (tensor.type.name if tensor.type.block == 1 else "F32", tensor.shape)
             for name, tensor in tensors.items()
+        }
+        self.blocks = {
+            name: (tensor.type.name, tensor.end - tensor.start)
+            for name, tensor in tensors.items()
+            if tensor.type.block > 1
         }
 
     def read(self, name: str) -> np.ndarray:

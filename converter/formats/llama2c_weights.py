@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,11 +23,18 @@ ROWS = 4096
 
 
 class Llama2cWeights:
-    """The tensors of a file by their names, each a layer's own; quantised ones are fp32 once read."""
+    """The tensors of a file by their names, each a layer's own; quantised ones are fp32 once read, and `blocks` says
+    what they are in the file.
+    """
 
     def __init__(self, path: Path, places: Mapping[str, Place]) -> None:
         self._path, self._places = path, places
         self.info = {name: ("F32", place.shape) for name, place in places.items()}
+        self.blocks = {
+            name: (f"I8 in groups of {place.group}", math.prod(place.shape) // place.group * (place.group + 4))
+            for name, place in places.items()
+            if place.scales is not None
+        }
         try:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -15,12 +15,13 @@ from families import REPRESENTATIVES, VARIANTS, spec_of, variants_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gptkit.architectures import ARCHITECTURES, architecture_of, named
+from gptkit.architectures import ARCHITECTURES, BY_MODEL_TYPE, architecture_of, named
 from gptkit.architectures.config import (
     COMMON_IRRELEVANT,
     COMMON_REFUSED,
     ConfigReader,
     parse_config_text,
+    quantisation,
     read_config_file,
 )
 from gptkit.errors import CannotExpress, ConfigError, GptkitError, UnknownFamily
@@ -376,6 +377,18 @@ def test_an_unknown_family_gets_a_guess_and_the_list():
         architecture_of({"model_type": "nothing-near"})
 
 
+def test_an_architecture_of_its_own_is_no_typo():
+    from transformers import CONFIG_MAPPING
+
+    told = 0
+    for kind in [kind for kind in CONFIG_MAPPING if kind not in BY_MODEL_TYPE]:
+        with pytest.raises(UnknownFamily) as caught:
+            architecture_of({"model_type": kind})
+        assert "did you mean" not in str(caught.value), kind
+        told += kind == "ministral3"
+    assert told == 1
+
+
 @pytest.mark.parametrize("kind", ["mamba", "gemma", "opt", "t5", "phi", "gpt_neox", "rwkv"])
 def test_another_family_is_no_typo_of_ours(kind):
     with pytest.raises(UnknownFamily) as caught:
@@ -448,7 +461,7 @@ def depths() -> Iterator[int]:
 
 @pytest.mark.parametrize("shape", [("[", "]"), ('{"a":', "}")], ids=["lists", "objects"])
 @pytest.mark.parametrize(
-    "key", ["n_embd", "n_layer", "activation_function", "tie_word_embeddings", "quantization_config"]
+    "key", ["n_embd", "n_layer", "activation_function", "tie_word_embeddings", "is_encoder_decoder"]
 )
 def test_deep_nesting_is_a_config_error(shape, key):
     """Parsing may just succeed where showing the value would not."""
@@ -457,6 +470,41 @@ def test_deep_nesting_is_a_config_error(shape, key):
         text = f'{{"model_type": "gpt2", "{key}": {opening * depth}1{closing * depth}}}'
         with pytest.raises(ConfigError):
             spec_of(parse_config_text(text, "there"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}},
+            "gptq, 4 bits, groups of 128",
+        ),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3, "group_size": -1}}, "gptq, 3 bits"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes, 4 bits"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 64]}},
+            "fp8, blocks of 128 × 64",
+        ),
+        (
+            {
+                "quantization_config": {
+                    "quant_method": "compressed-tensors",
+                    "config_groups": {"group_0": {"weights": {"num_bits": 8, "group_size": None}}},
+                }
+            },
+            "compressed-tensors, 8 bits",
+        ),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "mlx, 4 bits, groups of 64"),
+        ({"quantization_config": {}}, "some method"),
+        ({"quantization_config": {"quant_method": "\x1b[1m", "bits": True, "group_size": 2**99}}, "some method"),
+        ({"quantization_config": [4]}, "in a way that config.json does not tell"),
+        ({"quantization_config": None}, None),
+        ({}, None),
+    ],
+)
+def test_how_weights_are_quantised(fields, words):
+    found = quantisation(fields)
+    assert (None if found is None else found[0]) == words
 
 
 def test_numbers_that_json_allows():

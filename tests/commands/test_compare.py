@@ -7,6 +7,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+import gptkit
 from gptkit.cli import app
 
 runner = CliRunner()
@@ -24,6 +25,12 @@ def test_the_usual_table() -> None:
     text = run("gpt2", "llama-2-7b", "bloom-7b1", "falcon-7b").stdout
     assert "* attention" in text and "MQA 71/1" in text and "more rows, alike in all of them: --all" in text
     assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_a_pickle_that_is_allowed(tmp_path: Path) -> None:
+    gptkit.convert("sample:gpt2", tmp_path / "out", "nanogpt_tanh")
+    assert "--allow-pickle reads it" in run(tmp_path / "out", "sample:gpt2", code=4).stderr
+    assert "learned" in run(tmp_path / "out", "sample:gpt2", "--allow-pickle").stdout
 
 
 def test_more_and_fewer_rows() -> None:

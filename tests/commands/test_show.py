@@ -43,6 +43,13 @@ def config_of(folder: Path, config: dict[str, Any]) -> Path:
 # --- words ------------------------------------------------------------------------------------------------------------
 
 
+def test_a_pickle_that_is_allowed(tmp_path: Path) -> None:
+    gptkit.convert("sample:gpt2", tmp_path / "out", "nanogpt_tanh")
+    told = run(tmp_path / "out", code=4)
+    assert "--allow-pickle reads it" in told
+    assert "q_proj" in run(tmp_path / "out", "--allow-pickle")
+
+
 def test_it_prints_the_tree_and_the_path() -> None:
     text = run("qwen3-8b")
     for words in (

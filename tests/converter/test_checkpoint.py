@@ -272,7 +272,6 @@ def test_broken_json(name: str, text: str, copied: Callable[[str], Folder]) -> N
         {"vocab_size": 0},
         {"activation_function": "swishy"},
         {"tie_word_embeddings": "no"},
-        {"quantization_config": {"bits": 4}},
         {"add_cross_attention": True},
     ],
     ids=repr,

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import gptkit
+from gptkit.analysis.params import stored
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert, plan_conversion
 from gptkit.converter.tokenizer import load_tokenizer
@@ -244,6 +245,7 @@ def test_version_2_is_dequantised(saved: tuple[Path, Any, dict[str, Any]], group
     (tmp_path / "q80.bin").write_bytes(data)
     source = open_checkpoint(tmp_path / "q80.bin")
     assert any("dequantised" in note for note in source.notes)
+    assert stored(str(tmp_path / "q80.bin")).nbytes == len(data) - 256  # all but the header
     found = parts(model, config)
     read = {leaf.checkpoint: source.read(leaf) for leaf in source.leaves}
     names = {"wq": "attention.wq", "wo": "attention.wo", "w2": "feed_forward.w2"}
