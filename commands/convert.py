@@ -140,7 +140,8 @@ def _random(
 def convert(
     model: ModelArgument,
     out: Annotated[
-        Path | None, typer.Argument(metavar="OUT", help="The folder to write; by default MODEL-FORMAT.")
+        Path | None,
+        typer.Argument(metavar="OUT", help="The folder to write, or a .gguf file; by default the folder MODEL-FORMAT."),
     ] = None,
     to: Annotated[
         str,
@@ -216,6 +217,8 @@ def check(
     from ..converter.publish import MANIFEST, check_manifest
     from ..errors import CheckpointError, InvalidInput
 
+    if folder.is_file():
+        raise InvalidInput(f"{folder} is a file, and manifests are those of folders", "gptkit load checks its header.")
     if not folder.is_dir():
         raise InvalidInput(f"no such folder: {folder}", "Name a folder that gptkit wrote.")
     if not (folder / MANIFEST).exists():

@@ -256,8 +256,7 @@ def open_checkpoint(
     _match(checkpoint, architecture, allow_extra, integers, partial)
     checkpoint.leaves = _in_file_order(checkpoint, files)
     if architecture is not None and files.headers:
-        index = found.path / INDEX
-        texts = {INDEX: index.read_text(encoding="utf-8")} if len(files.headers) > 1 else {}
+        texts = {} if files.index is None else {INDEX: files.index}
         checkpoint.origin = replace(checkpoint.origin, files={**files.headers, **texts})
     checkpoint.dtype = _compute_dtype(checkpoint)
     return checkpoint

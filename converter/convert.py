@@ -22,6 +22,7 @@ from .checkpoint import Checkpoint, identity_leaves, open_checkpoint, stated_dty
 from .distributed import team, together
 from .dtypes import HF_NAMES, parse_dtype, widest
 from .formats import NAMES, Request, format_named, writable
+from .formats.gguf import begins
 from .publish import FileRecord
 from .resolve import CONFIG
 from .tokenizer import token_files
@@ -63,6 +64,30 @@ def default_output(reference: str, to: str) -> Path:
     for suffix in ("-local", "-hf", ".safetensors", ".json", ".gguf", ".bin", ".pt"):
         name = name.removesuffix(suffix)
     return Path(f"{name or 'model'}-{to.replace(':', '-')}")
+
+
+ENDINGS = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
+"""Of weight files. A name with one is never that of a folder to be made."""
+
+
+def _is_file(target: Path, to: str) -> bool:
+    """Whether OUT names the file itself: a .gguf, which holds all that there is to a model.
+
+    Raises:
+        UsageError: the name is a file's, and the format has files beside (a tokenizer.bin, a config.json).
+
+    """
+    if target.suffix not in ENDINGS:
+        return False
+    if to != "gguf" or target.suffix != ".gguf":
+        raise UsageError(f"{target} is the name of a file, and --to {to} makes a folder", "Name the folder to make.")
+    return True
+
+
+def _alone(plan: Plan, name: str) -> Plan:
+    """The plan's one file under another name, and nothing beside it."""
+    (shard,) = plan.shards
+    return Plan((replace(shard, name=name),), {}, ())
 
 
 def plan_output(
@@ -235,7 +260,8 @@ def convert(
 
     Args:
         model: a reference; see `converter.resolve`.
-        out: the folder to make; by default the model's name with the format behind it, in the working directory.
+        out: the folder to make; by default the model's name with the format behind it, in the working directory. With
+            "gguf" a name that ends in .gguf is that of the file, which then stands alone, without a manifest.
         to: "local", "hf", "hf:FAMILY" for another family that can hold the tree, "hf:auto" for the first that
             can, its own before others, or a name of `converter.formats`.
         force: replace an existing checkpoint folder, in one step.
@@ -254,12 +280,15 @@ def convert(
     Raises:
         InvalidInput, Offline: as `open_checkpoint`; CheckpointError also where a value does not fit `dtype`.
         CannotExpress: the family or format cannot hold the tree; nothing was written.
-        UsageError: `out` exists, or its parent does not; an unknown format or dtype; too little memory allowed.
+        UsageError: `out` exists, its parent does not, or it is a weight file's name where a folder is made; an unknown
+            format or dtype; too little memory allowed.
 
     """
     target = Path(out) if out is not None else default_output(str(model), to)
     family = _check_format(to)
     staging = team().staging(target, force)
+    if _is_file(target, to):
+        staging.single = begins
     # What cannot be written is refused before gigabytes are fetched, and from here on nobody else writes there.
     with nullcontext() if dry_run else staging.reserved():
         source = open_checkpoint(
@@ -276,6 +305,8 @@ def convert(
             found, source = adapt_to_any(source)
             to = f"hf:{found.name}"
         planned = plan_conversion(source, to, dtype, max_shard_bytes)
+        if staging.single is not None:
+            planned = _alone(planned, target.name)
         conversion = Conversion(source, target, to, planned, memory_of(jobs_of(planned, source), max_memory))
         if dry_run:
             return conversion

@@ -337,6 +337,8 @@ def gather(
     if weights or companions:
         repository.list_files()
     small = repository.companion_names() if companions else []
+    if {SINGLE, INDEX} <= (repository.files or {}).keys() and (weights or companions):
+        small.append(INDEX)  # which some producers write beside one file, and which is to come back
     large = repository.weight_names(allow_pickle) if weights else []
     repository.require_space([*small, *large])
     for name in small:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -26,7 +26,7 @@ from .safetensors import (
     read_header,
 )
 
-__all__ = ["WeightFiles", "assembled", "read_index", "single", "weight_files"]
+__all__ = ["WeightFiles", "assembled", "index_of", "read_index", "single", "weight_files"]
 
 ADAPTER = "adapter_model.safetensors"
 """What peft writes."""
@@ -52,6 +52,8 @@ class WeightFiles:
     metadata: dict[str, str]
     headers: dict[str, str] = field(default_factory=dict)
     """The text of every file's header, by the file's name."""
+    index: str | None = None
+    """The text of the index, where there is one of these files and tensors; MLX writes one beside a single file."""
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +84,8 @@ def _folder(folder: Path, allow_pickle: bool) -> WeightFiles:
     # The order of transformers (modeling_utils._get_resolved_checkpoint_files): one file wins over an index, and
     # safetensors over pickles. A folder that it and gptkit read differently would be verified against other weights.
     if _kind(folder / SINGLE) == "file":
-        return _single(folder / SINGLE)
+        found = _single(folder / SINGLE)
+        return replace(found, index=index_of(folder, found))
     if _kind(folder / INDEX) == "file":
         return _sharded(folder, read_index(folder / INDEX))
     names = sorted(entry.name for entry in folder.iterdir())
@@ -109,6 +112,17 @@ def _folder(folder: Path, allow_pickle: bool) -> WeightFiles:
     if pickles:
         return _pickles([folder / name for name in pickles], allow_pickle)
     raise CheckpointError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}")
+
+
+def index_of(folder: Path, found: WeightFiles) -> str | None:
+    """The text of an index that says of a single file what it holds; one of other files stays unread, as everywhere."""
+    path = folder / INDEX
+    if _kind(path) != "file":
+        return None
+    try:
+        return path.read_text("utf-8") if read_index(path) == dict.fromkeys(found.tensors, SINGLE) else None
+    except (InvalidInput, OSError, ValueError):
+        return None
 
 
 def _kind(path: Path) -> Literal["file", "folder", "other"] | None:
@@ -249,7 +263,8 @@ def assembled(folder: Path, weight_map: dict[str, str], headers: dict[str, Heade
     for name in names:
         metadata = {**headers[name].metadata, **metadata}
     texts = {name: headers[name].text for name in names}
-    return WeightFiles("safetensors", tuple(folder / name for name in names), tensors, metadata, texts)
+    index = (folder / INDEX).read_text("utf-8")
+    return WeightFiles("safetensors", tuple(folder / name for name in names), tensors, metadata, texts, index)
 
 
 def _check_agreement(folder: Path, weight_map: dict[str, str], headers: dict[str, Header]) -> None:

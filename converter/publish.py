@@ -7,6 +7,9 @@ the target as it was: absent, or the old one complete.
 A sibling `.<name>.lock`, held by flock, keeps two writers of one target apart. Who holds it knows that every partial
 folder of the target is an orphan: one of the same work is taken over, with the files that its journal says are finished
 and that still have their sha256; any other is swept.
+
+A target that is one file (a GGUF) is made in the same way: in such a sibling folder, from which the file is renamed. It
+has no manifest.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -72,6 +75,7 @@ class Staging:
     read-only, GptkitError where the target is being written by another process or the folder cannot be made.
 
     Attributes:
+        single: None for a folder. For a target that is one file, whether a file that stands there may be replaced.
         finished: what was taken over: records by file name, each file hashed again and still right. What else lay in
             the folder is gone.
 
@@ -82,6 +86,7 @@ class Staging:
         self.target = Path(os.path.abspath(os.path.expanduser(target)))  # noqa: PTH100, PTH111
         self.force = force
         self.key = key
+        self.single: Callable[[Path], bool] | None = None
         self.finished: Mapping[str, FileRecord] = {}
         self._known: dict[str, FileRecord] = {}
         self._path: Path | None = None
@@ -160,6 +165,8 @@ class Staging:
     def commit(self, manifest: Mapping[str, object], *, files: Mapping[str, FileRecord] | None = None) -> None:
         """Publish the folder: fsync all of it, write manifest.json last, rename it to the target, fsync the parent.
 
+        Where the target is one file, that is published, without a manifest.
+
         `manifest` holds the caller's own entries (JSON values). `files` gives what is known of files by name, relative
         to the folder: every other file that was not finished or taken over is read and hashed here. Raises GptkitError
         where a step fails, or UsageError where the target appeared meanwhile: the target then is as it was (or new and
@@ -170,6 +177,12 @@ class Staging:
             raise ValueError(f"the manifest's own keys cannot be passed in: {sorted(clash)}")
         try:
             listed = _list_files(path, {**self.finished, **self._known, **(files or {})})
+            if self.single is not None:
+                if list(listed) != [self.target.name]:
+                    raise ValueError(f"{self.target.name} was to be made, and {sorted(listed)} are there")
+                fsync(path)
+                self._publish(path)
+                return
             record = {"schema_version": SCHEMA_VERSION, **manifest, "files": listed}
             text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
             write_bytes(path / MANIFEST, text.encode())
@@ -185,15 +198,20 @@ class Staging:
 
     def _publish(self, path: Path) -> None:
         old = self._rename(path)
-        # From here on the target is the new folder, and whatever stands at `old` is the one it replaced.
+        # From here on the target is the new one, and whatever stands at `old` is what it replaced, or an empty folder.
         self._path = None
         fsync(self.target.parent)
         if old is not None:  # not before the new one stands for good
             _remove(old)
 
     def _rename(self, path: Path) -> Path | None:
-        """Make `path` the target; returns where the folder that it replaced is now, or None."""
+        """Make `path`, or the one file in it, the target; returns the folder that is to be removed now, or None."""
         self._check_target()  # again: it was first checked before the work, which may have taken an hour
+        if self.single is not None:
+            file = path / self.target.name
+            if os.path.lexists(self.target) or not _renameat2(file, self.target, _RENAME_NOREPLACE):
+                file.replace(self.target)
+            return path
         if not os.path.lexists(self.target):
             if not _renameat2(path, self.target, _RENAME_NOREPLACE):
                 path.rename(self.target)
@@ -226,6 +244,9 @@ class Staging:
         target = self.target
         if not os.path.lexists(target):
             return
+        if self.single is not None:
+            self._check_file(self.single)
+            return
         if target.is_symlink() or not target.is_dir():
             what = "a symbolic link" if target.is_symlink() else "a file"
             raise UsageError(f"{target} exists and is {what}, not a folder", "Choose another name for the output.")
@@ -237,6 +258,20 @@ class Staging:
             why = "is a git repository" if ".git" in names else "holds no config.json, and gptkit did not write it"
             raise UsageError(
                 f"{target} {why}: --force replaces only a checkpoint's folder",
+                "Remove it yourself, or choose another name.",
+            )
+
+    def _check_file(self, single: Callable[[Path], bool]) -> None:
+        """The same for a target that is one file."""
+        target = self.target
+        if target.is_symlink() or not target.is_file():
+            what = "a symbolic link" if target.is_symlink() else "a folder" if target.is_dir() else "no plain file"
+            raise UsageError(f"{target} exists and is {what}, not a file", "Choose another name for the output.")
+        if not self.force:
+            raise UsageError(f"{target} exists", "Choose another name, or pass --force to replace it.")
+        if not single(target):
+            raise UsageError(
+                f"{target} is a file of another kind: --force replaces only one of its own",
                 "Remove it yourself, or choose another name.",
             )
 
@@ -281,6 +316,8 @@ class Staging:
 
     def _restore(self) -> None:
         """Put an old folder back that was set aside for a new one that never came. Raises OSError."""
+        if self.single is not None:  # which is replaced in one step anywhere
+            return
         for left in self._siblings("old"):
             if os.path.lexists(self.target):
                 _remove(left)

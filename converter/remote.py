@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import CheckpointError, InvalidInput, Offline
 from .hub import WAY_ON, File, Repository, typed_errors
-from .index import WeightFiles, assembled, read_index, single
-from .resolve import INDEX
+from .index import WeightFiles, assembled, index_of, read_index, single
+from .resolve import INDEX, SINGLE
 from .safetensors import Header, header_length, parse_header, read_header
 
 __all__ = ["HeaderWeights", "Part", "headers", "read_range", "weight_headers"]
@@ -70,7 +70,8 @@ def weight_headers(repository: Repository, allow_pickle: bool = False) -> Weight
         read = dict(zip(shards, pool.map(lambda name: _header(repository, name), shards), strict=True))
     repository.record()
     if INDEX not in names:
-        return single(folder / shards[0], read[shards[0]])
+        found = single(folder / shards[0], read[shards[0]])
+        return replace(found, index=index_of(folder, found)) if shards == [SINGLE] else found
     return assembled(folder, read_index(folder / INDEX), read)
 
 

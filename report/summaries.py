@@ -118,7 +118,8 @@ def conversion_lines(conversion: Conversion) -> list[str]:
         sizes += [(name, len(text), "") for name, text in plan.texts.items()]
         sizes += [(path.name, path.stat().st_size, "") for path in plan.companions]
         lines += [f"  {name}  {human_bytes(nbytes)}{more}" for name, nbytes, more in sizes]
-        lines.append(f"  disk: {human_bytes(plan.nbytes)}, and a manifest")
+        alone = [shard.name for shard in plan.shards] == [conversion.target.name]
+        lines.append(f"  disk: {human_bytes(plan.nbytes)}{'' if alone else ', and a manifest'}")
         lines.append(
             f"  memory: {human_bytes(conversion.memory)} of tensors; the largest has {human_bytes(plan.largest)}"
         )

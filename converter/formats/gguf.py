@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..write import Plan
     from . import Opened, Request
 
-__all__ = ["describe", "describe_header", "matches", "plan", "read", "write"]
+__all__ = ["begins", "describe", "describe_header", "matches", "plan", "read", "write"]
 
 PLAIN = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
 """Types that safetensors has under the same name."""
@@ -50,12 +50,15 @@ def matches(path: Path) -> bool:
         path = _file(path)
         if not path.is_file():
             return False
-        if path.suffix == ".gguf":
-            return True
-        with path.open("rb") as file:
-            return file.read(4) == b"GGUF"
+        return path.suffix == ".gguf" or begins(path)
     except (OSError, ValueError):
         return False
+
+
+def begins(path: Path) -> bool:
+    """Whether a file begins as a GGUF file does. Raises OSError."""
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
 
 
 def _file(path: Path) -> Path:

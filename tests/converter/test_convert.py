@@ -371,6 +371,35 @@ def test_files_that_no_tool_of_today_writes_come_back_too(gpt2: tuple[Path, Any]
     assert (tmp_path / "back" / "weights.safetensors").read_bytes() == (source / "weights.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00001.safetensors"])
+def test_an_index_of_a_single_file_comes_back(name: str, gpt2: tuple[Path, Any], tmp_path: Path) -> None:
+    """As MLX writes them: its own metadata, a header that is not padded, and an index beside one file."""
+    source, _ = gpt2
+    raw = (source / "model.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.dumps({**json.loads(raw[8 : 8 + length]), "__metadata__": {"format": "mlx"}}).encode()
+    (source / "model.safetensors").unlink()
+    (source / name).write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + length :])
+    names = [key for key in json.loads(header) if key != "__metadata__"]
+    index = {"metadata": {"total_size": len(raw)}, "weight_map": dict.fromkeys(sorted(names), name)}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index, indent=4))
+    before = contents(source)
+    for folder, to in (("straight", "hf"), ("local", "local")):
+        convert(source, tmp_path / folder, to)
+    convert(tmp_path / "local", tmp_path / "back", "hf")
+    for folder in ("straight", "back"):
+        after = contents(tmp_path / folder)
+        assert after.pop("manifest.json") and after == before
+
+
+def test_an_index_of_other_files_is_not_taken_along(gpt2: tuple[Path, Any], tmp_path: Path) -> None:
+    source, _ = gpt2
+    for number, text in enumerate(("{}", "no index", json.dumps({"weight_map": {"x": "model.safetensors"}}))):
+        (source / "model.safetensors.index.json").write_text(text)
+        convert(source, tmp_path / f"{number}", "hf")
+        assert not (tmp_path / f"{number}" / "model.safetensors.index.json").exists()
+
+
 @pytest.mark.parametrize(
     "name", ["../model.safetensors", "/tmp/model.safetensors", "gptkit.json", "a\\b.safetensors", ""]
 )

@@ -21,8 +21,10 @@ from gptkit.converter.convert import convert, plan_conversion
 from gptkit.converter.formats.gguf_tokenizer import CONTROL, UNKNOWN, UNUSED, USER_DEFINED
 from gptkit.converter.formats.gguf_vocab import pre_tokenizer, vocabulary
 from gptkit.converter.formats.gguf_write import ALIGNMENT, q8_0
+from gptkit.converter.lock import Lock
 from gptkit.converter.tokenizer import load_tokenizer
-from gptkit.errors import CannotExpress, CheckpointError, InvalidInput, UsageError
+from gptkit.errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, UsageError
+from gptkit.report.summaries import conversion_lines
 
 gguf = pytest.importorskip("gguf")
 
@@ -591,3 +593,73 @@ def test_llama_cpp_loads_and_computes_every_variant(tmp_path: Path, variant: Var
         f"{variant}: mean {error.mean():.2e} of {np.abs(exact).mean():.2g}, noise {np.abs(rounded - exact).mean():.2e}"
     )
     assert error.mean() <= 4 * np.abs(rounded - exact).mean()
+
+
+# --- one file by name ---
+
+
+def test_a_name_that_ends_in_gguf_is_the_file(tmp_path: Path) -> None:
+    target = tmp_path / "out.gguf"
+    convert("sample:llama", tmp_path / "folder", "gguf")
+    done = convert("sample:llama", target, "gguf")
+    (inside,) = (tmp_path / "folder").glob("*.gguf")
+    assert target.is_file() and target.read_bytes() == inside.read_bytes() and done.published
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "out.gguf"]
+    dry = conversion_lines(convert("sample:llama", tmp_path / "dry.gguf", "gguf", dry_run=True))
+    assert any("dry.gguf" in line for line in dry) and not any("manifest" in line for line in dry)
+
+
+def test_force_replaces_a_gguf_file_and_nothing_else(tmp_path: Path) -> None:
+    target = tmp_path / "out.gguf"
+    convert("sample:llama", target, "gguf", dtype="float32")
+    old = target.read_bytes()
+    with pytest.raises(UsageError, match="exists"):
+        convert("sample:llama", target, "gguf")
+    assert target.read_bytes() == old
+    convert("sample:llama", target, "gguf", force=True)
+    assert target.read_bytes() != old
+    os.mkfifo(tmp_path / "pipe.gguf")
+    (tmp_path / "other.gguf").write_text("notes of mine")
+    (tmp_path / "folder.gguf").mkdir()
+    (tmp_path / "link.gguf").symlink_to(target)
+    for name in ("pipe", "other", "folder", "link"):
+        before = (tmp_path / f"{name}.gguf").lstat()
+        with pytest.raises(UsageError, match=r"not a file|another kind"):
+            convert("sample:llama", tmp_path / f"{name}.gguf", "gguf", force=True)
+        assert (tmp_path / f"{name}.gguf").lstat().st_ino == before.st_ino
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_file_over_its_own_source(tmp_path: Path) -> None:
+    target = tmp_path / "x.gguf"
+    convert("sample:llama", target, "gguf", dtype="float32")
+    convert(target, target, "gguf", dtype="float16", force=True)
+    assert {type_of(tensor) for tensor in gguf.GGUFReader(target).tensors} == {"F16", "F32"}
+
+
+def type_of(tensor: Any) -> str:
+    return str(tensor.tensor_type.name)
+
+
+def test_one_writer_of_a_file_who_sweeps_what_others_left(tmp_path: Path) -> None:
+    target, left = tmp_path / "out.gguf", tmp_path / ".out.gguf.partial-1-0123abcd"
+    left.mkdir()
+    (left / "out.gguf").write_bytes(b"half")
+    lock = Lock(target)
+    lock.acquire()
+    with pytest.raises(GptkitError, match="another"):
+        convert("sample:llama", target, "gguf")
+    assert left.exists() and not target.exists()
+    lock.release()
+    convert("sample:llama", target, "gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [("out.bin", "llama2c"), ("ckpt.pt", "nanogpt"), ("x.safetensors", "hf"), ("x.gguf", "local"), ("x.pth", "gguf")],
+)
+def test_a_files_name_is_no_folders(name: str, to: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"{name} is the name of a file, and --to {to} makes a folder"):
+        convert("sample:llama", tmp_path / name, to)
+    assert not list(tmp_path.iterdir())

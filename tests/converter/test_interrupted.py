@@ -133,6 +133,41 @@ def test_the_nth_call_fails_for_every_n(memory_path: Path, code: int, over_old: 
     assert len(hits) > 60
 
 
+@pytest.mark.parametrize("over_old", [False, True])
+def test_the_nth_call_fails_for_every_n_of_a_single_file(memory_path: Path, over_old: bool) -> None:
+    tiny, target = make_tiny(memory_path / "tiny"), memory_path / "room" / "out.gguf"
+    (tiny / "tokenizer.json").unlink()
+    target.parent.mkdir()
+    convert(tiny, memory_path / "new.gguf", "gguf", workers=1)
+    convert(tiny, memory_path / "old.gguf", "gguf", dtype="float16", workers=1)
+    new, old = (memory_path / "new.gguf").read_bytes(), (memory_path / "old.gguf").read_bytes()
+    assert new != old
+    hits: list[str] = []
+    for at in range(1000):
+        if over_old:
+            target.write_bytes(old)
+        with pytest.MonkeyPatch.context() as patch:
+            fault = Fault(patch, at, errno.ENOSPC)
+            try:
+                convert(tiny, target, "gguf", force=over_old, workers=1)
+                failed = False
+            except GptkitError:
+                failed = True
+        state = target.read_bytes() if target.exists() else None
+        if not fault.hit:
+            assert not failed and state == new and beside(target) == []
+            break
+        hits.append(fault.hit)
+        assert state in ((old if over_old else None), new), f"call {at}, {fault.hit}"
+        assert failed or state == new, f"call {at}, {fault.hit}: silent"
+        tidy = fault.hit not in ("unlink", "rmdir", "open", "fsync")
+        assert not tidy or beside(target) == [], f"call {at}, {fault.hit}"
+        convert(tiny, target, "gguf", force=True, workers=1)
+        assert target.read_bytes() == new and beside(target) == [], f"call {at}, {fault.hit}"
+        target.unlink()
+    assert {"open", "mkdir", "pwrite", "fsync", "unlink", "replace" if over_old else "renameat2"} <= set(hits)
+
+
 STRACED = "import sys; from gptkit.converter.convert import convert; convert(*sys.argv[1:], force=True, workers=1)"
 
 
