@@ -431,7 +431,7 @@ def _notes(design: Design, shape: Shape, family: str | None, spec: ModelSpec, fo
     tokens = TOKENS_EACH * found.parameters
     flops = f"{6.0 * found.parameters * tokens:.1e}".replace("e+", "e")
     notes.append(
-        f"Trained on {_billions(tokens)} billion tokens, {TOKENS_EACH} a parameter ({PAPERS['chinchilla']}), it takes"
+        f"Trained on {_billions(tokens)} billion tokens, {TOKENS_EACH} per parameter ({PAPERS['chinchilla']}), it takes"
         f" {flops} FLOPs, 6 per parameter and token."
     )
     if design.positions == "alibi":

@@ -60,7 +60,7 @@ def cost_sheets(models: Sequence[Told], asked: Asked, compared: bool = False) ->
     sheets = [sheet for sheet in sheets if sheet.rows]  # none where no model has positions for so many tokens
     notes = [*_chosen(models, asked, compared), *_too_short(models, asked), *_beyond(models, asked, compared)]
     if asked.dtype in SCALES:
-        notes.append(f"{asked.dtype}: {asked.dtype[3:]} bits a parameter, without the scales that go with them.")
+        notes.append(f"{asked.dtype}: {asked.dtype[3:]} bits per parameter, without the scales that go with them.")
     if not notes:
         return sheets
     last = sheets.pop() if sheets else Sheet("", (), ())

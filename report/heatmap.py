@@ -194,7 +194,7 @@ def _layout(
         "yaxis": {
             **axis,
             "range": [len(names) - 0.5, -0.5],
-            "title": {"text": down, "standoff": 4},
+            "title": {"text": down, "standoff": 14},
             "automargin": True,
             "tickvals": list(range(len(names))),
             "ticktext": names,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 import msgspec
 
@@ -15,8 +16,9 @@ from .plots import COLOURS, drawn, safe, share, short
 
 __all__ = ["treemap"]
 
-SMALLEST = 1 / 60
-"""Of the whole: what an area needs for its name, on a phone. Layers alike that have less are one area."""
+SMALLEST, TOGETHER = 1 / 60, 1 / 22
+"""Of the whole: what the name of a layer needs on a phone, and that of several, which are one area where each has less.
+"""
 MOST_CELLS = 2500
 """Areas up to which each layer has its own; beyond, neighbours alike are one."""
 
@@ -161,16 +163,15 @@ def _cells(
                 yield from _layer_cells(component, above, first, last, tensors)
 
 
-def _together(layers: Sequence[_Run], total: int) -> list[list[_Run]]:
-    """Layers that are drawn as one area, which opens: neighbours, as many alike as have room for a name."""
-    found: list[list[_Run]] = []
-    for layer in layers:
-        many = max(1, math.ceil(SMALLEST * total / max(_size(layer), 1)))
-        if found and found[-1][0][2] == layer[2] and len(found[-1]) < many:
-            found[-1].append(layer)
-        else:
-            found.append([layer])
-    return found
+def _together(layers: Sequence[_Run], total: int) -> Iterator[Sequence[_Run]]:
+    """Layers that are drawn as one area, which opens: neighbours alike, as few areas as have room for a name."""
+    for _, group in groupby(layers, key=lambda layer: layer[2]):
+        alike = list(group)
+        number = len(alike)
+        if _size(alike[0]) < SMALLEST * total:
+            number = min(number, max(1, int(sum(map(_size, alike)) / (TOGETHER * total))))
+        ends = [round(part * len(alike) / number) for part in range(number + 1)]
+        yield from (alike[first:last] for first, last in pairwise(ends))
 
 
 def _size(layer: _Run) -> int:

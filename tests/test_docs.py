@@ -345,3 +345,13 @@ def test_what_is_wrong_with_a_page_fails_the_build(wrong, tmp_path, generators):
     shutil.copy(DOCS / "conf.py", source)
     (source / "index.md").write_text(f"# A page\n\n{BROKEN[wrong]}")
     assert build(source, tmp_path).returncode != 0
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.is_relative_to(DOCS)], ids=named)
+def test_a_page_opens_with_a_sentence(page):
+    """Before any formula, table, list or code; a page that is another file is that file's business."""
+    text = re.sub(r"\A(\([\w-]+\)=\n)?# .*\n+", "", page.read_text())
+    first = text.partition("\n\n")[0]
+    if not first.startswith("```{include}"):
+        assert re.match(r"[A-Z`*\[][^|]*\w", first), first
+        assert not first.startswith(("```", "$$", "- ", "1. ")) and re.search(r"[.:?]\)?($|\s)", first), first

@@ -136,7 +136,7 @@ def test_memory_of_one_model() -> None:
 
 def test_scales_are_said_to_be_missing() -> None:
     for dtype in ("int8", "int4"):
-        assert f"{dtype}: {dtype[3:]} bits a parameter, without the scales" in printed(sheets("gpt2", dtype=dtype))
+        assert f"{dtype}: {dtype[3:]} bits per parameter, without the scales" in printed(sheets("gpt2", dtype=dtype))
     assert sheets("gpt2", dtype="fp8") == []
 
 

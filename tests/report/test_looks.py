@@ -116,8 +116,7 @@ def test_small_layers_are_one_area_that_opens(name: str) -> None:
         assert place not in inside or number == sum(numbers[each] for each in inside[place]), place
     for component in ("/attention", "/feed-forward"):
         drawn = inside[component]
-        smallest = sorted(numbers[place] for place in drawn)[:2]
-        assert len(drawn) == 1 or smallest[-1] >= model.count.total / 60  # but for one that is left over
+        assert len(drawn) == 1 or min(numbers[place] for place in drawn) >= model.count.total / 60
         layers = sum(len(inside[place]) if "-" in place.rpartition("/")[2] else 1 for place in drawn)
         assert layers == len(model.spec.blocks)
 
@@ -196,6 +195,10 @@ def test_diagrams_stand_in_a_row(show: Any) -> None:
 
 @pytest.mark.parametrize("screen", ["wide", "phone"])
 def test_areas_of_layers_are_named(show: Any, screen: str) -> None:
-    """Of the components that have room for a name themselves."""
-    texts = " ".join(show("params", screen).texts(".treemaplayer .slicetext"))
-    assert ("layers 0" in texts and "layer 0" in texts) or texts.count("layer") > 20
+    """Each in sight of attention and feed-forward, whatever the screen."""
+    shown = show("params", screen)
+    areas = """() => [...document.querySelectorAll('.treemaplayer .trace > g.slice')]
+      .map(each => [each.__data__.data.id, each.querySelector('text')?.textContent ?? ''])
+      .filter(([id]) => /^.(attention|feed-forward).[0-9-]+$/.test(id))"""
+    named = shown.page.evaluate(f"({areas})()")
+    assert len(named) > 20 and all(text.startswith("layer") for _, text in named), named
