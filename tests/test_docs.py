@@ -353,5 +353,5 @@ def test_a_page_opens_with_a_sentence(page):
     text = re.sub(r"\A(\([\w-]+\)=\n)?# .*\n+", "", page.read_text())
     first = text.partition("\n\n")[0]
     if not first.startswith("```{include}"):
-        assert re.match(r"[A-Z`*\[][^|]*\w", first), first
+        assert re.match(r"[A-Za-z`*\[][^|]*\w", first), first
         assert not first.startswith(("```", "$$", "- ", "1. ")) and re.search(r"[.:?]\)?($|\s)", first), first

@@ -28,6 +28,7 @@ from gptkit.architectures import ARCHITECTURES, architecture_of
 from gptkit.architectures.presets import presets
 from gptkit.cli import app as gptkit_app
 from gptkit.surgery.options import OPTIONS, spelled
+from gptkit.surgery.synonyms import guarantee_in_words
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -224,7 +225,8 @@ def swaps_table(*options: str) -> str:
     for (option, takes, guarantee, needs), alike in kinds:
         each = list(alike)
         asked = ", ".join(f"`{' '.join([spelled(option), *([swap.form] if swap.form else [])])}`" for swap in each)
-        rows.append([asked, f"{takes} → {'; '.join(dict.fromkeys(swap.gives for swap in each))}", guarantee, needs])
+        gives = "; ".join(dict.fromkeys(swap.gives for swap in each))
+        rows.append([asked, f"{takes} → {gives}", guarantee_in_words(guarantee), needs])
     sources: dict[str, list[str]] = {}
     for swap in some:
         if swap.source not in (known := sources.setdefault(f"`{spelled(swap.option)}`", [])):
