@@ -23,8 +23,8 @@ TICKS = 6
 """Values named on the scale, at most."""
 ROW, MARGIN, SCALE = 32, 50, 70
 """Pixels: of a row, of the axis above, of the colour scale below."""
-LABELS, COLUMN, NARROW = 132, 34, 18
-"""Pixels: of the components' names, of a column at least with figures in it, and without."""
+LABELS, COLUMN, NARROW = 160, 34, 18
+"""Pixels: of the components' names and their title, of a column at least with figures in it, and without."""
 MOST_FIGURES = 16
 """Columns up to which the cells have figures in them."""
 LONGEST = 17
