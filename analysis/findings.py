@@ -153,7 +153,7 @@ def _parallel(other: Costs, usual: Costs) -> Finding:
     share = 1 - other.parameters / usual.parameters
     words = (
         f"A parallel block saves a norm, {_share(share)} of the parameters, and no FLOPs: what it gains is products"
-        " that are fused, and devices that wait for each other once a layer."
+        " that are fused, and devices that wait for each other once per layer."
     )
     return Finding("block", words, {"parameters": share})
 
@@ -186,8 +186,8 @@ def _whole(found: Costs, usual: Costs, context: int) -> Iterator[Finding]:
         ratio = f"{times:.1f} times less than" if times > 1 else f"{1 / times:.1f} times as much as"
         against = f"{ratio} GPT-2's way, whose cache is {_giga(usual_cache)}"
     words = (
-        f"Writing waits for memory. A step of {SEQUENCES} sequences with {context:,} tokens each reads {_giga(read)} of"
-        f" weights and {_giga(cache)} of cache, in bf16: {against}."
+        f"Decoding waits for memory. A step of {SEQUENCES} sequences with {context:,} tokens each reads {_giga(read)}"
+        f" of weights and {_giga(cache)} of cache, in bf16: {against}."
     )
     yield Finding("reading", words, {"weight_bytes": read, "cache_bytes": cache, "baseline_cache_bytes": usual_cache})
 

@@ -107,7 +107,7 @@ _ASPECT = {
 
 _WHY: Mapping[tuple[str, Any], tuple[str, str | None]] = {
     ("placement", "pre"): ("norms before attention and feed-forward: trains without a warm-up", "pre-norm"),
-    ("positions", "learned"): ("a vector a position, added to the tokens", "transformer"),
+    ("positions", "learned"): ("a vector per position, added to the tokens", "transformer"),
     ("positions", "rope"): ("queries and keys turned by position: relative, and no table", "rope"),
     ("positions", "yarn"): ("rotary, trained short and stretched with little training", "yarn"),
     ("positions", "alibi"): ("a bias by distance: no table, reads further than it was trained", "alibi"),

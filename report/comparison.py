@@ -77,7 +77,7 @@ def conditions(found: Comparison) -> str:
     stored = f"Weights and cache in {found.dtype}"
     if found.cached != found.dtype:
         stored = f"Weights in {found.dtype}, cache in {found.cached}"
-    return f"{stored}; FLOPs forward, of a token that sees {found.context:,}."
+    return f"{stored}; FLOPs of the forward pass, for a token that sees {found.context:,}."
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,13 @@ class ComparisonTable:
 
     def marks(self) -> str:
         """What the marks mean, and how much is left out."""
-        told = f"{MARK} differs." if any(row.differs for row in self.rows) else "The models are alike in all of it."
+        told = (
+            f"{MARK} marks what differs."
+            if any(row.differs for row in self.rows)
+            else "The models are alike in these rows."
+        )
         left = len(self.found.rows) - len(self.rows)
-        return f"{told} {counted(left, 'more row')}, alike in all of them: --all" if left else told
+        return f"{told} --all adds {counted(left, 'row')} in which they are alike." if left else told
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ def _flops(models: Sequence[Told], asked: Asked, compared: bool) -> list[Sheet]:
         f"Prefill: {where} read at once. Training step: that, forward and backward, 3 × prefill.",
         "Scores: queries × keys and weights × values, as far as the causal mask and windows need them; dense: each"
         " token with each, as kernels compute that skip nothing.",
-        "6N: 6 × parameters that a token meets × tokens, the usual estimate of a training step.",
+        "6N: 6 × parameters used per token × tokens, the usual estimate of a training step.",
     ]
     kinds = {"next token": _token, "prefill": _prefill, "training step": _training}
     if len(models) == 1:

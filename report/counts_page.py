@@ -182,8 +182,10 @@ def _flops(counts: Sequence[ModelCount]) -> tuple[Lines | Figure, ...]:
     told = next((each.figures.context for each in counts if each.figures is not None), None)
     context = common_context([each.spec for each in counts]) if told is None else told
     models = [(each.name, costs(each.spec, context).flops) for each in counts if fits(each.spec, context)]
-    words = f"Of the forward pass of one token that sees {context:,}, itself among them: two for a multiplication "
-    words += "with its addition, in matrix products."
+    words = (
+        f"These are the FLOPs of the forward pass for one token that sees {context:,} tokens, itself among them. In "
+    )
+    words += "matrix products a multiplication and its addition count as two."
     short = [each for each in counts if not fits(each.spec, context)]
     lines = Lines((words, *(f"{each.name} has positions for fewer tokens than that." for each in short)))
     return (lines, bars(models, title="FLOPs per token by component", what="FLOPs")) if models else (lines,)

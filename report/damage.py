@@ -27,7 +27,8 @@ ROUNDING = 1e-9
 def damage_sections(found: Damage) -> tuple[Section, ...]:
     """What a page says of it, under three headings."""
     words = [
-        f"Both models on {found.on}, in {found.dtype}. KL is of the original's next token from the other's, in nats."
+        f"Both models on {found.on}, in {found.dtype}. KL is the divergence of the result's next token from the"
+        " original's, in nats."
     ]
     what = damage_or_change(found).capitalize()
     sections = [Section(f"{what} by position", (Lines(tuple(words)), _position_table(found)))]
@@ -37,7 +38,7 @@ def damage_sections(found: Damage) -> tuple[Section, ...]:
     if found.places:
         sections.append(Section("Where it begins", (Lines((_born_words(found),)), _places_figure(found.places))))
     if found.notes:
-        sections.append(Section("What is not there", (Lines(found.notes, listed=True),)))
+        sections.append(Section("What was not measured", (Lines(found.notes, listed=True),)))
     return tuple(sections)
 
 

@@ -87,7 +87,7 @@ def costs_sheet(found: Recommendation) -> Sheet:
         notes=(
             f"GPT-2's way: {counted(layers, 'layer')}, {hidden:,} wide, and a table of {found.context:,} positions."
             f" Cache in bf16; a token sees {found.context:,}.",
-            *(("In brackets what is not taken.",) if found.considered else ()),
+            *(("What is in brackets was not chosen.",) if found.considered else ()),
         ),
     )
 

@@ -157,7 +157,7 @@ class _Page(Layout):
         without = weights and weights.non_embedding
         row("no embedding", "without embedding, positions and head", count.non_embedding, without, "dim")
         if count.active != count.total:
-            row("active", "what one token meets", count.active, weights and weights.active, "dim")
+            row("active", "used per token", count.active, weights and weights.active, "dim")
         runs = layer_ranges(count.by_layer)
         if len(runs) > MOST_RUNS:
             totals = [layer.total for layer in count.by_layer]
