@@ -177,6 +177,8 @@ def comparison(models: Sequence[tuple[str, Described]], asked: Asked) -> Compari
     by_model = [aspects(model.spec) for model in compared]
     family = Row("family", tuple(m.family or "–" for m in compared), tuple(m.family for m in compared))
     rows = (family, *(_row(each) for each in zip(*by_model, strict=True)))
+    for model in compared:
+        model.weights(asked.dtype or "bfloat16")  # what a format has no place for is told before anything is printed
     return Comparison(compared, rows, length, asked.dtype or "bfloat16", asked.cached, _notes(compared, length))
 
 

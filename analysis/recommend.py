@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..architectures import ARCHITECTURES
+from ..display import Shown
 from ..errors import UsageError
 from ..spec import ModelSpec, to_json
 from .aspects import aspects
@@ -175,7 +176,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Recommendation:
+class Recommendation(Shown):
     """A model for a goal and a budget.
 
     spec: the tree, in a family's own arithmetic where one has it; family: that one, None where only gptkit's own format
@@ -196,6 +197,9 @@ class Recommendation:
     considered: tuple[Choice, ...]
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"<a model for {self.goal}: {self.parameters:,} parameters, {len(self.spec.blocks):,} layers>"
 
     @property
     def parameters(self) -> int:

@@ -139,13 +139,21 @@ def params(
     tp: Annotated[
         int,
         typer.Option(
-            "--tp", metavar="N", help="Tell what each of N GPUs holds that share every layer.", rich_help_panel=COSTS
+            "--tp",
+            metavar="N",
+            help="Tell what each of N GPUs holds that share every layer.",
+            show_default=False,
+            rich_help_panel=COSTS,
         ),
     ] = 1,
     pp: Annotated[
         int,
         typer.Option(
-            "--pp", metavar="N", help="Tell what each GPU holds with the layers in N stages.", rich_help_panel=COSTS
+            "--pp",
+            metavar="N",
+            help="Tell what each GPU holds with the layers in N stages.",
+            show_default=False,
+            rich_help_panel=COSTS,
         ),
     ] = 1,
     swap: Annotated[

@@ -73,6 +73,12 @@ def _comparison(found: Any) -> Iterator[RenderableType]:
     yield conditions(found)
 
 
+def _recommendation(found: Any) -> Iterator[RenderableType]:
+    from .recommendation import recommendation_table
+
+    yield recommendation_table(found)
+
+
 def _diff(found: Any) -> Iterator[RenderableType]:
     from .diff import diff_report
 
@@ -109,6 +115,7 @@ DRAWN: dict[str, Callable[[Any], Iterator[RenderableType]]] = {
     "Counts": _counts,
     "ParameterCount": _count,
     "Comparison": _comparison,
+    "Recommendation": _recommendation,
     "Diff": _diff,
     "Verification": _verification,
     "Checkpoint": _checkpoint,

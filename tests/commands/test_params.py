@@ -27,7 +27,10 @@ TINY = {
     "max_position_embeddings": 128,
 }
 TOTAL = 95_040
-EVERYTHING = ("--dtype", "int4", "--kv", "64,2k", "--flops", "--memory", "--context", "64", "--batch", "2")
+EVERYTHING = (
+    *("--dtype", "int4", "--kv", "64,2k", "--flops", "--memory", "--context", "64", "--batch", "2"),
+    *("--explain", "--gpu", "24GB", "--tp", "1"),
+)
 """All that costs, at sizes that any model has."""
 
 
@@ -87,6 +90,37 @@ def test_json_of_everything() -> None:
         len(mixtral["tensors"]) == 3 + 32 * (7 + 8 * 3) and sum(t["parameters"] for t in gpt2["tensors"]) == 124439808
     )
     assert "tensors" not in models("gpt2")[0] and "flops" not in models("gpt2")[0]
+
+
+def test_what_fits_and_what_each_gpu_holds() -> None:
+    (found,) = models("llama-3-8b", "--gpu", "16GiB", "--tp", "4", "--pp", "2", "--explain")
+    rows = found["gpu"]["dtypes"]
+    assert found["gpu"]["bytes"] == 16 * 2**30 and list(rows) == ["bfloat16", "int8", "int4"]
+    assert rows["bfloat16"]["longest_context"] == 8192 and rows["bfloat16"]["most_sequences"] > 1
+    parallel = found["parallel"]
+    assert [stage["layers"] for stage in parallel["stages"]] == [[0, 15], [16, 31]]
+    assert parallel["weights_together"] == 4 * sum(stage["weights"] for stage in parallel["stages"])
+    assert found["explained"]["symbols"]["L"]["value"] == 32
+    text = call("params", "llama-3-8b", "--gpu", "4GB").stdout
+    assert re.search(r"^bfloat16 +16\.06 GB +– +–$", text, re.M) and "What fits in 4.000 GB, 3.725 GiB" in text
+    both = call("params", "llama-3-8b", "qwen3-8b", "--gpu", "24GB", "--pp", "2").stdout
+    assert "The longest context that fits on 2 GPUs" in both and "the fullest" in both
+    (row,) = csv.DictReader(io.StringIO(call("params", "gpt2", "--csv", "--tp", "2", "--explain").stdout), strict=True)
+    assert row["explained.formula"] == "V·d + T·d + L(12d² + 13d) + 2d"
+    assert int(row["parallel.stages.0.total"]) > 0
+
+
+def test_formats_of_weights() -> None:
+    (found,) = models("llama-3.1-8b", "--dtype", "Q4_K_M", "--memory")
+    assert found["weights"]["bytes"]["total"] == found["memory"]["inference"]["weights"] == 4_912_898_048
+    assert found["memory"]["formats"]["q4_k_m"] == 4_912_898_048
+    text = call("params", "llama-3.1-8b", "--memory", "--dtype", "q4_k_m", "--by", "layer").stdout
+    assert re.search(r"^q4_k_m +4\.913 GB +4\.575 GiB +4\.89$", text, re.M)
+    by = {by: call("params", "gpt2", "--csv", "--by", by, "--dtype", "q4_k_m").stdout for by in ("tensor", "layer")}
+    sums = {by: sum(int(row["bytes"]) for row in csv.DictReader(io.StringIO(text))) for by, text in by.items()}
+    assert sums["tensor"] == sums["layer"] == models("gpt2", "--dtype", "q4_k_m")[0]["weights"]["bytes"]["total"]
+    told = call("params", "gpt2", "--swap", "norm=rmsnorm", "--dtype", "q4_k_m", code=1).stderr
+    assert "no type of llama.cpp's is known for a tree of no family" in told
 
 
 def test_csv() -> None:
@@ -176,6 +210,12 @@ def test_swaps_that_are_none(args: list[str], code: int, told: str) -> None:
         (["--by", "head"], "--by 'head' is none of component, layer, tensor"),
         (["--by", "lay"], "or their plurals: components, layers, tensors"),
         (["--json", "--csv"], "two formats"),
+        (["--gpu", "24 pounds"], "--gpu '24 pounds' is not a size"),
+        (["--tp", "5"], "--tp 5: 12 query heads cannot be shared out over 5 GPUs"),
+        (["--pp", "5"], "--pp 5: 12 layers do not make 5 stages"),
+        (["--tp", "0"], "--tp is a whole number from 1"),
+        (["--tp", "2", "--dtype", "q8_0"], "not laid out for several GPUs"),
+        (["--explain", "--batch", "2"], "--batch is for"),
         (["--csv", "--stored"], "--json tells it"),
         (["--csv", "--by", "layer", "--flops"], "one table"),
         (["--flops", "4096"], "--context 4096"),

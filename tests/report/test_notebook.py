@@ -36,6 +36,7 @@ def test_values_show_the_tables_of_their_commands() -> None:
     assert "blocks.0–31" in words(counts[1].spec) and "k_proj" in words(counts[1].spec)
     asked = gptkit.params("gpt2", asked=Asked(explain=True, kv=(512,)))
     assert "V·d + T·d + L(12d² + 13d) + 2d" in words(asked) and "KV cache" in words(asked[0])
+    assert "quality" in words(gptkit.recommend("quality", "125M"))
     assert "llama" in words(gptkit.open_checkpoint("sample:llama"))
     assert "only in A" in words(gptkit.diff("sample:llama", "sample:gpt2"))
 
