@@ -85,7 +85,7 @@ format: $(STAMP)
 types: wheel
 	rm -rf build/types
 	$(BIN)/python -m pip install --quiet --no-deps --no-compile --target build/types dist/*.whl
-	MYPYPATH=build/types $(BIN)/mypy --cache-dir .mypy_cache -p gptkit
+	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p gptkit
 
 wheel: $(STAMP)
 	rm -rf dist build/lib build/bdist*

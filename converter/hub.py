@@ -12,22 +12,32 @@ import errno
 import logging
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+from urllib.parse import quote
 
+import msgspec
+
+from ..architectures.config import MAX_CONFIG_BYTES
 from ..errors import CheckpointError, GptkitError, InvalidInput, Offline
 from .resolve import CONFIG, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE, NoConfig, NoModel
+from .tokenizing import MAX_BYTES
 
-__all__ = ["File", "Repository", "typed_errors"]
+__all__ = ["File", "Repository", "Sibling", "streamed", "typed_errors"]
 
 _log = logging.getLogger(__name__)
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BLOB = re.compile(r"[0-9a-f]{40,64}")  # it becomes a file name
 _ANSWER_SECONDS = 10.0
+_MAX_ANSWER = 2**24  # a repository of 10,000 files has a fifth of it
+_MAX_REFUSAL = 2**16
+_MOST = {INDEX: 2**27, PICKLE_INDEX: 2**27, CONFIG: MAX_CONFIG_BYTES, ".safetensors": None, ".bin": None, "": MAX_BYTES}
+"""The most bytes of a file, by how its name ends; of weights, what the listing says."""
 WAY_ON = "Go online, name a local folder, or try one that needs no network: sample:gpt2, sample:llama."
 _AGAIN = "Files that were complete are kept: run the same again to go on from there."
 
@@ -112,14 +122,10 @@ class Repository:
         """
         if not self.online or self.files is not None:
             return
-        from huggingface_hub import HfApi
-
         try:
-            with typed_errors(self):
-                info = HfApi().model_info(self.repo, revision=self.commit, timeout=_ANSWER_SECONDS, files_metadata=True)
             found = {
-                each.rfilename: _file(each.size, each.lfs.sha256 if each.lfs is not None else each.blob_id)
-                for each in info.siblings or ()
+                each.rfilename: _file(each.size, each.blobId if each.lfs is None else each.lfs.sha256)
+                for each in self.siblings()
                 # Names are somebody else's text, and become file names: only plain ones count.
                 if each.rfilename.isprintable() and not set(each.rfilename) & set("/\\:")
             }
@@ -129,6 +135,34 @@ class Repository:
             _log.debug("%s cannot be listed: %r", self, error)
             return
         self.files = found if CONFIG in found else None
+
+    def siblings(self) -> list[Sibling]:
+        """What the hub's API says of the repository's files.
+
+        Raises InvalidInput, Offline: it refuses, says something else, or says more than it has to.
+        """
+        from huggingface_hub import constants
+
+        revision = self.commit or self.revision or "main"
+        url = f"{constants.ENDPOINT}/api/models/{self.repo}/revision/{quote(revision, safe='')}?blobs=true"
+        try:
+            answer = msgspec.json.decode(self._answer(url), type=_Answer)
+        except msgspec.DecodeError as error:
+            raise InvalidInput(f"{self}: what answers for the hub does not list files: {error!s:.80}") from error
+        return answer.siblings
+
+    def _answer(self, url: str) -> bytes:
+        """The body of the API's answer, which is read up to a size: a server may send one without an end."""
+        with typed_errors(self), streamed(self, url, {}) as response:
+            told = bytearray()
+            for chunk in response.iter_raw():
+                told += chunk
+                if len(told) > _MAX_ANSWER:
+                    raise InvalidInput(
+                        f"{self}: what answers for the hub lists its files in more than {_MAX_ANSWER:,} bytes",
+                        "The address in HF_ENDPOINT is no hub.",
+                    )
+            return bytes(told)
 
     def has(self, name: str) -> bool:
         """Whether it has a file of that name at its top level."""
@@ -170,10 +204,18 @@ class Repository:
 
         # The library takes what lies in the cache for whole; here it was found too short, or is not there.
         broken = self._cached(name) is not None
-        with typed_errors(self, name):
+        with typed_errors(self, name), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a full disk it warns and goes on; see `require_space`
             try:
                 path = Path(
-                    hf_hub_download(self.repo, name, revision=self.commit, cache_dir=self.cache, force_download=broken)
+                    hf_hub_download(
+                        self.repo,
+                        name,
+                        revision=self.commit,
+                        cache_dir=self.cache,
+                        force_download=broken,
+                        tqdm_class=_counting(self, name),
+                    )
                 )
             except EntryNotFoundError as error:
                 if isinstance(error, LocalEntryNotFoundError):  # "no connection", in spite of its name
@@ -311,6 +353,71 @@ class Repository:
         return Offline(f"the weights of {self} are not in the local cache, and {self.why_offline}", WAY_ON)
 
 
+class _Lfs(msgspec.Struct):
+    sha256: str | None = None
+
+
+class Sibling(msgspec.Struct):
+    """What the API says of a file, of which no more is read."""
+
+    rfilename: str
+    size: int | None = None
+    blobId: str | None = None  # noqa: N815, its name there
+    lfs: _Lfs | None = None
+
+
+class _Answer(msgspec.Struct):
+    siblings: list[Sibling] = []
+
+
+def _counting(repository: Repository, name: str) -> Any:
+    """A progress bar that ends a download without end: it is told of every piece before that is written."""
+    from huggingface_hub.utils import tqdm
+
+    listed = (repository.files or {}).get(name, File()).size
+    kind = next((most for ending, most in _MOST.items() if name.endswith(ending)), None)
+    most = min((each for each in (listed, kind) if each is not None), default=None)
+
+    class Counting(tqdm):  # type: ignore[type-arg, misc, unused-ignore]
+        taken = 0
+
+        def update(self, n: float | None = 1) -> bool | None:
+            self.taken += int(n or 0)
+            if most is not None and self.taken > most:
+                raise InvalidInput(
+                    f"{repository}: {name} has more than {most:,} bytes, which is none of a model's",
+                    "The address in HF_ENDPOINT is no hub, or the repository no model.",
+                )
+            return super().update(n)
+
+    return Counting
+
+
+@contextmanager
+def streamed(repository: Repository, url: str, headers: Mapping[str, str]) -> Iterator[Any]:
+    """The answer to a GET, of which nothing is read yet and nothing is compressed. Raises as `typed_errors` turns."""
+    from huggingface_hub import utils
+
+    library: Any = utils  # its documented names, which its stubs leave out
+    with library.http_stream_backoff(
+        "GET",
+        url,
+        # Nobody else says how large it is when it is unpacked.
+        headers={**library.build_hf_headers(), "Accept-Encoding": "identity", **headers},
+        timeout=_ANSWER_SECONDS,
+        max_retries=2,
+        base_wait_time=0.5,
+        # Retried by status only: an exception within the block would be taken for one of the request.
+        retry_on_exceptions=(),
+    ) as response:
+        if response.status_code != 416:
+            length = response.headers.get("Content-Length", "")
+            if response.status_code >= 400 and not (length.isdecimal() and int(length) < _MAX_REFUSAL):
+                raise _refused(repository, response.status_code, "", None)  # the library would read it all
+            library.hf_raise_for_status(response)
+        yield response
+
+
 def _file(size: object, blob: object) -> File:
     """What a listing says of a file, as far as it can be meant."""
     return File(
@@ -406,6 +513,6 @@ def _refused(repository: Repository, status: int, text: str, told: str | None) -
             "Check the name; for a private model log in with `hf auth login`.",
         )
     return InvalidInput(
-        f"{repository}: the hub refused ({status} {told or ''})".replace(" )", ")"),
+        f"{repository}: the hub refused ({status} {' '.join((told or '').split()):.200})".replace(" )", ")"),
         "Check the name and your token (`hf auth whoami`).",
     )

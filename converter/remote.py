@@ -11,10 +11,10 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ..errors import CheckpointError, InvalidInput, Offline
-from .hub import WAY_ON, File, Repository, typed_errors
+from .hub import WAY_ON, File, Repository, streamed, typed_errors
 from .index import WeightFiles, assembled, index_of, read_index, single
 from .resolve import INDEX, SINGLE
 from .safetensors import Header, header_length, parse_header, read_header
@@ -22,7 +22,6 @@ from .safetensors import Header, header_length, parse_header, read_header
 __all__ = ["HeaderWeights", "Part", "headers", "read_range", "weight_headers"]
 
 _FIRST = 100_000  # bytes: the whole of nearly every header, in one question
-_SECONDS = 10.0  # to wait for a server to go on
 _AT_ONCE = 8
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
@@ -122,28 +121,12 @@ def read_range(repository: Repository, name: str, begin: int, end: int) -> Part:
     Only the standard part of HTTP is relied on: an answer of 200 is the file from its beginning, and is left when
     enough of it has come.
     """
-    from huggingface_hub import utils
-
-    library: Any = utils  # its documented names, which its stubs leave out
-    asked = {**library.build_hf_headers(), "Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
-    with (
-        typed_errors(repository, name),
-        # Retried by status only: an exception within the block would be taken for one of the request.
-        library.http_stream_backoff(
-            "GET",
-            repository.url(name),
-            headers=asked,
-            timeout=_SECONDS,
-            max_retries=2,
-            base_wait_time=0.5,
-            retry_on_exceptions=(),
-        ) as response,
-    ):
+    asked = {"Range": f"bytes={begin}-{end - 1}"}
+    with typed_errors(repository, name), streamed(repository, repository.url(name), asked) as response:
         told = response.headers
         if response.status_code == 416:  # nothing at `begin`
             total = told.get("Content-Range", "").rpartition("/")[2]
             return Part(b"", int(total) if total.isdecimal() else None, told.get("ETag"))
-        library.hf_raise_for_status(response)
         _check_commit(repository, name, [answer.headers.get("X-Repo-Commit") for answer in response.history])
         _check_commit(repository, name, [told.get("X-Repo-Commit")])
         if told.get("Content-Encoding", "identity").lower() != "identity":

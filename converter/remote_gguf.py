@@ -15,13 +15,12 @@ from ..errors import CheckpointError, InvalidInput, Offline
 from ..spec import ModelSpec
 from .formats.gguf import describe, describe_header
 from .formats.gguf_header import Header, Incomplete, parse_header
-from .hub import WAY_ON, Repository, typed_errors
+from .hub import WAY_ON, Repository
 from .remote import read_range
 from .tree import Origin
 
 __all__ = ["only_gguf", "read_gguf"]
 
-SECONDS = 10.0  # to wait for an answer
 FIRST = 2**20
 MOST = 2**27
 """Bytes of a header: the largest vocabulary with its merges takes a tenth of it."""
@@ -36,11 +35,7 @@ def only_gguf(repo: str, revision: str | None, why: InvalidInput) -> str:
         InvalidInput: `why`, where it has none; it has several, and the message says how to name one.
 
     """
-    from huggingface_hub import HfApi
-
-    with typed_errors(Repository(repo, revision, "", True)):
-        info = HfApi().model_info(repo, revision=revision or "main", timeout=SECONDS)
-    names = [each.rfilename for each in info.siblings or ()]
+    names = [each.rfilename for each in Repository(repo, revision, "", True).siblings()]
     found = sorted(name for name in names if name.endswith(".gguf") and name.isprintable())
     if not found and "adapter_config.json" in names:
         raise InvalidInput(f"{repo} is an adapter, not a model by itself", f"gptkit swap BASE OUT --merge-lora {repo}")
