@@ -48,9 +48,9 @@ def card(
             "function": result.verdict,
             "bytes": _bytes_word(result.bytes),
             "passed": result.passed,
-            "up_to": result.up_to,
-            "limited": list(result.limited),
         },
+        "up_to": result.up_to,
+        "limited": list(result.limited),
         "versions": {
             "gptkit": __version__,
             "transformers": version("transformers"),
@@ -109,16 +109,18 @@ def markdown(data: dict[str, Any]) -> str:
         "equal in value": "equal in value, some stored in another dtype",
         "different": "**different**",
     }
-    reach = data["verdict"]["up_to"]
+    reach = data["up_to"]
     words = verdicts[data["verdict"]["function"]] + ("" if reach is None else f", up to {reach:,} tokens")
     lines = ["## Verification", "", f"- function: {words}"]
-    lines += [f"- **not looked at**: {each}" for each in data["verdict"]["limited"]]
+    lines += [f"- **not looked at**: {each}" for each in data["limited"]]
     lines.append(f"- bytes: {bytes_words[data['verdict']['bytes']]}")
     marks = data["mutations"]
     if marks is not None:
         where = " (on a small copy of this tree with random weights)" if marks["small_copy"] else ""
         caught = marks["tried"] - len(marks["missed"])
         lines.append(f"- probe: {caught} of {marks['tried']} deliberate mistakes caught{where}")
+        if marks["invisible"]:
+            lines.append(f"- not visible on this checkpoint: {', '.join(marks['invisible'])}")
     lines.append(f"- computed in {data['dtype']} with {data['attention']} attention, on {data['hardware']['machine']}")
     lines.append("- versions: " + ", ".join(f"{name} {number}" for name, number in data["versions"].items()))
     if data["noise"] is not None:

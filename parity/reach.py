@@ -122,7 +122,8 @@ def _alike_up_to(a: Any, b: Any) -> int | None:
     """Tokens up to which positions of attention are the same; None where they are at any length."""
     if not isinstance(a, Rotary) or not isinstance(b, Rotary):
         return None if without_rounding(a) == without_rounding(b) else 0
-    contexts = {each.scaling.original_context for each in (a, b) if hasattr(each.scaling, "original_context")}
+    found = [getattr(each.scaling, "original_context", None) for each in (a, b)]
+    contexts = {context for context in found if context is not None}
     alike = 0
     for length in sorted({1, *contexts, *(context + 1 for context in contexts), 4 * max(contexts, default=1)}):
         if not _same_turns(a, b, length):

@@ -176,7 +176,7 @@ def rows_to_probe(
     """
     tokens = max(batch.input_ids.shape[1] for batch in batches)
     most = longest(source.spec, target.spec)
-    ids = np.unique(np.concatenate([batch.input_ids.unique().numpy() for batch in batches]))
+    ids = torch.cat([batch.input_ids.flatten() for batch in batches]).unique().numpy()
     embedding = np.setdiff1d(rows.get(EMBEDDING, ids[:0]), ids)
     positions = np.setdiff1d(rows.get(POSITIONS, ids[:0]), np.arange(tokens))
     if not required:

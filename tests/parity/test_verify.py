@@ -516,7 +516,7 @@ def test_nothing_compared_is_no_pass(
     empty: list[str], stream: bool, pair: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = [module.Batch(name, torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1)) for name in empty]
-    monkeypatch.setattr(module, "probe", lambda *specs, long=False: batches)
+    monkeypatch.setattr(module, "probe", lambda *specs, **options: batches)
     with pytest.raises(GptkitError, match="nothing"):
         verify(pair("llama")[0], stream=stream)
 
