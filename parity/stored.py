@@ -162,7 +162,7 @@ def rows_to_probe(
     long: bool,
     up_to: int | None,
 ) -> tuple[list[Batch], list[str]]:
-    """Batches that read the rows which no other batch does, and in words those that are too many.
+    """Batches that read the rows which no other batch does, and in words those that nothing looked at.
 
     Args:
         source: the reference.
@@ -176,7 +176,8 @@ def rows_to_probe(
     """
     tokens = max(batch.input_ids.shape[1] for batch in batches)
     most = longest(source.spec, target.spec)
-    ids = torch.cat([batch.input_ids.flatten() for batch in batches]).unique().numpy()
+    # Of tokens whose own logits are compared: through attention alone a row shows less.
+    ids = torch.cat([batch.valid(batch.input_ids[..., None]).flatten() for batch in batches]).unique().numpy()
     embedding = np.setdiff1d(rows.get(EMBEDDING, ids[:0]), ids)
     positions = np.setdiff1d(rows.get(POSITIONS, ids[:0]), np.arange(tokens))
     if not required:
@@ -187,7 +188,8 @@ def rows_to_probe(
     positions = positions[positions < min(most or 0, up_to or most or 0)]
     more: list[Batch] = []
     limited: list[str] = []
-    read, left = np.split(embedding, [len(embedding) if long else AFFORDABLE])
+    # Where bytes are called for they have failed already, and a few rows show what it comes to.
+    read, left = np.split(embedding, [len(embedding) if long else WIDTH if required else AFFORDABLE])
     width = min(WIDTH, most or WIDTH, up_to or WIDTH)
     for start in range(0, len(read), width):
         more.append(Batch("rows of the embedding", torch.from_numpy(read[start : start + width])[None]))
@@ -198,7 +200,7 @@ def rows_to_probe(
         more.append(Batch("rows of the position table", every[None]))
     elif len(positions):
         limited.append(_too_many(positions, POSITIONS))
-    return more, limited
+    return more, [] if required else limited
 
 
 class Reached:
