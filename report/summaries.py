@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
@@ -176,7 +177,8 @@ SHOWN = 5
 
 
 def some(names: Sequence[str]) -> str:
-    """At most so many of them."""
+    """Tensors by name, at most so many, those of all layers together."""
+    names = list(dict.fromkeys(re.sub(r"\bblocks\.\d+\.", "blocks.*.", name) for name in names))
     return ", ".join(names[:SHOWN]) + (f", … ({len(names) - SHOWN} more)" if len(names) > SHOWN else "")
 
 
@@ -294,7 +296,8 @@ def verdict_lines(result: Verification) -> list[str]:
             lines += [f"          differs: {name}" for name in bad[:SHOWN]]
             lines += [f"          … ({len(bad) - SHOWN} more)"] if len(bad) > SHOWN else []
         if result.bytes.alone:
-            lines.append(f"          on one side alone: {some(result.bytes.alone)}")
+            told = f"{len(result.bytes.alone)} on one side alone: {some(result.bytes.alone)}"
+            lines += wrap(told, indent=10, width=80)
     reach = "" if result.up_to is None else f" up to {result.up_to:,} tokens"
     where = f"transformers, {result.dtype}, {result.attention} attention"
     if result.verdict == "identical":
