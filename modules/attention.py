@@ -8,6 +8,7 @@ paths do, and each follows its counterpart there to the bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -20,9 +21,11 @@ from .context import Context
 from .layers import FusedLinears, Linear, RMSNormModule
 from .positions import RotaryTables, apply_rotary
 
-__all__ = ["AttentionModule", "Kernel", "LatentAttentionModule", "build_attention"]
+__all__ = ["AttentionModule", "Kernel", "LatentAttentionModule", "Turn", "build_attention"]
 
 Kernel = Literal["sdpa", "eager"]
+Turn = Callable[[Tensor, Tensor, RotaryTables], tuple[Tensor, Tensor]]
+"""q (B, H, T, hd) and k (B, KV, T, hd) -> the same with positions applied."""
 
 
 class Mixing:
@@ -118,7 +121,7 @@ class AttentionModule(nn.Module):
         self.fused = FusedLinears() if spec.fused else None
         self.q_norm = RMSNormModule(spec.q_norm) if spec.q_norm else None
         self.k_norm = RMSNormModule(spec.k_norm) if spec.k_norm else None
-        self.turn = turned
+        self.turn: Turn = turned
         """How positions turn q and k, for `parity.mutations` to do it wrongly."""
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:  # (B, T, hidden)
@@ -193,7 +196,7 @@ class LatentAttentionModule(nn.Module):
 
 
 def turned(q: Tensor, k: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
-    """q (B, H, T, hd) and k (B, KV, T, hd) rotated."""
+    """Both rotated, as they should be."""
     return apply_rotary(q, tables), apply_rotary(k, tables)
 
 

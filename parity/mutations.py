@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ..modules.attention import AttentionModule
+from ..modules.attention import AttentionModule, Turn
 from ..modules.positions import RotaryTables, alibi_slopes, apply_rotary
 from ..spec import (
     Activation,
@@ -404,18 +404,15 @@ def _head_bias_dropped(spec: ModelSpec, weights: Weights) -> Mutant | None:
 # --- code ------------------------------------------------------------------------------------------------------------
 
 
-Turn = Literal["queries", "keys", "added"]
-
-
 class MistakenRotary(Rotary, frozen=True, kw_only=True):
     """Rotary positions that code applies wrongly: to queries or to keys alone, or with both products of a pair added,
     which is rotate_half without its minus. No file holds it: `make_in_code` makes it in a module.
     """
 
-    turn: Turn
+    turn: Literal["queries", "keys", "added"]
 
 
-def _in_code(turn: Turn) -> Callable[[ModelSpec, Weights], Mutant | None]:
+def _in_code(turn: Literal["queries", "keys", "added"]) -> Callable[[ModelSpec, Weights], Mutant | None]:
     def change(node: Any) -> Any:
         if not isinstance(node, Attention) or not isinstance(node.position, Rotary):
             return node
@@ -427,7 +424,7 @@ def _in_code(turn: Turn) -> Callable[[ModelSpec, Weights], Mutant | None]:
 
 def make_in_code(model: nn.Module) -> None:
     """Have a module make the mistakes of code that its tree names."""
-    turns: dict[Turn, Callable[[Tensor, Tensor, RotaryTables], tuple[Tensor, Tensor]]] = {
+    turns: dict[str, Turn] = {
         "queries": lambda q, k, tables: (apply_rotary(q, tables), k),
         "keys": lambda q, k, tables: (q, apply_rotary(k, tables)),
         "added": lambda q, k, tables: (apply_rotary(q, _added(tables)), apply_rotary(k, _added(tables))),

@@ -440,7 +440,7 @@ def _causes(
     # First the shortest of those that differ: most mistakes are not the port's, and show it there.
     order = sorted(range(len(batches)), key=lambda i: (not differ[i], batches[i].input_ids.numel()))
     inputs, wanted = [batches[i] for i in order], [port[i] for i in order]
-    at_place = []
+    at_place: list[Made] = []
     for mistake, (tree, changed) in of_ports(spec, weights):
         gap = tree_gap(tree, changed, inputs, wanted, enough=allowed)
         if gap <= allowed:

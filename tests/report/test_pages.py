@@ -262,7 +262,7 @@ def test_a_port_has_a_page_too() -> None:
     places = parts()
     matches = tuple(Match(place, None if place.label == "head" else f"layers.{ATTACK}") for place in places)
     prompt = Difference("one token", 1, 0.5, 0.1, 0.0, 1.0)
-    result = PortVerification("sample:llama", "my_port:build", (prompt,), 0.5, 1e-6, matches)
+    result = PortVerification("sample:llama", "my_port:build", (prompt,), 0.5, 1e-6, (1e-7, 1e-7), matches)
     page = port_page(result)
     assert not page.good
     text = Parsed(render(page)).text
