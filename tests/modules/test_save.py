@@ -76,6 +76,9 @@ def test_transformers_loads_what_was_trained(variant: Variant, tmp_path: Path) -
     )
     with torch.inference_mode():
         assert torch.equal(reference.eval()(IDS).logits, logits(model))
+    gptkit.convert(gptkit.save(model, tmp_path / "local"), tmp_path / "by convert", "hf")
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "by convert" / file).read_bytes() == (tmp_path / "out" / file).read_bytes()
     assert exit_code("check", tmp_path / "out") == 0
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["history"][-1]["saved"]
 

@@ -27,7 +27,7 @@ from gptkit.cli import app
 from gptkit.errors import UsageError
 from gptkit.parity.bisect import Cause, Divergence, Part
 from gptkit.parity.compare import Difference
-from gptkit.parity.port import Match, PortVerification
+from gptkit.parity.port import Made, Match, PortVerification
 from gptkit.parity.score import Score
 from gptkit.parity.verify import BytesVerdict, Noise, Verification
 from gptkit.report import pages
@@ -270,6 +270,13 @@ def test_a_port_has_a_page_too() -> None:
     assert "gptkit verify sample:llama --against my_port:build" in text
     cells = cells_of(figure_of(page))
     assert "your module: none has an output of its size" in cells[6, "out"][1]
+    assert "not found among the mistakes tried" in text
+    told = dataclasses.replace(
+        result, causes=(Made("RoPE on queries alone", False, 0.25),), notes=(f"not probed: {ATTACK}",)
+    )
+    text = Parsed(render(port_page(told))).text
+    assert "RoPE on queries alone: it explains this place, and logits still differ by 2.5e-01" in text
+    assert f"not probed: {ATTACK}" in text
     assert "<script" not in cells[2, "1"][1]
     same = dataclasses.replace(result, functions=0.0, matches=(), prompts=(Difference("one token", 1, 0, 0, 0, 1.0),))
     assert port_page(same).good and "functions are the same" in Parsed(render(port_page(same))).text
