@@ -663,3 +663,37 @@ def test_a_files_name_is_no_folders(name: str, to: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"{name} is the name of a file, and --to {to} makes a folder"):
         convert("sample:llama", tmp_path / name, to)
     assert not list(tmp_path.iterdir())
+
+
+# --- what comes back ---
+
+
+def tensors_of(path: Path) -> dict[str, tuple[str, bytes]]:
+    return {tensor.name: (type_of(tensor), np.array(tensor.data).tobytes()) for tensor in gguf.GGUFReader(path).tensors}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_plain_tensors_of_a_gguf_come_back_to_the_byte(dtype: str, tmp_path: Path) -> None:
+    convert("sample:llama", tmp_path / "a.gguf", "gguf", dtype=dtype)
+    convert(tmp_path / "a.gguf", tmp_path / "local")
+    convert(tmp_path / "local", tmp_path / "b.gguf", "gguf")
+    assert tensors_of(tmp_path / "b.gguf") == tensors_of(tmp_path / "a.gguf")
+
+
+def test_of_a_quantised_gguf_the_numbers_come_back(tmp_path: Path) -> None:
+    convert("sample:llama", tmp_path / "a.gguf", "gguf", dtype="q8_0")
+    source = open_checkpoint(tmp_path / "a.gguf")
+    numbers = {leaf.checkpoint: source.read(leaf).astype(np.float32) for leaf in source.leaves}
+    convert(tmp_path / "a.gguf", tmp_path / "local")
+    convert(tmp_path / "local", tmp_path / "b.gguf", "gguf")
+    back = tensors_of(tmp_path / "b.gguf")
+    assert {name for name, (kind, _) in tensors_of(tmp_path / "a.gguf").items() if kind == "Q8_0"}
+    assert not any(kind == "Q8_0" for kind, _ in back.values())
+    for name, (kind, data) in back.items():
+        assert np.array_equal(
+            np.frombuffer(data, kind.replace("F", "<f").replace("32", "4").replace("16", "2")),
+            numbers[name].reshape(-1),
+        ), name
+    convert(tmp_path / "b.gguf", tmp_path / "again")
+    convert(tmp_path / "again", tmp_path / "c.gguf", "gguf")
+    assert tensors_of(tmp_path / "c.gguf") == back
