@@ -20,7 +20,8 @@ LITGPT = (
 """Those of litgpt's GPT without biases (litgpt/model.py)."""
 
 MOST = 400
-"""Names that are looked at, of however many."""
+LONGEST = 200
+"""Names that are looked at, of however many, and signs of each."""
 
 
 def whose(names: Sequence[str]) -> tuple[str, str] | None:
@@ -28,7 +29,7 @@ def whose(names: Sequence[str]) -> tuple[str, str] | None:
 
     "gpt2", or "llama, mistral" where several do. None where nobody that is known here does.
     """
-    some = names[:MOST]
+    some = [name[:LONGEST] for name in names[:MOST]]
     best: tuple[int, str, list[str]] = (len(some) // 2, "", [])
     for prefix in _prefixes(some):
         inner = [name.removeprefix(prefix) for name in some if name.startswith(prefix)]

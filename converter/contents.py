@@ -15,6 +15,8 @@ __all__ = ["not_as_it_is", "renamed"]
 SHOWN = 3
 """Tensors named, and twice as many other entries."""
 DEPTH = 3
+OTHERS = {"litgpt": "`litgpt convert_from_litgpt` writes the family's own."}
+"""The way on from names that no family has."""
 
 
 def not_as_it_is(path: Path, content: Any) -> CheckpointError:
@@ -36,7 +38,7 @@ def not_as_it_is(path: Path, content: Any) -> CheckpointError:
         return CheckpointError(told, "Their names are those of no family that gptkit knows.")
     owner, prefix = found
     only = len(tensors) < len(state)
-    return CheckpointError(f"{told}; {_names_of(owner, prefix)}", _way_on(keys, prefix, only) + _litgpt(owner))
+    return CheckpointError(f"{told}; {_names_of(owner, prefix)}", OTHERS.get(owner) or _way_on(keys, prefix, only))
 
 
 def renamed(names: Sequence[str]) -> str | None:
@@ -46,15 +48,11 @@ def renamed(names: Sequence[str]) -> str | None:
         return None
     owner, prefix = found
     behind = f" Save the tensors without {prefix!r} before their names." if prefix else ""
-    return f"T{_names_of(owner, prefix)[1:]}.{behind}{_litgpt(owner)}"
+    return f"T{_names_of(owner, prefix)[1:]}.{f' {OTHERS[owner]}' if owner in OTHERS else behind}"
 
 
 def _names_of(owner: str, prefix: str) -> str:
     return f"the names are those of {owner}" + (f", behind {prefix!r}" if prefix else "")
-
-
-def _litgpt(owner: str) -> str:
-    return " `litgpt convert_from_litgpt` writes a family's own names." if owner == "litgpt" else ""
 
 
 def _way_on(keys: str, prefix: str, only: bool) -> str:

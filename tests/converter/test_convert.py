@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, modern, randomised_reference, save_hf
+from hubserver import Hub, Repo
 from safetensors.torch import save_file, save_model
 
 from gptkit.architectures import architecture_of
@@ -371,10 +372,8 @@ def test_files_that_no_tool_of_today_writes_come_back_too(gpt2: tuple[Path, Any]
     assert (tmp_path / "back" / "weights.safetensors").read_bytes() == (source / "weights.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00001.safetensors"])
-def test_an_index_of_a_single_file_comes_back(name: str, gpt2: tuple[Path, Any], tmp_path: Path) -> None:
-    """As MLX writes them: its own metadata, a header that is not padded, and an index beside one file."""
-    source, _ = gpt2
+def as_mlx(source: Path, name: str) -> dict[str, bytes]:
+    """A folder as MLX writes one: its own metadata, a header that is not padded, and an index beside one file."""
     raw = (source / "model.safetensors").read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.dumps({**json.loads(raw[8 : 8 + length]), "__metadata__": {"format": "mlx"}}).encode()
@@ -383,9 +382,21 @@ def test_an_index_of_a_single_file_comes_back(name: str, gpt2: tuple[Path, Any],
     names = [key for key in json.loads(header) if key != "__metadata__"]
     index = {"metadata": {"total_size": len(raw)}, "weight_map": dict.fromkeys(sorted(names), name)}
     (source / "model.safetensors.index.json").write_text(json.dumps(index, indent=4))
-    before = contents(source)
-    for folder, to in (("straight", "hf"), ("local", "local")):
-        convert(source, tmp_path / folder, to)
+    return contents(source)
+
+
+@pytest.mark.parametrize("where", ["here", "on the hub"])
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00001.safetensors"])
+def test_an_index_of_a_single_file_comes_back(
+    name: str, where: str, gpt2: tuple[Path, Any], hub: Hub, tmp_path: Path
+) -> None:
+    before = as_mlx(gpt2[0], name)
+    hub.repos["org/mlx"] = Repo(before)
+    source = gpt2[0] if where == "here" else "org/mlx"
+    dry = convert(source, tmp_path / "dry", "hf", dry_run=True).plan
+    assert {shard.name for shard in dry.shards} | dry.texts.keys() >= {name, "model.safetensors.index.json"}
+    convert(source, tmp_path / "straight", "hf")
+    convert(source, tmp_path / "local")
     convert(tmp_path / "local", tmp_path / "back", "hf")
     for folder in ("straight", "back"):
         after = contents(tmp_path / folder)

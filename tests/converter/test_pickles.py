@@ -300,6 +300,20 @@ def test_the_way_that_is_told_leads_on(folder: Path, original: Path) -> None:
     assert back.read_bytes() == (original / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_litgpts_own_names(wrapped: bool, folder: Path) -> None:
+    names = ["lm_head.weight", "transformer.wte.weight", "transformer.ln_f.weight"]
+    names += [
+        f"transformer.h.{layer}.{each}.weight" for layer in range(3) for each in ("attn.qkv", "norm_1", "mlp.fc_1")
+    ]
+    state = {name: torch.ones(2, 2) for name in names}
+    (folder / "pytorch_model.bin").unlink()
+    save_incrementally({"model": state} if wrapped else state, folder / "lit_model.pth")  # type: ignore[dict-item]
+    with pytest.raises(CheckpointError, match="he names are those of litgpt") as caught:
+        open_checkpoint(folder, allow_pickle=True)
+    assert "litgpt convert_from_litgpt" in (caught.value.hint or "")
+
+
 @pytest.mark.parametrize("allow", [False, True])
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pth", "ckpt.pt", "x.pt", "x.gguf", "x.bin"])
 def test_git_lfs_pointers(name: str, allow: bool, folder: Path) -> None:
