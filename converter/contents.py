@@ -31,7 +31,8 @@ def not_as_it_is(path: Path, content: Any) -> CheckpointError:
         )
     some = ", ".join(f"{_shown(name)} {list(each.shape)}" for name, each in list(tensors.items())[:SHOWN])
     keys = "".join(f"[{_shown(key)!r}]" for key in where)
-    told = f"{path} holds {len(tensors)} tensors{keys and ' in ' + keys}: {some}{', …' if len(tensors) > SHOWN else ''}"
+    count = f"{len(tensors)} tensor{'s' if len(tensors) > 1 else ''}"
+    told = f"{path} holds {count}{keys and ' in ' + keys}: {some}{', …' if len(tensors) > SHOWN else ''}"
     told += beside and f"; beside them {beside}"
     found = whose(list(tensors))
     if found is None:

@@ -512,7 +512,7 @@ def test_compressed_archive(copied: Callable[[str], Folder]) -> None:
         (lambda: {"x": torch.zeros(3, 3).to_sparse()}, "not a plain tensor"),
         (lambda: {"x": torch.zeros(2**40, device="meta")}, "not a plain tensor"),
         (lambda: [torch.zeros(1)], "holds a list"),
-        (lambda: {"model": {"x": torch.zeros(1)}}, r"holds 1 tensors in \['model'\]: x \[1\]"),
+        (lambda: {"model": {"x": torch.zeros(1)}}, r"holds 1 tensor in \['model'\]: x \[1\]"),
         (lambda: {3: torch.zeros(1)}, r"holds a dict of 1, not a dictionary of tensors: 3 \(Tensor of \[1\]\)"),
         (lambda: {"x\x1b[31m": 3}, r"x\\x1b"),
     ],

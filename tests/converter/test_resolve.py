@@ -144,8 +144,9 @@ def test_a_sharded_repository(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_a_single_file_and_the_chat_template(hub: Hub) -> None:
+    """No shard of the index, which may be that of the single file and come back with it."""
     hub.repos["org/name"] = Repo({**SHARDED, **SINGLE})
-    assert names(resolve("hf://org/name")) == {*SINGLE, "tokenizer.json"}
+    assert names(resolve("hf://org/name")) == {*SINGLE, "tokenizer.json", "model.safetensors.index.json"}
 
 
 def test_config_alone(hub: Hub) -> None:
