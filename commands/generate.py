@@ -60,6 +60,8 @@ def generate(
     allow_extra: AllowExtra = False,
 ) -> None:
     """Continue a prompt."""
+    from ..converter.checkpoint import open_checkpoint
+    from ..converter.threads import suit
     from ..modules.attention import Kernel
     from ..modules.text import generate as run
 
@@ -77,8 +79,10 @@ def generate(
     else:
         prompt = read_stdin() if text == "-" else text or ""
     limits: list[str] = []
+    opened = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
+    suit(opened.spec)
     pieces = run(
-        model,
+        opened,
         prompt,
         max_new_tokens,
         temperature=temperature,
@@ -87,9 +91,6 @@ def generate(
         seed=seed,
         dtype=dtype,
         attention=kernel,
-        offline=offline,
-        allow_pickle=allow_pickle,
-        allow_extra=allow_extra,
         tell=limits.append,
     )
     watched = sys.stdout.isatty()

@@ -26,6 +26,7 @@ from .checkpoint import Checkpoint
 from .dtypes import Rounding, cast, not_finite, rounding, widest
 from .placed import CHUNK, PlacedWriter
 from .publish import FileRecord, Staging
+from .threads import available_cores
 from .write import Output, Plan, Shard, prepare, writer
 
 __all__ = ["Gate", "Job", "StoppedError", "Transferred", "available_cores", "jobs_of", "memory_of", "transfer"]
@@ -353,11 +354,6 @@ class _Carrier:
                 except OSError as error:
                     raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
             return self.sources[path]
-
-
-def available_cores() -> int:
-    """The cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class StoppedError(Exception):

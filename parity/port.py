@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ..converter.checkpoint import open_checkpoint
+from ..converter.threads import as_before, suit
 from ..errors import CannotExpress, GptkitError, InvalidInput, UsageError
 from ..spec import ModelSpec
 from .bisect import Part, Tap, relative_gap, taps, valid_rows, watching
@@ -207,6 +208,7 @@ def _shown(file: str) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
+@as_before()
 def verify_port(
     model: str | Path,
     against: str,
@@ -232,6 +234,7 @@ def verify_port(
     """
     say = progress or (lambda _: None)
     source = open_checkpoint(model, offline=offline)
+    suit(source.spec)
     architecture, spec = source.architecture, source.spec
     if architecture is None:
         raise CannotExpress("this tree never had a transformers class to compare with")

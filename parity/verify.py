@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ..architectures.base import collapse, short
 from ..converter.checkpoint import Checkpoint, open_checkpoint
+from ..converter.threads import as_before, suit
 from ..converter.tokenizer import load_tokenizer
 from ..display import Shown
 from ..errors import GptkitError, InvalidInput, UsageError
@@ -161,6 +162,7 @@ class Verification(Shown):
         return {"schema_version": 1, "verdict": self.verdict, "passed": self.passed, **data}
 
 
+@as_before()
 def verify(
     model: str | Path,
     other: str | Path | None = None,
@@ -215,6 +217,7 @@ def verify(
     options = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
     source = open_checkpoint(model, **options)
     target = source if other is None else open_checkpoint(other, **options)
+    suit(source.spec)
     if source.spec.vocab_size != target.spec.vocab_size:
         raise InvalidInput(
             f"vocabularies differ: {source.spec.vocab_size} tokens in {source.reference}, {target.spec.vocab_size} in"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..converter.checkpoint import open_checkpoint
+from ..converter.threads import as_before, suit
 from ..parity.damage import Damage, damage
 from .base import Moved, Stored, Swapped
 from .calibration import TOKENS, read_text
@@ -15,6 +16,7 @@ from .swap import SwapResult
 __all__ = ["assess", "held_out", "layers_of"]
 
 
+@as_before()
 def assess(result: SwapResult, text: Sequence[int] | None, progress: Callable[[str], None] | None = None) -> Damage:
     """The damage of a swap, from the files that it wrote.
 
@@ -25,6 +27,7 @@ def assess(result: SwapResult, text: Sequence[int] | None, progress: Callable[[s
 
     """
     done = result.chain
+    suit(done.spec)
     return damage(
         done.against,
         Stored(open_checkpoint(result.target)),

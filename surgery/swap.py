@@ -18,6 +18,7 @@ from ..converter.convert import companions, plan_output
 from ..converter.dtypes import HF_NAMES, parse_dtype, widest
 from ..converter.publish import Staging
 from ..converter.resolve import CONFIG
+from ..converter.threads import as_before, suit
 from ..converter.tokenizer import token_files
 from ..converter.write import Plan, execute
 from ..display import Shown
@@ -72,6 +73,7 @@ class SwapResult(Shown):
         return self.chain.guarantee
 
 
+@as_before()
 def swap(
     model: str | Path,
     out: str | Path,
@@ -148,6 +150,7 @@ def swap(
     if not dry_run:
         Staging(Path(out), force).check()  # what cannot be written is refused before anything is fetched or computed
     source = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
+    suit(source.spec)
     if not dry_run and Path(out).resolve() in (source.path.resolve(), source.folder.resolve()):
         raise UsageError(f"{out} is the model itself: what it was would be lost", "Name another folder.")
     text = cache(lambda: read_text(source, calibrate, calibrate_tokens or TOKENS))

@@ -1,0 +1,153 @@
+"""How many threads a computation takes: as many as a model of its size is worth, and as there are cores free.
+
+torch and OpenBLAS take a thread a core by themselves, and each of these waits for the others actively: on small models,
+or where other programs run, that costs several times the processor's time of one thread, and is no faster.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from ..spec import ModelSpec
+
+__all__ = ["as_before", "available_cores", "free_cores", "quota", "suit", "worth"]
+
+PARAMETERS = 16_000_000
+"""Of a model, a thread: smaller matrices are computed before other threads have woken up."""
+SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+"""Environment variables by which a person decides."""
+
+
+def worth(parameters: int, free: int) -> int:
+    """The threads for a model of so many parameters where so many cores are free."""
+    return max(1, min(free, parameters // PARAMETERS))
+
+
+def free_cores(available: int, quota: float | None, cores: int, load: float) -> int:
+    """The cores that nobody else computes on, 1 at least.
+
+    Args:
+        available: those that this process may run on.
+        quota: how many cores' time its control group has, None for all.
+        cores: those of the machine.
+        load: how many processes want one of them.
+
+    """
+    found = min(available, cores - load, available if quota is None else quota)
+    return max(1, int(found))
+
+
+def available_cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def quota(root: Path = Path("/sys/fs/cgroup"), group: Path = Path("/proc/self/cgroup")) -> float | None:
+    """How many cores' time the control group of this process has (Linux; versions 1 and 2), None for all."""
+    found = []
+    for folder in _groups(root, group):
+        try:
+            if (folder / "cpu.max").exists():
+                time, period = (folder / "cpu.max").read_text().split()
+            else:
+                time, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            if time != "max" and int(time) > 0:
+                found.append(int(time) / int(period))
+        except (OSError, ValueError, ZeroDivisionError):
+            continue
+    return min(found, default=None)
+
+
+def _groups(root: Path, group: Path) -> Iterator[Path]:
+    """Where a limit may be written: of the group of this process, and of each that it is in."""
+    try:
+        lines = group.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "cpu", "cpu,cpuacct"):
+            own = root / controllers / path.lstrip("/")
+            yield from (each for each in (own, *own.parents) if each.is_relative_to(root))
+
+
+def load() -> float:
+    """How many processes wanted a core in the last minute."""
+    try:
+        return os.getloadavg()[0]
+    except (OSError, AttributeError):
+        return 0.0
+
+
+# --- what is set ------------------------------------------------------------------------------------------------------
+
+
+def suit(spec: ModelSpec) -> None:
+    """Set the threads of torch and BLAS for a model, unless a person has: by an environment variable, or by
+    `torch.set_num_threads`.
+    """
+    torch = _torch()
+    if any(os.environ.get(name) for name in SETTINGS) or (torch and torch.get_num_threads() not in _by_itself()):
+        return
+    free = free_cores(available_cores(), quota(), os.cpu_count() or 1, load())
+    count = worth(sum(parameter.count for parameter in spec.parameters()), free)
+    if torch is not None:
+        torch.set_num_threads(count)
+    if (blas := _blas()) is not None:
+        blas[1](count)
+
+
+@contextmanager
+def as_before() -> Iterator[None]:
+    """On leaving, torch and BLAS have as many threads as they had; also a function's decorator."""
+    blas = _blas()
+    threads = None if blas is None else blas[0]()
+    torch = _torch()
+    own = None if torch is None else torch.get_num_threads()
+    try:
+        yield
+    finally:
+        if blas is not None:
+            blas[1](threads)
+        if torch is not None and torch.get_num_threads() != own:
+            torch.set_num_threads(own)
+
+
+def _torch() -> ModuleType | None:
+    """torch, where somebody has imported it."""
+    return sys.modules.get("torch")
+
+
+@cache
+def _by_itself() -> frozenset[int]:
+    """The threads that torch may have where nobody has said how many: one a core, which MKL counts without their
+    hyperthreads.
+    """
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    files = [Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") for core in cores]
+    together = {file.read_text() for file in files if file.is_file()}
+    return frozenset({len(cores), os.cpu_count() or 1, len(together) or len(cores)})
+
+
+@cache
+def _blas() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer] | None:
+    """How OpenBLAS, which lies in numpy's wheels, tells and takes its number of threads; None where it is not there."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or numpy.__file__ is None:
+        return None
+    inside = Path(numpy.__file__).parent
+    for file in [*(inside.parent / "numpy.libs").glob("*openblas*"), *(inside / ".dylibs").glob("*openblas*")]:
+        library = ctypes.CDLL(str(file))
+        for prefix in ("scipy_openblas", "openblas"):
+            for suffix in ("64_", ""):
+                names = (f"{prefix}_get_num_threads{suffix}", f"{prefix}_set_num_threads{suffix}")
+                if all(hasattr(library, name) for name in names):
+                    return getattr(library, names[0]), getattr(library, names[1])
+    return None
