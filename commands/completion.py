@@ -77,9 +77,10 @@ def forms(metavar: str) -> tuple[str, ...]:
 def complete_target(incomplete: str) -> list[str]:
     """What `--to` takes."""
     from ..architectures import ARCHITECTURES
-    from ..converter.formats import NAMES
+    from ..converter.targets import TARGETS
 
-    return one_of(("local", "hf", "hf:auto", *NAMES, *(f"hf:{family}" for family in ARCHITECTURES)))(incomplete)
+    families = [f"hf:{family}" for family in ARCHITECTURES]
+    return one_of((*(target for target in TARGETS if target != "hf:FAMILY"), *families))(incomplete)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..converter.targets import TARGETS
 from ..errors import GptkitError, UsageError
 from ..terminal import console, progress_bar, say
 from .base import (
@@ -147,7 +148,7 @@ def convert(
         str,
         typer.Option(
             metavar="FORMAT",
-            help="The format to write: local (gptkit's own), hf, hf:FAMILY, hf:auto, gguf, llama2c, nanogpt or dcp.",
+            help=f"The format to write: {', '.join(TARGETS)}; local is gptkit's own.",
             autocompletion=complete_target,
         ),
     ] = "local",

@@ -21,10 +21,11 @@ from .adapt import adapt, adapt_to_any
 from .checkpoint import Checkpoint, identity_leaves, open_checkpoint, stated_dtype
 from .distributed import team, together
 from .dtypes import HF_NAMES, parse_dtype, widest
-from .formats import NAMES, Request, format_named, writable
+from .formats import Request, format_named, writable
 from .formats.gguf import begins
 from .publish import FileRecord
 from .resolve import CONFIG
+from .targets import TARGETS
 from .tokenizer import token_files
 from .transfer import Transferred, jobs_of, memory_of
 from .tree import LOCAL_CONFIG, Origin, described_tree
@@ -142,7 +143,7 @@ def _check_format(to: str) -> str | None:
     """The FAMILY of "hf:FAMILY", None where `to` has none or is "hf:auto". Raises UsageError, UnknownFamily."""
     kind, colon, family = to.partition(":")
     if to != "local" and (kind != "hf" or (colon and not family)) and not writable(to):
-        raise UsageError(f"unknown format {to!r}", f"known: {', '.join(('local', 'hf', 'hf:FAMILY', *NAMES))}")
+        raise UsageError(f"unknown format {to!r}", f"known: {', '.join(TARGETS)}")
     return named(family).name if family and family != "auto" else None
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from ...architectures import Architecture, BoundLeaf
 from ...errors import UsageError
 from ...spec import ModelSpec
+from ..targets import FORMATS, TARGETS
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint, Weights
@@ -82,13 +83,10 @@ class Format(Protocol):
     write: Callable[[Request, Plan, Staging, Callable[[int], None] | None], dict[str, FileRecord]] | None
 
 
-NAMES = ("gguf", "llama2c", "llama2c_v1", "nanogpt", "nanogpt_tanh", "dcp")
-
-
 def format_named(name: str) -> Format:
     """A format by its name. Raises UsageError for one that is not there."""
-    if name not in NAMES:
-        raise UsageError(f"unknown format {name!r}", f"known: local, hf, hf:FAMILY, {', '.join(NAMES)}")
+    if name not in FORMATS:
+        raise UsageError(f"unknown format {name!r}", f"known: {', '.join(TARGETS)}")
     module: Format = importlib.import_module(f"{__name__}.{name}")
     return module
 
@@ -100,9 +98,9 @@ def format_name(module: Format) -> str:
 
 def writable(name: str) -> bool:
     """Whether `convert --to` knows the name."""
-    return name in NAMES and format_named(name).plan is not None
+    return name in FORMATS and format_named(name).plan is not None
 
 
 def format_of(path: Path) -> Format | None:
     """The format of a file or folder, None for Hugging Face's and gptkit's own."""
-    return next((f for f in map(format_named, NAMES) if f.matches is not None and f.matches(path)), None)
+    return next((f for f in map(format_named, FORMATS) if f.matches is not None and f.matches(path)), None)
