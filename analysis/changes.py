@@ -138,7 +138,7 @@ class TensorDiff:
                 "rounded_side": figures.rounded[1] if figures.rounded else None,
                 "order": figures.order,
                 "reading": self.reading,
-                "rank": None if rank is None or rank.more else rank.rank,
+                "rank": None if rank is None or rank.more else rank.rank or None,
                 "rank_above": rank.limit if rank is not None and rank.more else None,
                 "rank_of": None if rank is None else rank.of,
                 "rank_share": None if rank is None else rank.share,

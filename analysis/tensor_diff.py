@@ -292,11 +292,13 @@ class _Sums:
         """Of the change; a second pass where the sketch alone does not tell."""
         if self.sketch is None or not square >= TINY or not math.isfinite(square):
             return None
+        least = min(self.pair.shape)
+        limit = min(LIMIT, least)
+        if np.count_nonzero(self.marks) == 1:  # one row alone: nothing is there for rounding to hide
+            return Rank(1, least, limit, 1.0, 1)
         self.sketch.finish()
         floor = Floor(self.row_sums, self.column_sums)
         if self.sketch.surely_more(floor, min(grids, key=GRIDS.index)):
-            least = min(self.pair.shape)
-            limit = min(LIMIT, least)
             return Rank(limit, least, limit, None, None, more=True)
         spectrum = self.sketch.spectrum
         if spectrum is None:

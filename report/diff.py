@@ -128,7 +128,7 @@ def _ranks(changed: Sequence[TensorDiff]) -> str:
     above = [rank.limit for rank, _ in ranks if rank.more]
     if above:
         return f"> {max(above)}"
-    known = [rank for rank, reading in ranks if reading != "unclear"]
+    known = [rank for rank, reading in ranks if reading != "unclear" and rank.rank]  # 0: none above rounding
     if not known:
         return "–"
     largest = max(rank.rank for rank in known)

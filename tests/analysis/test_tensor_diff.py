@@ -242,6 +242,18 @@ def test_what_a_sketch_holds_is_freed_with_it() -> None:
     assert [each() for each in held] == [None, None]
 
 
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+@pytest.mark.parametrize("shape", [(40, 300), (300, 40), (320, 400)])
+def test_one_changed_row_is_of_rank_one_however_small(dtype: str, shape: tuple[int, int]) -> None:
+    a = weight(np.random.default_rng(0), *shape, dtype)
+    for elements, bits in ((1, 1), (3, 1), (shape[1], 1), (shape[1], 4)):
+        b = a.copy()
+        b.view(np.uint16 if a.dtype.itemsize == 2 else np.uint32)[3, :elements] ^= bits
+        found = compared(a, dtype, b)
+        assert found.rows == ((3, 3),) and found.rank is not None
+        assert (found.rank.rank, found.rank.of, found.rank.share, found.rank.more) == (1, min(shape), 1.0, False)
+
+
 def test_no_rank_where_none_is_asked_for_or_there_is_no_matrix() -> None:
     random = np.random.default_rng(0)
     a = weight(random, 60, 40, "F32")

@@ -293,3 +293,19 @@ def test_rounding_and_what_cannot_be_compared_on_the_page(base: Path, tmp_path: 
     assert not any(isinstance(block, Figure) for section in nothing.sections for block in section.blocks)
     titles = [section.title for section in nothing.sections]
     assert {"Tensors of another shape", "Tensors only in A", "Trees", "Notes"} <= set(titles)
+
+
+def test_no_change_is_told_as_rank_0(base: Path, altered: Callable[..., Path]) -> None:
+    """A change in one row is of rank 1; of two that rounding might have made there is no rank to tell."""
+
+    def nudge(weight: torch.Tensor, rows: list[int]) -> None:
+        weight[rows, 0] *= 1 + 2.0**-22
+
+    one = altered(lambda w: nudge(w["model.layers.0.self_attn.q_proj.weight"], [3]), "one")
+    two = altered(lambda w: nudge(w["model.layers.0.mlp.up_proj.weight"], [3, 5]), "two")
+    for folder, module, expected in ((one, "attention.q_proj", "1"), (two, "feed_forward.up_proj", "–")):
+        row = next(line for line in run(base, folder).stdout.splitlines() if line.startswith(module))
+        assert row.split()[-1] == expected
+        told = json.loads(run(base, folder, "--json").stdout)
+        changed = [each["compared"] for each in told["tensors"] if each["status"] == "changed"]
+        assert [each["rank"] for each in changed] == [1 if expected == "1" else None]
