@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from .files import UNSUPPORTED, write_all
 __all__ = ["Lock"]
 
 _log = logging.getLogger(__name__)
+
+_MAX_PID = 20
+_PID = re.compile(rb"[0-9]{0,19}\n?")
+"""What is in a lock's file; a file with anything else is somebody's own."""
 
 
 class Lock:
@@ -49,6 +54,8 @@ class Lock:
                 locked = self._flock(fd)
                 # The holder before may have removed the file between our open and our lock: then it guards nothing.
                 if _same_file(fd, self.path):
+                    if not _PID.fullmatch(os.pread(fd, _MAX_PID + 1, 0)):
+                        raise self._in_the_way()
                     self._fd, self.held = fd, locked
             finally:
                 if self._fd is None:

@@ -6,7 +6,9 @@ the target as it was: absent, or the old one complete.
 
 A sibling `.<name>.lock`, held by flock, keeps two writers of one target apart. Who holds it knows that every partial
 folder of the target is an orphan: one of the same work is taken over, with the files that its journal says are finished
-and that still have their sha256; any other is swept.
+and that still have their sha256; any other is swept. A folder is ours by what is in it, not by its name: a journal
+from the first moment on, or the manifest at the last. What a new folder replaces is put into a sibling
+`.<name>.old-<pid>-<random>` with a journal of its own.
 
 A target that is one file (a GGUF) is made in the same way: in such a sibling folder, from which the file is renamed. It
 has no manifest.
@@ -40,6 +42,7 @@ from .manifest import (
     check_manifest,
     file_entry,
     is_ours,
+    read_manifest,
     walk,
 )
 
@@ -58,6 +61,9 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+
+OLD = "old"
+"""What a folder that is replaced is called where two folders cannot be exchanged, until the new one stands."""
 
 
 class Staging:
@@ -155,7 +161,7 @@ class Staging:
             nbytes = seal(path / name)
             if any(tensor.end > nbytes for tensor in record.tensors.values()):
                 raise ValueError(f"{name} has {nbytes} bytes, its record places tensors beyond them")
-            if self._journal is not None:
+            if self._journal is not None and self.key is not None:
                 fsync(path)
                 self._journal.note(name, record, nbytes)
             self._known[name] = record
@@ -190,6 +196,7 @@ class Staging:
                 raise OSError(errno.EIO, "the manifest is not what was written")
             if self._journal is not None:
                 self._journal.remove()
+                self._journal = None
             for folder, _, _ in os.walk(path, topdown=False):
                 fsync(Path(folder))
             self._publish(path)
@@ -216,16 +223,40 @@ class Staging:
             if not _renameat2(path, self.target, _RENAME_NOREPLACE):
                 path.rename(self.target)
             return None
-        if _renameat2(path, self.target, _RENAME_EXCHANGE):
-            return path
-        aside = path.with_name(path.name.replace(".partial-", ".old-"))
+        aside = self._make_aside()
+        new, old = aside / "new", aside / OLD
         try:
-            self.target.rename(aside)
-            path.rename(self.target)
+            path.rename(new)
+        except BaseException:
+            _remove(aside)
+            raise
+        self._path = aside  # what goes where this fails
+        if _renameat2(new, self.target, _RENAME_EXCHANGE):
+            return aside
+        try:
+            self.target.rename(old)
+            new.rename(self.target)
         except BaseException:
             if not os.path.lexists(self.target):
-                aside.rename(self.target)
+                old.rename(self.target)
             raise
+        return aside
+
+    def _make_aside(self) -> Path:
+        """A folder of ours for what is replaced, on the disk before anything is put into it."""
+        aside = self._sibling("old")
+        aside.mkdir()
+        mark = Journal(aside, "")
+        try:
+            mark.begin()
+            fsync(aside / JOURNAL)
+            fsync(aside)
+            fsync(aside.parent)
+        except BaseException:
+            _remove(aside)
+            raise
+        finally:
+            mark.close()
         return aside
 
     def _check_parent(self) -> None:
@@ -306,9 +337,8 @@ class Staging:
             path = self._sibling("partial")
             self._path = path
             path.mkdir()
-            if self.key is not None:
-                self._journal = Journal(path, self.key)
-                self._journal.begin()
+            self._journal = Journal(path, self.key or "")
+            self._journal.begin()
         else:
             assert self.key is not None
             self._journal = Journal(self._path, self.key)
@@ -319,28 +349,28 @@ class Staging:
         if self.single is not None:  # which is replaced in one step anywhere
             return
         for left in self._siblings("old"):
-            if os.path.lexists(self.target):
-                _remove(left)
-            else:
-                left.rename(self.target)
+            if (left / OLD).is_dir() and not os.path.lexists(self.target):
+                (left / OLD).rename(self.target)
+            _remove(left)
 
     def _sibling(self, kind: str) -> Path:
         return self.target.with_name(f".{self.target.name}.{kind}-{os.getpid()}-{secrets.token_hex(4)}")
 
     def _siblings(self, kind: str) -> list[Path]:
-        """This user's folders of that kind that earlier runs left; none where no lock says that they are gone."""
+        """This user's folders of that kind that earlier runs made; none where no lock says that they are gone."""
         if not self._lock.held:
             return []
         pattern = re.compile(re.escape(f".{self.target.name}.{kind}-") + r"[0-9]+-[0-9a-f]{8}")
         found = [path for path in self.target.parent.iterdir() if pattern.fullmatch(path.name)]
-        return sorted(path for path in found if _is_own_folder(path))
+        own = filter(_is_own_folder, found)
+        return sorted(path for path in own if _is_marked(path) or (kind == "partial" and _is_whole(path)))
 
     def _leave(self, error: BaseException | None) -> None:
         path, self._path = self._path, None
         if self._journal is not None:
             self._journal.close()
         if path is not None:
-            count = 0 if self._journal is None else self._journal.count
+            count = 0 if self._journal is None or self.key is None else self._journal.count
             if isinstance(error, KeyboardInterrupt) and count and (path / JOURNAL).exists():
                 files = f"{count} file{'s' if count > 1 else ''}"
                 error.add_note(f"{files} of {self.target} finished so far: the same command goes on from there")
@@ -352,6 +382,21 @@ class Staging:
 def _is_own_folder(path: Path) -> bool:
     info = path.lstat()
     return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid()
+
+
+def _is_marked(folder: Path) -> bool:
+    """Whether a Staging made a folder: its journal is in it, or nothing yet, or nothing any more."""
+    names = {entry.name for entry in folder.iterdir()}
+    return names <= {f"{JOURNAL}.new"} or Journal.key_of(folder) is not None
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether it has our manifest, and so was about to be published: the journal goes just before."""
+    try:
+        record = read_manifest(folder / MANIFEST)
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and {"schema_version", "files"} <= record.keys()
 
 
 def _list_files(folder: Path, known: dict[str, FileRecord]) -> dict[str, dict[str, object]]:
@@ -392,8 +437,15 @@ def _renameat2(src: Path, dst: Path, flags: int) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder of ours. A failure is only logged: no result depends on it, and the next Staging sweeps."""
+    """Remove a folder of ours, its mark last. A failure is only logged: no result depends on it, and the next Staging
+    sweeps.
+    """
     try:
+        for entry in folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name not in (JOURNAL, MANIFEST):
+                entry.unlink()
         shutil.rmtree(folder)
     except FileNotFoundError:
         _log.debug("%s is gone already", folder)

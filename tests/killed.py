@@ -25,7 +25,7 @@ from gptkit.converter.convert import convert
 from gptkit.converter.journal import read_journal
 
 SHARD = 250_000  # bytes: half a dozen shards of a sample
-LEFT_BESIDE = re.compile(r"\.out\.(lock|partial-\d+-[0-9a-f]{8})")
+LEFT_BESIDE = re.compile(r"\.out\.(lock|(partial|old)-\d+-[0-9a-f]{8})")
 
 
 @dataclass(frozen=True)

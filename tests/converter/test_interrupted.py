@@ -273,18 +273,29 @@ def test_the_order_of_fsync_stands_a_power_cut(tmp_path: Path, over_old: bool, e
         convert(tiny, target, force=over_old, max_shard_bytes=SHARD, workers=1)
     published = trace.last(lambda what, path: (what, path) == ("renamed", str(target)), len(trace.events))
     folder = trace.events[published - 1][1]
+    if over_old:  # its last name but one: it was moved into a folder of ours, to change places with the old one
+        published = trace.last(lambda what, path: (what, path) == ("renamed", folder), published)
+        folder = trace.events[published - 1][1]
     # All of the folder, before it gets the target's name.
     written = {path for what, path in trace.events[:published] if what == "write" and path.startswith(folder)}
     assert {f"{folder}/{path.name}" for path in target.iterdir()} <= written
     for path in [*written, folder]:
         assert path.endswith((".journal", ".journal.new")) or trace.on_disk(path, published - 1), path
     # The new name, before anything of the old folder goes.
+    published = trace.last(lambda what, path: (what, path) == ("renamed", str(target)), len(trace.events))
     settled = trace.events.index(("fsync", str(target.parent)), published)
     gone = [
         at
         for at, (what, path) in enumerate(trace.events)
         if at > published and what == "entry" and not path.endswith(".lock")
     ]
+    # And the folder for the old one, with its mark, before the old one leaves its place.
+    if over_old:
+        aside = os.path.dirname(trace.events[published - 1][1])  # noqa: PTH120
+        left = trace.events.index(("renamed", f"{aside}/old")) if not exchange else published
+        assert trace.on_disk(f"{aside}/.journal", left)
+        made = trace.events.index(("entry", aside))
+        assert ("fsync", str(target.parent)) in trace.events[made:left] and ("fsync", aside) in trace.events[made:left]
     assert bool(gone) == over_old and all(at > settled for at in gone)
     # A finished file and its name, before the journal says so.
     assert len(trace.noted) == len(list(target.glob("*.safetensors")))

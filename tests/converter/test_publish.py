@@ -672,7 +672,7 @@ def test_a_folder_or_a_journal_that_is_a_link_is_not_followed(tmp_path: Path, ho
     with Staging(tmp_path / "out", key="k") as staging:
         assert staging.finished == {}
     assert elsewhere.exists()
-    assert strays(tmp_path) == ([folder.name] if how == "folder" else [])
+    assert strays(tmp_path) == [folder.name]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -680,6 +680,7 @@ def test_another_users_folders_are_left_alone(tmp_path: Path) -> None:
     for what in ("partial", "old"):
         interrupted(tmp_path / "out", ["a"])
         theirs = partial(tmp_path / "out").rename(tmp_path / f".out.{what}-7-00ff00ff")
+        (theirs / "old").mkdir()
         os.chown(theirs, 65534, 65534)
         with Staging(tmp_path / "out", key="k") as staging:
             assert staging.finished == {}
@@ -703,18 +704,54 @@ def test_orphans_are_swept_and_others_left(tmp_path: Path) -> None:
     for name in gone + kept:
         (tmp_path / name).mkdir()
         (tmp_path / name / "half").touch()
+        (tmp_path / name / ".journal").write_bytes(line({"key": ""}))
+    for name, content in ((".out.partial-2-00ff00ff", []), (".out.old-2-00ff00ff", [".journal.new"])):  # just begun
+        (tmp_path / name).mkdir()
+        for each in content:
+            (tmp_path / name / each).touch()
+    build(tmp_path / ".out.partial-3-00ff00ff", "whole")
     (tmp_path / ".out.partial-1-0000ffff").touch()
     (tmp_path / "out").mkdir()
     build(tmp_path / "out", "new", force=True)
     assert strays(tmp_path) == sorted([*kept, ".out.partial-1-0000ffff"])
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_folders_that_only_have_such_names_are_left_alone(there: bool, tmp_path: Path) -> None:
+    """Those of the user's own, a checkpoint among them, and a file called as the lock is."""
+    names = (".out.old-1-00ff00ff", ".out.partial-1-00ff00ff", ".out.old-2-00ff00ff", ".out.old-1-x")
+    for name in names:
+        (tmp_path / name / "old").mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / ".journal").write_text("Dear diary")
+    build(tmp_path / "mine", "mine")
+    shutil.copytree(tmp_path / "mine", tmp_path / names[2], dirs_exist_ok=True)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    if there:
+        build(tmp_path / "out", "first")
+    Staging(tmp_path / "out", force=True).check()
+    assert (tmp_path / "out").exists() == there
+    build(tmp_path / "out", "new", force=True)
+    assert state(tmp_path / "out") == "new"
+    assert strays(tmp_path) == sorted(names)
+    assert {path: path.read_bytes() for path in before} == before
+    (tmp_path / ".out.lock").write_text("mine\n")
+    with pytest.raises(UsageError, match="in the way"):
+        build(tmp_path / "out", "newer", force=True)
+    assert (tmp_path / ".out.lock").read_text() == "mine\n" and state(tmp_path / "out") == "new"
+
+
 def test_an_old_folder_set_aside_by_a_dead_process_comes_back(tmp_path: Path) -> None:
     build(tmp_path / "out", "old")
-    (tmp_path / "out").rename(tmp_path / ".out.old-1-00ff00ff")
+    aside = tmp_path / ".out.old-1-00ff00ff"
+    aside.mkdir()
+    (aside / ".journal").write_bytes(line({"key": ""}))
+    (tmp_path / "out").rename(aside / "old")
+    build(aside / "new", "new")
     with pytest.raises(UsageError, match="exists"):
         build(tmp_path / "out", "new")
     assert state(tmp_path / "out") == "old"
+    assert strays(tmp_path) == []
 
 
 # --- disks that are full
