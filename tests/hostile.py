@@ -8,20 +8,27 @@ that was not there before, but for what the command was asked to write.
 """
 
 import argparse
+import base64
+import gzip
+import json
 import os
 import random
 import re
 import resource
+import shutil
 import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from hubserver import Big, Hub, Repo
 
 SECONDS = 10.0
 MEMORY = 600 * 10**6
@@ -47,7 +54,6 @@ class Case:
     told: str = ""
     leaves: tuple[str, ...] = ()
     around: Callable[[Path], Any] | None = None
-    started: Callable[[subprocess.Popen[bytes]], None] | None = None
     closed: tuple[int, ...] = ()
     slow: bool = False
 
@@ -118,8 +124,6 @@ def measured(case: Case, arguments: list[str], work: Path, environment: Mapping[
         process = subprocess.Popen(
             command, cwd=work, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, preexec_fn=prepare
         )
-        if case.started is not None:
-            case.started(process)
         problems, deadline = [], time.monotonic() + HANGS
         while True:
             pid, status, usage = os.wait4(process.pid, os.WNOHANG)
@@ -339,6 +343,270 @@ def _(folder: Path) -> list[str]:
         rows=MILLION,
     )
     return GENERATE
+
+
+# --- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+def sample(folder: Path, name: str = "gpt2") -> Path:
+    """A copy of a sample, which may be spoilt."""
+    shutil.copytree(SAMPLES / name, folder / "model")
+    return folder / "model"
+
+
+def spoilt(**changes: Any) -> Callable[[Path], list[str]]:
+    """A sample whose tokenizer.json has other parts; `vocab` are tokens instead of its own."""
+
+    def make(folder: Path) -> list[str]:
+        path = sample(folder) / "tokenizer.json"
+        data = json.loads(path.read_text())
+        model = changes.get("model")
+        data |= changes
+        if model is not None:
+            data["model"] = {**json.loads(path.read_text())["model"], **model}
+        path.write_text(json.dumps(data))
+        return ["generate", "model", "a" * 60, "-n", "2"]
+
+    return make
+
+
+DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+EXPLODES = {
+    "type": "Split",
+    "pattern": {"Regex": "(a|aa)+$b|(a*)*c|((a+)+)+d"},
+    "behavior": "Isolated",
+    "invert": False,
+}
+for _name, _changes in {
+    "normalizers that double 22 times": {"normalizer": {"type": "Sequence", "normalizers": [DOUBLING] * 22}},
+    "normalizers that double 40 times": {"normalizer": {"type": "Sequence", "normalizers": [DOUBLING] * 40}},
+    "normalizers that double 8 times": {"normalizer": {"type": "Sequence", "normalizers": [DOUBLING] * 8}},
+    "a regex that explodes": {"pre_tokenizer": EXPLODES},
+    "a broken charsmap": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    "a charsmap of garbage": {
+        "normalizer": {
+            "type": "Precompiled",
+            "precompiled_charsmap": base64.b64encode(struct.pack("<I", 400) + random.Random(0).randbytes(900)).decode(),
+        }
+    },
+    "sequences in sequences": {
+        "normalizer": json.loads('{"type":"Sequence","normalizers":[' * 90 + '{"type":"NFC"}' + "]}" * 90)
+    },
+    "a vocabulary of one token": {"model": {"vocab": {"a": 0}, "merges": []}},
+    "ids beyond the table": {"model": {"vocab": {"a": 2**32 - 1}, "merges": []}},
+    "no unknown token": {"model": {"type": "Unigram", "unk_id": None, "vocab": [["b", 0.0]]}},
+    "a token of a million characters": {"model": {"vocab": {"a": 0, "b" * MILLION: 1}, "merges": []}},
+}.items():
+    CASES.append(Case(f"tokenizer: {_name}", spoilt(**_changes), codes=(0, 2, 4)))
+
+
+@case("tokenizer: 2 GB of zeros")
+def _(folder: Path) -> list[str]:
+    os.truncate(sample(folder) / "tokenizer.json", 2**31)
+    return ["generate", "model", "abc", "-n", "2"]
+
+
+@case("tokenizer: without an end", codes=(2, 4))
+def _(folder: Path) -> list[str]:
+    path = sample(folder) / "tokenizer.json"
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    return ["generate", "model", "abc", "-n", "2"]
+
+
+def byte_fallback(tokens: list[str]) -> dict[str, Any]:
+    """A tokenizer.json of SentencePiece's kind."""
+    vocab = {token: at for at, token in enumerate([f"<0x{value:02X}>" for value in range(256)] + tokens)}
+    model = {"type": "BPE", "byte_fallback": True, "fuse_unk": True, "vocab": vocab, "merges": []}
+    return {"version": "1.0", "added_tokens": [], "model": model}
+
+
+@case("sentencepiece: to GGUF, a token of a million characters", leaves=("out",))
+def _(folder: Path) -> list[str]:
+    (sample(folder, "llama") / "tokenizer.json").write_text(json.dumps(byte_fallback(["a", "b", "a" * MILLION])))
+    return ["convert", "model", "out", "--to", "gguf"]
+
+
+@case("sentencepiece: to GGUF, two tokens written the same", codes=(0, 1, 4), leaves=("out",))
+def _(folder: Path) -> list[str]:
+    data = byte_fallback([f"t{at}" for at in range(100_000)])
+    data["added_tokens"] = [{"id": 256, "content": "t99999", "special": False}]
+    (sample(folder, "llama") / "tokenizer.json").write_text(json.dumps(data))
+    return ["convert", "model", "out", "--to", "gguf"]
+
+
+def piece(token: bytes) -> bytes:
+    """A piece of a SentencePiece model, as protobuf has it."""
+
+    def field(number: int, value: bytes) -> bytes:
+        length, size = b"", len(value)
+        while True:
+            length += bytes([size & 0x7F | (0x80 if size > 0x7F else 0)])
+            size >>= 7
+            if not size:
+                return bytes([number << 3 | 2]) + length + value
+
+    return field(1, field(1, token) + b"\x15" + struct.pack("<f", -1.0))
+
+
+@case("sentencepiece: a token of a million bytes, to GGUF", codes=(0, 1, 4), leaves=("out",))
+def _(folder: Path) -> list[str]:
+    model = sample(folder, "llama")
+    (model / "tokenizer.json").unlink()
+    tokens = [b"<unk>", b"<s>", b"</s>", b"a" * MILLION, *(b"t%d" % at for at in range(500))]
+    (model / "tokenizer.model").write_bytes(b"".join(map(piece, tokens)))
+    return ["convert", "model", "out", "--to", "gguf"]
+
+
+@case("sentencepiece: a token of a million bytes", codes=(0, 2, 4))
+def _(folder: Path) -> list[str]:
+    model = sample(folder, "llama")
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer.model").write_bytes(b"".join(map(piece, [b"<unk>", b"<s>", b"</s>", b"a" * MILLION])))
+    return ["generate", "model", "abc", "-n", "2"]
+
+
+@case("older files: a token of a million characters in a vocabulary without merges", codes=(0, 2, 4))
+def _(folder: Path) -> list[str]:
+    model = sample(folder, "llama")
+    (model / "tokenizer.json").unlink()
+    (model / "vocab.json").write_text(json.dumps({"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "a" * MILLION: 4}))
+    (model / "merges.txt").write_text("#version: 0.2\n")
+    (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    return ["generate", "model", "abc", "-n", "2"]
+
+
+# --- pickles ---------------------------------------------------------------------------------------------------------
+
+TENSOR = (
+    b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000"
+    b"X\x03\x00\x00\x00cpuK\x04tQK\x00(K\x04t(K\x01t\x89ccollections\nOrderedDict\n)RtR"
+)
+
+
+def pickled(content: bytes) -> Callable[[Path], list[str]]:
+    def make(folder: Path) -> list[str]:
+        model = sample(folder)
+        (model / "model.safetensors").unlink()
+        with zipfile.ZipFile(model / "pytorch_model.bin", "w") as file:
+            file.writestr("archive/data.pkl", b"\x80\x02" + content)
+            file.writestr("archive/data/0", bytes(16))
+        return ["load", "model", "--allow-pickle"]
+
+    return make
+
+
+for _name, _content in {
+    "a million references in a list": b"}X\x01\x00\x00\x00l](" + TENSOR + b"q\x01" + b"h\x01" * MILLION + b"es.",
+    "a million names of one tensor": TENSOR
+    + b"q\x010}("
+    + b"".join(b"X\x06\x00\x00\x00%06dh\x01" % at for at in range(MILLION))
+    + b"u.",
+    "400,000 tensors": b"}(" + b"".join(b"X\x06\x00\x00\x00%06d" % at + TENSOR for at in range(100_000)) + b"u.",
+    "a million lists in lists": b"]" * MILLION + b"a" * (MILLION - 1) + b".",
+    "a list that doubles 40 times": b"]q\x00" + b"(h\x00h\x00lq\x00" * 40 + b".",
+}.items():
+    CASES.append(Case(f"pickle: {_name}", pickled(_content)))
+
+
+# --- configs, manifests, journals ------------------------------------------------------------------------------------
+
+ODD: dict[str, Callable[[Path], None]] = {
+    "a fifo": os.mkfifo,
+    "without an end": lambda path: path.symlink_to("/dev/zero"),
+    "2 GB of zeros": lambda path: (path.touch(), os.truncate(path, 2**31))[0],
+    "30 MB of lists": lambda path: path.write_text("[" + "[]," * (10 * MILLION) + "[]]") and None,
+    "deep": lambda path: path.write_text("[" * MILLION) and None,
+    "a folder": lambda path: path.mkdir(),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+}
+FILES = {
+    "config.json": ["load", "model"],
+    "manifest.json": ["check", "model"],
+    "model.safetensors.index.json": ["load", "model"],
+    "generation_config.json": ["generate", "model", "abc", "-n", "2"],
+    "tokenizer_config.json": ["generate", "model", "abc", "-n", "2"],
+    "gptkit.json": ["load", "model"],
+}
+for _file, _command in FILES.items():
+    for _name, _odd in ODD.items():
+
+        def _make(
+            folder: Path, file: str = _file, odd: Callable[[Path], None] = _odd, command: list[str] = _command
+        ) -> list[str]:
+            path = sample(folder) / file
+            path.unlink(missing_ok=True)
+            if file.endswith("index.json"):
+                (folder / "model" / "model.safetensors").unlink()
+            odd(path)
+            return command
+
+        CASES.append(Case(f"{_file}: {_name}", _make, codes=(0, 2, 4), slow=_name not in ("a fifo", "2 GB of zeros")))
+
+for _name, _odd in ODD.items():
+
+    def _make(folder: Path, odd: Callable[[Path], None] = _odd) -> list[str]:
+        (folder / "out").mkdir()
+        odd(folder / "out" / "manifest.json")
+        return ["convert", "sample:gpt2", "out", "--force"]
+
+    CASES.append(Case(f"--force over a manifest: {_name}", _make, codes=(2,), slow=_name == "deep"))
+
+
+@case("a folder of the user's, called as ours are", codes=(0,), leaves=("out",))
+def _(folder: Path) -> list[str]:
+    for name in (".out.old-1-00ff00ff", ".out.partial-1-00ff00ff", ".out.old-1-x"):
+        (folder / name).mkdir()
+        (folder / name / "thesis.txt").write_text("mine")
+    return ["convert", "sample:gpt2", "out", "-q"]
+
+
+@case("stdout is closed", codes=(0,), closed=(1,))
+def _(folder: Path) -> list[str]:
+    return ["params", "gpt2"]
+
+
+# --- the hub ---------------------------------------------------------------------------------------------------------
+
+
+def hub(files: Mapping[str, Big] | None = None, **about: Any) -> Callable[[Path], Any]:
+    """The server of the tests with the repository org/model: a sample, and what is said of it here."""
+
+    @contextmanager
+    def serving(folder: Path) -> Iterator[dict[str, str]]:
+        whole = {path.name: path.read_bytes() for path in (SAMPLES / "gpt2").iterdir()}
+        server = Hub({"org/model": Repo({**whole, **(files or {})}, **about)})
+        server.start()
+        try:
+            yield {"HF_ENDPOINT": server.url}
+        finally:
+            server.stop()
+
+    return serving
+
+
+ENDLESS = Big(b'{"siblings": [', 2**32)
+for _name, _about, _command in (
+    ("a listing of 4 GB", {"listing": ENDLESS}, ["load", "org/model"]),
+    ("a listing of 4 GB, of GGUF", {"listing": ENDLESS, "without": "config.json"}, ["params", "org/model"]),
+    (
+        "a listing that unpacks to 2 GB",
+        {"listing": gzip.compress(bytes(2**21)) * 1000, "packed": True},
+        ["load", "org/model"],
+    ),
+    ("a config.json of 4 GB", {"files": {"config.json": Big(b"{", 2**32)}}, ["params", "org/model"]),
+    ("a config.json of an exabyte", {"files": {"config.json": Big(b"{", 2**60)}}, ["params", "org/model"]),
+    ("a tokenizer.json of 4 GB", {"files": {"tokenizer.json": Big(b"{", 2**32)}}, ["load", "org/model"]),
+    (
+        "a header of 4 GB",
+        {"files": {"model.safetensors": Big(b"\0\0\0\0\1", 2**33)}},
+        ["params", "org/model", "--stored"],
+    ),
+    ("a refusal of 4 GB", {"refusal": ENDLESS}, ["load", "org/model"]),
+):
+    CASES.append(
+        Case(f"hub: {_name}", lambda folder, command=_command: command, codes=(0, 1, 4, 5), around=hub(**_about))
+    )
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -28,7 +28,8 @@ class Big:
 class Repo:
     """A repository: its files at `commit`, which main is at, and at the commits of `history`.
 
-    listed: whether the API tells the names of its files.   listing: what it tells instead.
+    listed: whether the API tells the names of its files.   listing: what it tells instead.   packed: by gzip.
+    refusal: what it answers to everything but HEAD.   without: a file that it does not have.
     ranges: whether Range is heeded.   gzip: a proxy's whim.
     cut: by file, after how many bytes of the body the connection breaks, one entry an answer.
     short: by file, how many bytes it has when it is fetched, whatever HEAD said.
@@ -50,7 +51,10 @@ class Repo:
     short: dict[str, int] = field(default_factory=dict)
     lies: str = ""
     range_says: str | None = None
-    listing: bytes | None = None
+    listing: bytes | Big | None = None
+    packed: bool = False
+    refusal: Big | None = None
+    without: str = ""
     cdn: bool = False
     token: str = ""
 
@@ -126,7 +130,9 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if found is None:
                 return self.answer(404, {"X-Error-Code": "RevisionNotFound"})
             commit, files = repo.lies or found[0], found[1]
-            if file not in files:
+            if repo.refusal is not None and self.command == "GET":
+                return self.answer(403, {}, repo.refusal)
+            if file not in files or file == repo.without:
                 return self.answer(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
             return self.file(repo, commit, file, files[file], from_cdn)
 
@@ -145,8 +151,11 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 if key.endswith(".safetensors"):
                     linked = {"size": len(body), "sha256": etag(body), "pointerSize": 134}
                     siblings[-1].update(blobId="0" * 40, lfs=linked)
+            if repo.refusal is not None:
+                return self.answer(403, {"Content-Type": "application/json"}, repo.refusal)
             if repo.listing is not None:
-                return self.answer(200, {"Content-Type": "application/json"}, repo.listing)
+                packed = {"Content-Encoding": "gzip"} if repo.packed else {}
+                return self.answer(200, {"Content-Type": "application/json", **packed}, repo.listing)
             told = {"id": name, "sha": found[0], "siblings": siblings, "private": False, "downloads": 0, "tags": []}
             return self.answer(200, {"Content-Type": "application/json"}, json.dumps(told).encode())
 
