@@ -499,6 +499,9 @@ def typed_errors(repository: Repository, fetching: str | None = None) -> Iterato
             reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
             raise Offline(f"fetching {fetching} of {repository} broke off: {reason:.200}", _AGAIN) from error
         raise Offline(f"{repository} is not in the local cache, and the hub could not be reached", WAY_ON) from error
+    except ValueError as error:  # a file of more than 50 GB, which it fetches by a package of its own alone
+        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        raise InvalidInput(f"{repository}: {fetching or 'it'} cannot be fetched: {reason:.200}") from error
 
 
 def _refused(repository: Repository, status: int, text: str, told: str | None) -> GptkitError:

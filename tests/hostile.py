@@ -45,7 +45,7 @@ class Case:
     """A command: `make` prepares a folder, in which it runs, and returns its arguments.
 
     codes: the exit codes that are right.   told: a pattern that stderr holds.   leaves: what it may write, by name.
-    around: what has to run meanwhile.   slow: not in the quick run.
+    around: what has to run meanwhile.
     """
 
     name: str
@@ -55,7 +55,6 @@ class Case:
     leaves: tuple[str, ...] = ()
     around: Callable[[Path], Any] | None = None
     closed: tuple[int, ...] = ()
-    slow: bool = False
 
 
 @dataclass
@@ -329,20 +328,19 @@ def _(folder: Path) -> list[str]:
     return ["load", "x.gguf"]
 
 
-@case("gguf: a million tokens", codes=(0, 4), slow=True)
-def _(folder: Path) -> list[str]:
-    names = [b"t%d" % at for at in range(MILLION)]
-    gguf(
-        folder / "x.gguf",
-        {
+for _many, _codes in ((MILLION // 2, (2,)), (MILLION, (4,))):
+
+    def _make(folder: Path, many: int = _many) -> list[str]:
+        keys = {
             **LLAMA,
-            "tokens": strings(names),
-            "scores": numbers(F32, MILLION) + bytes(4 * MILLION),
-            "token_type": numbers(I32, MILLION) + struct.pack("<i", 1) * MILLION,
-        },
-        rows=MILLION,
-    )
-    return GENERATE
+            "tokens": strings([b"t%d" % at for at in range(many)]),
+            "scores": numbers(F32, many) + bytes(4 * many),
+            "token_type": numbers(I32, many) + struct.pack("<i", 1) * many,
+        }
+        gguf(folder / "x.gguf", keys, rows=many)
+        return GENERATE
+
+    CASES.append(Case(f"gguf: {_many:,} tokens", _make, codes=_codes))
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
@@ -541,7 +539,7 @@ for _file, _command in FILES.items():
             odd(path)
             return command
 
-        CASES.append(Case(f"{_file}: {_name}", _make, codes=(0, 2, 4), slow=_name not in ("a fifo", "2 GB of zeros")))
+        CASES.append(Case(f"{_file}: {_name}", _make, codes=(0, 2, 4)))
 
 for _name, _odd in ODD.items():
 
@@ -550,7 +548,7 @@ for _name, _odd in ODD.items():
         odd(folder / "out" / "manifest.json")
         return ["convert", "sample:gpt2", "out", "--force"]
 
-    CASES.append(Case(f"--force over a manifest: {_name}", _make, codes=(2,), slow=_name == "deep"))
+    CASES.append(Case(f"--force over a manifest: {_name}", _make, codes=(2,)))
 
 
 @case("a folder of the user's, called as ours are", codes=(0,), leaves=("out",))

@@ -30,6 +30,8 @@ SPACE = "▁"
 MAX_SQUARES = 2**27
 """The sum of the squares of tokens' lengths, which is what it costs to try every part of every token: a vocabulary of
 262,000 tokens has a tenth of it, and no token of real ones is longer than a thousand characters."""
+MAX_TOKENS = 2**19
+"""The largest vocabularies have half of that."""
 MAX_CHARSMAP = 2**22
 """Bytes; SentencePiece's own has 240,000."""
 
@@ -173,7 +175,7 @@ def _tokenizer(header: Header, rows: int) -> dict[str, Any] | None:
         return None
     kind = _get(header, "model", str)
     pre = _get(header, "pre", str) or "default"
-    tokens = header.values(PREFIX + "tokens", rows) or []
+    tokens = header.values(PREFIX + "tokens", min(rows, MAX_TOKENS)) or []
     if not all(isinstance(token, str) for token in tokens):
         raise CheckpointError(f"{header.where}: {PREFIX}tokens are not text")
     check_lengths(tokens, header.where)
@@ -378,7 +380,7 @@ def _post_processor(
 def _settings(header: Header, rows: int, context: int | None) -> dict[str, Any]:
     """tokenizer_config.json: special tokens by their text, and the chat template as it stands."""
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
-    tokens = header.values(PREFIX + "tokens", rows) or []
+    tokens = header.values(PREFIX + "tokens", min(rows, MAX_TOKENS)) or []
     special: dict[str, Any] = {}
     for name, key in names.items():
         index = _get(header, f"{key}_token_id", int)
