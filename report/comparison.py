@@ -77,7 +77,7 @@ def conditions(found: Comparison) -> str:
     stored = f"Weights and cache in {found.dtype}"
     if found.cached != found.dtype:
         stored = f"Weights in {found.dtype}, cache in {found.cached}"
-    return f"{stored}; FLOPs of the forward pass, for a token that sees {found.context:,}."
+    return f"{stored}; forward FLOPs for a token that sees {found.context:,}."
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,8 @@ class ComparisonTable:
 
     def marks(self) -> str:
         """What the marks mean, and how much is left out."""
-        told = (
-            f"{MARK} marks what differs."
-            if any(row.differs for row in self.rows)
-            else "The models are alike in these rows."
-        )
+        differ = any(row.differs for row in self.rows)
+        told = f"{MARK} marks what differs." if differ else "The models are alike in these rows."
         left = len(self.found.rows) - len(self.rows)
         return f"{told} --all adds {counted(left, 'row')} in which they are alike." if left else told
 

@@ -49,7 +49,7 @@ def test_a_column_a_model() -> None:
     assert "* attention MHA 12 MHA 32 MHA 32 MQA 71/1" in found
     assert "window none none none none" in found
     assert "KV per token 36.86 kB 524.3 kB 491.5 kB 8.192 kB" in found
-    assert "Weights and cache in bfloat16; FLOPs of the forward pass, for a token that sees 1,024." in found
+    assert "Weights and cache in bfloat16; forward FLOPs for a token that sees 1,024." in found
 
 
 def test_where_columns_do_not_fit_models_stand_behind_their_values() -> None:
