@@ -1,13 +1,16 @@
 """The tables about swaps: what they say, and that 80 columns are enough."""
 
 import io
+import json
 from pathlib import Path
 
 import pytest
 from rich.console import Console, RenderableType
+from typer.testing import CliRunner
 
 import gptkit
 from gptkit.analysis.costs import costs
+from gptkit.cli import app
 from gptkit.report.summaries import swap_lines
 from gptkit.report.surgery import (
     change,
@@ -112,3 +115,15 @@ def test_costs_side_by_side() -> None:
     text = printed(costs_table(before, before))
     assert text.count("=") == len(text.splitlines()) - 1
     assert "active per token" not in text
+
+
+def test_what_needs_training_is_called_so(tmp_path: Path) -> None:
+    """By people; data keeps the word that recipes and programs know."""
+    done = gptkit.swap("sample:gpt2", tmp_path / "out", activation="relu", dry_run=True)
+    text = "\n".join([*swap_lines(done), printed(dry_run_report(done))])
+    assert "a swap that needs training" in text and "retrained" not in text
+    assert done.guarantee == done.chain.swapped[0].summary["guarantee"] == "retrained"
+    call = ["params", "gpt2", "--swap", "activation=relu"]
+    now, then = (CliRunner().invoke(app, [*call, *more]) for more in ([], ["--json"]))
+    assert "guarantee: needs training" in now.stdout
+    assert json.loads(then.stdout)["models"][1]["swap"]["guarantee"] == "retrained"
