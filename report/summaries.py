@@ -195,13 +195,19 @@ def verification_report(result: Verification) -> RenderableType:
     parts: list[RenderableType] = [
         prompt_table(result.prompts),
         Text(),
-        *(Text(line) for line in verdict_lines(result)),
+        *(Text(part) for line in verdict_lines(result) for part in under_its_label(line)),
     ]
     if result.divergence is not None and result.divergence.first is not None:
         parts += [Text(), divergence_table(result.divergence)]
     if result.damage is not None:
         parts += [Text(), *(Text(line) for line in damage_lines(result.damage))]
     return Group(*parts)
+
+
+def under_its_label(line: str) -> list[str]:
+    """A line of `verdict_lines` in as many as 80 columns need, set in below its words."""
+    kept = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(line, 80, subsequent_indent=" " * 10, **kept) or [line]  # type: ignore[arg-type]
 
 
 def prompt_table(prompts: Sequence[Difference]) -> Table:
