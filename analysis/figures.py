@@ -217,13 +217,31 @@ def _on_gpus(found: Figures, spec: ModelSpec, family: str) -> Figures:
     from .parallel import split
 
     asked, context = found.asked, found.context
-    same = {"computed": asked.computed, "cache_dtype": asked.cached, "batch": asked.batch}
     if asked.gpu is not None:
-        many = asked.context or min(context, SERVED)
-        room = fit(spec, asked.gpu, family=family, dtype=asked.dtype, context=many, tp=asked.tp, pp=asked.pp, **same)
+        room = fit(
+            spec,
+            asked.gpu,
+            family=family,
+            dtype=asked.dtype,
+            computed=asked.computed,
+            cache_dtype=asked.cached,
+            context=asked.context or min(context, SERVED),
+            batch=asked.batch,
+            tp=asked.tp,
+            pp=asked.pp,
+        )
         found = replace(found, fits=room)
     if asked.spread:
-        there = split(spec, asked.tp, asked.pp, dtype=asked.dtype or "bfloat16", context=context, **same)
+        there = split(
+            spec,
+            asked.tp,
+            asked.pp,
+            dtype=asked.dtype or "bfloat16",
+            computed=asked.computed,
+            cache_dtype=asked.cached,
+            context=context,
+            batch=asked.batch,
+        )
         found = replace(found, split=there)
     return found
 

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from ..errors import UsageError
-from ..spec import Attention, Block, LatentAttention, MixtureOfExperts, ModelSpec
+from ..spec import Attention, Block, FeedForward, GatedFeedForward, LatentAttention, MixtureOfExperts, ModelSpec
 from .formats import sizer
 from .memory import beside_weights
 
@@ -122,13 +122,15 @@ def _shard(block: Block, tp: int) -> Block:
                 f"Choose a number that divides {kv_heads}, or a multiple of it that divides {attention.heads}.",
             )
         heads["kv_heads"] = max(kv_heads // tp, 1)
+    share = msgspec.structs.replace
+    within: FeedForward | GatedFeedForward | MixtureOfExperts
     if isinstance(feed_forward, MixtureOfExperts):
-        units = {"intermediate_size": _share(feed_forward.expert.intermediate_size, tp, "units of an expert")}
-        of_one = msgspec.structs.replace(feed_forward, expert=msgspec.structs.replace(feed_forward.expert, **units))
+        units = _share(feed_forward.intermediate_size, tp, "units of an expert")
+        within = share(feed_forward, expert=share(feed_forward.expert, intermediate_size=units))
     else:
-        units = {"intermediate_size": _share(feed_forward.intermediate_size, tp, "units of the feed-forward")}
-        of_one = msgspec.structs.replace(feed_forward, **units)
-    return msgspec.structs.replace(block, attention=msgspec.structs.replace(attention, **heads), feed_forward=of_one)
+        units = _share(feed_forward.intermediate_size, tp, "units of the feed-forward")
+        within = share(feed_forward, intermediate_size=units)
+    return share(block, attention=share(attention, **heads), feed_forward=within)
 
 
 def _share(number: int, tp: int, what: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -16,6 +16,10 @@ __all__ = ["TensorGroup", "tensor_groups"]
 
 MOST_RANGES = 4
 """Ranges of layers that a folded name lists; more of them are told by the first, the last and how many there are."""
+
+
+NO_LAYER: tuple[int | None, ...] = (None,)
+"""Where tensors are that are in no layer."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ def tensor_groups(spec: ModelSpec, size: Callable[[Parameter], int] | None = Non
             shape,
             component,
             max(len(there), 1) * max(experts, 1),
-            sum(nbytes[layer, place, shape] for layer in there or [None]),
+            _sum(nbytes, there or NO_LAYER, place, shape),
         )
         for (place, shape, component, experts), there in found.items()
     ]
@@ -77,6 +81,12 @@ def _places(parameters: Iterable[Parameter]) -> Iterator[tuple[tuple[str, Shape,
         experts[key] = experts.get(key, 0) + (1 if is_expert else 0)
     for (layer, place, shape, component), number in experts.items():
         yield (place, shape, component, number), layer
+
+
+def _sum(
+    nbytes: Mapping[tuple[int | None, str, Shape], int], layers: Sequence[int | None], place: str, shape: Shape
+) -> int:
+    return sum(nbytes[layer, place, shape] for layer in layers)
 
 
 def _place(parameter: Parameter) -> tuple[str, bool]:

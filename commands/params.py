@@ -204,7 +204,7 @@ def params(
     what = _by("layer" if by_layer else by)
     _sensible(models, asked, what, batch, context, json, csv, stored)
     drawn = Drawn(html, png, svg, figure)
-    counts = count_params(*models, offline=offline, stored=stored, allow_pickle=allow_pickle)
+    counts: list[ModelCount] = count_params(*models, offline=offline, stored=stored, allow_pickle=allow_pickle)
     if swap or recipe:
         counts = _with_swaps(counts, swap or [], recipe, offline)
     counts = with_figures(counts, asked)

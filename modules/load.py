@@ -43,6 +43,7 @@ def load(
     allow_extra: bool = False,
     random: bool = False,
     seed: int = 0,
+    progress: Callable[[int], None] | None = None,
 ) -> Decoder:
     """Open a checkpoint and build it: a torch module that turns `input_ids` (B, T) and an optional `attention_mask`
     (B, T) into logits (B, T, vocabulary), in eval mode.
@@ -58,6 +59,7 @@ def load(
         random: give the tree random weights and read none, so that a preset, a config.json or a tree by itself is
             enough; in float32 unless told otherwise. See `initialise` for how they are drawn.
         seed: of the random weights.
+        progress: called with the bytes of every tensor read.
 
     Raises:
         InvalidInput, Offline: as `open_checkpoint`.
@@ -69,11 +71,11 @@ def load(
         from .initialise import drawn_from
 
         found = outline(str(model), offline=offline, allow_pickle=allow_pickle)
-        made = load_random(found.spec, dtype, attention, seed=seed, device=device, name=str(model))
+        made = load_random(found.spec, dtype, attention, seed=seed, device=device, progress=progress, name=str(model))
         made.source = drawn_from(found, seed, parse_dtype(str(torch_dtype(dtype))))
         return made
     checkpoint = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
-    return load_checkpoint(checkpoint, dtype, attention, device=device)
+    return load_checkpoint(checkpoint, dtype, attention, device=device, progress=progress)
 
 
 def load_checkpoint(

@@ -128,7 +128,10 @@ class _Page(Layout):
         figures = max(len(f"{count.total:,}"), len("parameters"))
         labels = max(len(label) for label, _, _ in rows)
         room = self.width - labels - GAP - figures
-        sizes = self.sizes(weights and weights.total)
+        whole, without, active = (
+            (None,) * 3 if weights is None else (weights.total, weights.non_embedding, weights.active)
+        )
+        sizes = self.sizes(whole)
         with_bytes = bool(sizes) and room >= len(sizes[0]) + GAP
         room -= GAP + max(len(self.dtype or ""), len("999.9 GB")) if with_bytes else 0
         with_share = room >= len("100.0 %") + GAP
@@ -149,15 +152,14 @@ class _Page(Layout):
             size = weights.by_component.get(label) if weights is not None and number is not None else None
             row(label, what, number, size, instead="tied")
         table.add_section()
-        row("total", "", count.total, weights and weights.total, "bold")
+        row("total", "", count.total, whole, "bold")
         if with_bytes and weights is not None:
             cells = ["", *([""] if with_words else []), "", binary(weights.total)]
             table.add_row(*cells, *([""] if with_share else []), style="bold")
         table.add_section()
-        without = weights and weights.non_embedding
         row("no embedding", "without embedding, positions and head", count.non_embedding, without, "dim")
         if count.active != count.total:
-            row("active", "used per token", count.active, weights and weights.active, "dim")
+            row("active", "used per token", count.active, active, "dim")
         runs = layer_ranges(count.by_layer)
         if len(runs) > MOST_RUNS:
             totals = [layer.total for layer in count.by_layer]
@@ -241,7 +243,7 @@ class _Page(Layout):
         groups = tensor_groups(spec, None if self.dtype is None else sizer(spec, self.dtype, family))
         shapes = [_shape(group.shape) for group in groups]
         names = max(len(group.name) for group in groups)
-        figures = [f"{count.total:,}", *self.sizes(weights and weights.total)]
+        figures = [f"{count.total:,}", *self.sizes(None if weights is None else weights.total)]
         room = self.width - sum(GAP + max(len(cell), len("parameters")) for cell in figures)
         if self.dtype and room < NARROWEST_WORDS:
             return _Page(self.width, self.ascii_only).tensors(model, None)

@@ -1,6 +1,7 @@
 """Notebooks: values show themselves as tables, progress is a line, and the example runs in a kernel as it is."""
 
 import html
+import inspect
 import re
 import subprocess
 import sys
@@ -113,6 +114,14 @@ def test_progress_takes_what_functions_tell(
     with progress() as told:
         told(1)
     assert capsys.readouterr() == ("", "")
+
+
+def test_functions_that_take_long_take_progress() -> None:
+    done: list[int] = []
+    gptkit.load("sample:llama", progress=done.append)
+    assert sum(done) == 2 * 652_320 and len(done) == 48
+    for function in (gptkit.load, gptkit.convert, gptkit.swap, gptkit.diff, gptkit.verify):
+        assert "progress" in inspect.signature(function).parameters
 
 
 @pytest.mark.filterwarnings("ignore")
