@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..architectures.gguf_types import FILE_TYPES
 from ..errors import UsageError
 from ..spec import ModelSpec
 from .costs import (
@@ -21,7 +20,7 @@ from .costs import (
     training_flops,
     usual_context,
 )
-from .formats import NAMES, SCALES, in_formats, weighed, weight_bytes, weight_dtype
+from .formats import GGUF, NAMES, SCALES, in_formats, weighed, weight_bytes, weight_dtype
 from .parameters import ParameterCount
 from .sizes import DTYPES, MOST, full_dtype, itemsize
 
@@ -73,7 +72,7 @@ class Asked:
         ):
             if number is not None and not 1 <= number <= MOST:
                 raise UsageError(f"{what} is a whole number from 1 to {MOST:,}, not {number}")
-        if self.spread and self.dtype in FILE_TYPES:
+        if self.spread and self.dtype in GGUF:
             raise UsageError(
                 f"files of {self.dtype} are not laid out for several GPUs", "--dtype int8, int4 or bfloat16"
             )

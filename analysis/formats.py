@@ -11,13 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from ..architectures.gguf_types import BLOCKS, FILE_TYPES, gguf_types
 from ..errors import CannotExpress, UsageError
 from ..spec import ModelSpec, Parameter
 from .parameters import LayerCount, ParameterCount, count, count_of
 from .sizes import DTYPES, full_dtype, itemsize
 
-__all__ = ["FORMATS", "NAMES", "SCALES", "in_formats", "sizer", "weighed", "weight_bytes", "weight_dtype"]
+__all__ = ["FORMATS", "GGUF", "NAMES", "SCALES", "in_formats", "sizer", "weighed", "weight_bytes", "weight_dtype"]
 
 SCALES = ("int8", "int4")
 """Types that are no numbers without scales beside them, of which every scheme has others: these are not counted."""
@@ -26,8 +25,9 @@ NAMES = {"float8": "float8_e4m3fn", "int4": "int4", "i4": "int4", "4bit": "int4"
 """What people call dtypes beside the names that `full_dtype` knows; there is no `torch.int4`."""
 
 NF4 = "nf4"
+GGUF = ("q8_0", "q4_k_m", "q4_0")
 FORMATS = ("q8_0", NF4, "q4_k_m", "q4_0")
-"""Formats whose scales are counted, the widest first."""
+"""Formats whose scales are counted, the widest first; of GGUF those that `gguf_types` knows."""
 
 BLOCK, OUTER = 64, 256
 """nf4's: weights of a scale, and scales of a scale of scales."""
@@ -67,8 +67,10 @@ def sizer(spec: ModelSpec, dtype: str, family: str = "") -> Callable[[Parameter]
     """
     if dtype == NF4:
         return nf4_bytes
-    if dtype not in FILE_TYPES:
+    if dtype not in GGUF:
         return lambda each: weight_bytes(each.count, dtype)
+    from ..architectures.gguf_types import BLOCKS, gguf_types  # here, for a start without it
+
     types = {each.name: BLOCKS[of] for each, of in gguf_types(spec, family, dtype)}
     return lambda each: each.count // types[each.name][0] * types[each.name][1]
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ..analysis.costs import stated_context, usual_context
 from ..analysis.figures import SCALES, Asked, Figures, fits
-from ..analysis.parallel import Stage
 from ..analysis.parameters import count, layer_ranges, range_label
 from ..spec import ModelSpec
 from .sheets import Row, Sheet, binary, change, decimal, difference, whole_bytes
+
+if TYPE_CHECKING:
+    from ..analysis.parallel import Stage
 
 __all__ = ["cost_sheets"]
 

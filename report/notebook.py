@@ -67,10 +67,9 @@ def _count(count: Any) -> Iterator[RenderableType]:
 
 
 def _comparison(found: Any) -> Iterator[RenderableType]:
-    from .comparison import comparison_table, conditions
+    from .comparison import comparison_table
 
     yield comparison_table(found, found.shown())
-    yield conditions(found)
 
 
 def _recommendation(found: Any) -> Iterator[RenderableType]:

@@ -6,11 +6,11 @@ import pytest
 from family_specs import preset_spec
 from trees import TREES
 
-from gptkit.analysis.formats import FORMATS, in_formats, sizer, weighed
+from gptkit.analysis.formats import FORMATS, GGUF, in_formats, sizer, weighed
 from gptkit.analysis.parameters import count
 from gptkit.analysis.tensors import tensor_groups
 from gptkit.architectures import architecture_of
-from gptkit.architectures.gguf_types import BLOCKS
+from gptkit.architectures.gguf_types import BLOCKS, FILE_TYPES
 from gptkit.architectures.presets import presets
 from gptkit.converter.convert import convert
 from gptkit.errors import CannotExpress
@@ -29,6 +29,7 @@ def bits(name: str, dtype: str) -> float:
 
 
 def test_blocks_are_ggmls() -> None:
+    assert set(FILE_TYPES) == set(GGUF)
     for name, sizes in BLOCKS.items():
         assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] == sizes
 
