@@ -334,7 +334,7 @@ def _fits(models: Sequence[Told], asked: Asked) -> Sheet:
         *([f"Batch: as many sequences of {first.context:,} tokens."] if alone else []),
         "Counted are weights, the KV cache and activations; a runtime takes 0.5 to 2 GB more.",
     ]
-    if asked.spread:
+    if asked.spread and asked.dtype is None:
         notes.append("int8 and int4: without the scales that go with them.")
     return Sheet(title, columns, tuple(rows), tuple(notes))
 

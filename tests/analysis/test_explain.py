@@ -11,6 +11,7 @@ from trees import TREES
 from gptkit.analysis.explain import Explained, explain
 from gptkit.analysis.parameters import count
 from gptkit.architectures.presets import presets
+from gptkit.report.sheets import Layout
 from gptkit.spec import ModelSpec
 
 
@@ -49,6 +50,10 @@ def test_trees_whose_layers_differ(spec: ModelSpec) -> None:
 @pytest.mark.parametrize("name", TREES)
 def test_trees_that_no_family_has(name: str) -> None:
     holds(TREES[name])
+
+
+def test_a_terminal_without_the_letters() -> None:
+    assert Layout(80, ascii_only=True).clean("L(2d² + 2d·k) · 3d³") == "L(2d^2 + 2d*k) - 3d^3"
 
 
 def test_what_the_formulas_say() -> None:
