@@ -360,6 +360,8 @@ def _match(
     problems = [] if partial or not missing else [f"{_lacking(missing, declared)}: {_some(missing)}"]
     problems += _problems(checkpoint, declared, FLOATS + INTEGERS if integers else FLOATS)
     hint = "Check that config.json belongs to these weights."
+    if architecture is not None and missing == [architecture.head]:
+        hint = 'A base model alone has no head. Set "tie_word_embeddings": true in config.json if it is the embedding.'
     if untied:
         problems.append(f"config.json ties the head to the embedding, but {_some(untied)} holds other values")
         if len(problems) == 1:

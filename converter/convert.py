@@ -123,7 +123,12 @@ def plan_output(
     config = _hf_config(architecture, spec, origin, main_dtype(spec, dtypes), compute_dtype)
     small = {**(texts or {}), CONFIG: config}
     leaves = architecture.bind(spec)
-    if max_shard_bytes is None and (again := as_it_was(leaves, dtypes, origin.files)) is not None:
+
+    def canonical(name: str, known: Mapping[str, Any]) -> str | None:
+        return architecture.canonical_name(name, known, len(spec.blocks))
+
+    again = as_it_was(leaves, dtypes, origin.files, canonical) if max_shard_bytes is None else None
+    if again is not None:
         return Plan(again[0], {**small, **again[1]}, tuple(companions))
     return plan(leaves, dtypes, small, companions, max_shard_bytes or DEFAULT_SHARD_BYTES)
 

@@ -11,7 +11,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -185,15 +185,22 @@ def plan(
 
 
 def as_it_was(
-    leaves: Sequence[BoundLeaf], dtypes: Mapping[str, str], files: Mapping[str, str]
+    leaves: Sequence[BoundLeaf],
+    dtypes: Mapping[str, str],
+    files: Mapping[str, str],
+    canonical: Callable[[str, Mapping[str, Any]], str | None],
 ) -> tuple[tuple[Shard, ...], dict[str, bytes]] | None:
     """The shards and the index that `files` (see Origin) describe, None where these are not their tensors any more.
+
+    `canonical` tells under which of the leaves' names a tensor of the files goes: those of a base model have no prefix,
+    and old ones have old names. They are written under the names that they had.
 
     Every header comes from a folder that anybody may have edited: it is checked as if it were read from a file.
     """
     here = {leaf.checkpoint: (leaf, widest([dtypes[name] for name in leaf.shared])) for leaf in leaves}
     index = {name: text.encode() for name, text in files.items() if name == INDEX}
-    shards, seen = [], 0
+    shards: list[Shard] = []
+    seen: list[str | None] = []
     for name, text in files.items():
         if name in index:
             continue
@@ -204,15 +211,18 @@ def as_it_was(
             header = parse_header(name, raw)
         except CheckpointError:
             return None
-        infos = header.tensors.values()
-        if any(i.name not in here or (i.shape, i.dtype) != (here[i.name][0].shape, here[i.name][1]) for i in infos):
-            return None
-        outputs = tuple(Output(here[i.name][0], i.dtype, i.start, i.nbytes) for i in infos)
+        infos, outputs = header.tensors.values(), []
+        for info in infos:
+            known = canonical(info.name, here)
+            leaf, dtype = here.get(known or "", (None, ""))
+            if leaf is None or (info.shape, info.dtype) != (leaf.shape, dtype):
+                return None
+            seen.append(known)
+            outputs.append(Output(replace(leaf, checkpoint=info.name), info.dtype, info.start, info.nbytes))
         start = struct.pack("<Q", len(raw)) + raw
-        shards.append(Shard(name, start, outputs, max([len(start), *(i.end for i in infos)])))
-        seen += len(outputs)
+        shards.append(Shard(name, start, tuple(outputs), max([len(start), *(i.end for i in infos)])))
     # Parsed one by one, so that a name in two files is only seen here.
-    whole = seen == len(here) == len({o.leaf.checkpoint for shard in shards for o in shard.outputs})
+    whole = len(seen) == len(here) == len(set(seen))
     return (tuple(shards), index) if whole and (len(shards) == 1 or index) else None
 
 

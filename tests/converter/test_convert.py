@@ -12,7 +12,7 @@ import torch
 import transformers
 from families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, modern, randomised_reference, save_hf
 from hubserver import Hub, Repo
-from safetensors.torch import save_file, save_model
+from safetensors.torch import load_file, save_file, save_model
 
 from gptkit.architectures import architecture_of
 from gptkit.converter.checkpoint import open_checkpoint
@@ -587,3 +587,43 @@ def test_what_travels_with_the_weights(gpt2: tuple[Path, Any], tmp_path: Path) -
 
 def test_every_registered_family_is_tried() -> None:
     assert {architecture_of(variant.config).name for variant in VARIANTS} == set(REPRESENTATIVES)
+
+
+# --- a base model alone -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["5GB", SHARDED], ids=["one", "shards"])
+@pytest.mark.parametrize("family", REPRESENTATIVES)
+def test_a_base_model_alone_comes_back_file_for_file(family: str, size: str | int, tmp_path: Path) -> None:
+    """Its names have no prefix, and there is no head."""
+    config = {**REPRESENTATIVES[family].config, "tie_word_embeddings": True}
+    attention = architecture_of(config).reference(architecture_of(config).spec(config))[0]
+    model = randomised_reference(config, attention=attention)
+    model.base_model.save_pretrained(tmp_path / "hf", max_shard_size=size)
+    names = set(raw_tensors(tmp_path / "hf"))
+    assert not any(name.startswith(("model.", "transformer.", "lm_head")) for name in names)
+    convert(tmp_path / "hf", tmp_path / "local")
+    convert(tmp_path / "local", tmp_path / "back", "hf")
+    before, after = contents(tmp_path / "hf"), contents(tmp_path / "back")
+    assert before == {name: data for name, data in after.items() if name != "manifest.json"}
+    with torch.no_grad():
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation=attention)
+        ids = torch.arange(9)[None]
+        assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_old_names_come_back(tmp_path: Path) -> None:
+    save_hf(CONFIGS["gpt2"], tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    old = {name.replace("ln_1.weight", "ln_1.gamma"): array for name, array in load_file(path).items()}
+    rewrite(tmp_path / "hf", old)
+    convert(tmp_path / "hf", tmp_path / "local")
+    convert(tmp_path / "local", tmp_path / "back", "hf")
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == path.read_bytes()
+
+
+def test_a_base_model_whose_head_is_its_own_lacks_it(tmp_path: Path) -> None:
+    randomised_reference(CONFIGS["llama"]).base_model.save_pretrained(tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="lm_head") as caught:
+        convert(tmp_path / "hf", tmp_path / "local")
+    assert "A base model alone has no head" in str(caught.value)
