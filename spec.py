@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -25,6 +25,7 @@ from .display import Shown
 from .errors import ConfigError
 
 __all__ = [
+    "FACTS",
     "ALiBi",
     "Activation",
     "Arithmetic",
@@ -33,6 +34,7 @@ __all__ = [
     "Component",
     "DynamicScaling",
     "Embedding",
+    "Facts",
     "FeedForward",
     "GatedFeedForward",
     "Head",
@@ -46,11 +48,13 @@ __all__ = [
     "ModelSpec",
     "Norm",
     "Parameter",
+    "ProportionalScaling",
     "RMSNorm",
     "Rotary",
     "YarnScaling",
     "differences",
     "from_json",
+    "function_of",
     "to_json",
     "without_rounding",
 ]
@@ -64,8 +68,73 @@ Scale = Annotated[float, Meta(gt=0, le=3.4028234663852886e38)]
 """A factor of scores, which are multiplied in fp32: no larger than fp32 holds."""
 Shape = tuple[int, ...]
 
-Activation = Literal["gelu", "gelu_new", "gelu_tanh", "gelu_bloom", "quick_gelu", "relu", "silu"]
-"""`gelu` is x·Φ(x); `gelu_new`, `gelu_tanh` and `gelu_bloom` are its tanh approximation, evaluated in three ways."""
+Activation = Literal[
+    "gelu",
+    "gelu_python",
+    "gelu_new",
+    "gelu_tanh",
+    "gelu_bloom",
+    "gelu_fast",
+    "gelu_10",
+    "quick_gelu",
+    "silu",
+    "mish",
+    "hardswish",
+    "relu",
+    "relu2",
+    "relu6",
+    "leaky_relu",
+    "sigmoid",
+    "tanh",
+    "laplace",
+    "sqrtsoftplus",
+    "linear",
+]
+"""The formulas are in `modules.layers`, what is to be known of each in `FACTS`."""
+
+
+class Facts(NamedTuple):
+    """What is to be known of an activation.
+
+    words: for tables. gated: what a gated feed-forward with it is called (Shazeer 2002.05202). function: the activation
+    that stands for all which evaluate one function in ways of their own, None where it is the only one. zero: whether
+    it is 0 at 0.
+    """
+
+    words: str
+    gated: str = "gated"
+    function: Activation | None = None
+    zero: bool = True
+
+
+FACTS: dict[Activation, Facts] = {
+    "gelu": Facts("GELU", "GEGLU"),
+    "gelu_python": Facts("GELU", "GEGLU", "gelu"),
+    "gelu_tanh": Facts("GELU (tanh)", "GEGLU"),
+    "gelu_new": Facts("GELU (tanh)", "GEGLU", "gelu_tanh"),
+    "gelu_bloom": Facts("GELU (tanh)", "GEGLU", "gelu_tanh"),
+    "gelu_fast": Facts("GELU (tanh)", "GEGLU", "gelu_tanh"),
+    "gelu_10": Facts("GELU (clipped)"),
+    "quick_gelu": Facts("GELU (sigmoid)"),
+    "silu": Facts("SiLU", "SwiGLU"),
+    "mish": Facts("Mish"),
+    "hardswish": Facts("hard swish"),
+    "relu": Facts("ReLU", "ReGLU"),
+    "relu2": Facts("ReLU²"),
+    "relu6": Facts("ReLU6"),
+    "leaky_relu": Facts("leaky ReLU"),
+    "sigmoid": Facts("sigmoid", "GLU", zero=False),
+    "tanh": Facts("tanh"),
+    "laplace": Facts("Laplace", zero=False),
+    "sqrtsoftplus": Facts("√softplus", zero=False),
+    "linear": Facts("linear", "bilinear"),
+}
+
+
+def function_of(activation: Activation) -> Activation:
+    """The activation that stands for this one's function, however each of them evaluates it."""
+    return FACTS[activation].function or activation
+
 
 Arithmetic = Literal["linear", "conv1d", "matmul_add"]
 """How x·Wᵀ + b is computed: one fused linear; GPT-2's addmm on a weight that lies [in, out] in memory; Falcon's
@@ -166,7 +235,16 @@ class Llama3Scaling(Component, frozen=True):
     original_context: Size
 
 
-RopeScaling = LinearScaling | DynamicScaling | YarnScaling | LongRopeScaling | Llama3Scaling
+class ProportionalScaling(Component, frozen=True):
+    """p-RoPE (Barbero et al. 2410.06205): the `turning` fastest pairs turn, at frequencies divided by `factor`, and the
+    slower ones never do.
+    """
+
+    factor: Positive
+    turning: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+
+RopeScaling = LinearScaling | DynamicScaling | YarnScaling | LongRopeScaling | Llama3Scaling | ProportionalScaling
 
 
 class Rotary(Component, frozen=True):
@@ -188,6 +266,8 @@ class Rotary(Component, frozen=True):
             raise ConfigError("dynamic scaling takes the base to the power of dim / (dim - 2): dim is 2")
         if isinstance(self.scaling, YarnScaling) and self.base == 1:
             raise ConfigError("YaRN's ramp is over the logarithm of the base: base is 1")
+        if isinstance(self.scaling, ProportionalScaling) and self.scaling.turning > self.dim // 2:
+            raise ConfigError(f"{self.scaling.turning} pairs turn of {self.dim // 2}")
         if isinstance(self.scaling, LongRopeScaling):
             for name in ("short_factor", "long_factor"):
                 length = len(getattr(self.scaling, name))
@@ -215,7 +295,8 @@ class Attention(Component, frozen=True):
     `scale` multiplies q·k; with `scaling` "divide" the scores are divided by its inverse instead. `window` w lets
     position t see t-w+1 … t. `kv_expansion` says when a key head becomes one a query head: "repeat" after the cache,
     "broadcast" inside the matrix product, "projection" before positions are applied. `fused` computes q, k and v in
-    one matrix product; `softmax` runs in fp32 at least, or in the dtype of its input. Where the scores are written out
+    one matrix product, a key-value head's queries, its key and its value together (with "conv1d" all queries, all keys,
+    all values); `softmax` runs in fp32 at least, or in the dtype of its input. Where the scores are written out
     (not in a fused kernel), `scores` "float32" makes them of q and k in fp32 at least, the scale inside their product.
     """
 
@@ -638,8 +719,8 @@ def without_rounding(node: Any) -> Any:
     fields = {name: without_rounding(getattr(node, name)) for name in plain}
     defaults = dict(zip(reversed(plain), reversed(type(node).__struct_defaults__), strict=False))
     fields.update({name: defaults[name] for name in ROUNDING.get(type(node), ())})
-    if fields.get("activation") in ("gelu_new", "gelu_bloom"):
-        fields["activation"] = "gelu_tanh"
+    if "activation" in fields:
+        fields["activation"] = function_of(fields["activation"])
     if isinstance(node, Attention | LatentAttention):  # 1/√d, as one family divides and another takes a power
         fields["scale"] = float(f"{node.scale:.14g}")
     return type(node)(**fields)

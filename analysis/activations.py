@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..spec import (
+    Activation,
     ALiBi,
     Attention,
     Block,
@@ -33,6 +34,7 @@ from ..spec import (
 )
 
 __all__ = [
+    "ACTIVATION_COSTS",
     "Kernel",
     "Pass",
     "is_masked",
@@ -49,19 +51,46 @@ Kernel = Literal["sdpa", "eager"]
 FLOAT, LONG = 4, 8
 """Bytes of fp32, in which norms, softmax and the loss are computed at least, and of a token's or row's number."""
 
+VECTOR = 16
+"""Bytes of which a head's results are a multiple where rows of the q-k-v product may lie in any order."""
+
 WIDEST_GROUPED = 256
 """Elements of a head up to which the fused kernel is handed groups of query heads as they are."""
 
-KEPT_BY_ACTIVATION = {
-    "gelu": 1,
-    "gelu_tanh": 1,
-    "silu": 1,
-    "relu": 0,  # its result, which the product behind it keeps anyway
-    "quick_gelu": 2,
-    "gelu_new": 4,
-    "gelu_bloom": 7,
+
+class ActivationCost(NamedTuple):
+    """kept: tensors that an activation keeps for the backward pass beside its result, which the product behind it keeps
+    anyway: its input (unless `input` is False), and what it computes in steps. alive: tensors at once while it is
+    computed: its input, its result, and what it has in hand.
+    """
+
+    kept: int = 1
+    alive: int = 2
+    input: bool = True
+
+
+ACTIVATION_COSTS: dict[Activation, ActivationCost] = {
+    "gelu": ActivationCost(),
+    "gelu_python": ActivationCost(3, 4, input=False),
+    "gelu_tanh": ActivationCost(),
+    "gelu_new": ActivationCost(4, 4),
+    "gelu_bloom": ActivationCost(7, 5),
+    "gelu_fast": ActivationCost(7, 5),
+    "gelu_10": ActivationCost(2, 3),
+    "quick_gelu": ActivationCost(2, 3),
+    "silu": ActivationCost(),
+    "mish": ActivationCost(),
+    "hardswish": ActivationCost(),
+    "relu": ActivationCost(0, input=False),
+    "relu2": ActivationCost(1, 3, input=False),
+    "relu6": ActivationCost(),
+    "leaky_relu": ActivationCost(),
+    "sigmoid": ActivationCost(0, input=False),
+    "tanh": ActivationCost(0, input=False),
+    "laplace": ActivationCost(1, 3, input=False),
+    "sqrtsoftplus": ActivationCost(1, 3),
+    "linear": ActivationCost(0, input=False),
 }
-"""Tensors that an activation keeps beside its result: its input, and what an approximation computes in steps."""
 
 
 @dataclass(frozen=True)
@@ -175,16 +204,24 @@ def way(node: Attention | LatentAttention, kernel: Kernel = "sdpa") -> Literal["
 def _attention(node: Attention, run: Pass) -> Counter[str]:
     found: Counter[str] = Counter()
     views = 0  # numbers per token that are kept of the projections' own results
-    for norm, heads in ((node.q_norm, node.heads), (node.k_norm, node.kv_heads)):
+    gathered = _gathers_queries(node, run)
+    for norm, heads, copied in ((node.q_norm, node.heads, gathered), (node.k_norm, node.kv_heads, False)):
         if norm is not None:
             found["norms"] += _norm(norm, run.rows * heads, run)
-            views += heads * node.head_dim if _keeps_its_input(norm, run) else 0
-    if node.q_norm is None and not isinstance(node.position, Rotary) and not _copies_queries(node, run):
+            views += heads * node.head_dim if _keeps_its_input(norm, run) and not copied else 0
+    as_they_are = node.q_norm is None and not isinstance(node.position, Rotary)
+    if as_they_are and not gathered and not _copies_queries(node, run):
         views += node.heads * node.head_dim
     if node.fused and views:  # one tensor for all three
         found["attention"] = run.rows * run.size * ((node.heads + 2 * node.kv_heads) * node.head_dim - views)
     found.update(_mixing(node, node.head_dim, node.head_dim, run))
     return found
+
+
+def _gathers_queries(node: Attention, run: Pass) -> bool:
+    """Whether a fused product's queries are put together of those of several key-value heads; see `FusedLinears`."""
+    in_groups = node.arithmetic != "conv1d" and node.head_dim * run.size % VECTOR != 0
+    return node.fused and in_groups and 1 < node.kv_heads < node.heads
 
 
 def _copies_queries(node: Attention, run: Pass) -> bool:
@@ -276,9 +313,10 @@ def _feed_forward(node: FeedForward | GatedFeedForward | MixtureOfExperts, run: 
 
 def _inner(node: FeedForward | GatedFeedForward) -> int:
     """Numbers a token: what the activation keeps, the factors of the gate, and what is projected down."""
-    tensors = KEPT_BY_ACTIVATION[node.activation] + 1
+    cost = ACTIVATION_COSTS[node.activation]
+    tensors = cost.kept + 1
     if isinstance(node, GatedFeedForward):
         tensors += 2
-        if node.fused and node.activation == "relu":
+        if node.fused and not cost.input:
             tensors += 1  # the gate, which lies beside what it is multiplied with
     return tensors * node.intermediate_size

@@ -7,7 +7,7 @@ alike, how the last bits come about, is told by none of them, and everything els
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from ..spec import (
+    FACTS,
     ALiBi,
     Attention,
     Block,
@@ -30,14 +31,16 @@ from ..spec import (
     MixtureOfExperts,
     ModelSpec,
     Norm,
+    ProportionalScaling,
     RopeScaling,
     Rotary,
     YarnScaling,
+    function_of,
     without_rounding,
 )
 from .parameters import layer_ranges, plain_number, range_label
 
-__all__ = ["ACTIVATIONS", "GATED", "Aspect", "aspects", "attention_kind"]
+__all__ = ["Aspect", "aspects", "attention_kind"]
 
 
 @dataclass(frozen=True)
@@ -56,24 +59,6 @@ class Aspect:
 
 Said = tuple[str, Any]
 """Words, and the same as plain JSON values."""
-
-ACTIVATIONS: Mapping[str, str] = {
-    "gelu": "GELU",
-    "gelu_tanh": "GELU (tanh)",
-    "quick_gelu": "GELU (sigmoid)",
-    "relu": "ReLU",
-    "silu": "SiLU",
-}
-"""The functions that there are; `gelu_new` and `gelu_bloom` evaluate `gelu_tanh` in another order."""
-
-GATED: Mapping[str, str] = {
-    "gelu": "GEGLU",
-    "gelu_tanh": "GEGLU",
-    "quick_gelu": "gated",
-    "relu": "ReGLU",
-    "silu": "SwiGLU",
-}
-"""Gated feed-forwards by their activation, as Shazeer (2002.05202) calls them."""
 
 MOST_RUNS, MOST_KINDS = 3, 4
 """So many runs of layers, and so many kinds of them, are told in words; data has them all."""
@@ -192,6 +177,8 @@ def _scaled(scaling: RopeScaling | None) -> str:
             return f", llama3 ×{plain_number(factor)}"
         case LongRopeScaling():
             return ", LongRoPE"
+        case ProportionalScaling(factor=factor, turning=turning):
+            return f", {turning:,} pairs turn" + ("" if factor == 1 else f", linear ×{plain_number(factor)}")
 
 
 def _scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
@@ -314,13 +301,9 @@ def _expert(block: Block) -> FeedForward | GatedFeedForward:
     return node.expert if isinstance(node, MixtureOfExperts) else node
 
 
-def _function(activation: str) -> str:
-    return "gelu_tanh" if activation in ("gelu_new", "gelu_bloom") else activation
-
-
 def _activation(block: Block) -> Said:
-    function = _function(_expert(block).activation)
-    return ACTIVATIONS[function], function
+    function = function_of(_expert(block).activation)
+    return FACTS[function].words, function
 
 
 def _feed_forward(block: Block) -> Said:
@@ -328,7 +311,7 @@ def _feed_forward(block: Block) -> Said:
     one = _expert(block)
     gated = isinstance(one, GatedFeedForward)
     data: dict[str, Any] = {"kind": "gated" if gated else "plain", "width": one.intermediate_size}
-    words = f"{GATED[_function(one.activation)] if gated else 'plain'} {one.intermediate_size:,}"
+    words = f"{FACTS[one.activation].gated if gated else 'plain'} {one.intermediate_size:,}"
     if isinstance(block.feed_forward, MixtureOfExperts):
         mixture = block.feed_forward
         data |= {"experts": mixture.experts, "top_k": mixture.top_k, "normalise": mixture.normalise}

@@ -27,6 +27,7 @@ from ..spec import (
     ModelSpec,
     Norm,
     Parameter,
+    ProportionalScaling,
     RopeScaling,
     Rotary,
     YarnScaling,
@@ -265,6 +266,8 @@ def _scaling(scaling: RopeScaling | None) -> str:
             return f", llama3 ×{plain_number(factor)} from {original:,}"
         case LongRopeScaling(original_context=original):
             return f", LongRoPE from {original:,}"
+        case ProportionalScaling(factor=factor, turning=turning):
+            return f", of which {turning:,} pairs turn" + ("" if factor == 1 else f", linear ×{plain_number(factor)}")
 
 
 def _norm(norm: Norm) -> str:

@@ -22,23 +22,12 @@ from ..spec import (
     Norm,
     Rotary,
 )
-from .activations import Pass, is_masked, key_heads, rotaries, score_sizes, way
+from .activations import ACTIVATION_COSTS, Pass, is_masked, key_heads, rotaries, score_sizes, way
 from .costs import cached
 
 __all__ = ["Logits", "peak"]
 
 Logits = Literal["last", "all"]
-
-ALIVE_IN_ACTIVATION = {
-    "gelu": 2,
-    "gelu_tanh": 2,
-    "silu": 2,
-    "relu": 2,
-    "quick_gelu": 3,
-    "gelu_new": 4,
-    "gelu_bloom": 5,
-}
-"""Tensors at once while an activation is computed: its input, its result, and what an approximation has in hand."""
 
 
 def peak(spec: ModelSpec, run: Pass, logits: Logits = "last", ends: bool = True) -> int:
@@ -205,7 +194,7 @@ def _feed_forward(node: FeedForward | GatedFeedForward | MixtureOfExperts, run: 
 
 def _plain(node: FeedForward | GatedFeedForward, rows: int, run: Pass) -> int:
     inner, out = rows * node.intermediate_size * run.size, rows * node.hidden_size * run.size
-    activation = ALIVE_IN_ACTIVATION[node.activation]
+    activation = ACTIVATION_COSTS[node.activation].alive
     if node.down_bias and node.arithmetic == "matmul_add":
         out *= 2
     if isinstance(node, GatedFeedForward) and node.fused:

@@ -58,8 +58,9 @@ def read(config: ConfigReader) -> ModelSpec:
     if norms == 2 and not grouped and parallel:
         raise config.fail("num_ln_in_parallel_attn", norms, "1 or null without the new decoder architecture")
     bias = config.boolean("bias", False)
-    rotary = read_rotary(config, head_dim, context)
     alibi = config.boolean("alibi", False)
+    # With ALiBi these fields say nothing, and heads may be odd.
+    rotary = read_rotary(config, head_dim + head_dim % 2 if alibi else head_dim, context)
     norm = LayerNorm(size=hidden, eps=config.number("layer_norm_epsilon", 1e-5))
     block = Block(
         attention_norm=norm,

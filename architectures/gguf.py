@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from ..errors import CannotExpress, ConfigError, UnknownFamily
-from ..spec import Attention, FeedForward, GatedFeedForward, ModelSpec, Rotary, differences
+from ..spec import Activation, Attention, FeedForward, GatedFeedForward, ModelSpec, Rotary, differences, function_of
 from . import ARCHITECTURES, Architecture
 from .base import BoundLeaf, Leaf, bind, collapse, qkv, require_kinds, short, usual_layer
 from .falcon import other_norms, two_parallel_norms
@@ -465,12 +465,13 @@ def _express(kind: GgufArchitecture, spec: ModelSpec) -> Expressed:
 
 
 ROUNDING = (".arithmetic", ".fused", ".kv_expansion", ".cast", ".attention.scaling", ".scores", ".softmax")
-TANH_GELU = ("gelu_new", "gelu_tanh", "gelu_bloom")
 
 
 def _is_same(path: str, a: object, b: object) -> bool:
     """Whether a difference is none in what is computed: GGUF says which function a model is, never how it rounds."""
-    return path.endswith(ROUNDING) or (a in TANH_GELU and b in TANH_GELU) or is_close(a, b)
+    if path.endswith(".activation"):
+        return function_of(cast("Activation", a)) == function_of(cast("Activation", b))
+    return path.endswith(ROUNDING) or is_close(a, b)
 
 
 def _as_stored(spec: ModelSpec) -> ModelSpec:

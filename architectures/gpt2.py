@@ -7,7 +7,7 @@ in the presets use this architecture with its dense attention.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 from ..spec import (
     Activation,
@@ -25,15 +25,14 @@ from .config import ConfigReader
 from .layout import Layout
 
 ACTIVATIONS: dict[str, Activation] = {
-    "gelu_new": "gelu_new",
-    "gelu": "gelu",
+    **{name: name for name in get_args(Activation) if name not in ("gelu_tanh", "gelu_bloom")},
+    "gelu_accurate": "gelu_new",
+    "gelu_python_tanh": "gelu_new",
     "gelu_pytorch_tanh": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "silu": "silu",
     "swish": "silu",
 }
-"""transformers' names in ACT2FN -> ours; the first spelling of a value is the one written."""
+"""transformers' names in ACT2FN -> ours; the first spelling of a value is the one written. Missing are those that have
+parameters of their own: prelu and xielu."""
 
 ACTIVATION_NAMES = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
 

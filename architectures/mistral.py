@@ -51,4 +51,5 @@ MISTRAL = Architecture(
     leaves=LEAVES,
     prefix="model.",
     dropped=LLAMA_DROPPED,
+    refused={"layer_types": ((None,), "a mistral with layer types is read as a ministral by transformers")},
 )

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from ..errors import CannotExpress, ConfigError
-from ..spec import Activation, FeedForward, LayerNorm, ModelSpec, differences, without_rounding
+from ..spec import Activation, FeedForward, LayerNorm, ModelSpec, differences, function_of, without_rounding
 from .base import BoundLeaf, Leaf, bind, collapse, qkv, short
 from .gpt2 import ACTIVATION_NAMES, FUSED_BIAS, GPT2
 from .layout import Layout
@@ -135,6 +135,7 @@ def expressed(spec: ModelSpec, activation: Activation) -> tuple[dict[str, Any], 
 def _hint(spec: ModelSpec, found: list[tuple[str, Any, Any]], activation: Activation) -> str:
     feed_forward = spec.blocks[0].feed_forward
     alone = all(path.endswith("feed_forward.activation") for path, _, _ in found)
-    if alone and activation == "gelu" and isinstance(feed_forward, FeedForward) and "gelu_" in feed_forward.activation:
+    tanh = isinstance(feed_forward, FeedForward) and function_of(feed_forward.activation) == "gelu_tanh"
+    if alone and activation == "gelu" and tanh:
         return "For a model.py with the tanh formula, as nanoGPT had it before torch.nn.GELU: --to nanogpt_tanh"
     return HINT

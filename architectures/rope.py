@@ -17,6 +17,7 @@ from ..spec import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     RopeScaling,
     Rotary,
     YarnScaling,
@@ -32,7 +33,8 @@ def read_rotary(config: ConfigReader, dim: int, context_length: int, default_bas
     """The rotary component of a family whose heads rotate whole (`dim` = head_dim); `default_base` where none is given.
 
     Raises:
-        ConfigError: an unknown rope type, a missing or malformed parameter, or partial rotation.
+        ConfigError: an unknown rope type, a missing or malformed parameter, or partial rotation where transformers'
+            own code for these families fails.
 
     """
     scaling = config.raw("rope_scaling")
@@ -47,16 +49,38 @@ def read_rotary(config: ConfigReader, dim: int, context_length: int, default_bas
     base = (
         rope.number("rope_theta") if rope.raw("rope_theta") is not None else config.number("rope_theta", default_base)
     )
-    partial = rope.raw("partial_rotary_factor", config.raw("partial_rotary_factor", 1.0))
-    if partial not in (None, 1, 1.0):
-        raise ConfigError(f"config.json: partial_rotary_factor is {shown(partial)}: this family rotates whole heads")
+    outer_part = config.raw("partial_rotary_factor")
+    if outer_part is not None:
+        found.setdefault("partial_rotary_factor", outer_part)
     outer = config.raw("original_max_position_embeddings")
     if outer is not None:
         found["original_max_position_embeddings"] = outer
     kind = rope.raw("rope_type", rope.raw("type", "default"))
     if not isinstance(kind, str):
         raise ConfigError(f"config.json: rope_type is {shown(kind)}, expected a string")
+    part = rope.raw("partial_rotary_factor", 1.0)
+    if kind == "proportional":
+        return Rotary(dim=dim, base=base, scaling=_read_proportional(rope, dim))
+    # By default these families rotate whole heads whatever this says, and scaled ones are not made for a part.
+    if kind != "default" and (not is_number(part) or not dim <= part * dim < dim + 1):
+        raise ConfigError(
+            f"config.json: partial_rotary_factor is {shown(part)}: with rope_type {shown(kind)} this family rotates"
+            " whole heads"
+        )
     return Rotary(dim=dim, base=base, scaling=_read_scaling(kind, rope, dim, base, context_length))
+
+
+def _read_proportional(rope: ConfigReader, dim: int) -> ProportionalScaling:
+    part = rope.raw("partial_rotary_factor", 1.0)
+    if not is_number(part) or not 0 <= part <= 1:
+        raise rope.fail("partial_rotary_factor", part, "a number from 0 to 1")
+    factor = rope.number("factor") if "factor" in rope.data else 1.0
+    return ProportionalScaling(factor=factor, turning=int(part * dim // 2))
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is an integer or a float, and no boolean."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _read_scaling(kind: str, rope: ConfigReader, dim: int, base: float, context_length: int) -> RopeScaling | None:
@@ -100,7 +124,8 @@ def _read_scaling(kind: str, rope: ConfigReader, dim: int, base: float, context_
             attention_factor=_number_or(rope, "attention_factor", inferred),
         )
     raise ConfigError(
-        f"config.json: rope_type {shown(kind)} is not known; known: default, linear, dynamic, yarn, longrope, llama3"
+        f"config.json: rope_type {shown(kind)} is not known; known: default, linear, dynamic, yarn, longrope, llama3,"
+        " proportional"
     )
 
 
@@ -179,4 +204,9 @@ def write_rotary(rotary: Rotary) -> dict[str, Any]:
                 "original_max_position_embeddings": longrope.original_context,
                 "attention_factor": longrope.attention_factor,
             }
+        case ProportionalScaling(factor=factor, turning=turning):
+            part = 2 * turning / rotary.dim
+            if int(part * rotary.dim // 2) != turning:  # the quotient was rounded down
+                part = (2 * turning + 1) / rotary.dim
+            scaling = {"rope_type": "proportional", "factor": factor, "partial_rotary_factor": part}
     return {"rope_theta": rotary.base, "rope_scaling": scaling}

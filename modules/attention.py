@@ -118,7 +118,8 @@ class AttentionModule(nn.Module):
         self.k_proj = Linear(hidden, kv, spec.qkv_bias, spec.arithmetic)
         self.v_proj = Linear(hidden, kv, spec.qkv_bias, spec.arithmetic)
         self.o_proj = Linear(q, hidden, spec.output_bias, spec.arithmetic)
-        self.fused = FusedLinears() if spec.fused else None
+        # GPT-2's lie side by side; elsewhere a key-value head's queries, its key and its value are together.
+        self.fused = FusedLinears(1 if spec.arithmetic == "conv1d" else spec.kv_heads) if spec.fused else None
         self.q_norm = RMSNormModule(spec.q_norm) if spec.q_norm else None
         self.k_norm = RMSNormModule(spec.k_norm) if spec.k_norm else None
         self.turn: Turn = turned
@@ -145,7 +146,8 @@ class AttentionModule(nn.Module):
         else:
             k, v = cache.append(k, v)
             if spec.kv_expansion == "projection":
-                k, v = repeat_heads(k, spec.group), repeat_heads(v, spec.group)
+                # Of one key head the repeated ones are views; transformers' cache holds them all.
+                k, v = repeat_heads(k, spec.group).contiguous(), repeat_heads(v, spec.group).contiguous()
         out: Tensor = self.o_proj(self.mix(q, k, v, context))
         return out
 

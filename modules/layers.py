@@ -13,6 +13,9 @@ from ..spec import Activation, Arithmetic, LayerNorm, Norm, RMSNorm
 
 __all__ = ["ACTIVATIONS", "FusedLinears", "LayerNormModule", "Linear", "RMSNormModule", "build_norm"]
 
+VECTOR = 16
+"""Bytes. Where rows begin between multiples of it, a product may sum them in another order (in fp32 an odd head's)."""
+
 
 class Linear(nn.Module):
     """x·Wᵀ + b with W [out, in], rounded as the family's own code rounds it (see `spec.Arithmetic`)."""
@@ -47,16 +50,25 @@ class FusedLinears:
     weights); in-place changes show through. Where gradients are needed the matrix is concatenated every time, since
     a view's gradient would not reach the parameter. A linear that is no longer a plain one (an adapter in its place,
     a hook on it) is called for itself, and so are its neighbours.
+
+    `groups`: the linears' rows come in so many equal groups, and the family's own matrix has the first group's rows of
+    each linear, then the second's, and so on. Where a row lies shows only where a group's results are no whole
+    `VECTOR`s: there the matrix is made so, every time, since its rows are no views for parameters. Elsewhere (in all
+    models but odd ones) one linear's rows lie behind another's, as without groups.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, groups: int = 1) -> None:
+        self.groups = groups
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
 
     def __call__(self, linears: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
+        """What each linear gives: (…, out), or (…, groups, out / groups) as it lies."""
         plain = [each for each in linears if type(each) is Linear and not each._forward_hooks]
         if len(plain) < len(linears) or any(each._forward_pre_hooks for each in plain):
             return tuple(each(x) for each in linears)
+        if self._lies_in_groups(plain):
+            return self._by_groups(plain, x)
         if torch.is_grad_enabled() and any(p.requires_grad for linear in plain for p in linear.parameters()):
             weight, bias = self._concatenated(plain)
         else:
@@ -67,15 +79,34 @@ class FusedLinears:
         sizes = [linear.weight.shape[0] for linear in plain]
         return torch.split(multiply(x, weight, bias, plain[0].arithmetic), sizes, dim=-1)
 
+    def _lies_in_groups(self, linears: Sequence[Linear]) -> bool:
+        """Whether it shows that the family's matrix lies in groups: the last linear has the fewest rows of each."""
+        if self.groups == 1:
+            return False
+        weight = linears[-1].weight
+        return weight.shape[0] // self.groups * weight.element_size() % VECTOR != 0
+
+    def _by_groups(self, linears: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
+        """The product with the matrix that has a group's rows of all linears together."""
+        weight, bias = self._concatenated(linears, self.groups)
+        out = torch.unflatten(multiply(x, weight, bias, linears[0].arithmetic), -1, (self.groups, -1))
+        return torch.split(out, [each.weight.shape[0] // self.groups for each in linears], dim=-1)
+
     @staticmethod
-    def _concatenated(linears: Sequence[Linear]) -> tuple[Tensor, Tensor | None]:
-        weights: list[Tensor] = [linear.weight for linear in linears]
+    def _concatenated(linears: Sequence[Linear], groups: int = 1) -> tuple[Tensor, Tensor | None]:
+        """All rows of each linear together, or of each group."""
+
+        def joined(parts: Sequence[Tensor]) -> Tensor:
+            if groups == 1:
+                return torch.cat(parts)
+            return torch.cat([torch.unflatten(part, 0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+
         if linears[0].arithmetic == "conv1d":
-            weight = torch.cat([w.t() for w in weights], dim=1).t()  # memory [in, out]
+            weight = torch.cat([linear.weight.t() for linear in linears], dim=1).t()  # memory [in, out]
         else:
-            weight = torch.cat(weights)
+            weight = joined([linear.weight for linear in linears])
         biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-        return weight, torch.cat(biases) if biases else None
+        return weight, joined(biases) if biases else None
 
     def _is_current(self, linears: Sequence[Linear]) -> bool:
         biases = [linear.bias for linear in linears if linear.bias is not None]
@@ -166,12 +197,55 @@ def quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
+def gelu_python(x: Tensor) -> Tensor:
+    """x·Φ(x) as transformers' GELUActivation writes it out for its old checkpoints."""
+    return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+
+
+def gelu_fast(x: Tensor) -> Tensor:
+    """The tanh approximation as transformers' FastGELUActivation writes it."""
+    return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
+
+
+def gelu_10(x: Tensor) -> Tensor:
+    """x·Φ(x), no further than 10 from 0 (2004.09602)."""
+    return F.gelu(x).clip(-10, 10)
+
+
+def laplace(x: Tensor) -> Tensor:
+    """The normal distribution's Φ((x - μ) / σ), with which MEGA (2209.10655) comes near to the square of ReLU."""
+    return 0.5 * (1.0 + torch.erf((x - 0.707107).div(0.282095 * math.sqrt(2.0))))
+
+
+def relu2(x: Tensor) -> Tensor:
+    """max(0, x)² (Primer, 2109.08668)."""
+    return F.relu(x).square()
+
+
+def sqrtsoftplus(x: Tensor) -> Tensor:
+    """√log(1 + eˣ)."""
+    return F.softplus(x).sqrt()
+
+
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
+    "gelu_python": gelu_python,
     "gelu_new": gelu_new,
     "gelu_tanh": gelu_tanh,
     "gelu_bloom": gelu_bloom,
+    "gelu_fast": gelu_fast,
+    "gelu_10": gelu_10,
     "quick_gelu": quick_gelu,
-    "relu": F.relu,
     "silu": F.silu,
+    "mish": F.mish,
+    "hardswish": F.hardswish,
+    "relu": F.relu,
+    "relu2": relu2,
+    "relu6": F.relu6,
+    "leaky_relu": F.leaky_relu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "laplace": laplace,
+    "sqrtsoftplus": sqrtsoftplus,
+    "linear": torch.clone,  # a tensor of its own, since what comes after may write into it
 }

@@ -18,6 +18,7 @@ from ..spec import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     Rotary,
     YarnScaling,
 )
@@ -72,6 +73,9 @@ def inverse_frequencies(rotary: Rotary, length: int, dtype: torch.dtype, device:
             return _llama3(scaling, 1.0 / (base**exponents))
         case YarnScaling():
             return _yarn(scaling, dim, base, base**exponents)
+        case ProportionalScaling():
+            standing = exponents.new_zeros(dim // 2 - scaling.turning)
+            return torch.cat((1.0 / (base ** exponents[: scaling.turning]), standing)) / scaling.factor
         case LongRopeScaling():
             factors = scaling.long_factor if length > scaling.original_context else scaling.short_factor
             return 1.0 / (torch.tensor(factors, dtype=dtype, device=device) * base**exponents)

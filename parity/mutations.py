@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from ..modules.attention import AttentionModule, Turn
 from ..modules.positions import RotaryTables, alibi_slopes, apply_rotary
 from ..spec import (
-    Activation,
     ALiBi,
     Attention,
     Block,
@@ -35,6 +34,7 @@ from ..spec import (
     ModelSpec,
     RMSNorm,
     Rotary,
+    function_of,
 )
 
 __all__ = ["MUTATIONS", "Mutant", "Mutation", "Weights", "applicable", "make_in_code", "of_ports"]
@@ -318,20 +318,11 @@ def _not_scaled(node: Any) -> Any:
     return replace(node, scaling=None) if isinstance(node, Rotary) else node
 
 
-OTHER_GELU: dict[Activation, Activation] = {
-    "gelu": "gelu_tanh",
-    "gelu_new": "gelu",
-    "gelu_tanh": "gelu",
-    "gelu_bloom": "gelu",
-    "silu": "gelu",
-    "quick_gelu": "gelu",
-    "relu": "gelu",
-}
-
-
 def _activation(node: Any) -> Any:
-    if isinstance(node, FeedForward | GatedFeedForward) and node.activation in OTHER_GELU:
-        return replace(node, activation=OTHER_GELU[node.activation])
+    """GELU in another's place, and its approximation in its own (gelu_10 is GELU below 10)."""
+    if isinstance(node, FeedForward | GatedFeedForward):
+        gelu = function_of(node.activation) in ("gelu", "gelu_10")
+        return replace(node, activation="gelu_tanh" if gelu else "gelu")
     return node
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import get_args
 
 import msgspec
 import numpy as np
@@ -46,9 +45,16 @@ power of two, so that weights keep their digits; and a fourth power, in a gradie
 SAMPLES = 100_000
 """Pre-activations of a layer that its slope is fitted on."""
 
+TARGETS: tuple[Activation, ...] = ("gelu", "gelu_new", "gelu_tanh", "gelu_bloom", "quick_gelu", "relu", "silu")
+"""What may be asked for."""
 TANH = ("gelu_new", "gelu_tanh")
-"""One function. gelu_bloom's is another in the tenth digit: it has √(2/π) as 0.79788456."""
-GELUS = ("gelu", *TANH, "gelu_bloom")
+"""One function. gelu_bloom's is another in the tenth digit: it has √(2/π) as 0.79788456; gelu_fast's in the twelfth."""
+PHI = ("gelu", "gelu_python")
+"""One function."""
+GELUS = (*PHI, *TANH, "gelu_bloom", "gelu_fast")
+
+NEAR = (*GELUS, "silu", "quick_gelu", "relu")
+"""What another activation can stand for, at some slope."""
 
 TWO_UNITS: dict[str, tuple[float, float, float]] = {
     "silu": (1.22275, 1.44599, -1.0),
@@ -70,7 +76,9 @@ def slope(old: Activation, new: Activation) -> float:
 
 def how(old: Activation, new: Activation) -> Guarantee:
     """What replacing one by the other, at its slope, guarantees."""
-    if old == new or {old, new} <= set(TANH) or {old, new} == {"silu", "quick_gelu"} or old == "relu":
+    if old == new or {old, new} <= set(TANH) or {old, new} <= set(PHI) or old == "relu":
+        return "exact"
+    if {old, new} == {"silu", "quick_gelu"}:
         return "exact"
     return "retrained" if new == "relu" else "approximate"
 
@@ -238,19 +246,25 @@ def different(spec: ModelSpec, asked: Asked, new: Activation) -> dict[int, Dense
     """The feed-forwards that are asked for and have another activation, by layer.
 
     Raises:
-        SwapRefused: there is none.
+        SwapRefused: there is none, or one is near to no other.
 
     """
     found = {i: dense_of(spec.blocks[i]) for i in chosen_layers(spec, asked)}
     found = {i: dense for i, dense in found.items() if dense.activation != new}
     if not found:
         raise SwapRefused(f"the feed-forwards asked for have {new} already", f"Possible: {', '.join(others(new))}")
+    far = [i for i, dense in found.items() if dense.activation not in NEAR]
+    if far:
+        raise SwapRefused(
+            f"no slope brings {new} near to {found[far[0]].activation}, which layer {far[0]} has",
+            f"Possible from: {', '.join(NEAR)}.",
+        )
     return found
 
 
 def others(new: Activation) -> list[str]:
-    """Every other activation."""
-    return [name for name in get_args(Activation) if name != new]
+    """Every other activation that may be asked for."""
+    return [name for name in TARGETS if name != new]
 
 
 def one_of(found: Mapping[int, Dense]) -> str:
@@ -353,7 +367,7 @@ FITTED: tuple[Activation, ...] = ("silu", "gelu", "gelu_new", "gelu_tanh", "quic
 DOUBLED: tuple[Activation, ...] = ("silu", "gelu", "gelu_new", "gelu_tanh")
 
 SWAPS = (
-    *(entry(name, name, to_other, EXACT_FROM[name]) for name in get_args(Activation)),
+    *(entry(name, name, to_other, EXACT_FROM[name]) for name in TARGETS),
     *(entry(name, f"{name}:2", to_two_units, "a feed-forward of twice the width") for name in DOUBLED),
     *(entry(name, f"{name}:fit", to_fitted, "a calibration text") for name in FITTED),
 )

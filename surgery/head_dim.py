@@ -32,6 +32,7 @@ from .base import Model, Swapped, Tensor
 from .basis import eps_for, length_ratio
 from .gather import Index, by_head, padded, scaled, taken
 from .registry import Asked, Step, Swap
+from .rotation import for_width
 
 __all__ = ["SWAPS", "refit_base", "resize_heads"]
 
@@ -156,16 +157,9 @@ def refit_base(rotary: Rotary, size: int) -> Rotary | None:
         base = rotary.base ** (size / rotary.dim)
     except OverflowError:
         return None
-    scaling = rotary.scaling
-    if isinstance(scaling, LongRopeScaling):
-        short, long = (lengthened(each, size // 2) for each in (scaling.short_factor, scaling.long_factor))
-        scaling = replace(scaling, short_factor=short, long_factor=long)
-    return replace(rotary, dim=size, base=base, scaling=scaling) if 0 < base < math.inf else None
-
-
-def lengthened(factors: tuple[float, ...], length: int) -> tuple[float, ...]:
-    """The first divisors, or all and the last one as often as is needed."""
-    return (*factors, *(factors[-1:] * length))[:length]
+    return (
+        replace(rotary, dim=size, base=base, scaling=for_width(rotary.scaling, size)) if 0 < base < math.inf else None
+    )
 
 
 def why_not_same(old: Rotary, new: Rotary, spec: ModelSpec, strict: bool = True) -> str:
@@ -176,7 +170,7 @@ def why_not_same(old: Rotary, new: Rotary, spec: ModelSpec, strict: bool = True)
         lengths += [old.scaling.original_context + 1, 3 * old.scaling.original_context]
     for length in lengths:
         first, second = (inverse_frequencies(each, length, torch.float64)[:pairs] for each in (old, new))
-        if not float(((first - second).abs() / first).max()) <= SAME:
+        if not bool(((first - second).abs() <= SAME * first).all()):
             return f"{type(old.scaling).__name__} depends on how wide a head is"
     longest = min(spec.context_length or POSITIONS, POSITIONS)
     first, second = (inverse_frequencies(each, 1, torch.float32)[:pairs].double() for each in (old, new))

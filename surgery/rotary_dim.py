@@ -18,6 +18,7 @@ from .registry import Asked
 from .rotation import (
     Elements,
     amplitude,
+    for_width,
     frequencies,
     is_neutral,
     mean_rotation,
@@ -116,7 +117,9 @@ def kept_rotary(rotary: Rotary, size: int, drop: str) -> Rotary:
     wanted = [frequencies(rotary, length)[kept] for length in lengths]
     first = rotary.base ** (2 * kept[0] / rotary.dim)  # how much slower the first one that stays is
     part = replace(rotary, dim=size, base=rotary.base ** (size / rotary.dim), scaling=None)
-    candidates = [] if isinstance(rotary.scaling, LongRopeScaling) else [replace(part, scaling=rotary.scaling)]
+    candidates = (
+        [] if isinstance(rotary.scaling, LongRopeScaling) else [replace(part, scaling=for_width(rotary.scaling, size))]
+    )
     if rotary.scaling is None or isinstance(rotary.scaling, LinearScaling):
         divided = getattr(rotary.scaling, "factor", 1.0)
         candidates.append(replace(part, scaling=LinearScaling(factor=divided * float(first))))
@@ -127,7 +130,7 @@ def kept_rotary(rotary: Rotary, size: int, drop: str) -> Rotary:
         ):
             return each
     if dynamic_scaling or original is None:
-        raise SwapRefused("dynamic scaling turns all pairs together", "Only the slowest pairs can be dropped here.")
+        raise SwapRefused("its scaling turns all pairs together", "Only the slowest pairs can be dropped here.")
     plain = frequencies(part)
     short, long = (tuple(map(float, plain / each)) for each in wanted)
     scaling = LongRopeScaling(
@@ -138,11 +141,7 @@ def kept_rotary(rotary: Rotary, size: int, drop: str) -> Rotary:
 
 def naive_part(rotary: Rotary, size: int) -> Rotary:
     """Only the dimension exchanged, as partial_rotary_factor in a config does."""
-    scaling = rotary.scaling
-    if isinstance(scaling, LongRopeScaling):
-        half = size // 2
-        scaling = replace(scaling, short_factor=scaling.short_factor[:half], long_factor=scaling.long_factor[:half])
-    return replace(rotary, dim=size, scaling=scaling)
+    return replace(rotary, dim=size, scaling=for_width(rotary.scaling, size))
 
 
 def part_order(rotary: Rotary, kept: Elements, head_dim: int) -> Elements:

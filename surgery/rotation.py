@@ -21,7 +21,16 @@ from numpy.typing import NDArray
 
 from ..errors import SwapRefused
 from ..modules.positions import inverse_frequencies
-from ..spec import Attention, LatentAttention, LinearScaling, ModelSpec, RopeScaling, Rotary
+from ..spec import (
+    Attention,
+    LatentAttention,
+    LinearScaling,
+    LongRopeScaling,
+    ModelSpec,
+    ProportionalScaling,
+    RopeScaling,
+    Rotary,
+)
 from .base import Computed, Model, Tensor, Wide
 from .registry import Asked
 
@@ -30,6 +39,7 @@ __all__ = [
     "Elements",
     "Pairs",
     "amplitude",
+    "for_width",
     "frequencies",
     "is_neutral",
     "mean_rotation",
@@ -102,6 +112,19 @@ def turns_alike(a: Rotary, b: Rotary, length: int = 1) -> bool:
 def original_context(scaling: RopeScaling | None) -> int | None:
     """The context that a model was trained for before its positions were scaled, where the scaling says so."""
     return None if scaling is None else getattr(scaling, "original_context", None)
+
+
+def for_width(scaling: RopeScaling | None, dim: int) -> RopeScaling | None:
+    """The scaling of a rotary as it is for another dimension: the first divisors, or all and the last one as often as
+    is needed; no more pairs that turn than there are.
+    """
+    half = dim // 2
+    if isinstance(scaling, LongRopeScaling):
+        short, long = ((*each, *(each[-1:] * half))[:half] for each in (scaling.short_factor, scaling.long_factor))
+        return replace(scaling, short_factor=short, long_factor=long)
+    if isinstance(scaling, ProportionalScaling):
+        return replace(scaling, turning=min(scaling.turning, half))
+    return scaling
 
 
 def pair_elements(dim: int, pairs: Pairs) -> tuple[Elements, Elements]:

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from ..errors import SwapRefused
-from ..spec import FeedForward, GatedFeedForward, MixtureOfExperts, ModelSpec
+from ..spec import FACTS, FeedForward, GatedFeedForward, MixtureOfExperts, ModelSpec
 from .base import Model, Swapped, Tensor, Wide
 from .calibration import Calibration, Layer, Scratch
 from .gather import Index, padded, taken
@@ -140,9 +140,12 @@ def narrowed(model: Model, inner: list[Inner], size: int, asked: Asked) -> Swapp
 
 
 def dead(model: Model, inner: Inner) -> np.ndarray:
-    """For each unit whether nothing comes out of it: every activation here is 0 at 0."""
+    """For each unit whether nothing comes out of it."""
     silent: np.ndarray = np.asarray(~model.wide(inner.down).any(axis=0))
+    activated = "gate_proj" if isinstance(inner.record, GatedFeedForward) else "up_proj"
     for name in inner_projections(inner.record):
+        if name == activated and not FACTS[inner.record.activation].zero:
+            continue
         nothing = ~model.wide(f"{inner.path}.{name}.weight").any(axis=1)
         if inner.record.up_bias:
             nothing &= model.wide(f"{inner.path}.{name}.bias") == 0

@@ -126,6 +126,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
     "llama-longrope": {**LLAMA, "max_position_embeddings": 160, "rope_scaling": LONG_ROPE},
+    "llama-proportional": {
+        **LLAMA,
+        "head_dim": 12,
+        "hidden_act": "relu2",
+        "rope_parameters": {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.4},
+    },
     "mistral": {**MISTRAL, "sliding_window": 16},
     "mistral-no-window": {**MISTRAL, "sliding_window": None, "head_dim": 12},
     "mistral-default-window": {**MISTRAL, "tie_word_embeddings": True},

@@ -23,8 +23,8 @@ def _when_joined(monkeypatch: Any, call: Callable[[Tensor], None]) -> None:
     """Have `call` told of every matrix, and bias, that parameters are joined to."""
     join = FusedLinears._concatenated
 
-    def joined(linears: Any) -> tuple[Tensor, Tensor | None]:
-        weight, bias = join(linears)
+    def joined(linears: Any, groups: int = 1) -> tuple[Tensor, Tensor | None]:
+        weight, bias = join(linears, groups)
         for each in (weight, bias):
             if each is not None:
                 call(each)

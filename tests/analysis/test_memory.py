@@ -1,6 +1,6 @@
 """Memory: activations against what torch keeps and against what is alive in runs, byte for byte where that can be."""
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -22,7 +22,7 @@ from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
 from gptkit.errors import UsageError
 from gptkit.modules.decoder import BlockModule
-from gptkit.spec import ALiBi, GatedFeedForward, LayerNorm, MixtureOfExperts, ModelSpec, RMSNorm, Rotary
+from gptkit.spec import Activation, ALiBi, GatedFeedForward, LayerNorm, MixtureOfExperts, ModelSpec, RMSNorm, Rotary
 
 replace = msgspec.structs.replace
 
@@ -54,7 +54,7 @@ def others() -> dict[str, ModelSpec]:
         ),
         "two-layer-norms-in-parallel": with_blocks(falcon, feed_forward_norm=LayerNorm(size=48, eps=1e-5)),
     }
-    for activation in ("gelu_new", "gelu_bloom", "gelu_tanh", "quick_gelu", "relu"):
+    for activation in get_args(Activation):
         for fused in (False, True):
             gated = GatedFeedForward(hidden_size=48, intermediate_size=40, activation=activation, fused=fused)
             found[f"gated-{activation}-{fused}"] = with_blocks(llama, feed_forward=gated)

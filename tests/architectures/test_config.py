@@ -70,7 +70,11 @@ def rope_values(draw: st.DrawFn) -> dict[str, Any]:
     """A rope dictionary that is nearly right, so that the formulas behind the checks are reached."""
     rope: dict[str, Any] = draw(
         st.fixed_dictionaries(
-            {"rope_type": st.sampled_from(["default", "linear", "dynamic", "yarn", "longrope", "llama3"])},
+            {
+                "rope_type": st.sampled_from(
+                    ["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"]
+                )
+            },
             optional={name: st.one_of(NUMBERS, st.sampled_from([1, 4.0, 40])) for name in ROPE_FIELDS[2:12]},
         )
     )
@@ -280,8 +284,10 @@ def test_a_field_that_nobody_knows_is_reported(family):
         ("llama", {"head_dim": 7}, "even number"),
         ("llama", {"head_dim": None, "num_attention_heads": 7}, "multiple of num_attention_heads"),
         ("llama", {"hidden_act": "gelu_of_tomorrow"}, "one of"),
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ("llama", {"rope_scaling": {"rope_type": "proportional"}}, "not known"),
+        ("llama", {"partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "linear", "factor": 2}}, "whole heads"),
+        ("llama", {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}, "from 0 to 1"),
+        ("llama", {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": None}}, "from 0 to 1"),
+        ("llama", {"rope_scaling": {"rope_type": "mrope"}}, "not known"),
         ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ("llama", {"rope_scaling": {"rope_type": 3}}, "rope_type"),
         ("llama", {"rope_scaling": "linear"}, "rope_scaling"),
@@ -316,8 +322,9 @@ def test_a_field_that_nobody_knows_is_reported(family):
         ("qwen2", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, "layer_types"),
         ("qwen2", {"max_window_layers": -1}, "max_window_layers"),
         ("qwen2", {"max_window_layers": True}, "max_window_layers"),
-        ("mistral", {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, "layer_types"),
-        ("mistral", {"sliding_window": None, "layer_types": ["sliding_attention"] * 3}, "layer_types"),
+        ("mistral", {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
+        ("mixtral", {"sliding_window": 4, "layer_types": ["full_attention"] * 3}, "layer_types"),
+        ("mixtral", {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
         ("mistral", {"sliding_window": 0}, "sliding_window"),
         ("bloom", {"slow_but_exact": True}, "slow_but_exact"),
         ("falcon", {"head_dim": 12}, "head_dim"),

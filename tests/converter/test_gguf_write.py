@@ -42,6 +42,7 @@ REFUSED = {
     "llama-linear": "activation",
     "llama-dynamic": "scaling",
     "llama-yarn-mscale": "beta_fast",
+    "llama-proportional": "ProportionalScaling",
     "mistral": "window",
     "mixtral": "MixtureOfExperts",
     "mixtral-windowed": "MixtureOfExperts",

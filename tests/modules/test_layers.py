@@ -4,6 +4,7 @@ import copy
 import io
 import math
 from collections.abc import Callable
+from typing import get_args
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from transformers.activations import ACT2FN
 from transformers.models.bloom.modeling_bloom import bloom_gelu_forward
 
 from gptkit.architectures import architecture_of
+from gptkit.architectures.gpt2 import ACTIVATIONS as CONFIG_NAMES
 from gptkit.modules import Decoder
 from gptkit.modules.layers import (
     ACTIVATIONS,
@@ -25,7 +27,7 @@ from gptkit.modules.layers import (
     build_norm,
     multiply,
 )
-from gptkit.spec import LayerNorm, ModelSpec, RMSNorm
+from gptkit.spec import FACTS, Activation, LayerNorm, ModelSpec, RMSNorm, function_of
 
 ARITHMETICS = ("linear", "conv1d", "matmul_add")
 SIZES = (12, 4, 4)
@@ -182,6 +184,68 @@ def test_after_meta_and_to_empty(module):
     module.to("meta").to_empty(device="cpu").load_state_dict(weights)
     assert_current(module)
     assert torch.equal(module.v.weight, weights["v.weight"])
+
+
+# --- rows in groups ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("arithmetic", ["linear", "matmul_add"])
+def test_rows_in_groups_lie_as_in_the_familys_matrix(arithmetic, bias):
+    """Bit for bit its product, which sums in another order than one with the same rows elsewhere; nothing is stale."""
+    module = Projections(arithmetic, bias)
+    module.fused = FusedLinears(groups=4)
+    x = torch.randn(1, 2, INPUTS, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        parts = (module.q, module.k, module.v)
+        with torch.no_grad():
+            whole = torch.cat([p.weight.unflatten(0, (4, -1)) for p in parts], 1).flatten(0, 1)
+            vector = torch.cat([p.bias.unflatten(0, (4, -1)) for p in parts], 1).flatten() if bias else None
+            expected = multiply(x, whole, vector, arithmetic).unflatten(-1, (4, -1)).split([3, 1, 1], dim=-1)
+            outputs = module(x)
+            for ours, theirs, apart in zip(outputs, expected, module.apart(x), strict=True):
+                assert torch.equal(ours, theirs)
+                assert ours.stride() == theirs.stride()
+                torch.testing.assert_close(ours.flatten(-2), apart, rtol=1e-5, atol=1e-5)
+            module.k.weight.mul_(2)
+    torch.cat([each.flatten(-2) for each in module(x)], dim=-1).sum().backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_rows_of_whole_vectors_need_no_groups():
+    module = Projections("linear", bias=True)
+    module.q, module.k, module.v = (Linear(INPUTS, size, True) for size in (64, 32, 32))
+    module.fused = FusedLinears(groups=2)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+        outputs = module(inputs())
+    assert [out.shape for out in outputs] == [(2, 3, 64), (2, 3, 32), (2, 3, 32)]
+    assert module.fused.weight is not None
+    assert module.q.weight.data_ptr() == module.fused.weight.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "head_dim"),
+    [
+        ("bloom", 9, 17),
+        ("bloom", 3, 5),
+        ("bloom", 5, 1),
+        ("falcon-rw", 9, 18),
+        ("falcon-rw", 5, 1),
+        ("falcon-rw", 9, 3),
+    ],
+)
+def test_odd_heads_are_transformers_to_the_bit(name, heads, head_dim):
+    key = "n_head" if name == "bloom" else "num_attention_heads"
+    config = {**CONFIGS[name], "hidden_size": heads * head_dim, key: heads}
+    attention = architecture_of(config).reference(spec_of(config))[0]
+    reference = randomised_reference(config, torch.float32, attention)
+    decoder = decoder_from(reference, config, attention)
+    with torch.inference_mode():
+        for length in (1, 2, 5, 7, 9, 33):
+            ids = torch.arange(length)[None]
+            assert torch.equal(decoder(ids), reference(ids).logits), length
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
@@ -394,13 +458,9 @@ def test_an_rms_norm_rounds_where_it_says(cast):
 GRID = torch.cat([torch.linspace(-12, 12, 20_001), torch.randn(1000, generator=torch.Generator().manual_seed(0))])
 
 THEIRS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": ACT2FN["gelu"],
-    "gelu_new": ACT2FN["gelu_new"],
+    **{name: ACT2FN[name] for name in ACTIVATIONS if name in ACT2FN},
     "gelu_tanh": ACT2FN["gelu_pytorch_tanh"],
     "gelu_bloom": bloom_gelu_forward,
-    "quick_gelu": ACT2FN["quick_gelu"],
-    "relu": ACT2FN["relu"],
-    "silu": ACT2FN["silu"],
 }
 
 
@@ -409,6 +469,29 @@ THEIRS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_activations_are_transformers_to_the_bit(name, dtype):
     x = GRID.to(dtype)
     assert torch.equal(ACTIVATIONS[name](x), THEIRS[name](x))
+
+
+def test_every_activation_of_transformers_without_parameters_has_a_name_here():
+    without = {name for name in ACT2FN if not list(getattr(ACT2FN[name], "parameters", list)())}
+    assert set(CONFIG_NAMES) == without
+
+
+@pytest.mark.parametrize("theirs", CONFIG_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_name_in_a_config_is_that_function_to_the_bit(theirs, dtype):
+    x = GRID.to(dtype)
+    assert torch.equal(ACTIVATIONS[CONFIG_NAMES[theirs]](x), ACT2FN[theirs](x))
+
+
+def test_what_is_said_of_activations_is_so():
+    """Which are 0 at 0, and which are one function: to 1e-8, and not to 1e-4."""
+    wide, zero = GRID.double(), torch.zeros(1, dtype=torch.float64)
+    assert FACTS.keys() == ACTIVATIONS.keys() == set(get_args(Activation))
+    for name, function in ACTIVATIONS.items():
+        assert (function(zero).item() == 0) == FACTS[name].zero, name
+        for other in ACTIVATIONS:
+            apart = (function(wide) - ACTIVATIONS[other](wide)).abs().max().item()
+            assert apart < 1e-8 if function_of(name) == function_of(other) else apart > 1e-4, (name, other)
 
 
 def test_the_four_gelus_are_one_function_to_a_thousandth():
