@@ -1,0 +1,166 @@
+"""Random legal configs against transformers: read, computed to the bit, written and written back, verified.
+
+A few of every family here, 300 of each in `make test-slow`.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import VOCAB, decoder_from, randomised_reference, save_hf, spec_of
+from legal_configs import DRAWN, Config, legal_config
+from torch import Tensor
+
+import gptkit
+from gptkit.architectures import ARCHITECTURES
+from gptkit.modules import Cache, Decoder
+from gptkit.parity.reference import forget_lengths
+from gptkit.parity.verify import verify
+
+FEW, MANY, APIECE = 4, 300, 15
+families = pytest.mark.parametrize("family", ARCHITECTURES)
+
+
+def test_every_family_is_drawn() -> None:
+    assert DRAWN.keys() == ARCHITECTURES.keys()
+
+
+def padded(ids: Tensor, chosen: random.Random) -> Tensor | None:
+    """A mask with padding on one side of some rows, or none."""
+    side = chosen.choice(("none", "left", "right"))
+    if side == "none" or ids.shape[1] == 1:
+        return None
+    mask = torch.ones_like(ids)
+    for row in range(1, len(ids)):
+        count = chosen.randint(1, ids.shape[1] - 1)
+        mask[row, slice(count) if side == "left" else slice(-count, None)] = 0
+    return mask
+
+
+def tokens(chosen: random.Random, batch: int, length: int) -> Tensor:
+    return torch.tensor([[chosen.randrange(VOCAB) for _ in range(length)] for _ in range(batch)])
+
+
+def prefill(reference: Any, decoder: Decoder, chosen: random.Random) -> bool:
+    """Whether the logits of a batch, padded or not, are the same to the bit."""
+    ids = tokens(chosen, chosen.choice((1, 3)), chosen.choice((1, 2, 5, 9, 17, 33, 70)))
+    mask = padded(ids, chosen)
+    reference(
+        input_ids=torch.zeros(1, 1, dtype=torch.long)
+    )  # a length below every original context forgets longer ones
+    theirs, ours = reference(input_ids=ids, attention_mask=mask).logits, decoder(ids, mask)
+    if mask is not None:
+        theirs, ours = theirs[mask.bool()], ours[mask.bool()]
+    assert bool(theirs.isfinite().all())
+    return torch.equal(ours, theirs)
+
+
+def decoding(reference: Any, decoder: Decoder, chosen: random.Random) -> bool:
+    """Whether six tokens that are decoded from a cache have the same logits to the bit."""
+    ids, past, cache = tokens(chosen, chosen.choice((1, 2)), chosen.choice((1, 3, 7, 20))), None, Cache(decoder.spec)
+    mask = torch.ones_like(ids)
+    if len(ids) > 1:
+        mask[1, : ids.shape[1] // 3] = 0
+    forget_lengths(reference)
+    same = []
+    for _ in range(6):
+        outputs = reference(input_ids=ids, attention_mask=mask, past_key_values=past, use_cache=True)
+        ours, past = decoder(ids, mask, cache=cache), outputs.past_key_values
+        same.append(torch.equal(ours[:, -1], outputs.logits[:, -1]))
+        ids = tokens(chosen, len(ids), 1)
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+    return all(same)
+
+
+def computed(config: Config, number: int) -> list[str]:
+    """What of a config's logits is not transformers' to the bit, on weights and tokens of that number."""
+    spec, family, wrong = spec_of(config), config["model_type"], []
+    keeps_all = any(block.attention.window == 1 for block in spec.blocks)
+    for attention in ARCHITECTURES[family].reference(spec):
+        for dtype in (torch.float32, torch.bfloat16):
+            chosen = random.Random(number)
+            reference = randomised_reference(config, dtype, attention, seed=number)
+            decoder = decoder_from(reference, config, attention)
+            with torch.inference_mode():
+                if not all(prefill(reference, decoder, chosen) for _ in range(3)):
+                    wrong.append(f"{number} {attention} {dtype} prefill")
+                # Of a window of 1 transformers' cache keeps everything; see the test of it.
+                if not keeps_all and not all(decoding(reference, decoder, chosen) for _ in range(2)):
+                    wrong.append(f"{number} {attention} {dtype} decoding")
+    return wrong
+
+
+def filed(family: str, number: int, folder: Path) -> list[str]:
+    """What does not come back from gptkit's format byte for byte, or is not verified."""
+    config, wrong = legal_config(family, number), []
+    shards = random.Random(number).choice(("5GB", 3000, 20_000))
+    save_hf(config, folder / "hf", seed=number, max_shard_size=shards)
+    gptkit.convert(folder / "hf", folder / "local")
+    gptkit.convert(folder / "local", folder / "back", "hf")
+    before, after = ({p.name: p.read_bytes() for p in (folder / name).iterdir()} for name in ("hf", "back"))
+    after.pop("manifest.json")
+    before.pop("generation_config.json", None), after.pop("generation_config.json", None)
+    if before != after:
+        wrong.append(f"{number} came back otherwise")
+    result = verify(folder / "hf", folder / "local", mutations=False)
+    if (result.verdict, result.passed) != ("identical", True):
+        wrong.append(f"{number} {result.verdict}")
+    return wrong
+
+
+@families
+def test_a_few_random_configs_are_computed_to_the_bit(family: str) -> None:
+    assert [wrong for number in range(FEW) for wrong in computed(legal_config(family, number), number)] == []
+
+
+def test_one_key_head_that_is_cached_for_every_query_head_decodes_to_the_bit() -> None:
+    """transformers' cache holds it as often as there are query heads: in products it is not what a view of one is."""
+    one = {"num_attention_heads": 3, "num_kv_heads": 1, "new_decoder_architecture": True, "alibi": True}
+    config = {"model_type": "falcon", "vocab_size": VOCAB, "hidden_size": 18, "num_hidden_layers": 1, **one}
+    assert [wrong for number in range(3) for wrong in computed(config, number)] == []
+
+
+@families
+def test_a_random_config_comes_back_and_is_verified(family: str, tmp_path: Path) -> None:
+    assert filed(family, 0, tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, MANY, APIECE))
+@families
+def test_random_configs_are_computed_to_the_bit(family: str, first: int) -> None:
+    assert [
+        wrong for number in range(first, first + APIECE) for wrong in computed(legal_config(family, number), number)
+    ] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, MANY, APIECE))
+@families
+def test_random_configs_come_back_and_are_verified(family: str, first: int, tmp_path: Path) -> None:
+    numbers = range(first, first + APIECE)
+    assert [wrong for number in numbers for wrong in filed(family, number, tmp_path / str(number))] == []
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_window_of_one_token_is_one_in_decoding_too(attention: str) -> None:
+    """transformers' cache drops all but the last window - 1 tokens by a slice from -0, which is from the first: what is
+    decoded there sees everything, and differs from the same model's own logits of the whole text.
+    """
+    config = {**legal_config("qwen2", 0), "use_sliding_window": True, "sliding_window": 1, "max_window_layers": 0}
+    config.pop("layer_types", None)
+    reference = randomised_reference(config, torch.float32, attention)
+    decoder = decoder_from(reference, config, attention)
+    ids, cache, past = tokens(random.Random(0), 1, 6), Cache(decoder.spec), None
+    with torch.inference_mode():
+        whole = reference(input_ids=ids).logits
+        assert torch.equal(decoder(ids), whole)
+        for at in range(6):
+            ours = decoder(ids[:, at : at + 1], cache=cache)
+            outputs = reference(input_ids=ids[:, at : at + 1], past_key_values=past, use_cache=True)
+            past = outputs.past_key_values
+            torch.testing.assert_close(ours[:, -1], whole[:, at], rtol=1e-5, atol=1e-5)
+    assert past.layers[0].keys.shape[2] == 6
+    assert (outputs.logits[:, -1] - whole[:, -1]).abs().max().item() > 0.1

@@ -1,0 +1,219 @@
+"""Random configs that transformers' classes take, family by family: odd widths and counts, and every option there is.
+
+What is drawn may be small, odd or useless; nothing of it is wrong, so gptkit computes it all.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from families import VOCAB
+
+from gptkit.architectures.gpt2 import ACTIVATIONS
+
+Config = dict[str, Any]
+
+ODD = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 20, 32, 33)
+EVEN = (2, 4, 6, 8, 10, 12, 16, 18, 22, 32, 34)
+SMALL = (1, 2, 3, 4, 6, 8, 12, 16, 18, 20, 32)
+"""transformers refuses odd heads above 4 wherever a config may have rotary positions."""
+CONTEXT = (16, 40, 256)
+PARTS = (0, 0.25, 0.4, 0.75, 1.0)
+
+
+def sometimes(chosen: random.Random, fields: Config) -> Config:
+    """Each of the fields or not."""
+    return {name: value for name, value in fields.items() if chosen.random() < 0.5}
+
+
+def rope(chosen: random.Random, head_dim: int, context: int) -> Config:
+    """Rotary fields in the form of transformers 4 or 5, of any type."""
+    pick = chosen.choice
+    pairs = head_dim // 2
+    kinds: dict[str, Config] = {
+        "default": sometimes(chosen, {"partial_rotary_factor": pick(PARTS)}),
+        "linear": {"factor": pick((1.0, 2, 4.5))},
+        "dynamic": {"factor": pick((1.0, 2.0, 3.5))},
+        "yarn": {"factor": pick((1.0, 4.0)), "original_max_position_embeddings": pick((8, 32))}
+        | sometimes(chosen, {"attention_factor": 1.3, "beta_fast": 16, "beta_slow": 2, "truncate": pick((True, False))})
+        | pick(({}, {"mscale": 0.7, "mscale_all_dim": 1.3})),
+        "longrope": {
+            "short_factor": [chosen.uniform(0.5, 2) for _ in range(pairs)],
+            "long_factor": [chosen.uniform(1, 9) for _ in range(pairs)],
+            "original_max_position_embeddings": pick((8, 32)),
+        }
+        | sometimes(chosen, {"factor": pick((1.0, 4.0)), "attention_factor": 1.2}),
+        "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": pick((2.0, 4.0))}
+        | {"original_max_position_embeddings": pick((16, 64))},
+        "proportional": {"partial_rotary_factor": pick(PARTS)} | sometimes(chosen, {"factor": 2.0}),
+    }
+    kind = pick([each for each in kinds if each != "dynamic" or head_dim > 2])
+    theta = pick((1e4, 5e5, 37.5))
+    if chosen.random() < 0.5:
+        return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **kinds[kind]}}
+    plain = kind == "default" and chosen.random() < 0.5
+    return {"rope_theta": theta, "rope_scaling": None if plain else {"rope_type": kind, **kinds[kind]}}
+
+
+def activation(chosen: random.Random) -> str:
+    return chosen.choice(list(ACTIVATIONS))
+
+
+def gpt2(chosen: random.Random) -> Config:
+    heads = chosen.choice((1, 2, 3, 5, 9))
+    found = {
+        "n_positions": 256,
+        "n_embd": heads * chosen.choice(ODD),
+        "n_layer": chosen.choice((1, 2)),
+        "n_head": heads,
+    }
+    return found | sometimes(
+        chosen,
+        {
+            "n_inner": chosen.choice((1, 7, 33, 64)),
+            "activation_function": activation(chosen),
+            "scale_attn_weights": False,
+            "scale_attn_by_inverse_layer_idx": True,
+            "reorder_and_upcast_attn": True,
+            "layer_norm_epsilon": 1e-3,
+            "tie_word_embeddings": False,
+        },
+    )
+
+
+def llama_like(chosen: random.Random, own_dim: bool = True) -> Config:
+    """What all of them have. `own_dim`: heads need not share out the width."""
+    kv_heads, group = chosen.choice((1, 2, 3, 5)), chosen.choice((1, 1, 2, 3))
+    head_dim, context = chosen.choice(EVEN), chosen.choice(CONTEXT)
+    stated = own_dim and chosen.random() < 0.5
+    heads = kv_heads * group
+    found = {
+        "hidden_size": chosen.choice(ODD) * 3 if stated else heads * head_dim,
+        "intermediate_size": chosen.choice((1, 7, 33, 64)),
+        "num_hidden_layers": chosen.choice((1, 2, 3)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": context,
+        **rope(chosen, head_dim, context),
+    }
+    return {
+        **found,
+        **({"head_dim": head_dim} if stated else {}),
+        **sometimes(chosen, {"hidden_act": activation(chosen), "tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
+    }
+
+
+def llama(chosen: random.Random) -> Config:
+    found = llama_like(chosen, own_dim=False)
+    head_dim = found["hidden_size"] // found["num_attention_heads"]
+    more = sometimes(chosen, {"attention_bias": True, "mlp_bias": True, "head_dim": head_dim})
+    return {**found, **more}
+
+
+def window(chosen: random.Random) -> int | None:
+    return chosen.choice((None, 1, 2, 3, 8, 17, 300))
+
+
+def mistral(chosen: random.Random) -> Config:
+    return llama_like(chosen) | {"sliding_window": window(chosen)}
+
+
+def mixtral(chosen: random.Random) -> Config:
+    """transformers multiplies all experts at once, in rows of whole 16 bytes, and scales no head_dim of None."""
+    found, experts = llama_like(chosen), chosen.choice((1, 2, 3, 5))
+    width = window(chosen)
+    types = ["full_attention" if width is None else "sliding_attention"] * found["num_hidden_layers"]
+    return {
+        "head_dim": found["hidden_size"] // found["num_attention_heads"],
+        **found,
+        **sometimes(chosen, {"layer_types": types}),
+        "hidden_size": chosen.choice((8, 24, 40, 64)),
+        "intermediate_size": chosen.choice((8, 24, 40)),
+        "sliding_window": width,
+        "num_local_experts": experts,
+        "num_experts_per_tok": chosen.randint(1, experts),
+    }
+
+
+def qwen2(chosen: random.Random) -> Config:
+    found = llama_like(chosen)
+    layers = found["num_hidden_layers"]
+    if chosen.random() < 0.5:
+        kinds = ("full_attention", "sliding_attention")
+        where = {"layer_types": [chosen.choice(kinds) for _ in range(layers)]}
+    else:
+        where = {"max_window_layers": chosen.randint(0, layers)}
+    if chosen.random() < 0.3:
+        return found | {"use_sliding_window": False, "sliding_window": 4}
+    return found | {"use_sliding_window": True, "sliding_window": chosen.choice((1, 2, 3, 8, 17, 300))} | where
+
+
+def qwen3(chosen: random.Random) -> Config:
+    found = qwen2(chosen)
+    if "head_dim" not in found:  # whose default is 128
+        found["head_dim"] = found["hidden_size"] // found["num_attention_heads"]
+    return found | sometimes(chosen, {"attention_bias": True})
+
+
+def bloom(chosen: random.Random) -> Config:
+    heads = chosen.choice((1, 2, 3, 5, 8, 9))
+    found = {"hidden_size": heads * chosen.choice(ODD), "n_layer": chosen.choice((1, 2)), "n_head": heads}
+    return found | sometimes(
+        chosen,
+        {
+            "apply_residual_connection_post_layernorm": True,
+            "layer_norm_epsilon": 1e-3,
+            "tie_word_embeddings": False,
+            "seq_length": 64,
+        },
+    )
+
+
+def falcon(chosen: random.Random) -> Config:
+    kv_heads, group = chosen.choice((1, 2, 3, 5)), chosen.choice((1, 2, 3))
+    alibi = chosen.random() < 0.4
+    head_dim, context = chosen.choice(SMALL if alibi else EVEN), chosen.choice(CONTEXT)
+    heads = kv_heads * group
+    found: Config = {
+        "hidden_size": heads * head_dim,
+        "num_hidden_layers": chosen.choice((1, 2)),
+        "num_attention_heads": heads,
+        "max_position_embeddings": context,
+        "alibi": alibi,
+    }
+    form = chosen.choice(("grouped", "one", "all"))
+    if form == "grouped":
+        norms = chosen.choice((1, 2, None))
+        found |= {"new_decoder_architecture": True, "num_kv_heads": kv_heads, "num_ln_in_parallel_attn": norms}
+    else:
+        found |= {"multi_query": form == "one", "parallel_attn": chosen.choice((True, False))}
+    if not alibi:
+        found |= rope(chosen, head_dim, context)
+    return found | sometimes(
+        chosen,
+        {
+            "bias": True,
+            "ffn_hidden_size": chosen.choice((1, 7, 33, 64)),
+            "activation": activation(chosen),
+            "layer_norm_epsilon": 1e-3,
+            "tie_word_embeddings": False,
+        },
+    )
+
+
+DRAWN: dict[str, Callable[[random.Random], Config]] = {
+    "gpt2": gpt2,
+    "llama": llama,
+    "mistral": mistral,
+    "mixtral": mixtral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "bloom": bloom,
+    "falcon": falcon,
+}
+
+
+def legal_config(family: str, seed: int) -> Config:
+    """The config of that number, always the same."""
+    chosen = random.Random(f"{family} {seed}")
+    return {"model_type": family, "vocab_size": VOCAB, **DRAWN[family](chosen)}
