@@ -116,7 +116,7 @@ def test_defaults_are_written_out():
         ("blocks.0.attention.position.scaling.short_factor", [1.0, 1.0, 1.0, -1.0]),
         ("blocks.0.attention.position.scaling.short_factor", [1.0, 1.0, 1.0, math.nan]),
         ("blocks.0.attention.q_norm", {"type": "RMSNorm", "size": 9, "eps": 1e-6}),
-        ("blocks.0.feed_forward.activation", "tanh"),
+        ("blocks.0.feed_forward.activation", "swoosh"),
         ("head.vocab_size", 98),
         ("head.hidden_size", 47),
         ("context_length", 0),
