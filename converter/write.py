@@ -211,7 +211,8 @@ def as_it_was(
             header = parse_header(name, raw)
         except CheckpointError:
             return None
-        infos, outputs = header.tensors.values(), []
+        infos = header.tensors.values()
+        outputs: list[Output] = []
         for info in infos:
             known = canonical(info.name, here)
             leaf, dtype = here.get(known or "", (None, ""))
