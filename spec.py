@@ -240,7 +240,7 @@ class ProportionalScaling(Component, frozen=True):
     slower ones never do.
     """
 
-    factor: Positive
+    factor: Turns
     turning: Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..modules.attention import AttentionModule, Turn
 from ..modules.positions import RotaryTables, alibi_slopes, apply_rotary
 from ..spec import (
+    Activation,
     ALiBi,
     Attention,
     Block,
