@@ -177,7 +177,7 @@ def rows_to_probe(
     tokens = max(batch.input_ids.shape[1] for batch in batches)
     most = longest(source.spec, target.spec)
     # Of tokens whose own logits are compared: through attention alone a row shows less.
-    ids = torch.cat([batch.valid(batch.input_ids[..., None]).flatten() for batch in batches]).unique().numpy()
+    ids = torch.cat([batch.valid(batch.input_ids[..., None]).flatten() for batch in batches]).numpy()
     embedding = np.setdiff1d(rows.get(EMBEDDING, ids[:0]), ids)
     positions = np.setdiff1d(rows.get(POSITIONS, ids[:0]), np.arange(tokens))
     if not required:
