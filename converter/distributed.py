@@ -32,7 +32,7 @@ from typing import Any, ParamSpec, TypeVar
 from .. import __version__
 from ..errors import Elsewhere, GptkitError, UsageError
 from .checkpoint import Checkpoint
-from .dtypes import Rounding
+from .dtypes import Quantisation, Rounding
 from .files import seal
 from .manifest import FileRecord, file_entry, read_entry
 from .publish import Staging
@@ -431,6 +431,7 @@ class Host(Team):
             assert known is not None
             done.files[name] = known[0]
         done.rounded.update({name: Rounding(**cost) for name, cost in message["rounded"].items()})
+        done.quantised.update({name: Quantisation(**loss) for name, loss in message["quantised"].items()})
         done.not_finite.update(message["not_finite"])
 
     def _tell(self, message: Mapping[str, Any]) -> None:
@@ -479,6 +480,7 @@ class Guest(Team):
         carried = {
             "files": {name: file_entry(record, sizes[name]) for name, record in done.files.items()},
             "rounded": {name: asdict(cost) for name, cost in done.rounded.items()},
+            "quantised": {name: asdict(loss) for name, loss in done.quantised.items()},
             "not_finite": done.not_finite,
         }
         self.say({"is": "carried", **carried})

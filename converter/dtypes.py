@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,13 @@ __all__ = [
     "FLOATS",
     "HF_NAMES",
     "INTEGERS",
+    "Quantisation",
     "Rounding",
     "cast",
     "from_float64",
     "not_finite",
     "parse_dtype",
+    "quantisation",
     "rounding",
     "to_float64",
     "widest",
@@ -182,3 +185,28 @@ def rounding(before: Array, dtype: str, after: Array, target: str) -> Rounding:
             return Rounding()
         relative = float((change[changed] / np.abs(exact[changed])).max())
     return Rounding(int(changed.sum()), int((changed & (rounded == 0)).sum()), relative)
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """What storing in blocks of few bits cost: the largest error, the errors' sum of squares, and the values' own."""
+
+    largest: float = 0.0
+    errors: float = 0.0
+    values: float = 0.0
+
+    @property
+    def relative(self) -> float:
+        """The root of the mean square error, over that of the values."""
+        return math.sqrt(self.errors / self.values) if self.values else 0.0
+
+    def __add__(self, other: Quantisation) -> Quantisation:
+        largest = max(self.largest, other.largest)
+        return Quantisation(largest, self.errors + other.errors, self.values + other.values)
+
+
+def quantisation(before: Array, dtype: str, after: Array) -> Quantisation:
+    """Compare an array in its carrier dtype with what its blocks stand for, as many values in fp32."""
+    exact = to_float64(before, dtype).reshape(-1)
+    error = after.reshape(-1) - exact
+    return Quantisation(float(np.abs(error).max(initial=0.0)), float(error @ error), float(exact @ exact))

@@ -23,7 +23,7 @@ import numpy as np
 from ..architectures import BoundLeaf
 from ..errors import CheckpointError, UsageError
 from .checkpoint import Checkpoint
-from .dtypes import Rounding, cast, not_finite, rounding, widest
+from .dtypes import Quantisation, Rounding, cast, not_finite, quantisation, rounding, widest
 from .placed import CHUNK, PlacedWriter
 from .publish import FileRecord, Staging
 from .threads import available_cores
@@ -52,10 +52,13 @@ class Job:
 
 @dataclass
 class Transferred:
-    """What was carried over: hashes by file, what rounding did by tensor, and the values found that are not finite."""
+    """What was carried over: hashes by file, what rounding and quantising did by tensor, and the values found that are
+    not finite.
+    """
 
     files: dict[str, FileRecord] = field(default_factory=dict)
     rounded: dict[str, Rounding] = field(default_factory=dict)
+    quantised: dict[str, Quantisation] = field(default_factory=dict)
     not_finite: dict[str, int] = field(default_factory=dict)
     resumed: int = 0
     """Bytes of files that an earlier, interrupted run had finished."""
@@ -310,7 +313,7 @@ class _Carrier:
 
     def _write(self, file: PlacedWriter, output: Output, array: np.ndarray, dtype: str) -> None:
         """A view, some rows at a time."""
-        bad, cost, crc, around = 0, Rounding(), 0, output.around
+        bad, cost, loss, crc, around = 0, Rounding(), Quantisation(), 0, output.around
         with file.pieces(output.leaf.checkpoint) as piece:
             if around is not None:
                 piece(around.head)
@@ -320,7 +323,10 @@ class _Carrier:
                 chunk = contiguous(array[rows] if array.ndim else array)
                 bad += not_finite(chunk, dtype)
                 if output.encode is not None:
-                    piece(output.encode(chunk, dtype).reshape(-1).view(np.uint8))
+                    blocks = output.encode(chunk, dtype)
+                    piece(blocks.reshape(-1).view(np.uint8))
+                    if output.decode is not None:
+                        loss += quantisation(chunk, dtype, output.decode(blocks))
                     continue
                 try:
                     narrow = cast(chunk, dtype, output.dtype)
@@ -338,6 +344,9 @@ class _Carrier:
             if around is not None:
                 piece(around.tail(crc))
         self._note(output, bad, cost)
+        if output.decode is not None:
+            with self.lock:
+                self.done.quantised[output.leaf.checkpoint] = loss
 
     def _note(self, output: Output, bad: int, cost: Rounding) -> None:
         with self.lock:

@@ -45,6 +45,8 @@ METADATA = {"format": "pt"}
 
 Encode = Callable[[np.ndarray, str], np.ndarray]
 """Some whole rows of a tensor in their carrier dtype, and that dtype -> the bytes to be stored."""
+Decode = Callable[[np.ndarray], np.ndarray]
+"""What `Encode` gave -> the values that it stands for, in fp32."""
 
 
 class Around(Protocol):
@@ -62,7 +64,8 @@ class Around(Protocol):
 class Output:
     """One tensor to be written, and its place in its file.
 
-    encode: for element types that are none of numpy's (blocks of quantised values); otherwise values are cast.
+    encode, decode: to bytes and back, for element types that are none of numpy's (blocks of quantised values); others
+    are cast.
     around: what stands before and behind the tensor's bytes in its place, where that depends on their crc32.
     """
 
@@ -71,6 +74,7 @@ class Output:
     start: int
     nbytes: int
     encode: Encode | None = None
+    decode: Decode | None = None
     around: Around | None = None
 
 

@@ -126,11 +126,20 @@ def conversion_lines(conversion: Conversion) -> list[str]:
         )
     else:
         quantised = Counter(o.dtype for shard in plan.shards for o in shard.outputs if o.encode is not None)
-        lines += [
-            f"{number_of} of {plan.tensors} tensors are quantised to {dtype}" for dtype, number_of in quantised.items()
-        ]
+        for dtype, number_of in quantised.items():
+            lines.append(f"{number_of} of {plan.tensors} tensors are quantised to {dtype}{_loss(done_with)}")
         lines += transfer_lines(done_with)
     return lines + [f"note: {note}" for note in source.notes]
+
+
+def _loss(done: Transferred) -> str:
+    """What quantising cost, as far as this run did it."""
+    from ..converter.dtypes import Quantisation  # here, because it imports numpy
+
+    if not done.quantised:
+        return ""
+    loss = sum(done.quantised.values(), Quantisation())
+    return f", off by {number(loss.largest)} at most, relative RMS error {number(loss.relative)}"
 
 
 def source_lines(counts: Sequence[ModelCount]) -> list[str]:
@@ -160,10 +169,10 @@ def transfer_lines(done: Transferred) -> list[str]:
         lines.append(f"resumed: {human_bytes(done.resumed)} were there from an earlier run, and are unchanged")
     if done.rounded:
         cost = sum(done.rounded.values(), Rounding())
+        tensors = f"{len(done.rounded)} {'other ' if done.quantised else ''}tensors"
         zeroed = f", {cost.zeroed:,} of them to zero" if cost.zeroed else ""
         lines.append(
-            f"rounded {cost.changed:,} values of {len(done.rounded)} tensors{zeroed}, by {cost.relative:.1e} of their"
-            " size at most"
+            f"rounded {cost.changed:,} values of {tensors}{zeroed}, by {cost.relative:.1e} of their size at most"
         )
     for name, count_of in list(done.not_finite.items())[:SHOWN]:
         lines.append(f"warning: {name} holds {count_of:,} values that are NaN or infinite, copied as they are")

@@ -162,6 +162,14 @@ def q8_0(name: str) -> Encode:
     return encode
 
 
+def values_of_q8_0(blocks: np.ndarray) -> np.ndarray:
+    """What Q8_0 blocks stand for, in fp32: each signed byte times its block's scale."""
+    data = np.ascontiguousarray(blocks).view(np.uint8).reshape(-1, BLOCK_BYTES)
+    scales = data[:, :2].copy().view(np.float16).astype(np.float32)
+    values: np.ndarray = data[:, 2:].view(np.int8) * scales
+    return values
+
+
 # --- the file --------------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +210,7 @@ def _lay_out(
             start + place,
             _nbytes(leaf, kind),
             q8_0(leaf.checkpoint) if kind == "Q8_0" else None,
+            values_of_q8_0 if kind == "Q8_0" else None,
         )
         for (leaf, kind), place in zip(tensors, places[len(data) :], strict=True)
     )

@@ -18,6 +18,7 @@ from families import VARIANTS, Variant, modern, save_hf
 import gptkit
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert, plan_conversion
+from gptkit.converter.dtypes import Quantisation, to_float64
 from gptkit.converter.formats.gguf_tokenizer import CONTROL, UNKNOWN, UNUSED, USER_DEFINED
 from gptkit.converter.formats.gguf_vocab import pre_tokenizer, vocabulary
 from gptkit.converter.formats.gguf_write import ALIGNMENT, q8_0
@@ -202,6 +203,27 @@ def test_q8_0_is_the_reference_bit_for_bit() -> None:
     halves = rows.astype(np.float16)
     whole = q8_0("x")(halves, "F16")
     assert whole.tobytes() == np.concatenate([q8_0("x")(halves[i : i + 7], "F16") for i in range(0, 40, 7)]).tobytes()
+
+
+def test_what_quantising_cost_is_told_apart_from_rounding(tmp_path: Path) -> None:
+    """Against the tensors that are read back, all that are quantised and no other."""
+    done = convert("sample:llama", tmp_path / "out", "gguf", dtype="q8_0")
+    (shard,) = done.plan.shards
+    names = {name for output in shard.outputs if output.dtype == "Q8_0" for name in output.leaf.shared}
+    assert 0 < len(names) < len(done.source.shared_dtypes())
+    after = {name: to_float64(array, dtype) for name, array, dtype in open_checkpoint(tmp_path / "out").tensors()}
+    before = {name: to_float64(array, dtype) for name, array, dtype in open_checkpoint("sample:llama").tensors()}
+    errors, values = (np.concatenate([each[name].ravel() for name in sorted(names)]) for each in (after, before))
+    errors = errors - values
+    assert done.transferred is not None
+    loss = sum(done.transferred.quantised.values(), Quantisation())
+    assert loss.largest == pytest.approx(np.abs(errors).max(), rel=1e-6)
+    assert loss.relative == pytest.approx(np.linalg.norm(errors) / np.linalg.norm(values), rel=1e-6)
+    told = conversion_lines(done)
+    count = len(done.transferred.quantised)
+    expected = f"off by {loss.largest:.1e} at most, relative RMS error {loss.relative:.1e}"
+    assert f"{count} of {done.plan.tensors} tensors are quantised to Q8_0, {expected}" in told
+    assert f"of {len(done.transferred.rounded)} other tensors" in " ".join(told)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e7])
