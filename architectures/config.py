@@ -104,7 +104,8 @@ def quantisation(config: Mapping[str, Any] | None) -> tuple[str, str | None] | N
     method = given.get("quant_method", "mlx" if "group_size" in given and "bits" in given else "some method")
     groups = given.get("config_groups")  # of compressed-tensors
     first = next((each for each in groups.values() if isinstance(each, dict)), {}) if isinstance(groups, dict) else {}
-    weights = first.get("weights") if isinstance(first.get("weights"), dict) else {}
+    told = first.get("weights")
+    weights = told if isinstance(told, dict) else {}
     bits = given.get("bits", weights.get("num_bits"))
     bits = next((count for count in (4, 8) if given.get(f"load_in_{count}bit") is True), bits)
     size, block = given.get("group_size", weights.get("group_size")), given.get("weight_block_size")

@@ -96,7 +96,7 @@ class FusedLinears:
     def _concatenated(linears: Sequence[Linear], groups: int = 1) -> tuple[Tensor, Tensor | None]:
         """All rows of each linear together, or of each group."""
 
-        def joined(parts: Sequence[Tensor]) -> Tensor:
+        def joined(parts: list[Tensor]) -> Tensor:
             if groups == 1:
                 return torch.cat(parts)
             return torch.cat([torch.unflatten(part, 0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
