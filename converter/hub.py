@@ -372,16 +372,17 @@ class _Answer(msgspec.Struct):
 
 def _counting(repository: Repository, name: str) -> Any:
     """A progress bar that ends a download without end: it is told of every piece before that is written."""
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub import utils
 
+    library: Any = utils  # its documented names, which its stubs leave out
     listed = (repository.files or {}).get(name, File()).size
     kind = next((most for ending, most in _MOST.items() if name.endswith(ending)), None)
     most = min((each for each in (listed, kind) if each is not None), default=None)
 
-    class Counting(tqdm):  # type: ignore[type-arg, misc, unused-ignore]
+    class Counting(library.tqdm):  # type: ignore[misc]
         taken = 0
 
-        def update(self, n: float | None = 1) -> bool | None:
+        def update(self, n: float | None = 1) -> Any:
             self.taken += int(n or 0)
             if most is not None and self.taken > most:
                 raise InvalidInput(

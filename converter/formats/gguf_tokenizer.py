@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from ...errors import CheckpointError
-from .gguf_header import MAX_STRINGS, Header
+from .gguf_header import MAX_STRINGS, Array, Header
 
 __all__ = ["PRE_TOKENIZERS", "Texts", "check_lengths", "without_tokenizer"]
 
@@ -175,9 +175,11 @@ def _tokenizer(header: Header, rows: int) -> dict[str, Any] | None:
         return None
     kind = _get(header, "model", str)
     pre = _get(header, "pre", str) or "default"
-    tokens = header.values(PREFIX + "tokens", min(rows, MAX_TOKENS)) or []
+    tokens = _tokens(header, rows)
     if not all(isinstance(token, str) for token in tokens):
-        raise CheckpointError(f"{header.where}: {PREFIX}tokens are not text")
+        raise CheckpointError(
+            f"{header.where}: the {len(tokens)} tokens for a token table of {rows} rows are not all text"
+        )
     check_lengths(tokens, header.where)
     types = _numbers(header, "token_type", len(tokens)) or [NORMAL] * len(tokens)
     added = [
@@ -380,7 +382,7 @@ def _post_processor(
 def _settings(header: Header, rows: int, context: int | None) -> dict[str, Any]:
     """tokenizer_config.json: special tokens by their text, and the chat template as it stands."""
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
-    tokens = header.values(PREFIX + "tokens", min(rows, MAX_TOKENS)) or []
+    tokens = _tokens(header, rows)
     special: dict[str, Any] = {}
     for name, key in names.items():
         index = _get(header, f"{key}_token_id", int)
@@ -405,6 +407,14 @@ def _get(header: Header, key: str, kind: type) -> Any:
     if value is not None and type(value) is not kind:
         raise CheckpointError(f"{header.where}: {PREFIX}{key} is {value!r:.40}, expected {kind.__name__}")
     return value
+
+
+def _tokens(header: Header, rows: int) -> list[Any]:
+    found = header.metadata.get(PREFIX + "tokens")
+    count = found.count if isinstance(found, Array) else len(found) if isinstance(found, list) else 0
+    if count > rows:
+        raise CheckpointError(f"{header.where}: {count} tokens for a token table of {rows} rows")
+    return header.values(PREFIX + "tokens", MAX_TOKENS) or []
 
 
 def _numbers(header: Header, key: str, count: int) -> list[Any] | None:
