@@ -204,7 +204,7 @@ class Repository:
 
         # The library takes what lies in the cache for whole; here it was found too short, or is not there.
         broken = self._cached(name) is not None
-        with typed_errors(self, name), warnings.catch_warnings():
+        with typed_errors(self, name), _short_refusals(self), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a full disk it warns and goes on; see `require_space`
             try:
                 path = Path(
@@ -392,6 +392,26 @@ def _counting(repository: Repository, name: str) -> Any:
             return super().update(n)
 
     return Counting
+
+
+@contextmanager
+def _short_refusals(repository: Repository) -> Iterator[None]:
+    """Let the library read no long answer that is a refusal: it would have all of it in memory."""
+    from huggingface_hub import utils
+
+    def refuse(response: Any) -> None:
+        length = response.headers.get("Content-Length", "")
+        long = length.isdecimal() and int(length) >= _MAX_REFUSAL
+        if response.status_code >= 400 and long and response.request.method != "HEAD":
+            raise _refused(repository, response.status_code, "", None)
+
+    library: Any = utils
+    hooks = library.get_session().event_hooks["response"]
+    hooks.append(refuse)
+    try:
+        yield
+    finally:
+        hooks.remove(refuse)
 
 
 @contextmanager
