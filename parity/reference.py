@@ -110,12 +110,22 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
         if info.get(kind):
             names = ", ".join(str(name) for name in list(info[kind])[:5])
             raise CheckpointError(f"transformers {what}: {names}")
+    compute_experts_plainly(model)
     return _in_own_memory(model).eval()
 
 
 def experts_path(dtype: torch.dtype) -> str | None:
     """transformers' way to compute a mixture of experts: its default, which has no fp64."""
     return "eager" if dtype == torch.float64 else None
+
+
+def compute_experts_plainly(model: Any) -> None:
+    """Have a mixture whose rows are no multiple of 16 bytes computed expert by expert: transformers' default, torch's
+    grouped product, raises on such.
+    """
+    stacked = [each for each in model.parameters() if each.ndim == 3]
+    if any(each.shape[dim] * each.element_size() % 16 for each in stacked for dim in (1, 2)):
+        model.set_experts_implementation("eager")
 
 
 def forget_lengths(model: Any) -> None:

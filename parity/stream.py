@@ -25,7 +25,7 @@ from ..modules.decoder import Decoder
 from ..modules.load import view_as_torch
 from ..spec import ModelSpec
 from .probe import Batch, running
-from .reference import experts_path, quiet
+from .reference import compute_experts_plainly, experts_path, quiet
 
 __all__ = ["Stream", "Tree", "stream_candidate", "stream_reference", "tree_of"]
 
@@ -262,6 +262,7 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
             attn_implementation=attention,
             experts_implementation=experts_path(dtype),
         ).eval()
+    compute_experts_plainly(model)
     stacked = architecture.parameters(checkpoint.spec)
 
     def read(name: str) -> Tensor:

@@ -37,9 +37,7 @@ QUERIES = ("q_proj", "c_attn", "query_key_value")
 def drawn(seed: int, folder: Path) -> Path:
     """A random legal model: any variant, sizes, and how large its embeddings and its queries are."""
     choose = random.Random(seed).choice
-    config = CONFIGS[choose(sorted(CONFIGS))]
-    if "num_local_experts" not in config:  # of which transformers' own kernel takes some sizes alone
-        config = resized(config, choose)
+    config = resized(CONFIGS[choose(sorted(CONFIGS))], choose)
     save_hf(config, folder, choose((torch.float32, torch.bfloat16)), seed=seed)
     stream, queries = choose((1.0, 1.0, 0.02, 100.0)), choose((1.0, 1.0, 20.0))
     for parts, factor in ((EMBEDDINGS, stream), (QUERIES, queries)):

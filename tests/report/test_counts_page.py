@@ -83,7 +83,9 @@ def test_one_context_for_all_of_a_page() -> None:
     (asked,) = gptkit.params("qwen3-8b", asked=Asked(flops=True, context=1000))
     for count, told in ((model, 40_960), (asked, 1000)):
         page = counts_page([count])
-        assert any(f"one token that sees {told:,} tokens," in line for each in blocks(page, Lines) for line in each.lines)
+        assert any(
+            f"one token that sees {told:,} tokens," in line for each in blocks(page, Lines) for line in each.lines
+        )
         assert blocks(page, Figure)[-1].table.rows[0][-1] == f"{costs(count.spec, told).total_flops:,}"
     models = gptkit.params("gpt2", "qwen3-8b", asked=Asked(flops=True, context=2000))
     page = counts_page(models)
