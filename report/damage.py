@@ -13,6 +13,7 @@ from ..surgery.synonyms import guarantee_in_words
 from .heatmap import Cell, heatmap
 from .pages import Figure, Lines, Page, Section, Table, counted, ready, write_page
 from .summaries import damage_or_change, number
+from .surgery import steps_cells, steps_words
 
 if TYPE_CHECKING:
     from ..parity.damage import Bin, Damage, Layer, Place
@@ -62,9 +63,19 @@ def swap_page(result: SwapResult, found: Damage) -> Page:
         verdict="The same function" if exact else f"Changed: KL {number(total.kl)} nats per token",
         good=True if exact else None,  # what is not exact is what was asked for, and no failure
         facts=(*facts, ("gptkit", __version__)),
-        sections=damage_sections(found),
+        sections=(*_steps(result), *damage_sections(found)),
         footer=f"Made by gptkit {__version__}. This page asks no server for anything.",
     )
+
+
+def _steps(result: SwapResult) -> tuple[Section, ...]:
+    """What each step of several costs by itself, as the command prints it."""
+    if len(result.chain.steps) < 2:
+        return ()
+    columns, rows = steps_cells(result)
+    table = Table("Steps", tuple((heading, side == "right") for heading, side in columns), tuple(rows))
+    words = (Lines((f"{steps_words(result)[0].upper()}{steps_words(result)[1:]}.",)),) if result.each else ()
+    return (Section("Step by step", (*words, table)),)
 
 
 def report_paths(path: Path) -> tuple[Path, Path]:

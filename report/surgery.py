@@ -30,8 +30,10 @@ __all__ = [
     "recipes_report",
     "registry_json",
     "registry_report",
+    "steps_cells",
     "steps_report",
     "steps_table",
+    "steps_words",
 ]
 
 HEADINGS = {
@@ -225,25 +227,19 @@ def costs_table(before: Costs, after: Costs) -> Table:
     return table
 
 
-def steps_table(result: SwapResult) -> Table:
-    """A row a step: what it guarantees and what it costs by itself, where that was measured."""
-    from rich.text import Text
-
+def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, str], ...], list[tuple[str, ...]]]:
+    """A row a step: what it guarantees and what it costs by itself, where that was measured; behind the columns'
+    headings and sides.
+    """
     measured = result.each
     text = [each.perplexity for each in measured if each.perplexity is not None]
     columns = [("step", "left"), ("", "left"), ("guarantee", "left"), ("params", "right")]
     columns += [("KL", "right"), ("top-1", "right")] if measured else []
     columns += [("perplexity", "right")] if text else []
-    table = plain_table(*columns)
-    models = result.chain.models
+    models, rows = result.chain.models, []
     for index, (step, swapped) in enumerate(zip(result.chain.steps, result.chain.swapped, strict=True)):
         before, after = count(models[index].spec).total, count(models[index + 1].spec).total
-        cells: list[str | Text] = [
-            str(index + 1),
-            Text(str(step)),
-            Text(guarantee_in_words(swapped.guarantee)),
-            change(before, after),
-        ]
+        cells = [str(index + 1), str(step), guarantee_in_words(swapped.guarantee), change(before, after)]
         if measured:
             one = measured[index]
             kl, top1 = (
@@ -252,8 +248,26 @@ def steps_table(result: SwapResult) -> Table:
             cells += [number(kl), f"{top1:.1%}"]
             if text:
                 cells.append("" if one.perplexity is None else f"{one.perplexity[1]:,.2f}")
-        table.add_row(*cells)
+        rows.append(tuple(cells))
+    return tuple(columns), rows
+
+
+def steps_table(result: SwapResult) -> Table:
+    """`steps_cells` for the terminal."""
+    from rich.text import Text
+
+    columns, rows = steps_cells(result)
+    table = plain_table(*columns)
+    for row in rows:
+        table.add_row(*map(Text, row))
     return table
+
+
+def steps_words(result: SwapResult) -> str:
+    """What the figures of the steps mean."""
+    on_text = any(one.kl_text is not None for one in result.each)
+    where = "KL and top-1 on the text, perplexity after it" if on_text else "KL and top-1 on the probe"
+    return f"each step against the one before, {where}"
 
 
 def steps_report(result: SwapResult) -> RenderableType:
@@ -263,9 +277,7 @@ def steps_report(result: SwapResult) -> RenderableType:
 
     if not result.each:
         return steps_table(result)
-    on_text = any(one.kl_text is not None for one in result.each)
-    where = "KL and top-1 on the text, perplexity after it" if on_text else "KL and top-1 on the probe"
-    return Group(Text(f"each step against the one before, {where}:", style="dim"), steps_table(result))
+    return Group(Text(f"{steps_words(result)}:", style="dim"), steps_table(result))
 
 
 def dry_run_report(result: SwapResult) -> RenderableType:

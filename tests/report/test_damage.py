@@ -14,9 +14,12 @@ from typer.testing import CliRunner, Result
 
 from gptkit.cli import app
 from gptkit.parity.damage import Bin, Damage, Layer, Place, damage
-from gptkit.report.damage import damage_sections
-from gptkit.report.pages import Figure, Page, Table, render
+from gptkit.report.damage import damage_sections, swap_page
+from gptkit.report.pages import Figure, Lines, Page, Table, render
 from gptkit.report.summaries import damage_lines
+from gptkit.report.surgery import steps_cells
+from gptkit.surgery.damage import assess
+from gptkit.surgery.swap import swap
 
 pytest.importorskip("plotly", reason='the pages need pip install "gptkit[html]"')
 
@@ -272,3 +275,16 @@ def test_it_draws(browser: Any, made: Path, name: str, screen: str, scheme: str)
 def test_fields_are_what_the_docs_say() -> None:
     names = {each.name for each in dataclasses.fields(Damage)}
     assert set(sample_damage().as_json()) == names | {"first", "most"}
+
+
+def test_the_page_of_several_steps_has_what_each_costs_by_itself(tmp_path: Path) -> None:
+    done = swap("sample:llama", tmp_path / "out", attention="mha", quantize="int4")
+    columns, rows = steps_cells(done)
+    assert [row[1] for row in rows] == ["--attention mha", "--quantize int4"] and columns[-1][0] == "perplexity"
+    page = swap_page(done, assess(done, None))
+    steps, table = page.sections[0], page.sections[0].blocks[-1]
+    assert steps.title == "Step by step" and isinstance(table, Table)
+    assert table.rows == tuple(rows) and [heading for heading, _ in table.columns] == [name for name, _ in columns]
+    assert isinstance(steps.blocks[0], Lines) and steps.blocks[0].lines[0].startswith(
+        "Each step against the one before"
+    )
