@@ -368,10 +368,10 @@ class StreamReader(Reader):
 
     def persistent_load(self, pid: Any) -> Storage:
         known = isinstance(pid, tuple) and len(pid) == 6 and pid[0] == "storage" and pid[5] is None
-        _, kind, key, _, count, _ = pid if known else (None,) * 6
-        if not isinstance(kind, Known) or kind.value is None or not isinstance(key, str):
-            raise RefusedError("it holds a storage in a way that is not known")
-        if type(count) is not int or not 0 <= count < MAX_INTEGER:
+        values: tuple[Any, ...] = pid if known else (None,) * 6
+        _, kind, key, _, count, _ = values
+        plain = type(count) is int and 0 <= count < MAX_INTEGER
+        if not isinstance(kind, Known) or kind.value is None or not isinstance(key, str) or not plain:
             raise RefusedError("it holds a storage in a way that is not known")
         nbytes = count * kind.value[1]
         storage = self.storages.setdefault(key, Storage(kind.value, 0, nbytes))
