@@ -28,11 +28,13 @@ from .completion import FLOATS, complete_target, one_of
 if TYPE_CHECKING:
     from ..report.random_model import RandomModel
 
-LOADS = examples("gptkit load sample:llama", "gptkit load --random gpt2 --out fresh")
 
-
-@app.command("inspect", help="The same as load, under the name that other tools have.", epilog=LOADS)
-@app.command(epilog=LOADS)
+@app.command(
+    "inspect",
+    help="The same as load, under the name that other tools have.",
+    epilog=examples("gptkit inspect sample:llama"),
+)
+@app.command(epilog=examples("gptkit load sample:llama", "gptkit load --random gpt2 --out fresh"))
 @guarded
 def load(
     model: ModelArgument,
