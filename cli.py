@@ -25,3 +25,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal may lack a character
     app(prog_name="gptkit")
+
+
+if __name__ == "__main__":
+    main()
