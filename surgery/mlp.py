@@ -75,7 +75,8 @@ def to_gated(model: Model, asked: Asked) -> Swapped:
     plain = [layer for layer in chosen_layers(spec, asked) if isinstance(dense_of(spec.blocks[layer]), FeedForward)]
     if not plain:
         raise SwapRefused(
-            "the feed-forwards asked for are gated already", "--mlp plain is the way back, where it exists."
+            "the feed-forwards asked for are gated already",
+            "--activation changes what their gates compute; --mlp plain is the way back, where it exists.",
         )
     blocks, tensors = list(spec.blocks), dict[str, Tensor]()
     for layer in plain:
