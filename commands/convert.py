@@ -150,7 +150,7 @@ def convert(
         str,
         typer.Option(
             metavar="FORMAT",
-            help=f"The format to write: {', '.join(TARGETS)}; local is gptkit's own.",
+            help=f"The format to write: one of {', '.join(TARGETS)}; local is gptkit's own.",
             autocompletion=complete_target,
         ),
     ] = "local",

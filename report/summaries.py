@@ -127,19 +127,20 @@ def conversion_lines(conversion: Conversion) -> list[str]:
     else:
         quantised = Counter(o.dtype for shard in plan.shards for o in shard.outputs if o.encode is not None)
         for dtype, number_of in quantised.items():
-            lines.append(f"{number_of} of {plan.tensors} tensors are quantised to {dtype}{_loss(done_with)}")
+            lines.append(f"{number_of} of {plan.tensors} tensors are quantised to {dtype}")
+        lines += quantisation_lines(done_with)
         lines += transfer_lines(done_with)
     return lines + [f"note: {note}" for note in source.notes]
 
 
-def _loss(done: Transferred) -> str:
+def quantisation_lines(done: Transferred) -> list[str]:
     """What quantising cost, as far as this run did it."""
     from ..converter.dtypes import Quantisation  # here, because it imports numpy
 
     if not done.quantised:
-        return ""
+        return []
     loss = sum(done.quantised.values(), Quantisation())
-    return f", off by {number(loss.largest)} at most, relative RMS error {number(loss.relative)}"
+    return [f"  off by {number(loss.largest)} at most, with a relative RMS error of {number(loss.relative)}"]
 
 
 def source_lines(counts: Sequence[ModelCount]) -> list[str]:
@@ -420,7 +421,7 @@ def stored_lines(result: SwapResult) -> list[str]:
         return []
     if asked is None and exact and result.dtype == "float64":
         return ["stored as   float64 where computed, so that the file itself proves exactness"]
-    before = "; exact before this rounding" if computed and exact and result.dtype != "float64" else ""
+    before = "; exact before rounding" if computed and exact and result.dtype != "float64" else ""
     why = "as the source is" if asked is None else "as asked"
     return [f"stored as   {result.dtype}{'' if whole else ' where computed'}, {why}{before}"]
 

@@ -8,9 +8,6 @@ import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache
-from typing import get_args
-
-from ..spec import Activation
 
 __all__ = ["SYNONYMS", "TWO_STEPS", "guarantee_in_words", "nearest", "understood"]
 
@@ -49,7 +46,9 @@ SYNONYMS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "dense": (),
     },
     "activation": {
-        **dict.fromkeys(get_args(Activation), ()),
+        "gelu_new": (),
+        "quick_gelu": ("gelu sigmoid",),
+        "relu": (),
         "gelu": ("gelu exact", "gelu erf", "gelu python"),
         "gelu_tanh": ("gelu pytorch tanh", "gelu approximate"),
         "gelu_bloom": ("bloom gelu",),

@@ -1,6 +1,7 @@
 """What test files share: modules (`from families import VARIANTS`; tests are no package), the `hub`
 and `browser` fixtures, and one thread for all."""
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from browser import chromium
 from hubserver import Hub
+
+# A shell has what it starts in the background ignore Ctrl-C, and so would the commands that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

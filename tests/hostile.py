@@ -14,13 +14,12 @@ import json
 import os
 import random
 import re
-import resource
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -110,35 +109,50 @@ def listing(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
 
 
+LAUNCHER = """
+import json, os, resource, sys
+
+closed, command, told = json.loads(sys.argv[1])
+child = os.fork()
+if not child:
+    resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for fd in closed:
+        os.close(fd)
+    os.execv(command[0], command)
+_, status, usage = os.wait4(child, 0)
+with open(told, "w") as file:
+    json.dump([os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024], file)
+"""
+"""A small process between: a child's largest memory is at least that of the process which started it."""
+
+
 def measured(case: Case, arguments: list[str], work: Path, environment: Mapping[str, str]) -> Outcome:
-    command = [sys.executable, "-m", "gptkit", *arguments]
-
-    def prepare() -> None:
-        resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        for fd in case.closed:
-            os.close(fd)
-
+    figures = work.parent / "figures.json"
+    asked = json.dumps([case.closed, [sys.executable, "-m", "gptkit", *arguments], str(figures)])
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
-            command, cwd=work, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, preexec_fn=prepare
+            [sys.executable, "-I", "-S", "-c", LAUNCHER, asked],
+            cwd=work,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
         )
-        problems, deadline = [], time.monotonic() + HANGS
-        while True:
-            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-            if pid:
-                break
-            if time.monotonic() > deadline:
-                process.kill()
-                problems.append(f"waits for something: it was ended after {HANGS:.0f} seconds")
-                _, status, usage = os.wait4(process.pid, 0)
-                break
-            time.sleep(0.01)
-        process.returncode = code = os.waitstatus_to_exitcode(status)
+        problems = []
+        try:
+            process.wait(HANGS)
+            code, seconds, memory = json.loads(figures.read_text())
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            problems.append(f"waits for something: it was ended after {HANGS:.0f} seconds")
+            code, seconds, memory = -signal.SIGKILL, 0.0, 0
         out.seek(0)
         err.seek(0)
         told = err.read(1 << 20).decode(errors="replace")
-        return Outcome(code, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, out.read(1 << 20), told, problems)
+        return Outcome(code, seconds, memory, out.read(1 << 20), told, problems)
 
 
 def complaints(case: Case, outcome: Outcome) -> list[str]:

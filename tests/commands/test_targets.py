@@ -22,7 +22,7 @@ def test_help_error_shell_and_readme_have_the_same(tmp_path: Path, monkeypatch: 
     assert tuple(told) == TARGETS
     printed = CliRunner().invoke(app, ["convert", "--help"]).output
     words = " ".join(re.sub(r"[│\n]", " ", printed).split())
-    assert f"One of {', '.join(TARGETS)};" in words
+    assert f"one of {', '.join(TARGETS)};" in words
     assert {target for target in TARGETS if target != "hf:FAMILY"} <= set(complete_target(""))
     table = (
         Path(gptkit.__file__).parent.joinpath("README.md").read_text().partition("| `--to` |")[2].partition("\n\n")[0]

@@ -22,6 +22,7 @@ from gptkit.converter.dtypes import Quantisation, to_float64
 from gptkit.converter.formats.gguf_tokenizer import CONTROL, UNKNOWN, UNUSED, USER_DEFINED
 from gptkit.converter.formats.gguf_vocab import pre_tokenizer, vocabulary
 from gptkit.converter.formats.gguf_write import ALIGNMENT, q8_0
+from gptkit.converter.journal import Journal
 from gptkit.converter.lock import Lock
 from gptkit.converter.tokenizer import load_tokenizer
 from gptkit.errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, UsageError
@@ -219,11 +220,11 @@ def test_what_quantising_cost_is_told_apart_from_rounding(tmp_path: Path) -> Non
     loss = sum(done.transferred.quantised.values(), Quantisation())
     assert loss.largest == pytest.approx(np.abs(errors).max(), rel=1e-6)
     assert loss.relative == pytest.approx(np.linalg.norm(errors) / np.linalg.norm(values), rel=1e-6)
-    told = conversion_lines(done)
+    told = "\n".join(conversion_lines(done))
     count = len(done.transferred.quantised)
-    expected = f"off by {loss.largest:.1e} at most, relative RMS error {loss.relative:.1e}"
-    assert f"{count} of {done.plan.tensors} tensors are quantised to Q8_0, {expected}" in told
-    assert f"of {len(done.transferred.rounded)} other tensors" in " ".join(told)
+    expected = f"off by {loss.largest:.1e} at most, with a relative RMS error of {loss.relative:.1e}"
+    assert f"{count} of {done.plan.tensors} tensors are quantised to Q8_0\n  {expected}" in told
+    assert f"of {len(done.transferred.rounded)} other tensors" in told
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e7])
@@ -668,6 +669,9 @@ def test_one_writer_of_a_file_who_sweeps_what_others_left(tmp_path: Path) -> Non
     target, left = tmp_path / "out.gguf", tmp_path / ".out.gguf.partial-1-0123abcd"
     left.mkdir()
     (left / "out.gguf").write_bytes(b"half")
+    mark = Journal(left, "")
+    mark.begin()
+    mark.close()
     lock = Lock(target)
     lock.acquire()
     with pytest.raises(GptkitError, match="another"):

@@ -90,10 +90,10 @@ CASES = {
         "the reference's activation",
     ),
     "a row of the table": ("gpt2", {"tensors": row(0)}, "embedding", "the reference's values of embedding.weight"),
-    "a row that the head alone meets": (
+    "a row that only the bytes point to": (
         "gpt2",
         {"tensors": row(7)},
-        "head",
+        "embedding",
         "the reference's values of embedding.weight",
     ),
     "the final norm": (

@@ -206,7 +206,7 @@ def test_of_two_mistakes_the_first_is_told_by_what_it_computes_there(port):
 
 
 def test_a_mistake_that_nobody_thought_of_has_no_cause(port):
-    result = verify_port("sample:llama", port("odd_mistake", activation="mish"))
+    result = verify_port("sample:llama", port("odd_mistake", activation="softsign"))
     assert result.verdict == "different"
     assert result.causes == ()
     assert port_causes(result) == ["not found among the mistakes tried"]

@@ -175,7 +175,7 @@ def test_a_merge_into_bf16_says_what_it_is_stored_as_and_why(tmp_path: Path) -> 
     for asked in (None, "float64"):
         adapter = str(tmp_path / "adapter")
         said[asked] = swap_lines(gptkit.swap(tmp_path / "own", tmp_path / str(asked), merge_lora=adapter, dtype=asked))
-    assert "stored as   bfloat16 where computed, as the source is; exact before this rounding" in said[None]
+    assert "stored as   bfloat16 where computed, as the source is; exact before rounding" in said[None]
     assert "stored as   float64 where computed, as asked" in said["float64"]
 
 
