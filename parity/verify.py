@@ -247,7 +247,7 @@ def verify(
         reached = Reached()
         with computable(wanted):
             candidate = both.candidate(batches, wanted, path, reached.watch)
-        limited += reached.left_out(bytes_verdict.different) if not required else []
+        limited += reached.left_out((*bytes_verdict.different, *bytes_verdict.alone)) if not required else []
         _require_finite(candidate, f"gptkit's logits of {target.reference}", wanted)
         found = tuple(compare(b.name, r, c) for b, r, c in zip(batches, reference, candidate, strict=True))
         if not found:
