@@ -222,6 +222,13 @@ def parse_size(option: str, text: str | None) -> int | None:
     return nbytes
 
 
+def memory_of(option: str, text: str | None) -> int | None:
+    """A size with its unit, 24GB or 80GiB; raises UsageError."""
+    if text is not None and text.strip().isdecimal():
+        raise UsageError(f"{option} {text!r} has no unit", f"{option} {text.strip()}GB, or GiB.")
+    return parse_size(option, text)
+
+
 COUNTS = {"": 1, "k": 2**10, "m": 2**20}
 """Tokens, as contexts are named: a model "of 128k" takes 131,072."""
 

@@ -23,7 +23,7 @@ from .base import (
     app,
     examples,
     guarded,
-    parse_size,
+    memory_of,
     tokens,
 )
 from .completion import FLOATS, one_of
@@ -197,7 +197,7 @@ def params(
         None if context is None else tokens("--context", context),
         batch,
         explain,
-        parse_size("--gpu", gpu),
+        memory_of("--gpu", gpu),
         tp,
         pp,
     )

@@ -81,7 +81,8 @@ def _is_file(target: Path, to: str) -> bool:
     if target.suffix not in ENDINGS:
         return False
     if to != "gguf" or target.suffix != ".gguf":
-        raise UsageError(f"{target} is the name of a file, and --to {to} makes a folder", "Name the folder to make.")
+        way = "Name the folder to make" + (", or pass --to gguf." if target.suffix == ".gguf" else ".")
+        raise UsageError(f"{target} is the name of a file, and --to {to} makes a folder", way)
     return True
 
 

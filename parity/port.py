@@ -43,6 +43,8 @@ __all__ = ["Made", "Match", "PortVerification", "load_port", "verify_port"]
 
 SHOWN = 3
 """Mistakes that explain the place and not all of the rest."""
+REST = 1e-5
+"""Of the difference, what a mistake that explains it may leave."""
 
 
 @dataclass(frozen=True)
@@ -443,10 +445,12 @@ def _causes(
     # First the shortest of those that differ: most mistakes are not the port's, and show it there.
     order = sorted(range(len(batches)), key=lambda i: (not differ[i], batches[i].input_ids.numel()))
     inputs, wanted = [batches[i] for i in order], [port[i] for i in order]
+    # Rotary tables that a port keeps in fp32 turn with a mistake otherwise than without it.
+    enough = max(allowed, REST * largest_gap(exact, port))
     at_place: list[Made] = []
     for mistake, (tree, changed) in of_ports(spec, weights):
-        gap = tree_gap(tree, changed, inputs, wanted, enough=allowed)
-        if gap <= allowed:
+        gap = tree_gap(tree, changed, inputs, wanted, enough=enough)
+        if gap <= enough:
             yield Made(mistake, True, gap)
             return
         if place is not None and len(at_place) < SHOWN and place.explained(tree, changed):

@@ -111,5 +111,12 @@ def _flat(data: dict[Any, Any], path: str = "") -> Iterator[tuple[str, str | int
     for name, value in data.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{path}{name}.")
+        elif isinstance(value, list):
+            yield f"{path}{name}", "; ".join(map(_words, value))
         elif value is not None:
             yield f"{path}{name}", ("yes" if value else "no") if isinstance(value, bool) else value
+
+
+def _words(value: Any) -> str:
+    """An entry of a list in a cell: a step as attention=mqa, a note as it is."""
+    return " ".join(f"{name}={what}" for name, what in value.items()) if isinstance(value, dict) else str(value)

@@ -382,7 +382,7 @@ def _about_base(adapter: Adapter, model: Model) -> tuple[str, ...]:
     if not isinstance(named_base, str) or not named_base or not here:
         return ()
     own, other = (Path(each).name.lower().removesuffix("-local").removesuffix("-hf") for each in (named_base, here))
-    if own == other.partition("@")[0].rpartition(":")[2]:
+    if named_base == here or own == other.partition("@")[0].rpartition(":")[2]:
         return ()
     return (f"the adapter says that it was trained on {named_base:.80}; this model comes from {here:.80}",)
 

@@ -134,6 +134,17 @@ def test_csv() -> None:
     assert rows(*names, "--kv", "64")[1]["kv_cache.64.bytes"] == str(64 * 147_456)
 
 
+def test_csv_of_a_swap_and_its_costs() -> None:
+    told = call("params", "qwen3-8b", "--swap", "attention=mqa", "--csv", "--kv", "4k").stdout
+    before, after = csv.DictReader(io.StringIO(told), strict=True)
+    assert (before["swap.steps"], after["swap.steps"]) == ("", "attention=mqa")
+    assert int(after["kv_cache.4096.bytes"]) * 8 == int(before["kv_cache.4096.bytes"])
+
+
+def test_a_gpu_has_a_unit() -> None:
+    assert "--gpu '24' has no unit" in call("params", "gpt2", "--gpu", "24", code=2).stderr
+
+
 def test_contexts_are_written_in_several_ways() -> None:
     told = [each["context"] for each in models("qwen3-8b", "--kv", "8k,8192,100", "--kv", "2_000")[0]["kv_cache"]]
     assert told == [8192, 100, 2000]
