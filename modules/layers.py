@@ -40,7 +40,12 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Arithme
     """
     if arithmetic == "matmul_add" and bias is not None:
         return x @ weight.T + bias
-    return F.linear(x.contiguous() if arithmetic == "conv1d" else x, weight, bias)
+    if arithmetic == "conv1d":
+        x = x.contiguous()
+        if 1 in weight.shape and weight.t().is_contiguous():
+            # A single row or column lies in either order, and the kernel is chosen by the strides that are told.
+            weight = weight.as_strided(weight.shape, (1, weight.shape[0]))
+    return F.linear(x, weight, bias)
 
 
 class FusedLinears:

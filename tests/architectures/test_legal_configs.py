@@ -127,6 +127,16 @@ def test_a_random_config_comes_back_and_is_verified(family: str, tmp_path: Path)
     assert filed(family, 0, tmp_path) == []
 
 
+def test_a_feed_forward_of_one_unit_is_loaded_to_the_bit(tmp_path: Path) -> None:
+    """Its matrices are a row and a column, which lie in memory as [out, in] and as [in, out] at once."""
+    config = {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 66, "n_layer": 2, "n_head": 2, "n_inner": 1}
+    reference = save_hf({**config, "n_positions": 64}, tmp_path / "hf")
+    decoder = gptkit.load(tmp_path / "hf")
+    with torch.inference_mode():
+        for ids in tokens(random.Random(0), 1, 24)[0][:, None, None]:
+            assert torch.equal(decoder(ids), reference(ids).logits)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, MANY, APIECE))
 @families
