@@ -147,6 +147,21 @@ def test_a_wrong_row_in_a_swapped_table_is_seen(
         assert quick(hf, tmp_path / "bad", up_to=1000).passed
 
 
+def test_a_row_of_a_table_whose_width_changed_is_seen(pair: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    hf, _ = pair("llama")
+    gptkit.swap(hf, tmp_path / "wider", norm="layernorm", measured=False)
+    assert quick(hf, tmp_path / "wider").passed
+    bad = damaged(tmp_path / "wider", tmp_path / "bad", garbage("embedding.weight", 4321))
+    assert quick(hf, bad).verdict == "different"
+
+
+def test_a_loud_row_excuses_no_other(pair: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    loud = damaged(pair("gpt2")[1], tmp_path / "loud", lambda t: t["positions.weight"][1900].fill_(1e7))
+    gptkit.swap(loud, tmp_path / "rms", norm="rmsnorm", measured=False)
+    bad = damaged(tmp_path / "rms", tmp_path / "bad", garbage("positions.weight", 1500))
+    assert quick(loud, bad).limited[0].startswith("row 1,500 of positions.weight")
+
+
 def test_more_rows_than_are_read_unasked_limit_the_verdict(
     swapped: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +196,9 @@ def test_an_expert_that_no_token_is_sent_to_is_not_looked_at(tmp_path: Path) -> 
         found = quick(tmp_path / "hf", bad, stream=stream)
         assert (found.verdict in ("identical", "equal"), found.passed) == (True, False)
         assert found.limited == (f"{path}, which hold other values and to which no token of the probe is sent",)
+    gptkit.swap(tmp_path / "hf", tmp_path / "wide", intermediate="96", measured=False)
+    wide = damaged(tmp_path / "wide", tmp_path / "bad-wide", lambda t: t[f"{path}.up_proj.weight"].mul_(3))
+    assert quick(tmp_path / "hf", wide).limited[0].startswith(path)
     seen = quick(
         tmp_path / "hf", damaged(other, tmp_path / "seen", lambda t: t[f"{path[:-1]}0.up_proj.weight"].mul_(3))
     )
