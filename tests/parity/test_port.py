@@ -49,8 +49,8 @@ class Layer(nn.Module):
 
     def rope(self, x):
         T = x.shape[-2]
-        freq = {base} ** (-torch.arange(0, HD, 2, dtype=x.dtype) / HD)
-        angle = torch.arange(T, dtype=x.dtype)[:, None] * freq
+        freq = {base} ** (-torch.arange(0, HD, 2, dtype={tables}) / HD)
+        angle = torch.arange(T, dtype={tables})[:, None] * freq
         a, b = {pairs}
         turned = torch.stack if {interleaved} else torch.cat
         out = turned(({first}, {second}), dim=-1)
@@ -130,6 +130,7 @@ RIGHT = {
     "first": COS_SIN[0],
     "second": COS_SIN[1],
     "roped": "self.rope(q), self.rope(k)",
+    "tables": "x.dtype",
     "spread": "t.repeat_interleave(H // KV, dim=1)",
 }
 WRONG = {
@@ -155,6 +156,11 @@ WRONG = {
     ),
     "minus": ({"first": COS_SIN[0].replace("-", "+")}, "attention mix", "RoPE adds where it should subtract"),
     "tiled": ({"spread": "t.repeat(1, H // KV, 1, 1)"}, "attention mix", "key-value heads tiled, not repeated"),
+    "tiled, with tables in fp32": (
+        {"spread": "t.repeat(1, H // KV, 1, 1)", "tables": "torch.float32"},
+        "attention mix",
+        "key-value heads tiled, not repeated",
+    ),
     "activation": ({"activation": "gelu"}, "feed-forward activation", "the activation gelu"),
     "gate": ({"gate": "up", "up": "gate"}, "feed-forward activation", "gate and up swapped"),
 }
