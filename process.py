@@ -15,7 +15,7 @@ __all__ = ["INTERRUPTED", "TERMINATED", "Terminated", "answer_signals", "leave_a
 
 INTERRUPTED = 130
 TERMINATED = 143
-AGAIN = 0.02
+AGAIN = 0.002
 """Seconds after which a signal that met an import is looked at again."""
 
 

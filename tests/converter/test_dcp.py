@@ -267,9 +267,9 @@ def test_nothing_of_a_record_runs(written: Path, tmp_path: Path) -> None:
 )
 def test_pickles_that_cost_nothing(opcodes: bytes, told: str, written: Path) -> None:
     (written / ".metadata").write_bytes(opcodes)
-    began = time.monotonic()
+    began = time.process_time()  # what a busy machine gives to others is not counted
     refused(written, told)
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
 
 
 def changed(folder: Path, name: str, what: str) -> None:
