@@ -13,6 +13,7 @@ from ..spec import ModelSpec
 from .compare import largest_gap
 from .mutations import Weights, applicable, make_in_code
 from .probe import AFFORDABLE, LONG, Batch, limits, longest
+from .stored import TABLES
 
 __all__ = ["Score", "filled", "plain_inputs", "random_parameter", "run_tree", "score", "tree_gap"]
 
@@ -43,7 +44,6 @@ class Score:
 
 CLEAR = 10.0
 """Times what rounding explains that a mistake has to make for a probe to be blamed for not having seen it."""
-TABLES = ("embedding.weight", "positions.weight")
 SIZES = (1.0, 0.05, 0.002)
 """What the tables' random values are multiplied by, one after the other while a mistake is not seen: behind a large
 stream (Gemma scales its embeddings up) no eps shows, and a small one is nearly all norms.

@@ -2,17 +2,34 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import safetensors.torch
 import torch
+from families import save_hf
 from typer.testing import CliRunner
 
+import gptkit
 from gptkit.cli import app
 
 Tensors = dict[str, torch.Tensor]
+
+
+def pairs(configs: Mapping[str, dict[str, Any]], factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """What gives a randomised checkpoint by its config's name, as HF files and in gptkit's own format; made once."""
+
+    @cache
+    def make(name: str) -> tuple[Path, Path]:
+        folder = factory.mktemp(name)
+        save_hf(configs[name], folder / "hf")
+        gptkit.convert(folder / "hf", folder / "local")
+        return folder / "hf", folder / "local"
+
+    return make
 
 
 def damaged(local: Path, out: Path, damage: Callable[[Tensors], None]) -> Path:

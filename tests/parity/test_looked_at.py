@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from edited import Tensors, damaged, exit_code, setting, with_spec
+from edited import Tensors, damaged, exit_code, pairs, setting, with_spec
 from families import CONFIGS, edited, save_hf
 from typer.testing import CliRunner
 
@@ -29,17 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
     """A checkpoint as HF files, and in gptkit's own format; made once."""
-    made: dict[str, tuple[Path, Path]] = {}
-
-    def make(name: str) -> tuple[Path, Path]:
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            save_hf(MODELS[name], folder / "hf")
-            gptkit.convert(folder / "hf", folder / "local")
-            made[name] = (folder / "hf", folder / "local")
-        return made[name]
-
-    return make
+    return pairs(MODELS, tmp_path_factory)
 
 
 def quick(*folders: Path, **options: Any) -> Verification:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from edited import Tensors, damaged, exchange, exit_code, scale, setting, with_spec
+from edited import Tensors, damaged, exchange, exit_code, pairs, scale, setting, with_spec
 from families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, save_hf
 from typer.testing import CliRunner
 
@@ -37,17 +37,7 @@ TINY: dict[str, dict[str, Any]] = {**CONFIGS, "equal-heads": EQUAL_HEADS}
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
     """A randomised checkpoint of a tiny config as HF files, and converted to gptkit's format; made once."""
-    made: dict[str, tuple[Path, Path]] = {}
-
-    def make(name: str) -> tuple[Path, Path]:
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            save_hf(TINY[name], folder / "hf")
-            gptkit.convert(folder / "hf", folder / "local")
-            made[name] = (folder / "hf", folder / "local")
-        return made[name]
-
-    return make
+    return pairs(TINY, tmp_path_factory)
 
 
 # --- what is right passes ---------------------------------------------------------------------------------------------
