@@ -18,7 +18,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ..spec import (
+from ..components import (
     Activation,
     ALiBi,
     Attention,

@@ -1,7 +1,7 @@
 """What a tree is, aspect by aspect, in the short words of a table and as data. Shapes alone: no weights, no torch.
 
-Two trees whose aspects are all alike compute the same function in exact arithmetic: what `spec.without_rounding` sets
-alike, how the last bits come about, is told by none of them, and everything else by one.
+Two trees whose aspects are all alike compute the same function in exact arithmetic: everything is told by one of them but
+what `components.without_rounding` sets alike, how the last bits come about.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ..spec import (
+from ..components import (
     FACTS,
     ALiBi,
     Attention,

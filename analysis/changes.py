@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from ..components import ModelSpec, without_rounding
 from ..converter.checkpoint import Checkpoint
 from ..display import Shown
-from ..spec import ModelSpec, without_rounding
 from .diff_around import FileChange, TreeChange
 from .tensor_diff import Figures, cosine, relative
 

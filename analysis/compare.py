@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..components import ModelSpec
 from ..display import Shown
 from ..errors import GptkitError, UsageError
-from ..spec import ModelSpec
 from .aspects import Aspect, aspects
 from .costs import Costs, costs
 from .figures import Asked, common_context

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..spec import Attention, Block, LatentAttention, MixtureOfExperts, ModelSpec
+from ..components import Attention, Block, LatentAttention, MixtureOfExperts, ModelSpec
 from .parameters import count
 from .sizes import check_number, check_sizes, full_dtype, itemsize
 

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import UsageError
-from ..spec import (
+from ..components import (
     ALiBi,
     Attention,
     Block,
@@ -32,6 +31,7 @@ from ..spec import (
     Rotary,
     YarnScaling,
 )
+from ..errors import UsageError
 from .parameters import count
 
 __all__ = ["BASELINE", "Design", "Shape", "build", "fit"]

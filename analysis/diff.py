@@ -18,9 +18,9 @@ from typing import Any, Literal
 from numpy.typing import NDArray
 
 from ..architectures import BoundLeaf
+from ..components import Parameter
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.transfer import IN_FLIGHT, Gate, StoppedError, available_cores
-from ..spec import Parameter
 from .changes import STATUSES, Diff, Group, LowRank, Status, TensorDiff
 from .diff_around import TreeChange, changed_files, changed_tree, same_layers
 from .parameters import layer_ranges, range_label

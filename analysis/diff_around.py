@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
+from ..components import Component, ModelSpec, differences, without_rounding
 from ..converter.checkpoint import Checkpoint
 from ..converter.dtypes import to_float64
 from ..converter.tokenizer import token_files
 from ..errors import InvalidInput
-from ..spec import Component, ModelSpec, differences, without_rounding
 from .parameters import layer_ranges, range_label
 
 __all__ = ["FileChange", "TreeChange", "changed_files", "changed_tree", "same_layers"]

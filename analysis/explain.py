@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from ..spec import (
+from ..components import (
     HEAD_NORMS,
     Attention,
     Component,

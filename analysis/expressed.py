@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..architectures import ARCHITECTURES
+from ..components import ModelSpec, differences, without_rounding
 from ..errors import GptkitError
-from ..spec import ModelSpec, differences, without_rounding
 
 __all__ = ["expressed"]
 

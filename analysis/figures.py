@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..components import ModelSpec
 from ..errors import UsageError
-from ..spec import ModelSpec
 from .costs import (
     CONTEXT,
     CacheSize,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..spec import ModelSpec
+from ..components import ModelSpec
 from .costs import Costs, costs
 from .design import BASELINE, Design, Shape, build
 from .expressed import expressed

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from ..components import ModelSpec
 from ..errors import CannotExpress
-from ..spec import ModelSpec
 from .costs import stated_context
 from .formats import FORMATS, weighed
 from .parallel import split

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+from ..components import ModelSpec, Parameter
 from ..errors import CannotExpress, UsageError
-from ..spec import ModelSpec, Parameter
 from .parameters import LayerCount, ParameterCount, count, count_of
 from .sizes import DTYPES, full_dtype, itemsize
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..spec import ModelSpec
+from ..components import ModelSpec
 from .design import Design, Shape, build
 from .expressed import expressed
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..components import ModelSpec
 from ..errors import UsageError
-from ..spec import ModelSpec
 from .activations import FLOAT, Kernel, Pass, kept, kept_by_checkpointing, way
 from .costs import cache_bytes, costs, usual_context
 from .prefill import Logits, peak

@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 
+from ..components import Attention, Block, FeedForward, GatedFeedForward, LatentAttention, MixtureOfExperts, ModelSpec
 from ..errors import UsageError
-from ..spec import Attention, Block, FeedForward, GatedFeedForward, LatentAttention, MixtureOfExperts, ModelSpec
 from .formats import sizer
 from .memory import beside_weights
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ..display import Shown
-from ..spec import (
+from ..components import (
     ALiBi,
     Block,
     DynamicScaling,
@@ -32,6 +31,7 @@ from ..spec import (
     Rotary,
     YarnScaling,
 )
+from ..display import Shown
 
 __all__ = [
     "LayerCount",

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ..architectures import architecture_of
+from ..components import ModelSpec
 from ..converter.outline import outline
 from ..converter.tree import Origin, Quantised, foreign_format, is_local
 from ..display import Shown
 from ..errors import GptkitError
-from ..spec import ModelSpec
 from .costs import usual_context
 from .figures import Asked, Figures, common_context, figures_of, fits
 from .parameters import ParameterCount, count, to_json

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..spec import (
+from ..components import (
     ALiBi,
     Attention,
     Block,

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..architectures import ARCHITECTURES
+from ..components import ModelSpec, to_json
 from ..display import Shown
 from ..errors import UsageError
-from ..spec import ModelSpec, to_json
 from .aspects import aspects
 from .costs import Costs, costs
 from .design import BASELINE, LOW_UP_TO, TOLERANCE, TRAINED, Design, Shape, build, fit, rotary_base

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..components import ModelSpec
 from ..errors import UsageError
-from ..spec import ModelSpec
 
 __all__ = ["DTYPES", "check_number", "check_sizes", "full_dtype", "itemsize"]
 

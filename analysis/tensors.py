@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..spec import ModelSpec, Parameter, Shape
+from ..components import ModelSpec, Parameter, Shape
 from .parameters import layer_ranges, range_label
 
 __all__ = ["TensorGroup", "tensor_groups"]

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import CannotExpress, ConfigError
-from ..spec import (
+from ..components import (
     Attention,
     Block,
     Component,
@@ -25,6 +24,7 @@ from ..spec import (
     ModelSpec,
     differences,
 )
+from ..errors import CannotExpress, ConfigError
 from .config import COMMON_IRRELEVANT, COMMON_REFUSED, QUANTISED, ConfigReader, quantisation
 from .layout import IDENTITY, Layout, Shape, concatenate
 

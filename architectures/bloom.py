@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..spec import ALiBi, Attention, Block, Embedding, FeedForward, Head, LayerNorm, ModelSpec
+from ..components import ALiBi, Attention, Block, Embedding, FeedForward, Head, LayerNorm, ModelSpec
 from .base import Architecture, Leaf, qkv
 from .config import ConfigReader
 from .layout import Layout

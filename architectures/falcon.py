@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..spec import (
+from ..components import (
     ALiBi,
     Attention,
     Block,

@@ -18,8 +18,17 @@ from typing import Any, cast
 
 import msgspec
 
+from ..components import (
+    Activation,
+    Attention,
+    FeedForward,
+    GatedFeedForward,
+    ModelSpec,
+    Rotary,
+    differences,
+    function_of,
+)
 from ..errors import CannotExpress, ConfigError, UnknownFamily
-from ..spec import Activation, Attention, FeedForward, GatedFeedForward, ModelSpec, Rotary, differences, function_of
 from . import ARCHITECTURES, Architecture
 from .base import BoundLeaf, Leaf, bind, collapse, qkv, require_kinds, short, usual_layer
 from .falcon import other_norms, two_parallel_norms

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from ..components import LinearScaling, Llama3Scaling, LongRopeScaling, Rotary, YarnScaling
 from ..errors import ConfigError
-from ..spec import LinearScaling, Llama3Scaling, LongRopeScaling, Rotary, YarnScaling
 from .gguf_facts import Facts, Value, fp32, shortest
 
 __all__ = ["LONG", "fit_llama3", "llama3_divisors", "read_rope", "refitted", "rope_tensors", "write_rope"]

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import CannotExpress
-from ..spec import (
+from ..components import (
     Attention,
     FeedForward,
     GatedFeedForward,
@@ -19,6 +18,7 @@ from ..spec import (
     ModelSpec,
     Parameter,
 )
+from ..errors import CannotExpress
 from .gguf import GGUF
 
 __all__ = ["BLOCKS", "FILE_TYPES", "gguf_types"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, get_args
 
-from ..spec import (
+from ..components import (
     Activation,
     Attention,
     Block,

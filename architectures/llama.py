@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import CannotExpress
-from ..spec import (
+from ..components import (
     Attention,
     Block,
     Embedding,
@@ -18,6 +17,7 @@ from ..spec import (
     RMSNorm,
     Rotary,
 )
+from ..errors import CannotExpress
 from .base import Architecture, Leaf, usual_layer
 from .config import ConfigReader
 from .gpt2 import ACTIVATION_NAMES, ACTIVATIONS

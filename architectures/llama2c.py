@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..components import Attention, GatedFeedForward, ModelSpec, differences, without_rounding
 from ..errors import CannotExpress, ConfigError
-from ..spec import Attention, GatedFeedForward, ModelSpec, differences, without_rounding
 from .base import BoundLeaf, Leaf, bind, collapse, require_kinds, short
 from .layout import Layout, Shape
 from .llama import LLAMA

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ..spec import GatedFeedForward, MixtureOfExperts, ModelSpec
+from ..components import GatedFeedForward, MixtureOfExperts, ModelSpec
 from .base import Architecture, Leaf, Stacked
 from .config import ConfigReader
 from .llama import LLAMA_DROPPED, B, T, read_llama_like, write_llama_like

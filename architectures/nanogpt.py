@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
+from ..components import Activation, FeedForward, LayerNorm, ModelSpec, differences, function_of, without_rounding
 from ..errors import CannotExpress, ConfigError
-from ..spec import Activation, FeedForward, LayerNorm, ModelSpec, differences, function_of, without_rounding
 from .base import BoundLeaf, Leaf, bind, collapse, qkv, short
 from .gpt2 import ACTIVATION_NAMES, FUSED_BIAS, GPT2
 from .layout import Layout

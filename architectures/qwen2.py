@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..spec import ModelSpec
+from ..components import ModelSpec
 from .base import Architecture
 from .config import ConfigReader
 from .llama import LEAVES, LLAMA_DROPPED, read_llama_like, write_llama_like

@@ -11,8 +11,7 @@ import math
 import sys
 from typing import Any
 
-from ..errors import ConfigError
-from ..spec import (
+from ..components import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -22,6 +21,7 @@ from ..spec import (
     Rotary,
     YarnScaling,
 )
+from ..errors import ConfigError
 from .config import ConfigReader, shown
 
 __all__ = ["read_rotary", "write_rotary"]

@@ -19,8 +19,7 @@ import numpy as np
 from ..architectures import ARCHITECTURES, Architecture, BoundLeaf, named
 from ..architectures.base import collapse, short
 from ..architectures.layout import IDENTITY
-from ..errors import CannotExpress, GptkitError
-from ..spec import (
+from ..components import (
     Attention,
     Component,
     LatentAttention,
@@ -29,6 +28,7 @@ from ..spec import (
     differences,
     without_rounding,
 )
+from ..errors import CannotExpress, GptkitError
 from .checkpoint import Checkpoint, Weights
 from .dtypes import to_float64, widest
 from .safetensors import DTYPES

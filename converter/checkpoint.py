@@ -20,9 +20,9 @@ import numpy as np
 from ..architectures import Architecture, BoundLeaf, named
 from ..architectures.layout import IDENTITY
 from ..architectures.presets import repo_of
+from ..components import ModelSpec
 from ..display import Shown
 from ..errors import CheckpointError, InvalidInput
-from ..spec import ModelSpec
 from .contents import renamed
 from .dtypes import FLOATS, HF_NAMES, INTEGERS, widest
 from .formats import Opened, format_name

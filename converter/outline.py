@@ -14,8 +14,8 @@ from pathlib import Path
 from ..architectures import architecture_of
 from ..architectures.config import quantisation
 from ..architectures.presets import find, repo_of
+from ..components import ModelSpec
 from ..errors import GptkitError, UntrustedInput
-from ..spec import ModelSpec
 from .resolve import INDEX, SINGLE, NoConfig, exists, resolve
 from .tree import Origin, Quantised, foreign_format, is_local, read_spec
 

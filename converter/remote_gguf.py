@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from ..components import ModelSpec
 from ..errors import CheckpointError, InvalidInput, Offline
-from ..spec import ModelSpec
 from .formats.gguf import describe, describe_header
 from .formats.gguf_header import Header, Incomplete, parse_header
 from .hub import WAY_ON, Repository

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from ..spec import ModelSpec
+from ..components import ModelSpec
 
 __all__ = ["as_before", "available_cores", "free_cores", "quota", "suit", "worth"]
 

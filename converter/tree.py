@@ -20,8 +20,8 @@ from typing import Any
 from .. import __version__
 from ..architectures import architecture_of, named
 from ..architectures.config import ConfigReader, parse_config_text, quantisation, read_config_file
+from ..components import ModelSpec, from_json, to_json
 from ..errors import ConfigError, InvalidInput, UsageError
-from ..spec import ModelSpec, from_json, to_json
 from .formats import Format, format_named, format_of
 from .resolve import CONFIG, refuse_pointer
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..spec import ALiBi, Attention, LatentAttention, Rotary
+from ..components import ALiBi, Attention, LatentAttention, Rotary
 from .cache import LayerCache
 from .context import Context
 from .layers import FusedLinears, Linear, RMSNormModule
@@ -153,7 +153,7 @@ class AttentionModule(nn.Module):
 
 
 class LatentAttentionModule(nn.Module):
-    """Keys and values of a latent that all heads share; see `spec.LatentAttention`."""
+    """Keys and values of a latent that all heads share; see `components.LatentAttention`."""
 
     def __init__(self, spec: LatentAttention, kernel: Kernel = "sdpa") -> None:
         super().__init__()

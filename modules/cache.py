@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..spec import ModelSpec
+from ..components import ModelSpec
 
 __all__ = ["Cache", "LayerCache"]
 

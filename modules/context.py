@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..spec import ALiBi, Rotary
+from ..components import ALiBi, Rotary
 from .positions import RotaryTables, alibi_bias, rotary_tables
 
 __all__ = ["Context"]

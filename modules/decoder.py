@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..components import Block, Embedding, Head, LearnedPositions, ModelSpec
 from ..converter.outline import Outline
 from ..errors import UsageError
-from ..spec import Block, Embedding, Head, LearnedPositions, ModelSpec
 from .attention import Kernel, build_attention
 from .cache import Cache, LayerCache
 from .context import Context
@@ -46,7 +46,7 @@ class PositionsModule(nn.Module):
 
 
 class BlockModule(nn.Module):
-    """One layer; see `spec.Block` for the formula."""
+    """One layer; see `components.Block` for the formula."""
 
     def __init__(self, spec: Block, kernel: Kernel = "sdpa") -> None:
         super().__init__()

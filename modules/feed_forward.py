@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..spec import FeedForward, GatedFeedForward, MixtureOfExperts
+from ..components import FeedForward, GatedFeedForward, MixtureOfExperts
 from .layers import ACTIVATIONS, FusedLinears, Linear
 
 __all__ = ["FeedForwardModule", "GatedFeedForwardModule", "MixtureOfExpertsModule", "build_feed_forward"]
@@ -59,7 +59,7 @@ class GatedFeedForwardModule(nn.Module):
 
 
 class MixtureOfExpertsModule(nn.Module):
-    """For each token the weighted sum of the experts that its router takes; see `spec.MixtureOfExperts`.
+    """For each token the weighted sum of the experts that its router takes; see `components.MixtureOfExperts`.
 
     Tokens are sorted by expert, each expert computes its own at once, and a token's results are summed in the order of
     their weights, in the routers' dtype: as transformers' default (integrations/moe.py, grouped_mm) rounds.

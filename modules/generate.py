@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..components import DynamicScaling, ModelSpec, Rotary
 from ..errors import GptkitError, UsageError
-from ..spec import DynamicScaling, ModelSpec, Rotary
 from .cache import Cache
 from .decoder import Decoder
 

@@ -22,6 +22,7 @@ import torch
 
 from .. import __version__
 from ..analysis.parameters import count
+from ..components import ModelSpec, Parameter
 from ..converter.convert import plan_output
 from ..converter.dtypes import HF_NAMES, cast, parse_dtype
 from ..converter.outline import Outline
@@ -30,7 +31,6 @@ from ..converter.safetensors import DTYPES
 from ..converter.tokenizer import token_files
 from ..converter.write import execute
 from ..errors import GptkitError, UsageError
-from ..spec import ModelSpec, Parameter
 from .decoder import Decoder
 
 __all__ = [

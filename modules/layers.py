@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..spec import Activation, Arithmetic, LayerNorm, Norm, RMSNorm
+from ..components import Activation, Arithmetic, LayerNorm, Norm, RMSNorm
 
 __all__ = ["ACTIVATIONS", "FusedLinears", "LayerNormModule", "Linear", "RMSNormModule", "build_norm"]
 
@@ -18,7 +18,7 @@ VECTOR = 16
 
 
 class Linear(nn.Module):
-    """x·Wᵀ + b with W [out, in], rounded as the family's own code rounds it (see `spec.Arithmetic`)."""
+    """x·Wᵀ + b with W [out, in], rounded as the family's own code rounds it (see `components.Arithmetic`)."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, arithmetic: Arithmetic = "linear") -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class LayerNormModule(nn.Module):
 
 
 class RMSNormModule(nn.Module):
-    """Over the last dimension, in fp32 at least; see `spec.RMSNorm` for `cast`.
+    """Over the last dimension, in fp32 at least; see `components.RMSNorm` for `cast`.
 
     Not F.rms_norm: it keeps fp32 until after the weight, which is 0.17 to 1.0 off in bf16 logits for llama.
     """

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.convert import companions
 from ..converter.dtypes import HF_NAMES, parse_dtype
 from ..converter.outline import Outline, outline
 from ..errors import UsageError
-from ..spec import ModelSpec
 from .attention import Kernel
 from .decoder import Decoder
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..spec import (
+from ..components import (
     ALiBi,
     DynamicScaling,
     LinearScaling,
@@ -28,7 +28,7 @@ __all__ = ["RotaryTables", "alibi_bias", "alibi_slopes", "apply_rotary", "invers
 
 class RotaryTables(NamedTuple):
     """cos and sin, each (1 or B, 1, T, dim), in the model's dtype; sin is negative for the first of each pair, where
-    rotation subtracts. `adjacent`: see `spec.Rotary.pairs`.
+    rotation subtracts. `adjacent`: see `components.Rotary.pairs`.
     """
 
     cos: Tensor

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from ..architectures import Architecture, BoundLeaf
+from ..components import ModelSpec
 from ..modules.attention import Kernel
-from ..spec import ModelSpec
 from .probe import RUNNING, Batch
 from .sides import Sides
 

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..components import ModelSpec
 from ..modules.layers import build_norm
-from ..spec import ModelSpec
 from .bisect import Kept
 from .heads import Compared, Tokens, compare_heads, perplexity, require_same_tokens
 from .probe import RUNNING, Batch

@@ -10,10 +10,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint
 from ..modules.attention import Kernel
 from ..modules.load import load_checkpoint
-from ..spec import ModelSpec
 from .bisect import Divergence, bisect
 from .damage import Damage, damage
 from .miniature import miniature, narrow_batches, random_weights

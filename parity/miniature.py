@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ..spec import ALiBi, Attention, Block, LatentAttention, LayerNorm, MixtureOfExperts, ModelSpec, RMSNorm
+from ..components import ALiBi, Attention, Block, LatentAttention, LayerNorm, MixtureOfExperts, ModelSpec, RMSNorm
 from .probe import Batch
 from .score import random_parameter
 

@@ -18,9 +18,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ..modules.attention import AttentionModule, Turn
-from ..modules.positions import RotaryTables, alibi_slopes, apply_rotary
-from ..spec import (
+from ..components import (
     Activation,
     ALiBi,
     Attention,
@@ -37,6 +35,8 @@ from ..spec import (
     Rotary,
     function_of,
 )
+from ..modules.attention import AttentionModule, Turn
+from ..modules.positions import RotaryTables, alibi_slopes, apply_rotary
 
 __all__ = ["MUTATIONS", "Mutant", "Mutation", "Weights", "applicable", "make_in_code", "of_ports"]
 

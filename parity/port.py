@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..components import ModelSpec
 from ..converter.checkpoint import open_checkpoint
 from ..converter.threads import as_before, suit
 from ..errors import CannotExpress, GptkitError, InvalidInput, UsageError
-from ..spec import ModelSpec
 from .bisect import Part, Tap, relative_gap, taps, valid_rows, watching
 from .compare import Difference, compare, largest_gap, mean_gap
 from .diagnose import wide_weights

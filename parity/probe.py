@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..components import DynamicScaling, Llama3Scaling, LongRopeScaling, ModelSpec, Rotary, YarnScaling
 from ..errors import UsageError
-from ..spec import DynamicScaling, Llama3Scaling, LongRopeScaling, ModelSpec, Rotary, YarnScaling
 
 __all__ = ["RUNNING", "Batch", "Limit", "limits", "longest", "passed", "probe", "running", "text_batch"]
 

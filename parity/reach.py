@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from ..components import Component, LearnedPositions, ModelSpec, Rotary, without_rounding
 from ..modules.positions import inverse_frequencies
-from ..spec import Component, LearnedPositions, ModelSpec, Rotary, without_rounding
 from .probe import Limit, longest
 
 __all__ = ["limited_to", "one_function", "parts_behind", "whole_context"]

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..components import ModelSpec, differences
 from ..converter.checkpoint import Checkpoint
 from ..converter.dtypes import to_float64
 from ..modules.attention import Kernel
 from ..modules.context import Context
 from ..modules.decoder import BlockModule, EmbeddingModule, HeadModule, PositionsModule
 from ..modules.layers import build_norm
-from ..spec import ModelSpec, differences
 from .bisect import Cause, Part
 from .compare import largest_gap
 from .mutations import MUTATIONS, Mutant, Weights

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ..spec import ModelSpec
+from ..components import ModelSpec
 from .heads import Tokens
 from .probe import Batch, longest, probe
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..components import ModelSpec
 from ..modules import Decoder
-from ..spec import ModelSpec
 from .compare import largest_gap
 from .mutations import Weights, applicable, make_in_code
 from .probe import AFFORDABLE, LONG, Batch, limits, longest

@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint
 from ..errors import CannotExpress
 from ..modules.attention import Kernel
 from ..modules.decoder import Decoder
 from ..modules.load import view_as_torch
-from ..spec import ModelSpec
 from .probe import Batch, running
 from .reference import compute_experts_plainly, experts_path, quiet
 

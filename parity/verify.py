@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from ..architectures.base import collapse, short
+from ..components import ModelSpec, differences, without_rounding
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.threads import as_before, suit
 from ..converter.tokenizer import load_tokenizer
@@ -39,7 +40,6 @@ from ..display import Shown
 from ..errors import GptkitError, InvalidInput, UsageError
 from ..modules.attention import Kernel
 from ..modules.load import torch_dtype
-from ..spec import ModelSpec, differences, without_rounding
 from .bisect import Divergence
 from .compare import Difference, compare, largest_gap, mean_gap, row_gaps
 from .damage import Damage

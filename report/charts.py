@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..analysis.costs import CONTEXT, cache_bytes, cache_curve, stated_context, usual_context
-from ..spec import ModelSpec
+from ..components import ModelSpec
 from .pages import Figure, Key, Table, plain
 from .plots import COLOURS, PALETTE, drawn, held, safe, share, short
 from .treemap import treemap

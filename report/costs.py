@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..analysis.costs import stated_context, usual_context
 from ..analysis.figures import SCALES, Asked, Figures, fits
 from ..analysis.parameters import count, layer_ranges, range_label
-from ..spec import ModelSpec
+from ..components import ModelSpec
 from .sheets import Row, Sheet, binary, change, decimal, difference, whole_bytes
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ..analysis.parameters import describe
-from ..spec import Attention, LatentAttention, ModelSpec
+from ..components import Attention, LatentAttention, ModelSpec
 from .graph import SYMBOLS, Kind, Node, Structure, layers_label, shape_words, sizes
 from .pages import Figure, Table, plain
 from .placement import Box, Frame, Metrics, Placement, Wire, folded, place

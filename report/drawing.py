@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from ..spec import Attention, LatentAttention
+from ..components import Attention, LatentAttention
 from .graph import Kind, Node, Structure, layers_label, shape_words
 from .placement import Box, Frame, Metrics, Placement, Wire, folded, place
 

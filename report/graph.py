@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..analysis.parameters import range_label
-from ..spec import Block, Component, ModelSpec, Shape
+from ..components import Block, Component, ModelSpec, Shape
 
 __all__ = [
     "SYMBOLS",

@@ -11,7 +11,7 @@ import msgspec
 from .. import __version__
 from ..analysis.parameters import describe
 from ..analysis.params import ModelCount
-from ..spec import differences
+from ..components import differences
 from .drawing import path_lines, plain_words
 from .graph import SYMBOLS, Kind, Structure, layers_label
 from .pages import Figure, Lines, Page, Section, Table

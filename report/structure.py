@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from ..analysis.parameters import describe
-from ..spec import (
+from ..components import (
     ALiBi,
     Attention,
     Block,
@@ -223,7 +223,7 @@ def _heads(spec: ModelSpec, block: Block, source: str) -> Iterator[Node]:
 
 
 def _latent(spec: ModelSpec, block: Block, source: str) -> Iterator[Node]:
-    """Queries, and keys and values of a latent, as `spec.LatentAttention` says."""
+    """Queries, and keys and values of a latent, as `components.LatentAttention` says."""
     attention = block.attention
     assert isinstance(attention, LatentAttention)
     shapes, heads = attention.shapes(), attention.heads

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..analysis.formats import sizer, weighed
 from ..analysis.parameters import ParameterCount, describe, layer_ranges, range_label
 from ..analysis.tensors import tensor_groups
-from ..spec import ModelSpec
+from ..components import ModelSpec
 from .sheets import GAP, Layout, Row, Sheet, binary, change, difference, percentage
 from .sheets import nbytes as in_bytes
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..analysis.parameters import count, describe
-from ..spec import LayerNorm, RMSNorm
+from ..components import LayerNorm, RMSNorm
 from .graph import Kind, Node, Structure, sizes
 from .pages import Table
 from .placement import folded

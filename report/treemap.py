@@ -10,7 +10,7 @@ from itertools import groupby, pairwise
 import msgspec
 
 from ..analysis.parameters import ParameterCount, count, layer_ranges, range_label
-from ..spec import Block, ModelSpec
+from ..components import Block, ModelSpec
 from .pages import Figure, Key, Table, counted
 from .plots import COLOURS, drawn, safe, share, short
 

@@ -22,9 +22,9 @@ import msgspec
 import numpy as np
 import torch
 
+from ..components import Activation, FeedForward, GatedFeedForward, MixtureOfExperts, ModelSpec
 from ..errors import SwapRefused
 from ..modules.layers import ACTIVATIONS
-from ..spec import Activation, FeedForward, GatedFeedForward, MixtureOfExperts, ModelSpec
 from .base import Computed, Guarantee, Model, Moved, Swapped, Tensor, Wide, weakest
 from .calibration import Calibration, Layer, Scratch
 from .layerwise import blocks_text, chosen_layers, in_words

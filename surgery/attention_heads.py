@@ -22,9 +22,9 @@ import msgspec
 import numpy as np
 import torch
 
+from ..components import ALiBi, Attention, LatentAttention, ModelSpec
 from ..errors import SwapRefused
 from ..modules.positions import alibi_slopes
-from ..spec import ALiBi, Attention, LatentAttention, ModelSpec
 from .base import Model, Swapped, Tensor, Wide
 from .calibration import Calibration
 from .gather import Index, by_head, taken

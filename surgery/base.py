@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint
 from ..converter.dtypes import cast, from_float64, to_float64, widest
 from ..errors import GptkitError, InvalidInput
 from ..modules.load import view_as_torch
-from ..spec import ModelSpec
 
 __all__ = [
     "Computed",

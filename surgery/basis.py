@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..spec import Block, ModelSpec, Norm, RMSNorm
+from ..components import Block, ModelSpec, Norm, RMSNorm
 from .base import Computed, Filled, Model, Tensor, Wide
 from .stream import head_weight, norms, readers, stream_norms, writers
 

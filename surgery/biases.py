@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from ..components import Attention, LatentAttention, ModelSpec, Rotary
 from ..converter.adapt import without_biases
 from ..errors import SwapRefused, UsageError
-from ..spec import Attention, LatentAttention, ModelSpec, Rotary
 from .base import Filled, Model, Swapped, Tensor
 from .registry import Asked, Swap
 from .synonyms import nearest

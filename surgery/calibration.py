@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint
 from ..converter.tokenizer import load_tokenizer
 from ..errors import InvalidInput, UsageError
 from ..modules.context import Context
 from ..modules.decoder import BlockModule, EmbeddingModule, PositionsModule
-from ..spec import ModelSpec
 from .base import Computed, Model, Promise, Wide
 
 __all__ = ["Calibration", "Layer", "Scratch", "Text", "block_of", "embed", "read_text", "walk"]

@@ -9,10 +9,10 @@ from typing import Any
 
 from ..analysis.parameters import count
 from ..architectures import Architecture
+from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint
 from ..converter.convert import main_dtype
 from ..errors import UsageError
-from ..spec import ModelSpec
 from .base import Guarantee, Model, Promise, Stored, Swapped, SwappedModel, weakest
 from .calibration import Calibration, Text, read_text
 from .leaving import leave

@@ -18,9 +18,7 @@ import numpy as np
 
 from ..architectures import Architecture
 from ..architectures.base import collapse, short
-from ..converter.adapt import between, is_bias
-from ..errors import CannotExpress, InvalidInput, SwapRefused, UsageError
-from ..spec import (
+from ..components import (
     ALiBi,
     Attention,
     FeedForward,
@@ -33,6 +31,8 @@ from ..spec import (
     RMSNorm,
     Rotary,
 )
+from ..converter.adapt import between, is_bias
+from ..errors import CannotExpress, InvalidInput, SwapRefused, UsageError
 from .base import Array, Exactly, Guarantee, Model, Swapped, SwappedModel, Wide, weakest
 from .fitting import fitting, zero_biases
 from .measure import measure

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ..components import ModelSpec, Rotary
 from ..errors import SwapRefused
-from ..spec import ModelSpec, Rotary
 from .base import Model, Moved, Promise, Swapped
 from .registry import Asked, Step, Swap
 

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..components import Block, FeedForward, GatedFeedForward, MixtureOfExperts, ModelSpec
 from ..errors import SwapRefused, UsageError
 from ..modules.feed_forward import MixtureOfExpertsModule
-from ..spec import Block, FeedForward, GatedFeedForward, MixtureOfExperts, ModelSpec
 from .base import Computed, Filled, Model, Moved, Swapped, Tensor, Wide
 from .calibration import Calibration, Scratch
 from .layerwise import blocks_text, chosen_layers, guarantee_of, in_words
@@ -35,7 +35,7 @@ __all__ = ["SWAPS", "experts_alike"]
 replace = msgspec.structs.replace
 Dense = FeedForward | GatedFeedForward
 MOST = 1024
-"""Experts that a mixture may have; see `spec.MixtureOfExperts`."""
+"""Experts that a mixture may have; see `components.MixtureOfExperts`."""
 
 
 def is_mixture(block: Block) -> bool:

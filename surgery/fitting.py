@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from ..architectures import Architecture
+from ..components import ModelSpec
 from ..converter.adapt import nearest_tree, without_biases
 from ..errors import CannotExpress
-from ..spec import ModelSpec
 from .base import Model
 
 __all__ = ["biases", "fitting", "zero_biases"]

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
+from ..components import ALiBi, Attention, Block, LayerNorm, ModelSpec, Norm
 from ..errors import SwapRefused
-from ..spec import ALiBi, Attention, Block, LayerNorm, ModelSpec, Norm
 from .base import Computed, Filled, Model, Swapped, Tensor, Wide
 from .layerwise import with_attention
 from .norm import shifted

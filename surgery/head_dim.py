@@ -25,9 +25,9 @@ import msgspec
 import numpy as np
 import torch
 
+from ..components import ALiBi, Attention, DynamicScaling, LongRopeScaling, ModelSpec, RMSNorm, Rotary, YarnScaling
 from ..errors import SwapRefused, UsageError
 from ..modules.positions import inverse_frequencies
-from ..spec import ALiBi, Attention, DynamicScaling, LongRopeScaling, ModelSpec, RMSNorm, Rotary, YarnScaling
 from .base import Model, Swapped, Tensor
 from .basis import eps_for, length_ratio
 from .gather import Index, by_head, padded, scaled, taken

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ..spec import Attention, LatentAttention
+from ..components import Attention, LatentAttention
 from .attention_heads import kept, parts, remaining
 from .base import Model, Tensor, Wide
 from .calibration import Calibration, Scratch

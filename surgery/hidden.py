@@ -22,8 +22,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ..components import LayerNorm, ModelSpec, Norm, RMSNorm
 from ..errors import SwapRefused
-from ..spec import LayerNorm, ModelSpec, Norm, RMSNorm
 from .base import Computed, Model, Swapped, Tensor, Wide
 from .basis import Compute, eps_for, in_basis, length_ratio, normed_row, resized, with_norms
 from .calibration import Calibration, Scratch

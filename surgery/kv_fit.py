@@ -23,13 +23,13 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ..components import ALiBi, Attention, LatentAttention, Rotary
 from ..modules.attention import AttentionModule
 from ..modules.context import Context
 from ..modules.decoder import BlockModule
 from ..modules.feed_forward import MixtureOfExpertsModule
 from ..modules.layers import Linear
 from ..modules.positions import apply_rotary, inverse_frequencies
-from ..spec import ALiBi, Attention, LatentAttention, Rotary
 from .base import Model, Wide
 from .calibration import Calibration, block_of, context_of, embed, run_block
 from .grouping import Groups, contiguous_groups, group_similar, head_similarity, query_order

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ..components import Attention, ModelSpec
 from ..errors import SwapRefused, UsageError
-from ..spec import Attention, ModelSpec
 from .base import Computed, Guarantee, Model, Moved, Swapped, Tensor, Wide
 from .calibration import Scratch
 from .layerwise import with_attention

@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ..components import Attention, Block, LatentAttention, ModelSpec, Rotary
 from ..errors import SwapRefused, UsageError
-from ..spec import Attention, Block, LatentAttention, ModelSpec, Rotary
 from .base import Filled, Model, Moved, Swapped, Tensor
 from .calibration import Scratch
 from .registry import Asked, Swap

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..components import Attention, LatentAttention, Rotary
 from ..modules.attention import AttentionModule, LatentAttentionModule
 from ..modules.context import Context
 from ..modules.decoder import BlockModule
-from ..spec import Attention, LatentAttention, Rotary
 from .base import Model, Wide
 from .calibration import Calibration, block_of, context_of, embed, run_block
 from .kv_fit import (

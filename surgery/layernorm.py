@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ..components import LayerNorm, ModelSpec, Norm, RMSNorm
 from ..errors import SwapRefused
-from ..spec import LayerNorm, ModelSpec, Norm, RMSNorm
 from .base import Model, Swapped, Wide
 from .basis import CENTRED, eps_for, exchanged, in_basis
 from .registry import Asked, Step

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from ..components import ModelSpec
 from ..errors import SwapRefused, UsageError
-from ..spec import ModelSpec
 from .base import Filled, Guarantee, Model, Moved, Swapped, Tensor
 from .calibration import Calibration
 from .registry import Asked, Step, Swap, layers_in

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ..spec import Attention, LatentAttention, ModelSpec
+from ..components import Attention, LatentAttention, ModelSpec
 from .base import Guarantee
 from .registry import Asked
 

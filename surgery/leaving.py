@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from functools import cache
 
 from ..architectures import Architecture, named
+from ..components import ModelSpec
 from ..converter.adapt import any_family
 from ..converter.dtypes import widest
 from ..errors import UsageError
-from ..spec import ModelSpec
 from .base import Filled, Model, Swapped, Tensor
 from .clearing import in_the_way
 from .fitting import biases, fitting, zero_biases

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..analysis.costs import Costs, costs, usual_context
+from ..components import ModelSpec
 from ..errors import GptkitError, InvalidInput, UsageError
-from ..spec import ModelSpec
 from .options import spelled
 from .registry import Step, Swap, all_swaps, apply
 

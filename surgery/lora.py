@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 
 from ..architectures import Architecture, BoundLeaf, named
 from ..architectures.layout import IDENTITY, parse
+from ..components import ModelSpec
 from ..errors import CannotExpress, SwapRefused
 from ..modules.load import view_as_torch
-from ..spec import ModelSpec
 from .adapter import Adapter, read_adapter
 from .base import Computed, Model, Moved, Swapped, Tensor, Wide
 from .registry import Asked, Swap

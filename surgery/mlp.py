@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 import msgspec
 import torch
 
+from ..components import Block, FeedForward, GatedFeedForward, MixtureOfExperts, ModelSpec
 from ..errors import SwapRefused
-from ..spec import Block, FeedForward, GatedFeedForward, MixtureOfExperts, ModelSpec
 from .base import Computed, Filled, Model, Moved, Swapped, Tensor, Wide
 from .calibration import Calibration, Layer, Scratch
 from .layerwise import blocks_text, chosen_layers, guarantee_of, in_words

@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ..components import Block, LayerNorm, MixtureOfExperts, ModelSpec, Norm, RMSNorm
 from ..errors import SwapRefused
-from ..spec import Block, LayerNorm, MixtureOfExperts, ModelSpec, Norm, RMSNorm
 from .base import Computed, Model, Moved, Swapped, Tensor, Wide
 from .basis import CENTRED, Compute, exchanged, with_norms
 from .layernorm import has_rms_norm, rmsnorm_again, to_layernorm

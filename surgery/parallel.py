@@ -19,8 +19,8 @@ from functools import partial
 import msgspec
 import numpy as np
 
+from ..components import Block, ModelSpec
 from ..errors import SwapRefused
-from ..spec import Block, ModelSpec
 from .base import Model, Moved, Swapped, Tensor
 from .layerwise import blocks_text, chosen_layers, guarantee_of, in_words
 from .mlp import paths

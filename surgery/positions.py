@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from ..components import ALiBi, Attention, LatentAttention, LayerNorm, LearnedPositions, ModelSpec, Rotary
 from ..errors import SwapRefused, UsageError
-from ..spec import ALiBi, Attention, LatentAttention, LayerNorm, LearnedPositions, ModelSpec, Rotary
 from .base import Computed, Filled, Guarantee, Model, Moved, Promise, Swapped, Tensor, Wide
 from .context_length import CONTEXT
 from .layerwise import blocks_text, with_attention

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ..components import ModelSpec
 from ..errors import SwapRefused
-from ..spec import ModelSpec
 from .base import Computed, Model, Swapped, Wide
 from .registry import Asked, Swap
 

@@ -31,12 +31,12 @@ from pathlib import Path
 from typing import Any
 
 from ..analysis.costs import cached, usual_context
+from ..components import Attention, ModelSpec, Rotary
 from ..converter.files import sha256_file
 from ..converter.manifest import MANIFEST, read_manifest
 from ..converter.resolve import CONFIG
 from ..converter.tree import LOCAL_CONFIG
 from ..errors import GptkitError, InvalidInput, SwapRefused, UsageError
-from ..spec import Attention, ModelSpec, Rotary
 from .options import OPTIONS
 from .registry import Step
 

@@ -15,8 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..components import ModelSpec
 from ..errors import SwapRefused, UsageError
-from ..spec import ModelSpec
 from .synonyms import TWO_STEPS, nearest, understood
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from ..errors import SwapRefused, UsageError
-from ..spec import (
+from ..components import (
     Attention,
     DynamicScaling,
     LatentAttention,
@@ -23,6 +22,7 @@ from ..spec import (
     Rotary,
     YarnScaling,
 )
+from ..errors import SwapRefused, UsageError
 from .base import Guarantee, Model, Moved, Promise, Swapped, Tensor
 from .layerwise import blocks_text, with_attention
 from .registry import Asked, Step, Swap

@@ -10,8 +10,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from ..components import Attention, DynamicScaling, LatentAttention, LinearScaling, LongRopeScaling, Rotary
 from ..errors import SwapRefused, UsageError
-from ..spec import Attention, DynamicScaling, LatentAttention, LinearScaling, LongRopeScaling, Rotary
 from .base import Computed, Model, Moved, Promise, Swapped, Tensor, Wide
 from .layerwise import with_attention
 from .registry import Asked

@@ -19,9 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..errors import SwapRefused
-from ..modules.positions import inverse_frequencies
-from ..spec import (
+from ..components import (
     Attention,
     LatentAttention,
     LinearScaling,
@@ -31,6 +29,8 @@ from ..spec import (
     RopeScaling,
     Rotary,
 )
+from ..errors import SwapRefused
+from ..modules.positions import inverse_frequencies
 from .base import Computed, Model, Tensor, Wide
 from .registry import Asked
 

@@ -17,9 +17,9 @@ from typing import Any, Literal, cast
 import torch
 
 from ..analysis.costs import Costs, costs
+from ..components import ModelSpec
 from ..converter.tree import Origin, read_spec
 from ..errors import GptkitError, InvalidInput, SwapRefused, UsageError
-from ..spec import ModelSpec
 from .base import Array, Filled, Guarantee, Model, Moved, Stored, Swapped, SwappedModel, Wide, weakest
 from .calibration import Calibration
 from .recipe import plain, read_recipe, told_as

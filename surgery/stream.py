@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..spec import Attention, Block, FeedForward, GatedFeedForward, MixtureOfExperts, ModelSpec, Norm
+from ..components import Attention, Block, FeedForward, GatedFeedForward, MixtureOfExperts, ModelSpec, Norm
 
 __all__ = [
     "Linear",

@@ -13,6 +13,7 @@ import numpy as np
 from .. import __version__
 from ..analysis.parameters import count
 from ..architectures import Architecture
+from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.convert import companions, plan_output
 from ..converter.dtypes import HF_NAMES, parse_dtype, widest
@@ -23,7 +24,6 @@ from ..converter.tokenizer import token_files
 from ..converter.write import Plan, execute
 from ..display import Shown
 from ..errors import UsageError
-from ..spec import ModelSpec
 from .base import Guarantee, Model
 from .calibration import TOKENS, read_text
 from .chain import Chain, chain, leaving

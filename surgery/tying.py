@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ..components import ModelSpec
 from ..errors import SwapRefused
-from ..spec import ModelSpec
 from .base import Computed, Model, Moved, Swapped, SwappedModel, Tensor, Wide
 from .registry import Asked, Step, Swap
 

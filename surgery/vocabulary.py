@@ -17,12 +17,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ..components import ModelSpec
 from ..converter.resolve import CONFIG
 from ..converter.tokenizer import load_tokenizer
 from ..converter.tree import Origin
 from ..converter.vocabulary import Vocabulary, read_vocabulary
 from ..errors import InvalidInput, SwapRefused, UsageError
-from ..spec import ModelSpec
 from .base import Model, Moved, Promise, Stored, Swapped, SwappedModel, Tensor
 from .registry import Asked, Step, Swap
 

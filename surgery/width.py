@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ..components import FACTS, FeedForward, GatedFeedForward, MixtureOfExperts, ModelSpec
 from ..errors import SwapRefused
-from ..spec import FACTS, FeedForward, GatedFeedForward, MixtureOfExperts, ModelSpec
 from .base import Model, Swapped, Tensor, Wide
 from .calibration import Calibration, Layer, Scratch
 from .gather import Index, padded, taken

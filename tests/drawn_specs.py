@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from gptkit.spec import (
+from gptkit.components import (
     ALiBi,
     Attention,
     Block,

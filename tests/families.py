@@ -17,8 +17,8 @@ import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
 from gptkit.architectures import architecture_of
+from gptkit.components import ModelSpec
 from gptkit.modules import Decoder
-from gptkit.spec import ModelSpec
 
 VOCAB = 97
 

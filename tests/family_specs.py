@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
-from gptkit.spec import (
+from gptkit.components import (
     ALiBi,
     Attention,
     Block,

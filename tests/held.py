@@ -8,8 +8,8 @@ from families import CONFIGS, randomised_reference, shared_weights, spec_of
 from torch import Tensor
 
 from gptkit.architectures import architecture_of
+from gptkit.components import ModelSpec
 from gptkit.modules import Decoder
-from gptkit.spec import ModelSpec
 
 
 class Held:

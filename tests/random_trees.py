@@ -17,6 +17,7 @@ from trees import TREES
 from weights import Weights
 
 from gptkit.analysis.parameters import count
+from gptkit.components import ModelSpec, differences, without_rounding
 from gptkit.converter.checkpoint import Checkpoint, open_checkpoint
 from gptkit.converter.convert import plan_output
 from gptkit.converter.dtypes import from_float64
@@ -24,7 +25,6 @@ from gptkit.converter.publish import Staging
 from gptkit.converter.tree import Origin
 from gptkit.converter.write import execute
 from gptkit.errors import SwapRefused, UsageError
-from gptkit.spec import ModelSpec, differences, without_rounding
 from gptkit.surgery.base import Model, Stored, Swapped, SwappedModel
 from gptkit.surgery.listing import values_of
 from gptkit.surgery.registry import Asked, Step, Swap, all_swaps, apply, layers_in, swap_for

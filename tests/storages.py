@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gptkit.components import ModelSpec
 from gptkit.modules import Cache, Decoder
 from gptkit.modules.layers import FusedLinears
-from gptkit.spec import ModelSpec
 
 
 def drawn_ids(spec: ModelSpec, batch: int, tokens: int) -> Tensor:

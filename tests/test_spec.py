@@ -11,8 +11,7 @@ from families import CONFIGS, VARIANTS, spec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gptkit.errors import ConfigError
-from gptkit.spec import (
+from gptkit.components import (
     ALiBi,
     Attention,
     Block,
@@ -30,6 +29,7 @@ from gptkit.spec import (
     from_json,
     to_json,
 )
+from gptkit.errors import ConfigError
 
 variants = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 import gptkit
 from gptkit.cli import app
+from gptkit.components import ModelSpec, from_json, to_json
 from gptkit.errors import ConfigError
 from gptkit.modules import Cache
 from gptkit.modules.attention import Kernel
-from gptkit.spec import ModelSpec, from_json, to_json
 
 Place = tuple[Any, ...]
 

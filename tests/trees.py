@@ -8,10 +8,7 @@ import torch
 from families import CONFIGS, spec_of
 from torch import Tensor
 
-from gptkit.modules import Decoder
-from gptkit.modules.attention import Kernel
-from gptkit.parity.score import random_parameter
-from gptkit.spec import (
+from gptkit.components import (
     ALiBi,
     Attention,
     FeedForward,
@@ -22,6 +19,9 @@ from gptkit.spec import (
     RMSNorm,
     Rotary,
 )
+from gptkit.modules import Decoder
+from gptkit.modules.attention import Kernel
+from gptkit.parity.score import random_parameter
 
 replace = msgspec.structs.replace
 

@@ -8,7 +8,7 @@ import torch
 from held import Held
 from trees import random_weights
 
-from gptkit.spec import ModelSpec
+from gptkit.components import ModelSpec
 from gptkit.surgery.base import Exactly, Swapped, SwappedModel
 from gptkit.surgery.measure import measure
 from gptkit.surgery.registry import Step, apply

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ...architectures import Architecture, BoundLeaf
+from ...components import ModelSpec
 from ...errors import UsageError
-from ...spec import ModelSpec
 from ..targets import FORMATS, TARGETS
 
 if TYPE_CHECKING:

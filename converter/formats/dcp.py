@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...architectures import Architecture, BoundLeaf, named
+from ...components import ModelSpec
 from ...errors import CheckpointError, InvalidInput, UntrustedInput
-from ...spec import ModelSpec
 
 if TYPE_CHECKING:
     from ..tree import Origin

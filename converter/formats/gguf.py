@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...architectures.gguf import GgufArchitecture, gguf_architecture, spec_of
 from ...architectures.gguf_facts import Facts
+from ...components import ModelSpec
 from ...errors import CannotExpress, CheckpointError, InvalidInput, UsageError
-from ...spec import ModelSpec
 from .gguf_header import Array, Header, open_header
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from ...architectures.base import bind
 from ...architectures.layout import Shape
 from ...architectures.llama import LLAMA
 from ...architectures.llama2c import BASE, LEAVES, QUANTISED, TABLES, Sizes, config_of, expressed, places
+from ...components import ModelSpec
 from ...errors import CheckpointError, UsageError
-from ...spec import ModelSpec
 
 if TYPE_CHECKING:
     import numpy as np

@@ -28,8 +28,8 @@ from ...architectures.nanogpt import (
     is_buffer,
     spec_of,
 )
+from ...components import Activation, ModelSpec
 from ...errors import CheckpointError, UntrustedInput
-from ...spec import Activation, ModelSpec
 from ..resolve import refuse_pointer
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from gptkit.analysis.costs import costs as costs_of
 from gptkit.analysis.parameters import count
 from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
-from gptkit.spec import (
+from gptkit.components import (
     ALiBi,
     Attention,
     Block,

@@ -17,12 +17,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 
-import components
 import msgspec
 import outlines
 import typer
 
-from gptkit import spec as tree
+import components
+from gptkit import components as tree
 from gptkit.analysis.parameters import count
 from gptkit.architectures import ARCHITECTURES, architecture_of
 from gptkit.architectures.presets import presets
@@ -133,7 +133,7 @@ COMPONENTS: tuple[type[tree.Component], ...] = tuple(
     for name, each in vars(tree).items()
     if name in tree.__all__ and isinstance(each, type) and issubclass(each, tree.Component)
 )
-"""In the order of spec.py."""
+"""In the order of `components`."""
 
 
 def kind(hint: object) -> str:
@@ -194,7 +194,8 @@ def components_page() -> str:
             for field in msgspec.structs.fields(each)
         ]
         name = each.__name__
-        text = f"(component-{name.lower()})=\n## {name}\n\n```{{eval-rst}}\n.. autoclass:: gptkit.spec.{name}\n```"
+        text = f"(component-{name.lower()})=\n## {name}\n\n```{{eval-rst}}\n"
+        text += f".. autoclass:: gptkit.components.{name}\n```"
         parts.append(text + ("\n\n" + table(["field", "type", "default", ""], rows) if rows else ""))
     return "\n\n".join(parts)
 

@@ -14,8 +14,7 @@ from trees import TREES
 from gptkit.analysis.aspects import Aspect, aspects
 from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
-from gptkit.errors import ConfigError
-from gptkit.spec import (
+from gptkit.components import (
     ALiBi,
     LinearScaling,
     Llama3Scaling,
@@ -26,6 +25,7 @@ from gptkit.spec import (
     YarnScaling,
     without_rounding,
 )
+from gptkit.errors import ConfigError
 
 replace = msgspec.structs.replace
 

@@ -11,8 +11,8 @@ import gptkit
 from gptkit.analysis.compare import Comparison, compare, comparison
 from gptkit.analysis.figures import Asked
 from gptkit.analysis.params import Described, describe_reference
+from gptkit.components import Llama3Scaling, Rotary
 from gptkit.errors import InvalidInput, Offline, UsageError
-from gptkit.spec import Llama3Scaling, Rotary
 
 MODELS = ("gpt2", "llama-2-7b", "bloom-7b1", "falcon-7b")
 

@@ -30,10 +30,10 @@ from gptkit.analysis.costs import (
 from gptkit.analysis.parameters import count
 from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
+from gptkit.components import GatedFeedForward, LatentAttention, MixtureOfExperts, ModelSpec, Rotary
 from gptkit.errors import UsageError
 from gptkit.modules import Cache, Decoder
 from gptkit.modules.generate import generate
-from gptkit.spec import GatedFeedForward, LatentAttention, MixtureOfExperts, ModelSpec, Rotary
 
 replace = msgspec.structs.replace
 

@@ -11,8 +11,8 @@ from trees import TREES
 from gptkit.analysis.explain import Explained, explain
 from gptkit.analysis.parameters import count
 from gptkit.architectures.presets import presets
+from gptkit.components import ModelSpec
 from gptkit.report.sheets import Layout
-from gptkit.spec import ModelSpec
 
 
 def evaluated(formula: str, symbols: dict[str, int]) -> Any:

@@ -12,9 +12,9 @@ from gptkit.analysis.tensors import tensor_groups
 from gptkit.architectures import architecture_of
 from gptkit.architectures.gguf_types import BLOCKS, FILE_TYPES
 from gptkit.architectures.presets import presets
+from gptkit.components import Parameter
 from gptkit.converter.convert import convert
 from gptkit.errors import CannotExpress
-from gptkit.spec import Parameter
 
 gguf = pytest.importorskip("gguf", reason='the types are those of pip install "gptkit[gguf]"')
 

@@ -20,9 +20,18 @@ from gptkit.analysis.parameters import count
 from gptkit.analysis.prefill import peak
 from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
+from gptkit.components import (
+    Activation,
+    ALiBi,
+    GatedFeedForward,
+    LayerNorm,
+    MixtureOfExperts,
+    ModelSpec,
+    RMSNorm,
+    Rotary,
+)
 from gptkit.errors import UsageError
 from gptkit.modules.decoder import BlockModule
-from gptkit.spec import Activation, ALiBi, GatedFeedForward, LayerNorm, MixtureOfExperts, ModelSpec, RMSNorm, Rotary
 
 replace = msgspec.structs.replace
 

@@ -15,8 +15,8 @@ from gptkit.analysis.fit import fit
 from gptkit.analysis.memory import memory
 from gptkit.analysis.parallel import shard, split
 from gptkit.analysis.parameters import count
+from gptkit.components import Attention, LayerNorm, ModelSpec, RMSNorm
 from gptkit.errors import UsageError
-from gptkit.spec import Attention, LayerNorm, ModelSpec, RMSNorm
 
 BF16 = 2
 LLAMA_OF_SIX = {"hidden_size": 96, "num_attention_heads": 24, "num_key_value_heads": 6, "intermediate_size": 96}

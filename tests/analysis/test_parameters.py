@@ -12,7 +12,7 @@ from hypothesis import given
 from gptkit.analysis.parameters import count, describe, layer_ranges, range_label, to_json
 from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
-from gptkit.spec import (
+from gptkit.components import (
     LayerNorm,
     LearnedPositions,
     ModelSpec,

@@ -22,9 +22,9 @@ from gptkit.analysis.parameters import count
 from gptkit.analysis.recommend import _WHY, GOALS, Goal, Recommendation, parse_budget, recommend
 from gptkit.architectures import ARCHITECTURES
 from gptkit.commands.recommend import VOCABULARY
+from gptkit.components import Rotary, YarnScaling, from_json
 from gptkit.errors import UsageError
 from gptkit.modules import Decoder
-from gptkit.spec import Rotary, YarnScaling, from_json
 
 FAMILIES = {
     "quality": "llama",

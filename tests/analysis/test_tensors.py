@@ -11,7 +11,7 @@ from hypothesis import given
 
 from gptkit.analysis.parameters import count
 from gptkit.analysis.tensors import TensorGroup, tensor_groups
-from gptkit.spec import ModelSpec
+from gptkit.components import ModelSpec
 
 
 def unfolded(group: TensorGroup) -> list[str]:

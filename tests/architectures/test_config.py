@@ -24,9 +24,9 @@ from gptkit.architectures.config import (
     quantisation,
     read_config_file,
 )
+from gptkit.components import ModelSpec, Rotary
 from gptkit.errors import CannotExpress, ConfigError, GptkitError, UnknownFamily
 from gptkit.modules.positions import inverse_frequencies
-from gptkit.spec import ModelSpec, Rotary
 
 families = pytest.mark.parametrize("family", ARCHITECTURES)
 

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 
 from gptkit.architectures import ARCHITECTURES, architecture_of
 from gptkit.architectures.config import COMMON_IRRELEVANT, COMMON_REFUSED, MAX_CONFIG_BYTES, MAX_CONFIG_VALUES
+from gptkit.components import from_json, to_json
 from gptkit.errors import CannotExpress, ConfigError, UnknownFamily
-from gptkit.spec import from_json, to_json
 
 EXAMPLES = 5_000
 ROPES = (

@@ -20,8 +20,8 @@ from families import checkpoint_tensors, hf_config, randomised_reference, spec_o
 
 from gptkit.architectures import ARCHITECTURES, Architecture, Leaf
 from gptkit.architectures.layout import IDENTITY, Layout, parse
+from gptkit.components import ModelSpec
 from gptkit.modules import Decoder
-from gptkit.spec import ModelSpec
 
 TRANSPOSED = {
     "attention.q_proj.weight": Layout("hidden (heads head_dim)", "(heads head_dim) hidden"),

@@ -31,9 +31,9 @@ from families import (
 
 from gptkit.architectures import ARCHITECTURES, architecture_of
 from gptkit.architectures.config import COMMON_IRRELEVANT, COMMON_REFUSED
+from gptkit.components import ModelSpec, Rotary
 from gptkit.errors import CannotExpress
 from gptkit.modules import Cache, Decoder
-from gptkit.spec import ModelSpec, Rotary
 
 families = pytest.mark.parametrize("family", ARCHITECTURES)
 variants = pytest.mark.parametrize("variant", VARIANTS, ids=str)

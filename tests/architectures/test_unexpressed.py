@@ -8,9 +8,9 @@ from trees import TREES
 
 from gptkit.analysis.parameters import count, describe
 from gptkit.architectures import ARCHITECTURES, gguf, llama2c, nanogpt
+from gptkit.components import LatentAttention, ModelSpec
 from gptkit.errors import CannotExpress
 from gptkit.report.tables import parameter_table
-from gptkit.spec import LatentAttention, ModelSpec
 
 
 def unknown(spec: ModelSpec) -> str:

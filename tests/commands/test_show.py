@@ -21,10 +21,10 @@ import gptkit
 from gptkit.analysis.parameters import count
 from gptkit.analysis.params import ModelCount
 from gptkit.cli import app
+from gptkit.components import ModelSpec, to_json
 from gptkit.report.pages import render
 from gptkit.report.show import ModelDrawing, kinds_differ, show_json, show_page
 from gptkit.report.structure import structure
-from gptkit.spec import ModelSpec, to_json
 
 ATTACK = '<script>document.title="taken"</script><img src=x onerror=alert(1)>'
 

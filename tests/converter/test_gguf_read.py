@@ -94,7 +94,7 @@ def test_the_tree_is_told_from_the_header(name: str, tmp_path: Path) -> None:
 
 def test_llama_3_scaling_is_found_again_from_its_divisors(tmp_path: Path) -> None:
     from gptkit.architectures.gguf_rope import fit_llama3, llama3_divisors
-    from gptkit.spec import Llama3Scaling
+    from gptkit.components import Llama3Scaling
 
     cases = [
         (500_000.0, 64, 8.0, 1.0, 4.0, 8192),

@@ -12,11 +12,11 @@ from safetensors.numpy import save_file
 
 import gptkit
 from gptkit.architectures.presets import presets
+from gptkit.components import ModelSpec
 from gptkit.converter.formats.gguf_header import Incomplete, open_header, parse_header
 from gptkit.converter.outline import outline
 from gptkit.converter.tree import read_spec, write_spec
 from gptkit.errors import CheckpointError, GptkitError, InvalidInput, Offline, UntrustedInput
-from gptkit.spec import ModelSpec
 
 
 def gguf(name: str, folder: Path) -> Path:

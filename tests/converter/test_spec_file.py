@@ -12,12 +12,12 @@ from trees import TREES
 
 import gptkit
 from gptkit.analysis.parameters import count
+from gptkit.components import ModelSpec
 from gptkit.converter import files
 from gptkit.converter.outline import outline
 from gptkit.converter.tree import Origin, is_local, is_tree, read_spec, write_spec
 from gptkit.errors import ConfigError, GptkitError, InvalidInput, UsageError
 from gptkit.modules.initialise import write_random
-from gptkit.spec import ModelSpec
 
 SPECS: dict[str, ModelSpec] = {**{name: spec_of(config) for name, config in CONFIGS.items()}, **TREES}
 

@@ -8,12 +8,12 @@ from families import VOCAB
 from torch import Tensor
 from trees import EXPERTS, GATED, HIDDEN, PLAIN, TREES, filled, random_weights, with_blocks
 
+from gptkit.components import GatedFeedForward, MixtureOfExperts
 from gptkit.errors import ConfigError
 from gptkit.modules import Cache
 from gptkit.modules.feed_forward import MixtureOfExpertsModule
 from gptkit.modules.generate import generate
 from gptkit.parity.compare import largest_gap
-from gptkit.spec import GatedFeedForward, MixtureOfExperts
 
 replace = msgspec.structs.replace
 mixtures = pytest.mark.parametrize("name", EXPERTS)

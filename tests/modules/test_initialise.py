@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 import gptkit
 from gptkit.cli import app
+from gptkit.components import ModelSpec
 from gptkit.converter.outline import outline
 from gptkit.converter.publish import check_manifest
 from gptkit.converter.tree import write_spec
@@ -21,7 +22,6 @@ from gptkit.errors import CheckpointError, GptkitError, UsageError
 from gptkit.modules import Decoder, initialise
 from gptkit.modules.generate import generate_ids
 from gptkit.modules.initialise import DEVIATION, finite_logits, initialised, write_random
-from gptkit.spec import ModelSpec
 
 SPECS: dict[str, ModelSpec] = {**{name: spec_of(config) for name, config in CONFIGS.items()}, **TREES}
 

@@ -10,11 +10,11 @@ from families import CONFIGS, VOCAB, spec_of
 from torch import Tensor
 from trees import ATTENTIONS, LATENT, TREES, filled, random_weights, with_blocks
 
+from gptkit.components import Attention, LatentAttention, ModelSpec, RMSNorm, Rotary, from_json, to_json
 from gptkit.errors import ConfigError
 from gptkit.modules import Cache, Decoder
 from gptkit.modules.generate import generate
 from gptkit.parity.compare import largest_gap
-from gptkit.spec import Attention, LatentAttention, ModelSpec, RMSNorm, Rotary, from_json, to_json
 
 replace = msgspec.structs.replace
 trees = pytest.mark.parametrize("name", [name for name in TREES if name.startswith(("latent", "both", "rotary"))])

@@ -17,6 +17,7 @@ from transformers.models.bloom.modeling_bloom import bloom_gelu_forward
 
 from gptkit.architectures import architecture_of
 from gptkit.architectures.gpt2 import ACTIVATIONS as CONFIG_NAMES
+from gptkit.components import FACTS, Activation, LayerNorm, ModelSpec, RMSNorm, function_of
 from gptkit.modules import Decoder
 from gptkit.modules.layers import (
     ACTIVATIONS,
@@ -27,7 +28,6 @@ from gptkit.modules.layers import (
     build_norm,
     multiply,
 )
-from gptkit.spec import FACTS, Activation, LayerNorm, ModelSpec, RMSNorm, function_of
 
 ARITHMETICS = ("linear", "conv1d", "matmul_add")
 SIZES = (12, 4, 4)

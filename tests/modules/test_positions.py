@@ -14,6 +14,7 @@ from transformers.models.falcon.modeling_falcon import build_alibi_tensor as fal
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from gptkit.architectures import ARCHITECTURES
+from gptkit.components import ALiBi, Rotary
 from gptkit.modules.positions import (
     alibi_bias,
     alibi_slopes,
@@ -21,7 +22,6 @@ from gptkit.modules.positions import (
     inverse_frequencies,
     rotary_tables,
 )
-from gptkit.spec import ALiBi, Rotary
 
 LENGTHS = (1, 39, 40, 41, 200, 5000)
 

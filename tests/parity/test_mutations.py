@@ -27,6 +27,16 @@ from typer.testing import CliRunner
 
 from gptkit.architectures import ARCHITECTURES, architecture_of
 from gptkit.cli import app
+from gptkit.components import (
+    ALiBi,
+    GatedFeedForward,
+    MixtureOfExperts,
+    ModelSpec,
+    Rotary,
+    differences,
+    from_json,
+    to_json,
+)
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert
 from gptkit.converter.publish import MANIFEST, Staging
@@ -37,7 +47,6 @@ from gptkit.parity.miniature import miniature
 from gptkit.parity.mutations import MUTATIONS, Mutant, Mutation, applicable
 from gptkit.parity.probe import probe
 from gptkit.parity.score import score
-from gptkit.spec import ALiBi, GatedFeedForward, MixtureOfExperts, ModelSpec, Rotary, differences, from_json, to_json
 
 BY_NAME = {mutation.name: mutation for mutation in MUTATIONS}
 

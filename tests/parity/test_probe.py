@@ -9,9 +9,9 @@ from families import BLOOM, CONFIGS, GPT2, LLAMA, MISTRAL, VARIANTS, Variant, sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gptkit.components import LearnedPositions, ModelSpec
 from gptkit.errors import UsageError
 from gptkit.parity.probe import AFFORDABLE, KEPT, Batch, limits, longest, probe, text_batch
-from gptkit.spec import LearnedPositions, ModelSpec
 
 replace = msgspec.structs.replace
 

@@ -15,11 +15,11 @@ from random_trees import drawn_spec
 from gptkit.analysis.costs import cache_bytes, costs
 from gptkit.analysis.parameters import count
 from gptkit.architectures.presets import find
+from gptkit.components import ModelSpec
 from gptkit.errors import UsageError
 from gptkit.report import pages
 from gptkit.report.charts import DASHES, bars, cache_chart, held, short, treemap
 from gptkit.report.pages import Figure
-from gptkit.spec import ModelSpec
 
 pytest.importorskip("plotly", reason='the pages need pip install "gptkit[html]"')
 

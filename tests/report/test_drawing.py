@@ -17,6 +17,7 @@ from trees import TREES
 from gptkit.analysis.parameters import count
 from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
+from gptkit.components import ModelSpec
 from gptkit.report import diagram, drawing
 from gptkit.report.diagram import block_diagram, text_width, title_lines
 from gptkit.report.drawing import PathDrawing, path_lines
@@ -24,7 +25,6 @@ from gptkit.report.graph import Structure
 from gptkit.report.placement import Box, Metrics, Placement, Wire, folded, place
 from gptkit.report.structure import structure
 from gptkit.report.tree import TreeDrawing, tree_lines, tree_rows
-from gptkit.spec import ModelSpec
 
 ALL: dict[str, ModelSpec] = {**{name: spec_of(config) for name, config in CONFIGS.items()}, **TREES}
 SOME = (

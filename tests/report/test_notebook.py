@@ -14,9 +14,9 @@ from trees import TREES
 
 import gptkit
 from gptkit.analysis.figures import Asked
+from gptkit.components import ModelSpec
 from gptkit.display import Shown
 from gptkit.report.notebook import DRAWN, progress
-from gptkit.spec import ModelSpec
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "first-steps.ipynb"
 

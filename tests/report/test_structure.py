@@ -14,12 +14,12 @@ from torch import Tensor
 from trees import TREES, filled, random_weights
 
 from gptkit.analysis.parameters import count
+from gptkit.components import ALiBi, LatentAttention, ModelSpec, Rotary
 from gptkit.modules import Decoder
 from gptkit.modules.layers import ACTIVATIONS
 from gptkit.modules.positions import alibi_bias, apply_rotary, rotary_tables
 from gptkit.report.graph import Kind, Node, Structure, layers_label
 from gptkit.report.structure import structure
-from gptkit.spec import ALiBi, LatentAttention, ModelSpec, Rotary
 
 ALL: dict[str, ModelSpec] = {**{name: spec_of(config) for name, config in CONFIGS.items()}, **TREES}
 BATCH, STEPS = 2, 23  # past the windows of 16, 11 and 9

@@ -11,8 +11,8 @@ from rich.console import Console
 from gptkit.analysis.parameters import count, to_json
 from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
+from gptkit.components import ModelSpec
 from gptkit.report.tables import By, Model, parameter_table, print_json
-from gptkit.spec import ModelSpec
 
 WIDTHS = [20, 40, 60, 80, 200]
 

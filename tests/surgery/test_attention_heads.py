@@ -9,9 +9,9 @@ from exactness import MODELS, caught, exactly, same_values, saved
 from families import CONFIGS, spec_of
 
 import gptkit
+from gptkit.components import Attention, ModelSpec
 from gptkit.converter.resolve import SAMPLES_DIR
 from gptkit.errors import SwapRefused, UsageError
-from gptkit.spec import Attention, ModelSpec
 from gptkit.surgery import attention_heads as module
 
 

@@ -8,8 +8,8 @@ from exactness import exactly, is_caught
 from families import CONFIGS, save_hf, zeroed
 
 import gptkit
+from gptkit.components import Attention
 from gptkit.errors import SwapRefused, UsageError
-from gptkit.spec import Attention
 from gptkit.surgery import biases as module
 
 

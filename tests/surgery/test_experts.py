@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gptkit
+from gptkit.components import MixtureOfExperts
 from gptkit.errors import GptkitError, SwapRefused, UsageError
-from gptkit.spec import MixtureOfExperts
 from gptkit.surgery import experts as module
 from gptkit.surgery.calibration import PLAY
 from gptkit.surgery.registry import Asked, Step, swap_for

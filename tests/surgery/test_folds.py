@@ -9,8 +9,8 @@ from exactness import Mutation, exactly, is_caught
 from families import CONFIGS, save_hf, spec_of
 
 import gptkit
+from gptkit.components import Attention, without_rounding
 from gptkit.errors import SwapRefused
-from gptkit.spec import Attention, without_rounding
 from gptkit.surgery import folds as module
 from gptkit.surgery.base import Computed, Filled
 from gptkit.surgery.registry import Asked

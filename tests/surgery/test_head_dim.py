@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gptkit
+from gptkit.components import ModelSpec, Rotary
 from gptkit.errors import SwapRefused
 from gptkit.modules.positions import inverse_frequencies
-from gptkit.spec import ModelSpec, Rotary
 from gptkit.surgery import head_dim as module
 from gptkit.surgery.registry import Step
 

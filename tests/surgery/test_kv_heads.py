@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gptkit
+from gptkit.components import Attention
 from gptkit.errors import SwapRefused, UsageError
-from gptkit.spec import Attention
 from gptkit.surgery import kv_fit, regression
 from gptkit.surgery import kv_heads as module
 from gptkit.surgery.base import Stored

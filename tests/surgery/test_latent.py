@@ -9,8 +9,8 @@ from exactness import Mutation, exactly, is_caught
 from families import CONFIGS, save_hf, spec_of
 
 import gptkit
+from gptkit.components import Attention, LatentAttention
 from gptkit.errors import SwapRefused, UsageError
-from gptkit.spec import Attention, LatentAttention
 from gptkit.surgery import latent as module
 from gptkit.surgery.base import Filled
 

@@ -13,8 +13,8 @@ from exactness import Mutation, exactly, is_caught, undone
 from families import CONFIGS, save_hf, spec_of, zeroed
 
 import gptkit
+from gptkit.components import FeedForward, GatedFeedForward
 from gptkit.errors import SwapRefused, UsageError
-from gptkit.spec import FeedForward, GatedFeedForward
 from gptkit.surgery import mlp as module
 from gptkit.surgery.base import Filled, Moved
 from gptkit.surgery.registry import Asked, Step, swap_for

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gptkit
+from gptkit.components import Head, LayerNorm, ModelSpec, RMSNorm
 from gptkit.errors import GptkitError, SwapRefused
 from gptkit.modules import Decoder
 from gptkit.parity.probe import probe
-from gptkit.spec import Head, LayerNorm, ModelSpec, RMSNorm
 from gptkit.surgery import basis, layernorm
 from gptkit.surgery import norm as module
 from gptkit.surgery.base import Model

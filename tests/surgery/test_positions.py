@@ -15,9 +15,9 @@ from trees import LATENT, ROPE, with_blocks
 from weights import Weights, after, error
 
 import gptkit
+from gptkit.components import ALiBi, LayerNorm, LearnedPositions, ModelSpec, RMSNorm, Rotary
 from gptkit.converter.resolve import SAMPLES_DIR
 from gptkit.errors import GptkitError, SwapRefused, UsageError
-from gptkit.spec import ALiBi, LayerNorm, LearnedPositions, ModelSpec, RMSNorm, Rotary
 from gptkit.surgery import context_length, rotation
 from gptkit.surgery import positions as module
 from gptkit.surgery.base import Exactly, Stored

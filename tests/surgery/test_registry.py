@@ -15,8 +15,8 @@ from random_trees import STATES, alike, inverse, steps_for
 from trees import TREES
 from weights import Weights, error
 
+from gptkit.components import ModelSpec
 from gptkit.errors import SwapRefused, UsageError
-from gptkit.spec import ModelSpec
 from gptkit.surgery.base import Computed, Filled, Moved, Swapped, SwappedModel
 from gptkit.surgery.listing import values_of
 from gptkit.surgery.options import OPTIONS

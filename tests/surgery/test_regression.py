@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gptkit.components import ALiBi, Attention, Rotary
 from gptkit.modules.attention import AttentionModule
 from gptkit.modules.context import Context
 from gptkit.modules.positions import apply_rotary, inverse_frequencies, rotary_tables
-from gptkit.spec import ALiBi, Attention, Rotary
 from gptkit.surgery.grouping import contiguous_groups, group_similar, head_similarity, query_order
 from gptkit.surgery.regression import (
     Moment,

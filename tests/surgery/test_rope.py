@@ -17,9 +17,7 @@ from trees import ATTENTIONS, with_blocks
 from weights import Weights, after, error
 
 import gptkit
-from gptkit.converter.resolve import SAMPLES_DIR
-from gptkit.errors import GptkitError, SwapRefused, UsageError
-from gptkit.spec import (
+from gptkit.components import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -30,6 +28,8 @@ from gptkit.spec import (
     Rotary,
     YarnScaling,
 )
+from gptkit.converter.resolve import SAMPLES_DIR
+from gptkit.errors import GptkitError, SwapRefused, UsageError
 from gptkit.surgery import rope as module
 from gptkit.surgery import rotary_dim, rotation
 from gptkit.surgery.base import Computed, Exactly, Stored

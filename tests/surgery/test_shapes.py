@@ -21,9 +21,9 @@ import gptkit
 from gptkit.analysis.parameters import count
 from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
+from gptkit.components import ModelSpec
 from gptkit.converter.resolve import SAMPLES
 from gptkit.errors import GptkitError, InvalidInput, SwapRefused, UsageError
-from gptkit.spec import ModelSpec
 from gptkit.surgery.base import Guarantee, Model, Stored, SwappedModel, weakest
 from gptkit.surgery.chain import chain
 from gptkit.surgery.listing import values_of

@@ -13,12 +13,12 @@ from exactness import difference
 from families import CONFIGS, edited, save_hf
 
 import gptkit
+from gptkit.components import LayerNorm, RMSNorm
 from gptkit.converter.publish import check_manifest
 from gptkit.converter.resolve import SAMPLES_DIR
 from gptkit.converter.tree import is_local
 from gptkit.errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, SwapRefused, UsageError
 from gptkit.report.summaries import swap_lines
-from gptkit.spec import LayerNorm, RMSNorm
 from gptkit.surgery.swap import SwapResult
 
 

@@ -1,0 +1,77 @@
+"""Causal self-attention over keys and values of heads. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ..errors import ConfigError
+from .base import Arithmetic, Component, Scale, Shape, Size
+from .norms import RMSNorm
+from .positions import ALiBi, Rotary
+
+__all__ = ["Attention"]
+
+
+class Attention(Component, frozen=True):
+    """Causal self-attention with `heads` query heads and `kv_heads` key and value heads (MHA, GQA, MQA).
+
+    `scale` multiplies q·k; with `scaling` "divide" the scores are divided by its inverse instead. `window` w lets
+    position t see t-w+1 … t. `kv_expansion` says when a key head becomes one a query head: "repeat" after the cache,
+    "broadcast" inside the matrix product, "projection" before positions are applied. `fused` computes q, k and v in
+    one matrix product, a key-value head's queries, its key and its value together (with "conv1d" all queries, all keys,
+    all values); `softmax` runs in fp32 at least, or in the dtype of its input. Where the scores are written out
+    (not in a fused kernel), `scores` "float32" makes them of q and k in fp32 at least, the scale inside their product.
+    """
+
+    hidden_size: Size
+    heads: Size
+    kv_heads: Size
+    head_dim: Size
+    scale: Scale
+    position: Rotary | ALiBi | None = None
+    window: Size | None = None
+    q_norm: RMSNorm | None = None
+    k_norm: RMSNorm | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    arithmetic: Arithmetic = "linear"
+    scaling: Literal["multiply", "divide"] = "multiply"
+    kv_expansion: Literal["repeat", "broadcast", "projection"] = "repeat"
+    fused: bool = False
+    softmax: Literal["float32", "input"] = "float32"
+    scores: Literal["input", "float32"] = "input"
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"{self.heads} query heads cannot be shared out over {self.kv_heads} key-value heads")
+        if isinstance(self.position, Rotary) and self.position.dim > self.head_dim:
+            raise ConfigError(f"rotary dimension {self.position.dim} exceeds the head dimension {self.head_dim}")
+        if isinstance(self.position, ALiBi) and self.scores == "float32":
+            raise ConfigError("scores with an ALiBi bias are computed in the dtype of their input, not in float32")
+        if self.kv_expansion == "broadcast" and self.group > 1:
+            if self.kv_heads > 1:
+                raise ConfigError(f"kv_expansion broadcast is of one key-value head, not of {self.kv_heads}")
+            if self.scores == "float32" or (isinstance(self.position, ALiBi) and not self.position.scaled):
+                raise ConfigError("kv_expansion broadcast has no product with the scale, or a bias, inside it")
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None and norm.size != self.head_dim:
+                raise ConfigError(f"q/k norm of size {norm.size} does not fit heads of {self.head_dim}")
+
+    @property
+    def group(self) -> int:
+        """Query heads a key-value head."""
+        return self.heads // self.kv_heads
+
+    def shapes(self) -> dict[str, Shape]:
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        shapes: dict[str, Shape] = {
+            "q_proj.weight": (q, self.hidden_size),
+            "k_proj.weight": (kv, self.hidden_size),
+            "v_proj.weight": (kv, self.hidden_size),
+            "o_proj.weight": (self.hidden_size, q),
+        }
+        if self.qkv_bias:
+            shapes |= {"q_proj.bias": (q,), "k_proj.bias": (kv,), "v_proj.bias": (kv,)}
+        if self.output_bias:
+            shapes["o_proj.bias"] = (self.hidden_size,)
+        return shapes
