@@ -1,7 +1,7 @@
 """What a tree is, aspect by aspect, in the short words of a table and as data. Shapes alone: no weights, no torch.
 
-Two trees whose aspects are all alike compute the same function in exact arithmetic: everything is told by one of them but
-what `components.without_rounding` sets alike, how the last bits come about.
+Two trees whose aspects are all alike compute the same function in exact arithmetic: each aspect tells a part of it, and
+none tells what `components.without_rounding` sets alike, which is how the last bits come about.
 """
 
 from __future__ import annotations
