@@ -10,6 +10,7 @@
     │   └── UntrustedInput            pickle files, paths that leave the checkpoint's folder
     ├── Offline                    5  needs the network, and there is none or it was forbidden
     ├── CannotExpress              1  the target format has no place for some of the tree's components
+    ├── MissingComponent           1  what is asked for needs a component that the tree does not have
     ├── SwapRefused                1  a swap's preconditions do not hold for this checkpoint
     └── Elsewhere                  *  another process of the same run failed, and has told why; its exit code
 
@@ -28,6 +29,7 @@ __all__ = [
     "Elsewhere",
     "GptkitError",
     "InvalidInput",
+    "MissingComponent",
     "Offline",
     "SwapRefused",
     "UnknownFamily",
@@ -92,6 +94,10 @@ class Offline(GptkitError):
 
 class CannotExpress(GptkitError):
     """The target format has no place for some components of the tree; the message lists them."""
+
+
+class MissingComponent(GptkitError):
+    """What is asked for needs a component that the tree does not have, or does not know one that it has."""
 
 
 class SwapRefused(GptkitError):

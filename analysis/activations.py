@@ -183,7 +183,7 @@ def _norm(norm: Norm, rows: int, run: Pass) -> int:
     """With its input, without its output, which whoever multiplies it keeps."""
     if isinstance(norm, LayerNorm):
         return rows * run.size * (norm.size + 2)  # mean and deviation
-    normed = run.size if norm.cast == "before_weight" else run.wide
+    normed = run.size if getattr(norm, "cast", None) == "before_weight" else run.wide
     return rows * (run.wide * (norm.size + 1) + normed * norm.size)
 
 

@@ -38,6 +38,7 @@ from ..components import (
     function_of,
     without_rounding,
 )
+from ..errors import MissingComponent
 from .parameters import layer_ranges, plain_number, range_label
 
 __all__ = ["Aspect", "aspects", "attention_kind"]
@@ -161,6 +162,7 @@ def _position(block: Block) -> Said:
             words = f"RoPE {plain_number(base)}" + (f" on {dim} dims" if part else "") + _scaled(scaling)
             turned = dim if part else None  # of a latent's keys: told with the head's dimensions
             return words, {"kind": "RoPE", "base": base, "dims": turned, "scaling": _scaling(scaling)}
+    raise MissingComponent(f"{type(block.attention.position).__name__} has no words here")
 
 
 def _scaled(scaling: RopeScaling | None) -> str:
@@ -336,7 +338,8 @@ def _bias(block: Block) -> Said:
 
 def _arrangement(block: Block) -> Said:
     norms = 1 if block.feed_forward_norm is None else 2
-    data = {"parallel": block.parallel, "norms": norms, "residual": block.residual}
+    data: dict[str, Any] = {"parallel": block.parallel, "norms": norms, "residual": block.residual}
+    data |= {f"{each.mixer.slot} multiplier": each.multiplier for each in block.sublayers if each.multiplier != 1}
     if block.parallel:
         return "parallel, one norm" if norms == 1 else "parallel, two norms", data
     return "serial" if block.residual == "stream" else "serial, residual from the norm", data

@@ -29,6 +29,7 @@ from ..components import (
     Norm,
     RMSNorm,
     Rotary,
+    SubLayer,
     YarnScaling,
 )
 from ..errors import UsageError
@@ -119,10 +120,10 @@ def build(design: Design, shape: Shape, vocab: int, context: int) -> ModelSpec:
     )
     parallel = design.block == "parallel"
     block = Block(
-        attention_norm=norm,
-        attention=_attention(design, shape, context),
-        feed_forward_norm=None if parallel else norm,
-        feed_forward=_feed_forward(design, shape),
+        sublayers=(
+            SubLayer(mixer=_attention(design, shape, context), norm=norm),
+            SubLayer(mixer=_feed_forward(design, shape), norm=None if parallel else norm),
+        ),
         parallel=parallel,
     )
     table = LearnedPositions(length=context, size=shape.hidden) if design.positions == "learned" else None

@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 
 from ..components import (
-    HEAD_NORMS,
     Attention,
     Component,
     Embedding,
@@ -29,7 +28,6 @@ from ..components import (
     MixtureOfExperts,
     ModelSpec,
     RMSNorm,
-    component_label,
 )
 from .parameters import layer_ranges, range_label
 
@@ -113,7 +111,7 @@ def explain(spec: ModelSpec) -> Explained:
     for path, node in spec.nodes():
         if not path.startswith("blocks."):
             side = behind if path.startswith(("final_norm", "head")) else before
-            side.setdefault(component_label(node), Counter()).update(_shapes(path, node, spec))
+            side.setdefault(str(node.label), Counter()).update(_shapes(path, node, spec))
     letters = _letters([before, *kinds, behind])
     names = [f"L{index + 1}" if len(kinds) > 1 else "L" for index in range(len(kinds))]
 
@@ -147,7 +145,7 @@ def _layer(spec: ModelSpec) -> dict[str, Sum]:
     found: dict[str, Sum] = {}
     for path, node in spec.nodes():
         if path.startswith("blocks.") and (".experts." not in path or path.endswith(".experts.0")):
-            found.setdefault(component_label(node), Counter()).update(_shapes(path, node, spec))
+            found.setdefault(str(node.label), Counter()).update(_shapes(path, node, spec))
     return found
 
 
@@ -192,7 +190,7 @@ def _widths(path: str, node: Component, hidden: int) -> dict[str, int]:
             return {"d": hidden, "h": node.heads * node.query_dim, "r": node.kv_rank, "p": node.rope_dim, **made}
         case FeedForward() | GatedFeedForward():
             return {"d": hidden, "f": node.intermediate_size}
-        case LayerNorm() | RMSNorm() if path.endswith(HEAD_NORMS):
+        case LayerNorm() | RMSNorm() if path.endswith(("q_norm", "k_norm", "kv_norm")):
             return {"r" if path.endswith("kv_norm") else "c": node.size}
     return {"d": hidden}
 

@@ -130,7 +130,7 @@ def _shard(block: Block, tp: int) -> Block:
     else:
         units = _share(feed_forward.intermediate_size, tp, "units of the feed-forward")
         within = share(feed_forward, intermediate_size=units)
-    return share(block, attention=share(attention, **heads), feed_forward=within)
+    return block.replaced(attention=share(attention, **heads), feed_forward=within)
 
 
 def _share(number: int, tp: int, what: str) -> int:

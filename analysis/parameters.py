@@ -32,6 +32,7 @@ from ..components import (
     YarnScaling,
 )
 from ..display import Shown
+from ..errors import MissingComponent
 
 __all__ = [
     "LayerCount",
@@ -250,6 +251,7 @@ def _position(block: Block) -> str:
                 where = "" if dim == attention.head_dim else f", on {dim} of {attention.head_dim} dimensions"
             kind = "" if pairs == "halves" else ", pairs of neighbours"
             return f"rotary, base {plain_number(base)}{where}{kind}{_scaling(scaling)}"
+    raise MissingComponent(f"{type(block.attention.position).__name__} has no words here")
 
 
 def _scaling(scaling: RopeScaling | None) -> str:

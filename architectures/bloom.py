@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..components import ALiBi, Attention, Block, Embedding, FeedForward, Head, LayerNorm, ModelSpec
+from ..components import ALiBi, Attention, Block, Embedding, FeedForward, Head, LayerNorm, ModelSpec, SubLayer
 from .base import Architecture, Leaf, qkv
 from .config import ConfigReader
 from .layout import Layout
@@ -33,25 +33,31 @@ def read(config: ConfigReader) -> ModelSpec:
     if hidden % heads:
         raise config.fail("hidden_size", hidden, f"a multiple of n_head ({heads})")
     block = Block(
-        attention_norm=norm,
-        attention=Attention(
-            hidden_size=hidden,
-            heads=heads,
-            kv_heads=heads,
-            head_dim=hidden // heads,
-            scale=1.0 / math.sqrt(hidden // heads),
-            position=ALiBi(),
-            qkv_bias=True,
-            output_bias=True,
-            fused=True,
-        ),
-        feed_forward_norm=norm,
-        feed_forward=FeedForward(
-            hidden_size=hidden,
-            intermediate_size=4 * hidden,
-            activation="gelu_bloom",
-            up_bias=True,
-            down_bias=True,
+        sublayers=(
+            SubLayer(
+                mixer=Attention(
+                    hidden_size=hidden,
+                    heads=heads,
+                    kv_heads=heads,
+                    head_dim=hidden // heads,
+                    scale=1.0 / math.sqrt(hidden // heads),
+                    position=ALiBi(),
+                    qkv_bias=True,
+                    output_bias=True,
+                    fused=True,
+                ),
+                norm=norm,
+            ),
+            SubLayer(
+                mixer=FeedForward(
+                    hidden_size=hidden,
+                    intermediate_size=4 * hidden,
+                    activation="gelu_bloom",
+                    up_bias=True,
+                    down_bias=True,
+                ),
+                norm=norm,
+            ),
         ),
         residual="normed" if config.boolean("apply_residual_connection_post_layernorm", False) else "stream",
     )

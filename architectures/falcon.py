@@ -21,6 +21,7 @@ from ..components import (
     LayerNorm,
     ModelSpec,
     Rotary,
+    SubLayer,
 )
 from .base import Architecture, Leaf, qkv, usual_layer
 from .bloom import GROUPED_BIAS, GROUPED_WEIGHT
@@ -63,30 +64,36 @@ def read(config: ConfigReader) -> ModelSpec:
     rotary = read_rotary(config, head_dim + head_dim % 2 if alibi else head_dim, context)
     norm = LayerNorm(size=hidden, eps=config.number("layer_norm_epsilon", 1e-5))
     block = Block(
-        attention_norm=norm,
-        attention=Attention(
-            hidden_size=hidden,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            position=ALiBi(scaled=True, rounding="bfloat16") if alibi else rotary,
-            qkv_bias=bias,
-            output_bias=bias,
-            arithmetic="matmul_add",
-            scaling="divide",
-            kv_expansion="projection" if grouped else "broadcast",
-            fused=True,
-            softmax="input",
-        ),
-        feed_forward_norm=norm if two_norms or not parallel else None,
-        feed_forward=FeedForward(
-            hidden_size=hidden,
-            intermediate_size=config.optional_integer("ffn_hidden_size") or 4 * hidden,
-            activation=config.choice("activation", "gelu", ACTIVATIONS),
-            up_bias=bias,
-            down_bias=bias,
-            arithmetic="matmul_add",
+        sublayers=(
+            SubLayer(
+                mixer=Attention(
+                    hidden_size=hidden,
+                    heads=heads,
+                    kv_heads=kv_heads,
+                    head_dim=head_dim,
+                    scale=head_dim**-0.5,
+                    position=ALiBi(scaled=True, rounding="bfloat16") if alibi else rotary,
+                    qkv_bias=bias,
+                    output_bias=bias,
+                    arithmetic="matmul_add",
+                    scaling="divide",
+                    kv_expansion="projection" if grouped else "broadcast",
+                    fused=True,
+                    softmax="input",
+                ),
+                norm=norm,
+            ),
+            SubLayer(
+                mixer=FeedForward(
+                    hidden_size=hidden,
+                    intermediate_size=config.optional_integer("ffn_hidden_size") or 4 * hidden,
+                    activation=config.choice("activation", "gelu", ACTIVATIONS),
+                    up_bias=bias,
+                    down_bias=bias,
+                    arithmetic="matmul_add",
+                ),
+                norm=norm if two_norms or not parallel else None,
+            ),
         ),
         parallel=parallel,
     )

@@ -495,5 +495,5 @@ def _as_stored(spec: ModelSpec) -> ModelSpec:
         if isinstance(position, Rotary):
             position = refitted(position)
         attention = msgspec.structs.replace(attention, window=window, position=position)
-        blocks.append(msgspec.structs.replace(block, attention=attention))
+        blocks.append(block.replaced(attention=attention))
     return msgspec.structs.replace(spec, blocks=tuple(blocks), context_length=context)

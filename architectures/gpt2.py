@@ -19,6 +19,7 @@ from ..components import (
     LayerNorm,
     LearnedPositions,
     ModelSpec,
+    SubLayer,
 )
 from .base import Architecture, Leaf, qkv, usual_layer
 from .config import ConfigReader
@@ -71,22 +72,25 @@ def read(config: ConfigReader) -> ModelSpec:
 
     def block(layer: int) -> Block:
         return Block(
-            attention_norm=norm,
-            attention=Attention(
-                hidden_size=hidden,
-                heads=heads,
-                kv_heads=heads,
-                head_dim=hidden // heads,
-                scale=scale / float(layer + 1) if by_layer else scale,
-                qkv_bias=True,
-                output_bias=True,
-                arithmetic="conv1d",
-                fused=True,
-                softmax="input",
-                scores="float32" if upcast else "input",
+            sublayers=(
+                SubLayer(
+                    mixer=Attention(
+                        hidden_size=hidden,
+                        heads=heads,
+                        kv_heads=heads,
+                        head_dim=hidden // heads,
+                        scale=scale / float(layer + 1) if by_layer else scale,
+                        qkv_bias=True,
+                        output_bias=True,
+                        arithmetic="conv1d",
+                        fused=True,
+                        softmax="input",
+                        scores="float32" if upcast else "input",
+                    ),
+                    norm=norm,
+                ),
+                SubLayer(mixer=feed_forward, norm=norm),
             ),
-            feed_forward_norm=norm,
-            feed_forward=feed_forward,
         )
 
     return ModelSpec(

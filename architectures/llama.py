@@ -16,6 +16,7 @@ from ..components import (
     ModelSpec,
     RMSNorm,
     Rotary,
+    SubLayer,
 )
 from ..errors import CannotExpress
 from .base import Architecture, Leaf, usual_layer
@@ -66,22 +67,25 @@ def read_llama_like(
 
     def block(window: int | None) -> Block:
         return Block(
-            attention_norm=norm,
-            attention=Attention(
-                hidden_size=hidden,
-                heads=heads,
-                kv_heads=kv_heads,
-                head_dim=head_dim,
-                scale=head_dim**-0.5,
-                position=rotary,
-                window=window,
-                q_norm=head_norm,
-                k_norm=head_norm,
-                qkv_bias=qkv_bias,
-                output_bias=output_bias,
+            sublayers=(
+                SubLayer(
+                    mixer=Attention(
+                        hidden_size=hidden,
+                        heads=heads,
+                        kv_heads=kv_heads,
+                        head_dim=head_dim,
+                        scale=head_dim**-0.5,
+                        position=rotary,
+                        window=window,
+                        q_norm=head_norm,
+                        k_norm=head_norm,
+                        qkv_bias=qkv_bias,
+                        output_bias=output_bias,
+                    ),
+                    norm=norm,
+                ),
+                SubLayer(mixer=feed_forward, norm=norm),
             ),
-            feed_forward_norm=norm,
-            feed_forward=feed_forward,
         )
 
     by_window = {window: block(window) for window in set(windows or (None,))}

@@ -51,14 +51,14 @@ def read(config: ConfigReader) -> ModelSpec:
     mixture = MixtureOfExperts(
         hidden_size=dense.hidden_size, experts=experts, top_k=top_k, expert=replace(expert, fused=True)
     )
-    return replace(dense, blocks=tuple(replace(block, feed_forward=mixture) for block in dense.blocks))
+    return replace(dense, blocks=tuple(block.replaced(feed_forward=mixture) for block in dense.blocks))
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
     """Tree -> the config.json fields that describe it."""
     first = spec.blocks[0]
     mixture: Any = first.feed_forward
-    dense = replace(spec, blocks=(replace(first, feed_forward=mixture.expert), *spec.blocks[1:]))
+    dense = replace(spec, blocks=(first.replaced(feed_forward=mixture.expert), *spec.blocks[1:]))
     return {
         **write_llama_like(dense),
         "sliding_window": first.attention.window,

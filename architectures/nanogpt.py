@@ -90,8 +90,7 @@ def _without_biases(spec: ModelSpec) -> ModelSpec:
         return msgspec.structs.replace(found, bias=False) if isinstance(found, LayerNorm) else found
 
     blocks = tuple(
-        msgspec.structs.replace(
-            block,
+        block.replaced(
             attention_norm=norm(block.attention_norm),
             attention=msgspec.structs.replace(block.attention, qkv_bias=False, output_bias=False),
             feed_forward_norm=norm(block.feed_forward_norm),

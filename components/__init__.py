@@ -15,26 +15,14 @@ from __future__ import annotations
 
 from .activations import FACTS, Activation, Facts, function_of
 from .attention import Attention
-from .base import Arithmetic, Component, Parameter, Positive, Scale, Shape, Size, Turns
-from .block import Block
+from .base import KINDS, Arithmetic, Component, Mixer, Parameter, Role, Shape, Weight, recast
+from .block import Block, SubLayer
 from .ends import Embedding, Head
 from .feed_forward import FeedForward, GatedFeedForward
 from .latent_attention import LatentAttention
 from .mixture import MixtureOfExperts
-from .model import (
-    HEAD_NORMS,
-    LABELS,
-    MOST_RUNS,
-    ROUNDING,
-    SCHEMA_VERSION,
-    ModelSpec,
-    component_label,
-    differences,
-    from_json,
-    to_json,
-    without_rounding,
-)
-from .norms import LayerNorm, Norm, RMSNorm
+from .model import ModelSpec, differences, without_rounding
+from .norms import Gain, LayerNorm, Norm, RMSNorm
 from .positions import (
     ALiBi,
     DynamicScaling,
@@ -42,18 +30,17 @@ from .positions import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    Position,
     ProportionalScaling,
     RopeScaling,
     Rotary,
     YarnScaling,
 )
+from .serialise import SCHEMA_VERSION, from_json, to_json
 
 __all__ = [
     "FACTS",
-    "HEAD_NORMS",
-    "LABELS",
-    "MOST_RUNS",
-    "ROUNDING",
+    "KINDS",
     "SCHEMA_VERSION",
     "ALiBi",
     "Activation",
@@ -65,6 +52,7 @@ __all__ = [
     "Embedding",
     "Facts",
     "FeedForward",
+    "Gain",
     "GatedFeedForward",
     "Head",
     "LatentAttention",
@@ -73,24 +61,25 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
+    "Mixer",
     "MixtureOfExperts",
     "ModelSpec",
     "Norm",
     "Parameter",
-    "Positive",
+    "Position",
     "ProportionalScaling",
     "RMSNorm",
+    "Role",
     "RopeScaling",
     "Rotary",
-    "Scale",
     "Shape",
-    "Size",
-    "Turns",
+    "SubLayer",
+    "Weight",
     "YarnScaling",
-    "component_label",
     "differences",
     "from_json",
     "function_of",
+    "recast",
     "to_json",
     "without_rounding",
 ]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
+
+import msgspec
 
 from ..errors import ConfigError
-from .base import Arithmetic, Component, Scale, Shape, Size
-from .norms import RMSNorm
-from .positions import ALiBi, Rotary
+from .base import Arithmetic, Component, Mixer, Scale, Size, Weight, bias
+from .norms import Norm
+from .positions import ALiBi, Position, Rotary
 
 __all__ = ["Attention"]
 
 
-class Attention(Component, frozen=True):
+class Attention(Mixer, Component, frozen=True):
     """Causal self-attention with `heads` query heads and `kv_heads` key and value heads (MHA, GQA, MQA).
 
     `scale` multiplies q·k; with `scaling` "divide" the scores are divided by its inverse instead. `window` w lets
@@ -23,15 +25,19 @@ class Attention(Component, frozen=True):
     (not in a fused kernel), `scores` "float32" makes them of q and k in fp32 at least, the scale inside their product.
     """
 
+    label = "attention"
+    slot = "attention"
+    rounds = ("arithmetic", "scaling", "kv_expansion", "fused", "softmax", "scores")
+
     hidden_size: Size
     heads: Size
     kv_heads: Size
     head_dim: Size
     scale: Scale
-    position: Rotary | ALiBi | None = None
+    position: Position | None = None
     window: Size | None = None
-    q_norm: RMSNorm | None = None
-    k_norm: RMSNorm | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     arithmetic: Arithmetic = "linear"
@@ -62,16 +68,24 @@ class Attention(Component, frozen=True):
         """Query heads a key-value head."""
         return self.heads // self.kv_heads
 
-    def shapes(self) -> dict[str, Shape]:
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        shapes: dict[str, Shape] = {
-            "q_proj.weight": (q, self.hidden_size),
-            "k_proj.weight": (kv, self.hidden_size),
-            "v_proj.weight": (kv, self.hidden_size),
-            "o_proj.weight": (self.hidden_size, q),
+    def weights(self) -> dict[str, Weight]:
+        q, kv, hidden = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden_size
+        found = {
+            "q_proj.weight": Weight((q, hidden), "reads"),
+            "k_proj.weight": Weight((kv, hidden), "reads"),
+            "v_proj.weight": Weight((kv, hidden), "reads"),
+            "o_proj.weight": Weight((hidden, q), "writes"),
         }
         if self.qkv_bias:
-            shapes |= {"q_proj.bias": (q,), "k_proj.bias": (kv,), "v_proj.bias": (kv,)}
+            found |= {"q_proj.bias": bias(q), "k_proj.bias": bias(kv), "v_proj.bias": bias(kv)}
         if self.output_bias:
-            shapes["o_proj.bias"] = (self.hidden_size,)
-        return shapes
+            found["o_proj.bias"] = bias(hidden)
+        return found
+
+    def alike(self) -> Self:
+        return msgspec.structs.replace(super().alike(), scale=plain_scale(self.scale))
+
+
+def plain_scale(scale: float) -> float:
+    """A scale without its last digits: of 1/√d, one family divides and another takes a power."""
+    return float(f"{scale:.14g}")

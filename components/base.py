@@ -1,52 +1,182 @@
-"""What every component has: fields that are checked, parameters by name and shape. No torch."""
+"""What every component has: checked fields, parameters with their roles, the components inside it. No torch."""
 
 from __future__ import annotations
 
 import math
 import sys
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import msgspec
 from msgspec import Meta
 
-__all__ = ["Arithmetic", "Component", "Parameter", "Positive", "Scale", "Shape", "Size", "Turns"]
+from ..errors import ConfigError
+
+__all__ = [
+    "KINDS",
+    "Arithmetic",
+    "Component",
+    "Mixer",
+    "Open",
+    "Parameter",
+    "Positive",
+    "Role",
+    "Scale",
+    "Shape",
+    "Size",
+    "Turns",
+    "Weight",
+    "recast",
+]
 
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-
-
 Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
-
-
 Turns = Annotated[float, Meta(ge=1e-30, le=1e30)]
-
-
 Scale = Annotated[float, Meta(gt=0, le=3.4028234663852886e38)]
 """A factor of scores, which are multiplied in fp32: no larger than fp32 holds."""
-
-
 Shape = tuple[int, ...]
-
 
 Arithmetic = Literal["linear", "conv1d", "matmul_add"]
 """How x·Wᵀ + b is computed: one fused linear; GPT-2's addmm on a weight that lies [in, out] in memory; Falcon's
 matmul and then, rounded once more, the bias."""
 
+Role = Literal["table", "reads", "writes", "inner", "router", "gain", "bias"]
+"""What a parameter does.
 
-class Component(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """A node of the tree."""
+- table: a row for each token or position, as wide as the stream
+- reads, writes: a matrix whose columns, or whose rows, are the stream
+- router: a matrix that reads the stream and chooses
+- inner: anything between these, which the stream does not meet
+- gain, bias: a vector that is multiplied, or added
+"""
+
+
+class Weight(NamedTuple):
+    """A component's own parameter: its shape, its role, and the value with which training starts where it is one for
+    all elements (None: they are drawn).
+    """
+
+    shape: Shape
+    role: Role
+    initial: float | None = None
+
+
+def bias(size: int) -> Weight:
+    """A vector that is added, and starts at 0."""
+    return Weight((size,), "bias", 0.0)
+
+
+KINDS: dict[str, type[Component]] = {}
+"""Every kind of component by its name, those of plugins included: what `type` says in a tree's JSON."""
+
+
+class Component(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, omit_defaults=True, dict=False
+):
+    """A node of the tree.
+
+    label: the row of a parameter table under which its parameters are counted; None where it has none.
+    rounds: the fields that say how it rounds, and nothing of what function it is.
+    """
+
+    label: ClassVar[str | None] = None
+    rounds: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        other = KINDS.setdefault(cls.__name__, cls)
+        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ConfigError(f"{cls.__module__} has a component {cls.__name__}, and so has {other.__module__}")
+        KINDS[cls.__name__] = cls
+
+    def weights(self) -> dict[str, Weight]:
+        """This node's own parameters (not its children's), by name within the node."""
+        return {}
 
     def shapes(self) -> dict[str, Shape]:
-        """This node's own parameters (not its children's): name within the node -> shape."""
-        return {}
+        """The shapes of `weights`."""
+        return {name: weight.shape for name, weight in self.weights().items()}
+
+    def entries(self) -> dict[str, Any]:
+        """What it is made of, by the names that paths have: its fields, unless a kind says otherwise."""
+        return {name: getattr(self, name) for name in self.__struct_fields__}
+
+    def children(self) -> Iterator[tuple[str, Component]]:
+        """The components inside it, by name, in the order of computation."""
+        for name, value in self.entries().items():
+            if isinstance(value, Component):
+                yield name, value
+            elif isinstance(value, tuple):
+                yield from ((f"{name}.{i}", each) for i, each in enumerate(value) if isinstance(each, Component))
+
+    def defaults(self) -> dict[str, Any]:
+        """The fields that need not be given, with their values then."""
+        names = self.__struct_fields__
+        return dict(zip(reversed(names), reversed(self.__struct_defaults__), strict=False))
+
+    def alike(self) -> Self:
+        """The component that stands for all which compute its function: the fields that round are as by default."""
+        plain = self.defaults()
+        return msgspec.structs.replace(self, **{name: plain[name] for name in self.rounds})
+
+
+if TYPE_CHECKING:
+    Open = Component
+else:
+
+    class Open:
+        """What a class inherits that stands for an open set of kinds; records inherit it and `Component`.
+
+        For the type checker it is a component. To msgspec it must be no Struct: that is decoded by a hook, which knows
+        every kind there is, where a union of Structs would be closed.
+        """
+
+        __slots__ = ()
+
+        def __init_subclass__(cls, **options: Any) -> None:
+            super().__init_subclass__(**(options if issubclass(cls, Component) else {}))
+
+
+class Mixer(Open, frozen=True):
+    """What stands in a block between the stream and the stream: attention, a feed-forward, a recurrence.
+
+    A record of a kind inherits it beside `Component`. slot: what a block calls it in parameters' names.
+    """
+
+    __slots__ = ()
+    slot: ClassVar[str]
+    hidden_size: int
+
+
+def recast(node: Component, kind: type[Any], **fields: Any) -> Any:
+    """A component of another kind with the fields of `node` that both have, and with `fields`.
+
+    Raises:
+        ConfigError: `node` has a field, at a value other than its default, that `kind` lacks and is not in `fields`.
+
+    """
+    kept = node.entries()
+    lost = [
+        name
+        for name, value in node.defaults().items()
+        if kept[name] != value and name not in node.rounds and name not in {*kind.__struct_fields__, *fields}
+    ]
+    if lost:
+        raise ConfigError(f"{kind.__name__} has no {' and no '.join(lost)}, which this {type(node).__name__} has")
+    return kind(**{name: value for name, value in kept.items() if name in kind.__struct_fields__} | fields)
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """One stored tensor: its shared name, shape, the component it is counted under, and its layer if in a block."""
+    """One stored tensor: its shared name, shape, the component it is counted under, its layer if in a block, its role,
+    and the value with which training starts (None: it is drawn).
+    """
 
     name: str
     shape: Shape
     component: str
     layer: int | None
+    role: Role = "inner"
+    initial: float | None = None
 
     @property
     def count(self) -> int:

@@ -1,40 +1,152 @@
-"""One layer. No torch."""
+"""One layer: sub-layers, and how each meets the stream. No torch."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
-from ..errors import ConfigError
+import msgspec
+
+from ..errors import ConfigError, MissingComponent
 from .attention import Attention
-from .base import Component
+from .base import Component, Mixer, Positive
 from .feed_forward import FeedForward, GatedFeedForward
 from .latent_attention import LatentAttention
 from .mixture import MixtureOfExperts
 from .norms import Norm
 
-__all__ = ["Block"]
+__all__ = ["Block", "SubLayer"]
+
+NORMS = ("norm", "output_norm", "sum_norm")
+
+
+class SubLayer(Component, frozen=True):
+    """A mixer and its norms: y = mixer(norm(x)), x = sum_norm(x + multiplier · output_norm(y)).
+
+    Norms that are None are left out: pre-norm has `norm` alone, a sandwich (Gemma 2) `norm` and `output_norm`, OLMo 2
+    `output_norm`, and post-norm (Vaswani et al. 2017) `sum_norm`. `multiplier` scales the branch (Granite).
+    """
+
+    mixer: Mixer
+    norm: Norm | None = None
+    output_norm: Norm | None = None
+    sum_norm: Norm | None = None
+    multiplier: Positive = 1.0
+
+    def parts(self) -> dict[str, Any]:
+        """Its fields by the names that they have in a block: "attention_norm", "attention", …"""
+        slot = self.mixer.slot
+        named = {"norm": self.norm, "": self.mixer}
+        named |= {name: getattr(self, name) for name in ("output_norm", "sum_norm", "multiplier")}
+        return {f"{slot}_{name}".rstrip("_"): value for name, value in named.items()}
 
 
 class Block(Component, frozen=True):
-    """One layer, norms before attention and feed-forward ("pre-norm").
+    """One layer: its sub-layers, one after the other.
 
-    serial:   x = r + attention(attention_norm(x)), then x = r + feed_forward(feed_forward_norm(x))
-    parallel: x = r + (feed_forward(feed_forward_norm(x)) + attention(attention_norm(x)))
+    With `parallel` all of them read the layer's input, through norms of their own or, where one has none, through the
+    first one's, and their results are added to it together: the last one's and then those before. With `residual`
+    "normed" a sub-layer's result is added to its norm's output, not to the stream (BLOOM's
+    apply_residual_connection_post_layernorm).
 
-    where r is x itself, or the norm's output with `residual` "normed" (BLOOM's
-    apply_residual_connection_post_layernorm). A parallel block without `feed_forward_norm` feeds both branches
-    from `attention_norm`.
+    A sub-layer's parts go by its mixer's slot: `blocks.3.attention_norm`, `blocks.3.attention`.
     """
 
-    attention_norm: Norm
-    attention: Attention | LatentAttention
-    feed_forward: FeedForward | GatedFeedForward | MixtureOfExperts
-    feed_forward_norm: Norm | None = None
+    sublayers: tuple[SubLayer, ...]
     parallel: bool = False
     residual: Literal["stream", "normed"] = "stream"
 
     def __post_init__(self) -> None:
-        if self.feed_forward_norm is None and not self.parallel:
-            raise ConfigError("a serial block needs a norm before its feed-forward")
+        slots = [sublayer.mixer.slot for sublayer in self.sublayers]
+        if not slots or len(set(slots)) < len(slots):
+            raise ConfigError(f"a block needs sub-layers, each of a slot of its own, not {slots}")
+        widths = {size: name for name, size in self.widths()}
+        if len(widths) > 1:
+            raise ConfigError(" and ".join(f"{name} of {size}" for size, name in widths.items()) + " in one block")
         if self.parallel and self.residual == "normed":
             raise ConfigError("a parallel block adds to the stream itself, not to a norm's output")
+        for sublayer in self.sublayers:
+            if self.residual == "normed" and sublayer.norm is None:
+                raise ConfigError(f"what {sublayer.mixer.slot} gives is added to its norm's output, and it has no norm")
+            if self.parallel and sublayer.sum_norm is not None:
+                raise ConfigError("a parallel block has one sum, and no norms of the sums of its sub-layers")
+
+    def widths(self) -> Iterator[tuple[str, int]]:
+        """How wide each part is that meets the stream: (name, size)."""
+        for sublayer in self.sublayers:
+            for name, part in sublayer.parts().items():
+                if isinstance(part, Mixer):
+                    yield name, part.hidden_size
+                elif isinstance(part, Norm):
+                    yield name, part.size
+
+    def entries(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for sublayer in self.sublayers:
+            found |= sublayer.parts()
+        return found | {"parallel": self.parallel, "residual": self.residual}
+
+    def replaced(self, **parts: Any) -> Block:
+        """The block with other parts, by the names of `entries`, as attention or feed_forward_norm."""
+        own = {name: parts.pop(name) for name in ("parallel", "residual") if name in parts}
+        sublayers = []
+        for sublayer in self.sublayers:
+            slot, fields = sublayer.mixer.slot, {}
+            for name in parts.keys() & sublayer.parts().keys():
+                fields["mixer" if name == slot else name.removeprefix(f"{slot}_")] = parts.pop(name)
+            sublayers.append(msgspec.structs.replace(sublayer, **fields))
+        if parts:
+            raise MissingComponent(f"a block of {self.slots} has no {' and no '.join(parts)}")
+        return msgspec.structs.replace(self, sublayers=tuple(sublayers), **own)
+
+    @property
+    def slots(self) -> str:
+        """What is in it, in words: "attention and feed_forward"."""
+        return " and ".join(f"{sublayer.mixer.slot} ({type(sublayer.mixer).__name__})" for sublayer in self.sublayers)
+
+    def mixer(self, slot: str) -> Mixer | None:
+        """The mixer of a slot, where there is one."""
+        return next((each.mixer for each in self.sublayers if each.mixer.slot == slot), None)
+
+    @property
+    def attention(self) -> Attention | LatentAttention:
+        """Its attention; raises MissingComponent where it has none."""
+        found = self.mixer("attention")
+        if not isinstance(found, Attention | LatentAttention):
+            raise MissingComponent(f"this needs attention in every layer, and one is made of {self.slots}")
+        return found
+
+    @property
+    def feed_forward(self) -> FeedForward | GatedFeedForward | MixtureOfExperts:
+        """Its feed-forward; raises MissingComponent where it has none."""
+        found = self.mixer("feed_forward")
+        if not isinstance(found, FeedForward | GatedFeedForward | MixtureOfExperts):
+            raise MissingComponent(f"this needs a feed-forward in every layer, and one is made of {self.slots}")
+        return found
+
+    @property
+    def attention_norm(self) -> Norm:
+        """The norm before its attention; raises MissingComponent where there is none."""
+        found = next((each.norm for each in self.sublayers if each.mixer.slot == "attention"), None)
+        if found is None:
+            raise MissingComponent(f"this needs a norm before attention, and a layer of {self.slots} has none")
+        return found
+
+    @property
+    def feed_forward_norm(self) -> Norm | None:
+        """The norm before its feed-forward, where it has one of its own."""
+        return next((each.norm for each in self.sublayers if each.mixer.slot == "feed_forward"), None)
+
+    def plain(self) -> None:
+        """Refuse what stands between a mixer and the stream beside a norm before it, for who looks at that norm alone.
+
+        Raises:
+            MissingComponent: a norm of an output or of a sum, or a multiplier.
+
+        """
+        for sublayer in self.sublayers:
+            for name, value in sublayer.defaults().items():
+                if name != "norm" and getattr(sublayer, name) != value:
+                    raise MissingComponent(
+                        f"this knows norms before a sub-layer alone, and {sublayer.mixer.slot} has {name} too"
+                    )

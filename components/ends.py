@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Component, Shape, Size
+from .base import Component, Size, Weight, bias
 from .norms import Norm
 
 __all__ = ["Embedding", "Head"]
@@ -11,22 +11,26 @@ __all__ = ["Embedding", "Head"]
 class Embedding(Component, frozen=True):
     """The token table; `norm` is applied to its rows before the first block (BLOOM)."""
 
+    label = "embedding"
+
     vocab_size: Size
     hidden_size: Size
     norm: Norm | None = None
 
-    def shapes(self) -> dict[str, Shape]:
-        return {"weight": (self.vocab_size, self.hidden_size)}
+    def weights(self) -> dict[str, Weight]:
+        return {"weight": Weight((self.vocab_size, self.hidden_size), "table")}
 
 
 class Head(Component, frozen=True):
     """Logits from hidden states. `tied`: its weight is the embedding's, and is stored once."""
+
+    label = "head"
 
     vocab_size: Size
     hidden_size: Size
     tied: bool = False
     bias: bool = False
 
-    def shapes(self) -> dict[str, Shape]:
-        shapes: dict[str, Shape] = {} if self.tied else {"weight": (self.vocab_size, self.hidden_size)}
-        return shapes | ({"bias": (self.vocab_size,)} if self.bias else {})
+    def weights(self) -> dict[str, Weight]:
+        found = {} if self.tied else {"weight": Weight((self.vocab_size, self.hidden_size), "reads")}
+        return found | ({"bias": bias(self.vocab_size)} if self.bias else {})

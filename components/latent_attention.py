@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
+import msgspec
 from msgspec import Meta
 
 from ..errors import ConfigError
-from .base import Arithmetic, Component, Scale, Shape, Size
-from .norms import RMSNorm
-from .positions import ALiBi, Rotary
+from .attention import plain_scale
+from .base import Arithmetic, Component, Mixer, Scale, Size, Weight, bias
+from .norms import Norm
+from .positions import Position, Rotary
 
 __all__ = ["LatentAttention"]
 
 
-class LatentAttention(Component, frozen=True):
+class LatentAttention(Mixer, Component, frozen=True):
     """Multi-head latent attention (DeepSeek-V2 2405.04434, section 2.1; TransMLA 2502.07864).
 
     Of each token a latent c = kv_down(x), `kv_rank` wide, with `kv_norm` where there is one, is what keys and values
@@ -29,6 +31,10 @@ class LatentAttention(Component, frozen=True):
     same to all of a query's scores, and one on v_up is an output bias.
     """
 
+    label = "attention"
+    slot = "attention"
+    rounds = ("arithmetic",)
+
     hidden_size: Size
     heads: Size
     kv_rank: Size
@@ -36,9 +42,9 @@ class LatentAttention(Component, frozen=True):
     value_dim: Size
     scale: Scale
     rope_heads: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
-    position: Rotary | ALiBi | None = None
+    position: Position | None = None
     window: Size | None = None
-    kv_norm: RMSNorm | None = None
+    kv_norm: Norm | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     arithmetic: Arithmetic = "linear"
@@ -61,19 +67,25 @@ class LatentAttention(Component, frozen=True):
         """Elements of a query head: those without a position, and then the rotated ones."""
         return self.nope_dim + self.rope_dim
 
-    def shapes(self) -> dict[str, Shape]:
+    def weights(self) -> dict[str, Weight]:
         q, hidden = self.heads * self.query_dim, self.hidden_size
-        shapes: dict[str, Shape] = {"q_proj.weight": (q, hidden), "kv_down_proj.weight": (self.kv_rank, hidden)}
+        found = {
+            "q_proj.weight": Weight((q, hidden), "reads"),
+            "kv_down_proj.weight": Weight((self.kv_rank, hidden), "reads"),
+        }
         if self.rope_dim:
-            shapes["k_rope_proj.weight"] = (self.rope_dim, hidden)
+            found["k_rope_proj.weight"] = Weight((self.rope_dim, hidden), "reads")
         if self.nope_dim:
-            shapes["k_up_proj.weight"] = (self.heads * self.nope_dim, self.kv_rank)
-        shapes["v_up_proj.weight"] = (self.heads * self.value_dim, self.kv_rank)
-        shapes["o_proj.weight"] = (hidden, self.heads * self.value_dim)
+            found["k_up_proj.weight"] = Weight((self.heads * self.nope_dim, self.kv_rank), "inner")
+        found["v_up_proj.weight"] = Weight((self.heads * self.value_dim, self.kv_rank), "inner")
+        found["o_proj.weight"] = Weight((hidden, self.heads * self.value_dim), "writes")
         if self.qkv_bias:
-            shapes |= {"q_proj.bias": (q,), "kv_down_proj.bias": (self.kv_rank,)}
+            found |= {"q_proj.bias": bias(q), "kv_down_proj.bias": bias(self.kv_rank)}
             if self.rope_dim:
-                shapes["k_rope_proj.bias"] = (self.rope_dim,)
+                found["k_rope_proj.bias"] = bias(self.rope_dim)
         if self.output_bias:
-            shapes["o_proj.bias"] = (hidden,)
-        return shapes
+            found["o_proj.bias"] = bias(hidden)
+        return found
+
+    def alike(self) -> Self:
+        return msgspec.structs.replace(super().alike(), scale=plain_scale(self.scale))

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
 from msgspec import Meta
 
 from ..errors import ConfigError
-from .base import Component, Shape, Size
+from .base import Component, Mixer, Size, Weight
 from .feed_forward import FeedForward, GatedFeedForward
 
 __all__ = ["MixtureOfExperts"]
 
 
-class MixtureOfExperts(Component, frozen=True):
+class MixtureOfExperts(Mixer, Component, frozen=True):
     """`experts` feed-forwards of one kind, of which a router takes `top_k` for each token (Shazeer 1701.06538).
 
     p = softmax(router(x)), in fp32 at least; the output is Σ p_e · expert_e(x) over the top_k largest p. With
     `normalise` these are divided by their sum (Mixtral 2401.04088), so that experts which are alike give what one of
     them gives.
     """
+
+    label = "router"
+    slot = "feed_forward"
 
     hidden_size: Size
     experts: Annotated[int, Meta(ge=1, le=1024)]
@@ -38,5 +42,8 @@ class MixtureOfExperts(Component, frozen=True):
         """Of each expert."""
         return self.expert.intermediate_size
 
-    def shapes(self) -> dict[str, Shape]:
-        return {"router.weight": (self.experts, self.hidden_size)}
+    def children(self) -> Iterator[tuple[str, Component]]:
+        return ((f"experts.{number}", self.expert) for number in range(self.experts))
+
+    def weights(self) -> dict[str, Weight]:
+        return {"router.weight": Weight((self.experts, self.hidden_size), "router")}

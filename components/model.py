@@ -1,64 +1,48 @@
-"""A model as a tree of components, and the walks over any tree: its parameters, differences, JSON. No torch."""
+"""A model as a tree of components, and the walks over any tree: its nodes, parameters, differences. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
-
-import msgspec
 
 from ..display import Shown
 from ..errors import ConfigError
-from .activations import function_of
-from .attention import Attention
-from .base import Component, Parameter, Size
+from .base import Component, Mixer, Parameter, Size
 from .block import Block
 from .ends import Embedding, Head
-from .feed_forward import FeedForward, GatedFeedForward
-from .latent_attention import LatentAttention
-from .mixture import MixtureOfExperts
-from .norms import LayerNorm, Norm, RMSNorm
-from .positions import ALiBi, LearnedPositions
+from .norms import Norm
+from .positions import LearnedPositions
 
-__all__ = [
-    "HEAD_NORMS",
-    "LABELS",
-    "MOST_RUNS",
-    "ROUNDING",
-    "SCHEMA_VERSION",
-    "ModelSpec",
-    "component_label",
-    "differences",
-    "from_json",
-    "to_json",
-    "without_rounding",
-]
-
-HEAD_NORMS = ("q_norm", "k_norm", "kv_norm")
-"""An attention's own norms, which are not as wide as the stream."""
+__all__ = ["ModelSpec", "differences", "without_rounding"]
 
 
-class ModelSpec(Component, Shown, frozen=True):
+class ModelSpec(Component, Shown, frozen=True, kw_only=True):
     """A decoder-only language model. `context_length` is the longest sequence it was trained for, where known."""
 
     embedding: Embedding
+    positions: LearnedPositions | None = None
     blocks: tuple[Block, ...]
     final_norm: Norm
     head: Head
-    positions: LearnedPositions | None = None
     context_length: Size | None = None
 
     def __post_init__(self) -> None:
         if not self.blocks:
             raise ConfigError("a model needs at least one layer")
-        for name, node in self.nodes():
-            size = getattr(node, "hidden_size", None)
-            if isinstance(node, LayerNorm | RMSNorm | LearnedPositions) and not name.endswith(HEAD_NORMS):
-                size = node.size
-            if size is not None and size != self.embedding.hidden_size:
+        for name, size in self._widths():
+            if size != self.embedding.hidden_size:
                 raise ConfigError(f"{name} is {size} wide, the embedding {self.embedding.hidden_size}")
         if self.head.vocab_size != self.embedding.vocab_size:
             raise ConfigError(f"head of {self.head.vocab_size} tokens on a vocabulary of {self.embedding.vocab_size}")
+
+    def _widths(self) -> Iterator[tuple[str, int]]:
+        norms = {"embedding.norm": self.embedding.norm, "positions": self.positions, "final_norm": self.final_norm}
+        yield from ((name, node.size) for name, node in norms.items() if node is not None)
+        for block, run in groupby(enumerate(self.blocks), key=lambda pair: pair[1]):
+            first = next(run)[0]
+            yield from ((f"blocks.{first}.{name}", size) for name, size in block.widths())
+        yield "head", self.head.hidden_size
 
     def __repr__(self) -> str:
         """The tree in a few lines; `to_json` has all of it."""
@@ -73,9 +57,8 @@ class ModelSpec(Component, Shown, frozen=True):
         lines = [f"ModelSpec of {sizes}", f"  {_told(self.embedding)}"]
         lines += [f"  {_told(self.positions)}"] if self.positions is not None else []
         for first, last, block in runs[:MOST_RUNS]:
-            nodes = (block.attention_norm, block.attention, block.feed_forward_norm, block.feed_forward)
             where = f"{first}" if first == last else f"{first}–{last}"
-            lines.append(f"  blocks.{where}: {', '.join(_told(node) for node in nodes if node is not None)}")
+            lines.append(f"  blocks.{where}: {', '.join(_told(node) for _, node in block.children())}")
         lines += [f"  … {len(runs) - MOST_RUNS:,} more runs of layers"] if len(runs) > MOST_RUNS else []
         return "\n".join([*lines, f"  {_told(self.final_norm)}", f"  {_told(self.head)}"])
 
@@ -89,38 +72,36 @@ class ModelSpec(Component, Shown, frozen=True):
 
     def nodes(self) -> Iterator[tuple[str, Component]]:
         """Every component that may hold parameters, depth first in the order of computation: (path, node)."""
-        yield "embedding", self.embedding
-        if self.embedding.norm is not None:
-            yield "embedding.norm", self.embedding.norm
-        if self.positions is not None:
-            yield "positions", self.positions
-        for index, block in enumerate(self.blocks):
-            path = f"blocks.{index}"
-            yield f"{path}.attention_norm", block.attention_norm
-            yield f"{path}.attention", block.attention
-            for name in HEAD_NORMS:
-                norm = getattr(block.attention, name, None)
-                if norm is not None:
-                    yield f"{path}.attention.{name}", norm
-            if block.feed_forward_norm is not None:
-                yield f"{path}.feed_forward_norm", block.feed_forward_norm
-            yield f"{path}.feed_forward", block.feed_forward
-            if isinstance(block.feed_forward, MixtureOfExperts):
-                for expert in range(block.feed_forward.experts):
-                    yield f"{path}.feed_forward.experts.{expert}", block.feed_forward.expert
-        yield "final_norm", self.final_norm
-        yield "head", self.head
+        for _, root, top in self._roots():
+            yield from ((path, node) for path, node in walk(top, root) if node.label is not None)
 
     def parameters(self) -> Iterator[Parameter]:
         """Every stored tensor once, in the order of `nodes`."""
-        for path, node in self.nodes():
-            layer = int(path.split(".")[1]) if path.startswith("blocks.") else None
-            for name, shape in node.shapes().items():
-                yield Parameter(f"{path}.{name}", shape, component_label(node), layer)
+        for layer, root, top in self._roots():
+            for path, node in walk(top, root):
+                for name, weight in node.weights().items():
+                    if node.label is None:
+                        raise ConfigError(f"{type(node).__name__} has parameters and no label under which they count")
+                    yield Parameter(f"{path}.{name}", weight.shape, node.label, layer, weight.role, weight.initial)
+
+    def _roots(self) -> Iterator[tuple[int | None, str, Component]]:
+        """The trees below this node, and in which layer each is."""
+        for name, value in self.entries().items():
+            if isinstance(value, Component):
+                yield None, name, value
+            elif isinstance(value, tuple):
+                yield from ((layer, f"{name}.{layer}", block) for layer, block in enumerate(value))
 
 
 MOST_RUNS = 8
 """Runs of layers alike that a tree's repr lists."""
+
+
+def walk(node: Component, path: str) -> Iterator[tuple[str, Component]]:
+    """A component and all that are inside it, depth first in the order of computation: (path, node)."""
+    yield path, node
+    for name, child in node.children():
+        yield from walk(child, f"{path}.{name}")
 
 
 def _told(node: Component) -> str:
@@ -128,27 +109,8 @@ def _told(node: Component) -> str:
     plain = {name: getattr(node, name) for name in node.__struct_fields__ if name not in ("hidden_size", "scale")}
     sizes = [f"{name} {value:,}" for name, value in plain.items() if type(value) is int]
     sizes += [name for name, value in plain.items() if value is True]
-    inside = [_told(value) for value in plain.values() if isinstance(value, FeedForward | GatedFeedForward)]
+    inside = [_told(value) for value in plain.values() if isinstance(value, Mixer)]
     return f"{type(node).__name__}({', '.join([*sizes, *inside])})"
-
-
-LABELS: dict[type[Component], str] = {
-    Embedding: "embedding",
-    LearnedPositions: "positions",
-    Attention: "attention",
-    LatentAttention: "attention",
-    FeedForward: "feed-forward",
-    GatedFeedForward: "feed-forward",
-    MixtureOfExperts: "router",
-    LayerNorm: "norms",
-    RMSNorm: "norms",
-    Head: "head",
-}
-
-
-def component_label(node: Component) -> str:
-    """The row of a parameter table under which this node is counted."""
-    return LABELS[type(node)]
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[tuple[str, Any, Any]]:
@@ -156,26 +118,17 @@ def differences(a: Any, b: Any, path: str = "") -> list[tuple[str, Any, Any]]:
     if type(a) is not type(b):
         return [(path or "model", a, b)]
     if isinstance(a, Component):
-        found = []
-        for field in a.__struct_fields__:
-            found += differences(getattr(a, field), getattr(b, field), f"{path}.{field}" if path else field)
-        return found
+        one, other = a.entries(), b.entries()
+        return [
+            difference
+            for name in dict.fromkeys((*one, *other))
+            for difference in differences(one.get(name), other.get(name), f"{path}.{name}" if path else name)
+        ]
     if isinstance(a, tuple):
         if len(a) != len(b):
             return [(path, f"{len(a)} entries", f"{len(b)} entries")]
         return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, f"{path}.{i}")]
     return [] if a == b else [(path, a, b)]
-
-
-ROUNDING: dict[type[Component], tuple[str, ...]] = {
-    RMSNorm: ("cast",),
-    ALiBi: ("rounding",),
-    Attention: ("arithmetic", "scaling", "kv_expansion", "fused", "softmax", "scores"),
-    LatentAttention: ("arithmetic",),
-    FeedForward: ("arithmetic",),
-    GatedFeedForward: ("arithmetic", "fused"),
-}
-"""The fields that say how a component rounds, and nothing of what function it is."""
 
 
 def without_rounding(node: Any) -> Any:
@@ -186,39 +139,5 @@ def without_rounding(node: Any) -> Any:
         return tuple(without_rounding(each) for each in node)
     if not isinstance(node, Component):
         return node
-    plain = type(node).__struct_fields__
-    fields = {name: without_rounding(getattr(node, name)) for name in plain}
-    defaults = dict(zip(reversed(plain), reversed(type(node).__struct_defaults__), strict=False))
-    fields.update({name: defaults[name] for name in ROUNDING.get(type(node), ())})
-    if "activation" in fields:
-        fields["activation"] = function_of(fields["activation"])
-    if isinstance(node, Attention | LatentAttention):  # 1/√d, as one family divides and another takes a power
-        fields["scale"] = float(f"{node.scale:.14g}")
-    return type(node)(**fields)
-
-
-SCHEMA_VERSION = 1
-
-
-def to_json(spec: ModelSpec) -> Any:
-    """The tree as plain JSON values, with the schema's version."""
-    return {"schema_version": SCHEMA_VERSION, **msgspec.json.decode(msgspec.json.encode(spec))}
-
-
-def from_json(data: Any) -> ModelSpec:
-    """The tree from plain JSON values.
-
-    Raises:
-        ConfigError: another schema version; a field that is missing, unknown, or of the wrong type or range.
-
-    """
-    version = data.get("schema_version") if isinstance(data, dict) else None
-    if version != SCHEMA_VERSION:
-        raise ConfigError(
-            f"not a model spec of schema version {SCHEMA_VERSION}, which this gptkit reads: {version!r:.40}",
-            "Update gptkit, or convert the original again.",
-        )
-    try:
-        return msgspec.convert({key: value for key, value in data.items() if key != "schema_version"}, ModelSpec)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"not a gptkit model spec: {error}") from error
+    fields = {name: without_rounding(getattr(node, name)) for name in node.__struct_fields__}
+    return type(node)(**fields).alike()

@@ -2,36 +2,70 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
-from .base import Component, Positive, Shape, Size
+from .base import Component, Open, Positive, Size, Weight, bias
 
-__all__ = ["LayerNorm", "Norm", "RMSNorm"]
+__all__ = ["Gain", "LayerNorm", "Norm", "RMSNorm"]
+
+Gain = Literal["weight", "1 + weight", "none"]
+"""By what a norm multiplies: its weight, one more than its weight (Gemma), or nothing; it has no weight then."""
 
 
-class LayerNorm(Component, frozen=True):
+class Norm(Open, frozen=True):
+    """What every norm has. A record of a kind inherits it beside `Component`.
+
+    centred: whether it takes the mean away.
+    """
+
+    __slots__ = ()
+    centred: ClassVar[bool]
+    size: int
+    eps: float
+    gain: Gain
+
+    def factor(self, weight: Any) -> Any:
+        """What the normed is multiplied by, of a weight (an array of any library): the weight, or 1 + weight."""
+        return 1.0 + weight if self.gain == "1 + weight" else weight
+
+    def weight_of(self, factor: Any) -> Any:
+        """The weight whose `factor` is this: the inverse."""
+        return factor - 1.0 if self.gain == "1 + weight" else factor
+
+    def gains(self) -> dict[str, Weight]:
+        """Its weight, where it has one, which starts where the factor is 1."""
+        return {} if self.gain == "none" else {"weight": Weight((self.size,), "gain", self.weight_of(1.0))}
+
+
+class LayerNorm(Norm, Component, frozen=True):
     """(x - mean) / sqrt(var + eps) · weight + bias (Ba et al. 2016)."""
+
+    label = "norms"
+    centred = True
 
     size: Size
     eps: Positive
     bias: bool = True
+    gain: Gain = "weight"
 
-    def shapes(self) -> dict[str, Shape]:
-        return {"weight": (self.size,), **({"bias": (self.size,)} if self.bias else {})}
+    def weights(self) -> dict[str, Weight]:
+        return self.gains() | ({"bias": bias(self.size)} if self.bias else {})
 
 
-class RMSNorm(Component, frozen=True):
+class RMSNorm(Norm, Component, frozen=True):
     """x / sqrt(mean(x²) + eps) · weight (Zhang & Sennrich 2019), computed in fp32 at least.
 
     `cast` says where the result returns to the model's dtype: llama multiplies by the weight after it.
     """
 
+    label = "norms"
+    centred = False
+    rounds = ("cast",)
+
     size: Size
     eps: Positive
     cast: Literal["before_weight", "after_weight"] = "before_weight"
+    gain: Gain = "weight"
 
-    def shapes(self) -> dict[str, Shape]:
-        return {"weight": (self.size,)}
-
-
-Norm = LayerNorm | RMSNorm
+    def weights(self) -> dict[str, Weight]:
+        return self.gains()

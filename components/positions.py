@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from ..errors import ConfigError
-from .base import Component, Positive, Shape, Size, Turns
+from .base import Component, Open, Positive, Size, Turns, Weight
 
 __all__ = [
     "ALiBi",
@@ -16,6 +16,7 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
+    "Position",
     "ProportionalScaling",
     "RopeScaling",
     "Rotary",
@@ -26,11 +27,13 @@ __all__ = [
 class LearnedPositions(Component, frozen=True):
     """A table added to the token embeddings."""
 
+    label = "positions"
+
     length: Size
     size: Size
 
-    def shapes(self) -> dict[str, Shape]:
-        return {"weight": (self.length, self.size)}
+    def weights(self) -> dict[str, Weight]:
+        return {"weight": Weight((self.length, self.size), "table")}
 
 
 class LinearScaling(Component, frozen=True):
@@ -87,7 +90,13 @@ class ProportionalScaling(Component, frozen=True):
 RopeScaling = LinearScaling | DynamicScaling | YarnScaling | LongRopeScaling | Llama3Scaling | ProportionalScaling
 
 
-class Rotary(Component, frozen=True):
+class Position(Open, frozen=True):
+    """What stands in an attention as its positions. A record of a kind inherits it beside `Component`."""
+
+    __slots__ = ()
+
+
+class Rotary(Position, Component, frozen=True):
     """Rotary positions (Su et al. 2104.09864) on the first `dim` elements of a head.
 
     `pairs`: which elements turn together, i and i + dim/2 (GPT-NeoX, llama) or 2i and 2i + 1 (the paper, GPT-J). The
@@ -115,12 +124,14 @@ class Rotary(Component, frozen=True):
                     raise ConfigError(f"longrope {name} has {length} values, the rotary needs {self.dim // 2}")
 
 
-class ALiBi(Component, frozen=True):
+class ALiBi(Position, Component, frozen=True):
     """A bias of slope(head) · position of the key (Press et al. 2108.12409).
 
     `scaled`: the bias is multiplied by the attention scale together with q·k (Falcon), or stands outside it (BLOOM).
     `rounding`: the dtype in which slopes and products are rounded before they join the scores.
     """
+
+    rounds = ("rounding",)
 
     scaled: bool = False
     rounding: Literal["float32", "bfloat16"] = "float32"

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from ..components import ALiBi, Attention, LatentAttention, Rotary
 from .cache import LayerCache
 from .context import Context
-from .layers import FusedLinears, Linear, RMSNormModule
+from .layers import FusedLinears, Linear
 from .positions import RotaryTables, apply_rotary
+from .registry import build_module, computes
 
-__all__ = ["AttentionModule", "Kernel", "LatentAttentionModule", "Turn", "build_attention"]
+__all__ = ["AttentionModule", "Kernel", "LatentAttentionModule", "Turn"]
 
 Kernel = Literal["sdpa", "eager"]
 Turn = Callable[[Tensor, Tensor, RotaryTables], tuple[Tensor, Tensor]]
@@ -105,6 +106,7 @@ class Mixing:
         return out.reshape(batch, heads, steps, v.shape[-1])
 
 
+@computes(Attention)
 class AttentionModule(nn.Module):
     """q, k and v of heads that lie side by side, mixed, and the output projection."""
 
@@ -120,10 +122,15 @@ class AttentionModule(nn.Module):
         self.o_proj = Linear(q, hidden, spec.output_bias, spec.arithmetic)
         # GPT-2's lie side by side; elsewhere a key-value head's queries, its key and its value are together.
         self.fused = FusedLinears(1 if spec.arithmetic == "conv1d" else spec.kv_heads) if spec.fused else None
-        self.q_norm = RMSNormModule(spec.q_norm) if spec.q_norm else None
-        self.k_norm = RMSNormModule(spec.k_norm) if spec.k_norm else None
+        self.q_norm = build_module(spec.q_norm) if spec.q_norm else None
+        self.k_norm = build_module(spec.k_norm) if spec.k_norm else None
         self.turn: Turn = turned
         """How positions turn q and k, for `parity.mutations` to do it wrongly."""
+
+    @staticmethod
+    def cache(spec: Attention) -> LayerCache:
+        """What a decode keeps of earlier tokens."""
+        return LayerCache(spec.window)
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:  # (B, T, hidden)
         spec = self.spec
@@ -152,6 +159,7 @@ class AttentionModule(nn.Module):
         return out
 
 
+@computes(LatentAttention)
 class LatentAttentionModule(nn.Module):
     """Keys and values of a latent that all heads share; see `components.LatentAttention`."""
 
@@ -161,13 +169,18 @@ class LatentAttentionModule(nn.Module):
         hidden, rank, arithmetic = spec.hidden_size, spec.kv_rank, spec.arithmetic
         self.q_proj = Linear(hidden, spec.heads * spec.query_dim, spec.qkv_bias, arithmetic)
         self.kv_down_proj = Linear(hidden, rank, spec.qkv_bias, arithmetic)
-        self.kv_norm = RMSNormModule(spec.kv_norm) if spec.kv_norm else None
+        self.kv_norm = build_module(spec.kv_norm) if spec.kv_norm else None
         self.k_rope_proj = Linear(hidden, spec.rope_dim, spec.qkv_bias, arithmetic) if spec.rope_dim else None
         self.k_up_proj = Linear(rank, spec.heads * spec.nope_dim, False, arithmetic) if spec.nope_dim else None
         self.v_up_proj = Linear(rank, spec.heads * spec.value_dim, False, arithmetic)
         self.o_proj = Linear(spec.heads * spec.value_dim, hidden, spec.output_bias, arithmetic)
         self.mix = Mixing(_of_every_head(spec), kernel)
         self.kernel = self.mix.kernel
+
+    @staticmethod
+    def cache(spec: LatentAttention) -> LayerCache:
+        """What a decode keeps of earlier tokens: the rotated keys and the latent."""
+        return LayerCache(spec.window)
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:  # (B, T, hidden)
         spec, heads = self.spec, self.spec.heads
@@ -218,11 +231,6 @@ def _of_every_head(spec: LatentAttention) -> Attention:
         position=spec.position if isinstance(spec.position, ALiBi) else None,
         window=spec.window,
     )
-
-
-def build_attention(spec: Attention | LatentAttention, kernel: Kernel) -> AttentionModule | LatentAttentionModule:
-    """The module of an attention's record."""
-    return AttentionModule(spec, kernel) if isinstance(spec, Attention) else LatentAttentionModule(spec, kernel)
 
 
 def repeat_heads(x: Tensor, times: int) -> Tensor:

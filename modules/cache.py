@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..components import ModelSpec
+from ..components import Block, ModelSpec
+from .registry import module_of
 
 __all__ = ["Cache", "LayerCache"]
 
@@ -67,8 +71,18 @@ class LayerCache:
 
 
 class Cache:
-    """One `LayerCache` a block, and how many tokens were seen. Give the same one to every call of a decode."""
+    """What earlier tokens left in each block, and how many were seen. Give the same one to every call of a decode.
+
+    layers: for each block what its mixers keep, by slot: a `LayerCache` of attention, a state of a recurrence.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
-        self.layers = [LayerCache(block.attention.window) for block in spec.blocks]
+        self.layers = [dict(_kept(block)) for block in spec.blocks]
         self.length = 0
+
+
+def _kept(block: Block) -> Iterator[tuple[str, Any]]:
+    for sublayer in block.sublayers:
+        made = getattr(module_of(sublayer.mixer), "cache", None)  # what keeps nothing has none
+        if made is not None:
+            yield sublayer.mixer.slot, made(sublayer.mixer)

@@ -5,18 +5,21 @@ One sitting's read of what every family computes; the parts are in layers, posit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..components import Block, Embedding, Head, LearnedPositions, ModelSpec
+from ..components import Block, Embedding, Head, LearnedPositions, Mixer, ModelSpec, Norm, SubLayer
 from ..converter.outline import Outline
 from ..errors import UsageError
-from .attention import Kernel, build_attention
-from .cache import Cache, LayerCache
+from . import feed_forward, layers  # noqa: F401 - their modules register themselves
+from .attention import Kernel
+from .cache import Cache
 from .context import Context
-from .feed_forward import build_feed_forward
-from .layers import build_norm
+from .registry import build_module
 
 __all__ = ["BlockModule", "Decoder"]
 
@@ -27,7 +30,7 @@ class EmbeddingModule(nn.Module):
     def __init__(self, spec: Embedding) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
-        self.norm = build_norm(spec.norm) if spec.norm is not None else None
+        self.norm = build_module(spec.norm) if spec.norm is not None else None
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = F.embedding(input_ids, self.weight)
@@ -46,29 +49,54 @@ class PositionsModule(nn.Module):
 
 
 class BlockModule(nn.Module):
-    """One layer; see `components.Block` for the formula."""
+    """One layer; see `components.Block` for the formula. Its modules have the names of the block's parts."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, spec: Block, kernel: Kernel = "sdpa") -> None:
         super().__init__()
-        self.attention_norm = build_norm(spec.attention_norm)
-        self.attention = build_attention(spec.attention, kernel)
-        self.feed_forward_norm = build_norm(spec.feed_forward_norm) if spec.feed_forward_norm is not None else None
-        self.feed_forward = build_feed_forward(spec.feed_forward)
-        self.parallel = spec.parallel
-        self.normed_residual = spec.residual == "normed"
+        self.spec = spec
+        for sublayer in spec.sublayers:
+            for name, part in sublayer.parts().items():
+                if isinstance(part, Mixer):
+                    self.add_module(name, build_module(part, kernel))
+                elif isinstance(part, Norm):
+                    self.add_module(name, build_module(part))
 
-    def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:  # (B, T, hidden)
-        normed = self.attention_norm(x)
-        attended = self.attention(normed, context, cache)
-        if self.parallel:
-            inner = normed if self.feed_forward_norm is None else self.feed_forward_norm(x)
-            both: Tensor = self.feed_forward(inner) + attended
-            return x + both
-        x = (normed if self.normed_residual else x) + attended
-        assert self.feed_forward_norm is not None
-        normed = self.feed_forward_norm(x)
-        out: Tensor = (normed if self.normed_residual else x) + self.feed_forward(normed)
-        return out
+    def forward(self, x: Tensor, context: Context, cache: Mapping[str, Any] | None = None) -> Tensor:  # (B, T, hidden)
+        if self.spec.parallel:
+            return x + self._all(x, context, cache)
+        for sublayer in self.spec.sublayers:
+            read = x if sublayer.norm is None else self._part(sublayer, "norm")(x)
+            past = x if self.spec.residual == "stream" else read
+            branch = self._branch(sublayer, read, context, cache)
+            x = past + branch
+            if sublayer.sum_norm is not None:
+                x = self._part(sublayer, "sum_norm")(x)
+        return x
+
+    def _all(self, x: Tensor, context: Context, cache: Mapping[str, Any] | None) -> Tensor:
+        """The branches' sum, the last one's with those before it."""
+        total, shared = None, x
+        for sublayer in self.spec.sublayers:
+            read = shared if sublayer.norm is None else self._part(sublayer, "norm")(x)
+            shared = read if total is None else shared
+            branch = self._branch(sublayer, read, context, cache)
+            total = branch if total is None else branch + total
+        assert total is not None
+        return total
+
+    def _branch(self, sublayer: SubLayer, x: Tensor, context: Context, cache: Mapping[str, Any] | None) -> Tensor:
+        slot = sublayer.mixer.slot
+        mixed: Tensor = getattr(self, slot)(x, context, None if cache is None else cache.get(slot))
+        if sublayer.output_norm is not None:
+            mixed = self._part(sublayer, "output_norm")(mixed)
+        return mixed if sublayer.multiplier == 1 else mixed * sublayer.multiplier
+
+    def _part(self, sublayer: SubLayer, name: str) -> Any:
+        return getattr(self, f"{sublayer.mixer.slot}_{name}")
 
 
 class HeadModule(nn.Module):
@@ -106,7 +134,7 @@ class Decoder(nn.Module):
         self.embedding = EmbeddingModule(spec.embedding)
         self.positions = PositionsModule(spec.positions) if spec.positions is not None else None
         self.blocks = nn.ModuleList(BlockModule(block, attention) for block in spec.blocks)
-        self.final_norm = build_norm(spec.final_norm)
+        self.final_norm = build_module(spec.final_norm)
         self.head = HeadModule(spec.head)
 
     def forward(

@@ -9,28 +9,31 @@ from torch import Tensor, nn
 
 from ..components import FeedForward, GatedFeedForward, MixtureOfExperts
 from .layers import ACTIVATIONS, FusedLinears, Linear
+from .registry import build_module, computes
 
-__all__ = ["FeedForwardModule", "GatedFeedForwardModule", "MixtureOfExpertsModule", "build_feed_forward"]
+__all__ = ["FeedForwardModule", "GatedFeedForwardModule", "MixtureOfExpertsModule"]
 
 
+@computes(FeedForward)
 class FeedForwardModule(nn.Module):
     """down(activation(up(x)))."""
 
-    def __init__(self, spec: FeedForward) -> None:
+    def __init__(self, spec: FeedForward, kernel: str = "sdpa") -> None:  # noqa: ARG002 - no feed-forward has two
         super().__init__()
         self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.up_bias, spec.arithmetic)
         self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.down_bias, spec.arithmetic)
         self.activation = ACTIVATIONS[spec.activation]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
         out: Tensor = self.down_proj(self.activation(self.up_proj(x)))
         return out
 
 
+@computes(GatedFeedForward)
 class GatedFeedForwardModule(nn.Module):
     """down(activation(gate(x)) · up(x))."""
 
-    def __init__(self, spec: GatedFeedForward) -> None:
+    def __init__(self, spec: GatedFeedForward, kernel: str = "sdpa") -> None:  # noqa: ARG002 - no feed-forward has two
         super().__init__()
         self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.up_bias, spec.arithmetic)
         self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.up_bias, spec.arithmetic)
@@ -38,7 +41,7 @@ class GatedFeedForwardModule(nn.Module):
         self.fused = FusedLinears() if spec.fused else None
         self.activation = ACTIVATIONS[spec.activation]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
         if self.fused is None:
             gate = self.activation(self.gate_proj(x))
             inner = gate * self.up_proj(x) if torch.is_grad_enabled() else gate.mul_(self.up_proj(x))
@@ -58,6 +61,7 @@ class GatedFeedForwardModule(nn.Module):
         return self.activation(gate) * up
 
 
+@computes(MixtureOfExperts)
 class MixtureOfExpertsModule(nn.Module):
     """For each token the weighted sum of the experts that its router takes; see `components.MixtureOfExperts`.
 
@@ -65,13 +69,13 @@ class MixtureOfExpertsModule(nn.Module):
     their weights, in the routers' dtype: as transformers' default (integrations/moe.py, grouped_mm) rounds.
     """
 
-    def __init__(self, spec: MixtureOfExperts) -> None:
+    def __init__(self, spec: MixtureOfExperts, kernel: str = "sdpa") -> None:  # noqa: ARG002 - no feed-forward has two
         super().__init__()
         self.spec = spec
         self.router = Linear(spec.hidden_size, spec.experts, False)
-        self.experts = nn.ModuleList(build_expert(spec.expert) for _ in range(spec.experts))
+        self.experts = nn.ModuleList(build_module(spec.expert) for _ in range(spec.experts))
 
-    def forward(self, x: Tensor) -> Tensor:  # (B, T, hidden)
+    def forward(self, x: Tensor, *_: Any) -> Tensor:  # (B, T, hidden)
         weights, chosen = self.route(x.reshape(-1, x.shape[-1]))  # each (N, top_k), N = B·T
         return self.mix(x.reshape(-1, x.shape[-1]), weights, chosen).reshape(x.shape)
 
@@ -104,13 +108,3 @@ class MixtureOfExpertsModule(nn.Module):
         # All tokens' activations at once: of one expert's single row they are contiguous, and gelu rounds otherwise.
         inner = first.gated(torch.cat([expert.raised(tokens) for expert, tokens in pairs]))
         return torch.cat([expert.down_proj(part) for expert, part in zip(used, torch.split(inner, sizes), strict=True)])
-
-
-def build_expert(spec: FeedForward | GatedFeedForward) -> FeedForwardModule | GatedFeedForwardModule:
-    """The module of one feed-forward's record."""
-    return GatedFeedForwardModule(spec) if isinstance(spec, GatedFeedForward) else FeedForwardModule(spec)
-
-
-def build_feed_forward(spec: FeedForward | GatedFeedForward | MixtureOfExperts) -> nn.Module:
-    """The module of a feed-forward's record."""
-    return MixtureOfExpertsModule(spec) if isinstance(spec, MixtureOfExperts) else build_expert(spec)

@@ -73,12 +73,11 @@ def initialised(spec: ModelSpec, seed: int = 0, dtype: str = "F32") -> Iterator[
 
 def _drawn(parameter: Parameter, layers: int, seed: int) -> Array:
     name, shape = parameter.name, parameter.shape
-    if len(shape) == 1:
-        return np.full(shape, 0 if name.endswith(".bias") else 1, np.float32)
+    if parameter.initial is not None:
+        return np.full(shape, parameter.initial, np.float32)
     generator = np.random.default_rng([seed, *name.encode()])
-    writes = name.endswith((".o_proj.weight", ".down_proj.weight"))
     found: Array = generator.standard_normal(shape, np.float32)
-    found *= np.float32(DEVIATION / math.sqrt(2 * layers) if writes else DEVIATION)
+    found *= np.float32(DEVIATION / math.sqrt(2 * layers) if parameter.role == "writes" else DEVIATION)
     return found
 
 

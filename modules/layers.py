@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..components import Activation, Arithmetic, LayerNorm, Norm, RMSNorm
+from ..components import Activation, Arithmetic, LayerNorm, RMSNorm
+from .registry import computes
 
-__all__ = ["ACTIVATIONS", "FusedLinears", "LayerNormModule", "Linear", "RMSNormModule", "build_norm"]
+__all__ = ["ACTIVATIONS", "FusedLinears", "LayerNormModule", "Linear", "RMSNormModule"]
 
 VECTOR = 16
 """Bytes. Where rows begin between multiples of it, a product may sum them in another order (in fp32 an odd head's)."""
@@ -143,19 +144,22 @@ def are_rows(parts: Sequence[Tensor], whole: Tensor | None) -> bool:
     return True
 
 
+@computes(LayerNorm)
 class LayerNormModule(nn.Module):
     """Over the last dimension."""
 
     def __init__(self, spec: LayerNorm) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(spec.size))
+        self.spec = spec
+        self.weight = nn.Parameter(torch.empty(spec.size)) if spec.gain != "none" else None
         self.bias = nn.Parameter(torch.empty(spec.size)) if spec.bias else None
-        self.eps = spec.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        factor = None if self.weight is None else self.spec.factor(self.weight)
+        return F.layer_norm(x, (self.spec.size,), factor, self.bias, self.spec.eps)
 
 
+@computes(RMSNorm)
 class RMSNormModule(nn.Module):
     """Over the last dimension, in fp32 at least; see `components.RMSNorm` for `cast`.
 
@@ -164,21 +168,22 @@ class RMSNormModule(nn.Module):
 
     def __init__(self, spec: RMSNorm) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(spec.size))
-        self.eps = spec.eps
-        self.cast_first = spec.cast == "before_weight"
+        self.spec = spec
+        self.weight = nn.Parameter(torch.empty(spec.size)) if spec.gain != "none" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        wide = x.to(dtype)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.spec.eps)
+        cast_first = self.spec.cast == "before_weight"
+        normed = wide.to(x.dtype) if cast_first else wide
+        if self.weight is None:
+            return normed.to(x.dtype)
+        # 1 + weight is as wide as what it multiplies.
+        factor = self.weight if self.spec.gain == "weight" else self.spec.factor(self.weight.to(normed.dtype))
         if not torch.is_grad_enabled():  # in place, which a gradient of the weight would not survive
-            return wide.to(x.dtype).mul_(self.weight) if self.cast_first else wide.mul_(self.weight).to(x.dtype)
-        return self.weight * wide.to(x.dtype) if self.cast_first else (self.weight * wide).to(x.dtype)
-
-
-def build_norm(spec: Norm) -> LayerNormModule | RMSNormModule:
-    """The module of a norm's record."""
-    return LayerNormModule(spec) if isinstance(spec, LayerNorm) else RMSNormModule(spec)
+            return normed.mul_(factor).to(x.dtype)
+        return (factor * normed).to(x.dtype)
 
 
 def gelu_new(x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..components import ModelSpec
-from ..modules.layers import build_norm
+from ..modules.registry import build_module
 from .bisect import Kept
 from .heads import Compared, Tokens, compare_heads, perplexity, require_same_tokens
 from .probe import RUNNING, Batch
@@ -355,7 +355,7 @@ def _relative(a: Tensor, b: Tensor) -> float:
 
 def _final_norm(tree: Tree, dtype: torch.dtype) -> nn.Module:
     """The last norm, filled."""
-    norm = build_norm(tree.spec.final_norm).to(dtype).eval()
+    norm: nn.Module = build_module(tree.spec.final_norm).to(dtype).eval()
     with torch.no_grad():
         for name, parameter in norm.named_parameters():
             parameter.copy_(tree.read(f"final_norm.{name}"))

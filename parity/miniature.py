@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ..components import ALiBi, Attention, Block, LatentAttention, LayerNorm, MixtureOfExperts, ModelSpec, RMSNorm
+from ..components import ALiBi, Attention, Block, LatentAttention, MixtureOfExperts, ModelSpec, Norm
 from .probe import Batch
 from .score import random_parameter
 
@@ -60,7 +60,7 @@ def _layers(spec: ModelSpec) -> list[Block]:
     """The first two layers, and the first of every other kind; a scale of its own makes none (gpt2's by layer)."""
     kinds: dict[Block, Block] = {}
     for block in spec.blocks:
-        kinds.setdefault(replace(block, attention=replace(block.attention, scale=1.0)), block)
+        kinds.setdefault(block.replaced(attention=replace(block.attention, scale=1.0)), block)
     first = list(spec.blocks[:2])
     return first + [block for block in kinds.values() if block not in first]
 
@@ -86,8 +86,7 @@ def _heads(attention: Attention | LatentAttention) -> tuple[int, int]:
 
 
 def _block(block: Block, hidden: int, heads: int, kv_heads: int) -> Block:
-    return replace(
-        block,
+    return block.replaced(
         attention_norm=_norm(block.attention_norm, hidden),
         attention=_attention(block.attention, hidden, heads, kv_heads),
         feed_forward_norm=_norm(block.feed_forward_norm, hidden),
@@ -113,7 +112,7 @@ def _feed_forward(node: Any, hidden: int) -> Any:
     return replace(node, hidden_size=hidden, intermediate_size=2 * hidden)
 
 
-def _norm(norm: LayerNorm | RMSNorm | None, size: int) -> Any:
+def _norm(norm: Norm | None, size: int) -> Any:
     return None if norm is None else replace(norm, size=size)
 
 

@@ -27,7 +27,7 @@ from ..converter.dtypes import to_float64
 from ..modules.attention import Kernel
 from ..modules.context import Context
 from ..modules.decoder import BlockModule, EmbeddingModule, HeadModule, PositionsModule
-from ..modules.layers import build_norm
+from ..modules.registry import build_module
 from .bisect import Cause, Part
 from .compare import largest_gap
 from .mutations import MUTATIONS, Mutant, Weights
@@ -203,7 +203,7 @@ class _Back(nn.Module):
     def __init__(self, tree: Repaired) -> None:
         super().__init__()
         with torch.device("meta"):
-            self.final_norm = build_norm(tree.spec.final_norm)
+            self.final_norm = build_module(tree.spec.final_norm)
             self.head = HeadModule(tree.spec.head)
         _fill(self, tree, "")
         self.table = nn.Parameter(tree.read("embedding.weight"), False) if tree.spec.head.tied else None

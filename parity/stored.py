@@ -23,7 +23,7 @@ from ..converter.dtypes import to_float64
 from ..converter.publish import MANIFEST, check_manifest
 from ..errors import CheckpointError
 from ..modules.decoder import EmbeddingModule, HeadModule, PositionsModule
-from ..modules.layers import build_norm
+from ..modules.registry import build_module
 from .probe import AFFORDABLE, Batch, longest
 
 __all__ = ["BytesVerdict", "Reached", "Rows", "compare_bytes", "rows_to_probe"]
@@ -292,7 +292,7 @@ def front_to_back(checkpoint: Checkpoint, name: str, rows: Tensor, columns: Tens
         if spec.positions is not None:
             table = PositionsModule(replace(spec.positions, length=len(rows)))
             x = x + filled(table, "positions", rows if name == POSITIONS else first)(every)
-        x = filled(build_norm(spec.final_norm), "final_norm")(x)
+        x = filled(build_module(spec.final_norm), "final_norm")(x)
         head = filled(HeadModule(replace(spec.head, vocab_size=len(columns))), "head", columns)
         array, stored = checkpoint.tensor(EMBEDDING)
         tied = torch.from_numpy(to_float64(array[columns.numpy()], stored)).to(dtype)

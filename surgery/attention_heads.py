@@ -120,7 +120,7 @@ def resize_heads(model: Model, asked: Asked) -> Swapped:
             elif choice is None:
                 fitting[layer] = (keys, units)
             keys = keys if choice is None else len(choice.keys)
-        blocks[layer] = replace(blocks[layer], attention=resized(attention, new, keys))
+        blocks[layer] = blocks[layer].replaced(attention=resized(attention, new, keys))
         tensors |= {} if choice is None else chosen_heads(path, attention, choice)
         model.release()
     if fitting:

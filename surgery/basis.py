@@ -141,7 +141,7 @@ def with_norms(block: Block, path: str, found: dict[str, Norm]) -> Block:
     fields: dict[str, Any] = {"attention_norm": found.get(f"{path}.attention_norm", block.attention_norm)}
     if block.feed_forward_norm is not None:
         fields["feed_forward_norm"] = found.get(f"{path}.feed_forward_norm", block.feed_forward_norm)
-    return replace(block, **fields)
+    return block.replaced(**fields)
 
 
 def exchanged(spec: ModelSpec, layers: tuple[int, ...] | None, exchange: Callable[[Norm], Norm]) -> ModelSpec:
@@ -167,8 +167,7 @@ def resized(spec: ModelSpec, size: int) -> ModelSpec:
             inner = replace(inner, expert=replace(inner.expert, hidden_size=size), hidden_size=size)
         else:
             inner = replace(inner, hidden_size=size)
-        return replace(
-            record,
+        return record.replaced(
             attention_norm=norm(record.attention_norm),
             attention=replace(record.attention, hidden_size=size),
             feed_forward=inner,

@@ -108,7 +108,7 @@ def to_copies(model: Model, asked: Asked) -> Swapped:
         mixture = MixtureOfExperts(
             hidden_size=spec.hidden_size, experts=count, top_k=top, expert=dense, normalise=normalised()
         )
-        blocks[layer] = replace(blocks[layer], feed_forward=mixture)
+        blocks[layer] = blocks[layer].replaced(feed_forward=mixture)
     summary = {"from": "dense", "to": "experts", "experts": count, "top_k": top, "seed": seed, "layers": found}
     return Swapped(replace(spec, blocks=tuple(blocks)), "exact", tensors, summary)
 
@@ -170,7 +170,7 @@ def to_parts(model: Model, asked: Asked) -> Swapped:
         mixture = MixtureOfExperts(
             hidden_size=spec.hidden_size, experts=count, top_k=count, expert=expert, normalise=False
         )
-        blocks[layer] = replace(blocks[layer], feed_forward=mixture)
+        blocks[layer] = blocks[layer].replaced(feed_forward=mixture)
     summary = {"from": "dense", "to": "experts", "experts": count, "top_k": count, "split": True, "layers": found}
     note = "all experts are taken and weighted alike: one that takes fewer has to be trained to"
     return Swapped(replace(spec, blocks=tuple(blocks)), "exact", tensors, summary, (note,))
@@ -233,7 +233,7 @@ def to_dense(model: Model, asked: Asked) -> Swapped:
         else:
             for name in part_names(dense):
                 tensors[f"{path}.{name}"] = mean(path, name, mixture.experts, shares, layer)
-        blocks[layer] = replace(blocks[layer], feed_forward=dense)
+        blocks[layer] = blocks[layer].replaced(feed_forward=dense)
     summary = {"from": "experts", "to": "dense", "layers": found, "alike": one, "side_by_side": all_of}
     note = f"{in_words(lossy)}: the experts differ, and their mean is in their place" if lossy else None
     new = replace(spec, blocks=tuple(blocks))

@@ -201,8 +201,7 @@ def folded_block(block: Block, path: str, tensors: dict[str, Tensor]) -> Block:
         attention = replace(attention, qkv_bias=True)
     if has_bias(source):
         inner = replace(inner, up_bias=True)
-    return replace(
-        block,
+    return block.replaced(
         attention=attention,
         feed_forward=inner,
         attention_norm=without_bias(block.attention_norm),

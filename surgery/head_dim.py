@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import torch
 
-from ..components import ALiBi, Attention, DynamicScaling, LongRopeScaling, ModelSpec, RMSNorm, Rotary, YarnScaling
+from ..components import ALiBi, Attention, DynamicScaling, LongRopeScaling, ModelSpec, Norm, Rotary, YarnScaling
 from ..errors import SwapRefused, UsageError
 from ..modules.positions import inverse_frequencies
 from .base import Model, Swapped, Tensor
@@ -80,7 +80,7 @@ def resize_heads(model: Model, asked: Asked) -> Swapped:
         new = resized(attention, size, plan)
         if new.scale == attention.scale:
             notes.append("the scale stays, since the ALiBi bias is multiplied by it; no family here exports that")
-        blocks[layer] = replace(blocks[layer], attention=new)
+        blocks[layer] = blocks[layer].replaced(attention=new)
         tensors |= refilled(path, attention, new, plan.within)
     if not tensors:
         raise SwapRefused(f"heads are {size} wide already", "Possible: another width.")
@@ -211,7 +211,7 @@ def resized(attention: Attention, size: int, plan: Plan) -> Attention:
     """The record with heads of another width."""
     old = attention.head_dim
 
-    def norm(record: RMSNorm | None) -> RMSNorm | None:
+    def norm(record: Norm | None) -> Norm | None:
         return None if record is None else replace(record, size=size, eps=eps_for(record.eps, old, size))
 
     return replace(

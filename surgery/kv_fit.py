@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -97,7 +96,7 @@ def block_with(
     old: BlockModule, model: Model, index: int, attention: Attention | LatentAttention, tensors: dict[str, Tensor]
 ) -> BlockModule:
     """The block with its new attention, everything else shared with the old one."""
-    spec = msgspec.structs.replace(model.spec.blocks[index], attention=attention)
+    spec = model.spec.blocks[index].replaced(attention=attention)
     new = BlockModule(spec).to(torch.float32).eval()
     values = dict(old.state_dict())
     values.update({f"attention.{name}": value.float() for name, value in tensors.items()})

@@ -159,7 +159,7 @@ def to_whole(model: Model, asked: Asked) -> Swapped:
 def with_latent(spec: ModelSpec, changed: dict[int, LatentAttention]) -> ModelSpec:
     """The tree with latent attention in some layers."""
     blocks: list[Block] = [
-        replace(block, attention=changed[layer]) if layer in changed else block
+        block.replaced(attention=changed[layer]) if layer in changed else block
         for layer, block in enumerate(spec.blocks)
     ]
     return replace(spec, blocks=tuple(blocks))

@@ -54,7 +54,12 @@ def why_not_layernorm(spec: ModelSpec) -> str | None:
 
 def to_layer_norm(norm: Norm) -> LayerNorm:
     """The LayerNorm in an RMSNorm's place."""
-    return LayerNorm(size=norm.size, eps=norm.eps, bias=False) if isinstance(norm, RMSNorm) else norm
+    match norm:
+        case RMSNorm():
+            return LayerNorm(size=norm.size, eps=norm.eps, bias=False, gain=norm.gain)
+        case LayerNorm():
+            return norm
+    raise SwapRefused(f"a {type(norm).__name__} has no LayerNorm in its place")
 
 
 def off_the_mean(rows: Wide) -> Wide:

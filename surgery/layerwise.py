@@ -45,7 +45,7 @@ def guarantee_of(changed: int, layers: int) -> Guarantee:
 def with_attention(spec: ModelSpec, changed: Mapping[int, Attention | LatentAttention], **fields: Any) -> ModelSpec:
     """The tree with the attention of some layers exchanged, and other fields of its own."""
     blocks = tuple(
-        replace(block, attention=changed[layer]) if layer in changed else block
+        block.replaced(attention=changed[layer]) if layer in changed else block
         for layer, block in enumerate(spec.blocks)
     )
     return replace(spec, blocks=blocks, **fields)

@@ -47,8 +47,8 @@ def with_dense(block: Block, dense: FeedForward | GatedFeedForward) -> Block:
     """The block with another feed-forward, or with experts that are such."""
     inner = block.feed_forward
     if isinstance(inner, MixtureOfExperts):
-        return replace(block, feed_forward=replace(inner, expert=dense))
-    return replace(block, feed_forward=dense)
+        return block.replaced(feed_forward=replace(inner, expert=dense))
+    return block.replaced(feed_forward=dense)
 
 
 def paths(spec: ModelSpec, layer: int) -> list[str]:
@@ -241,7 +241,7 @@ def refit_down(layer: Layer, down: torch.Tensor) -> Wide:
     module = layer.module.feed_forward
     _, seen = layer.run(("feed_forward.gate_proj", "feed_forward.up_proj"))
     gate, up = (seen[f"feed_forward.{name}"][1].flatten(0, 1).to(torch.float64) for name in ("gate_proj", "up_proj"))
-    gate = module.activation(gate)  # type: ignore[operator]
+    gate = module.activation(gate)
     share = (gate.square() * up).sum(dim=0) / gate.square().sum(dim=0).clamp_min(torch.finfo(gate.dtype).tiny)
     moment = Moment.zeros(gate.shape[1], down.shape[0])
     moment.add(gate, (gate * up) @ down.T)

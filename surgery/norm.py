@@ -69,7 +69,12 @@ def why_not_exact(spec: ModelSpec) -> str | None:
 
 def to_rms(norm: Norm) -> RMSNorm:
     """The RMSNorm in a LayerNorm's place."""
-    return RMSNorm(size=norm.size, eps=norm.eps) if isinstance(norm, LayerNorm) else norm
+    match norm:
+        case LayerNorm():
+            return RMSNorm(size=norm.size, eps=norm.eps, gain=norm.gain)
+        case RMSNorm():
+            return norm
+    raise SwapRefused(f"a {type(norm).__name__} has no RMSNorm in its place")
 
 
 def centred(name: str) -> Compute:

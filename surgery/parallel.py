@@ -86,9 +86,9 @@ def to_parallel(shared: bool, model: Model, asked: Asked) -> Swapped:
             "--block parallel keeps both.",
         )
     for layer in serial:
-        blocks[layer] = replace(blocks[layer], parallel=True)
+        blocks[layer] = blocks[layer].replaced(parallel=True)
     for layer in two if shared else ():
-        blocks[layer] = replace(blocks[layer], feed_forward_norm=None)
+        blocks[layer] = blocks[layer].replaced(feed_forward_norm=None)
     alike = [] if shared else [layer for layer in serial if layer not in differing]
     note = f"{in_words(alike)}: both norms are the same; --block parallel:shared leaves one out" if alike else None
     return rearranged(model, serial, blocks, {}, "parallel", note)
@@ -110,8 +110,8 @@ def to_serial(model: Model, asked: Asked) -> Swapped:
         block = blocks[layer]
         if block.feed_forward_norm is None:
             tensors |= copied_norm(block, f"blocks.{layer}")
-        blocks[layer] = replace(
-            block, parallel=False, feed_forward_norm=block.feed_forward_norm or block.attention_norm
+        blocks[layer] = block.replaced(
+            parallel=False, feed_forward_norm=block.feed_forward_norm or block.attention_norm
         )
     return rearranged(model, parallel, blocks, tensors, "serial", None)
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..components import ALiBi, Attention, LatentAttention, LayerNorm, LearnedPositions, ModelSpec, Rotary
+from ..components import ALiBi, Attention, LatentAttention, LayerNorm, LearnedPositions, ModelSpec, Position, Rotary
 from ..errors import SwapRefused, UsageError
 from .base import Computed, Filled, Guarantee, Model, Moved, Promise, Swapped, Tensor, Wide
 from .context_length import CONTEXT
@@ -32,7 +32,7 @@ __all__ = ["SWAPS", "Kind", "kind"]
 
 replace = msgspec.structs.replace
 Kind = Literal["learned", "rope", "alibi", "none", "mixed"]
-Position = Rotary | ALiBi | None
+
 
 BASE = 10_000.0
 """RoPE's base (2104.09864)."""
@@ -51,11 +51,16 @@ def kind(spec: ModelSpec) -> Kind:
     return found.pop() if len(found) == 1 else "mixed"
 
 
-def kind_of(position: Position) -> Literal["rope", "alibi", "none"]:
+def kind_of(position: Position | None) -> Literal["rope", "alibi", "none"]:
     """The same of one layer."""
-    if isinstance(position, ALiBi):
-        return "alibi"
-    return "none" if position is None or is_neutral(position) else "rope"
+    match position:
+        case None:
+            return "none"
+        case ALiBi():
+            return "alibi"
+        case Rotary():
+            return "none" if is_neutral(position) else "rope"
+    raise SwapRefused(f"{type(position).__name__} is no kind of position that a swap knows")
 
 
 # --- from one to another ----------------------------------------------------------------------------------------------
@@ -70,7 +75,7 @@ def to_rope(model: Model, asked: Asked) -> Swapped:
     neutral = asked.argument == "neutral"
     base = None if neutral or asked.argument is None else _base(asked.argument)
 
-    def position(layer: int, attention: Attention | LatentAttention) -> Position:
+    def position(layer: int, attention: Attention | LatentAttention) -> Position | None:
         now = attention.position
         if isinstance(now, Rotary):
             if neutral:
@@ -144,7 +149,7 @@ def to_learned(model: Model, asked: Asked) -> Swapped:
 def repositioned(
     model: Model,
     asked: Asked,
-    positions: dict[int, Position],
+    positions: dict[int, Position | None],
     to: str,
     hint: str | None = None,
     table: LearnedPositions | None = None,
@@ -183,14 +188,14 @@ def repositioned(
     return Swapped(after, guarantee, tensors, summary, tuple(notes), Promise(length=table.length if table else None))
 
 
-def another_base(spec: ModelSpec, changed: dict[int, Position]) -> bool:
+def another_base(spec: ModelSpec, changed: dict[int, Position | None]) -> bool:
     """Whether layers that change were rotary and stay so."""
     return all(
         kind_of(spec.blocks[layer].attention.position) == kind_of(after) == "rope" for layer, after in changed.items()
     )
 
 
-def with_position(layer: int, attention: Attention | LatentAttention, position: Position) -> Any:
+def with_position(layer: int, attention: Attention | LatentAttention, position: Position | None) -> Any:
     """An attention with other positions, and what of its rounding does not go with them as they need it."""
     if isinstance(attention, LatentAttention):
         if isinstance(attention.position, Rotary) != isinstance(position, Rotary):
@@ -205,7 +210,7 @@ def with_position(layer: int, attention: Attention | LatentAttention, position: 
     return replace(attention, position=position)
 
 
-def without_rotation(spec: ModelSpec, layer: int, after: Position) -> dict[str, Tensor]:
+def without_rotation(spec: ModelSpec, layer: int, after: Position | None) -> dict[str, Tensor]:
     """The queries of a layer whose rotary positions go, turned by their mean rotation. Where ALiBi comes instead it
     draws attention nearer, and so does the mean.
     """
@@ -220,7 +225,7 @@ def without_rotation(spec: ModelSpec, layer: int, after: Position) -> dict[str, 
     return turned_queries(f"blocks.{layer}.attention", attention, before, factors)
 
 
-def guaranteed(model: Model, changed: dict[int, Position], asked: Asked) -> Guarantee:
+def guaranteed(model: Model, changed: dict[int, Position | None], asked: Asked) -> Guarantee:
     """Exact where nothing told positions apart before and nothing does after."""
     spec = model.spec
     still = all(
@@ -280,7 +285,7 @@ def without_table(
 # --- the way back -----------------------------------------------------------------------------------------------------
 
 
-def _positions(spec: ModelSpec, layers: Iterable[int]) -> set[Position]:
+def _positions(spec: ModelSpec, layers: Iterable[int]) -> set[Position | None]:
     return {spec.blocks[layer].attention.position for layer in layers}
 
 

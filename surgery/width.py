@@ -79,7 +79,7 @@ def resize_feed_forward(model: Model, asked: Asked) -> Swapped:
     ]
     blocks = list(spec.blocks)
     for layer in layers:
-        blocks[layer] = replace(blocks[layer], feed_forward=resized(blocks[layer].feed_forward, size))
+        blocks[layer] = blocks[layer].replaced(feed_forward=resized(blocks[layer].feed_forward, size))
     new = replace(spec, blocks=tuple(blocks))
     found = sorted({each.record.intermediate_size for each in inner})
     summary = {"intermediate_size": [found[0] if len(found) == 1 else found, size]}

@@ -19,6 +19,7 @@ from gptkit.components import (
     ModelSpec,
     RMSNorm,
     Rotary,
+    SubLayer,
 )
 
 SIZES = st.sampled_from((1, 7, 48, 768, 4_096, 12_288, 131_072))
@@ -97,10 +98,13 @@ def feed_forwards(draw: Any, hidden: int) -> FeedForward | GatedFeedForward | Mi
 def blocks(draw: Any, hidden: int) -> Block:
     parallel = draw(st.booleans())
     return Block(
-        attention_norm=draw(norms(hidden)),
-        attention=draw(st.one_of(attentions(hidden), latents(hidden))),
-        feed_forward=draw(feed_forwards(hidden)),
-        feed_forward_norm=draw(st.one_of(st.none(), norms(hidden)) if parallel else norms(hidden)),
+        sublayers=(
+            SubLayer(mixer=draw(st.one_of(attentions(hidden), latents(hidden))), norm=draw(norms(hidden))),
+            SubLayer(
+                mixer=draw(feed_forwards(hidden)),
+                norm=draw(st.one_of(st.none(), norms(hidden)) if parallel else norms(hidden)),
+            ),
+        ),
         parallel=parallel,
         residual="stream" if parallel else draw(st.sampled_from(("stream", "normed"))),
     )

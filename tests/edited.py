@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from families import save_hf
+from full_spec import filled_in
 from typer.testing import CliRunner
 
 import gptkit
@@ -52,6 +53,7 @@ def with_spec(local: Path, out: Path, change: Callable[[Any], None]) -> Path:
         for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
             walk(child)
 
+    config["spec"] = filled_in(config["spec"])
     walk(config["spec"])
     (out / "gptkit.json").write_text(json.dumps(config))
     return out

@@ -17,6 +17,7 @@ from gptkit.components import (
     ModelSpec,
     RMSNorm,
     Rotary,
+    SubLayer,
 )
 
 
@@ -103,28 +104,34 @@ def blocks(draw: st.DrawFn) -> Block:
     parallel = draw(st.booleans())
     feed_forward = draw(st.sampled_from([FeedForward, GatedFeedForward]))
     return Block(
-        attention_norm=draw(norms),
-        attention=Attention(
-            hidden_size=HIDDEN,
-            heads=heads,
-            kv_heads=draw(st.sampled_from([1, heads])),
-            head_dim=4,
-            scale=draw(st.sampled_from([0.5, 1.0])),
-            position=draw(st.sampled_from([None, ALiBi(), Rotary(dim=2, base=1e4)])),
-            window=draw(st.none() | st.integers(1, 9)),
-            q_norm=draw(head_norm),
-            k_norm=draw(head_norm),
-            qkv_bias=draw(st.booleans()),
-            output_bias=draw(st.booleans()),
+        sublayers=(
+            SubLayer(
+                mixer=Attention(
+                    hidden_size=HIDDEN,
+                    heads=heads,
+                    kv_heads=draw(st.sampled_from([1, heads])),
+                    head_dim=4,
+                    scale=draw(st.sampled_from([0.5, 1.0])),
+                    position=draw(st.sampled_from([None, ALiBi(), Rotary(dim=2, base=1e4)])),
+                    window=draw(st.none() | st.integers(1, 9)),
+                    q_norm=draw(head_norm),
+                    k_norm=draw(head_norm),
+                    qkv_bias=draw(st.booleans()),
+                    output_bias=draw(st.booleans()),
+                ),
+                norm=draw(norms),
+            ),
+            SubLayer(
+                mixer=feed_forward(
+                    hidden_size=HIDDEN,
+                    intermediate_size=draw(st.integers(1, 16)),
+                    activation="silu",
+                    up_bias=draw(st.booleans()),
+                    down_bias=draw(st.booleans()),
+                ),
+                norm=None if parallel and draw(st.booleans()) else draw(norms),
+            ),
         ),
-        feed_forward=feed_forward(
-            hidden_size=HIDDEN,
-            intermediate_size=draw(st.integers(1, 16)),
-            activation="silu",
-            up_bias=draw(st.booleans()),
-            down_bias=draw(st.booleans()),
-        ),
-        feed_forward_norm=None if parallel and draw(st.booleans()) else draw(norms),
         parallel=parallel,
     )
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 from edited import setting, with_spec
 from families import CONFIGS, save_hf, spec_of
+from full_spec import full
 from test_spec import at, paths
 from trees import TREES, filled, random_weights
 from typer.testing import CliRunner
 
 import gptkit
 from gptkit.cli import app
-from gptkit.components import ModelSpec, from_json, to_json
+from gptkit.components import KINDS, ModelSpec, from_json
 from gptkit.errors import ConfigError
 from gptkit.modules import Cache
 from gptkit.modules.attention import Kernel
@@ -34,7 +35,7 @@ def trees() -> dict[str, str]:
     """One layer of every tree as JSON text."""
     specs = {**{name: spec_of(config) for name, config in CONFIGS.items()}, **TREES}
     return {
-        name: json.dumps(to_json(msgspec.structs.replace(spec, blocks=spec.blocks[:1]))) for name, spec in specs.items()
+        name: json.dumps(full(msgspec.structs.replace(spec, blocks=spec.blocks[:1]))) for name, spec in specs.items()
     }
 
 
@@ -81,7 +82,8 @@ NUMBERS = (
     1e39,
     1.7976931348623157e308,
 )
-VALUES = [*sorted(literals(msgspec.json.schema(ModelSpec))), True, False, None, *NUMBERS, *records()]
+SCHEMAS = msgspec.json.schema_components([*KINDS.values()], schema_hook=lambda kind: {"type": "object"})
+VALUES = [*sorted(literals(list(SCHEMAS))), True, False, None, *NUMBERS, *records()]
 
 
 def edited(text: str, place: Place, value: Any) -> Any:

@@ -55,7 +55,7 @@ EXPERTS: dict[str, MixtureOfExperts] = {
 
 def with_blocks(spec: ModelSpec, **changes: Any) -> ModelSpec:
     """The tree with fields of all of its blocks changed."""
-    return replace(spec, blocks=tuple(replace(block, **changes) for block in spec.blocks))
+    return replace(spec, blocks=tuple(block.replaced(**changes) for block in spec.blocks))
 
 
 def trees() -> dict[str, ModelSpec]:

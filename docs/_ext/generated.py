@@ -188,7 +188,7 @@ def components_page() -> str:
     parts = []
     for each in COMPONENTS:
         hints = get_type_hints(each, include_extras=True)
-        rounding = tree.ROUNDING.get(each, ())
+        rounding = each.rounds
         rows = [
             [f"`{field.name}`", kind(hints[field.name]), default(field), "rounding" if field.name in rounding else ""]
             for field in msgspec.structs.fields(each)

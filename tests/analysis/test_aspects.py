@@ -54,7 +54,7 @@ def in_layers(spec: ModelSpec, change: Any, layers: range) -> ModelSpec:
 
 
 def windowed(block: Any) -> Any:
-    return replace(block, attention=replace(block.attention, window=512))
+    return block.replaced(attention=replace(block.attention, window=512))
 
 
 # --- laws ---
@@ -172,7 +172,7 @@ def test_what_well_known_models_are_called() -> None:
 def test_rotary_positions_with_their_scaling(scaling: Any, expected: str) -> None:
     position = Rotary(dim=4, base=1e4, scaling=scaling)
     spec = spec_of(CONFIGS["llama"])
-    block = replace(spec.blocks[0], attention=replace(spec.blocks[0].attention, position=position))
+    block = spec.blocks[0].replaced(attention=replace(spec.blocks[0].attention, position=position))
     found = told(replace(spec, blocks=(block,)))["position"]
     assert found.words == expected
     assert found.data["in_attention"]["scaling"]["kind"] in expected.lower()
@@ -195,7 +195,7 @@ def test_layers_that_differ_are_named() -> None:
 def test_of_many_kinds_some_are_told_and_all_are_data() -> None:
     spec = spec_of(CONFIGS["gpt2-by-layer"])
     first = spec.blocks[0]
-    scaled = (replace(first, attention=replace(first.attention, scale=0.1 + layer)) for layer in range(7))
+    scaled = (first.replaced(attention=replace(first.attention, scale=0.1 + layer)) for layer in range(7))
     many = replace(spec, blocks=tuple(scaled))
     found = told(many)["scale"]
     assert found.words.endswith("; 3 more kinds") and found.words.startswith("0.1 in 0; 1.1 in 1; ")
@@ -211,5 +211,5 @@ def test_a_norm_at_the_end_of_its_own_is_told() -> None:
 
 def test_learned_positions_beside_those_in_attention() -> None:
     spec = preset("gpt2")
-    both = in_layers(spec, lambda b: replace(b, attention=replace(b.attention, position=ALiBi())), range(12))
+    both = in_layers(spec, lambda b: b.replaced(attention=replace(b.attention, position=ALiBi())), range(12))
     assert words(both, "position") == "learned 1,024; ALiBi"

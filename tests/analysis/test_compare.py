@@ -114,7 +114,7 @@ def test_values_that_differ_never_look_alike() -> None:
     scaling = Llama3Scaling(factor=8.0, low_freq_factor=2.0, high_freq_factor=4.0, original_context=8192)
     position = Rotary(dim=128, base=5e5, scaling=scaling)
     replace = msgspec.structs.replace
-    block = replace(first.spec.blocks[0], attention=replace(first.spec.blocks[0].attention, position=position))
+    block = first.spec.blocks[0].replaced(attention=replace(first.spec.blocks[0].attention, position=position))
     second = Described("llama", replace(first.spec, blocks=(block,) * 32))
     found = comparison([("a", first), ("b", second), ("c", first)], Asked())
     row = next(row for row in found.rows if row.name == "position")

@@ -47,7 +47,7 @@ def mixture(spec: ModelSpec, experts: int, top_k: int) -> ModelSpec:
     def made(node: GatedFeedForward) -> MixtureOfExperts:
         return MixtureOfExperts(hidden_size=node.hidden_size, experts=experts, top_k=top_k, expert=node)
 
-    blocks = tuple(replace(block, feed_forward=made(block.feed_forward)) for block in spec.blocks)  # type: ignore[arg-type]
+    blocks = tuple(block.replaced(feed_forward=made(block.feed_forward)) for block in spec.blocks)  # type: ignore[arg-type]
     return replace(spec, blocks=blocks)
 
 
@@ -63,7 +63,7 @@ def latent(spec: ModelSpec, rank: int) -> ModelSpec:
         rope_heads=1,
         position=Rotary(dim=4, base=1e4),
     )
-    return replace(spec, blocks=tuple(replace(block, attention=new) for block in spec.blocks))
+    return replace(spec, blocks=tuple(block.replaced(attention=new) for block in spec.blocks))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,8 @@ def test_the_modules_own_cache(name: str) -> None:
         kept = sum(
             part.append(torch.zeros(1, part.memory.shape[1], 0, part.memory.shape[-1])).numel()
             for layer in cache.layers
-            for part in (layer.keys, layer.values)
+            for kept in layer.values()
+            for part in (kept.keys, kept.values)
             if part.memory is not None
         )
     found = costs(spec, tokens)
@@ -315,7 +316,7 @@ def test_cache_bytes_are_those_of_caches_that_generated(variant: Variant, monkey
 
 def bytes_in(cache: Cache) -> int:
     """Of the tokens that a cache keeps; it makes room for some more ahead of time."""
-    parts = [part for layer in cache.layers for part in (layer.keys, layer.values)]
+    parts = [part for layer in cache.layers for kept in layer.values() for part in (kept.keys, kept.values)]
     kept = [part.memory.narrow(-2, part.first, part.end - part.first) for part in parts if part.memory is not None]
     return sum(each.nbytes for each in kept)
 

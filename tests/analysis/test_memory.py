@@ -139,8 +139,8 @@ def test_transformers_keeps_about_the_same(family: str, kernel: str, monkeypatch
 def test_korthikanti() -> None:
     """34 s·b·h + 5 a·s²·b of a layer, in 16-bit numbers: GPT's, with masks of dropout, of which there are none here."""
     spec, run = preset("gpt3-175b"), Pass(2048, 1, 2, "eager")
-    block = replace(spec.blocks[0], attention=replace(spec.blocks[0].attention, softmax="input", fused=False))
-    plain = replace(block, feed_forward=replace(block.feed_forward, activation="gelu"))
+    block = spec.blocks[0].replaced(attention=replace(spec.blocks[0].attention, softmax="input", fused=False))
+    plain = block.replaced(feed_forward=replace(block.feed_forward, activation="gelu"))
     s, h, a = 2048, spec.hidden_size, spec.blocks[0].attention.heads
     found = kept(replace(spec, blocks=(plain,) * 2), run), kept(replace(spec, blocks=(plain,)), run)
     layer = sum(found[0].values()) - sum(found[1].values())

@@ -205,7 +205,7 @@ def test_what_is_unusual_is_told() -> None:
     attention = msgspec.structs.replace(block.attention, scale=1.0, position=Rotary(dim=32, base=1e4, scaling=yarn))
     spec = msgspec.structs.replace(
         spec,
-        blocks=(msgspec.structs.replace(block, attention=attention),),
+        blocks=(block.replaced(attention=attention),),
         final_norm=LayerNorm(size=4096, eps=1e-5, bias=False),
         head=msgspec.structs.replace(spec.head, bias=True),
         positions=LearnedPositions(length=64, size=4096),

@@ -66,8 +66,8 @@ def test_layers_and_experts_are_folded() -> None:
 )
 def test_layers_that_differ_are_told_apart(wide: list[int], name: str) -> None:
     spec = spec_of("gpt2")
-    other = msgspec.structs.replace(
-        spec.blocks[0], feed_forward=msgspec.structs.replace(spec.blocks[0].feed_forward, intermediate_size=4096)
+    other = spec.blocks[0].replaced(
+        feed_forward=msgspec.structs.replace(spec.blocks[0].feed_forward, intermediate_size=4096)
     )
     blocks = tuple(other if index in wide else block for index, block in enumerate(spec.blocks))
     groups = tensor_groups(msgspec.structs.replace(spec, blocks=blocks))

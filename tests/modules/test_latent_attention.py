@@ -111,7 +111,7 @@ GROUPED = {
 def test_grouped_attention_is_latent_attention_of_full_rank(name, kernel):
     spec = GROUPED[name]
     weights = random_weights(spec)
-    latent = replace(spec, blocks=tuple(replace(b, attention=latent_of(b.attention)) for b in spec.blocks))
+    latent = replace(spec, blocks=tuple(b.replaced(attention=latent_of(b.attention)) for b in spec.blocks))
     new = {name: each for name, each in weights.items() if ".attention." not in name}
     for layer, block in enumerate(spec.blocks):
         path = f"blocks.{layer}.attention."
@@ -145,7 +145,7 @@ def test_the_cache_holds_the_latent_and_the_rotated_keys_alone(name):
         return
     with torch.inference_mode():
         filled(spec, random_weights(spec))(tokens(1, 8), cache=cache)
-    layer = cache.layers[0]
+    layer = cache.layers[0]["attention"]
     assert layer.keys.memory is not None
     assert layer.values.memory is not None
     numbers = sum(each.shape[1] * each.shape[3] for each in (layer.keys.memory, layer.values.memory))

@@ -19,7 +19,7 @@ replace = msgspec.structs.replace
 def windowed(*windows: int | None) -> ModelSpec:
     """A mistral with those windows, one a layer."""
     spec = spec_of({**MISTRAL, "num_hidden_layers": len(windows), "sliding_window": 16})
-    blocks = (replace(b, attention=replace(b.attention, window=w)) for b, w in zip(spec.blocks, windows, strict=True))
+    blocks = (b.replaced(attention=replace(b.attention, window=w)) for b, w in zip(spec.blocks, windows, strict=True))
     return replace(spec, blocks=tuple(blocks))
 
 

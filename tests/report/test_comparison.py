@@ -164,7 +164,7 @@ def test_the_page_draws_each_kind_of_layer() -> None:
 
     gpt2 = describe_reference("gpt2").spec
     replace = msgspec.structs.replace
-    other = replace(gpt2.blocks[0], attention=replace(gpt2.blocks[0].attention, window=64))
+    other = gpt2.blocks[0].replaced(attention=replace(gpt2.blocks[0].attention, window=64))
     mixed = replace(gpt2, blocks=(*gpt2.blocks[:6], *(other,) * 6))
     found = comparison([("mixed", Described("", mixed))], Asked(dtype="float64"))
     page = comparison_page(found, found.shown())

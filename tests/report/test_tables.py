@@ -26,7 +26,7 @@ def model(name: str) -> Model:
 def mixed() -> Model:
     """GPT-2 with the norm of its upper layers' feed-forward removed."""
     _, _, spec, _ = model("gpt2")
-    upper = [msgspec.structs.replace(block, parallel=True, feed_forward_norm=None) for block in spec.blocks[4:]]
+    upper = [block.replaced(parallel=True, feed_forward_norm=None) for block in spec.blocks[4:]]
     return named("mixed", msgspec.structs.replace(spec, blocks=(*spec.blocks[:4], *upper)))
 
 
@@ -139,8 +139,8 @@ def test_layers_that_differ_are_told_by_range() -> None:
 
 def test_what_differs_from_layer_to_layer_is_said_to() -> None:
     _, _, spec, _ = model("gpt2")
-    wider = msgspec.structs.replace(
-        spec.blocks[1], feed_forward=msgspec.structs.replace(spec.blocks[1].feed_forward, intermediate_size=4096)
+    wider = spec.blocks[1].replaced(
+        feed_forward=msgspec.structs.replace(spec.blocks[1].feed_forward, intermediate_size=4096)
     )
     spec = msgspec.structs.replace(spec, blocks=(spec.blocks[0], wider, *spec.blocks[2:]))
     text = render([named("m", spec)])

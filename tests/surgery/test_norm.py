@@ -183,7 +183,7 @@ def test_a_norm_without_bias_adds_none() -> None:
 
 def with_norm(spec: ModelSpec, norm: LayerNorm | RMSNorm, only_final: bool = False) -> ModelSpec:
     replace = module.replace
-    blocks = spec.blocks if only_final else tuple(replace(block, attention_norm=norm) for block in spec.blocks)
+    blocks = spec.blocks if only_final else tuple(block.replaced(attention_norm=norm) for block in spec.blocks)
     return replace(spec, final_norm=norm, blocks=blocks)
 
 

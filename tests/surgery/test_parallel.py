@@ -142,8 +142,7 @@ def norm_of_another_eps(patch: pytest.MonkeyPatch) -> None:
 
     def other(model: object, changed: object, blocks: list, tensors: object, to: str, note: object) -> object:  # type: ignore[type-arg]
         changed_eps = [
-            msgspec.structs.replace(b, feed_forward_norm=msgspec.structs.replace(b.feed_forward_norm, eps=1e-2))
-            for b in blocks
+            b.replaced(feed_forward_norm=msgspec.structs.replace(b.feed_forward_norm, eps=1e-2)) for b in blocks
         ]
         return right(model, changed, changed_eps, tensors, to, note)  # type: ignore[arg-type]
 

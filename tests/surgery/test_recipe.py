@@ -232,7 +232,7 @@ def test_a_fraction_is_exact_or_refused(layers: int, above: int, below: int, kin
 
 def test_layers_that_differ() -> None:
     first, *others = LLAMA.blocks
-    narrow = replace(first, feed_forward=replace(first.feed_forward, intermediate_size=8))
+    narrow = first.replaced(feed_forward=replace(first.feed_forward, intermediate_size=8))
     with pytest.raises(SwapRefused, match=r"layers differ in their dimensions \(8, 72\)"):
         plain(Step("intermediate", "50%"), replace(LLAMA, blocks=(narrow, *others)))
 

@@ -207,7 +207,7 @@ def stopped(spec: ModelSpec, size: int, fastest: bool) -> ModelSpec:
             original_context=256,
             attention_factor=float(getattr(rotary.scaling, "attention_factor", 1.0)),
         )
-        blocks.append(replace(block, attention=replace(block.attention, position=replace(rotary, scaling=scaling))))
+        blocks.append(block.replaced(attention=replace(block.attention, position=replace(rotary, scaling=scaling))))
     return replace(spec, blocks=tuple(blocks))
 
 

@@ -1,0 +1,87 @@
+"""A tree as plain JSON values and back. No torch.
+
+A field is written where it is not as by default: a file says no more than it needs, and a gptkit that is older than a
+field reads every file that does without it. A block is written by the names of its parts, "attention_norm" and
+"attention", its sub-layers in their order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ..errors import ConfigError
+from .base import KINDS, Mixer
+from .block import SubLayer
+from .model import ModelSpec
+
+__all__ = ["SCHEMA_VERSION", "from_json", "to_json"]
+
+SCHEMA_VERSION = 1
+
+
+def to_json(spec: ModelSpec) -> Any:
+    """The tree as plain JSON values, with the schema's version."""
+    plain = msgspec.json.decode(msgspec.json.encode(spec))
+    for block, node in zip(plain.get("blocks", ()), getattr(spec, "blocks", ()), strict=True):
+        for fields, sublayer in zip(block.pop("sublayers"), node.sublayers, strict=True):
+            slot = sublayer.mixer.slot
+            del fields["type"]
+            block |= {slot if name == "mixer" else f"{slot}_{name}": value for name, value in fields.items()}
+    return {"schema_version": SCHEMA_VERSION, **plain}
+
+
+def from_json(data: Any) -> ModelSpec:
+    """The tree from plain JSON values of any schema version up to our own.
+
+    Raises:
+        ConfigError: a newer schema version; a kind of component or a field that is missing, unknown, or of the wrong
+            type or range.
+
+    """
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version not in range(1, SCHEMA_VERSION + 1) or isinstance(version, bool):
+        raise ConfigError(
+            f"not a model spec of schema version {SCHEMA_VERSION}, which this gptkit reads: {version!r:.40}",
+            "Update gptkit, or convert the original again.",
+        )
+    plain = {name: value for name, value in data.items() if name != "schema_version"}
+    if isinstance(plain.get("blocks"), list):
+        plain["blocks"] = [_with_sublayers(block) if isinstance(block, dict) else block for block in plain["blocks"]]
+    try:
+        found: ModelSpec = _component(ModelSpec, plain)
+    except msgspec.ValidationError as error:
+        newer = "Update gptkit: a newer one may have the field." if "unknown field" in str(error) else None
+        raise ConfigError(f"not a gptkit model spec: {error}", newer) from error
+    return found
+
+
+def _component(kind: type[Any], value: Any) -> Any:
+    """The component of plain values, where a component of `kind` stands: for msgspec, which knows no open unions."""
+    if not isinstance(value, dict):
+        raise msgspec.ValidationError(f"a component was expected, not {value!r:.40}")
+    name = value.get("type", kind.__name__)
+    if not isinstance(name, str) or name not in KINDS:
+        raise msgspec.ValidationError(
+            f"this gptkit has no component {name!r:.40}, which a newer one or a plugin may have"
+        )
+    found = msgspec.convert(value, KINDS[name], dec_hook=_component)
+    if not isinstance(found, kind):
+        raise msgspec.ValidationError(f"a {kind.__name__} was expected, not {name}")
+    return found
+
+
+def _with_sublayers(block: dict[str, Any]) -> dict[str, Any]:
+    """A block's parts gathered by sub-layer; what belongs to none stays, and is refused as an unknown field."""
+    rest, sublayers = dict(block), []
+    for slot, mixer in block.items():
+        kind = KINDS.get(str(mixer.get("type"))) if isinstance(mixer, dict) else None
+        if kind is not None and issubclass(kind, Mixer) and kind.slot == slot:
+            names = {name: name.removeprefix(f"{slot}_") for name in rest if name.startswith(f"{slot}_")}
+            parts = {short: rest.pop(name) for name, short in names.items() if short in PARTS}
+            sublayers.append({"type": "SubLayer", "mixer": rest.pop(slot), **parts})
+    return {**rest, "sublayers": sublayers}
+
+
+PARTS = set(SubLayer.__struct_fields__) - {"mixer"}

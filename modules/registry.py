@@ -1,0 +1,42 @@
+"""Which module computes which kind of component: each registers itself beside its class, plugins' too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import nn
+
+from ..components import Component
+from ..errors import MissingComponent
+
+__all__ = ["build_module", "computes", "module_of"]
+
+MODULES: dict[type[Component], type[nn.Module]] = {}
+Made = TypeVar("Made", bound=type[nn.Module])
+
+
+def computes(kind: type[Component]) -> Callable[[Made], Made]:
+    """Register the decorated class as what computes components of a kind; it is made of the record.
+
+    Norms take the record alone, and x; mixers take the record and a kernel, and x, a `Context` and a cache.
+    """
+
+    def registered(module: Made) -> Made:
+        MODULES[kind] = module
+        return module
+
+    return registered
+
+
+def module_of(node: Component) -> Any:
+    """The class that computes a component; raises MissingComponent where there is none for its kind."""
+    found = MODULES.get(type(node))
+    if found is None:
+        raise MissingComponent(f"there is no module that computes a {type(node).__name__}")
+    return found
+
+
+def build_module(node: Any, *options: Any) -> Any:
+    """The module of a component's record, by its kind. Raises MissingComponent as `module_of`."""
+    return module_of(node)(node, *options)
