@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import msgspec
@@ -108,6 +108,25 @@ class Component(
                 yield name, value
             elif isinstance(value, tuple):
                 yield from ((f"{name}.{i}", each) for i, each in enumerate(value) if isinstance(each, Component))
+
+    def mapped(self, change: Callable[[Any, str], Any], path: str = "") -> Any:
+        """What `change(component, path)` makes of it, and before of every component inside it."""
+        return change(
+            self._mapped(change, {name: f"{path}.{name}" if path else name for name in self.__struct_fields__}), path
+        )
+
+    def _mapped(self, change: Callable[[Any, str], Any], paths: Mapping[str, str]) -> Self:
+        fields = {}
+        for name, path in paths.items():
+            value = getattr(self, name)
+            if isinstance(value, Component):
+                fields[name] = value.mapped(change, path)
+            elif isinstance(value, tuple):
+                numbered = enumerate(value)
+                fields[name] = tuple(
+                    v.mapped(change, f"{path}.{i}") if isinstance(v, Component) else v for i, v in numbered
+                )
+        return msgspec.structs.replace(self, **fields) if fields else self
 
     def defaults(self) -> dict[str, Any]:
         """The fields that need not be given, with their values then."""

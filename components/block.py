@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -32,6 +32,12 @@ class SubLayer(Component, frozen=True):
     output_norm: Norm | None = None
     sum_norm: Norm | None = None
     multiplier: Positive = 1.0
+
+    def mapped(self, change: Callable[[Any, str], Any], path: str = "") -> Any:
+        """As of any component; `path` is the block's, and the parts' paths begin with it."""
+        names = {name: f"{self.mixer.slot}_{name}" for name in self.__struct_fields__} | {"mixer": self.mixer.slot}
+        paths = {name: f"{path}.{full}" if path else full for name, full in names.items()}
+        return change(self._mapped(change, paths), path)
 
     def parts(self) -> dict[str, Any]:
         """Its fields by the names that they have in a block: "attention_norm", "attention", …"""
@@ -70,6 +76,10 @@ class Block(Component, frozen=True):
                 raise ConfigError(f"what {sublayer.mixer.slot} gives is added to its norm's output, and it has no norm")
             if self.parallel and sublayer.sum_norm is not None:
                 raise ConfigError("a parallel block has one sum, and no norms of the sums of its sub-layers")
+
+    def mapped(self, change: Callable[[Any, str], Any], path: str = "") -> Any:
+        sublayers = tuple(each.mapped(change, path) for each in self.sublayers)
+        return change(msgspec.structs.replace(self, sublayers=sublayers), path)
 
     def widths(self) -> Iterator[tuple[str, int]]:
         """How wide each part is that meets the stream: (name, size)."""

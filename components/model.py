@@ -131,13 +131,8 @@ def differences(a: Any, b: Any, path: str = "") -> list[tuple[str, Any, Any]]:
     return [] if a == b else [(path, a, b)]
 
 
-def without_rounding(node: Any) -> Any:
+def without_rounding(node: Component) -> Any:
     """A tree that stands for all that compute one function in exact arithmetic: what decides the last bits, and how
     an activation is evaluated, is set alike.
     """
-    if isinstance(node, tuple):
-        return tuple(without_rounding(each) for each in node)
-    if not isinstance(node, Component):
-        return node
-    fields = {name: without_rounding(getattr(node, name)) for name in node.__struct_fields__}
-    return type(node)(**fields).alike()
+    return node.mapped(lambda each, _: each.alike())

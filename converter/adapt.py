@@ -21,6 +21,7 @@ from ..architectures.base import collapse, short
 from ..architectures.layout import IDENTITY
 from ..components import (
     Attention,
+    Block,
     Component,
     LatentAttention,
     MixtureOfExperts,
@@ -176,8 +177,9 @@ def _of_kind(node: Any, usual: Component, sizes: Mapping[str, Any]) -> Any:
         width = node.head_dim if isinstance(node, Attention) else node.query_dim
         sizes = {**sizes, "size": width, "dim": width, "head_dim": width, "kv_heads": node.heads}
     fields = {}
-    for name in usual.__struct_fields__:
-        theirs, ours = getattr(usual, name), getattr(node, name, sizes.get(name))
+    own = node.entries() if isinstance(node, Component) else {}
+    for name, theirs in usual.entries().items():
+        ours = own.get(name, sizes.get(name))
         if name == "blocks":
             fields[name] = sizes[name]
         elif isinstance(theirs, Component):
@@ -186,8 +188,8 @@ def _of_kind(node: Any, usual: Component, sizes: Mapping[str, Any]) -> Any:
         elif isinstance(ours, Component):
             fields[name] = None
         else:
-            fields[name] = ours if hasattr(node, name) or name in sizes else theirs
-    return type(usual)(**fields)
+            fields[name] = ours if name in own or name in sizes else theirs
+    return usual.replaced(**fields) if isinstance(usual, Block) else type(usual)(**fields)
 
 
 def is_bias(path: str, a: Any, b: Any) -> bool:
@@ -212,23 +214,14 @@ def _without_zero_biases(source: Checkpoint) -> ModelSpec:
 def without_biases(spec: ModelSpec, gone: Collection[str]) -> ModelSpec:
     """The tree with every flag for biases off whose tensors are all among `gone` (shared names)."""
 
-    def bare(node: Any, path: str) -> Any:
-        if isinstance(node, tuple):
-            return tuple(bare(each, f"{path}.{index}") for index, each in enumerate(node))
-        if not isinstance(node, Component):
-            return node
-        fields = {
-            name: bare(getattr(node, name), f"{path}.{name}" if path else name) for name in node.__struct_fields__
-        }
-        plain = msgspec.structs.replace(node, **fields)
-        for flag in (name for name in node.__struct_fields__ if name.endswith("bias") and fields[name] is True):
-            less = msgspec.structs.replace(plain, **{flag: False})
-            lost = {f"{path}.{name}" for name in plain.shapes().keys() - less.shapes().keys()}
-            if lost <= set(gone):
-                plain = less
-        return plain
+    def bare(node: Component, path: str) -> Component:
+        for flag in (name for name in node.__struct_fields__ if name.endswith("bias") and getattr(node, name) is True):
+            less = msgspec.structs.replace(node, **{flag: False})
+            if {f"{path}.{name}" for name in node.shapes().keys() - less.shapes().keys()} <= set(gone):
+                node = less
+        return node
 
-    found: ModelSpec = bare(spec, "")
+    found: ModelSpec = spec.mapped(bare)
     return found
 
 

@@ -284,25 +284,9 @@ def _positions_shifted(rows: int) -> Callable[[ModelSpec, Weights], Mutant | Non
 # --- fields of components --------------------------------------------------------------------------------------------
 
 
-def _rebuilt(spec: ModelSpec, change: Callable[[Any], Any]) -> ModelSpec:
-    """The tree with `change` applied to every component, children first."""
-
-    def walk(node: Any) -> Any:
-        if isinstance(node, tuple):
-            done: dict[Any, Any] = {}
-            return tuple(done[each] if each in done else done.setdefault(each, walk(each)) for each in node)
-        if not isinstance(node, Component):
-            return node
-        fields = {name: walk(getattr(node, name)) for name in node.__struct_fields__}
-        return change(replace(node, **fields))
-
-    rebuilt: ModelSpec = walk(spec)
-    return rebuilt
-
-
 def _field(change: Callable[[Any], Any]) -> Callable[[ModelSpec, Weights], Mutant | None]:
     def apply(spec: ModelSpec, weights: Weights) -> Mutant | None:
-        return _rebuilt(spec, change), dict(weights)
+        return spec.mapped(lambda node, _: change(node)), dict(weights)
 
     return apply
 
@@ -350,7 +334,7 @@ def _not_rotated(node: Any) -> Any:
 
 
 def _latent_not_normed(spec: ModelSpec, weights: Weights) -> Mutant:
-    bare = _rebuilt(spec, lambda node: replace(node, kv_norm=None) if isinstance(node, LatentAttention) else node)
+    bare = spec.mapped(lambda node, _: replace(node, kv_norm=None) if isinstance(node, LatentAttention) else node)
     return bare, {name: each for name, each in weights.items() if ".kv_norm." not in name}
 
 

@@ -27,18 +27,15 @@ def one_function(a: ModelSpec, b: ModelSpec) -> bool:
     """Whether the trees leave weights no reason to differ: they are one but for how they round, and for what acts by
     the length of a sequence alone.
     """
-    return bool(_at_no_length(without_rounding(a)) == _at_no_length(without_rounding(b)))
+    return bool(without_rounding(a).mapped(_at_no_length) == without_rounding(b).mapped(_at_no_length))
 
 
-def _at_no_length(node: Any) -> Any:
-    """The tree without what acts by the length of a sequence alone."""
-    if isinstance(node, tuple):
-        return tuple(_at_no_length(each) for each in node)
-    if isinstance(node, float):
-        return float(f"{node:.6g}")  # no weights answer to the last digits of an eps
-    if not isinstance(node, Component):
-        return node
-    fields = {name: _at_no_length(getattr(node, name)) for name in node.__struct_fields__}
+def _at_no_length(node: Component, _: str = "") -> Any:
+    """A component without what acts by the length of a sequence alone, and without the last digits of its numbers, to
+    which no weights answer.
+    """
+    fields = {name: getattr(node, name) for name in node.__struct_fields__}
+    fields.update({name: float(f"{value:.6g}") for name, value in fields.items() if isinstance(value, float)})
     fields.update({name: None for name in ("window", "context_length") if name in fields})
     if isinstance(node, Rotary):
         fields.update(base=1.0, scaling=None)

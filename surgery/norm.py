@@ -216,11 +216,8 @@ def _block(block: Block, path: str, chosen: bool, computed: dict[str, Compute]) 
             attention = replace(attention, output_bias=True)
         if f"{path}.feed_forward_norm" in shifting:
             inner = with_biases(inner, down=True)
-    return replace(
-        with_norms(block, path, {name: to_rms(norm) for name, norm in gone.items()}),
-        attention=attention,
-        feed_forward=inner,
-    )
+    normed = with_norms(block, path, {name: to_rms(norm) for name, norm in gone.items()})
+    return normed.replaced(attention=attention, feed_forward=inner)
 
 
 def inner_norm(block: Block, path: str) -> str:

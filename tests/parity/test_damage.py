@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import msgspec
 import pytest
@@ -178,18 +179,11 @@ def test_another_width_is_compared_by_what_it_says() -> None:
     hidden = before.spec.hidden_size + 8
     tree = Held(before.spec, before.weights)
 
-    def wider(node: object) -> object:
-        if isinstance(node, tuple):
-            return tuple(map(wider, node))
-        if not isinstance(node, msgspec.Struct):
-            return node
-        fields = {name: wider(getattr(node, name)) for name in node.__struct_fields__}
-        for name in ("hidden_size", "size"):
-            if fields.get(name) == before.spec.hidden_size:
-                fields[name] = hidden
-        return type(node)(**fields)
+    def wider(node: Any, _: str) -> Any:
+        names = (name for name in ("hidden_size", "size") if getattr(node, name, None) == before.spec.hidden_size)
+        return msgspec.structs.replace(node, **dict.fromkeys(names, hidden))
 
-    spec = wider(tree.spec)
+    spec = tree.spec.mapped(wider)
     after = Held(spec, random_weights(spec))  # type: ignore[arg-type]
     found = damage(before, after, text=TEXT)
     assert found.places == ()
