@@ -131,8 +131,8 @@ def differences(a: Any, b: Any, path: str = "") -> list[tuple[str, Any, Any]]:
     return [] if a == b else [(path, a, b)]
 
 
-def without_rounding(node: Component) -> Any:
+def without_rounding(node: Component | None) -> Any:
     """A tree that stands for all that compute one function in exact arithmetic: what decides the last bits, and how
     an activation is evaluated, is set alike.
     """
-    return node.mapped(lambda each, _: each.alike())
+    return None if node is None else node.mapped(lambda each, _: each.alike())
