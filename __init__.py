@@ -26,7 +26,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .analysis.compare import compare as compare
-    from .analysis.diff import diff as diff
+    from .parity.diff import diff as diff
     from .analysis.params import params as params
     from .analysis.recommend import recommend as recommend
     from .converter.checkpoint import open_checkpoint as open_checkpoint
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "compare": ".analysis.compare",
     "convert": ".converter.convert",
-    "diff": ".analysis.diff",
+    "diff": ".parity.diff",
     "generate": ".modules.text",
     "load": ".modules.load",
     "open_checkpoint": ".converter.checkpoint",

@@ -38,8 +38,9 @@ from ..components import (
     function_of,
     without_rounding,
 )
+from ..components.ranges import number_ranges, number_runs
 from ..errors import MissingComponent
-from .parameters import layer_ranges, plain_number, range_label
+from .parameters import plain_number
 
 __all__ = ["Aspect", "aspects", "attention_kind"]
 
@@ -115,21 +116,15 @@ def _by_layer(blocks: Sequence[Block], say: Callable[[Block], Said]) -> Said:
     more = len(found) - MOST_KINDS
     if more > 0:
         told.append(f"{more} more kinds" if more > 1 else "1 more kind")
-    data = [{"layers": [list(run) for run in _runs(layers)], "value": value} for _, value, layers in found]
+    data = [{"layers": [list(run) for run in number_runs(layers)], "value": value} for _, value, layers in found]
     return "; ".join(told), {"layers_differ": data}
-
-
-def _runs(layers: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbours folded: (first, last)."""
-    folded = layer_ranges(layer - place for place, layer in enumerate(layers))
-    return [(layers[first], layers[last]) for first, last, _ in folded]
 
 
 def _which(layers: Sequence[int]) -> str:
     """Which layers, in few words: 0–13; 0–3, 8; every 6th from 5; 20 layers."""
-    runs = _runs(layers)
+    runs = number_runs(layers)
     if len(runs) <= MOST_RUNS:
-        return ", ".join(range_label(*run) for run in runs)
+        return number_ranges(layers)
     steps = {after - before for before, after in pairwise(layers)}
     if len(steps) == 1:
         step = steps.pop()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -31,6 +30,7 @@ from ..components import (
     Rotary,
     YarnScaling,
 )
+from ..components.ranges import layer_ranges, range_label
 from ..display import Shown
 from ..errors import MissingComponent
 
@@ -201,20 +201,6 @@ def describe(spec: ModelSpec) -> dict[str, str]:
         "block": each(_arrangement),
         "head": "tied to the embedding" if spec.head.tied else "its own weight",
     }
-
-
-def layer_ranges(values: Iterable[Any]) -> list[tuple[int, int, Any]]:
-    """Equal neighbours folded: (first index, last index, value)."""
-    runs = []
-    for value, run in groupby(enumerate(values), key=lambda pair: pair[1]):
-        indices = [index for index, _ in run]
-        runs.append((indices[0], indices[-1], value))
-    return runs
-
-
-def range_label(first: int, last: int) -> str:
-    """The layers `first` to `last`, both included: "3", "0–13"."""
-    return f"{first}" if first == last else f"{first}–{last}"
 
 
 def _by_layer(blocks: Sequence[Block], words: Callable[[Block], str]) -> str:

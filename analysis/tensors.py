@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ..components import ModelSpec, Parameter, Shape
-from .parameters import layer_ranges, range_label
+from ..components.ranges import number_runs, range_label
 
 __all__ = ["TensorGroup", "tensor_groups"]
 
@@ -105,8 +105,7 @@ def _named(place: str, layers: list[int], experts: int) -> str:
 def _braces(indices: Iterable[int]) -> str:
     """Indices in order: 3, {0–31}, {0–3,8}, {0,2,…,38}."""
     listed = list(indices)
-    runs = layer_ranges(index - place for place, index in enumerate(listed))
-    ranges = [range_label(listed[first], listed[last]) for first, last, _ in runs]
+    ranges = [range_label(*run) for run in number_runs(listed)]
     if len(ranges) > MOST_RANGES:
         ranges = [*ranges[:2], "…", ranges[-1]]
     return ranges[0] if len(listed) == 1 else f"{{{','.join(ranges)}}}"

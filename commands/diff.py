@@ -62,7 +62,7 @@ def diff(
     if what is None:
         raise UsageError(f"--by {by!r:.40} is none of {', '.join(get_args(By))}", "--by tensor lists every tensor")
     drawn = Drawn(html, png, svg, figure)
-    from ..analysis.diff import diff as run
+    from ..parity.diff import diff as run
 
     with progress_bar("comparing", quiet or json) as advance:
         found = run(

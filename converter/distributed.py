@@ -36,7 +36,9 @@ from .dtypes import Quantisation, Rounding
 from .files import seal
 from .manifest import FileRecord, file_entry, read_entry
 from .publish import Staging
-from .transfer import StoppedError, Transferred, available_cores, transfer
+from .scheduler import StoppedError
+from .threads import available_cores
+from .transfer import Transferred, transfer
 from .write import Plan, Shard, prepare
 
 __all__ = ["deal_out", "leads", "team", "together"]

@@ -12,7 +12,6 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,13 +25,12 @@ from .checkpoint import Checkpoint
 from .dtypes import Quantisation, Rounding, cast, not_finite, quantisation, rounding, widest
 from .placed import CHUNK, PlacedWriter
 from .publish import FileRecord, Staging
+from .scheduler import IN_FLIGHT, Scheduler, dependents, shared_tensors
 from .threads import available_cores
 from .write import Output, Plan, Shard, prepare, writer
 
-__all__ = ["Gate", "Job", "StoppedError", "Transferred", "available_cores", "jobs_of", "memory_of", "transfer"]
+__all__ = ["Job", "Transferred", "jobs_of", "memory_of", "transfer"]
 
-IN_FLIGHT = 128 * 2**20
-"""Bytes of tensors held at once by all workers together, unless a single job needs more."""
 ROWS = 1 << 20
 """Bytes of a view that are gathered, cast and written at a time."""
 
@@ -68,25 +66,14 @@ def jobs_of(plan: Plan, source: Checkpoint) -> list[Job]:
     """The plan's work in the order in which the source's tensors lie."""
     holder = {name: index for index, leaf in enumerate(source.leaves) for name in leaf.shared}
     outputs = [(shard, output) for shard in plan.shards for output in shard.outputs]
-    # Union of leaves over the outputs they share: the first leaf of a group stands for it.
-    group = list(range(len(source.leaves)))
-
-    def root(index: int) -> int:
-        while group[index] != index:
-            group[index] = group[group[index]]
-            index = group[index]
-        return index
-
-    for _, output in outputs:
-        roots = sorted({root(holder[name]) for name in output.leaf.shared})
-        for other in roots[1:]:
-            group[other] = roots[0]
-    members: dict[int, tuple[list[BoundLeaf], list[tuple[Shard, Output]]]] = {}
-    for index, leaf in enumerate(source.leaves):
-        members.setdefault(root(index), ([], []))[0].append(leaf)
-    for shard, output in outputs:
-        members[root(holder[output.leaf.shared[0]])][1].append((shard, output))
-    return [_job(source, leaves, made) for _, (leaves, made) in sorted(members.items()) if made]
+    made: dict[int, list[tuple[Shard, Output]]] = {}
+    for each in outputs:
+        made.setdefault(holder[each[1].leaf.shared[0]], []).append(each)
+    jobs = []
+    for group in dependents(len(source.leaves), ([holder[name] for name in o.leaf.shared] for _, o in outputs)):
+        if of_group := [each for index in group for each in made.get(index, ())]:
+            jobs.append(_job(source, [source.leaves[index] for index in group], of_group))
+    return jobs
 
 
 def _job(source: Checkpoint, leaves: Sequence[BoundLeaf], outputs: Sequence[tuple[Shard, Output]]) -> Job:
@@ -178,11 +165,12 @@ def transfer(
             if progress is not None:
                 progress(shard.nbytes)
     with ExitStack() as stack:
-        carrier = _Carrier(source, staging, stack, done, progress, stop)
+        scheduler = Scheduler(workers or available_cores(), limit, stop)
+        carrier = _Carrier(source, staging, stack, done, progress, scheduler)
         for shard in todo:
             carrier.open(shard)
         wanted = [job for job in jobs if any(shard.name in carrier.writers for shard, _ in job.outputs)]
-        carrier.run(wanted, workers or available_cores(), limit)
+        carrier.run(wanted)
     return done
 
 
@@ -196,7 +184,7 @@ class _Carrier:
         stack: ExitStack,
         done: Transferred,
         progress: Callable[[int], None] | None,
-        stop: threading.Event | None = None,
+        scheduler: Scheduler,
     ) -> None:
         self.source, self.staging, self.stack, self.done = source, staging, stack, done
         self.progress = progress
@@ -204,11 +192,7 @@ class _Carrier:
         self.left: dict[str, int] = {}
         self.sources: dict[Path, int] = {}
         self.lock = threading.Lock()
-        self.stop, self.stop_all = threading.Event(), stop
-
-    @property
-    def stopped(self) -> bool:
-        return self.stop.is_set() or (self.stop_all is not None and self.stop_all.is_set())
+        self.scheduler = scheduler
 
     def open(self, shard: Shard) -> None:
         file = writer(shard, self.staging)
@@ -219,49 +203,22 @@ class _Carrier:
         if not shard.outputs:
             self._finish(shard.name)
 
-    def run(self, jobs: Sequence[Job], workers: int, limit: int) -> None:
+    def run(self, jobs: Sequence[Job]) -> None:
         """All jobs; the first error stops the rest."""
-        gate = Gate(limit)
-        running: list[Future[None]] = []
         try:
-            with ThreadPoolExecutor(workers, thread_name_prefix="transfer") as pool:
-                try:
-                    for job in jobs:
-                        gate.enter(job.memory)
-                        if self.stopped:
-                            break
-                        running.append(pool.submit(self._carry, job, gate))
-                    wait(running)
-                finally:  # Ctrl-C in this thread included
-                    self.stop.set()
+            self.scheduler.run(jobs, self._carry)
         finally:
             for fd in self.sources.values():
                 os.close(fd)
-        errors = [error for future in running if (error := future.exception()) is not None]
-        errors.sort(key=lambda error: isinstance(error, StoppedError))
-        try:
-            if errors:
-                raise errors[0]
-        finally:
-            # The error's traceback holds this frame: what it names would live on, open files included.
-            del errors, running
 
-    def _carry(self, job: Job, gate: Gate) -> None:
-        try:
-            if self.stopped:
-                return
-            if job.copied:
-                self._copy(job)
-            else:
-                self._rewrite(job)
-            for shard, output in job.outputs:
-                if shard.name in self.writers:
-                    self._count(shard, output)
-        except BaseException:
-            self.stop.set()
-            raise
-        finally:
-            gate.leave(job.memory)
+    def _carry(self, job: Job) -> None:
+        if job.copied:
+            self._copy(job)
+        else:
+            self._rewrite(job)
+        for shard, output in job.outputs:
+            if shard.name in self.writers:
+                self._count(shard, output)
 
     def _count(self, shard: Shard, output: Output) -> None:
         with self.lock:
@@ -289,18 +246,13 @@ class _Carrier:
         def look(chunk: np.ndarray) -> None:
             nonlocal bad
             bad += not_finite(chunk, output.dtype)
-            if self.stopped:
-                raise StoppedError
+            self.scheduler.check()
 
         self.writers[shard.name].copy(output.leaf.checkpoint, self._fd(path), start, look)
         self._note(output, bad, Rounding())
 
     def _rewrite(self, job: Job) -> None:
-        held = {
-            name: (array, self.source.dtype_of(leaf))
-            for leaf in job.sources
-            for name, array in zip(leaf.shared, leaf.to_shared(self.source.read(leaf)), strict=True)
-        }
+        held = shared_tensors(self.source, job.sources)
         for shard, output in job.outputs:
             if shard.name not in self.writers:
                 continue
@@ -318,8 +270,7 @@ class _Carrier:
             if around is not None:
                 piece(around.head)
             for rows in row_slices(array):
-                if self.stopped:
-                    raise StoppedError
+                self.scheduler.check()
                 chunk = contiguous(array[rows] if array.ndim else array)
                 bad += not_finite(chunk, dtype)
                 if output.encode is not None:
@@ -363,27 +314,6 @@ class _Carrier:
                 except OSError as error:
                     raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
             return self.sources[path]
-
-
-class StoppedError(Exception):
-    """Another worker, or another process, failed, and its error is the one to be told."""
-
-
-class Gate:
-    """Lets jobs in while the memory that they need together stays below a limit; one alone always."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit, self._held, self._changed = limit, 0, threading.Condition()
-
-    def enter(self, memory: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._held == 0 or self._held + memory <= self._limit)
-            self._held += memory
-
-    def leave(self, memory: int) -> None:
-        with self._changed:
-            self._held -= memory
-            self._changed.notify_all()
 
 
 def row_slices(array: np.ndarray) -> Iterator[Any]:

@@ -28,7 +28,7 @@ from .sheets import Layout, Row, Sheet
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-    from ..analysis.changes import Diff, Group, TensorDiff
+    from ..parity.changes import Diff, Group, TensorDiff
 
 __all__ = ["COLUMNS", "By", "diff_report", "group_cells", "label"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from .. import __version__
-from ..analysis.changes import STATUSES
+from ..parity.changes import STATUSES
 from .diff import COLUMNS, group_cells, label
 from .diff_words import DTYPES, HEADINGS, figure, files_told, listed, most_changed, readings, remarks, sides, verdict
 from .heatmap import Cell, heatmap
@@ -15,7 +15,7 @@ from .pages import Figure, Lines, Page, Section, Table, counted
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..analysis.changes import Diff, Group, Status, TensorDiff
+    from ..parity.changes import Diff, Group, Status, TensorDiff
 
 __all__ = ["diff_page"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..analysis.changes import STATUSES, Group
-from ..analysis.parameters import layer_ranges, range_label
+from ..components.ranges import number_ranges, range_label
+from ..parity.changes import STATUSES, Group
 from .pages import counted
 
 if TYPE_CHECKING:
-    from ..analysis.changes import Diff, Status, TensorDiff
     from ..converter.checkpoint import Checkpoint
+    from ..parity.changes import Diff, Status, TensorDiff
 
 __all__ = [
     "DTYPES",
@@ -237,9 +237,7 @@ def listed(tensors: Sequence[TensorDiff]) -> list[str]:
 def _in_layers(layers: Sequence[int]) -> str:
     if not layers:
         return ""
-    runs = layer_ranges(index - place for place, index in enumerate(layers))
-    ranges = ", ".join(range_label(layers[first], layers[last]) for first, last, _ in runs)
-    return f"  (layer{'s' if len(layers) > 1 else ''} {ranges})"
+    return f"  (layer{'s' if len(layers) > 1 else ''} {number_ranges(layers)})"
 
 
 def tree_told(found: Diff, everything: bool = True) -> list[str]:

@@ -15,7 +15,7 @@ from families import LLAMA, edited, save_hf
 from typer.testing import CliRunner, Result
 
 import gptkit
-from gptkit.analysis.diff import diff
+from gptkit.parity.diff import diff
 from gptkit.cli import app
 from gptkit.report.diff_words import readings, verdict
 
@@ -204,7 +204,7 @@ def test_ascii_alone(base: Path, altered: Callable[..., Path]) -> None:
 
 def test_no_torch(base: Path) -> None:
     code = (
-        "import sys; from gptkit.analysis.diff import diff\n"
+        "import sys; from gptkit.parity.diff import diff\n"
         f"assert diff({str(base)!r}, {str(base)!r}).same\n"
         "sys.exit(', '.join(m for m in ('torch', 'transformers', 'rich', 'plotly') if m in sys.modules) or 0)"
     )

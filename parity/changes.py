@@ -12,7 +12,7 @@ import msgspec
 from ..components import ModelSpec, without_rounding
 from ..converter.checkpoint import Checkpoint
 from ..display import Shown
-from .diff_around import FileChange, TreeChange
+from .surroundings import FileChange, TreeChange
 from .tensor_diff import Figures, cosine, relative
 
 __all__ = ["STATUSES", "Diff", "Group", "LowRank", "Status", "TensorDiff"]

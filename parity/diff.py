@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,11 +18,12 @@ from numpy.typing import NDArray
 
 from ..architectures import BoundLeaf
 from ..components import Parameter
+from ..components.ranges import layer_ranges, range_label
 from ..converter.checkpoint import Checkpoint, open_checkpoint
-from ..converter.transfer import IN_FLIGHT, Gate, StoppedError, available_cores
+from ..converter.scheduler import IN_FLIGHT, Scheduler, dependents, shared_tensors
+from ..converter.threads import available_cores
 from .changes import STATUSES, Diff, Group, LowRank, Status, TensorDiff
-from .diff_around import TreeChange, changed_files, changed_tree, same_layers
-from .parameters import layer_ranges, range_label
+from .surroundings import TreeChange, changed_files, changed_tree, same_layers
 from .tensor_diff import CHUNK, Figures, compare_tensors, same_bytes
 
 __all__ = ["STATUSES", "Diff", "Group", "LowRank", "TensorDiff", "diff"]
@@ -70,7 +70,7 @@ def diff(
     """
     options = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra, "partial": True}
     first, second = open_checkpoint(a, **options), open_checkpoint(b, **options)
-    found = _Comparison(first, second, rank, progress).run(workers or available_cores())
+    found = _Comparison(first, second, rank, progress, workers or available_cores()).run()
     tensors = tuple(sorted(found, key=_order(_parameters(first), _parameters(second))))
     tree = changed_tree(first.spec, second.spec)
     return Diff(
@@ -99,38 +99,23 @@ class _Job:
 class _Comparison:
     """The state of one comparison that its threads share."""
 
-    def __init__(self, a: Checkpoint, b: Checkpoint, rank: bool, progress: Callable[[int, int], None] | None) -> None:
+    def __init__(
+        self, a: Checkpoint, b: Checkpoint, rank: bool, progress: Callable[[int, int], None] | None, workers: int
+    ) -> None:
         self.sides, self.rank, self.progress = (a, b), rank, progress
         self.parameters = [{each.name: each for each in _parameters(side)} for side in self.sides]
         self.dtypes = [side.shared_dtypes() for side in self.sides]
         self.quantised = [_quantised(side) for side in self.sides]
         self.jobs = self._jobs()
         self.total = sum(job.nbytes for job in self.jobs)
-        self.stop, self.lock = threading.Event(), threading.Lock()
+        self.lock = threading.Lock()
+        self.scheduler = Scheduler(workers, max([IN_FLIGHT, *(job.memory for job in self.jobs)]))
         self.found: list[TensorDiff] = []
         self.mapped = 0
 
-    def run(self, workers: int) -> list[TensorDiff]:
+    def run(self) -> list[TensorDiff]:
         """All tensors, in any order; the first error stops the rest."""
-        gate = Gate(max([IN_FLIGHT, *(job.memory for job in self.jobs)]))
-        running: list[Future[None]] = []
-        with ThreadPoolExecutor(workers, thread_name_prefix="diff") as pool:
-            try:
-                for job in self.jobs:
-                    gate.enter(job.memory)
-                    if self.stop.is_set():
-                        break
-                    running.append(pool.submit(self._compare, job, gate))
-                wait(running)
-            finally:  # Ctrl-C in this thread included
-                self.stop.set()
-        errors = [error for future in running if (error := future.exception()) is not None]
-        errors.sort(key=lambda error: isinstance(error, StoppedError))
-        try:
-            if errors:
-                raise errors[0]
-        finally:
-            del errors, running  # the traceback holds this frame
+        self.scheduler.run(self.jobs, self._compare)
         for side in self.sides:
             side.release()
         return self.found
@@ -139,24 +124,11 @@ class _Comparison:
         """The least that can be read on its own, in the order in which A's tensors lie."""
         leaves = [(side, leaf) for side in (0, 1) for leaf in self.sides[side].leaves]
         at = {(side, name): index for index, (side, leaf) in enumerate(leaves) for name in leaf.shared}
-        group = list(range(len(leaves)))
-
-        def root(index: int) -> int:
-            while group[index] != index:
-                group[index] = group[group[index]]
-                index = group[index]
-            return index
-
         pairs = [(name, name) for _, name in at if (0, name) in at and (1, name) in at]
         tied = [("embedding.weight", "head.weight"), ("head.weight", "embedding.weight")]
         pairs += [(x, y) for x, y in tied if (0, x) in at and (1, y) in at and self._tied((x, y))]
-        for one, other in pairs:
-            first, second = sorted((root(at[0, one]), root(at[1, other])))
-            group[second] = first
-        members: dict[int, list[tuple[int, BoundLeaf]]] = {}
-        for index, each in enumerate(leaves):
-            members.setdefault(root(index), []).append(each)
-        return [self._job(each) for _, each in sorted(members.items())]
+        groups = dependents(len(leaves), ((at[0, one], at[1, other]) for one, other in pairs))
+        return [self._job([leaves[index] for index in group]) for group in groups]
 
     def _tied(self, pair: tuple[str, str]) -> bool:
         """Whether one side ties its head to its embedding and the other does not."""
@@ -173,22 +145,14 @@ class _Comparison:
             memory += min(size, MAPPED_BYTES) if mapped else size
         return _Job((parts[0], parts[1]), memory, nbytes)
 
-    def _compare(self, job: _Job, gate: Gate) -> None:
-        try:
-            if self.stop.is_set():
-                return
-            found = self._tensors(job)
-            for side in self.sides:
-                side.release()
-            with self.lock:
-                self.found += found
-                if self.progress is not None:
-                    self.progress(job.nbytes, self.total)
-        except BaseException:
-            self.stop.set()
-            raise
-        finally:
-            gate.leave(job.memory)
+    def _compare(self, job: _Job) -> None:
+        found = self._tensors(job)
+        for side in self.sides:
+            side.release()
+        with self.lock:
+            self.found += found
+            if self.progress is not None:
+                self.progress(job.nbytes, self.total)
 
     def _tensors(self, job: _Job) -> list[TensorDiff]:
         names = [tuple(name for leaf in leaves for name in leaf.shared) for leaves in job.leaves]
@@ -197,7 +161,7 @@ class _Comparison:
                 self._told(name, Figures(math.prod(self.parameters[0][name].shape), same_bytes=True))
                 for name in names[0]
             ]
-        held = [self._read(side, leaves) for side, leaves in enumerate(job.leaves)]
+        held = [shared_tensors(side, leaves) for side, leaves in zip(self.sides, job.leaves, strict=True)]
         found = []
         for name in dict.fromkeys((*names[0], *names[1])):
             here, there = (held[side].get(name) for side in (0, 1))
@@ -233,15 +197,6 @@ class _Comparison:
             self._pause(2 * part[0].nbytes)
         return True
 
-    def _read(self, side: int, leaves: Iterable[BoundLeaf]) -> dict[str, tuple[Array, str]]:
-        """Shared tensors, views of the files where their layouts allow it, with their dtypes."""
-        checkpoint = self.sides[side]
-        return {
-            name: (array, checkpoint.dtype_of(leaf))
-            for leaf in leaves
-            for name, array in zip(leaf.shared, leaf.to_shared(checkpoint.read(leaf)), strict=True)
-        }
-
     def _figures(self, name: str, a: tuple[Array, str] | None, b: tuple[Array, str] | None) -> Figures | None:
         if a is None or b is None:
             return None
@@ -274,8 +229,7 @@ class _Comparison:
 
     def _pause(self, nbytes: int) -> None:
         """Between chunks: stop where another thread failed, and let go of pages that were read."""
-        if self.stop.is_set():
-            raise StoppedError
+        self.scheduler.check()
         self.mapped += nbytes  # by several threads at once: a few lost counts do no harm
         if self.mapped > MAPPED_BYTES:
             self.mapped = 0

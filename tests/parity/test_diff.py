@@ -14,8 +14,8 @@ import torch
 from families import CONFIGS, GPT2, LLAMA, VOCAB, edited, save_hf, shared_weights
 
 import gptkit
-from gptkit.analysis.changes import Diff, TensorDiff
-from gptkit.analysis.diff import diff
+from gptkit.parity.changes import Diff, TensorDiff
+from gptkit.parity.diff import diff
 from gptkit.converter.checkpoint import Checkpoint
 from gptkit.errors import InvalidInput
 
@@ -109,8 +109,8 @@ def test_what_is_quantised_is_said_to_be(models: Path, tmp_path: Path) -> None:
 def test_the_same_file_twice_is_not_read(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = models / "link"
     link.symlink_to(models / "gpt2")
-    monkeypatch.setattr("gptkit.analysis.diff.compare_tensors", lambda *_, **__: pytest.fail("compared"))
-    monkeypatch.setattr("gptkit.analysis.diff.same_bytes", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr("gptkit.parity.diff.compare_tensors", lambda *_, **__: pytest.fail("compared"))
+    monkeypatch.setattr("gptkit.parity.diff.same_bytes", lambda *_: pytest.fail("read"))
     assert diff(models / "gpt2", link).same_bytes
 
 
@@ -458,8 +458,8 @@ def test_an_interruption_ends_it(models: Path, tmp_path: Path) -> None:
 
 def test_memory_stays_that_of_some_rows(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages that were read are let go, and no tensor is ever whole in memory."""
-    from gptkit.analysis import diff as module
-    from gptkit.analysis import tensor_diff
+    from gptkit.parity import diff as module
+    from gptkit.parity import tensor_diff
 
     released: list[bool] = []
     monkeypatch.setattr(module, "MAPPED_BYTES", 4096)

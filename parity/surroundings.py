@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from ..components import Component, ModelSpec, differences, without_rounding
+from ..components.ranges import number_ranges
 from ..converter.checkpoint import Checkpoint
 from ..converter.dtypes import to_float64
 from ..converter.tokenizer import token_files
 from ..errors import InvalidInput
-from .parameters import layer_ranges, range_label
 
 __all__ = ["FileChange", "TreeChange", "changed_files", "changed_tree", "same_layers"]
 
@@ -62,7 +62,13 @@ def changed_tree(a: ModelSpec, b: ModelSpec) -> list[TreeChange]:
         key = path if layer is None else ".".join(["blocks", "*", *parts[2:]])
         folded.setdefault((key, _words(x), _words(y)), []).extend([] if layer is None else [layer])
     return [
-        TreeChange(path, _layers(where), x, y, rounding=path.replace("*", f"{min(where, default='*')}") not in function)
+        TreeChange(
+            path,
+            number_ranges(where) or None,
+            x,
+            y,
+            path.replace("*", f"{min(where, default='*')}") not in function,
+        )
         for (path, x, y), where in folded.items()
     ]
 
@@ -93,14 +99,6 @@ def _rows_of(checkpoint: Checkpoint) -> list[bytes]:
         found.append(to_float64(array[0], dtype).tobytes())
         checkpoint.release()
     return found
-
-
-def _layers(layers: list[int]) -> str | None:
-    if not layers:
-        return None
-    # Neighbours have one and the same index less their place in the list.
-    groups = layer_ranges(index - place for place, index in enumerate(layers))
-    return ", ".join(range_label(layers[first], layers[last]) for first, last, _ in groups)
 
 
 def _words(value: Any) -> str:

@@ -1,0 +1,36 @@
+"""Numbers of layers or rows, neighbours folded: "0–3, 8"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any
+
+__all__ = ["layer_ranges", "number_ranges", "number_runs", "range_label"]
+
+
+def layer_ranges(values: Iterable[Any]) -> list[tuple[int, int, Any]]:
+    """Equal neighbours folded: (first index, last index, value)."""
+    runs = []
+    for value, run in groupby(enumerate(values), key=lambda pair: pair[1]):
+        indices = [index for index, _ in run]
+        runs.append((indices[0], indices[-1], value))
+    return runs
+
+
+def range_label(first: int, last: int) -> str:
+    """The layers `first` to `last`, both included: "3", "0–13"."""
+    return f"{first}" if first == last else f"{first}–{last}"
+
+
+def number_runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Rising numbers, those that follow one another folded: (first, last)."""
+    listed = list(numbers)
+    # Neighbours have one and the same number less their place in the list.
+    folded = layer_ranges(number - place for place, number in enumerate(listed))
+    return [(listed[first], listed[last]) for first, last, _ in folded]
+
+
+def number_ranges(numbers: Iterable[int]) -> str:
+    """The same in words: "0–3, 8"."""
+    return ", ".join(range_label(*run) for run in number_runs(numbers))
