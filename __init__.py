@@ -26,7 +26,6 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .analysis.compare import compare as compare
-    from .parity.diff import diff as diff
     from .analysis.params import params as params
     from .analysis.recommend import recommend as recommend
     from .converter.checkpoint import open_checkpoint as open_checkpoint
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from .modules.load import load as load
     from .modules.save import save as save
     from .modules.text import generate as generate
+    from .parity.diff import diff as diff
     from .parity.verify import verify as verify
     from .report.notebook import progress as progress
     from .surgery.swap import swap as swap

@@ -7,8 +7,9 @@ partial folder and the small files, and tells the others (guests) where it is an
 whoever finishes a file says so with its hashes, and the host alone publishes, once all files are there.
 
 One process that fails ends all of them. Between the host and each guest a thread always waits for the next message
-(gloo, over TCP), so that a process that is killed is known at once, by its closed connection. The first failure is the
-one that is told, by the process that had it, and all end with its exit code.
+(torch's object lists over gloo, TCP), so that a process that is killed is known at once, by its closed connection,
+which neither torch's store nor its elastic agent tells to a process. The first failure is the one that is told, by the
+process that had it, and all end with its exit code.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import atexit
 import functools
 import hashlib
-import json
 import logging
 import os
 import signal
@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -32,9 +32,8 @@ from typing import Any, ParamSpec, TypeVar
 from .. import __version__
 from ..errors import Elsewhere, GptkitError, UsageError
 from .checkpoint import Checkpoint
-from .dtypes import Quantisation, Rounding
 from .files import seal
-from .manifest import FileRecord, file_entry, read_entry
+from .manifest import FileRecord
 from .publish import Staging
 from .scheduler import StoppedError
 from .threads import available_cores
@@ -48,9 +47,7 @@ FOREVER = timedelta(days=30)
 MEETING = timedelta(minutes=5)
 """How long the processes wait for one another at the beginning."""
 ANSWER = timedelta(seconds=30)
-"""How long a process that is there takes to receive a message, to stop its work, or to take its leave."""
-
-ENDED = "the process of rank {} ended without a word: it was killed, or its machine is gone"
+"""How long a process that is there takes to stop its work, or to take its leave."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -82,11 +79,11 @@ class Alone:
         """Refuse formats that only a single process writes. Raises UsageError."""
 
 
-_team: Alone | Team = Alone()
+_team = Alone()
 _joined = 0
 
 
-def team() -> Alone | Team:
+def team() -> Alone:
     """Who the conversion at hand is done with."""
     return _team
 
@@ -102,7 +99,8 @@ def together(function: Callable[P, R]) -> Callable[P, R]:
         global _team
         if not _several():
             return function(*args, **kwargs)
-        mates: Team = _join()
+        group, rank, size = _meet()
+        mates = Guest(group, rank, size) if rank else Host(group, rank, size)
         _team = mates
         try:
             result = function(*args, **kwargs)
@@ -128,73 +126,27 @@ def deal_out(shards: Sequence[Shard], size: int) -> list[list[str]]:
     return shares
 
 
-# --- messages --------------------------------------------------------------------------------------------------------
-
-
-def _join() -> Host | Guest:
-    """Meet the other processes. Raises GptkitError where they do not come."""
+def _meet() -> tuple[Any, int, int]:
+    """Meet the others: their group, this process's rank in it, its size. Raises GptkitError where they stay away."""
     import torch.distributed as dist
 
     c10d: Any = dist  # which exports more than it says
     global _joined
     _joined += 1
+    group = None
     try:
         if dist.is_initialized():  # a program of the user's own that converts too
-            links = _Links(dist.new_group(backend="gloo", timeout=FOREVER))
+            group = dist.new_group(backend="gloo", timeout=FOREVER)
         else:
             store, rank, size = next(c10d.rendezvous("env://", timeout=MEETING))
             store = c10d.PrefixStore(f"gptkit/{_joined}", store)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=FOREVER)
-            links = _Links(None)
     except (RuntimeError, ValueError, OSError) as error:
         raise GptkitError(
             f"the processes of this run did not find one another: {str(error).splitlines()[0]:.200}",
             "Start them with torchrun; gptkit alone needs no RANK and WORLD_SIZE.",
         ) from error
-    return Host(links) if links.rank == 0 else Guest(links)
-
-
-class _Links:
-    """Messages (JSON objects) to and from other ranks; each in two gloo messages: its length, its bytes."""
-
-    def __init__(self, group: Any) -> None:
-        import torch.distributed as dist
-
-        self._group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._locks = [threading.Lock() for _ in range(self.size)]
-
-    def send(self, rank: int, message: Mapping[str, Any]) -> None:
-        """Raises RuntimeError where that rank is gone, or does not take it."""
-        import torch
-        import torch.distributed as dist
-
-        data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-        with self._locks[rank]:
-            for tensor in (torch.tensor([data.numel()]), data):
-                work = dist.isend(tensor, group=self._group, group_dst=rank)
-                assert work is not None
-                work.wait(ANSWER)
-
-    def receive(self, rank: int) -> dict[str, Any]:
-        """The next message of that rank, however long it takes. Raises RuntimeError where the rank is gone."""
-        import torch
-        import torch.distributed as dist
-
-        length = torch.zeros(1, dtype=torch.int64)
-        dist.recv(length, group=self._group, group_src=rank)
-        data = torch.empty(int(length), dtype=torch.uint8)
-        dist.recv(data, group=self._group, group_src=rank)
-        message: dict[str, Any] = json.loads(data.numpy().tobytes())
-        return message
-
-    def close(self) -> None:
-        import torch.distributed as dist
-
-        dist.destroy_process_group(self._group)
-
-
-# --- what ends a run -------------------------------------------------------------------------------------------------
+    return group, dist.get_rank(group), dist.get_world_size(group)
 
 
 @dataclass(frozen=True)
@@ -217,93 +169,118 @@ class Verdict:
             return cls(rank, 130, "interrupted", "interrupted")
         return cls(rank, 1, f"{type(error).__name__}: {error}")
 
+    @classmethod
+    def lost(cls, rank: int) -> Verdict:
+        message = f"the process of rank {rank} ended without a word: it was killed, or its machine is gone"
+        return cls(rank, 1, message, "lost")
+
 
 class _Interrupted(KeyboardInterrupt):
     """In the host, inside of its staging: somebody was interrupted or killed, and what is finished is to be kept."""
 
 
-class Team:
-    """What host and guests have in common."""
+class Team(Alone):
+    """What host and guests have in common. A message is a word and what belongs to it."""
 
-    def __init__(self, links: _Links, others: Sequence[int]) -> None:
-        self.links = links
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self.group, self.rank, self.size = group, rank, size
         self.verdict: Verdict | None = None
+        self.ended = False
         self.stop = threading.Event()
-        self._changed = threading.Condition()
-        self._threads = {
-            rank: threading.Thread(target=self._listen, args=(rank,), name=f"rank {rank}", daemon=True)
-            for rank in others
-        }
-        for thread in self._threads.values():
+        self.changed = threading.Condition()
+        others = [0] if rank else range(1, size)
+        self.sending = {other: threading.Lock() for other in others}
+        self.threads = [threading.Thread(target=self._listen, args=(other,), daemon=True) for other in others]
+        for thread in self.threads:
             thread.start()
-
-    def staging(self, target: Path, force: bool) -> Staging:
-        raise NotImplementedError
-
-    def transfer(self, plan: Plan, source: Checkpoint, staging: Staging, **options: Any) -> Transferred:
-        raise NotImplementedError
 
     def require_one(self, to: str) -> None:
         raise UsageError(f"{to} is written by a single process", "Run it without torchrun.")
 
     def leave(self, error: BaseException | None) -> None:
+        """End the run, or wait for its end. Raises what ended it, where another process did."""
         raise NotImplementedError
 
-    def _heard(self, rank: int, message: dict[str, Any]) -> bool:
-        """Take a message; False after the last. In the thread of that rank."""
+    def hear(self, rank: int, word: str, about: Any) -> None:
+        """Take a message, with `changed` held, in the thread of the rank that it comes from."""
         raise NotImplementedError
 
-    def _gone(self, rank: int) -> None:
+    def lose(self, rank: int) -> None:
+        """A rank's connection is closed; as `hear`."""
         raise NotImplementedError
+
+    def say(self, rank: int, word: str, about: Any = None) -> None:
+        """Send a message; to a rank that is gone none, which its thread knows."""
+        import torch.distributed as dist
+
+        with suppress(RuntimeError), self.sending[rank]:
+            dist.send_object_list([word, about], group=self.group, group_dst=rank)
 
     def _listen(self, rank: int) -> None:
+        import torch.distributed as dist
+
         try:
-            while self._heard(rank, self.links.receive(rank)):
-                pass
+            word = ""
+            while word != "end":
+                message: list[Any] = [None, None]
+                dist.recv_object_list(message, group=self.group, group_src=rank)
+                word = message[0]
+                with self.changed:
+                    self.hear(rank, *message)
+                    self.changed.notify_all()
         except Exception as error:  # of gloo's, for the most part: the connection is closed
             _log.debug("rank %d: %s", rank, error)
-            self._gone(rank)
+            with self.changed:
+                self.lose(rank)
+                self.changed.notify_all()
 
-    def _wait(self, until: Callable[[], object], limit: timedelta | None = None) -> None:
-        """Until something is so, or the run has failed; in steps, so that a signal is heard."""
+    def wait(self, until: Callable[[], object], limit: timedelta | None = None) -> None:
+        """Until something is so, or the time is over; in steps, so that a signal is heard."""
         end = None if limit is None else time.monotonic() + limit.total_seconds()
-        with self._changed:
+        with self.changed:
             while not until() and (end is None or time.monotonic() < end):
-                self._changed.wait(0.5)
+                self.changed.wait(0.5)
 
-    def _carry(
-        self, plan: Plan, source: Checkpoint, staging: Staging, share: Sequence[str], options: dict[str, Any]
-    ) -> Transferred:
-        """Transfer this rank's share. Raises as `transfer`, and Elsewhere where the run failed meanwhile."""
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
-        workers = options.pop("workers", None) or max(1, available_cores() // here)
-        try:
-            done = transfer(plan, source, staging, workers=workers, only=frozenset(share), stop=self.stop, **options)
-        except StoppedError as error:
-            raise Elsewhere("another process of this run failed") from error
-        self._check()
-        return done
-
-    def _check(self) -> None:
+    def check(self) -> None:
         if self.stop.is_set():
             raise Elsewhere("another process of this run failed")
 
-    def _shares(self, plan: Plan, finished: Mapping[str, FileRecord]) -> list[list[str]]:
-        return deal_out([shard for shard in plan.shards if shard.name not in finished], self.links.size)
+    def carry(self, plan: Plan, source: Checkpoint, staging: Staging, options: dict[str, Any]) -> Transferred:
+        """Transfer this rank's share. Raises as `transfer`, and Elsewhere where the run failed meanwhile."""
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
+        options["workers"] = options.get("workers") or max(1, available_cores() // here)
+        share = deal_out([each for each in plan.shards if each.name not in staging.finished], self.size)[self.rank]
+        only = frozenset(share if self.rank else [*share, *staging.finished])
+        try:
+            done = transfer(plan, source, staging, only=only, stop=self.stop, **options)
+        except StoppedError as error:
+            raise Elsewhere("another process of this run failed") from error
+        self.check()
+        return done
 
-    def _part(self, code: int | None) -> None:
-        """Take leave of the group; where somebody does not answer, see that his thread does not spoil our end."""
+    def part(self, verdict: Verdict | None, error: BaseException | None) -> None:
+        """Take leave of the group; where somebody does not answer, see that his thread does not spoil our end. Then
+        raise what ended the run, unless that is this process's own `error`.
+        """
+        import torch.distributed as dist
+
         end = time.monotonic() + ANSWER.total_seconds()
-        for thread in self._threads.values():
+        for thread in self.threads:
             thread.join(max(0.0, end - time.monotonic()))
-        if not any(thread.is_alive() for thread in self._threads.values()):
-            self.links.close()
+        code = verdict.code if verdict is not None else None if error is None else 1
+        if not any(thread.is_alive() for thread in self.threads):
+            dist.destroy_process_group(self.group)
         elif code is not None:
             atexit.register(os._exit, code)
         if code is not None and threading.current_thread() is threading.main_thread():
             # torchrun ends the rest when the first ends; we are about to, with the exit code that tells why.
             with suppress(ValueError):
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if verdict is None or (verdict.rank == self.rank and error is not None):
+            return
+        if verdict.kind == "lost" and self.rank == (0 if verdict.rank else 1):  # the first that is left says so
+            raise GptkitError(verdict.message, "\n".join(getattr(error, "__notes__", [])) or None) from error
+        raise Elsewhere(f"rank {verdict.rank}: {verdict.message}", verdict.code) from error
 
 
 def _digest(plan: Plan, source: Checkpoint) -> str:
@@ -315,41 +292,40 @@ def _digest(plan: Plan, source: Checkpoint) -> str:
     return digest.hexdigest()
 
 
-# --- rank 0 ----------------------------------------------------------------------------------------------------------
-
-
 class Host(Team):
     """Rank 0: makes the folder, hears of every file, publishes."""
 
-    def __init__(self, links: _Links) -> None:
-        self._staging: Staging | None = None
-        self._progress: Callable[[int], None] | None = None
-        self._sizes: dict[str, int] = {}
-        self._carried: dict[int, dict[str, Any]] = {}
-        self._quiet: set[int] = set()  # ranks that write nothing any more
-        self._mutex = threading.Lock()
-        super().__init__(links, range(1, links.size))
-
-    def staging(self, target: Path, force: bool) -> Staging:
-        return Staging(target, force)
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self.finish: Callable[[str, FileRecord], None] = lambda name, record: None
+        self.quiet: dict[int, Transferred | Verdict | None] = {}  # what the ranks said that write nothing any more
+        super().__init__(group, rank, size)
 
     def transfer(self, plan: Plan, source: Checkpoint, staging: Staging, **options: Any) -> Transferred:
-        self._staging, self._progress = staging, options.pop("progress", None)
-        self._sizes = {shard.name: shard.nbytes for shard in plan.shards}
-        if (idle := self.links.size - len(plan.shards)) > 0:
+        progress: Callable[[int], None] = options.pop("progress", None) or (lambda nbytes: None)
+        mutex, sizes = threading.Lock(), {shard.name: shard.nbytes for shard in plan.shards}
+
+        def advance(nbytes: int) -> None:
+            with mutex:
+                progress(nbytes)
+
+        def finish(name: str, record: FileRecord) -> None:
+            staging.finish(name, record)
+            advance(sizes[name])
+
+        self.finish = finish
+        if (idle := self.size - len(plan.shards)) > 0:
             source.notes.append(
-                f"{idle} of {self.links.size} processes had no file to write: a smaller --max-shard-size makes more"
+                f"{idle} of {self.size} processes had no file to write: a smaller --max-shard-size makes more"
             )
         try:
             prepare(plan, staging)
-            offer = {"is": "open", "path": str(staging.path), "finished": sorted(staging.finished)}
-            self._tell({**offer, "digest": _digest(plan, source)})
-            names = [*staging.finished, *self._shares(plan, staging.finished)[0]]
-            done = self._carry(plan, source, staging, names, {**options, "progress": self._advance})
-            self._wait(lambda: self.verdict or len(self._carried) == self.links.size - 1)
-            self._check()
-            for message in self._carried.values():
-                self._add(done, message)
+            self.tell("open", (str(staging.path), sorted(staging.finished), _digest(plan, source)))
+            done = self.carry(plan, source, staging, {**options, "progress": advance})
+            self.wait(lambda: self.verdict or len(self.quiet) == self.size - 1)
+            self.check()
+            for theirs in self.quiet.values():
+                assert isinstance(theirs, Transferred)
+                done.add(theirs)
         except BaseException as error:
             self._silence(error)
             if self.verdict is not None and self.verdict.kind != "failed" and not isinstance(error, KeyboardInterrupt):
@@ -358,177 +334,98 @@ class Host(Team):
         return done
 
     def leave(self, error: BaseException | None) -> None:
-        """End the run for all. Raises what ended it, where something did."""
         if error is not None:
             self._silence(error)
         verdict = self.verdict if error is not None else None
-        said = None if verdict is None else asdict(verdict)
-        for rank in self._threads:
-            self._send(rank, {"is": "end", "verdict": said})
-        self._part(None if verdict is None else verdict.code)
-        if verdict is None or error is None or verdict.rank == 0:
-            return
-        if verdict.kind == "lost":
-            raise GptkitError(verdict.message, "\n".join(getattr(error, "__notes__", [])) or None) from error
-        raise Elsewhere(f"rank {verdict.rank}: {verdict.message}", verdict.code) from error
+        self.ended = True
+        self.tell("end", verdict)
+        self.part(verdict, error)
 
     def _silence(self, error: BaseException) -> None:
         """After an error: stop everybody, and wait until nobody writes any more."""
         if not isinstance(error, Elsewhere | _Interrupted):
-            self._settle(Verdict.of(0, error))
-        self._wait(lambda: len(self._quiet) == self.links.size - 1, ANSWER)
+            with self.changed:
+                self._settle(Verdict.of(0, error))
+        self.wait(lambda: len(self.quiet) == self.size - 1, ANSWER)
 
     def _settle(self, verdict: Verdict) -> None:
         """The first failure counts; but an interruption is what torchrun does to the rest when one is lost."""
-        with self._changed:
-            first = self.verdict is None
-            if self.verdict is None or (self.verdict.kind == "interrupted" and verdict.kind != "interrupted"):
-                self.verdict = verdict
-            self.stop.set()
-            self._changed.notify_all()
+        first = self.verdict is None
+        if self.verdict is None or (self.verdict.kind == "interrupted" and verdict.kind != "interrupted"):
+            self.verdict = verdict
+        self.stop.set()
         if first:
-            self._tell({"is": "stop"})
+            self.tell("stop")
 
-    def _heard(self, rank: int, message: dict[str, Any]) -> bool:
-        kind = message["is"]
-        if kind == "finished":
-            self._finished(message)
-        elif kind == "failed":
-            self._settle(Verdict(**message["verdict"]))
-        elif kind == "carried":
-            with self._changed:
-                self._carried[rank] = message
-        if kind != "finished":  # all the others say that this rank writes nothing any more
-            with self._changed:
-                self._quiet.add(rank)
-                self._changed.notify_all()
-        return bool(kind != "bye")
-
-    def _gone(self, rank: int) -> None:
-        with self._changed:
-            self._quiet.add(rank)
-            self._changed.notify_all()
-        self._settle(Verdict(rank, 1, ENDED.format(rank), "lost"))
-
-    def _finished(self, message: dict[str, Any]) -> None:
-        """A guest has put a file on the disk: note it, so that an interrupted run can go on from there."""
-        known = read_entry(message["entry"])
-        assert known is not None and self._staging is not None
-        try:
-            self._staging.finish(message["name"], known[0])
+    def hear(self, rank: int, word: str, about: Any) -> None:
+        if word == "quiet":
+            self.quiet.setdefault(rank, about)
+            if isinstance(about, Verdict):
+                self._settle(about)
+            return
+        try:  # a guest has put a file on the disk: it is noted, so that an interrupted run can go on from there
+            self.finish(*about)
         except (GptkitError, OSError, RuntimeError, ValueError) as error:
             if not self.stop.is_set():  # else the folder may be gone already
                 self._settle(Verdict.of(0, error))
-            return
-        self._advance(self._sizes[message["name"]])
 
-    def _advance(self, nbytes: int) -> None:
-        if self._progress is not None:
-            with self._mutex:
-                self._progress(nbytes)
+    def lose(self, rank: int) -> None:
+        self.quiet.setdefault(rank, None)
+        if not self.ended:
+            self._settle(Verdict.lost(rank))
 
-    def _add(self, done: Transferred, message: dict[str, Any]) -> None:
-        for name, entry in message["files"].items():
-            known = read_entry(entry)
-            assert known is not None
-            done.files[name] = known[0]
-        done.rounded.update({name: Rounding(**cost) for name, cost in message["rounded"].items()})
-        done.quantised.update({name: Quantisation(**loss) for name, loss in message["quantised"].items()})
-        done.not_finite.update(message["not_finite"])
-
-    def _tell(self, message: Mapping[str, Any]) -> None:
-        for rank in self._threads:
-            self._send(rank, message)
-
-    def _send(self, rank: int, message: Mapping[str, Any]) -> None:
-        try:
-            self.links.send(rank, message)
-        except RuntimeError as error:
-            _log.debug("rank %d: %s", rank, error)
-            if message["is"] != "end":
-                self._gone(rank)
-
-
-# --- the other ranks -------------------------------------------------------------------------------------------------
+    def tell(self, word: str, about: Any = None) -> None:
+        for rank in self.sending:
+            self.say(rank, word, about)
 
 
 class Guest(Team):
     """Any other rank: writes its share into the host's folder."""
 
-    def __init__(self, links: _Links) -> None:
-        self.offer: dict[str, Any] | None = None
-        self._ended = False
-        super().__init__(links, [0])
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self.offer: tuple[str, list[str], str] | None = None
+        super().__init__(group, rank, size)
 
     def staging(self, target: Path, force: bool) -> Staging:
         return _Shared(self, target, force)
 
-    def opened(self) -> dict[str, Any]:
-        """What the host offers, once it has a folder. Raises Elsewhere where it never will."""
-        self._wait(lambda: self.offer or self.stop.is_set())
+    def opened(self) -> tuple[str, list[str], str]:
+        """What the host offers once it has a folder: its path, the files finished in it, the digest of the work.
+
+        Raises Elsewhere where it never will.
+        """
+        self.wait(lambda: self.offer or self.stop.is_set() or self.ended)
         if self.offer is None or self.stop.is_set():
             raise Elsewhere("another process of this run failed")
         return self.offer
 
     def transfer(self, plan: Plan, source: Checkpoint, staging: Staging, **options: Any) -> Transferred:
-        options.pop("progress", None)
-        if self.opened()["digest"] != _digest(plan, source):
+        if self.opened()[2] != _digest(plan, source):
             raise GptkitError(
-                f"rank {self.links.rank} and rank 0 plan different files from {source.reference}",
+                f"rank {self.rank} and rank 0 plan different files from {source.reference}",
                 "Give every process the same checkpoint, options and version of gptkit.",
             )
-        done = self._carry(plan, source, staging, self._shares(plan, staging.finished)[self.links.rank], options)
-        sizes = {shard.name: shard.size for shard in plan.shards}
-        carried = {
-            "files": {name: file_entry(record, sizes[name]) for name, record in done.files.items()},
-            "rounded": {name: asdict(cost) for name, cost in done.rounded.items()},
-            "quantised": {name: asdict(loss) for name, loss in done.quantised.items()},
-            "not_finite": done.not_finite,
-        }
-        self.say({"is": "carried", **carried})
+        done = self.carry(plan, source, staging, {**options, "progress": None})
+        self.say(0, "quiet", done)
         return done
 
-    def say(self, message: Mapping[str, Any]) -> None:
-        with suppress(RuntimeError):  # the host is gone, which its thread knows
-            self.links.send(0, message)
-
     def leave(self, error: BaseException | None) -> None:
-        """Wait for the end of the run. Raises what ended it, where something did."""
-        if error is None or isinstance(error, Elsewhere):
-            self.say({"is": "idle"})
-        else:
-            self.say({"is": "failed", "verdict": asdict(Verdict.of(self.links.rank, error))})
-        self._wait(lambda: self._ended, ANSWER if error is not None else None)
-        verdict = self.verdict
-        self._part(verdict.code if verdict is not None else None if error is None else 1)
-        if verdict is None or (verdict.rank == self.links.rank and error is not None):
-            return
-        if verdict.kind == "lost" and verdict.rank == 0 and self.links.rank == 1:
-            raise GptkitError(verdict.message) from error
-        raise Elsewhere(f"rank {verdict.rank}: {verdict.message}", verdict.code) from error
+        failed = error is not None and not isinstance(error, Elsewhere)
+        self.say(0, "quiet", Verdict.of(self.rank, error) if error is not None and failed else None)
+        self.wait(lambda: self.ended, ANSWER if error is not None else None)
+        self.part(self.verdict, error)
 
-    def _heard(self, rank: int, message: dict[str, Any]) -> bool:  # noqa: ARG002, it is the host's
-        kind = message["is"]
-        if kind == "end":
-            self.say({"is": "bye"})
-        with self._changed:
-            if kind == "open":
-                self.offer = message
-            elif kind == "end":
-                self._ended = True
-                self.verdict = Verdict(**message["verdict"]) if message["verdict"] else None
-            if kind == "stop" or self.verdict is not None:
-                self.stop.set()
-            self._changed.notify_all()
-        return bool(kind != "end")
-
-    def _gone(self, rank: int) -> None:  # noqa: ARG002
-        with self._changed:
-            if not self._ended:
-                self._ended = True
-                self.verdict = Verdict(0, 1, ENDED.format(0), "lost")
+    def hear(self, rank: int, word: str, about: Any) -> None:  # noqa: ARG002, it is the host's
+        if word == "open":
+            self.offer = about
+        elif word == "end":
+            self.ended, self.verdict = True, about
+        if word == "stop" or self.verdict is not None:
             self.stop.set()
-            self._changed.notify_all()
+
+    def lose(self, rank: int) -> None:
+        self.ended, self.verdict = True, Verdict.lost(rank)
+        self.stop.set()
 
 
 class _Shared(Staging):
@@ -541,14 +438,14 @@ class _Shared(Staging):
     @contextmanager
     def reserved(self) -> Iterator[None]:
         """Wait until the host has opened the checkpoint, and fetched it where that was needed, and made its folder."""
-        offer = self._guest.opened()
-        self._path = Path(offer["path"])
+        path, finished, _ = self._guest.opened()
+        self._path = Path(path)
         if not self._path.is_dir():
             raise GptkitError(
-                f"rank {self._guest.links.rank} does not see the folder that rank 0 writes into: {self._path}",
+                f"rank {self._guest.rank} does not see the folder that rank 0 writes into: {self._path}",
                 "Write to a file system that all machines share.",
             )
-        self.finished = {name: FileRecord("") for name in offer["finished"]}
+        self.finished = {name: FileRecord("") for name in finished}
         yield
 
     def __enter__(self) -> Staging:
@@ -559,10 +456,10 @@ class _Shared(Staging):
 
     def finish(self, name: str, record: FileRecord) -> None:
         try:
-            nbytes = seal(self.path / name)
+            seal(self.path / name)
         except OSError as error:
             raise GptkitError(f"could not write {self.path / name}: {error.strerror}") from error
-        self._guest.say({"is": "finished", "name": name, "entry": file_entry(record, nbytes)})
+        self._guest.say(0, "finished", (name, record))
 
     def commit(self, manifest: Mapping[str, object], *, files: Mapping[str, FileRecord] | None = None) -> None:
         """The host does that."""

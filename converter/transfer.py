@@ -61,6 +61,11 @@ class Transferred:
     resumed: int = 0
     """Bytes of files that an earlier, interrupted run had finished."""
 
+    def add(self, other: Transferred) -> None:
+        """Take in what another process of the same run carried over."""
+        for name in ("files", "rounded", "quantised", "not_finite"):
+            getattr(self, name).update(getattr(other, name))
+
 
 def jobs_of(plan: Plan, source: Checkpoint) -> list[Job]:
     """The plan's work in the order in which the source's tensors lie."""

@@ -14,10 +14,10 @@ import torch
 from families import CONFIGS, GPT2, LLAMA, VOCAB, edited, save_hf, shared_weights
 
 import gptkit
-from gptkit.parity.changes import Diff, TensorDiff
-from gptkit.parity.diff import diff
 from gptkit.converter.checkpoint import Checkpoint
 from gptkit.errors import InvalidInput
+from gptkit.parity.changes import Diff, TensorDiff
+from gptkit.parity.diff import diff
 
 WIDE = {**LLAMA, "hidden_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 3}
 FAMILIES = ("gpt2", "llama", "mixtral", "bloom", "falcon-40b")

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gptkit.converter.dtypes import FLOATS, cast, from_float64, to_float64
 from gptkit.parity.low_rank import Projection, Sketch
 from gptkit.parity.tensor_diff import CHUNK, Figures, compare_tensors, runs
-from gptkit.converter.dtypes import FLOATS, cast, from_float64, to_float64
 
 NARROW = ("BF16", "F16")
 

@@ -15,8 +15,8 @@ from families import LLAMA, edited, save_hf
 from typer.testing import CliRunner, Result
 
 import gptkit
-from gptkit.parity.diff import diff
 from gptkit.cli import app
+from gptkit.parity.diff import diff
 from gptkit.report.diff_words import readings, verdict
 
 CONFIG = {**LLAMA, "hidden_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
