@@ -23,13 +23,12 @@ from .distributed import team, together
 from .dtypes import HF_NAMES, parse_dtype, widest
 from .formats import Request, format_named, writable
 from .formats.gguf import begins
-from .publish import FileRecord
 from .resolve import CONFIG
 from .targets import TARGETS
 from .tokenizer import token_files
 from .transfer import Transferred, jobs_of, memory_of
 from .tree import LOCAL_CONFIG, Origin, described_tree
-from .write import DEFAULT_SHARD_BYTES, Plan, as_it_was, json_bytes, plan, prepare
+from .write import DEFAULT_SHARD_BYTES, Plan, as_it_was, json_bytes, plan
 
 __all__ = ["Conversion", "companions", "convert", "default_output", "main_dtype", "plan_conversion", "plan_output"]
 
@@ -321,15 +320,8 @@ def convert(
         with staging:
             if on_plan is not None:
                 on_plan(conversion)
-            own = _own_writer(to)
-            if own is not None:
-                team().require_one(to)
-                prepare(planned, staging)
-                request = _request(source, dtype, max_shard_bytes)
-                done = Transferred(own(request, planned, staging, progress))
-            else:
-                options = {"workers": workers, "max_memory": max_memory, "progress": progress}
-                done = team().transfer(planned, source, staging, **options)
+            options = {"workers": workers, "max_memory": max_memory, "progress": progress}
+            done = team().transfer(planned, source, staging, **options)
             manifest = {
                 "gptkit": __version__,
                 "format": to,
@@ -337,11 +329,6 @@ def convert(
             }
             staging.commit(manifest, files=done.files)
     return replace(conversion, transferred=done)
-
-
-def _own_writer(to: str) -> Callable[..., dict[str, FileRecord]] | None:
-    """What writes the files of a format that are no header and tensors at known places."""
-    return None if to.partition(":")[0] in ("local", "hf") else format_named(to).write
 
 
 def _key(plan: Plan, source: Checkpoint) -> str:

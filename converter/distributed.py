@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from .. import __version__
-from ..errors import Elsewhere, GptkitError, UsageError
+from ..errors import Elsewhere, GptkitError
 from .checkpoint import Checkpoint
 from .files import seal
 from .manifest import FileRecord
@@ -74,9 +74,6 @@ class Alone:
 
     def transfer(self, plan: Plan, source: Checkpoint, staging: Staging, **options: Any) -> Transferred:
         return transfer(plan, source, staging, **options)
-
-    def require_one(self, to: str) -> None:
-        """Refuse formats that only a single process writes. Raises UsageError."""
 
 
 _team = Alone()
@@ -193,9 +190,6 @@ class Team(Alone):
         self.threads = [threading.Thread(target=self._listen, args=(other,), daemon=True) for other in others]
         for thread in self.threads:
             thread.start()
-
-    def require_one(self, to: str) -> None:
-        raise UsageError(f"{to} is written by a single process", "Run it without torchrun.")
 
     def leave(self, error: BaseException | None) -> None:
         """End the run, or wait for its end. Raises what ended it, where another process did."""

@@ -146,8 +146,11 @@ class PlacedWriter:
                 filling.check(chunk)
                 look(chunk)
 
-    def close(self) -> None:
-        """Check that every block was written, finish the hash, fsync. Raises CheckpointError, GptkitError."""
+    def close(self, ending: bytes = b"") -> None:
+        """Check that every block was written, write what ends the file, finish the hash, fsync.
+
+        Raises CheckpointError, GptkitError.
+        """
         if self._fd is None:
             return
         try:
@@ -158,6 +161,9 @@ class PlacedWriter:
                     f"{self.path}: {len(missing)} of {len(self.blocks)} tensors were not written: {listed}"
                 )
             with self._disk() as fd:
+                write_all(fd, ending, self._size - len(ending))
+                if os.pread(fd, len(ending), self._size - len(ending)) != ending:
+                    raise OSError(errno.EIO, "it does not hold what was written to it")
                 os.fsync(fd)
                 with self._hashing:
                     self._advance(self._size)

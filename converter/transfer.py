@@ -195,6 +195,8 @@ class _Carrier:
         self.progress = progress
         self.writers: dict[str, PlacedWriter] = {}
         self.left: dict[str, int] = {}
+        self.shards: dict[str, Shard] = {}
+        self.crcs: dict[tuple[str, str], int] = {}  # by file and tensor, where something stands around it
         self.sources: dict[Path, int] = {}
         self.lock = threading.Lock()
         self.scheduler = scheduler
@@ -203,7 +205,7 @@ class _Carrier:
         file = writer(shard, self.staging)
         # As after an exception: a shard that is finished has closed itself by then.
         self.stack.callback(file.__exit__, GeneratorExit, None, None)
-        self.writers[shard.name] = file
+        self.writers[shard.name], self.shards[shard.name] = file, shard
         self.left[shard.name] = len(shard.outputs)
         if not shard.outputs:
             self._finish(shard.name)
@@ -235,7 +237,9 @@ class _Carrier:
             self._finish(shard.name)
 
     def _finish(self, name: str) -> None:
-        self.writers[name].close()
+        shard = self.shards[name]
+        crcs = [self.crcs.get((name, output.leaf.checkpoint), 0) for output in shard.outputs]
+        self.writers[name].close(shard.ending(crcs) if shard.ending is not None else b"")
         record = self.writers[name].record
         self.staging.finish(name, record)
         with self.lock:
@@ -299,6 +303,8 @@ class _Carrier:
                     crc = zlib.crc32(data.data, crc)
             if around is not None:
                 piece(around.tail(crc))
+                with self.lock:
+                    self.crcs[file.path.name, output.leaf.checkpoint] = crc
         self._note(output, bad, cost)
         if output.decode is not None:
             with self.lock:

@@ -89,13 +89,17 @@ class Constant:
 
 @dataclass(frozen=True)
 class Shard:
-    """One weight file: its header, its tensors, its constants, and its size; what none of them covers is padding."""
+    """One weight file: its header, its tensors, its constants, and its size; what none of them covers is padding.
+
+    ending: the last bytes, where they depend on the crc32 of every tensor, in the order of `outputs`.
+    """
 
     name: str
     header: bytes
     outputs: tuple[Output, ...]
     size: int
     constants: tuple[Constant, ...] = ()
+    ending: Callable[[Sequence[int]], bytes] | None = None
 
     @property
     def nbytes(self) -> int:

@@ -20,7 +20,6 @@ from ..targets import FORMATS, TARGETS
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint, Weights
-    from ..publish import FileRecord, Staging
     from ..tree import Origin
     from ..write import Plan
 
@@ -67,11 +66,7 @@ class Request:
 
 
 class Format(Protocol):
-    """A module of this folder. `plan` is None for formats that are only read, `read` for those only written.
-
-    `write` is None where the plan says all; else it writes the planned files itself (formats whose files are not a
-    header and tensors at known places) and returns their hashes.
-    """
+    """A module of this folder. `plan` is None for formats that are only read, `read` for those only written."""
 
     matches: Callable[[Path], bool] | None
     """Whether a file or folder is of this format: by its name and its first bytes."""
@@ -80,7 +75,6 @@ class Format(Protocol):
     read: Callable[[Path, bool], Opened] | None
     """Opens it, reading headers alone; the second argument is allow_pickle."""
     plan: Callable[[Request], Plan] | None
-    write: Callable[[Request, Plan, Staging, Callable[[int], None] | None], dict[str, FileRecord]] | None
 
 
 def format_named(name: str) -> Format:

@@ -3,7 +3,7 @@
 Written under the names that the family's checkpoints have, with config.json beside: a model of transformers, sharded or
 not, loads it as it is (`dcp.load(model.state_dict(), checkpoint_id=folder)`), a tied head under its second name too.
 Which tensors there are and how they are cut is planned by torch's own planner, on the meta device, and `.metadata` is
-its pickle; the tensors go their usual way (see `dcp_archive`, and `dcp_read` for reading).
+its pickle; the tensors go their usual way (see `torch_archive`, and `dcp_read` for reading).
 
 A folder of the Hugging Face writer of torch.distributed.checkpoint, whose safetensors files hold parts of tensors, is
 read too. Whole ones are a Hugging Face folder like any other, there and back.
@@ -27,13 +27,11 @@ if TYPE_CHECKING:
     from . import Opened, Request
     from .dcp_read import Chunked
 
-__all__ = ["describe", "matches", "plan", "read", "write"]
+__all__ = ["describe", "matches", "plan", "read"]
 
 METADATA = ".metadata"
 SHARDS = "shard-*-model-*-of-*.safetensors"
 """What torch's Hugging Face writer calls its files while tensors are in parts."""
-
-write = None
 
 
 def matches(path: Path) -> bool:
@@ -175,15 +173,39 @@ def plan(request: Request) -> Plan:
 def _lay_out(name: str, outputs: Iterable[Output]) -> Shard:
     """A file of the tensors' records, each at a multiple of 64 bytes."""
     from ..write import Output, Shard
-    from .dcp_archive import ALIGNMENT, record
+    from .torch_archive import ALIGNMENT
 
     at, laid = 0, []
     for output in outputs:
         at += -at % ALIGNMENT
-        around = record(output.dtype, output.leaf.shape)
+        around = _Record(output)
         laid.append(Output(output.leaf, output.dtype, at, around.size, around=around))
         at += around.size
     return Shard(name, b"", tuple(laid), at)
+
+
+class _Record:
+    """What torch.save writes for one tensor: an archive of its own."""
+
+    def __init__(self, output: Output) -> None:
+        from .torch_archive import archive_of, pickled_tensor, program
+
+        files = {
+            "data.pkl": program(pickled_tensor("0", output.dtype, output.leaf.shape)),
+            ".format_version": b"1",
+            ".storage_alignment": b"64",
+            "byteorder": b"little",
+            "version": b"3\n",
+        }
+        self._archive = archive_of("archive", files, [output.nbytes])
+        self.size = self._archive.size
+
+    @property
+    def head(self) -> bytes:
+        return self._archive.header + self._archive.tensors[0].head
+
+    def tail(self, crc: int) -> bytes:
+        return self._archive.tensors[0].tail(crc) + self._archive.end([crc])
 
 
 def _metadata(shards: Sequence[Shard], tied: Mapping[str, str]) -> bytes:

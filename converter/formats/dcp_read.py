@@ -1,7 +1,7 @@
 """Where the tensors of a distributed checkpoint lie: in chunks that several processes saved, put together here.
 
 Two kinds of folder are read. torch's own has `.metadata`, a pickle of which tensor's chunk lies where in which .distcp
-file, each chunk an archive of torch.save (see `dcp_archive`). Its Hugging Face writer makes safetensors files, whose
+file, each chunk an archive of torch.save (see `torch_archive`). Its Hugging Face writer makes safetensors files, whose
 headers say where in the whole tensor theirs belong. Either way nothing but names, numbers and places is taken from
 them: pickles are read by an interpreter in Python that knows a list of names and imports none, and every number is held
 against the files before anything is allocated.

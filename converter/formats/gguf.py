@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..write import Plan
     from . import Opened, Request
 
-__all__ = ["begins", "describe", "describe_header", "matches", "plan", "read", "write"]
+__all__ = ["begins", "describe", "describe_header", "matches", "plan", "read"]
 
 PLAIN = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
 """Types that safetensors has under the same name."""
@@ -40,8 +40,6 @@ SAMPLED = 2**14
 
 ALIKE = {"eos": ("eos", "eot", "eom"), "bos": ("bos",), "pad": ("padding",)}
 """transformers' special ids -> the tokenizer.ggml.*_token_id that may hold one; the first is the one of config.json."""
-
-write = None
 
 
 def matches(path: Path) -> bool:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..write import Plan
     from . import Opened, Request
 
-__all__ = ["describe", "matches", "plan", "plan_version", "read", "write"]
+__all__ = ["describe", "matches", "plan", "plan_version", "read"]
 
 MAGIC = struct.pack("<I", 0x616B3432)
 HEADER = 256
@@ -43,8 +43,6 @@ _SIZES = struct.Struct("<7i")
 MAX_GROUP = 2**16
 OUTPUT = "model.bin"
 """What llama2.c's train.py calls it."""
-
-write = None
 
 
 def matches(path: Path) -> bool:

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from ..write import Plan
     from . import Request
 
-__all__ = ["describe", "matches", "plan", "read", "write"]
+__all__ = ["describe", "matches", "plan", "read"]
 
-matches = describe = read = write = None
+matches = describe = read = None
 
 
 def plan(request: Request) -> Plan:

@@ -1,21 +1,17 @@
 """nanoGPT's ckpt.pt: a dictionary that torch.save wrote, with the model's tensors and the arguments of its class.
 
-It is a pickle, read as `pickles` reads one: behind --allow-pickle, by a process of its own. It is written here without
-torch: an archive whose members are stored as they are, each storage at a multiple of 64 bytes, as torch.load can map
-them. Its checksums are only known when the tensors are, so that `write` makes the file, in the order of the plan.
+It is a pickle, read as `pickles` reads one: behind --allow-pickle, by a process of its own. It is written without
+torch, as an archive (`torch_archive`) that torch.load can map.
 Optimizer, iteration and the like are not part of a model: they are left out, and written as those of a fresh one.
 """
 
 from __future__ import annotations
 
 import json
-import pickle
-import struct
-import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from ...architectures.base import BoundLeaf, bind
 from ...architectures.nanogpt import (
@@ -31,15 +27,15 @@ from ...architectures.nanogpt import (
 from ...components import Activation, ModelSpec
 from ...errors import CheckpointError, UntrustedInput
 from ..resolve import refuse_pointer
+from .torch_archive import archive_of, pickled_tensor, program
 
 if TYPE_CHECKING:
     from ..pickles import Stored, StoredWeights
-    from ..publish import FileRecord, Staging
     from ..tree import Origin
     from ..write import Plan
     from . import Opened, Request
 
-__all__ = ["describe", "matches", "plan", "plan_for", "read", "write"]
+__all__ = ["describe", "matches", "plan", "plan_for", "read"]
 
 NAME = "ckpt.pt"
 COMPILED = "_orig_mod."
@@ -182,10 +178,6 @@ def _place(weights: StoredWeights, name: str) -> tuple[Path, int]:
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 
-PREFIX = "ckpt/"
-ALIGNMENT = 64
-STORAGES = {"F64": "DoubleStorage", "F32": "FloatStorage", "F16": "HalfStorage", "BF16": "BFloat16Storage"}
-
 
 def plan(request: Request) -> Plan:
     """A checkpoint for nanoGPT's model.py as it is today."""
@@ -206,71 +198,14 @@ def plan_for(request: Request, activation: Activation) -> Plan:
 
     arguments, leaves = expressed(request.spec, activation)
     asked = None if request.asked is None else parse_dtype(request.asked)
-    tensors = []
-    for leaf in _in_order(leaves):
-        dtype = asked or widest([request.dtypes[name] for name in leaf.shared])
-        count = 1
-        for size in leaf.shape:
-            count *= size
-        tensors.append((leaf, dtype, count * DTYPES[dtype].itemsize))
-    program = _program(arguments, [(leaf, dtype) for leaf, dtype, _ in tensors], activation)
-    members, size = _lay_out([nbytes for _, _, nbytes in tensors], program)
-    starts = [member.start for member in members if member.data is None]
+    tensors = [(leaf, asked or widest([request.dtypes[name] for name in leaf.shared])) for leaf in _in_order(leaves)]
+    files = {"data.pkl": _program(arguments, tensors, activation), "byteorder": b"little", "version": b"3\n"}
+    archive = archive_of("ckpt", files, [math.prod(leaf.shape) * DTYPES[dtype].itemsize for leaf, dtype in tensors])
     outputs = tuple(
-        Output(leaf, dtype, start, nbytes) for (leaf, dtype, nbytes), start in zip(tensors, starts, strict=True)
+        Output(leaf, dtype, member.start, member.size, around=member)
+        for (leaf, dtype), member in zip(tensors, archive.tensors, strict=True)
     )
-    return Plan((Shard(NAME, program, outputs, size),), {}, request.companions)
-
-
-def write(
-    request: Request, plan: Plan, staging: Staging, progress: Callable[[int], None] | None
-) -> dict[str, FileRecord]:
-    """Write the planned file; see `nanogpt_archive`."""
-    from .nanogpt_archive import write_archive
-
-    (shard,) = plan.shards
-    members, _ = _lay_out([output.nbytes for output in shard.outputs], shard.header)
-    return write_archive(request.source, shard, members, staging, progress)
-
-
-@dataclass(frozen=True)
-class Member:
-    """One file of the archive: its first byte in it, the padding before that, and its content unless it is a tensor."""
-
-    name: str
-    start: int
-    nbytes: int
-    extra: bytes
-    data: bytes | None
-
-
-def _lay_out(tensors: list[int], program: bytes) -> tuple[list[Member], int]:
-    """The archive's members in their order, and its size."""
-    wanted: list[tuple[str, int, bytes | None]] = [
-        ("data.pkl", len(program), program),
-        ("byteorder", 6, b"little"),
-        *((f"data/{index}", nbytes, None) for index, nbytes in enumerate(tensors)),
-        ("version", 2, b"3\n"),
-    ]
-    members, at, directory = [], 0, 0
-    limit = zipfile.ZIP64_LIMIT  # type: ignore[attr-defined, unused-ignore]
-    for short, nbytes, data in wanted:
-        name = PREFIX + short
-        large = is_large(nbytes)
-        fixed = at + 30 + len(name) + 20 * large + 4
-        padding = -fixed % ALIGNMENT
-        extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding
-        members.append(Member(name, fixed + padding, nbytes, extra, data))
-        wide = 16 * (nbytes > limit) + 8 * (at > limit)
-        directory += 46 + len(name) + len(extra) + (wide + 4 if wide else 0)
-        at = fixed + padding + nbytes
-    ends = 22 + (76 if len(members) > zipfile.ZIP_FILECOUNT_LIMIT or max(at, directory) > limit else 0)  # type: ignore[attr-defined, unused-ignore]
-    return members, at + directory + ends
-
-
-def is_large(nbytes: int) -> bool:
-    """Whether a member's header has room for sizes of 64 bits."""
-    return nbytes > 2**31 - 2**20
+    return Plan((Shard(NAME, archive.header, outputs, archive.size, ending=archive.end),), {}, request.companions)
 
 
 def _in_order(leaves: list[BoundLeaf]) -> Iterator[BoundLeaf]:
@@ -282,7 +217,9 @@ def _in_order(leaves: list[BoundLeaf]) -> Iterator[BoundLeaf]:
 
 def _program(arguments: Mapping[str, Any], tensors: list[tuple[BoundLeaf, str]], activation: Activation) -> bytes:
     """The pickle: what train.py saves before the first step, but for the optimizer. The head is the embedding."""
-    state = {leaf.checkpoint: _tensor(str(index), leaf, dtype) for index, (leaf, dtype) in enumerate(tensors)}
+    state = {
+        leaf.checkpoint: pickled_tensor(str(index), dtype, leaf.shape) for index, (leaf, dtype) in enumerate(tensors)
+    }
     state[HEAD] = state[EMBEDDING]
     content: dict[str, Any] = {
         "model": state,
@@ -293,38 +230,4 @@ def _program(arguments: Mapping[str, Any], tensors: list[tuple[BoundLeaf, str]],
     }
     if activation != "gelu":
         content[NOTE] = {"activation_function": activation}
-    return b"\x80\x02" + _pickled(content) + b"."
-
-
-def _tensor(key: str, leaf: BoundLeaf, dtype: str) -> bytes:
-    """A call of torch's for the tensor that is all of the storage `key`."""
-    strides: list[int] = []
-    count = 1
-    for size in reversed(leaf.shape):
-        strides.insert(0, count)
-        count *= size
-    storage = b"(" + _pickled("storage") + b"ctorch\n" + STORAGES[dtype].encode() + b"\n"
-    storage += _pickled(key) + _pickled("cpu") + _pickled(count) + b"tQ"
-    rest = _pickled(0) + _pickled(tuple(leaf.shape)) + _pickled(tuple(strides)) + _pickled(False)
-    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + rest + b"ccollections\nOrderedDict\n)RtR"
-
-
-def _pickled(value: Any) -> bytes:
-    """A value in the opcodes of pickle's protocol 2; bytes are such opcodes already."""
-    if isinstance(value, bytes):
-        return value
-    if isinstance(value, dict):
-        return b"}(" + b"".join(_pickled(key) + _pickled(item) for key, item in value.items()) + b"u"
-    if isinstance(value, tuple):
-        return b"(" + b"".join(map(_pickled, value)) + b"t"
-    if isinstance(value, str):
-        data = value.encode()
-        return b"X" + struct.pack("<I", len(data)) + data
-    return pickle.dumps(value, 2)[2:-1]
-
-
-def member_into(archive: zipfile.ZipFile, member: Member) -> IO[bytes]:
-    """A new member of an archive, to be written to; the same at any time and on any system."""
-    info = zipfile.ZipInfo(member.name)
-    info.create_system, info.external_attr, info.extra = 3, 0o600 << 16, member.extra
-    return archive.open(info, "w", force_zip64=is_large(member.nbytes))
+    return program(content)

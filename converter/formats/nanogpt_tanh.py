@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .nanogpt import plan_for, write
+from .nanogpt import plan_for
 
 if TYPE_CHECKING:
     from ..write import Plan
     from . import Request
 
-__all__ = ["describe", "matches", "plan", "read", "write"]
+__all__ = ["describe", "matches", "plan", "read"]
 
 matches = describe = read = None
 

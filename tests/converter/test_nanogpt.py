@@ -20,7 +20,7 @@ import gptkit
 from gptkit.architectures.nanogpt import LEAVES
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert
-from gptkit.converter.formats import nanogpt
+from gptkit.converter.formats import torch_archive
 from gptkit.errors import CannotExpress, CheckpointError, InvalidInput, UntrustedInput, UsageError
 
 EXACT = {**GPT2, "activation_function": "gelu"}
@@ -188,12 +188,13 @@ def test_dtypes_and_the_plan(dtype: str | None, tmp_path: Path) -> None:
 
 def test_large_members_are_laid_out_as_zip_wants_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Sizes and places beyond 32 bits, with that limit lowered."""
-    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 3000)
-    monkeypatch.setattr(nanogpt, "is_large", lambda nbytes: nbytes > 2500)
+    monkeypatch.setattr(torch_archive, "LIMIT", 3000)
     save_hf(EXACT, tmp_path / "hf")
     done = convert(tmp_path / "hf", tmp_path / "out", "nanogpt")
     assert (tmp_path / "out" / "ckpt.pt").stat().st_size == done.plan.shards[0].size
     load(tmp_path / "out" / "ckpt.pt")
+    with zipfile.ZipFile(tmp_path / "out" / "ckpt.pt") as archive:
+        assert archive.testzip() is None
     convert(tmp_path / "out", tmp_path / "back", "hf", allow_pickle=True)
 
 
@@ -202,7 +203,7 @@ def test_values_that_are_not_finite_are_told(tmp_path: Path) -> None:
     checkpoint["model"]["transformer.wpe.weight"][3] = math.inf
     torch.save(checkpoint, tmp_path / "ckpt.pt")
     done = convert(tmp_path, tmp_path / "out", "nanogpt", allow_pickle=True)
-    assert "transformer.wpe.weight: 32 values are NaN or infinite" in done.source.notes
+    assert done.transferred is not None and done.transferred.not_finite == {"transformer.wpe.weight": 32}
     with pytest.raises(UsageError, match="unknown dtype"):
         convert(tmp_path, tmp_path / "out2", "nanogpt", allow_pickle=True, dtype="int8")
 

@@ -1,0 +1,159 @@
+"""What torch.save writes, laid out before a tensor is read: a zip whose members are stored as they are.
+
+    data.pkl   a pickle of plain data, in which a tensor is a call of torch's with its storage, shape and strides
+    …          the format's version, the byte order
+    data/0     a tensor's bytes, 64 bytes aligned, and behind them their crc32; data/1, …
+    directory  with every member's crc32
+
+All but the tensors' bytes and their crc32 is known beforehand, so that these are written as those of any format are,
+between what stands before and behind them (`write.Output.around`), in any order. torch.save itself, and with it
+torch.distributed.checkpoint, writes from tensors in memory, one after the other, and no size is known before
+(tests/converter/test_dcp.py holds plan and bytes, test_interrupted.py that a run goes on). (PKZIP's APPNOTE 6.3.10,
+4.3; torch/serialization.py, `_save`.)
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+__all__ = ["ALIGNMENT", "Archive", "Member", "archive_of", "pickled", "pickled_tensor", "program"]
+
+ALIGNMENT = 64
+STORAGES = {"F64": "DoubleStorage", "F32": "FloatStorage", "F16": "HalfStorage", "BF16": "BFloat16Storage"}
+UTF8, CRC_BEHIND = 0x800, 0x8
+"""Flags of a member: the encoding of its name; its crc32 stands behind its bytes and in the directory only."""
+ELSEWHERE = 0xFFFFFFFF
+"""What stands for a size or an offset of LIMIT and more, which is in eight bytes elsewhere (zip64)."""
+LIMIT = ELSEWHERE
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file of the archive: its own header from byte `start` on, then its bytes; `crc` is None for a tensor's."""
+
+    name: str
+    start: int
+    nbytes: int
+    crc: int | None
+
+    @property
+    def head(self) -> bytes:
+        """Its own header, padded so that its bytes begin at a multiple of ALIGNMENT."""
+        wide = struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes) if self.nbytes >= LIMIT else b""
+        padding = -(self.start + 30 + len(self.name) + len(wide) + 4) % ALIGNMENT
+        extra = wide + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+        numbers = (45 if wide else 0, self._flags, 0, 0, 0, self.crc or 0, *self._sizes, len(self.name), len(extra))
+        return struct.pack("<4sHHHHHIIIHH", b"PK\3\4", *numbers) + self.name.encode() + extra
+
+    def tail(self, crc: int) -> bytes:
+        """What stands behind a tensor's bytes that have this crc32."""
+        return struct.pack("<4sIQQ" if self.nbytes >= LIMIT else "<4sIII", b"PK\7\10", crc, self.nbytes, self.nbytes)
+
+    @property
+    def size(self) -> int:
+        """Bytes with all that is around them."""
+        return len(self.head) + self.nbytes + (len(self.tail(0)) if self.crc is None else 0)
+
+    def entry(self, crc: int) -> bytes:
+        """Its entry in the directory."""
+        large = [self.nbytes] * 2 * (self.nbytes >= LIMIT) + [self.start] * (self.start >= LIMIT)
+        wide = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
+        version = 45 if wide else 0
+        numbers = (version, version, self._flags, 0, 0, 0, crc, *self._sizes, len(self.name), len(wide), 0, 0, 0, 0)
+        fixed = struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\1\2", *numbers, _short(self.start))
+        return fixed + self.name.encode() + wide
+
+    @property
+    def _flags(self) -> int:
+        return UTF8 | (CRC_BEHIND if self.crc is None else 0)
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return (_short(self.nbytes),) * 2
+
+
+@dataclass(frozen=True)
+class Archive:
+    """An archive: `header` is all before its first tensor, `tensors` are what is filled."""
+
+    header: bytes
+    members: tuple[Member, ...]
+    tensors: tuple[Member, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self._directory + len(self.end([0] * len(self.tensors)))
+
+    @property
+    def _directory(self) -> int:
+        last = (*self.members, *self.tensors)[-1]
+        return last.start + last.size
+
+    def end(self, crcs: Sequence[int]) -> bytes:
+        """The directory, from the crc32 of every tensor."""
+        entries = [member.entry(member.crc or 0) for member in self.members]
+        entries += [member.entry(crc) for member, crc in zip(self.tensors, crcs, strict=True)]
+        text, at, count = b"".join(entries), self._directory, len(entries)
+        large = b""
+        if at >= LIMIT or count >= 0xFFFF:
+            large = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(text), at)
+            large += struct.pack("<4sIQI", b"PK\6\7", 0, at + len(text), 1)
+        counts = (min(count, 0xFFFF),) * 2
+        return text + large + struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, *counts, len(text), _short(at), 0)
+
+
+def _short(value: int) -> int:
+    """A size or an offset in four bytes."""
+    return value if value < LIMIT else ELSEWHERE
+
+
+def archive_of(prefix: str, files: Mapping[str, bytes], tensors: Sequence[int]) -> Archive:
+    """The archive of these small files and of storages of so many bytes, all in the folder `prefix`."""
+    header, members, storages = b"", [], []
+    for name, data in files.items():
+        members.append(Member(f"{prefix}/{name}", len(header), len(data), zlib.crc32(data)))
+        header += members[-1].head + data
+    at = len(header)
+    for index, nbytes in enumerate(tensors):
+        storages.append(Member(f"{prefix}/data/{index}", at, nbytes, None))
+        at += storages[-1].size
+    return Archive(header, tuple(members), tuple(storages))
+
+
+# --- the pickle ------------------------------------------------------------------------------------------------------
+
+
+def program(value: Any) -> bytes:
+    """A whole pickle of protocol 2, as torch.save's are."""
+    return b"\x80\x02" + pickled(value) + b"."
+
+
+def pickled(value: Any) -> bytes:
+    """A value in the opcodes of that protocol, without a memo that nobody asks for; bytes are such opcodes already."""
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, dict):
+        return b"}(" + b"".join(pickled(key) + pickled(item) for key, item in value.items()) + b"u"
+    if isinstance(value, tuple):
+        return b"(" + b"".join(map(pickled, value)) + b"t"
+    if isinstance(value, str):
+        data = value.encode()
+        return b"X" + struct.pack("<I", len(data)) + data
+    return pickle.dumps(value, 2)[2:-1]  # without the protocol and the full stop
+
+
+def pickled_tensor(key: str, dtype: str, shape: Sequence[int]) -> bytes:
+    """A call of torch's for the contiguous tensor, of a float type by safetensors' name, that is all of a storage."""
+    strides = [*accumulate((max(size, 1) for size in reversed(shape[1:])), lambda x, y: x * y, initial=1)][::-1]
+    kind = b"ctorch\n" + STORAGES[dtype].encode() + b"\n"
+    storage = pickled(("storage", kind, key, "cpu", math.prod(shape))) + b"Q"
+    arguments = (storage, 0, tuple(shape), tuple(strides[: len(shape)]), False, b"ccollections\nOrderedDict\n)R")
+    return b"ctorch._utils\n_rebuild_tensor_v2\n" + pickled(arguments) + b"R"
