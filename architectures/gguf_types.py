@@ -19,6 +19,7 @@ from ..components import (
     Parameter,
 )
 from ..errors import CannotExpress
+from .ggml import TYPES
 from .gguf import GGUF
 
 __all__ = ["BLOCKS", "FILE_TYPES", "gguf_types"]
@@ -26,18 +27,8 @@ __all__ = ["BLOCKS", "FILE_TYPES", "gguf_types"]
 FILE_TYPES = {"q8_0": "Q8_0", "q4_k_m": "Q4_K", "q4_0": "Q4_0"}
 """llama-quantize's names, each with the type that most of its tensors have."""
 
-BLOCKS = {
-    "F32": (1, 4),
-    "F16": (1, 2),
-    "Q8_0": (32, 34),
-    "Q4_0": (32, 18),
-    "Q5_0": (32, 22),
-    "Q5_1": (32, 24),
-    "Q4_K": (256, 144),
-    "Q5_K": (256, 176),
-    "Q6_K": (256, 210),
-}
-"""Weights of a block, which lie side by side in a row, and its bytes, scales and minima among them (ggml-common.h)."""
+BLOCKS = {each.name: (each.block, each.nbytes) for each in TYPES.values()}
+"""Weights of a block, which lie side by side in a row, and its bytes, scales and minima among them."""
 
 NARROWER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """What stands in where rows are no multiple of 256: types whose blocks have 32 weights."""

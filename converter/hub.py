@@ -25,7 +25,7 @@ import msgspec
 from ..architectures.config import MAX_CONFIG_BYTES
 from ..errors import CheckpointError, GptkitError, InvalidInput, Offline
 from .resolve import CONFIG, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE, NoConfig, NoModel
-from .tokenizing import MAX_BYTES
+from .tokenizer_process import MAX_BYTES
 
 __all__ = ["File", "Repository", "Sibling", "streamed", "typed_errors"]
 

@@ -1,9 +1,9 @@
 """Weights in torch's pickled files (pytorch_model.bin, ckpt.pt), read only where the caller said that they are trusted.
 
 A pickle runs code, lies about sizes, and can take any memory on the way. So it is read in a process of its own
-(`unpickle`), with a memory limit, that runs nothing of it and hands back names, dtypes, shapes and places; nothing of
-that is believed here before it is held against the file. torch.save stores tensors as they are: they are read from
-where they lie, memory-mapped, without torch, and copied by the kernel where they are contiguous.
+(`pickle_process`), with a memory limit, that runs nothing of it and hands back names, dtypes, shapes and places;
+nothing of that is believed here before it is held against the file. torch.save stores tensors as they are: they are
+read from where they lie, memory-mapped, without torch, and copied by the kernel where they are contiguous.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
-from .confined import command
+from .confinement import command
 from .resolve import refuse_pointer
 from .safetensors import DTYPES
 
@@ -202,7 +202,8 @@ def _ask(files: Sequence[Path]) -> list[dict[str, Any]]:
     paths = json.dumps([str(path.absolute()) for path in files])
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
     try:
-        with subprocess.Popen(command("unpickle"), stdin=pipe, stdout=pipe, stderr=nothing, cwd=os.sep) as process:  # noqa: S603
+        asked = command("pickle_process")
+        with subprocess.Popen(asked, stdin=pipe, stdout=pipe, stderr=nothing, cwd=os.sep) as process:  # noqa: S603
             try:
                 told, _ = process.communicate(paths.encode(), TIMEOUT)
             except subprocess.TimeoutExpired:

@@ -9,7 +9,7 @@ special token written out in the prompt ("<s>Once"), whatever the file says; her
 Older forms (tokenizer.model, vocab.json with merges.txt) are read by AutoTokenizer, from local files alone and never
 with a repository's own code.
 
-All of this runs in a process of its own (`tokenizing`), which may take little time and memory.
+All of this runs in a process of its own (`tokenizer_process`), which may take little time and memory.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from typing import Any
 
 from ..architectures.config import parse_config_text, read_config_file
 from ..errors import InvalidInput, UsageError
-from .confined import command
-from .tokenizing import MAX_BYTES, receive, send
+from .confinement import command
+from .tokenizer_process import MAX_BYTES, receive, send
 
 __all__ = ["TOKEN_FILES", "StreamDecoder", "Tokenizer", "eos_ids", "load_tokenizer", "token_files", "travels"]
 
@@ -92,7 +92,7 @@ class Tokenizer:
         # One thread: a thread's stack and heap count for memory, and nothing here takes long enough to share.
         calm = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         self._process = subprocess.Popen(  # noqa: S603
-            command("tokenizing"),
+            command("tokenizer_process"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

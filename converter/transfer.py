@@ -21,9 +21,9 @@ import numpy as np
 
 from ..architectures import BoundLeaf
 from ..errors import CheckpointError, UsageError
+from .block_file import CHUNK, BlockFile
 from .checkpoint import Checkpoint
 from .dtypes import Quantisation, Rounding, cast, not_finite, quantisation, rounding, widest
-from .placed import CHUNK, PlacedWriter
 from .publish import FileRecord, Staging
 from .scheduler import IN_FLIGHT, Scheduler, dependents, shared_tensors
 from .threads import available_cores
@@ -193,7 +193,7 @@ class _Carrier:
     ) -> None:
         self.source, self.staging, self.stack, self.done = source, staging, stack, done
         self.progress = progress
-        self.writers: dict[str, PlacedWriter] = {}
+        self.writers: dict[str, BlockFile] = {}
         self.left: dict[str, int] = {}
         self.shards: dict[str, Shard] = {}
         self.crcs: dict[tuple[str, str], int] = {}  # by file and tensor, where something stands around it
@@ -272,7 +272,7 @@ class _Carrier:
         del held
         self.source.release()
 
-    def _write(self, file: PlacedWriter, output: Output, array: np.ndarray, dtype: str) -> None:
+    def _write(self, file: BlockFile, output: Output, array: np.ndarray, dtype: str) -> None:
         """A view, some rows at a time."""
         bad, cost, loss, crc, around = 0, Rounding(), Quantisation(), 0, output.around
         with file.pieces(output.leaf.checkpoint) as piece:

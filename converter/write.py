@@ -19,8 +19,8 @@ import numpy as np
 
 from ..architectures import BoundLeaf
 from ..errors import CheckpointError
+from .block_file import Block, BlockFile
 from .dtypes import cast, widest
-from .placed import Block, PlacedWriter
 from .publish import FileRecord, Staging, copy_file, write_bytes
 from .resolve import INDEX
 from .safetensors import DTYPES, build_header, parse_header
@@ -250,14 +250,14 @@ def prepare(plan: Plan, staging: Staging) -> None:
         copy_file(path, staging.path / path.name)
 
 
-def writer(shard: Shard, staging: Staging) -> PlacedWriter:
+def writer(shard: Shard, staging: Staging) -> BlockFile:
     """The open file of a shard, its header and constants written."""
     blocks = [Block(o.leaf.checkpoint, o.start, o.start + o.nbytes) for o in shard.outputs]
     blocks += [
         Block(constant.name, constant.start, constant.start + len(constant.data)) for constant in shard.constants
     ]
     blocks.sort(key=lambda block: (block.start, block.end))
-    file = PlacedWriter(staging.path / shard.name, shard.header, blocks, shard.size)
+    file = BlockFile(staging.path / shard.name, shard.header, blocks, shard.size)
     try:
         for constant in shard.constants:
             file.write(constant.name, constant.data)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch.distributed  # noqa: F401, so that no rank has to
 
 from gptkit import cli
-from gptkit.converter import convert, placed, transfer  # noqa: F401, as above
+from gptkit.converter import block_file, convert, transfer  # noqa: F401, as above
 from gptkit.report import summaries  # noqa: F401
 
 PATIENCE = 60.0
@@ -37,7 +37,7 @@ def slow() -> None:
 
 def full() -> None:
     """The disk is full at the tenth write."""
-    write_all, left = placed.write_all, [10]
+    write_all, left = block_file.write_all, [10]
 
     def refuse(*args: Any) -> None:
         left[0] -= 1
@@ -45,7 +45,7 @@ def full() -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_all(*args)
 
-    placed.write_all = refuse
+    block_file.write_all = refuse
 
 
 def bug() -> None:

@@ -5,15 +5,17 @@ file, each chunk an archive of torch.save (see `torch_archive`). Its Hugging Fac
 headers say where in the whole tensor theirs belong. Either way nothing but names, numbers and places is taken from
 them: pickles are read by an interpreter in Python that knows a list of names and imports none, and every number is held
 against the files before anything is allocated.
+
+Not by torch.distributed.checkpoint: its reader runs what `.metadata` says, and torch's weights-only reader knows no
+pickle of its protocol (tests/converter/test_dcp.py, test_torchs_own_reader_runs_what_metadata_says).
 """
 
 from __future__ import annotations
 
 import io
 import math
-import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,9 +23,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ...errors import CheckpointError, UntrustedInput
+from ..pickle_process import ELEMENTS, KNOWN, Known, Part, RefusedError, SlowReader, Tensor, archived, load
 from ..pickles import Stored, StoredWeights
 from ..safetensors import DTYPES, parse_json_object, read_header
-from ..unpickle import ELEMENTS, KNOWN, Known, RefusedError, Storage, Tensor, members
 
 __all__ = ["Chunk", "Chunked", "ChunkedWeights", "hugging_face", "located", "metadata"]
 
@@ -157,19 +159,19 @@ def metadata(folder: Path) -> tuple[dict[str, Chunked], list[str]]:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     if len(data) > MAX_METADATA:
         raise CheckpointError(f"{path} has more than {MAX_METADATA:,} bytes", HINT)
-    found = _interpreted(_MetadataReader(io.BytesIO(data)), str(path))
+    found = _read(lambda: load(_MetadataReader(io.BytesIO(data))), str(path))
     try:
         return _tensors(folder, found)
     except RefusedError as error:
         raise CheckpointError(f"{path}: {error}", HINT) from error
 
 
-def _interpreted(reader: Any, where: str) -> Any:
+def _read(read: Callable[[], Any], where: str) -> Any:
     try:
-        return reader.load()
+        return read()
     except RefusedError as error:
         raise CheckpointError(f"{where} cannot be read as plain data: {error}", HINT) from error
-    except Exception as error:  # mutated pickles raise of every kind
+    except Exception as error:  # mutated pickles and archives raise of every kind
         raise CheckpointError(f"{where} is damaged: {type(error).__name__}: {error!s:.120}", HINT) from error
 
 
@@ -292,62 +294,6 @@ def _overlap(chunks: Sequence[Chunk]) -> bool:
 # --- the archives in .distcp files -----------------------------------------------------------------------------------
 
 
-class _Window(io.RawIOBase):
-    """A stretch of an open file, as a file."""
-
-    def __init__(self, file: BinaryIO, start: int, nbytes: int) -> None:
-        self._file, self._start, self._nbytes, self._at = file, start, nbytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
-        if base + offset < 0:
-            raise ValueError("before the beginning")
-        self._at = base + offset
-        return self._at
-
-    def read(self, count: int | None = -1) -> bytes:
-        left = max(0, self._nbytes - self._at)
-        self._file.seek(self._start + self._at)
-        data = self._file.read(left if count is None or count < 0 else min(count, left))
-        self._at += len(data)
-        return data
-
-
-class _TensorReader(pickle._Unpickler):
-    """One tensor, as a place in the file."""
-
-    def __init__(self, data: bytes, prefix: str, places: Mapping[str, tuple[int, int]]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._prefix, self._places = prefix, places
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = KNOWN.get((module, name))
-        if found is None:
-            raise RefusedError(f"it asks for {f'{module}.{name}'!r:.120}, which is no part of a plain tensor")
-        return found
-
-    def get_extension(self, code: int) -> Any:
-        raise RefusedError(f"it asks for extension {code}")
-
-    def persistent_load(self, pid: Any) -> Storage:
-        known = isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage"
-        if not known or not isinstance(pid[1], Known) or pid[1].value is None or type(pid[4]) is not int:
-            raise RefusedError("it holds a storage in a way that is not known")
-        start, nbytes = self._places.get(f"{self._prefix}data/{pid[2]!s:.20}", (0, -1))
-        if not 0 <= pid[4] * pid[1].value[1] <= nbytes:
-            raise RefusedError(f"its storage claims {pid[4]:,} elements, {max(nbytes, 0):,} bytes are there")
-        return Storage(pid[1].value, start, pid[4] * pid[1].value[1])
-
-
 def located(tensors: Mapping[str, Chunked]) -> dict[str, Chunked]:
     """The tensors with every chunk's archive looked into. Raises CheckpointError for one that holds anything else."""
     opened: dict[Path, BinaryIO] = {}
@@ -366,7 +312,7 @@ def _located(name: str, tensor: Chunked, opened: dict[Path, BinaryIO]) -> Chunke
         if chunk.path not in opened:
             opened[chunk.path] = chunk.path.open("rb")
         where = f"{chunk.path}: {name!r:.80}, at byte {chunk.start:,},"
-        found = _archived(_Window(opened[chunk.path], chunk.start, chunk.nbytes), chunk.nbytes, where)
+        found = _archived(Part(opened[chunk.path], chunk.start, chunk.start + chunk.nbytes), chunk.nbytes, where)
         if (found.element[0], tuple(found.shape)) != (tensor.dtype, chunk.sizes):
             raise CheckpointError(
                 f"{where} is {found.element[0]} of shape {found.shape}, "
@@ -380,30 +326,17 @@ def _located(name: str, tensor: Chunked, opened: dict[Path, BinaryIO]) -> Chunke
     return Chunked(tensor.dtype, tensor.shape, tuple(chunks))
 
 
-def _archived(window: _Window, nbytes: int, where: str) -> Tensor:
+def _archived(part: Part, nbytes: int, where: str) -> Tensor:
     """The tensor of an archive, its places counted from the archive's beginning."""
-    try:
-        places = members(window, nbytes)  # type: ignore[arg-type]
-    except RefusedError as error:
-        raise CheckpointError(f"{where} {error}", HINT) from error
-    except Exception as error:  # of zipfile's, on a damaged directory
-        raise CheckpointError(f"{where} is damaged: {type(error).__name__}: {error!s:.120}", HINT) from error
-    pickles = [name for name in places if name == "data.pkl" or name.endswith("/data.pkl")]
-    if len(pickles) != 1 or places[pickles[0]][1] > MAX_PICKLE:
-        raise CheckpointError(f"{where} is not what torch.save writes for one tensor", HINT)
-    prefix = pickles[0].removesuffix("data.pkl")
-    order = places.get(prefix + "byteorder", (0, 0))
-    if order[1] and _bytes(window, (order[0], min(order[1], 16))) != b"little":
-        raise CheckpointError(f"{where} was written on a big-endian machine")
-    found = _interpreted(_TensorReader(_bytes(window, places[pickles[0]]), prefix, places), where)
+    found = _read(lambda: archived(part, nbytes, SlowReader, _allow), where)
     if not isinstance(found, Tensor):
         raise CheckpointError(f"{where} holds more, or something else, than a plain tensor", HINT)
     return found
 
 
-def _bytes(window: _Window, place: tuple[int, int]) -> bytes:
-    window.seek(place[0])
-    return window.read(place[1])
+def _allow(nbytes: int) -> None:
+    if nbytes > MAX_PICKLE:
+        raise RefusedError("is not what torch.save writes for one tensor")
 
 
 # --- safetensors files of torch's Hugging Face writer ----------------------------------------------------------------

@@ -26,6 +26,8 @@ __all__ = ["PRE_TOKENIZERS", "Texts", "check_lengths", "without_tokenizer"]
 PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"
+ID_KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
+"""transformers' names of special tokens -> GGUF's, misspelt as it is."""
 
 MAX_SQUARES = 2**27
 """The sum of the squares of tokens' lengths, which is what it costs to try every part of every token: a vocabulary of
@@ -381,11 +383,10 @@ def _post_processor(
 
 def _settings(header: Header, rows: int, context: int | None) -> dict[str, Any]:
     """tokenizer_config.json: special tokens by their text, and the chat template as it stands."""
-    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
     tokens = _tokens(header, rows)
     special: dict[str, Any] = {}
-    for name, key in names.items():
-        index = _get(header, f"{key}_token_id", int)
+    for name in ("bos", "eos", "unk", "pad", "sep", "mask"):
+        index = _get(header, f"{ID_KEYS[name]}_token_id", int)
         if index is not None and 0 <= index < len(tokens):
             special[f"{name}_token"] = tokens[index]
     template = header.metadata.get("tokenizer.chat_template")

@@ -24,6 +24,7 @@ from ..tokenizer import Tokenizer
 from .gguf_tokenizer import (
     BYTE,
     CONTROL,
+    ID_KEYS,
     NORMAL,
     PRE_TOKENIZERS,
     PREFIX,
@@ -43,9 +44,6 @@ Value = str | bool | int | float | bytes | list[str] | list[int] | list[float]
 
 ADDED_SCORE = -1000.0
 """llama.cpp's converter gives it to tokens that were added later, and nothing merges into."""
-
-ID_KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
-"""transformers' names of special tokens -> GGUF's, misspelt as it is."""
 
 
 @dataclass

@@ -9,17 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
+from ...architectures.ggml import TYPES
 from ..safetensors import DTYPES
 from .gguf_header import GgufTensor, Header
 
 __all__ = ["READABLE", "GgufWeights"]
 
-READABLE = frozenset(
-    (
-        *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "MXFP4"),
-        *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
-    )
-)
+READABLE = frozenset(each.name for each in TYPES.values() if each.block > 1) - {"Q8_1", "Q8_K"}
 """What the gguf package dequantises, by ggml's names."""
 
 PART = 2**22

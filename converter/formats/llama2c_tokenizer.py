@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ...architectures.llama2c import Sizes
 from ...errors import CannotExpress
 from .gguf_header import Header
-from .gguf_tokenizer import Texts
+from .gguf_tokenizer import BYTE, CONTROL, NORMAL, PREFIX, SPACE, UNKNOWN, Texts
 from .gguf_vocab import vocabulary
 
 if TYPE_CHECKING:
@@ -28,11 +28,6 @@ TOKENIZER = "tokenizer.bin"
 MAX_BYTES = 2**28
 BOS, EOS, BYTES = 1, 2, 3
 """Fixed ids: of <s>, of </s>, and of the first of the 256 bytes."""
-
-PREFIX = "tokenizer.ggml."
-NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
-"""Types of tokens, as SentencePiece and GGUF number them."""
-SPACE = "▁"
 
 _ENTRY = struct.Struct("<fI")
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")

@@ -361,3 +361,15 @@ def test_any_damage_is_told_as_damage(written: Path) -> None:
         assert time.monotonic() - began < 2
         path.write_bytes(before)
     open_checkpoint(written, allow_pickle=True)
+
+
+def test_torchs_own_reader_runs_what_metadata_says(written: Path, tmp_path: Path) -> None:
+    """So that `.metadata` is not given to it; its weights-only reader knows no pickle of this protocol."""
+    found = metadata(written)
+    found.planner_data = Runs(tmp_path / "ran")
+    (written / ".metadata").write_bytes(pickle.dumps(found))
+    found = metadata(written)
+    assert (tmp_path / "ran").exists()
+    unknown = pytest.raises(pickle.UnpicklingError, match="Unsupported operand")
+    with pytest.warns(UserWarning, match="protocol 4"), unknown:
+        torch._weights_only_unpickler.load(io.BytesIO(pickle.dumps(found)))

@@ -16,9 +16,10 @@ import transformers
 from families import CONFIGS, hf_config, randomised_reference, spec_of
 
 import gptkit
+from gptkit.architectures.ggml import TYPES
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert
-from gptkit.converter.formats.gguf_header import TYPES, open_header
+from gptkit.converter.formats.gguf_header import open_header
 from gptkit.converter.formats.gguf_tokenizer import PRE_TOKENIZERS
 from gptkit.converter.formats.gguf_vocab import pre_tokenizer, vocabulary
 from gptkit.converter.formats.gguf_weights import READABLE

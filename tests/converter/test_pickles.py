@@ -20,6 +20,7 @@ import pytest
 import torch
 from families import CONFIGS, save_hf
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gptkit.converter import pickles
 from gptkit.converter.checkpoint import open_checkpoint
@@ -523,3 +524,44 @@ def test_mutated_files_raise_nothing_else(folder: Path, tmp_path: Path) -> None:
     assert 0 < found < 400
     # In kilobytes, the largest of this process's children, which earlier tests had too.
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= max(before, 512 * 1024)
+
+
+# --- what torch's own reader lacks ---
+
+
+def placed_by_torch(path: Path) -> tuple[int, int | None]:
+    """The bytes of the tensor "x" and where they begin, as torch tells without loading them."""
+    with FakeTensorMode():
+        storage = torch.load(path, weights_only=True, mmap=True)["x"].untyped_storage()
+    return storage.nbytes(), storage._checkpoint_offset  # type: ignore[attr-defined]
+
+
+def test_torch_tells_where_a_tensor_lies_and_holds_it_against_nothing(tmp_path: Path) -> None:
+    """torch.load(weights_only=True, mmap=True) of a good file, and of such as its places cannot be believed of."""
+    path = tmp_path / "x.bin"
+    torch.save({"x": torch.arange(4.0)}, path)
+    nbytes, start = placed_by_torch(path)
+    assert start is not None and path.read_bytes()[start : start + nbytes] == np.arange(4, dtype="f4").tobytes()
+
+    def made(opcodes: bytes, compression: int = zipfile.ZIP_STORED) -> None:
+        with zipfile.ZipFile(path, "w", compression) as file:
+            for name, data in (("data.pkl", opcodes), ("version", b"3\n"), ("data/0", bytes(16))):
+                file.writestr(f"archive/{name}", data)
+
+    made(tensor_of((2,), (1,), count=5))  # twenty bytes of sixteen
+    assert placed_by_torch(path)[0] == 20
+    made(tensor_of((4,), (1,)), zipfile.ZIP_DEFLATED)  # the compressed bytes, and those behind them
+    (nbytes, start), size = placed_by_torch(path), path.stat().st_size
+    assert start is not None and path.read_bytes()[start : start + nbytes] != bytes(16) and start < size
+    for answer in answers([path]):
+        assert isinstance(answer, CheckpointError) and "compressed" in str(answer)
+
+
+def test_torch_does_not_tell_where_a_tensor_of_before_1_6_lies(tmp_path: Path) -> None:
+    save_as_before_1_6({"x": torch.arange(4.0)}, tmp_path / "x.bin")
+    with pytest.raises(RuntimeError, match="mmap can only be used"):
+        torch.load(tmp_path / "x.bin", weights_only=True, mmap=True)
+    with FakeTensorMode():
+        state = torch.load(tmp_path / "x.bin", weights_only=True)
+    assert getattr(state["x"].untyped_storage(), "_checkpoint_offset", None) is None
+    assert PickleWeights([tmp_path / "x.bin"]).span("x") is not None

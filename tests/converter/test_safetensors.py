@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from writing import SafetensorsWriter
 
-from gptkit.converter.placed import CHUNK
+from gptkit.converter.block_file import CHUNK
 from gptkit.converter.safetensors import (
     DTYPES,
     SafetensorsFile,

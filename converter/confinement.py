@@ -1,8 +1,9 @@
 """Processes of their own for what others wrote: with little memory and time, that write no file and start no other.
 
 Read by both sides. The parent starts this file as a plain script, isolated (`command`): it limits itself and then runs
-`serve` of a neighbour, `unpickle` or `tokenize`, which import nothing but the standard library and this file. What is
-hostile in a file then takes down such a process at the most, and what a library has to say of it goes nowhere.
+`serve` of a neighbour, `pickle_process` or `tokenizer_process`, which import nothing but the standard library and this
+file. What is hostile in a file then takes down such a process at the most, and what a library has to say of it goes
+nowhere.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ import xxhash
 from ..errors import CheckpointError, GptkitError
 from .publish import FileRecord, TensorRecord, write_all
 
-__all__ = ["Block", "PlacedWriter"]
+__all__ = ["Block", "BlockFile"]
 
 CHUNK = 1 << 19
 """Bytes read back and hashed at a time: few enough to stay in the processor's cache between the steps."""
@@ -44,7 +44,7 @@ class Block:
         return self.end - self.start
 
 
-class PlacedWriter:
+class BlockFile:
     """Writes one new file. After the last block `close()` finishes its hash and fsyncs it; `record` then describes it.
 
     As a context manager it closes on success; after an exception it only lets go of the file, which then is incomplete
@@ -253,7 +253,7 @@ class PlacedWriter:
             fd, self._fd = self._fd, None
             os.close(fd)
 
-    def __enter__(self) -> PlacedWriter:
+    def __enter__(self) -> BlockFile:
         return self
 
     def __exit__(
@@ -268,7 +268,7 @@ class PlacedWriter:
 class _Filling:
     """A block while it is written: how far it is, its hash, and whether the file's own hash goes along (`front`)."""
 
-    def __init__(self, file: PlacedWriter, block: Block) -> None:
+    def __init__(self, file: BlockFile, block: Block) -> None:
         self.file, self.block, self.at = file, block, block.start
         self.digest = xxhash.xxh3_128()
         self.front = file._at_front(block)

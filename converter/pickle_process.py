@@ -1,7 +1,12 @@
-"""What torch.save wrote, read without torch and without running any of it: a worker of `confined`.
+"""What torch.save wrote, read without torch and without running any of it: a worker of `confinement`.
 
 Two formats are read: the archives of torch 1.6 and later, whose storages are members of a zip, and the stream before
 them, in which the storages follow the pickle.
+
+Not by torch.load(weights_only=True, mmap=True), which takes two seconds to begin and keeps fewer promises
+(tests/converter/test_pickles.py, "what torch's own reader lacks", and `BAD`): of the older stream it does not say where
+a tensor lies; of the archive it says so and holds that against nothing, neither against the storage's member, nor
+against the file, nor a compressed member's bytes against those that it stands for.
 
 Started by `pickles`, with the paths of files as a JSON list on stdin; answers a line of JSON for each, {"value": …} or
 {"error": …}. It holds no tensor: of each it tells the dtype, shape, strides, and where its bytes lie. Nothing that a
@@ -15,15 +20,17 @@ The answer's values are JSON's own but for objects of one key: {"dict": pairs}, 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import struct
 import sys
 import zipfile
-from typing import Any, BinaryIO
+from collections.abc import Callable, Mapping
+from typing import IO, Any, BinaryIO, cast
 
-from .confined import MEMORY, limit_memory, limit_time
+from .confinement import MEMORY, limit_memory, limit_time
 
 __all__ = ["RefusedError", "inspect", "serve"]
 
@@ -98,11 +105,12 @@ class RefusedError(Exception):
 # --- the archive -----------------------------------------------------------------------------------------------------
 
 
-def members(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:
+def members(file: Part, size: int) -> dict[str, tuple[int, int]]:
     """Every member's first byte and length; all of them stored as they are, one after the other."""
+    file.seek(0)
     beginning = file.read(4)
     try:
-        with zipfile.ZipFile(file) as archive:
+        with zipfile.ZipFile(cast("IO[bytes]", file)) as archive:
             infos, end = archive.infolist(), archive.start_dir
     except (zipfile.BadZipFile, EOFError, ValueError, struct.error, NotImplementedError, OSError) as error:
         if beginning == b"PK\3\4":
@@ -244,24 +252,35 @@ KNOWN: dict[tuple[str, str], Known] = {
 
 
 class Part:
-    """A file up to some byte."""
+    """Bytes `start` to `end` (exclusive) of an open file, as a file."""
 
-    def __init__(self, file: BinaryIO, end: int) -> None:
-        self._file, self._end = file, end
+    def __init__(self, file: BinaryIO, start: int, end: int) -> None:
+        self._file, self._start, self._end, self._at = file, start, end, start
 
-    def read(self, count: int) -> bytes:
-        return self._file.read(max(0, min(count, self._end - self._file.tell())))
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: self._start, os.SEEK_CUR: self._at, os.SEEK_END: self._end}[whence]
+        if base + offset < self._start:
+            raise ValueError("before the beginning")
+        self._at = base + offset
+        return self.tell()
 
-    def readline(self) -> bytes:
-        return self._file.readline(max(0, self._end - self._file.tell()))
+    def tell(self) -> int:
+        return self._at - self._start
+
+    def read(self, count: int = -1) -> bytes:
+        left = max(0, self._end - self._at)
+        self._file.seek(self._at)
+        data = self._file.read(left if count < 0 else min(count, left))
+        self._at += len(data)
+        return data
 
 
-class Reader(pickle.Unpickler):
-    """Plain data, and tensors as places in the file."""
+class _Weights:
+    """What a reader makes of names and storages: plain data, and tensors as places in the file."""
 
-    def __init__(self, file: Part, prefix: str, places: dict[str, tuple[int, int]]) -> None:
-        super().__init__(file)
-        self._prefix, self._places = prefix, places
+    def __init__(self, file: IO[bytes], prefix: str = "", places: Mapping[str, tuple[int, int]] | None = None) -> None:
+        super().__init__(file)  # type: ignore[call-arg]
+        self._prefix, self._places = prefix, places or {}
 
     def find_class(self, module: str, name: str) -> Any:
         found = KNOWN.get((module, name))
@@ -285,8 +304,19 @@ class Reader(pickle.Unpickler):
             raise RefusedError(f"storage {key!r:.40} claims {count:,} elements, {place[1]:,} bytes are there")
         return Storage(kind.value, place[0], nbytes)
 
+    def get_extension(self, code: int) -> Any:
+        raise RefusedError(f"it asks for extension {code}")
 
-def load(reader: pickle.Unpickler) -> Any:
+
+class Reader(_Weights, pickle.Unpickler):
+    """In C: quick, and only for a confined process, since one opcode can make it take any memory."""
+
+
+class SlowReader(_Weights, pickle._Unpickler):
+    """In Python: takes no more memory than the pickle is worth, of which it is to be short."""
+
+
+def load(reader: pickle.Unpickler | pickle._Unpickler) -> Any:
     """What the reader's pickle holds. Raises RefusedError."""
     try:
         return reader.load()
@@ -302,27 +332,33 @@ def inspect(path: str) -> Any:
         size = os.fstat(file.fileno()).st_size
         if file.read(1) == pickle.PROTO:
             return Plain().of(stream(file, size), 0)
-        file.seek(0)
-        places = members(file, size)
-        pickles = [name for name in places if name == "data.pkl" or name.endswith("/data.pkl")]
-        if len(pickles) != 1:
-            raise RefusedError(f"is not an archive that torch.save writes: {len(pickles)} data.pkl in it")
-        prefix = pickles[0].removesuffix("data.pkl")
-        order = places.get(prefix + "byteorder")
-        if order is not None and _bytes(file, *order, 16) != b"little":
+        return Plain().of(archived(Part(file, 0, size), size, Reader, _allow), 0)
+
+
+def _allow(nbytes: int) -> None:
+    """Have room and time for a pickle of so many bytes. Raises RefusedError."""
+    if nbytes > MAX_PICKLE:
+        raise RefusedError(f"has a pickle of {nbytes:,} bytes, which is more than any names of tensors take")
+    limit_memory(MEMORY + PER_BYTE * nbytes)
+    limit_time(SECONDS + nbytes / BYTES_A_SECOND)
+
+
+def archived(file: Part, size: int, reader: type[Reader | SlowReader], allow: Callable[[int], None]) -> Any:
+    """What an archive of `size` bytes holds; `allow` is told of the bytes of its pickle. Raises RefusedError."""
+    places = members(file, size)
+    pickles = [name for name in places if name == "data.pkl" or name.endswith("/data.pkl")]
+    if len(pickles) != 1:
+        raise RefusedError(f"is not an archive that torch.save writes: {len(pickles)} data.pkl in it")
+    prefix = pickles[0].removesuffix("data.pkl")
+    order = places.get(prefix + "byteorder")
+    if order is not None:
+        file.seek(order[0])
+        if file.read(min(order[1], 16)) != b"little":
             raise RefusedError("was written on a big-endian machine")
-        start, nbytes = places[pickles[0]]
-        if nbytes > MAX_PICKLE:
-            raise RefusedError(f"has a pickle of {nbytes:,} bytes, which is more than any names of tensors take")
-        limit_memory(MEMORY + PER_BYTE * nbytes)
-        limit_time(SECONDS + nbytes / BYTES_A_SECOND)
-        file.seek(start)
-        return Plain().of(load(Reader(Part(file, start + nbytes), prefix, places)), 0)
-
-
-def _bytes(file: BinaryIO, start: int, nbytes: int, most: int) -> bytes:
+    start, nbytes = places[pickles[0]]
+    allow(nbytes)
     file.seek(start)
-    return file.read(min(nbytes, most))
+    return load(reader(io.BytesIO(file.read(nbytes)), prefix, places))
 
 
 class Plain:
@@ -362,8 +398,8 @@ STREAM_VERSION = 1001
 class StreamReader(Reader):
     """As `Reader`, where no storage has a place yet: `storages` by key, for `stream` to place."""
 
-    def __init__(self, file: Part) -> None:
-        super().__init__(file, "", {})
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
         self.storages: dict[str, Storage] = {}
 
     def persistent_load(self, pid: Any) -> Storage:
@@ -385,21 +421,21 @@ def stream(file: BinaryIO, size: int) -> Any:
     each storage behind the number of its elements.
     """
     file.seek(0)
-    part = Part(file, min(size, MAX_PICKLE))
-    limit_memory(MEMORY + PER_BYTE * min(size, MAX_PICKLE))
-    limit_time(SECONDS + min(size, MAX_PICKLE) / BYTES_A_SECOND)
-    if load(Reader(part, "", {})) != MAGIC or load(Reader(part, "", {})) != STREAM_VERSION:
+    part = io.BytesIO(file.read(min(size, MAX_PICKLE)))
+    _allow(min(size, MAX_PICKLE))
+    if load(Reader(part)) != MAGIC or load(Reader(part)) != STREAM_VERSION:
         raise RefusedError("is a pickle, and not one that torch.save writes")
-    machine = load(Reader(part, "", {}))
+    machine = load(Reader(part))
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
         raise RefusedError("was written on a big-endian machine")
     reader = StreamReader(part)
     value = load(reader)
-    keys = load(Reader(part, "", {}))
+    keys = load(Reader(part))
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise RefusedError("has no list of its storages")
     if len(keys) != len(reader.storages) or set(keys) != set(reader.storages):
         raise RefusedError("does not hold the storages that its tensors need")
+    file.seek(part.tell())
     for key in keys:
         storage = reader.storages[key]
         head = file.read(8)

@@ -1,4 +1,4 @@
-"""A tokenizer that we did not write, loaded and run: a worker of `confined`, which `tokenizer` asks.
+"""A tokenizer that we did not write, loaded and run: a worker of `confinement`, which `tokenizer` asks.
 
 A tokenizer's file is a program of a kind: regular expressions that take ages, normalizers that double a text again and
 again, tables that the library's Rust code panics over. Each question comes as eight bytes of length and JSON on stdin,
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .confined import limit_memory, limit_time
+from .confinement import limit_memory, limit_time
 
 __all__ = ["MAX_BYTES", "receive", "send", "serve"]
 
