@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-from gptkit.converter.placed import Block, PlacedWriter
+from gptkit.converter.block_file import Block, BlockFile
 from gptkit.converter.safetensors import build_header
 
 
-class SafetensorsWriter(PlacedWriter):
+class SafetensorsWriter(BlockFile):
     """Takes every tensor that was declared (name, dtype, shape), whole, in any order."""
 
     def __init__(
