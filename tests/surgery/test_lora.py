@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 import gptkit
 from gptkit.errors import GptkitError, InvalidInput, Offline, SwapRefused, UntrustedInput
 from gptkit.report.summaries import swap_lines
-from gptkit.surgery import lora as module
-from gptkit.surgery.adapter import Adapter
 from gptkit.surgery.registry import Step
+from gptkit.surgery.swaps import lora as module
+from gptkit.surgery.swaps.adapter import Adapter
 
 WEIGHTS = "model.safetensors"
 SMALL = {"r": 3, "lora_alpha": 7}

@@ -19,11 +19,12 @@ from gptkit.components import Head, LayerNorm, ModelSpec, RMSNorm
 from gptkit.errors import GptkitError, SwapRefused
 from gptkit.modules import Decoder
 from gptkit.parity.probe import probe
-from gptkit.surgery import basis, layernorm
-from gptkit.surgery import norm as module
+from gptkit.surgery import basis
 from gptkit.surgery.base import Model
 from gptkit.surgery.guarantee import EXACT_FP32, EXACT_FP64
-from gptkit.surgery.norm import layernorm_to_rmsnorm, replace_layernorm, why_not_exact
+from gptkit.surgery.swaps import layernorm
+from gptkit.surgery.swaps import norm as module
+from gptkit.surgery.swaps.norm import layernorm_to_rmsnorm, replace_layernorm, why_not_exact
 
 
 @st.composite
