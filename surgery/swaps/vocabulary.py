@@ -265,7 +265,7 @@ entry = partial(Swap, option="vocab", takes="vocabulary", guarantee="exact")
 SWAPS = (
     entry(
         form="multiple:N",
-        gives="padded to a multiple of N",
+        gives="a multiple of N",
         needs="a size that is no multiple yet; exact on the tokens there were",
         source="Megatron-LM's padding, with zeros",
         reshape=to_multiple,
