@@ -41,14 +41,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear of a block: its path in the tree, whether it has a bias, whether its record has a field for one, and,
-    of a reader, the path of the norm that it reads.
+    """A linear of a block: its path in the tree, whether it has a bias, whether its record has a field for one, of
+    a reader the path of the norm that it reads, and what its mixer is called in the block.
     """
 
     path: str
     bias: bool
     norm: str = ""
     may_have_bias: bool = True
+    slot: str = ""
 
     @property
     def weight(self) -> str:
@@ -73,7 +74,7 @@ def linears(block: Block, path: str, *wanted: Role) -> Iterator[Linear]:
             for name, weight in own.items():
                 if weight.role in wanted:
                     linear = name.removesuffix(".weight")
-                    yield Linear(f"{inner}.{linear}", f"{linear}.bias" in own, norm, weight.role != "router")
+                    yield Linear(f"{inner}.{linear}", f"{linear}.bias" in own, norm, weight.role != "router", slot)
 
 
 def readers(block: Block, path: str) -> tuple[Linear, ...]:

@@ -27,11 +27,16 @@ __all__ = ["SWAPS"]
 
 
 def same_either_way(spec: ModelSpec, asked: Asked, layer: int) -> bool:
-    """Whether a layer is the same function serial and parallel: its attention, or its feed-forward with every expert of
-    it, adds nothing to the stream.
+    """Whether a layer is the same function serial and parallel: all but one of its sub-layers, experts with them, add
+    nothing to the stream.
     """
-    attention, *inner = [(each.weight, each.bias_name) for each in writers(spec.blocks[layer], f"blocks.{layer}")]
-    return asked.weights.zero(*attention) or asked.weights.zero(*(name for names in inner for name in names))
+    written: dict[str, list[str]] = {}
+    for each in writers(spec.blocks[layer], f"blocks.{layer}"):
+        written.setdefault(each.slot, []).extend((each.weight, each.bias_name))
+    return any(
+        asked.weights.zero(*(name for other in written if other != slot for name in written[other]))
+        for slot in reversed(written)
+    )
 
 
 def norms_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
