@@ -56,7 +56,7 @@ def resize_hidden(spec: ModelSpec, asked: Asked) -> Swapped:
 
 def divisibility(spec: ModelSpec) -> tuple[str, ...]:
     """What transformers' config of llama makes of a width that its heads do not divide."""
-    heads = max(block.attention.heads for block in spec.blocks)
+    heads = max((getattr(block.mixer("attention"), "heads", 1) for block in spec.blocks), default=1)
     if spec.hidden_size % heads == 0 or not isinstance(spec.final_norm, RMSNorm):
         return ()
     return (f"transformers' llama takes no width that its {heads} heads do not divide, even beside a head_dim",)
