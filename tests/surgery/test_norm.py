@@ -248,8 +248,8 @@ def another_eps(patch: pytest.MonkeyPatch) -> None:
 def keep_the_head_tied(patch: pytest.MonkeyPatch) -> None:
     right = module.layernorm_to_rmsnorm
 
-    def tied(spec: ModelSpec) -> Any:
-        swapped = right(spec)
+    def tied(spec: ModelSpec, layers: Any = None) -> Any:
+        swapped = right(spec, layers)
         head = module.replace(swapped.spec.head, tied=True)
         return dataclasses.replace(
             swapped,
