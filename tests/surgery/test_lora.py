@@ -176,6 +176,8 @@ def test_a_merge_into_bf16_says_what_it_is_stored_as_and_why(tmp_path: Path) -> 
         adapter = str(tmp_path / "adapter")
         said[asked] = swap_lines(gptkit.swap(tmp_path / "own", tmp_path / str(asked), merge_lora=adapter, dtype=asked))
     assert "stored as   bfloat16 where computed, as the source is; exact before rounding" in said[None]
+    assert said[None][0].endswith(": exact swap, up to the rounding to bfloat16")
+    assert said["float64"][0].endswith(": exact swap")
     assert "stored as   float64 where computed, as asked" in said["float64"]
 
 
