@@ -137,7 +137,7 @@ def verify(
 
 def measured_text(source: Checkpoint, file: Path | None) -> tuple[int, ...] | None:
     """The end of a text, or of the bundled play for the samples."""
-    from ..surgery.calibration import read_text
+    from ..surgery.fits.calibration import read_text
 
     if file is None and not (source.origin.reference or "").startswith("sample:"):
         return None

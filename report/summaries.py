@@ -373,7 +373,7 @@ def swap_lines(result: SwapResult) -> list[str]:
     before, after = result.parameters
     done = "wrote" if result.published else "would write"
     lines = [
-        f"{done} {result.target}: {swap_in_words(result.guarantee)}",
+        f"{done} {result.target}: {swap_in_words(result.guarantee)}{rounding_in_words(result)}",
         *stored_lines(result),
         f"parameters  {before:,} -> {after:,}" + (f" ({after - before:+,})" if after != before else ""),
     ]
@@ -410,6 +410,13 @@ def swap_lines(result: SwapResult) -> list[str]:
     for note in found.notes:
         lines += wrap(note, indent=12, width=80)
     return lines
+
+
+def rounding_in_words(result: SwapResult) -> str:
+    """What storing does to an exact swap: nothing, or it rounds the tensors that were computed."""
+    computed = any(result.chain.computed(parameter.name) for parameter in result.spec.parameters())
+    rounds = result.guarantee == "exact" and computed and result.dtype not in ("float64", "float32")
+    return f", up to the rounding to {result.dtype}" if rounds else ""
 
 
 def stored_lines(result: SwapResult) -> list[str]:

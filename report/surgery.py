@@ -110,7 +110,7 @@ def possible(entries: Sequence[Listed], before: Costs) -> Table:
                 change(before.total_flops, now.total_flops),
                 change(before.cached, now.cached),
             ]
-        what = Text(entry.swap.gives)
+        what = Text(entry.swap.gives_for(entry.value))
         if entry.limits:
             what.append(f"; {entry.limits}", style="dim")
         table.add_row(Text(entry.asked), what, *cells)
@@ -168,7 +168,7 @@ def registry_report(swaps: Sequence[Swap], groups: Mapping[str, str]) -> Rendera
             asked = f"--{swap.option.replace('_', '-')} {swap.form}".strip()
             what = Text(swap.title)
             what.append(f"\n{needed(swap)}", style="dim")
-            what.append(f"\n{swap.source}", style="dim")
+            what.append(f"\nSource: {swap.source}.", style="dim")
             table.add_row(Text(asked), what, Text(guarantee_in_words(swap.guarantee)))
         parts += [*([Text()] if parts else []), Text(heading, style="bold"), table]
     notes = "The guarantee is the best there is; gptkit swaps MODEL tells what holds on a model."
@@ -176,9 +176,9 @@ def registry_report(swaps: Sequence[Swap], groups: Mapping[str, str]) -> Rendera
 
 
 def needed(swap: Swap) -> str:
-    """What a swap needs, in a phrase that stands alone."""
+    """What a swap needs, in a sentence."""
     text = ", and a text" if swap.calibrated and "text" not in swap.needs else ""
-    return f"{'' if swap.needs.startswith('exact') else 'needs '}{swap.needs}{text}"
+    return f"It {'is' if swap.needs.startswith('exact') else 'needs'} {swap.needs}{text}."
 
 
 def recipes_report(recipes: Sequence[Recipe]) -> RenderableType:

@@ -14,19 +14,22 @@ retrained    useless before training
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint
 from ..converter.dtypes import cast, from_float64, to_float64, widest
+from ..converter.tree import Origin
 from ..errors import GptkitError, InvalidInput
-from ..modules.load import view_as_torch
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "Computed",
@@ -35,11 +38,16 @@ __all__ = [
     "Model",
     "Moved",
     "Promise",
+    "Read",
     "Stored",
     "Swapped",
     "SwappedModel",
     "Tensor",
     "Wide",
+    "as_torch",
+    "comparable",
+    "in_pieces",
+    "origin_of",
     "weakest",
 ]
 
@@ -49,6 +57,9 @@ Array = NDArray[Any]
 
 KEPT_BYTES = 64 * 2**20
 """Computed tensors that a step in the middle of a chain remembers: the next one reads most of them more than once."""
+
+
+T = TypeVar("T")
 
 
 def weakest(guarantees: Iterable[Guarantee]) -> Guarantee:
@@ -121,10 +132,80 @@ class Stored:
         return values
 
     def read(self, name: str) -> torch.Tensor:
-        return view_as_torch(*self.raw(name))
+        return as_torch(self, name)
 
     def release(self) -> None:
         self.checkpoint.release()
+
+
+class Read:
+    """The facts about a tree whose weights are at hand: `facts.Weights`, by reading them."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    @cached_property
+    def _names(self) -> set[str]:
+        return {parameter.name for parameter in self.model.spec.parameters()}
+
+    def filled(self, value: float, *names: str) -> bool:
+        there = [name for name in names if name in self._names]
+        return self.ask(lambda model: all(bool((model.wide(name) == value).all()) for name in there), False, True)
+
+    def zero(self, *names: str) -> bool:
+        return self.filled(0.0, *names)
+
+    def same(self, one: str, other: str) -> bool:
+        def alike(model: Model) -> bool:
+            a, b = comparable(model, one, other)
+            pieces = zip(in_pieces(a), in_pieces(b), strict=True)
+            return a.shape == b.shape and all(np.array_equal(x, y) for x, y in pieces)
+
+        return self.ask(alike, False, True)
+
+    def ask(self, question: Callable[[Model], T], trained: T, zeros: T) -> T:  # noqa: ARG002
+        try:
+            return question(self.model)
+        finally:
+            self.model.release()
+
+    def run(self, question: Callable[[Model], T]) -> T:
+        return question(self.model)
+
+
+ROWS = 4096
+"""Rows of two tensors that are compared at once."""
+
+
+def in_pieces(array: Array) -> Iterator[Array]:
+    """Some rows of an array after the other."""
+    return (array[start : start + ROWS] for start in range(0, len(array), ROWS))
+
+
+def comparable(model: Model, one: str, other: str) -> tuple[Array, Array]:
+    """Two tensors, equal in value where these arrays are: by their stored bits where both are stored alike. What an
+    earlier step computes is compared before it is rounded for storage.
+    """
+    computed = isinstance(model, SwappedModel) and (model.computed(one) or model.computed(other))
+    if model.dtype(one) == model.dtype(other) and not computed:
+        return model.raw(one)[0], model.raw(other)[0]
+    return model.wide(one), model.wide(other)
+
+
+def origin_of(model: Model) -> tuple[Origin, bool]:
+    """Where a tree came from, and whether the files beside it are its own (those beside a GGUF may be anybody's)."""
+    while isinstance(model, SwappedModel):
+        model = model.before
+    if not isinstance(model, Stored):
+        return Origin(), True
+    return model.checkpoint.origin, model.checkpoint.format in ("hf", "local", "dcp")
+
+
+def as_torch(model: Model, name: str) -> torch.Tensor:
+    """A tensor as stored, to be read only."""
+    from ..modules.load import view_as_torch
+
+    return view_as_torch(*model.raw(name))
 
 
 # --- what a swap says -------------------------------------------------------------------------------------------------
@@ -197,8 +278,8 @@ class Swapped:
     """A tree and how its tensors are made; names that `tensors` does not have are copied under their own.
 
     summary: what was done, for the record that the output carries, JSON values. notes: what a person should know.
-    texts: files of the tokenizer that change with it, by name; None removes one. against: the tree that it equals,
-    where that is not the one it was made of (a base model with its adapter, say).
+    texts: files of the tokenizer that change with it, by name; None removes one. against: of the tree before, the tree
+    that the new one equals, where that is another (a base model with its adapter, say).
     """
 
     spec: ModelSpec
@@ -208,7 +289,7 @@ class Swapped:
     notes: tuple[str, ...] = ()
     promise: Promise = Promise()
     texts: Mapping[str, bytes | None] = field(default_factory=dict)
-    against: Model | None = None
+    against: Callable[[Model], Model] | None = None
 
 
 class SwappedModel:
@@ -286,7 +367,7 @@ class SwappedModel:
             self._made.popitem(last=False)
 
     def read(self, name: str) -> torch.Tensor:
-        return view_as_torch(*self.raw(name))
+        return as_torch(self, name)
 
     def release(self) -> None:
         self.before.release()
@@ -299,6 +380,8 @@ class Exactly:
         self.model, self.spec = model, model.spec
 
     def read(self, name: str) -> torch.Tensor:
+        import torch
+
         return torch.from_numpy(np.array(self.model.wide(name)))
 
     def release(self) -> None:

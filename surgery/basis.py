@@ -10,20 +10,22 @@ becomes eps·d/d' and readers are multiplied by √(d/d').
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from ..components import Block, ModelSpec, Norm, RMSNorm
+from ..components import Block, MixtureOfExperts, ModelSpec, Norm, RMSNorm
 from .base import Computed, Filled, Model, Tensor, Wide
-from .stream import head_weight, norms, readers, stream_norms, writers
+from .layerwise import replaced, with_blocks
+from .stream import head_weight, norms, readers, require_weights, stream_norms, writers
 
 __all__ = [
     "CENTRED",
     "Compute",
     "Into",
+    "chosen_norms",
     "eps_for",
     "exchanged",
     "in_basis",
@@ -57,12 +59,7 @@ def eps_for(eps: float, old: int, new: int) -> float:
 
 def reader(weight: str, gamma: str, ratio: float, into: Into) -> Compute:
     """ratio · R γ Uᵀ."""
-
-    def compute(model: Model) -> Wide:
-        found: Wide = into(model, model.wide(weight) * model.wide(gamma)) * ratio
-        return found
-
-    return compute
+    return lambda model: into(model, model.wide(weight) * model.wide(gamma)) * ratio
 
 
 def writer(weight: str, into: Into) -> Compute:
@@ -101,13 +98,13 @@ def in_basis(
     `norm_of` gives the new record of the norm at a path; it gets a weight of 1. The head is untied: what it reads is
     multiplied by γ, which is not what the table writes. A norm on the token table is worked into its rows.
     """
+    require_weights(spec)
     ratio = length_ratio(spec.hidden_size, size)
     tensors: dict[str, Tensor] = {}
     found: dict[str, Norm] = {}
     for path, norm in stream_norms(spec):
         found[path] = norm_of(path, norm)
         tensors[f"{path}.weight"] = Filled((size,), 1.0, like=f"{path}.weight")
-    blocks = []
     for layer, block in enumerate(spec.blocks):
         path = f"blocks.{layer}"
         for each in readers(block, path):
@@ -116,43 +113,35 @@ def in_basis(
             tensors[each.weight] = Computed(writer(each.weight, into))
             if each.bias:
                 tensors[each.bias_name] = Computed(shift(each.bias_name, into))
-        blocks.append(with_norms(block, path, found))
     tensors["head.weight"] = Computed(reader(head_weight(spec), "final_norm.weight", ratio, into))
     on_table = spec.embedding.norm
     assert on_table is None or isinstance(on_table, RMSNorm)
     tensors["embedding.weight"] = Computed(rows_in("embedding.weight", into, on_table))
     if spec.positions is not None:
         tensors["positions.weight"] = Computed(rows_in("positions.weight", into))
-    new = resized(
-        replace(
-            spec,
-            embedding=replace(spec.embedding, norm=None),
-            blocks=tuple(blocks),
-            final_norm=found["final_norm"],
-            head=replace(spec.head, tied=False),
-        ),
-        size,
-    )
-    return new, tensors
+    new = exchanged(spec, found)
+    new = replace(new, embedding=replace(spec.embedding, norm=None), head=replace(spec.head, tied=False))
+    return resized(new, size), tensors
 
 
-def with_norms(block: Block, path: str, found: dict[str, Norm]) -> Block:
+def with_norms(block: Block, path: str, found: Mapping[str, Norm]) -> Block:
     """A block with other norms, by path; those not named stay."""
-    fields: dict[str, Any] = {"attention_norm": found.get(f"{path}.attention_norm", block.attention_norm)}
-    if block.feed_forward_norm is not None:
-        fields["feed_forward_norm"] = found.get(f"{path}.feed_forward_norm", block.feed_forward_norm)
-    return block.replaced(**fields)
+    own = {name.rpartition(".")[2]: found.get(name, norm) for name, norm in norms(block, path)}
+    return replaced(block, **own)
 
 
-def exchanged(spec: ModelSpec, layers: tuple[int, ...] | None, exchange: Callable[[Norm], Norm]) -> ModelSpec:
-    """The tree with other records for the norms on the stream, or for those of some layers."""
-    blocks = list(spec.blocks)
-    for layer in range(len(blocks)) if layers is None else layers:
-        path = f"blocks.{layer}"
-        found = {name: exchange(norm) for name, norm in norms(blocks[layer], path)}
-        blocks[layer] = with_norms(blocks[layer], path, found)
-    final = exchange(spec.final_norm) if layers is None else spec.final_norm
-    return replace(spec, blocks=tuple(blocks), final_norm=final)
+def exchanged(spec: ModelSpec, found: Mapping[str, Norm]) -> ModelSpec:
+    """The tree with other records for its norms, by path; those not named stay."""
+    blocks = {layer: with_norms(block, f"blocks.{layer}", found) for layer, block in enumerate(spec.blocks)}
+    embedding = replace(spec.embedding, norm=found.get("embedding.norm", spec.embedding.norm))
+    return with_blocks(spec, blocks, embedding=embedding, final_norm=found.get("final_norm", spec.final_norm))
+
+
+def chosen_norms(spec: ModelSpec, layers: tuple[int, ...] | None) -> dict[str, Norm]:
+    """The norms on the stream, or those of some layers, by path."""
+    if layers is None:
+        return dict(stream_norms(spec))
+    return {path: norm for layer in layers for path, norm in norms(spec.blocks[layer], f"blocks.{layer}")}
 
 
 def resized(spec: ModelSpec, size: int) -> ModelSpec:
@@ -162,17 +151,12 @@ def resized(spec: ModelSpec, size: int) -> ModelSpec:
         return replace(record, size=size)
 
     def block(record: Block) -> Block:
-        inner: Any = record.feed_forward
-        if hasattr(inner, "expert"):
-            inner = replace(inner, expert=replace(inner.expert, hidden_size=size), hidden_size=size)
-        else:
-            inner = replace(inner, hidden_size=size)
-        return record.replaced(
-            attention_norm=norm(record.attention_norm),
-            attention=replace(record.attention, hidden_size=size),
-            feed_forward=inner,
-            feed_forward_norm=None if record.feed_forward_norm is None else norm(record.feed_forward_norm),
-        )
+        found: dict[str, Any] = {path.rpartition(".")[2]: norm(each) for path, each in norms(record, "")}
+        for sublayer in record.sublayers:
+            mixer: Any = sublayer.mixer
+            expert = {"expert": replace(mixer.expert, hidden_size=size)} if isinstance(mixer, MixtureOfExperts) else {}
+            found[mixer.slot] = replace(mixer, hidden_size=size, **expert)
+        return replaced(record, **found)
 
     table = spec.embedding.norm
     return replace(

@@ -14,10 +14,10 @@ from ..converter.checkpoint import Checkpoint
 from ..converter.convert import main_dtype
 from ..errors import UsageError
 from .base import Guarantee, Model, Promise, Stored, Swapped, SwappedModel, weakest
-from .calibration import Calibration, Text, read_text
+from .fits.calibration import Calibration, Text, read_text
 from .leaving import leave
 from .options import spelled
-from .recipe import plain, told_as
+from .recipe import called, plain, told_as
 from .registry import Step, apply, options
 
 __all__ = ["Chain", "chain", "leaving", "plainly"]
@@ -53,7 +53,10 @@ class Chain:
     @property
     def against(self) -> Model:
         """The tree that the result is to equal."""
-        return next((each.against for each in reversed(self.swapped) if each.against is not None), self.models[0])
+        pairs = reversed(list(zip(self.models, self.swapped, strict=False)))
+        return next(
+            (swapped.against(before) for before, swapped in pairs if swapped.against is not None), self.models[0]
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -121,8 +124,7 @@ def chain(
     for number, asked in enumerate(steps):
         used: list[Text] = []
         calibration = partial(_calibration, text, promise, models[-1].spec, used)
-        several = f"step {number + 1} ({asked})" if len(steps) > 1 else None
-        with told_as(names[number] if number < len(names) else several):
+        with told_as(names[number] if number < len(names) else called(steps, number)):
             step = plain(asked, models[-1].spec)
             swapped = apply(models[-1], step, calibration=calibration, files=files, texts=texts, offline=offline)
         done.append(step)

@@ -292,6 +292,9 @@ class Unread:
     def wide(self, name: str) -> Wide:
         return np.ones(self._shapes[name])
 
+    def release(self) -> None:
+        """Nothing is held."""
+
 
 @dataclass(frozen=True)
 class Link:

@@ -9,8 +9,8 @@ from ..converter.checkpoint import open_checkpoint
 from ..converter.threads import as_before, suit
 from ..parity.damage import Damage, damage
 from .base import Moved, Stored, Swapped
-from .calibration import TOKENS, read_text
 from .chain import Chain
+from .fits.calibration import TOKENS, read_text
 from .swap import SwapResult
 
 __all__ = ["assess", "held_out", "layers_of"]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import Computed, Model, Moved, Tensor, Wide
+from .base import Computed, Moved, Tensor
 
 __all__ = ["Index", "by_head", "gather", "padded", "scaled", "taken"]
 
@@ -31,12 +31,7 @@ def scaled(name: str, index: Index, factor: float, axis: int = 0) -> Tensor:
     """The same, multiplied; moved alone where the factor is 1."""
     if factor == 1.0:
         return taken(name, index, axis)
-
-    def compute(model: Model) -> Wide:
-        found: Wide = gather(model.wide(name), index, axis) * factor
-        return found
-
-    return Computed(compute)
+    return Computed(lambda model: gather(model.wide(name), index, axis) * factor)
 
 
 def padded(old: int, new: int, repeat: bool = False) -> Index:

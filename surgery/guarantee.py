@@ -12,8 +12,8 @@ from ..converter.dtypes import HF_NAMES
 from ..errors import GptkitError, InvalidInput, SwapRefused
 from ..parity.verify import require_finite_weights, verify
 from .base import Exactly, Stored
-from .calibration import Text
 from .chain import Chain, plainly
+from .fits.calibration import Text
 from .measure import Measurement, measure
 
 __all__ = [
@@ -85,7 +85,7 @@ def each_alone(done: Chain, text: Text | None) -> tuple[Measurement, ...]:
     """What every step costs by itself, in fp64 and before any rounding: the tree after it against the tree before."""
     found = []
     for before, swapped, after in zip(done.models, done.swapped, done.models[1:], strict=False):
-        against = Exactly(swapped.against or before)
+        against = Exactly(before if swapped.against is None else swapped.against(before))
         ids = None if text is None else text.held_out
         found.append(measure(against, Exactly(after), promise=swapped.promise, text=ids, dtypes=("float64",)))
         text = None if text is None else text.renamed(swapped.promise)

@@ -1,17 +1,33 @@
-"""What swaps that are asked for by layer share: which layers, how messages name them, a tree with some changed."""
+"""What swaps share: the layers that are asked for and how messages name them, what stands in them, and a tree with some
+of them changed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from ..components import Attention, LatentAttention, ModelSpec
+from ..components import Attention, Block, LatentAttention, ModelSpec, Norm
+from ..errors import SwapRefused
 from .base import Guarantee
-from .registry import Asked
+from .registry import Asked, Step
 
-__all__ = ["blocks_text", "chosen_layers", "guarantee_of", "in_words", "with_attention"]
+__all__ = [
+    "attentions",
+    "blocks_text",
+    "chosen_layers",
+    "guarantee_of",
+    "in_words",
+    "one_or_all",
+    "replaced",
+    "smaller_again",
+    "unknown",
+    "weighed",
+    "with_attention",
+    "with_blocks",
+]
 
 replace = msgspec.structs.replace
 
@@ -37,15 +53,78 @@ def in_words(layers: Sequence[int]) -> str:
     return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, few))}{more}"
 
 
+def one_or_all(numbers: Iterable[int]) -> int | list[int]:
+    """What layers have, for a record: one number, or where they differ all of them in order."""
+    found = sorted(set(numbers))
+    return found[0] if len(found) == 1 else found
+
+
+def smaller_again(option: str, asked: Asked, before: Iterable[int]) -> Step | None:
+    """The step that undoes growth: the number as it was, where it was one number and there are more now."""
+    found = set(before)
+    number = int(asked.value.rpartition(":")[2])
+    return Step(option, str(max(found))) if len(found) == 1 and number > max(found) else None
+
+
 def guarantee_of(changed: int, layers: int) -> Guarantee:
     """What a lossy change of so many layers, each for itself harmless, leaves of a model."""
     return "exact" if not changed else "approximate" if changed <= max(1, layers // FEW) else "retrained"
 
 
+# --- what stands in a layer -------------------------------------------------------------------------------------------
+
+
+def unknown(where: str, component: object, expected: str) -> SwapRefused:
+    """The refusal of a component that a swap does not know, by its class."""
+    return SwapRefused(f"{where} has {type(component).__name__}, where this swap expects {expected}")
+
+
+def weighed(path: str, norm: Norm | None) -> None:
+    """Raise SwapRefused where a norm does not multiply by its weight as it is, for a swap that changes that weight."""
+    if norm is not None and norm.gain != "weight":
+        raise SwapRefused(f"{path} multiplies by {norm.gain}, and this swap knows norms that multiply by their weight")
+
+
+def attentions(spec: ModelSpec, layers: Iterable[int], latent: str, hint: str | None = None) -> dict[int, Attention]:
+    """The attentions of these layers, each of which has key-value heads.
+
+    Args:
+        spec: the tree.
+        layers: their numbers.
+        latent: what is said of a layer with latent attention, behind "layer 3 has latent attention".
+        hint: what would be possible there.
+
+    Raises:
+        SwapRefused: one of them is latent, or none that is known.
+
+    """
+    found = {}
+    for layer in layers:
+        match spec.blocks[layer].attention:
+            case Attention() as attention:
+                found[layer] = attention
+            case LatentAttention():
+                raise SwapRefused(f"layer {layer} has latent attention{latent}", hint)
+            case other:
+                raise unknown(f"layer {layer}", other, "attention")
+    return found
+
+
+# --- a tree with some layers changed ----------------------------------------------------------------------------------
+
+
+def replaced(block: Block, **fields: Any) -> Block:
+    """A block with other sub-layers: the one place where swaps write into a block."""
+    return block.replaced(**fields)
+
+
+def with_blocks(spec: ModelSpec, changed: Mapping[int, Block], **fields: Any) -> ModelSpec:
+    """The tree with some of its blocks exchanged, and other fields of its own."""
+    blocks = tuple(changed.get(layer, block) for layer, block in enumerate(spec.blocks))
+    return replace(spec, blocks=blocks, **fields)
+
+
 def with_attention(spec: ModelSpec, changed: Mapping[int, Attention | LatentAttention], **fields: Any) -> ModelSpec:
     """The tree with the attention of some layers exchanged, and other fields of its own."""
-    blocks = tuple(
-        block.replaced(attention=changed[layer]) if layer in changed else block
-        for layer, block in enumerate(spec.blocks)
-    )
-    return replace(spec, blocks=blocks, **fields)
+    blocks = {layer: replaced(spec.blocks[layer], attention=each) for layer, each in changed.items()}
+    return with_blocks(spec, blocks, **fields)

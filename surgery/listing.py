@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..analysis.costs import Costs, costs, usual_context
@@ -20,7 +21,7 @@ from .registry import Step, Swap, all_swaps, apply
 if TYPE_CHECKING:
     from ..converter.checkpoint import Checkpoint
     from .base import Promise, Stored, Swapped
-    from .calibration import Calibration
+    from .fits.calibration import Calibration
 
 __all__ = ["Listed", "Listing", "Verdict", "listing", "values_of"]
 
@@ -128,7 +129,7 @@ def listing(source: Checkpoint) -> Listing:
 
 def _text(source: Checkpoint) -> Calibration | None:
     """The text that comes along with a sample; None where a person has to give one."""
-    from .calibration import Calibration, read_text
+    from .fits.calibration import Calibration, read_text
 
     try:
         return Calibration(read_text(source, None, FITTED_ON), source.spec)
@@ -140,7 +141,7 @@ def _tried(model: Stored, swap: Swap, value: str, text: Calibration | None, befo
     """What a swap says of the model. Where it would be fitted on a text and there is none, that is all that is said of
     it but for its costs, where the tree is known without.
     """
-    from .shapes import applied
+    from .shapes import without_text
 
     source, step = model.checkpoint, Step(swap.option, value)
     given: dict[str, Any] = {"files": source.folder, "texts": source.texts, "offline": True}
@@ -148,7 +149,7 @@ def _tried(model: Stored, swap: Swap, value: str, text: Calibration | None, befo
     if text is not None:
         found, fitted, chosen = apply(model, step, calibration=lambda: text, **given), False, False
     else:
-        found, fitted, chosen = applied(model, step, given)
+        found, fitted, chosen = without_text(partial(apply, model, **given), step)
     after = None if chosen and len(set(source.spec.blocks)) > 1 else costs(found.spec, before.context)
     limits = limits_of(found.promise, source.spec)
     if fitted:

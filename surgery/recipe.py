@@ -43,6 +43,7 @@ from .registry import Step
 __all__ = [
     "FOLDER",
     "Recipe",
+    "called",
     "described",
     "find_recipe",
     "hashes",
@@ -404,6 +405,14 @@ def told_as(where: str | None) -> Iterator[None]:
             error.message = f"{where}: {error.message}"
             error.args = (error.message,)
         raise
+
+
+def called(steps: Sequence[Step], number: int) -> str | None:
+    """What messages call a step of several, by the words of who asked for it; None where it is the only one."""
+    step = steps[number]
+    if step.written and all(each.written == step.written for each in steps):
+        return f"{step.written} (its step {step})"
+    return f"step {number + 1} ({step.written or step})" if len(steps) > 1 else None
 
 
 def described(path: Path) -> list[Path]:

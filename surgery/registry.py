@@ -1,7 +1,7 @@
 """The list of swaps: how each is asked for, what it needs, what it guarantees, where it comes from.
 
 A swap is asked for as OPTION = VALUE: `--attention gqa:4` on the command line, `attention = "gqa:4"` in a recipe,
-`attention="gqa:4"` in Python. Each file of this folder that holds swaps lists them in its `SWAPS`; `all_swaps` has them
+`attention="gqa:4"` in Python. Each file of swaps/ lists its own in its `SWAPS`; `all_swaps` has them
 in the order in which several that are asked for at once are carried out.
 """
 
@@ -16,14 +16,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..components import ModelSpec
-from ..errors import SwapRefused, UsageError
+from ..errors import MissingComponent, SwapRefused, UsageError
+from .facts import Assumed, Weights
 from .synonyms import TWO_STEPS, nearest, understood
 
 if TYPE_CHECKING:
+    from ..converter.tree import Origin
     from .base import Guarantee, Model, Swapped
-    from .calibration import Calibration
+    from .fits.calibration import Calibration
 
-__all__ = ["Asked", "Step", "Swap", "all_swaps", "apply", "layers_in", "options", "steps_named", "steps_of", "swap_for"]
+__all__ = [
+    "Asked",
+    "Step",
+    "Swap",
+    "all_swaps",
+    "apply",
+    "layers_in",
+    "options",
+    "reshape",
+    "steps_named",
+    "steps_of",
+    "swap_for",
+]
 
 MODULES = (
     "lora",
@@ -59,8 +73,8 @@ class Step:
     """One swap that is asked for.
 
     option and value: see the module's text; other words for a value become ours. blocks: the layers it is for, None
-    for all. approximate: the plain replacement, for comparison, where a better form is known. options: settings of
-    this swap alone.
+    for all. approximate: the plain replacement, for comparison, where a better form is known. settings: those of
+    this swap alone. written: the option as a person wrote it, where one that they wrote is several steps.
     """
 
     option: str
@@ -68,6 +82,7 @@ class Step:
     blocks: str | None = None
     approximate: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
+    written: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value", understood(self.option, self.value))
@@ -91,8 +106,9 @@ class Step:
 class Asked:
     """A step as a swap sees it: the value, its part behind the colon, the layers, and what it may draw on.
 
-    calibration gives token ids of a text when asked, or raises UsageError, saying what to give. files: the folder of
-    the model's companions (its tokenizer). offline: whether adapters may be fetched.
+    weights: what it may ask of the weights. calibration gives token ids of a text when asked, or raises UsageError,
+    saying what to give. origin: where the tree came from. files: the folder of the model's companions (its tokenizer),
+    where they are its own. texts: companions that do not lie there. offline: whether adapters may be fetched.
     """
 
     value: str
@@ -100,7 +116,9 @@ class Asked:
     layers: tuple[int, ...] | None = None
     approximate: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
+    weights: Weights = field(default_factory=Assumed)
     calibration: Callable[[], Calibration] | None = None
+    origin: Origin | None = None
     files: Path | None = None
     texts: Mapping[str, bytes] = field(default_factory=dict)
     offline: bool = False
@@ -119,6 +137,17 @@ class Asked:
             raise UsageError(f"{self.value!r}: expected {what} of {most:,} at most")
         return int(text)
 
+    def text(self, what: str) -> Calibration:
+        """The text that something is fitted or measured on.
+
+        Raises:
+            UsageError: there is none; `what` says what it is for.
+
+        """
+        if self.calibration is None:
+            raise UsageError(f"{what} on a text, and none was given", "--calibrate FILE")
+        return self.calibration()
+
     def chosen(self, spec: ModelSpec) -> tuple[int, ...]:
         """The layers it is for."""
         return tuple(range(len(spec.blocks))) if self.layers is None else self.layers
@@ -130,10 +159,11 @@ class Swap:
 
     option, form: how it is asked for; form is how VALUE looks ("rmsnorm", "gqa:N", "+N"), an upper-case word standing
     for anything. takes, gives: the components. guarantee: the best it gives, where its preconditions hold. needs: them,
-    in words. source: the paper or code. apply: the tree after it, or SwapRefused with the reason. examples: values
-    worth trying on a tree. by_layer: whether it may be asked for some layers alone. calibrated: whether it draws on a
-    text. inverse: the step that undoes it. exact_where: the weights that it is exact on, where only some are so, in
-    words that end "exact only where …".
+    in words. source: the paper or code. reshape: the tree after it, and of what each tensor is to be made, without
+    weights (but for what it asks of `Asked.weights`); or SwapRefused with the reason. examples: values worth trying on
+    a tree. by_layer: whether it may be asked for some layers alone. calibrated: whether it draws on a text. inverse:
+    the step that undoes it. exact_where: the weights that it is exact on, where only some are so, in words that end
+    "exact only where …".
     """
 
     option: str
@@ -143,7 +173,7 @@ class Swap:
     guarantee: Guarantee
     needs: str
     source: str
-    apply: Callable[[Model, Asked], Swapped]
+    reshape: Callable[[ModelSpec, Asked], Swapped]
     examples: Callable[[ModelSpec], Iterable[str]] = lambda spec: ()
     by_layer: bool = False
     calibrated: bool = False
@@ -153,6 +183,15 @@ class Swap:
     @property
     def title(self) -> str:
         return f"{self.takes} -> {self.gives}"
+
+    def gives_for(self, value: str) -> str:
+        """What it gives, with the numbers of a value in place of the words that stand for them."""
+        match = self._pattern.fullmatch(value)
+        words = re.findall("[A-Z]+", self.form)
+        if match is None or not words:
+            return self.gives
+        known = dict(zip(words, (each.rpartition(":")[2] for each in match.groups()), strict=True))
+        return re.sub(r"\b[A-Z]+\b", lambda word: known.get(word[0], word[0]), self.gives)
 
     def matches(self, value: str) -> bool:
         """Whether the value has this form."""
@@ -166,13 +205,13 @@ class Swap:
 @cache
 def _pattern(form: str) -> re.Pattern[str]:
     parts = re.split(r"([A-Z]+)", form)
-    return re.compile("".join(".+" if part.isupper() else re.escape(part) for part in parts), re.DOTALL)
+    return re.compile("".join("(.+)" if part.isupper() else re.escape(part) for part in parts), re.DOTALL)
 
 
 @cache
 def all_swaps() -> tuple[Swap, ...]:
     """Every swap, in the order of execution."""
-    return tuple(swap for name in MODULES for swap in import_module(f".{name}", __package__).SWAPS)
+    return tuple(swap for name in MODULES for swap in import_module(f".swaps.{name}", __package__).SWAPS)
 
 
 def options() -> dict[str, tuple[Swap, ...]]:
@@ -215,8 +254,9 @@ def steps_named(option: str, value: str, blocks: str | None = None, approximate:
         UsageError: the option or the value is unknown.
 
     """
-    several = TWO_STEPS.get((option, understood(option, value)), ((option, value),))
-    found = [Step(name, to, blocks, approximate) for name, to in several]
+    several = TWO_STEPS.get((option, understood(option, value)))
+    written = f"--{option.replace('_', '-')} {value}" if several else ""
+    found = [Step(name, to, blocks, approximate, written=written) for name, to in several or ((option, value),)]
     for step in found:
         swap_for(step.option, step.value)
     return found
@@ -247,7 +287,24 @@ def apply(
     texts: Mapping[str, bytes] | None = None,
     offline: bool = False,
 ) -> Swapped:
-    """The tree after one step; its tensors are not computed yet.
+    """The tree after one step; its tensors are not computed yet. See `reshape`."""
+    from .base import Read, origin_of
+
+    origin, own = origin_of(model)
+    return reshape(model.spec, step, Read(model), origin, calibration, files if own else None, texts, offline)
+
+
+def reshape(
+    spec: ModelSpec,
+    step: Step,
+    weights: Weights,
+    origin: Origin | None = None,
+    calibration: Callable[[], Calibration] | None = None,
+    files: Path | None = None,
+    texts: Mapping[str, bytes] | None = None,
+    offline: bool = False,
+) -> Swapped:
+    """What one step makes of a tree, and how each new tensor is to be made.
 
     Raises:
         SwapRefused: a precondition does not hold; the message says why and what would be possible.
@@ -258,11 +315,24 @@ def apply(
     if step.blocks is not None and not swap.by_layer:
         raise UsageError(f"{step}: this swap is for the whole model", "leave --blocks out")
     argument = step.value.partition(":")[2] if ":" in step.value else None
-    layers = None if step.blocks is None else layers_in(step.blocks, len(model.spec.blocks))
+    layers = None if step.blocks is None else layers_in(step.blocks, len(spec.blocks))
     asked = Asked(
-        step.value, argument, layers, step.approximate, step.settings, calibration, files, dict(texts or {}), offline
+        step.value,
+        argument,
+        layers,
+        step.approximate,
+        step.settings,
+        weights,
+        calibration,
+        origin,
+        files,
+        dict(texts or {}),
+        offline,
     )
-    found = swap.apply(model, asked)
+    try:
+        found = swap.reshape(spec, asked)
+    except MissingComponent as error:
+        raise SwapRefused(error.message, error.hint) from error
     assert step.option not in found.summary, f"{step.option}: what was asked for and what was done have one name"
     record = {"swap": step.option, **step.as_json(), "guarantee": found.guarantee, **found.summary}
     return replace(found, summary=record)

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ..components import (
@@ -30,8 +29,8 @@ from ..components import (
     Rotary,
 )
 from ..errors import SwapRefused
-from ..modules.positions import inverse_frequencies
 from .base import Computed, Model, Tensor, Wide
+from .layerwise import weighed
 from .registry import Asked
 
 __all__ = [
@@ -94,6 +93,10 @@ def require_rotary(spec: ModelSpec, asked: Asked) -> dict[int, Rotary]:
 
 def frequencies(rotary: Rotary, length: int = 1) -> Wide:
     """The angle by which each pair turns from one position to the next, (dim/2,), in sequences of `length` tokens."""
+    import torch
+
+    from ..modules.positions import inverse_frequencies
+
     found: Wide = inverse_frequencies(rotary, length, torch.float64).numpy()
     return found
 
@@ -176,6 +179,7 @@ def turned_queries(path: str, attention: Attention, rotary: Rotary, factors: Arr
     """
     if np.allclose(factors, 1, rtol=0, atol=1e-15):
         return {}
+    weighed(path + ".q_norm", attention.q_norm)
     if attention.q_norm is not None:
         name, moduli = f"{path}.q_norm.weight", np.abs(factors)
         return {name: Computed(_turned(name, moduli, rotary, attention.head_dim))}

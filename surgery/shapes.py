@@ -1,33 +1,33 @@
 """Swaps on shapes alone: what a tree would become, for a model of any size, without its weights.
 
-`params --swap attention=gqa:4` asks this. The swaps are those of the registry, as they are: they meet a `Shapes`, whose
-tensors have a shape and a dtype and no values (`unknown`). Where a swap asks for values it is answered as trained
-weights would, and once more as zeros would, which is what allows most. Where both lead to the same tree and guarantee
-that is what the weights will give too; otherwise it is told that it depends on them.
+`params --swap attention=gqa:4` asks this. The swaps are those of the registry, as they are. Where a swap asks what the
+weights are it is answered as trained weights would, and once more as zeros would, which is what allows most (`facts`).
+Where both lead to the same tree and guarantee that is what the weights will give too; otherwise it is told that it
+depends on them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Literal, cast
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ..analysis.costs import Costs, costs
 from ..components import ModelSpec
 from ..converter.tree import Origin, read_spec
-from ..errors import GptkitError, InvalidInput, SwapRefused, UsageError
-from .base import Array, Filled, Guarantee, Model, Moved, Stored, Swapped, SwappedModel, Wide, weakest
-from .calibration import Calibration
-from .recipe import plain, read_recipe, told_as
-from .registry import Step, apply, options, steps_named, swap_for
+from ..errors import InvalidInput, SwapRefused, UsageError
+from .base import Guarantee, Swapped, weakest
+from .facts import Assumed, TextWanted, Value, values_after, values_of
+from .recipe import called, plain, read_recipe, told_as
+from .registry import Step, options, reshape, steps_named, swap_for
 from .synonyms import guarantee_in_words
-from .unknown import Assumptions, NeedsWeights, Unknown
 
-__all__ = ["DEPENDS", "Reshaped", "Shapes", "applied", "steps_from", "swapped"]
+if TYPE_CHECKING:
+    from .fits.calibration import Calibration
+
+__all__ = ["DEPENDS", "Reshaped", "steps_from", "swapped", "without_text"]
 
 DEPENDS: Literal["depends on the weights"] = "depends on the weights"
 
@@ -59,86 +59,7 @@ def steps_from(swaps: Sequence[str] = (), recipe: str | Path | None = None) -> l
     return [*told, *sorted(found, key=lambda step: order[step.option])]
 
 
-# --- trees without weights --------------------------------------------------------------------------------------------
-
-
-class Shapes(Stored):
-    """A tree whose tensors have shapes and no values.
-
-    constant: what every value is, for a look at what weights might allow; None for values such as training leaves.
-    """
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        dtype: str = "F32",
-        origin: Origin | None = None,
-        constant: float | None = None,
-        own_files: bool = False,
-    ) -> None:
-        where = origin or Origin()
-        # Of a checkpoint swaps see where it came from, and whether the files beside it are its own.
-        seen = SimpleNamespace(origin=where, format="local" if own_files else "shapes", spec=spec)
-        self.checkpoint, self.spec = cast("Any", seen), spec
-        self.assumptions = Assumptions()
-        self._dtype = dtype
-        shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
-        self._tensors = {name: Unknown(shape, self.assumptions, constant, name) for name, shape in shapes.items()}
-
-    @property
-    def reference(self) -> str:
-        return self.checkpoint.origin.reference or "the tree"
-
-    def dtype(self, _name: str) -> str:
-        return self._dtype
-
-    def raw(self, name: str) -> tuple[Array, str]:
-        return cast("Array", self._tensors[name]), self._dtype
-
-    def wide(self, name: str) -> Wide:
-        return cast("Wide", self._tensors[name])
-
-    def read(self, name: str) -> torch.Tensor:
-        raise NeedsWeights(f"{self.reference}: {name} is to be read, and there are no weights here")
-
-    def release(self) -> None:
-        """Nothing is held."""
-
-
-class Reformed(SwappedModel):
-    """The tree after a swap of shapes: what was moved or filled is known as far as it was; what was computed is not."""
-
-    def __init__(self, before: Model, swapped: Swapped, assumptions: Assumptions) -> None:
-        super().__init__(before, swapped)
-        self.assumptions = assumptions
-        self._known: dict[str, Any] = {}
-
-    def raw(self, name: str) -> tuple[Array, str]:
-        return self.wide(name), self.dtype(name)
-
-    def wide(self, name: str) -> Wide:
-        if name not in self._known:
-            self._known[name] = self._found(name)
-        return cast("Wide", self._known[name])
-
-    def _found(self, name: str) -> Any:
-        how, shape = self._how(name), self._shapes[name]
-        if isinstance(how, Moved) and how.move is None:
-            return self.before.wide(how.names[0])
-        if isinstance(how, Filled) and not callable(how.value):
-            return Unknown(shape, self.assumptions, float(how.value), ("constant", float(how.value)))
-        if isinstance(how, Moved):
-            sources = [cast("Any", self.before.wide(each)) for each in how.names]
-            if all(getattr(each, "constant", None) == 0 for each in sources):  # zeros are moved, and padded with zeros
-                return Unknown(shape, self.assumptions, 0.0, ("constant", 0.0))
-        return Unknown(shape, self.assumptions)
-
-    def read(self, name: str) -> torch.Tensor:
-        raise NeedsWeights(f"{self.reference}: {name} is to be read, and there are no weights here")
-
-
-class _TextWanted(GptkitError):
-    """A swap ran the model on a text to see what it does."""
+# --- without weights --------------------------------------------------------------------------------------------------
 
 
 class _NoText:
@@ -154,7 +75,24 @@ class _NoText:
 
 class _Untouched:
     def __getattr__(self, name: str) -> Any:
-        raise _TextWanted(name)
+        raise TextWanted(name)
+
+
+def without_text(work: Callable[..., Swapped], step: Step) -> tuple[Swapped, bool, bool]:
+    """What a swap says where no text is given: it, whether it is fitted on a text, and whether it asked the text before
+    it said what comes out. Then its plain form, which needs none, tells the tree.
+
+    Args:
+        work: gives what a step makes of a tree, of the step and a keyword argument `calibration`.
+        step: the swap.
+
+    """
+    text = _NoText()
+    try:
+        found = work(step, calibration=text)
+    except TextWanted:
+        return work(replace(step, approximate=True)), True, True
+    return found, text.wanted, False
 
 
 # --- the answer -------------------------------------------------------------------------------------------------------
@@ -207,21 +145,21 @@ class _Answer:
 
 @dataclass
 class _Chain:
-    """A chain as far as it has come."""
+    """A chain as far as it has come. known: what is known of the tensors; given: what `reshape` takes beside."""
 
-    model: Model
-    assumptions: Assumptions
+    spec: ModelSpec
+    known: Mapping[str, Value]
     given: dict[str, Any]
     done: list[Step] = field(default_factory=list)
     usual: list[Guarantee] = field(default_factory=list)
-    known: list[bool] = field(default_factory=list)
+    certain: list[bool] = field(default_factory=list)
     settled: bool = True
     notes: list[str] = field(default_factory=list)
 
     def carry_out(self, asked: Step) -> None:
-        step = plain(asked, self.model.spec)
+        step = plain(asked, self.spec)
         try:
-            answer = _ask(self.model, self.assumptions, step, self.given)
+            answer = self._ask(step)
         except SwapRefused as error:
             if not self.settled and AS_FAR not in error.message:  # of the tree that the weights give it may be possible
                 raise SwapRefused(f"{error.message}{AS_FAR}", error.hint) from error
@@ -231,14 +169,31 @@ class _Chain:
         self.usual.append(answer.usual.guarantee)
         changed = {name: text for name, text in answer.usual.texts.items() if text is not None}
         self.given = {**self.given, "texts": {**self.given["texts"], **changed}}
-        self.model = Reformed(self.model, answer.usual, self.assumptions)
+        self.spec, self.known = answer.usual.spec, values_after(answer.usual, self.known)
+
+    def _ask(self, step: Step) -> _Answer:
+        """As trained weights would answer, and where that hangs on them once more as zeros would."""
+        trained = Assumed(self.known)
+        try:
+            usual, fitted, chosen = without_text(partial(reshape, self.spec, weights=trained, **self.given), step)
+        except SwapRefused as error:
+            if trained.made:
+                raise SwapRefused(f"{error.message}{AS_FAR}", error.hint or HINT) from error
+            raise
+        if not trained.made:
+            return _Answer(usual, None, fitted, chosen)
+        zeros = partial(reshape, self.spec, weights=Assumed(self.known, zeros=True), **self.given)
+        try:
+            return _Answer(usual, without_text(zeros, step)[0], fitted, chosen)
+        except SwapRefused as error:
+            return _Answer(usual, error, fitted, chosen)
 
     def _tell(self, step: Step, answer: _Answer) -> None:
         usual, zeros, name = answer.usual, answer.zeros, _named(step)
         shared = usual.notes if zeros is None else [n for n in usual.notes if n in getattr(zeros, "notes", ())]
         self.notes += shared
         best = zeros.guarantee if isinstance(zeros, Swapped) else usual.guarantee
-        self.known.append(best == usual.guarantee)
+        self.certain.append(best == usual.guarantee)
         swap = swap_for(step.option, step.value)
         fitted = "fitted on a text (--calibrate)" if answer.fitted else ""
         if best != usual.guarantee:
@@ -247,7 +202,7 @@ class _Chain:
             self.notes.append(f"{name}: on trained weights {trained}{': ' if fitted else ''}{fitted}; {best} {where}")
         elif fitted:
             self.notes.append(f"{name}: {fitted}")
-        if answer.chosen and len(set(self.model.spec.blocks)) > 1:
+        if answer.chosen and len(set(self.spec.blocks)) > 1:
             self.settled = False
             self.notes.append(f"{name}: a text decides which layers stay, and they differ")
         if isinstance(zeros, SwapRefused):
@@ -265,7 +220,6 @@ def swapped(
     family: str | None = None,
     reference: str | None = None,
     *,
-    dtype: str = "F32",
     files: Path | None = None,
     texts: Mapping[str, bytes] | None = None,
     offline: bool = False,
@@ -277,34 +231,29 @@ def swapped(
         steps: what to do, one after the other; see `steps_from`.
         family: the family that it came from, which an adapter's names go by.
         reference: what messages call it.
-        dtype: what its tensors are stored in, by safetensors' name.
         files: the folder of its tokenizer, where there is one; without it tokens cannot be told apart.
         texts: the tokenizer's files that do not lie there.
         offline: whether an adapter may be fetched from the hub.
 
     Raises:
-        SwapRefused: a precondition does not hold, whatever the weights or with weights such as training leaves;
-            `NeedsWeights` where only the weights could tell what comes out.
+        SwapRefused: a precondition does not hold, whatever the weights or with weights such as training leaves.
         UsageError: no step, or one that there is not.
 
     """
     if not steps:
         raise UsageError("nothing to swap", "say what: attention=gqa:4, norm=rmsnorm, …")
     origin = replace(_origin_of(files), family=family, reference=reference)
-    start = Shapes(spec, dtype, origin, own_files=files is not None)
-    given = {"files": files, "texts": dict(texts or {}), "offline": offline}
-    chain = _Chain(start, start.assumptions, given)
-    for number, step in enumerate(steps, 1):
-        with told_as(f"step {number} ({step})" if len(steps) > 1 else None):
+    given = {"origin": origin, "files": files, "texts": dict(texts or {}), "offline": offline}
+    chain = _Chain(spec, values_of(spec), given)
+    for number, step in enumerate(steps):
+        with told_as(called(steps, number)):
             chain.carry_out(step)
     usual = weakest(chain.usual)
     # What is not known is at best exact: it decides nothing where another step is as weak for certain.
-    certain = weakest(g for g, known in zip(chain.usual, chain.known, strict=True) if known)
+    certain = weakest(g for g, known in zip(chain.usual, chain.certain, strict=True) if known)
     surely = usual == "exact" or certain == usual
     notes = tuple(dict.fromkeys(chain.notes))
-    return Reshaped(
-        chain.model.spec, usual if surely else DEPENDS, notes, usual, chain.settled, spec, tuple(chain.done)
-    )
+    return Reshaped(chain.spec, usual if surely else DEPENDS, notes, usual, chain.settled, spec, tuple(chain.done))
 
 
 def _origin_of(files: Path | None) -> Origin:
@@ -317,47 +266,8 @@ def _origin_of(files: Path | None) -> Origin:
         return Origin()
 
 
-def _ask(model: Model, assumptions: Assumptions, step: Step, given: Mapping[str, Any]) -> _Answer:
-    assumptions.made = False
-    try:
-        usual, fitted, chosen = applied(model, step, given)
-    except NeedsWeights as error:
-        raise NeedsWeights(error.message, HINT) from error
-    except SwapRefused as error:
-        if assumptions.made:
-            raise SwapRefused(f"{error.message}{AS_FAR}", error.hint or HINT) from error
-        raise
-    if not assumptions.made:
-        return _Answer(usual, None, fitted, chosen)
-    zeros = Shapes(model.spec, model.dtype("embedding.weight"), _origin(model), 0.0, given["files"] is not None)
-    try:
-        return _Answer(usual, applied(zeros, step, given)[0], fitted, chosen)
-    except SwapRefused as error:
-        return _Answer(usual, error, fitted, chosen)
-
-
 AS_FAR = ", as far as shapes tell"
 HINT = "gptkit swap MODEL OUT --dry-run looks at the weights."
-
-
-def applied(model: Model, step: Step, given: Mapping[str, Any]) -> tuple[Swapped, bool, bool]:
-    """The swap, whether it is fitted on a text, and whether it asked the text before it said what comes out. Then its
-    plain form, which needs none, tells the tree.
-    """
-    text = _NoText()
-    try:
-        found = apply(model, step, calibration=text, **given)
-    except _TextWanted:
-        return apply(model, replace(step, approximate=True), **given), True, True
-    return found, text.wanted, False
-
-
-def _origin(model: Model) -> Origin:
-    while isinstance(model, SwappedModel):
-        model = model.before
-    assert isinstance(model, Shapes)
-    origin: Origin = model.checkpoint.origin
-    return origin
 
 
 def _named(step: Step) -> str:

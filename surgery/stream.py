@@ -1,4 +1,4 @@
-"""Who reads the residual stream, and who writes into it.
+"""Who reads the residual stream, and who writes into it, by the roles of parameters.
 
 A reader is a linear map on a norm's output, its weight [out, hidden]; a writer's output is added to the stream, its
 weight [hidden, out of the component]. The tables of tokens and positions write too, by rows [vocabulary, hidden]; the
@@ -10,14 +10,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..components import Attention, Block, FeedForward, GatedFeedForward, MixtureOfExperts, ModelSpec, Norm
+from ..components import (
+    Block,
+    FeedForward,
+    GatedFeedForward,
+    LayerNorm,
+    MixtureOfExperts,
+    ModelSpec,
+    Norm,
+    RMSNorm,
+    Role,
+)
+from ..components.model import walk
+from .layerwise import unknown, weighed
 
 __all__ = [
     "Linear",
     "experts",
     "head_weight",
+    "inner_projections",
+    "linears",
     "norms",
     "readers",
+    "require_weights",
     "stream_norms",
     "tables",
     "writers",
@@ -26,14 +41,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear of a block: its path in the tree, whether it has a bias, whether its record has a field for one, and,
-    of a reader, the path of the norm that it reads.
+    """A linear of a block: its path in the tree, whether it has a bias, whether its record has a field for one, of
+    a reader the path of the norm that it reads, and what its mixer is called in the block.
     """
 
     path: str
     bias: bool
     norm: str = ""
     may_have_bias: bool = True
+    slot: str = ""
 
     @property
     def weight(self) -> str:
@@ -46,41 +62,46 @@ class Linear:
         return f"{self.path}.bias"
 
 
+def linears(block: Block, path: str, *wanted: Role) -> Iterator[Linear]:
+    """The linears of a block with these roles, of any mixer, in the order of its sub-layers."""
+    first = ""
+    for sublayer in block.sublayers:
+        slot = sublayer.mixer.slot
+        norm = f"{path}.{slot}_norm" if sublayer.norm is not None else first
+        first = first or norm
+        for inner, node in walk(sublayer.mixer, f"{path}.{slot}"):
+            own = node.weights()
+            for name, weight in own.items():
+                if weight.role in wanted:
+                    linear = name.removesuffix(".weight")
+                    yield Linear(f"{inner}.{linear}", f"{linear}.bias" in own, norm, weight.role != "router", slot)
+
+
 def readers(block: Block, path: str) -> tuple[Linear, ...]:
     """The linears of a block (at `path`, as "blocks.3") that read the stream, each behind a norm."""
-    attention, norm = block.attention, f"{path}.attention_norm"
-    names = ["q_proj", "k_proj", "v_proj"]
-    if not isinstance(attention, Attention):
-        names = ["q_proj", "kv_down_proj", *(["k_rope_proj"] if attention.rope_dim else [])]
-    found = [Linear(f"{path}.attention.{name}", attention.qkv_bias, norm) for name in names]
-    if block.feed_forward_norm is not None:
-        norm = f"{path}.feed_forward_norm"
-    if isinstance(block.feed_forward, MixtureOfExperts):
-        found.append(Linear(f"{path}.feed_forward.router", False, norm, may_have_bias=False))
-    for inner, expert in experts(block, path):
-        found += [Linear(f"{inner}.{name}", expert.up_bias, norm) for name in inner_projections(expert)]
-    return tuple(found)
+    return tuple(linears(block, path, "reads", "router"))
 
 
 def writers(block: Block, path: str) -> tuple[Linear, ...]:
     """The linears of a block whose outputs are added to the stream. (Those of experts are weighted before.)"""
-    found = [Linear(f"{path}.attention.o_proj", block.attention.output_bias)]
-    return (*found, *(Linear(f"{inner}.down_proj", expert.down_bias) for inner, expert in experts(block, path)))
+    return tuple(linears(block, path, "writes"))
 
 
 def experts(block: Block, path: str) -> Iterator[tuple[str, FeedForward | GatedFeedForward]]:
     """The feed-forwards of a block, one or as many as there are experts: (path, record)."""
-    inner = block.feed_forward
-    if isinstance(inner, MixtureOfExperts):
-        for expert in range(inner.experts):
-            yield f"{path}.feed_forward.experts.{expert}", inner.expert
-    else:
-        yield f"{path}.feed_forward", inner
+    match block.feed_forward:
+        case MixtureOfExperts() as mixture:
+            for expert in range(mixture.experts):
+                yield f"{path}.feed_forward.experts.{expert}", mixture.expert
+        case FeedForward() | GatedFeedForward() as dense:
+            yield f"{path}.feed_forward", dense
+        case other:
+            raise unknown(path, other, "a feed-forward")
 
 
 def inner_projections(feed_forward: FeedForward | GatedFeedForward) -> tuple[str, ...]:
     """The linears that read a feed-forward's input."""
-    return ("gate_proj", "up_proj") if isinstance(feed_forward, GatedFeedForward) else ("up_proj",)
+    return tuple(name.removesuffix(".weight") for name, each in feed_forward.weights().items() if each.role == "reads")
 
 
 def tables(spec: ModelSpec) -> tuple[str, ...]:
@@ -94,10 +115,24 @@ def head_weight(spec: ModelSpec) -> str:
 
 
 def norms(block: Block, path: str) -> Iterator[tuple[str, Norm]]:
-    """The norms of a block that look at the stream: (path, record)."""
-    yield f"{path}.attention_norm", block.attention_norm
-    if block.feed_forward_norm is not None:
-        yield f"{path}.feed_forward_norm", block.feed_forward_norm
+    """The norms of a block that look at the stream, each of a kind that swaps know: (path, record)."""
+    block.plain()
+    for sublayer in block.sublayers:
+        name = f"{path}.{sublayer.mixer.slot}_norm"
+        match sublayer.norm:
+            case None:
+                continue
+            case LayerNorm() | RMSNorm() as norm:
+                yield name, norm
+            case other:
+                raise unknown(name, other, "LayerNorm or RMSNorm")
+
+
+def require_weights(spec: ModelSpec) -> None:
+    """Raise SwapRefused where a norm that a stream meets does not multiply by its weight as it is."""
+    weighed("embedding.norm", spec.embedding.norm)
+    for path, norm in stream_norms(spec):
+        weighed(path, norm)
 
 
 def stream_norms(spec: ModelSpec) -> list[tuple[str, Norm]]:

@@ -25,8 +25,8 @@ from ..converter.write import Plan, execute
 from ..display import Shown
 from ..errors import UsageError
 from .base import Guarantee, Model
-from .calibration import TOKENS, read_text
 from .chain import Chain, chain, leaving
+from .fits.calibration import TOKENS, read_text
 from .guarantee import SMALL, each_alone, hold_to_transformers, measured_from_files, plain_form
 from .measure import Measurement
 from .recipe import Recipe, described, hashes, read_recipe, recipe_of_steps

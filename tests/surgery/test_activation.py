@@ -1,6 +1,5 @@
 """Activations exchanged: exact where the function is one, nearest where it is not, and measured."""
 
-import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from hypothesis import strategies as st
 import gptkit
 from gptkit.errors import SwapRefused, UsageError
 from gptkit.modules.layers import ACTIVATIONS
-from gptkit.surgery import activation as module
+from gptkit.surgery.fits import slopes
 from gptkit.surgery.registry import Asked, Step, swap_for
+from gptkit.surgery.swaps import activation as module
 
 X = torch.linspace(-40, 40, 80_001, dtype=torch.float64)
 
@@ -230,8 +230,8 @@ def test_slopes_are_fitted_on_what_matters() -> None:
     x, up = torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[1.0, 2.0]]])
     dense = module.dense_of(spec_of(CONFIGS["llama"]).blocks[0])
     down = torch.tensor([[3.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
-    drawn = module.pre_activations(Fake(x, up), dense, down)  # type: ignore[arg-type]
-    assert len(drawn) == module.SAMPLES
+    drawn = slopes.pre_activations(Fake(x, up), dense, down)  # type: ignore[arg-type]
+    assert len(drawn) == slopes.SAMPLES
     assert (drawn == 2).double().mean().item() == pytest.approx(4 / (9 + 4), abs=1e-4)
 
 
@@ -290,7 +290,7 @@ def forgetting(which: str, ending: str = "") -> Callable[[pytest.MonkeyPatch], N
 
 def one_way(patch: pytest.MonkeyPatch) -> None:
     right = module.one_unit
-    patch.setattr(module, "one_unit", lambda path, dense, s: right(path, dense, functools.partial(lambda: 1 / s())))
+    patch.setattr(module, "one_unit", lambda path, dense, s: right(path, dense, lambda model: 1 / s(model)))
 
 
 def another_slope(patch: pytest.MonkeyPatch) -> None:

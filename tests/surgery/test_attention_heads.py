@@ -12,7 +12,7 @@ import gptkit
 from gptkit.components import Attention, ModelSpec
 from gptkit.converter.resolve import SAMPLES_DIR
 from gptkit.errors import SwapRefused, UsageError
-from gptkit.surgery import attention_heads as module
+from gptkit.surgery.swaps import attention_heads as module
 
 
 @pytest.fixture(scope="module")

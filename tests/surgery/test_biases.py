@@ -10,7 +10,7 @@ from families import CONFIGS, save_hf, zeroed
 import gptkit
 from gptkit.components import Attention
 from gptkit.errors import SwapRefused, UsageError
-from gptkit.surgery import biases as module
+from gptkit.surgery.swaps import biases as module
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "falcon-rw"])

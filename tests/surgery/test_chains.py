@@ -26,9 +26,9 @@ from weights import Weights
 import gptkit
 from gptkit.errors import GptkitError
 from gptkit.parity.scope import Scope
-from gptkit.surgery import folds
 from gptkit.surgery.base import Promise
 from gptkit.surgery.registry import Step, all_swaps
+from gptkit.surgery.swaps import folds
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 import gptkit
 from gptkit.components import MixtureOfExperts
 from gptkit.errors import GptkitError, SwapRefused, UsageError
-from gptkit.surgery import experts as module
-from gptkit.surgery.calibration import PLAY
+from gptkit.surgery.fits.calibration import PLAY
 from gptkit.surgery.registry import Asked, Step, swap_for
+from gptkit.surgery.swaps import experts as module
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -279,11 +279,11 @@ def test_wrong_parts_are_not_published(name: str, tmp_path: Path) -> None:
 
 
 def taken_for_alike(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "experts_alike", lambda model, layer: True)
+    patch.setattr(module, "experts_alike", lambda spec, asked, layer: True)
 
 
 def taken_for_even(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "all_weighed_alike", lambda model, layer: True)
+    patch.setattr(module, "all_weighed_alike", lambda spec, asked, layer: True)
 
 
 def not_divided(patch: pytest.MonkeyPatch) -> None:

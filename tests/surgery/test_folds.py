@@ -11,9 +11,9 @@ from families import CONFIGS, save_hf, spec_of
 import gptkit
 from gptkit.components import Attention, without_rounding
 from gptkit.errors import SwapRefused
-from gptkit.surgery import folds as module
 from gptkit.surgery.base import Computed, Filled
 from gptkit.surgery.registry import Asked
+from gptkit.surgery.swaps import folds as module
 
 ALL = ["gpt2", "gpt2-by-layer", "llama", "qwen2", "qwen3", "bloom", "falcon-7b", "falcon-40b", "falcon-rw"]
 

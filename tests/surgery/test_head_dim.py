@@ -16,8 +16,8 @@ import gptkit
 from gptkit.components import ModelSpec, Rotary
 from gptkit.errors import SwapRefused
 from gptkit.modules.positions import inverse_frequencies
-from gptkit.surgery import head_dim as module
 from gptkit.surgery.registry import Step
+from gptkit.surgery.swaps import head_dim as module
 
 SCALED = ("llama-3", "llama-linear", "llama-dynamic", "llama-yarn", "llama-yarn-mscale", "llama-longrope")
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import gptkit
 from gptkit.converter.resolve import SAMPLES_DIR
 from gptkit.errors import SwapRefused, UsageError
-from gptkit.surgery import hidden as module
 from gptkit.surgery.registry import Step
+from gptkit.surgery.swaps import hidden as module
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 import gptkit
 from gptkit.components import Attention
 from gptkit.errors import SwapRefused, UsageError
-from gptkit.surgery import kv_fit, regression
-from gptkit.surgery import kv_heads as module
 from gptkit.surgery.base import Stored
-from gptkit.surgery.calibration import Calibration, Text
-from gptkit.surgery.registry import Step
+from gptkit.surgery.fits import kv_fit, regression
+from gptkit.surgery.fits.calibration import Calibration, Text
+from gptkit.surgery.layerwise import replaced
+from gptkit.surgery.registry import Step, apply
+from gptkit.surgery.swaps import kv_heads as module
 
 GROUPED = ["mistral", "qwen2", "qwen3", "falcon-7b", "falcon-40b"]
 
@@ -171,7 +172,7 @@ def _near(source: Any, changed: dict[int, Attention], spec: Any) -> None:
     context = kv_fit.context_of(calibration.ids, torch.float32)
     x = kv_fit.embed(model, calibration.ids)
     tensors = {name.removeprefix("blocks.0.attention."): torch.tensor(value) for name, value in found.items()}
-    new = kv_fit.block_with(old, model, 0, changed[0], tensors)
+    new = kv_fit.block_with(old, replaced(spec.blocks[0], attention=changed[0]), tensors)
     with torch.no_grad():
         normed = old.attention_norm(x)
         a, b = old.attention(normed, context), new.attention(normed, context)
@@ -250,5 +251,5 @@ def test_heads_are_compared_a_layer_at_a_time(tmp_path: Path) -> None:
             super().release()
 
     model = Counting(gptkit.open_checkpoint(tmp_path / "mha"))
-    assert module.change(model, module.Asked("gqa:2", "2")).guarantee == "exact"
+    assert apply(model, Step("attention", "gqa:2")).guarantee == "exact"
     assert model.released >= len(model.spec.blocks)

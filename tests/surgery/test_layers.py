@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import gptkit
 from gptkit.errors import SwapRefused, UsageError
-from gptkit.surgery import layers as module
 from gptkit.surgery.base import Filled, Stored
-from gptkit.surgery.calibration import Calibration, read_text
+from gptkit.surgery.fits.calibration import Calibration, read_text
 from gptkit.surgery.registry import Asked, Step, layers_in
+from gptkit.surgery.swaps import layers as module
 
 FAMILIES = ["gpt2", "qwen3", "bloom", "falcon-7b", "falcon-40b", "gpt2-by-layer", "mixtral"]
 FAMILIES = [name for name in FAMILIES if name in CONFIGS]
@@ -86,7 +86,7 @@ def test_some_layers_of_a_list_as_a_person_writes_it() -> None:
 
 def test_influence_and_what_it_drops(tmp_path: Path) -> None:
     source = gptkit.open_checkpoint("sample:falcon")
-    scores = module.block_influence(Stored(source), Calibration(read_text(source, None), source.spec))
+    scores = module.influences(Stored(source), Calibration(read_text(source, None), source.spec))
     assert len(scores) == len(source.spec.blocks) and all(0 < score < 2 for score in scores)
     # A layer that adds nothing changes no direction, and is the first to go.
     added = gptkit.swap("sample:falcon", tmp_path / "more", layers="+1")
@@ -121,7 +121,7 @@ def ones(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_silent(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "silent", lambda model, layer: True)
+    patch.setattr(module, "silent", lambda spec, asked, layer: True)
 
 
 MUTATIONS: dict[str, Mutation] = {

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 import gptkit
 from gptkit.errors import GptkitError, InvalidInput, Offline, SwapRefused, UntrustedInput
 from gptkit.report.summaries import swap_lines
-from gptkit.surgery import lora as module
-from gptkit.surgery.adapter import Adapter
 from gptkit.surgery.registry import Step
+from gptkit.surgery.swaps import lora as module
+from gptkit.surgery.swaps.adapter import Adapter
 
 WEIGHTS = "model.safetensors"
 SMALL = {"r": 3, "lora_alpha": 7}
@@ -176,6 +176,8 @@ def test_a_merge_into_bf16_says_what_it_is_stored_as_and_why(tmp_path: Path) -> 
         adapter = str(tmp_path / "adapter")
         said[asked] = swap_lines(gptkit.swap(tmp_path / "own", tmp_path / str(asked), merge_lora=adapter, dtype=asked))
     assert "stored as   bfloat16 where computed, as the source is; exact before rounding" in said[None]
+    assert said[None][0].endswith(": exact swap, up to the rounding to bfloat16")
+    assert said["float64"][0].endswith(": exact swap")
     assert "stored as   float64 where computed, as asked" in said["float64"]
 
 

@@ -15,10 +15,10 @@ from families import CONFIGS, save_hf, spec_of, zeroed
 import gptkit
 from gptkit.components import FeedForward, GatedFeedForward
 from gptkit.errors import SwapRefused, UsageError
-from gptkit.surgery import mlp as module
-from gptkit.surgery.base import Filled, Moved
+from gptkit.surgery.base import Filled, Moved, Read
+from gptkit.surgery.fits.regression import Moment, ridge
 from gptkit.surgery.registry import Asked, Step, swap_for
-from gptkit.surgery.regression import Moment, ridge
+from gptkit.surgery.swaps import mlp as module
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -193,12 +193,15 @@ def unfolded(patch: pytest.MonkeyPatch) -> None:
 
 
 def folded_over_rows(patch: pytest.MonkeyPatch) -> None:
-    right = module.folded
-    patch.setattr(
-        module,
-        "folded",
-        lambda down, constant: module.Computed(lambda model: right(down, constant).make(model)[:, ::-1]),
-    )
+    def other(*given: Any) -> dict[str, Any]:
+        made = right(*given)
+        return {
+            name: module.Computed(lambda model, how=how: how.make(model)[:, ::-1])  # type: ignore[misc]
+            for name, how in made.items()
+        }
+
+    right = module.folded_tensors
+    patch.setattr(module, "folded_tensors", other)
 
 
 def gate_without_bias(patch: pytest.MonkeyPatch) -> None:
@@ -213,7 +216,7 @@ def gate_without_bias(patch: pytest.MonkeyPatch) -> None:
 
 
 def called_constant(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "constant_up", lambda model, path: True)
+    patch.setattr(Read, "zero", lambda self, *names: True)
 
 
 @pytest.mark.parametrize("mutate", [unfolded, folded_over_rows, gate_without_bias, called_constant])

@@ -19,11 +19,12 @@ from gptkit.components import Head, LayerNorm, ModelSpec, RMSNorm
 from gptkit.errors import GptkitError, SwapRefused
 from gptkit.modules import Decoder
 from gptkit.parity.probe import probe
-from gptkit.surgery import basis, layernorm
-from gptkit.surgery import norm as module
+from gptkit.surgery import basis
 from gptkit.surgery.base import Model
 from gptkit.surgery.guarantee import EXACT_FP32, EXACT_FP64
-from gptkit.surgery.norm import layernorm_to_rmsnorm, replace_layernorm, why_not_exact
+from gptkit.surgery.swaps import layernorm
+from gptkit.surgery.swaps import norm as module
+from gptkit.surgery.swaps.norm import layernorm_to_rmsnorm, replace_layernorm, why_not_exact
 
 
 @st.composite
@@ -247,8 +248,8 @@ def another_eps(patch: pytest.MonkeyPatch) -> None:
 def keep_the_head_tied(patch: pytest.MonkeyPatch) -> None:
     right = module.layernorm_to_rmsnorm
 
-    def tied(spec: ModelSpec) -> Any:
-        swapped = right(spec)
+    def tied(spec: ModelSpec, layers: Any = None) -> Any:
+        swapped = right(spec, layers)
         head = module.replace(swapped.spec.head, tied=True)
         return dataclasses.replace(
             swapped,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,9 +11,12 @@ from exactness import exactly, undone
 from families import CONFIGS, edited, save_hf, spec_of, zeroed
 
 import gptkit
+from gptkit.components import Block, ModelSpec
 from gptkit.errors import GptkitError, SwapRefused
-from gptkit.surgery import parallel as module
+from gptkit.surgery.base import Read
+from gptkit.surgery.layerwise import replaced
 from gptkit.surgery.registry import Asked, Step, swap_for
+from gptkit.surgery.swaps import parallel as module
 
 ATTENTION = ("attn.c_proj.weight", "attn.c_proj.bias", "o_proj.weight", "o_proj.bias", "dense.weight", "dense.bias")
 FEED_FORWARD = (
@@ -117,14 +121,12 @@ def test_examples_and_inverses() -> None:
 
 
 def attention_unseen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "silent_attention", lambda model, layer: True)
+    patch.setattr(module, "same_either_way", lambda spec, asked, layer: True)
 
 
 def weights_alone(patch: pytest.MonkeyPatch) -> None:
-    right = module.writes_nothing
-    patch.setattr(
-        module, "writes_nothing", lambda model, names: right(model, [n for n in names if n.endswith("weight")])
-    )
+    right = Read.zero
+    patch.setattr(Read, "zero", lambda self, *names: right(self, *(n for n in names if n.endswith("weight"))))
 
 
 def norm_not_copied(patch: pytest.MonkeyPatch) -> None:
@@ -140,11 +142,12 @@ def norm_not_copied(patch: pytest.MonkeyPatch) -> None:
 def norm_of_another_eps(patch: pytest.MonkeyPatch) -> None:
     right = module.rearranged
 
-    def other(model: object, changed: object, blocks: list, tensors: object, to: str, note: object) -> object:  # type: ignore[type-arg]
-        changed_eps = [
-            b.replaced(feed_forward_norm=msgspec.structs.replace(b.feed_forward_norm, eps=1e-2)) for b in blocks
-        ]
-        return right(model, changed, changed_eps, tensors, to, note)  # type: ignore[arg-type]
+    def other(spec: ModelSpec, asked: Asked, changed: Any, blocks: dict[int, Block], *others: Any) -> object:
+        changed_eps = {
+            layer: replaced(b, feed_forward_norm=msgspec.structs.replace(b.feed_forward_norm, eps=1e-2))
+            for layer, b in blocks.items()
+        }
+        return right(spec, asked, changed, changed_eps, *others)
 
     patch.setattr(module, "rearranged", other)
 

@@ -18,14 +18,15 @@ import gptkit
 from gptkit.components import ALiBi, LayerNorm, LearnedPositions, ModelSpec, RMSNorm, Rotary
 from gptkit.converter.resolve import SAMPLES_DIR
 from gptkit.errors import GptkitError, SwapRefused, UsageError
-from gptkit.surgery import context_length, rotation
-from gptkit.surgery import positions as module
+from gptkit.surgery import rotation
 from gptkit.surgery.base import Exactly, Stored
-from gptkit.surgery.calibration import read_text
 from gptkit.surgery.chain import chain
+from gptkit.surgery.fits.calibration import read_text
 from gptkit.surgery.measure import Measurement, measure
-from gptkit.surgery.positions import kind
 from gptkit.surgery.registry import Asked, Step, apply, swap_for
+from gptkit.surgery.swaps import context_length
+from gptkit.surgery.swaps import positions as module
+from gptkit.surgery.swaps.positions import kind
 
 replace = msgspec.structs.replace
 FAMILIES = ["gpt2", "llama", "qwen2", "qwen3", "mixtral", "bloom", "falcon-7b", "falcon-40b", "falcon-rw"]
@@ -351,8 +352,8 @@ def no_mean(patch: pytest.MonkeyPatch) -> None:
 def the_head_follows(patch: pytest.MonkeyPatch) -> None:
     right = module.without_table
 
-    def tied(model: Any, spec: ModelSpec, approximate: bool, tensors: dict[str, Any], notes: list[str]) -> ModelSpec:
-        new = right(model, spec, approximate, tensors, notes)
+    def tied(spec: ModelSpec, asked: Any, tensors: dict[str, Any], notes: list[str]) -> ModelSpec:
+        new = right(spec, asked, tensors, notes)
         tensors.pop("head.weight")
         return replace(new, head=replace(new.head, tied=True))
 

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 import gptkit
 from gptkit.errors import SwapRefused, UsageError
-from gptkit.surgery import quantise as module
+from gptkit.surgery.swaps import quantise as module
 
 weights = hnp.arrays(np.float64, (3, 8), elements=st.floats(-100, 100, width=32))
 

@@ -14,8 +14,8 @@ from gptkit.components import ALiBi, Attention, Rotary
 from gptkit.modules.attention import AttentionModule
 from gptkit.modules.context import Context
 from gptkit.modules.positions import apply_rotary, inverse_frequencies, rotary_tables
-from gptkit.surgery.grouping import contiguous_groups, group_similar, head_similarity, query_order
-from gptkit.surgery.regression import (
+from gptkit.surgery.fits.grouping import contiguous_groups, group_similar, head_similarity, query_order
+from gptkit.surgery.fits.regression import (
     Moment,
     augment,
     best_slope,
@@ -23,7 +23,6 @@ from gptkit.surgery.regression import (
     fit_keys,
     fit_values,
     mix_inputs,
-    pick_first,
     pool_mean,
     ridge,
     rotate,
@@ -31,7 +30,7 @@ from gptkit.surgery.regression import (
     square_roots,
     value_error,
 )
-from gptkit.surgery.scores import conjugate_gradients, refit_scores
+from gptkit.surgery.fits.scores import conjugate_gradients, refit_scores
 
 HEAD, WIDTH = 8, 20
 seeds = st.integers(0, 2**31 - 1)
@@ -87,7 +86,7 @@ def test_values_are_never_worse_than_the_naive_forms(seed):
     _, _, v, o, covariance = group(seed)
     fitted = value_error(v, o, *fit_values(v, o, covariance), covariance)
     # also than each naive head with the best outputs for it
-    for naive in (pool_mean(v), pick_first(v)):
+    for naive in (pool_mean(v), v[0]):
         assert fitted <= value_error(v, o, naive, o, covariance) + 1e-9
         best = torch.linalg.solve(naive @ covariance @ naive.T, naive @ covariance @ (o @ v.repeat_interleave(2, 0)).mT)
         assert fitted <= value_error(v, o, naive, best.mT, covariance) + 1e-9
@@ -99,7 +98,7 @@ def test_keys_are_never_worse_than_the_naive_forms(seed, rotary_dim):
     q, k, _, _, covariance = group(seed)
     fitted = score_error(q, k, *fit_keys(q, k, covariance, rotary_dim), covariance, rotary_dim)
     assert 0 <= fitted < 1
-    for naive in (pool_mean(k), pick_first(k)):
+    for naive in (pool_mean(k), k[0]):
         assert fitted <= score_error(q, k, q, naive, covariance, rotary_dim) + 1e-9
 
 

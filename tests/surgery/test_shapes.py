@@ -8,7 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-import numpy as np
 import pytest
 from families import CONFIGS, spec_of
 from hypothesis import HealthCheck, given, note, settings
@@ -26,10 +25,10 @@ from gptkit.converter.resolve import SAMPLES
 from gptkit.errors import GptkitError, InvalidInput, SwapRefused, UsageError
 from gptkit.surgery.base import Guarantee, Model, Stored, SwappedModel, weakest
 from gptkit.surgery.chain import chain
+from gptkit.surgery.facts import Assumed
 from gptkit.surgery.listing import values_of
 from gptkit.surgery.registry import Step, all_swaps, apply
 from gptkit.surgery.shapes import DEPENDS, Reshaped, steps_from, swapped
-from gptkit.surgery.unknown import Assumptions, NeedsWeights, Unknown
 
 T = TypeVar("T")
 
@@ -55,7 +54,7 @@ def attempted(work: Callable[[], T]) -> T | GptkitError:
 def agree(answer: Reshaped | SwapRefused, spec: ModelSpec, guarantee: str) -> bool:
     """Whether what shapes say leaves room for what the weights gave, and is as certain as it claims to be."""
     if isinstance(answer, SwapRefused):
-        return "as far as shapes tell" in answer.message or isinstance(answer, NeedsWeights)
+        return "as far as shapes tell" in answer.message
     tree = answer.spec == spec or not answer.settled
     return tree and answer.guarantee in (guarantee, DEPENDS)
 
@@ -87,7 +86,7 @@ def test_random_weights_are_what_is_usual(name: str) -> None:
 def test_every_swap_of_a_sample_gives_the_tree_that_shapes_tell(name: str) -> None:
     """Those that are fitted on a text too: the checkpoint's own, with the text that comes along."""
     source = gptkit.open_checkpoint(f"sample:{name}")
-    given = {"family": source.origin.family, "files": source.folder, "texts": source.texts, "dtype": source.dtype}
+    given = {"family": source.origin.family, "files": source.folder, "texts": source.texts}
     done = 0
     for swap in all_swaps():
         for value in values_of(swap, source.spec):
@@ -113,7 +112,7 @@ def test_chains_of_exact_swaps(data: st.DataObject) -> None:
         if not drawn.steps:
             return
         source = drawn.source
-        answer = told(source.spec, drawn.steps, files=source.folder, texts=source.texts, dtype=source.dtype)
+        answer = told(source.spec, drawn.steps, files=source.folder, texts=source.texts)
         note(f"{[str(step) for step in drawn.steps]}: {answer}")
         guarantee = weakest(each.guarantee for each in drawn.swapped)
         assert agree(answer, drawn.models[-1].spec, guarantee)
@@ -137,15 +136,13 @@ def test_chains_of_any_swaps(seed: int, tmp_path: Path) -> None:
         guarantees.append(found[1].guarantee)
         texts |= {name: text for name, text in found[1].texts.items() if text is not None}
         model = SwappedModel(model, found[1])
-    answer = told(source.spec, steps, files=source.folder, texts=source.texts, dtype=source.dtype)
+    answer = told(source.spec, steps, files=source.folder, texts=source.texts)
     assert agree(answer, model.spec, weakest(guarantees)), ([str(step) for step in steps], answer)
 
 
 def test_a_wrong_answer_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above would not see it if nothing hung on what values are said to be."""
-    monkeypatch.setattr(
-        Unknown, "any", lambda self, axis=None, keepdims=False: self._filled(self._reduced(axis, keepdims), False)
-    )
+    monkeypatch.setattr(Assumed, "filled", lambda self, value, *names: True)
     with pytest.raises(AssertionError):
         test_random_weights_are_what_is_usual("gpt2")
 
@@ -257,60 +254,3 @@ def test_errors_name_the_step() -> None:
         swapped(spec_of(CONFIGS["gpt2"]), [])
     with pytest.raises(InvalidInput):
         swapped(spec_of(CONFIGS["gpt2"]), [Step("merge_lora", "sample:gpt2")], "gpt2", offline=True)
-
-
-# --- arrays without values --------------------------------------------------------------------------------------------
-
-
-def both(shape: tuple[int, ...]) -> tuple[Unknown, np.ndarray]:
-    return Unknown(shape, Assumptions()), np.random.default_rng(0).normal(size=shape)
-
-
-@pytest.mark.parametrize(
-    "work",
-    [
-        lambda x: x.T,
-        lambda x: x[:, 2:],
-        lambda x: x[1],
-        lambda x: x[:, None, ::2],
-        lambda x: x[:, [3, 1, 0]],
-        lambda x: x[np.array([True, False, True, True])],
-        lambda x: x.reshape(2, -1, 3),
-        lambda x: x.reshape((2, 2, 6)).repeat(3, axis=0),
-        lambda x: np.moveaxis(x.reshape(2, 2, 6), 2, 0),
-        lambda x: np.take(x, [1, 1], axis=1),
-        lambda x: np.concatenate([x, x[:, :1]], axis=1),
-        lambda x: x @ np.ones(6),
-        lambda x: np.ones((2, 4)) @ x,
-        lambda x: x - x.mean(axis=0, keepdims=True),
-        lambda x: np.abs(x) * np.arange(6) + 1,
-        lambda x: np.linalg.norm(x, axis=1),
-        lambda x: (x**2).sum(axis=(0, 1)),
-        lambda x: np.einsum("ab,cb->ac", x, x),
-        lambda x: np.repeat(x.mean(axis=1, keepdims=True), 3, axis=1),
-        lambda x: np.ptp(x),
-        lambda x: ~x.any(axis=0) | (x[0] == 0),
-        lambda x: -x.max(axis=1),
-    ],
-)
-def test_shapes_and_truths_are_numpys(work: Any) -> None:
-    """And of random values every truth is the same."""
-    unknown, real = (work(each) for each in both((4, 6)))
-    assert np.shape(unknown) == np.shape(real)
-    if np.asarray(real).dtype == np.bool_:
-        assert np.array_equal(np.asarray(unknown), real)
-
-
-def test_equality() -> None:
-    a, other = both((4, 6))[0], both((4, 6))[0]
-    other = Unknown((4, 6), a.assumptions)
-    assert np.array_equal(a, a) and np.array_equal(a[1:3], a[1:3]) and not a.assumptions.made
-    assert not np.array_equal(a, other) and a.assumptions.made
-    assert not np.array_equal(a, a[1:])
-
-
-def test_what_shapes_cannot_tell_is_refused() -> None:
-    x = both((4, 6))[0]
-    for work in (np.array, np.linalg.svd, np.cos, np.sort, lambda a: a > 0, lambda a: a[[1, 2], [3, 4]]):
-        with pytest.raises(NeedsWeights):
-            work(x)

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from gptkit.errors import UsageError
-from gptkit.surgery.biases import NAMES
 from gptkit.surgery.recipe import read_recipe
 from gptkit.surgery.registry import Step, options, steps_of, swap_for
 from gptkit.surgery.shapes import steps_from
+from gptkit.surgery.swaps.biases import NAMES
 from gptkit.surgery.synonyms import SYNONYMS, TWO_STEPS
 
 

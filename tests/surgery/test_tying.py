@@ -11,8 +11,9 @@ from families import CONFIGS, save_hf
 
 import gptkit
 from gptkit.errors import GptkitError, SwapRefused
-from gptkit.surgery import registry, tying
-from gptkit.surgery.base import Filled, Swapped
+from gptkit.surgery import registry
+from gptkit.surgery.base import Filled, Read, Swapped
+from gptkit.surgery.swaps import tying
 
 TIED = ("gpt2", "bloom", "qwen2")
 
@@ -104,19 +105,19 @@ def test_a_wrong_copy_is_not_published(tmp_path: Path, monkeypatch: pytest.Monke
     save_hf(CONFIGS["gpt2"], tmp_path / "hf")
     right = tying.untie
 
-    def zeros(model: Any, asked: Any) -> Swapped:
-        found = right(model, asked)
+    def zeros(spec: Any, asked: Any) -> Swapped:
+        found = right(spec, asked)
         made = {"head.weight": Filled((97, 48), 0.0, "embedding.weight")}
         return Swapped(found.spec, "exact", made)
 
-    swaps = tuple(dataclasses.replace(each, apply=zeros) for each in tying.SWAPS if each.option == "untie")
+    swaps = tuple(dataclasses.replace(each, reshape=zeros) for each in tying.SWAPS if each.option == "untie")
     monkeypatch.setattr(registry, "all_swaps", lambda: swaps)
     with pytest.raises(GptkitError, match="not exact on this checkpoint"):
         gptkit.swap(tmp_path / "hf", tmp_path / "out", untie="")
     # Equality that is claimed where there is none is measured, too.
     save_hf(CONFIGS["llama"], tmp_path / "own")
     monkeypatch.undo()
-    monkeypatch.setattr(tying, "same_values", lambda model, one, other: True)
+    monkeypatch.setattr(Read, "same", lambda self, one, other: True)
     with pytest.raises(GptkitError, match="not exact on this checkpoint"):
         gptkit.swap(tmp_path / "own", tmp_path / "out", tie="")
     assert not (tmp_path / "out").exists()

@@ -18,8 +18,8 @@ import gptkit
 from gptkit.converter.resolve import SAMPLES_DIR
 from gptkit.converter.tokenizer import load_tokenizer
 from gptkit.errors import GptkitError, InvalidInput, SwapRefused, UsageError
-from gptkit.surgery import vocabulary as module
 from gptkit.surgery.registry import Step
+from gptkit.surgery.swaps import vocabulary as module
 
 TEXT = "ROMEO:\nI would not well, go mine eye stands. LEONTES: Well, let me have you well;\n"
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 import gptkit
 from gptkit.converter.resolve import SAMPLES_DIR
 from gptkit.errors import SwapRefused, UsageError
-from gptkit.surgery import width as module
+from gptkit.surgery.fits import units
 from gptkit.surgery.registry import Step
+from gptkit.surgery.swaps import width as module
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def test_the_refit_is_the_least_squares(seed: int, kept: int, bias: bool) -> Non
     if bias:
         a[:, -1] = 1
     moments, index = a.T @ a / len(a), np.sort(rng.permutation(8)[:kept])
-    found = module.refit(old, moments, index)
+    found = units.refit(old, moments, index)
     best = np.linalg.lstsq(a[:, index], a @ old.T, rcond=None)[0].T
     error = [((a[:, index] @ each.T - a @ old.T) ** 2).sum() for each in (found, best, old[:, index])]
     assert error[0] <= error[1] * (1 + 1e-4) + 1e-6 and error[0] <= error[2] + 1e-9
@@ -65,8 +66,8 @@ def test_units_that_others_make_up_for_go_first() -> None:
     a = np.concatenate([a, a[:, :2] + a[:, 2:4]], axis=1)  # two that the others can be added up to
     old = rng.normal(size=(5, 8)) * 10
     moments = a.T @ a / len(a)
-    index = module.least_needed(old, moments, 8, 6)
-    error = a[:, index] @ module.refit(old, moments, index).T - a @ old.T
+    index = units.least_needed(old, moments, 8, 6)
+    error = a[:, index] @ units.refit(old, moments, index).T - a @ old.T
     assert np.abs(error).max() < 1e-3
 
 

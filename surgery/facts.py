@@ -1,0 +1,125 @@
+"""What a swap may ask of the weights before it says the new tree, and the answers where there are none. No torch, no
+numpy.
+
+A swap says its tree from the tree before and from a few facts: is this bias zero, are these heads equal? Where the
+weights are at hand `base.Read` looks. Where there are only shapes (`params --swap`) `Assumed` answers as weights after
+training would: no value is zero, no two tensors are equal, nothing cancels. What was answered so is noted, for it is an
+assumption. Where the answer is certain, because a swap before filled a tensor with one number or copied it from
+another, nothing is noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from ..components import ModelSpec
+from ..errors import GptkitError
+
+if TYPE_CHECKING:
+    from .base import Model, Swapped
+
+__all__ = ["Assumed", "TextWanted", "Value", "Weights", "values_after", "values_of"]
+
+T = TypeVar("T")
+Value = float | object
+"""What is known of a tensor without its weights: the number that every element is, or a token that it shares with the
+tensors that it is a copy of."""
+
+
+class TextWanted(GptkitError):
+    """A swap runs the model on a text to see what comes out, and there is none, or no weights."""
+
+
+class Weights(Protocol):
+    """What a swap may ask of the weights. A name that the tree does not have is no obstacle: it counts as zeros."""
+
+    def filled(self, value: float, *names: str) -> bool:
+        """Whether every element of these tensors is this number."""
+        ...
+
+    def zero(self, *names: str) -> bool:
+        """Whether every element of these tensors is zero."""
+        ...
+
+    def same(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same values."""
+        ...
+
+    def ask(self, question: Callable[[Model], T], trained: T, zeros: T) -> T:
+        """Any other question: what to do with the weights, and its answers for weights as training leaves them and for
+        weights that are zero, which allow most.
+        """
+        ...
+
+    def run(self, question: Callable[[Model], T]) -> T:
+        """What a text that runs through the model tells.
+
+        Raises:
+            TextWanted: there are no weights to run it through.
+
+        """
+        ...
+
+
+class Assumed:
+    """The answers without weights.
+
+    known: what is known of tensors by name. zeros: whether to answer as if all weights were zero, to see what the best
+    of weights would allow. made: whether anything was answered that only weights can tell.
+    """
+
+    def __init__(self, known: Mapping[str, Value] | None = None, zeros: bool = False) -> None:
+        self.known, self.zeros, self.made = known, zeros, False
+
+    def _assume(self) -> bool:
+        self.made = True
+        return self.zeros
+
+    def filled(self, value: float, *names: str) -> bool:
+        found = [name if self.known is None else self.known[name] for name in self._there(names)]
+        if self.zeros:
+            found = [0.0] * len(found)
+        if any(isinstance(each, float) and each != value for each in found):
+            return False
+        return all(isinstance(each, float) for each in found) or self._assume()
+
+    def zero(self, *names: str) -> bool:
+        return self.filled(0.0, *names)
+
+    def same(self, one: str, other: str) -> bool:
+        if self.known is not None and self.known[one] == self.known[other]:
+            return True
+        return self._assume()
+
+    def ask(self, question: Callable[[Model], T], trained: T, zeros: T) -> T:  # noqa: ARG002
+        return zeros if self._assume() else trained
+
+    def run(self, question: Callable[[Model], T]) -> T:  # noqa: ARG002
+        raise TextWanted("a text is to run through the model, of which there are only shapes")
+
+    def _there(self, names: tuple[str, ...]) -> list[str]:
+        return [name for name in names if self.known is None or name in self.known]
+
+
+def values_of(spec: ModelSpec) -> dict[str, Value]:
+    """What is known of a tree whose weights nobody has looked at: each tensor is itself."""
+    return {parameter.name: parameter.name for parameter in spec.parameters()}
+
+
+def values_after(swapped: Swapped, known: Mapping[str, Value]) -> dict[str, Value]:
+    """What is known after a swap: what was copied or filled is known as far as it was, what was computed is not."""
+    from .base import Filled, Moved
+
+    found: dict[str, Value] = {}
+    for parameter in swapped.spec.parameters():
+        how = swapped.tensors.get(parameter.name, Moved(parameter.name))
+        value: Value = object()
+        if isinstance(how, Filled) and not callable(how.value):
+            value = float(how.value)
+        elif isinstance(how, Moved):
+            sources = [known[name] for name in how.names]
+            # Zeros that are moved are zeros, padded with zeros too.
+            value = sources[0] if how.move is None else 0.0 if all(each == 0.0 for each in sources) else value
+        found[parameter.name] = value
+    return found

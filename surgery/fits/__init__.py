@@ -1,0 +1,1 @@
+"""What is fitted on a text: keys and values, heads, latents, in closed form."""

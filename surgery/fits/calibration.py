@@ -1,0 +1,207 @@
+"""A text that swaps are fitted on: its token ids, and the activations that they give, a layer at a time.
+
+A calibrated swap sees what its own layers see: `walk` runs the text through a tree, one layer's weights in memory, and
+hands out every layer with its input. The last part of the text is never fitted on; what a swap costs is measured there.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...components import ModelSpec
+from ...converter.checkpoint import Checkpoint
+from ...converter.tokenizer import load_tokenizer
+from ...errors import InvalidInput, UsageError
+from ...modules.context import Context
+from ...modules.decoder import BlockModule, EmbeddingModule, PositionsModule
+from ..base import Model, Promise
+
+__all__ = ["Calibration", "Layer", "Text", "block_of", "embed", "read_text", "walk"]
+
+TOKENS = 2048
+"""Tokens that are fitted on, unless told otherwise."""
+HELD_OUT = 2048
+"""Tokens at the end of the text that are never fitted on, at most; at least an eighth of what is."""
+WINDOW = 512
+"""Tokens a row, where the model takes as many."""
+READ_BYTES = 16 * 2**20
+"""More of a file is not read: it would not be used."""
+PLAY = Path(__file__).parents[2] / "samples" / "play.txt"
+"""A tenth of the text that the samples come from, which they were not trained on."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token ids of a text. `fitted` is what swaps are calibrated on, `held_out` what they are measured on."""
+
+    fitted: tuple[int, ...]
+    held_out: tuple[int, ...]
+    name: str
+    sha256: str
+
+    def renamed(self, promise: Promise) -> Text:
+        """In the vocabulary after a swap that renumbers it; tokens that were dropped are left out."""
+        if promise.tokens is None:
+            return self
+        table = dict(zip(*promise.tokens, strict=True))
+        fitted, held_out = (tuple(table[i] for i in ids if i in table) for ids in (self.fitted, self.held_out))
+        return Text(fitted, held_out, self.name, self.sha256)
+
+
+def read_text(checkpoint: Checkpoint, file: str | Path | None, tokens: int = TOKENS) -> Text:
+    """The text for a checkpoint: a file, or the bundled play where the checkpoint comes from a sample.
+
+    Raises:
+        UsageError: no text and no sample; no tokenizer; fewer tokens than are needed.
+        InvalidInput: the file cannot be read as UTF-8 text.
+
+    """
+    if file is None:
+        reference = checkpoint.origin.reference or ""
+        if not reference.startswith("sample:"):
+            raise UsageError(
+                "this swap is fitted on a text, and none was given",
+                "--calibrate FILE: some pages of plain text like what the model is for; --approximate needs none.",
+            )
+        path, name = PLAY, "the bundled play"
+    else:
+        path, name = Path(file), str(file)
+    try:
+        with path.open("rb") as opened:
+            data = opened.read(READ_BYTES)
+    except OSError as error:
+        raise UsageError(f"cannot read {name}: {error.strerror}") from error
+    try:
+        # A file that is cut may end within a character, which then waits for the rest.
+        text = codecs.getincrementaldecoder("utf-8")().decode(data, final=len(data) < READ_BYTES)
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{name} is not plain text in UTF-8, from byte {error.start:,} on") from error
+    tokenizer = load_tokenizer(checkpoint.folder, checkpoint.texts)
+    if tokenizer is None:
+        raise UsageError(f"{checkpoint.reference} has no tokenizer to read {name} with")
+    ids = [token for token in tokenizer.encode(text) if token < checkpoint.spec.vocab_size]
+    held = max(tokens // 8, 1)
+    if len(ids) < tokens + held:
+        enough = max(min(len(ids) * 8 // 9, len(ids) - 1), 0)
+        raise UsageError(
+            f"{name} is too short: {len(ids):,} tokens, {tokens:,} are to be fitted on and {held:,} to be measured on",
+            "Give a longer text" + (f", or fit on fewer tokens: --calibrate-tokens {enough}" if enough else "."),
+        )
+    held = min(HELD_OUT, len(ids) - tokens)
+    digest = hashlib.sha256(data).hexdigest()
+    return Text(tuple(ids[:tokens]), tuple(ids[-held:]), name, digest)
+
+
+def window_of(spec: ModelSpec) -> int:
+    """Tokens a row: no more than the tree's table of positions or its context holds."""
+    lengths = [WINDOW, *([spec.positions.length] if spec.positions is not None else [])]
+    return min([*lengths, *([spec.context_length] if spec.context_length is not None else [])])
+
+
+class Calibration:
+    """What a swap may draw on: token ids (rows, tokens) and the activations that they give in a tree."""
+
+    def __init__(self, text: Text, spec: ModelSpec) -> None:
+        self.text = text
+        width = min(window_of(spec), len(text.fitted))
+        rows = len(text.fitted) // width
+        self.ids = torch.tensor(text.fitted[: rows * width]).reshape(rows, width)
+
+    def walk(self, model: Model, dtype: torch.dtype = torch.float32) -> Iterator[Layer]:
+        """The layers of a tree with what the text brings to each; see `walk`."""
+        return walk(model, self.ids, dtype)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer while a text runs through it.
+
+    x is what comes to it, (rows, tokens, hidden); module its block, filled. `run` gives what leaves it.
+    """
+
+    index: int
+    module: BlockModule
+    context: Context
+    x: Tensor
+
+    def run(self, watched: Sequence[str] = ()) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        """The block's output, and the (input, output) of the modules in it that are named ("attention.o_proj")."""
+        return run_block(self.module, self.x, self.context, watched)
+
+
+def run_block(
+    block: BlockModule, x: Tensor, context: Context, watched: Sequence[str] = ()
+) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+    """As `Layer.run`, for any block and input."""
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            # Copies: a gated feed-forward multiplies its gate in place.
+            seen[name] = (inputs[0].detach().clone(), output.detach().clone())
+
+        return hook
+
+    hooks = [block.get_submodule(name).register_forward_hook(watch(name)) for name in watched]
+    try:
+        with torch.no_grad():
+            output: Tensor = block(x, context)
+    finally:
+        for each in hooks:
+            each.remove()
+    return output, seen
+
+
+def walk(model: Model, ids: Tensor, dtype: torch.dtype = torch.float32) -> Iterator[Layer]:
+    """Every layer of a tree in turn, with the activations that token ids (rows, tokens) bring to it.
+
+    The weights of one layer are in memory. Layers alter nothing of the walk: the next one gets the output of this one
+    as it is.
+    """
+    x, context = embed(model, ids, dtype), context_of(ids, dtype)
+    for index in range(len(model.spec.blocks)):
+        layer = Layer(index, block_of(model, index, dtype), context, x)
+        yield layer
+        x, _ = layer.run()
+        model.release()
+
+
+def context_of(ids: Tensor, dtype: torch.dtype) -> Context:
+    """The context of one pass over token ids (rows, tokens), without padding and without a cache."""
+    rows, steps = ids.shape
+    return Context(rows, steps, 0, False, torch.arange(steps)[None], None, dtype)
+
+
+def embed(model: Model, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What comes to the first layer, (rows, tokens, hidden)."""
+    spec = model.spec
+    with torch.no_grad():
+        x: Tensor = filled(EmbeddingModule(spec.embedding), model, "embedding", dtype)(ids)
+        if spec.positions is not None:
+            positions = filled(PositionsModule(spec.positions), model, "positions", dtype)
+            x = x + positions(torch.arange(ids.shape[1])[None])
+    return x
+
+
+def block_of(model: Model, index: int, dtype: torch.dtype = torch.float32) -> BlockModule:
+    """A layer of a tree as a module, filled."""
+    module = filled(BlockModule(model.spec.blocks[index]), model, f"blocks.{index}", dtype)
+    assert isinstance(module, BlockModule)
+    return module
+
+
+def filled(module: nn.Module, model: Model, path: str, dtype: torch.dtype) -> nn.Module:
+    """A module of the tree with its weights, in eval mode."""
+    module = module.to(dtype).eval()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(torch.from_numpy(np.array(model.wide(f"{path}.{name}"))))
+    return module

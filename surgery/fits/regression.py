@@ -1,0 +1,352 @@
+"""Fewer key-value heads, refits of linears, activation slopes and block influence: the closed forms, on tensors alone.
+
+One new key-value head replaces a group of m old ones, each read by some query heads. All functions take one such
+group and know nothing of files or modules. Notation: n query heads a group, d = head_dim, e = width of the input.
+
+Biases: a bias is a weight on a constant input of 1. `augment` puts it there: then e = hidden + 1, the inputs end in a
+column of ones, and no function needs to know. The values' constant passes through attention as it is, because
+attention weights sum to 1.
+
+What a layer needs of the calibration text is its second moment (`Moment`) and, for `scores.refit_scores`, the inputs of
+that layer. Which heads make a group is decided in `grouping`. Everything works in the dtype of what it is given, meant
+to be fp64.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Moment",
+    "augment",
+    "best_slope",
+    "block_influence",
+    "fit_keys",
+    "fit_values",
+    "mix_inputs",
+    "pool_mean",
+    "ridge",
+    "rotate",
+    "score_error",
+    "square_roots",
+    "value_error",
+]
+
+# --- statistics ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Moment:
+    """Sums over tokens, from which a linear can be fitted: of x xᵀ (e, e), and of y xᵀ (out, e) where there is a
+    target. Fed in pieces, so that no activations are kept.
+    """
+
+    gram: Tensor
+    cross: Tensor | None = None
+    count: int = 0
+
+    @classmethod
+    def zeros(cls, width: int, out: int | None = None, dtype: torch.dtype = torch.float64) -> Moment:
+        """Nothing seen yet, for inputs of `width` and targets of `out`."""
+        cross = None if out is None else torch.zeros(out, width, dtype=dtype)
+        return cls(torch.zeros(width, width, dtype=dtype), cross)
+
+    def add(self, x: Tensor, y: Tensor | None = None, weight: Tensor | None = None) -> None:
+        """Take in tokens x (..., e), targets y (..., out), each token counted `weight` (...) times."""
+        flat = x.reshape(-1, x.shape[-1]).to(self.gram)
+        scaled = flat if weight is None else flat * weight.reshape(-1, 1).to(flat)
+        self.gram += flat.T @ scaled
+        self.count += len(flat)
+        if self.cross is not None:
+            assert y is not None, "a moment with targets was given none"
+            self.cross += y.reshape(-1, y.shape[-1]).to(flat).T @ scaled
+
+    @property
+    def covariance(self) -> Tensor:
+        """E[x xᵀ], not centred: (e, e)."""
+        return self.gram / self.count
+
+
+def augment(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(..., out, hidden) and its bias (..., out) as one weight (..., out, hidden + 1) on [x, 1]."""
+    column = torch.zeros_like(weight[..., 0]) if bias is None else bias
+    return torch.cat((weight, column[..., None]), dim=-1)
+
+
+def square_roots(covariance: Tensor, floor: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """Σ^½ and Σ^-½ (both symmetric) of a positive semidefinite matrix, `floor` · its largest eigenvalue added to
+    each eigenvalue: directions the text never takes would otherwise be divided by zero.
+
+    Raises:
+        ValueError: the matrix is zero, which nothing can be fitted on.
+
+    """
+    values, vectors = torch.linalg.eigh(covariance)
+    if not values[-1] > 0:
+        raise ValueError("the covariance is zero: the calibration text gave no activations")
+    values = values.clamp_min(0) + floor * values[-1]
+    return (vectors * values.sqrt()) @ vectors.T, (vectors * values.rsqrt()) @ vectors.T
+
+
+# --- naive forms -----------------------------------------------------------------------------------------------------
+
+
+def pool_mean(weights: Tensor) -> Tensor:
+    """The mean of a group's heads (m, d, e) -> (d, e) (Ainslie et al. 2305.13245)."""
+    return weights.mean(dim=0)
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def fit_values(values: Tensor, outputs: Tensor, covariance: Tensor, floor: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """One value head for a group, by reduced-rank regression: with M = [O_g V_h(g)] Σ^½ stacked over the query heads
+    and B its first d right singular vectors, V = Bᵀ Σ^-½ and O_g' = O_g V_h(g) Σ^½ B.
+
+    The optimum of Σ_g E|(O_g V_h(g) - O_g' V) z|² over all V of d rows (Eckart-Young; Izenman 1975). Lossless where the
+    O_g V_h(g) have d rows of rank between them.
+
+    Args:
+        values: the old heads, (m, d, e).
+        outputs: the output projection's columns of each query head, (n, hidden, d), the n/m readers of each old head
+            together.
+        covariance: (e, e), of what attention gives out of the layer's input, averaged over query heads (`mix_inputs`),
+            or of the input itself, which is nearly as good.
+        floor: see `square_roots`.
+
+    Returns:
+        the new head (d, e), and the new columns (n, hidden, d).
+
+    """
+    root, inverse = square_roots(covariance, floor)
+    readers = outputs.shape[0] // values.shape[0]
+    products = outputs @ (values @ root).repeat_interleave(readers, dim=0)  # (n, hidden, e)
+    basis = _leading((products.transpose(-1, -2) @ products).sum(dim=0), values.shape[1])  # (e, d)
+    return basis.T @ inverse, products @ basis
+
+
+def mix_inputs(probabilities: Tensor, inputs: Tensor) -> Tensor:
+    """What each query head sees of the layer's inputs, Σ_j p_ij x_j: (B, n, T, S), (B, S, e) -> (B, n, T, e)."""
+    return probabilities @ inputs[:, None]
+
+
+def _leading(gram: Tensor, rank: int) -> Tensor:
+    """The eigenvectors of the largest `rank` eigenvalues, (e, rank), zeros where there are fewer than `rank`."""
+    vectors = torch.linalg.eigh(gram)[1].flip(-1)[:, :rank]
+    return torch.nn.functional.pad(vectors, (0, rank - vectors.shape[1]))
+
+
+# --- keys ------------------------------------------------------------------------------------------------------------
+
+
+def fit_keys(
+    queries: Tensor, keys: Tensor, covariance: Tensor, rotary_dim: int = 0, floor: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """One key head for a group; what it takes to read it goes into the queries.
+
+    Each rotary pair (i, i + rotary_dim/2) is a complex number, and any complex factor commutes with the rotation: of
+    √E|q|² · K_h Σ^½, stacked over the old heads, the first complex singular vector is the new row, and each old
+    head's coefficient, conjugated, goes into its queries. Mean-pooling fixes the coefficient at 1, Jin et al.
+    (2412.20677) its modulus. What is not rotated (all of it where rotary_dim is 0) takes the real form: the first
+    right singular vectors of (E q qᵀ)^½ K_h Σ^½, stacked over the query heads.
+
+    Args:
+        queries: (n, d, e), the n/m readers of each old key head together.
+        keys: the old heads, (m, d, e).
+        covariance: (e, e), of the layer's input.
+        rotary_dim: how many elements of a head, from the first, are rotated.
+        floor: see `square_roots`.
+
+    Returns:
+        the new queries (n, d, e) and the new key head (d, e).
+
+    """
+    new_queries, new_key = queries.clone(), keys[0].clone()
+    if rotary_dim:
+        cut = slice(0, rotary_dim)
+        new_queries[:, cut], new_key[cut] = _fit_pairs(queries[:, cut], keys[:, cut], covariance, floor)
+    if rotary_dim < keys.shape[1]:
+        cut = slice(rotary_dim, None)
+        new_queries[:, cut], new_key[cut] = _fit_plain(queries[:, cut], keys[:, cut], covariance, floor)
+    return new_queries, new_key
+
+
+def _fit_pairs(queries: Tensor, keys: Tensor, covariance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """`fit_keys` where every element is rotated."""
+    root, inverse = square_roots(covariance, floor)
+    readers = queries.shape[0] // keys.shape[0]
+    q, k = _pairs(queries), _pairs(keys)  # complex: (n, p, e), (m, p, e)
+    power = ((queries @ covariance) * queries).sum(dim=-1)  # E q², (n, d)
+    power = power.reshape(keys.shape[0], readers, 2, -1).sum(dim=(1, 2))  # E|q|² of each old head's readers, (m, p)
+    weight = power.clamp_min(torch.finfo(power.dtype).tiny).sqrt()
+    stacked = (weight[..., None] * (k @ root.to(k.dtype))).transpose(0, 1)  # (p, m, e)
+    u, s, vh = torch.linalg.svd(stacked, full_matrices=False)
+    factor = u[:, :, 0] * s[:, :1] / weight.T  # (p, m): K_h ≈ factor_h · the row
+    # The size is shared out so that keys stay as large as they were.
+    size = factor.abs().square().mean(dim=1, keepdim=True).sqrt().clamp_min(torch.finfo(power.dtype).tiny)
+    row = (vh[:, 0] @ inverse.to(vh.dtype)) * size  # (p, e)
+    turned = q * (factor / size).T.conj().repeat_interleave(readers, dim=0)[..., None]
+    return _elements(turned), _elements(row)
+
+
+def _fit_plain(queries: Tensor, keys: Tensor, covariance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """`fit_keys` where nothing is rotated."""
+    root, inverse = square_roots(covariance, floor)
+    readers = queries.shape[0] // keys.shape[0]
+    factors = queries @ root  # a root of E q qᵀ is enough: (n, d, e), its Gram on the right
+    product = (keys @ root).repeat_interleave(readers, dim=0)  # K_h Σ^½, (n, d, e)
+    gram = (product.transpose(-1, -2) @ (factors @ factors.transpose(-1, -2)) @ product).sum(dim=0)
+    basis = _leading(gram, keys.shape[1])
+    coefficients = product @ basis  # (n, d, d): K_h ≈ coefficients_h · the new head
+    return coefficients.transpose(-1, -2) @ queries, basis.T @ inverse
+
+
+def _pairs(weight: Tensor) -> Tensor:
+    """(..., dim, e) -> complex (..., dim/2, e): element i and element i + dim/2."""
+    real, imaginary = weight.chunk(2, dim=-2)
+    return torch.complex(real, imaginary)
+
+
+def _elements(pairs: Tensor) -> Tensor:
+    """The inverse of `_pairs`."""
+    return torch.cat((pairs.real, pairs.imag), dim=-2)
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Turn the pairs (i, i + p) of (..., T, d) by angles (T, p); elements from 2p on stay (Su et al. 2104.09864)."""
+    pairs = angles.shape[-1]
+    a, b, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
+    cos, sin = angles.cos().to(x), angles.sin().to(x)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+# --- what the fits minimise -----------------------------------------------------------------------------------------
+
+
+def value_error(values: Tensor, outputs: Tensor, value: Tensor, new_outputs: Tensor, covariance: Tensor) -> float:
+    """What `fit_values` minimises, as a share of what there was: Σ_g E|(O_g V_h - O_g' V) z|² / Σ_g E|O_g V_h z|²."""
+    old = outputs @ values.repeat_interleave(len(outputs) // len(values), dim=0)
+    return _share(old - new_outputs @ value, old, covariance)
+
+
+def _share(difference: Tensor, whole: Tensor, covariance: Tensor) -> float:
+    def power(x: Tensor) -> float:
+        return float(((x @ covariance) * x).sum())
+
+    return power(difference) / max(power(whole), torch.finfo(whole.dtype).tiny)
+
+
+def score_error(
+    queries: Tensor, keys: Tensor, new_queries: Tensor, key: Tensor, covariance: Tensor, rotary_dim: int = 0
+) -> float:
+    """What `fit_keys` minimises, as a share of what there was: for each query head the squared products of a query
+    with a key of another, independent token, each rotary pair for itself and taken over all distances.
+    """
+    keys = keys.repeat_interleave(len(queries) // len(keys), dim=0)
+    one = key.expand_as(keys)
+    lost = whole = 0.0
+    if rotary_dim:
+        cut = slice(0, rotary_dim)
+        q, k, q2, k2 = (_pairs(each[:, cut]) for each in (queries, keys, new_queries, one))
+        wide = covariance.to(q.dtype)
+        # |q|²|k|² of a pair, and of a difference q̄k - q̄'k': Gram matrices of the two-term product
+        lost += _product_power((q, q2), (k, k2), wide)
+        whole += _product_power((q,), (k,), wide)
+    if rotary_dim < queries.shape[1]:
+        root = square_roots(covariance)[0]
+        cut = slice(rotary_dim, None)
+        old = (queries[:, cut] @ root).transpose(-1, -2) @ (keys[:, cut] @ root)
+        new = (new_queries[:, cut] @ root).transpose(-1, -2) @ (one[:, cut] @ root)
+        lost += float((old - new).square().sum())
+        whole += float(old.square().sum())
+    return lost / max(whole, torch.finfo(keys.dtype).tiny)
+
+
+def _product_power(queries: Sequence[Tensor], keys: Sequence[Tensor], covariance: Tensor) -> float:
+    """E|Σ_t ±q̄_t k_t|² over independent tokens, signs alternating, summed over heads and pairs."""
+    total = 0.0
+    for (s, (q, k)), (t, (q2, k2)) in itertools.product(enumerate(zip(queries, keys, strict=True)), repeat=2):
+        of_q = ((q2 @ covariance) * q.conj()).sum(dim=-1)  # E q̄ q'
+        of_k = ((k @ covariance) * k2.conj()).sum(dim=-1)  # E k k̄'
+        total += (-1.0) ** (s + t) * float((of_q * of_k).real.sum())
+    return total
+
+
+# --- linears, activations, blocks ------------------------------------------------------------------------------------
+
+
+def ridge(start: Tensor, moment: Moment, strength: float) -> Tensor:
+    """The weight W that takes x to y, held to where it starts: argmin Σ|y - W x|² + λ|W - start|².
+
+    Args:
+        start: (out, e), what the text says nothing of stays as it is here.
+        moment: of x, with the targets y.
+        strength: λ over the mean of x's squares' sums (the mean of the Gram matrix's diagonal).
+
+    Raises:
+        ValueError: a strength that is not positive, or a moment without targets.
+
+    """
+    if not strength > 0:
+        raise ValueError(f"the strength of a ridge is {strength}, expected more than 0")
+    if moment.cross is None:
+        raise ValueError("a ridge fit needs a moment with targets")
+    gram = moment.gram
+    penalty = strength * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    missing = moment.cross - start @ gram
+    result: Tensor = start + torch.linalg.solve(gram + penalty, missing.T).T
+    return result
+
+
+def best_slope(
+    old: Callable[[Tensor], Tensor],
+    new: Callable[[Tensor], Tensor],
+    samples: Tensor,
+    low: float = 0.25,
+    high: float = 4.0,
+) -> tuple[float, float]:
+    """The slope a with which new(a·x)/a is nearest to old(x) on samples of pre-activations, and the root of the mean
+    squared difference that is left. GELU -> SiLU: near 1.702 (Hendrycks & Gimpel 1606.08415), where x is of size 1.
+
+    A grid over log a between `low` and `high` finds the valley, golden sections the bottom.
+
+    Raises:
+        ValueError: no samples, or samples that are not finite.
+
+    """
+    if not samples.numel() or not bool(samples.isfinite().all()):
+        raise ValueError("the slope of an activation needs finite samples of what goes into it")
+    x = samples.reshape(-1).to(torch.float64)
+    wanted = old(x)
+
+    def error(log_slope: float) -> float:
+        a = math.exp(log_slope)
+        return float((new(a * x) / a - wanted).square().mean())
+
+    grid = torch.linspace(math.log(low), math.log(high), 41, dtype=torch.float64).tolist()
+    middle = min(range(len(grid)), key=lambda index: error(grid[index]))
+    left, right = grid[max(middle - 1, 0)], grid[min(middle + 1, len(grid) - 1)]
+    golden = (math.sqrt(5) - 1) / 2
+    while right - left > 1e-9:
+        inner, outer = right - golden * (right - left), left + golden * (right - left)
+        if error(inner) <= error(outer):
+            right = outer
+        else:
+            left = inner
+    best = min((left + right) / 2, grid[middle], key=error)
+    return math.exp(best), math.sqrt(error(best))
+
+
+def block_influence(before: Tensor, after: Tensor) -> Tensor:
+    """1 - the cosine between a block's input and output (..., hidden), for each token (...): the mean is ShortGPT's
+    block influence (Men et al. 2403.03853), and the block of the lowest goes first.
+    """
+    one, two = before.to(torch.float64), after.to(torch.float64)
+    result: Tensor = 1 - torch.nn.functional.cosine_similarity(one, two, dim=-1)
+    return result

@@ -1,0 +1,55 @@
+"""Arrays that are fitted when the first of them is asked for, and wait on disk until they are written."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..base import Computed, Model, Wide
+
+__all__ = ["Scratch"]
+
+
+class Scratch:
+    """What a fit makes of a model, by name.
+
+    `fit` yields groups of arrays by name, in any order; it runs once, on the model whose tensor is asked for first.
+    The folder goes when the object does.
+    """
+
+    def __init__(self, fit: Callable[[Model], Iterator[Mapping[str, Wide]]]) -> None:
+        self._fit = fit
+        self._folder: Path | None = None
+        self._files: dict[str, Path] = {}
+
+    @classmethod
+    def by(cls, name: str, *given: Any) -> Scratch:
+        """What a function of this folder ("gates.refits") fits, given the model and what is given here; the module,
+        and torch with it, is imported when there is something to fit.
+        """
+        module, _, function = name.partition(".")
+        return cls(lambda model: getattr(import_module(f".{module}", __package__), function)(model, *given))
+
+    def waiting(self, names: Iterable[str]) -> dict[str, Computed]:
+        """Tensors that are fitted when one of them is asked for."""
+        return {name: Computed(lambda model, name=name: self.of(model, name)) for name in names}  # type: ignore[misc]
+
+    def of(self, model: Model, name: str) -> Wide:
+        """One array of what is fitted to a model."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="gptkit-fit-"))
+            weakref.finalize(self, shutil.rmtree, self._folder)
+            for group in self._fit(model):
+                for key, array in group.items():
+                    path = self._folder / f"{len(self._files)}.npy"
+                    np.save(path, array)
+                    self._files[key] = path
+        found: Wide = np.load(self._files[name])
+        return found

@@ -1,0 +1,1 @@
+"""The swaps, a file each; `registry` has their order."""

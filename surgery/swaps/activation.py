@@ -1,0 +1,310 @@
+"""One activation in place of another.
+
+act(x) and new(s·x)/s have the same slopes at ±∞, whatever s is: the slope s goes into the projection before the
+activation, 1/s into the one behind it (into `up` of a gated feed-forward). That is
+
+- exact between SiLU and quick_gelu, x·σ(1.702 x) = silu(1.702 x)/1.702;
+- as good as exact from ReLU, the limit of all the others: |new(s·x)/s - relu(x)| is at most 0.28/s, and s = 2⁵⁰;
+- near between GELU and SiLU with the 1.702 of quick_gelu, or the best slope for what a layer sees on a text.
+
+GELU by two SiLU units of different slopes, q·silu(b₁x)/b₁ + (1-q)·silu(b₂x)/b₂ with a feed-forward twice as wide, is
+3.7 times closer than by one; SiLU by two GELUs 18 times.
+
+Only ReLU in place of a smooth activation is another matter: it needs training (ReLUfication, 2310.04564).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+import msgspec
+import numpy as np
+
+from ...components import Activation, FeedForward, GatedFeedForward, MixtureOfExperts, ModelSpec
+from ...errors import SwapRefused
+from ..base import Computed, Guarantee, Model, Moved, Swapped, Tensor, Wide, weakest
+from ..fits.scratch import Scratch
+from ..layerwise import blocks_text, chosen_layers, in_words, with_blocks
+from ..registry import Asked, Step, Swap
+from .mlp import dense_of, paths, with_dense
+
+__all__ = ["SWAPS", "TWO_UNITS", "how", "one_unit", "slope", "two_units"]
+
+replace = msgspec.structs.replace
+Dense = FeedForward | GatedFeedForward
+Slope = Callable[[Model], float]
+"""A number that may be fitted to the model."""
+
+QUICK = 1.702
+"""quick_gelu's slope (Hendrycks & Gimpel 1606.08415)."""
+LIMIT = 2.0**50
+"""The slope at which the others are ReLU: what is left, 0.28/s, is less than fp64 rounds a number of size 1 by. A
+power of two, so that weights keep their digits; and a fourth power, in a gradient of the tanh form, stays finite."""
+
+TARGETS: tuple[Activation, ...] = ("gelu", "gelu_new", "gelu_tanh", "gelu_bloom", "quick_gelu", "relu", "silu")
+"""What may be asked for."""
+TANH = ("gelu_new", "gelu_tanh")
+"""One function. gelu_bloom's is another in the tenth digit: it has √(2/π) as 0.79788456; gelu_fast's in the twelfth."""
+PHI = ("gelu", "gelu_python")
+"""One function."""
+GELUS = (*PHI, *TANH, "gelu_bloom", "gelu_fast")
+
+NEAR = (*GELUS, "silu", "quick_gelu", "relu")
+"""What another activation can stand for, at some slope."""
+
+TWO_UNITS: dict[str, tuple[float, float, float]] = {
+    "silu": (1.22275, 1.44599, -1.0),
+    "gelu": (0.4103, 0.72374, 0.34019),
+}
+"""b₁, b₂ and q for two units of this activation (of its tanh forms too) in place of one of the other: where the largest
+difference over all x, from GELU or its tanh form, is least (Nelder-Mead): 0.0054 for SiLU, 0.0019 for GELU. For SiLU it
+would fall on, to 0.0052, as b₁ and b₂ meet and q grows beyond bounds, which cancels digits: q is held at -1."""
+
+
+def slope(old: Activation, new: Activation) -> float:
+    """s with old(x) ≈ new(s·x)/s, where none is fitted."""
+    if old == "relu":
+        return LIMIT
+    if new == "relu":
+        return 1.0
+    return (QUICK if new == "silu" else 1.0) / (QUICK if old == "silu" else 1.0)
+
+
+def how(old: Activation, new: Activation) -> Guarantee:
+    """What replacing one by the other, at its slope, guarantees."""
+    if old == new or {old, new} <= set(TANH) or {old, new} <= set(PHI) or old == "relu":
+        return "exact"
+    if {old, new} == {"silu", "quick_gelu"}:
+        return "exact"
+    return "retrained" if new == "relu" else "approximate"
+
+
+# --- the formulas -----------------------------------------------------------------------------------------------------
+
+
+def scaled(name: str, factor: Slope, power: int = 1) -> Computed:
+    """A tensor times a number, or one over it."""
+    return Computed(lambda model: model.wide(name) * factor(model) ** power)
+
+
+def entering(path: str, dense: Dense) -> list[str]:
+    """What makes the activation's input: a weight, and a bias where there is one."""
+    name = f"{path}.{'gate_proj' if isinstance(dense, GatedFeedForward) else 'up_proj'}"
+    return [f"{name}.weight", *([f"{name}.bias"] if dense.up_bias else [])]
+
+
+def leaving(path: str, dense: Dense) -> list[str]:
+    """What its output is multiplied by: the other factor, or the projection behind."""
+    if not isinstance(dense, GatedFeedForward):
+        return [f"{path}.down_proj.weight"]
+    return [f"{path}.up_proj.weight", *([f"{path}.up_proj.bias"] if dense.up_bias else [])]
+
+
+def one_unit(path: str, dense: Dense, s: Slope) -> dict[str, Tensor]:
+    """act(x) -> new(s·x)/s: s before the activation, 1/s behind."""
+    before: dict[str, Tensor] = {name: scaled(name, s) for name in entering(path, dense)}
+    return before | {name: scaled(name, s, -1) for name in leaving(path, dense)}
+
+
+def two_units(path: str, dense: Dense, b: tuple[float, float], a: tuple[float, float]) -> dict[str, Tensor]:
+    """act(x) -> a₁·new(b₁·x) + a₂·new(b₂·x): each unit twice, the first ones before all second ones."""
+    tensors: dict[str, Tensor] = {name: stacked(name, b, axis=0) for name in entering(path, dense)}
+    if isinstance(dense, GatedFeedForward):
+        tensors |= {name: Moved(name, twice) for name in leaving(path, dense)}
+    down = f"{path}.down_proj.weight"
+    return tensors | {down: stacked(down, a, axis=1)}
+
+
+def stacked(name: str, factors: tuple[float, float], axis: int) -> Computed:
+    """A tensor times one number, and behind it times another."""
+    return Computed(lambda model: np.concatenate([model.wide(name) * factor for factor in factors], axis=axis))
+
+
+def twice(array: Wide) -> Wide:
+    """Rows, and the same rows again."""
+    return np.concatenate([array, array])
+
+
+# --- the swaps --------------------------------------------------------------------------------------------------------
+
+
+def to_other(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
+    """Another activation, with the slope that goes with it; by name alone with `approximate`."""
+    found = different(spec, asked, new)
+    tensors: dict[str, Tensor] = {}
+    for layer, old in found.items():
+        s = slope(old.activation, new)
+        for path in paths(spec, layer) if s != 1 and not asked.approximate else ():
+            tensors |= one_unit(path, old, lambda _, s=s: s)  # type: ignore[misc]
+    return swapped(spec, found, new, tensors, asked.approximate)
+
+
+def to_fitted(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
+    """Another activation, each layer with the slope that is best on a text."""
+    found = different(spec, asked, new)
+    free = [each.activation for each in found.values() if how(each.activation, new) == "approximate"]
+    mixed = [i for i in found if isinstance(spec.blocks[i].feed_forward, MixtureOfExperts)]
+    if len(free) < len(found) or mixed or asked.calibration is None:
+        reason = "experts are not fitted" if mixed else f"the slope from {one_of(found)} to {new} is known"
+        raise SwapRefused(f"nothing to fit: {reason}", f"--activation {new} needs no text.")
+    fits = Scratch.by("slopes.slopes", asked.calibration(), found, new)
+    tensors: dict[str, Tensor] = {}
+    for layer, old in found.items():
+        for path in paths(spec, layer):
+            tensors |= one_unit(path, old, lambda model, layer=layer: float(fits.of(model, str(layer))[0]))  # type: ignore[misc]
+    return swapped(spec, found, new, tensors)
+
+
+def to_two_units(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
+    """Another activation, two units of it for each old one."""
+    found = different(spec, asked, new)
+    kind = "silu" if new == "silu" else "gelu"
+    wanted = GELUS if kind == "silu" else ("silu", "quick_gelu")
+    other = [
+        old.activation for old in found.values() if old.activation not in wanted or how(old.activation, new) == "exact"
+    ]
+    if other or asked.approximate:
+        reason = f"from {other[0]} one unit is enough" if other else "--approximate changes the name alone, of one unit"
+        raise SwapRefused(f"two {new} units stand for one of {' or '.join(wanted)}: {reason}", f"--activation {new}")
+    tensors: dict[str, Tensor] = {}
+    for layer, old in found.items():
+        b, a = pair(old.activation, kind)
+        for path in paths(spec, layer):
+            tensors |= two_units(path, old, b, a)
+    return swapped(spec, found, new, tensors, width=2)
+
+
+def pair(old: Activation, kind: str) -> tuple[tuple[float, float], tuple[float, float]]:
+    """The slopes and the weights of two units."""
+    first, second, q = TWO_UNITS[kind]
+    a = (q / first, (1 - q) / second)
+    if old == "quick_gelu":  # silu(1.702 x)/1.702
+        return (first * QUICK, second * QUICK), (a[0] / QUICK, a[1] / QUICK)
+    return (first, second), a
+
+
+def different(spec: ModelSpec, asked: Asked, new: Activation) -> dict[int, Dense]:
+    """The feed-forwards that are asked for and have another activation, by layer."""
+    found = {i: dense_of(spec.blocks[i]) for i in chosen_layers(spec, asked)}
+    found = {i: dense for i, dense in found.items() if dense.activation != new}
+    if not found:
+        raise SwapRefused(f"the feed-forwards asked for have {new} already", f"Possible: {', '.join(others(new))}")
+    far = [i for i, dense in found.items() if dense.activation not in NEAR]
+    if far:
+        raise SwapRefused(
+            f"no slope brings {new} near to {found[far[0]].activation}, which layer {far[0]} has",
+            f"Possible from: {', '.join(NEAR)}.",
+        )
+    return found
+
+
+def others(new: Activation) -> list[str]:
+    """Every other activation that may be asked for."""
+    return [name for name in TARGETS if name != new]
+
+
+def one_of(found: Mapping[int, Dense]) -> str:
+    """The activations of feed-forwards, in words."""
+    return " and ".join(sorted({dense.activation for dense in found.values()}))
+
+
+def swapped(
+    spec: ModelSpec,
+    found: Mapping[int, Dense],
+    new: Activation,
+    tensors: Mapping[str, Tensor],
+    named: bool = False,
+    width: int = 1,
+) -> Swapped:
+    """The tree with the new activation, `width` times as wide; `named`: nothing but the name was changed."""
+    blocks = {}
+    for layer, old in found.items():
+        dense = replace(old, activation=new, intermediate_size=old.intermediate_size * width)
+        blocks[layer] = with_dense(spec.blocks[layer], dense)
+    kinds = [how(old.activation, new) for old in found.values()]
+    if named:  # exact only where there was no slope to forget
+        kinds = [
+            "approximate" if kind == "exact" and slope(old.activation, new) != 1 else kind
+            for kind, old in zip(kinds, found.values(), strict=True)
+        ]
+    summary = {"from": one_of(found), "to": new, "layers": list(found), "units": width}
+    return Swapped(with_blocks(spec, blocks), weakest(kinds), tensors, summary, notes(found, new, named))
+
+
+def notes(found: Mapping[int, Dense], new: Activation, named: bool) -> tuple[str, ...]:
+    """What a person should know."""
+    old = {dense.activation for dense in found.values()}
+    said = []
+    if "relu" in old and not named:
+        said.append(
+            f"{new} is used where it is ReLU, its input 2⁵⁰ times as large: the same function, and the same gradient;"
+            " float16 does not hold such weights"
+        )
+    if new != "relu" and len({*old, new} & {"gelu_bloom", *TANH}) > 1 and "gelu_bloom" in {*old, new}:
+        said.append("gelu_bloom has √(2/π) as 0.79788456: not exact, by 1 in the tenth digit")
+    if new == "relu":
+        said.append(f"{in_words(list(found))}: ReLU gives zeros where {one_of(found)} did not; train before use")
+    return tuple(said)
+
+
+def back(before: ModelSpec, asked: Asked) -> Step | None:
+    """The way back, where it is exact too."""
+    new = asked.value
+    old = {dense_of(before.blocks[i]).activation for i in asked.chosen(before)}
+    if len(old) != 1 or (name := old.pop()) == new or how(new, name) != "exact":  # type: ignore[arg-type]
+        return None
+    return Step("activation", name, blocks_text(asked))
+
+
+def worth(new: Activation, form: str, spec: ModelSpec) -> Iterable[str]:
+    """The form, where some layer has an activation that it is for."""
+    old = {dense_of(block).activation for block in spec.blocks} - {new}
+    family = GELUS if new == "silu" else ("silu", "quick_gelu")
+    if form == new:
+        useful = new != "gelu_bloom" and bool(old) and not (new == "gelu_tanh" and "gelu_new" not in old)
+    elif form.endswith(":2"):
+        useful = (
+            new in ("silu", "gelu") and bool(old) and all(each in family and how(each, new) != "exact" for each in old)
+        )
+    else:
+        useful = False  # needs a text
+    return (form,) if useful else ()
+
+
+def entry(new: Activation, form: str, reshape: Callable[..., Swapped], needs: str) -> Swap:
+    """One form of the option."""
+    plain = form == new
+    return Swap(
+        option="activation",
+        form=form,
+        takes="feed-forward's activation",
+        gives=new + {"2": ", two units for one", "fit": ", slope fitted"}.get(form.partition(":")[2], ""),
+        guarantee=("retrained" if new == "relu" else "exact") if plain else "approximate",
+        needs=needs,
+        source="Hendrycks & Gimpel 1606.08415 (1.702); derived for gptkit; ReLU: 2310.04564",
+        reshape=partial(reshape, new),
+        examples=partial(worth, new, form),
+        by_layer=True,
+        calibrated=form.endswith(":fit"),
+        inverse=back if plain else lambda before, asked: None,
+    )
+
+
+EXACT_FROM: dict[Activation, str] = {
+    "gelu": "exact from relu; near from the tanh forms, silu and quick_gelu",
+    "gelu_new": "exact from gelu_tanh and relu; near from the others",
+    "gelu_tanh": "exact from gelu_new and relu; near from the others",
+    "gelu_bloom": "exact from relu; to 1e-9 from gelu_new and gelu_tanh; near from the others",
+    "quick_gelu": "exact from silu and relu; near from the others",
+    "relu": "training: nothing else is near it",
+    "silu": "exact from quick_gelu and relu; near from the others",
+}
+FITTED: tuple[Activation, ...] = ("silu", "gelu", "gelu_new", "gelu_tanh", "quick_gelu")
+DOUBLED: tuple[Activation, ...] = ("silu", "gelu", "gelu_new", "gelu_tanh")
+
+SWAPS = (
+    *(entry(name, name, to_other, EXACT_FROM[name]) for name in TARGETS),
+    *(entry(name, f"{name}:2", to_two_units, "a feed-forward of twice the width") for name in DOUBLED),
+    *(entry(name, f"{name}:fit", to_fitted, "a calibration text") for name in FITTED),
+)

@@ -1,0 +1,251 @@
+"""PEFT's adapter files: what of a model a LoRA adapter changes, by the names of the base model's own modules.
+
+adapter_config.json says how the tensors of adapter_model.safetensors are to be read. What is not understood is refused
+by name: another method (IA3, AdaLoRA, LoHa), or a setting with which base and adapter compute something else.
+
+Sources: LoRA 2106.09685; rsLoRA 2312.03732; DoRA 2402.09353; peft 0.21 (tuners/lora, utils/save_and_load.py).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...architectures.config import read_config_file
+from ...converter.dtypes import to_float64
+from ...converter.files import sha256_file
+from ...converter.hub import Repository
+from ...converter.safetensors import SafetensorsFile
+from ...errors import InvalidInput, Offline, SwapRefused, UntrustedInput
+from ..base import Wide
+
+__all__ = ["Adapter", "Lora", "read_adapter"]
+
+CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+
+FROM_ANOTHER_BASE = "it starts from weights that are not the base model's"
+REFUSED: Mapping[str, str] = {
+    "alora_invocation_tokens": "it acts from certain tokens on, which no merged weight does",
+    "arrow_config": "it chooses among adapters for each token, which no merged weight does",
+    "kasa_config": "it keeps a part of the base model's singular values alone",
+    "layer_replication": "it repeats layers of the base model",
+    "monteclora_config": "its matrices are drawn at random",
+    "target_parameters": "it changes parameters that belong to no linear",
+    "use_bdlora": "its matrices are block-diagonal",
+    "use_qalora": "it pools its input",
+}
+"""Settings that change what an adapter computes, and how."""
+
+INITIALISED = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights with which the base model stays as it is."""
+
+_LORA = re.compile(
+    r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"(\.(?!weight$|bias$)[^.]+)?(\.(?P<kind>weight|bias))?"
+)
+_ROWS = re.compile(r"(?P<module>.+)\.token_adapter\.trainable_tokens_delta(\.[^.]+)?")
+_BASE = re.compile(r"(?P<module>.+)\.base_layer\.(?P<kind>weight|bias)")
+_SAVED = re.compile(r"(?P<module>.+?)(\.modules_to_save(\.[^.]+)?)?\.(?P<kind>weight|bias)")
+
+
+@dataclass
+class Lora:
+    """The tensors of one module, by their names in the file: A (rank, in), B (out, rank), the bias of B, and DoRA's
+    magnitude (out). Of an embedding A is (rank, tokens) and B (hidden, rank).
+    """
+
+    embedding: bool = False
+    a: str = ""
+    b: str = ""
+    bias: str | None = None
+    magnitude: str | None = None
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter; modules and tensors by the names that they have in the base model.
+
+    lora: the low-rank changes of modules. saved: tensors that stand in for the base model's. base: copies of the base
+    model's that came along. rows: modules (embeddings) of which `indices` have new rows.
+    """
+
+    reference: str
+    config: Mapping[str, Any]
+    sha256: str
+    lora: Mapping[str, Lora]
+    saved: Mapping[str, str]
+    base: Mapping[str, str]
+    rows: Mapping[str, str]
+    file: SafetensorsFile = field(repr=False)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's, by its name in the file."""
+        return tuple(self.file.tensors[name].shape)
+
+    def read(self, name: str) -> Wide:
+        """A tensor in fp64.
+
+        Raises:
+            InvalidInput: it holds NaN or infinity.
+
+        """
+        values = to_float64(self.file.read(name), self.file.tensors[name].dtype)
+        if not np.isfinite(values).all():
+            raise InvalidInput(f"{self.reference}: {name} is not finite")
+        return values
+
+    def scale(self, module: str) -> float:
+        """α / r, or α / √r: what B·A is multiplied by. `rank_pattern` and `alpha_pattern` are by module.
+
+        Raises:
+            SwapRefused: the rank is not that of the module's tensors.
+
+        """
+        rank = _by_pattern(self.config.get("rank_pattern"), module, self.config.get("r", 8))
+        alpha = _by_pattern(self.config.get("alpha_pattern"), module, self.config.get("lora_alpha", 8))
+        found = self.shape(self.lora[module].a)[0]
+        if rank != found:
+            raise SwapRefused(f"{self.reference}: {module} has rank {found}, its {CONFIG} says {rank}")
+        return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def indices(self, module: str) -> list[int]:
+        """The tokens whose rows `rows` holds.
+
+        Raises:
+            SwapRefused: the config does not say.
+
+        """
+        given = self.config.get("trainable_token_indices")
+        if isinstance(given, dict):
+            given = next((ids for name, ids in given.items() if f".{module}".endswith(f".{name}")), None)
+        count = self.shape(self.rows[module])[0]
+        if not isinstance(given, list) or not all(type(i) is int for i in given) or len(given) != count:
+            raise SwapRefused(f"{self.reference}: {count} rows for {module}, trainable_token_indices are {given!r:.60}")
+        return given
+
+
+def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
+    """peft's own rule (utils/other.py, get_pattern_key): the first whose regular expression ends the module's name."""
+    for pattern, value in (patterns or {}).items():
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        except re.error as error:
+            raise InvalidInput(f"{CONFIG}: {pattern!r:.60} is no regular expression: {error}") from error
+    return default
+
+
+def read_adapter(reference: str, *, offline: bool = False) -> Adapter:
+    """Read an adapter's folder, or a repository on the hub (org/name, org/name@revision).
+
+    Raises:
+        InvalidInput: there is none, or its files are broken; UntrustedInput for a pickle.
+        Offline: it is on the hub, and there is no network.
+        SwapRefused: it is no LoRA adapter, or one of a kind that is not understood.
+
+    """
+    config_path, path = _files(reference, offline)
+    config = read_config_file(config_path)[0]
+    _require_understood(reference, config)
+    file = SafetensorsFile(path)
+    lora: dict[str, Lora] = {}
+    saved: dict[str, str] = {}
+    base: dict[str, str] = {}
+    rows: dict[str, str] = {}
+    unknown = []
+    for full in file.tensors:
+        name = full.removeprefix("base_model.model.")
+        if match := _LORA.fullmatch(name):
+            _note(lora.setdefault(match["module"], Lora()), match["part"], match["kind"], full)
+        elif match := _ROWS.fullmatch(name):
+            rows[match["module"]] = full
+        elif match := _BASE.fullmatch(name):
+            base[f"{match['module']}.{match['kind']}"] = full
+        elif match := _SAVED.fullmatch(name):
+            saved[f"{match['module']}.{match['kind']}"] = full
+        else:
+            unknown.append(name)
+    halves = [module for module, each in lora.items() if not each.a or not each.b]
+    if unknown or halves:
+        what = "tensors that are not LoRA's" if unknown else "only A or only B for"
+        raise SwapRefused(f"{reference} has {what}: {', '.join((unknown or halves)[:4])}")
+    return Adapter(reference, config, sha256_file(path), lora, saved, base, rows, file)
+
+
+def _note(lora: Lora, part: str, kind: str | None, name: str) -> None:
+    if part == "lora_magnitude_vector":
+        lora.magnitude = name
+    elif kind == "bias":
+        lora.bias = name
+    else:
+        lora.embedding = part.startswith("lora_embedding")
+        setattr(lora, part[-1].lower(), name)
+
+
+def _require_understood(reference: str, config: Mapping[str, Any]) -> None:
+    method = config.get("peft_type")
+    if method != "LORA":
+        raise SwapRefused(
+            f"{reference} is an adapter of the kind {method!r:.40}, which is not merged here",
+            "LoRA adapters are: also with rslora, DoRA, patterns, trained biases, modules_to_save.",
+        )
+    for name, why in REFUSED.items():
+        if config.get(name):
+            raise SwapRefused(f"{reference} is trained with {name}: {why}")
+    start = config.get("init_lora_weights", True)
+    if not any(start is each or start == each for each in INITIALISED):
+        raise SwapRefused(
+            f"{reference} is trained with init_lora_weights {start!r:.40}: {FROM_ANOTHER_BASE}",
+            "peft writes it as a plain adapter: save_pretrained(…, path_initial_model_for_weight_conversion=…).",
+        )
+
+
+def _files(reference: str, offline: bool) -> tuple[Path, Path]:
+    """The paths of config and weights."""
+    folder = Path(reference).expanduser()
+    if folder.is_dir():
+        config, weights = folder / CONFIG, folder / WEIGHTS
+        if not config.is_file():
+            raise InvalidInput(f"{reference} is no adapter: there is no {CONFIG} in it")
+        if not weights.is_file():
+            _refuse_without_weights(reference, (folder / PICKLE).is_file())
+        return config, weights
+    repo, _, revision = reference.removeprefix("hf://").partition("@")
+    if repo.count("/") != 1 or repo.startswith((".", "/", "~")):
+        raise InvalidInput(f"no such folder: {reference}", "An adapter on the hub is named org/name.")
+    found = {name: _fetched(repo, revision or None, name, offline) for name in (CONFIG, WEIGHTS)}
+    at, weights_at = found[CONFIG], found[WEIGHTS]
+    if at is None:
+        raise InvalidInput(f"{reference} is no adapter: there is no {CONFIG} in it")
+    if weights_at is None:
+        _refuse_without_weights(reference, _fetched(repo, revision or None, PICKLE, offline) is not None)
+        raise AssertionError
+    return at, weights_at
+
+
+def _refuse_without_weights(reference: str, pickled: bool) -> None:
+    if pickled:
+        raise UntrustedInput(
+            f"{reference} has its weights as {PICKLE}, a pickle, which can run code",
+            f"peft writes {WEIGHTS} where it loads and saves it again.",
+        )
+    raise InvalidInput(f"{reference} has no {WEIGHTS}")
+
+
+def _fetched(repo: str, revision: str | None, name: str, offline: bool) -> Path | None:
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if not offline and not constants.HF_HUB_OFFLINE:
+        return Repository.open(repo, revision).fetch(name)
+    path = try_to_load_from_cache(repo, name, revision=revision)
+    if isinstance(path, str):
+        return Path(path)
+    if name == CONFIG:
+        raise Offline(f"{repo} is not in the local cache, and the network is off limits", "Leave --offline out.")
+    return None

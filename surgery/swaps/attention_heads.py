@@ -1,0 +1,295 @@
+"""How many query heads there are.
+
+More, exact: new heads whose columns in o_proj are zero; their other weights are those of old heads, so that training
+reaches the zeros. In grouped attention each key-value head gets as many more query heads, or, where the number does not
+allow it, whole groups are added; where every head has its own key and value, they are added too.
+
+Fewer, exact: heads go that nothing comes out of. Otherwise those that matter least: with a text those that the others
+can best make up for, o_proj being fitted again (Hassibi & Stork 1993, a head at a time); without one (--approximate)
+those of the smallest ‖O V‖. As many of each group go, or whole groups.
+
+ALiBi gives a head its slope by its number among so many (2108.12409). The slopes of n and N heads have some in common:
+heads move to where theirs is, and where one is missing there is no exact form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from ...components import ALiBi, LatentAttention, ModelSpec
+from ...errors import SwapRefused
+from ..base import Model, Swapped, Tensor, Wide
+from ..fits.heads_fit import fit
+from ..fits.scratch import Scratch
+from ..gather import Index, by_head, taken
+from ..heads import Choice, Grouped, kept, key_heads, parts, remaining, slopes
+from ..layerwise import one_or_all, smaller_again, with_attention
+from ..registry import Asked, Step, Swap
+
+if TYPE_CHECKING:
+    from ..fits.calibration import Calibration
+
+__all__ = ["SWAPS"]
+
+replace = msgspec.structs.replace
+
+
+def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
+    """The tree with another number of query heads, in the layers asked for."""
+    new = asked.number("a number of heads")
+    layers = [layer for layer in asked.chosen(spec) if spec.blocks[layer].attention.heads != new]
+    if not layers:
+        raise SwapRefused(f"there are {new} heads already", "Possible: another number.")
+    changed, tensors = dict[int, Grouped](), dict[str, Tensor]()
+    fitting: dict[int, tuple[int, tuple[Index, ...]]] = {}
+    exact = True
+    for layer in layers:
+        path, attention = f"blocks.{layer}.attention", spec.blocks[layer].attention
+        if new > attention.heads:
+            grown = more(attention, new)
+            choice: Choice | None = grown
+            keys = len(grown.keys)
+        else:
+            tried = [(keys, units_of(attention, new, keys)) for keys in key_counts(attention, new)]
+            found = [without_dead(asked, path, attention, new, keys, units) for keys, units in tried]
+            choice = next((each for each in found if each is not None), None)
+            exact = exact and choice is not None
+            keys, units = tried[0]
+            if choice is None and asked.approximate:
+                alike = np.ones(attention.heads)
+                score = asked.weights.ask(partial(by_weights, path=path, attention=attention), alike, alike)
+                choice = kept(attention, remaining(attention, units, new, keys, by_score(score)))
+            elif choice is None:
+                fitting[layer] = (keys, units)
+            keys = keys if choice is None else len(choice.keys)
+        changed[layer] = resized(attention, new, keys)
+        tensors |= {} if choice is None else chosen_heads(path, attention, choice)
+    if fitting:
+        tensors |= fitted(spec, fitting, new, text_for(spec, fitting, asked))
+    summary: dict[str, Any] = {"from": one_or_all(spec.blocks[layer].attention.heads for layer in layers), "to": new}
+    return Swapped(with_attention(spec, changed), "exact" if exact else "approximate", tensors, summary)
+
+
+def fitted(
+    spec: ModelSpec, fitting: Mapping[int, tuple[int, Sequence[Index]]], new: int, calibration: Calibration
+) -> Mapping[str, Tensor]:
+    """Tensors that wait for the text to have run through the model, once for all of them."""
+    names = []
+    for layer in fitting:
+        path, attention = f"blocks.{layer}.attention", spec.blocks[layer].attention
+        names += [part.name for part in parts(path, attention)]
+        names += [f"{path}.o_proj.bias"] if attention.output_bias else []
+    return Scratch(lambda model: fit(model, fitting, new, calibration)).waiting(names)
+
+
+def text_for(spec: ModelSpec, fitting: Mapping[int, Any], asked: Asked) -> Calibration:
+    """The text to choose and fit by."""
+    if asked.calibration is None:
+        first = min(fitting)
+        raise SwapRefused(
+            f"the {spec.blocks[first].attention.heads} heads of layer {first} are in use, and which of them matter"
+            " least shows on a text alone",
+            "Possible: --calibrate FILE; --approximate, which goes by the weights.",
+        )
+    return asked.calibration()
+
+
+def resized(attention: Grouped, heads: int, keys: int) -> Grouped:
+    """The record with other numbers of heads."""
+    if isinstance(attention, LatentAttention):
+        return replace(attention, heads=heads)
+    return replace(attention, heads=heads, kv_heads=keys)
+
+
+def chosen_heads(path: str, attention: Grouped, choice: Choice) -> dict[str, Tensor]:
+    """The tensors with the heads of a choice; silent ones have no columns in o_proj."""
+    *before, output = parts(path, attention)
+    tensors: dict[str, Tensor] = {}
+    for part in before:
+        heads = choice.keys if part.keys else choice.heads
+        tensors[part.name] = taken(part.name, by_head(heads, np.arange(part.size), part.size))
+    heads = np.where(choice.silent, -1, choice.heads)
+    tensors[output.name] = taken(output.name, by_head(heads, np.arange(output.size), output.size), output.axis)
+    return tensors
+
+
+# --- how many are possible --------------------------------------------------------------------------------------------
+
+
+def key_counts(attention: Grouped, new: int) -> list[int]:
+    """How many key-value heads so many query heads may have, the number to prefer first: in grouped attention as many
+    as there are, with groups of another size, or groups of the size they have.
+    """
+    keys = key_heads(attention)
+    group = attention.heads // keys
+    if group == 1:
+        return [new]
+    found = [keys] * (new % keys == 0) + [new // group] * (new % group == 0)
+    if not found:
+        near = [n for n in range(1, 2 * attention.heads + 1) if n % keys == 0 or n % group == 0]
+        raise SwapRefused(
+            f"{new} query heads cannot be shared out over {keys} key-value heads, nor in groups of {group}",
+            f"Possible: {', '.join(map(str, near))}, …",
+        )
+    return list(dict.fromkeys(found))
+
+
+def more(attention: Grouped, new: int) -> Choice:
+    """More heads, the old ones where their positions, if ALiBi gives them some, are what they were."""
+    old, keys = attention.heads, key_heads(attention)
+    group = old // keys
+    if keys == old or keys == 1:
+        places = places_of(attention, new)
+        heads, silent = np.arange(new) % old, np.ones(new, dtype=bool)
+        for head, place in enumerate(places):
+            heads[place], silent[place] = head, False
+        return Choice(heads, heads if keys == old else np.zeros(1, dtype=np.int64), silent)
+    refuse_grouped_alibi(attention, new)
+    new_keys = key_counts(attention, new)[0]
+    key_index = np.arange(new_keys) % keys
+    within = np.arange(new // new_keys)
+    heads = (key_index[:, None] * group + within[None, :] % group).reshape(-1)
+    silent = ((np.arange(new_keys) >= keys)[:, None] | (within >= group)[None, :]).reshape(-1)
+    return Choice(heads, key_index, silent)
+
+
+def places_of(attention: Grouped, new: int) -> list[int]:
+    """Where each old head goes among `new`: one after the other, or to where ALiBi has its slope."""
+    before, after = slopes(attention, attention.heads), slopes(attention, new)
+    if before is None or after is None:
+        return list(range(attention.heads))
+    if not set(before) <= set(after):
+        fit = [
+            n for n in range(attention.heads + 1, 4 * attention.heads) if set(before) <= set(slopes_of(attention, n))
+        ]
+        raise SwapRefused(
+            f"ALiBi's slopes for {new} heads leave out some of those for {attention.heads}",
+            f"Possible: {', '.join(map(str, fit))}." if fit else "Possible: other positions first (--position).",
+        )
+    return [after.index(each) for each in before]
+
+
+def slopes_of(attention: Grouped, heads: int) -> list[float]:
+    """The slopes of an attention that has such."""
+    return slopes(attention, heads) or []
+
+
+def refuse_grouped_alibi(attention: Grouped, new: int) -> None:
+    """Raise SwapRefused where heads cannot move to their slopes without leaving their group."""
+    if isinstance(attention.position, ALiBi):
+        raise SwapRefused(
+            f"ALiBi's slopes depend on the number of heads, and {attention.heads} in groups cannot move to where {new}"
+            " have theirs",
+            "Possible: --attention mha first, which gives every head its own key and value.",
+        )
+
+
+def units_of(attention: Grouped, new: int, new_keys: int) -> tuple[Index, ...]:
+    """What may go as a whole: single heads, groups of them, or, with ALiBi, the heads whose slopes will be no more."""
+    old, keys = attention.heads, key_heads(attention)
+    single = tuple(np.array([head]) for head in range(old))
+    if keys not in (old, 1):
+        refuse_grouped_alibi(attention, new)
+        group = old // keys
+        if new_keys == keys:
+            return single
+        return tuple(np.arange(key * group, (key + 1) * group) for key in range(keys))
+    before, after = slopes(attention, old), slopes(attention, new)
+    if before is None or after is None:
+        return single
+    if not set(after) <= set(before):
+        fit = [n for n in range(1, old) if set(slopes_of(attention, n)) <= set(before)]
+        raise SwapRefused(
+            f"{new} heads have slopes in ALiBi that the {old} here have not",
+            f"Possible: {', '.join(map(str, fit))}.",
+        )
+    gone = np.array([head for head, slope in enumerate(before) if slope not in after])
+    return (gone,)
+
+
+# --- which go ---------------------------------------------------------------------------------------------------------
+
+
+def by_score(score: Wide) -> Callable[[list[int]], Callable[[Index], float]]:
+    """Costs that do not depend on what is left."""
+    return lambda left: lambda unit: float(score[unit].sum())
+
+
+def outputs(model: Model, path: str, attention: Grouped) -> Wide:
+    """The columns of o_proj by head: (hidden, heads, elements)."""
+    found: Wide = model.wide(f"{path}.o_proj.weight")
+    return found.reshape(len(found), attention.heads, -1)
+
+
+def values(model: Model, path: str, attention: Grouped) -> Wide:
+    """What makes the values of each query head, biases as one more column: (heads, elements, inputs)."""
+    if isinstance(attention, LatentAttention):
+        return model.wide(f"{path}.v_up_proj.weight").reshape(attention.heads, attention.value_dim, -1)
+    found = model.wide(f"{path}.v_proj.weight")
+    if attention.qkv_bias:
+        found = np.concatenate([found, model.wide(f"{path}.v_proj.bias")[:, None]], axis=1)
+    return found.reshape(attention.kv_heads, attention.head_dim, -1).repeat(attention.group, axis=0)
+
+
+def by_weights(model: Model, path: str, attention: Grouped) -> Wide:
+    """‖O V‖² of each head."""
+    products = np.einsum("ohe,hei->hoi", outputs(model, path, attention), values(model, path, attention), optimize=True)
+    score: Wide = (products**2).sum(axis=(1, 2))
+    return score
+
+
+def dead(model: Model, path: str, attention: Grouped) -> np.ndarray:
+    """For each head whether nothing comes out of it."""
+    unheard = ~outputs(model, path, attention).any(axis=(0, 2))
+    return np.asarray(unheard | ~values(model, path, attention).any(axis=(1, 2)))
+
+
+def without_dead(
+    asked: Asked, path: str, attention: Grouped, new: int, new_keys: int, units: Sequence[Index]
+) -> Choice | None:
+    """The choice that leaves out heads of which nothing comes out, if there are enough of them."""
+    every = np.ones(attention.heads, dtype=bool)
+    nothing = asked.weights.ask(lambda model: dead(model, path, attention), ~every, every)
+    # The last go first, so that what was added is what is taken away.
+    order = np.where(nothing, -np.arange(attention.heads, dtype=np.float64), 1e9)
+    stay = remaining(attention, units, new, new_keys, by_score(order))
+    gone = np.setdiff1d(np.arange(attention.heads), stay)
+    return kept(attention, stay) if nothing[gone].all() else None
+
+
+def undone(before: ModelSpec, asked: Asked) -> Step | None:
+    """The number as it was, where it was one and there are more."""
+    return smaller_again("heads", asked, (block.attention.heads for block in before.blocks))
+
+
+def examples(spec: ModelSpec) -> tuple[str, ...]:
+    """Numbers worth trying."""
+    attention = spec.blocks[0].attention
+    keys, heads = key_heads(attention), attention.heads
+    step = keys if 1 < keys < heads else 1
+    return (str(heads + step), *([str(heads - step)] if heads > step else []))
+
+
+SWAPS: tuple[Swap, ...] = (
+    Swap(
+        option="heads",
+        form="N",
+        takes="n query heads",
+        gives="N query heads",
+        guarantee="exact",
+        needs="for more, a number that groups and ALiBi's slopes allow; for fewer, heads that nothing comes out of, or"
+        " a text to fit by",
+        source="zeros after Net2Net 1511.05641; fewer: Hassibi & Stork 1993 (Optimal Brain Surgeon)",
+        reshape=resize_heads,
+        examples=examples,
+        by_layer=True,
+        calibrated=True,
+        inverse=undone,
+    ),
+)
+"""How many heads there are."""

@@ -1,0 +1,95 @@
+"""The context that a tree is for: the number, and the rows of a table of positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ...components import ModelSpec, Rotary
+from ...errors import SwapRefused
+from ..base import Moved, Promise, Swapped
+from ..registry import Asked, Step, Swap
+
+__all__ = ["CONTEXT", "longer_table"]
+
+replace = msgspec.structs.replace
+Array = NDArray[Any]
+
+
+def longer_table(table: Array, length: int) -> Array:
+    """A table with rows appended: the same rows backwards, then forwards again, and so on. The seam is smooth, and
+    every row is one that the model knows (own; Longformer, 2004.05150, starts over from the first row).
+    """
+    there = np.concatenate((table, table[::-1]))
+    return there[np.arange(length) % len(there)]
+
+
+def padded_table(table: Array, length: int) -> Array:
+    """A table with copies of its last row appended."""
+    return table[np.minimum(np.arange(length), len(table) - 1)]
+
+
+def first_rows(table: Array, length: int) -> Array:
+    """A table cut."""
+    return table[:length]
+
+
+def to_context(spec: ModelSpec, asked: Asked) -> Swapped:
+    """Another context length; of a table of positions, other rows: exact up to the shorter of the two."""
+    length = asked.number("a context length", most=10**9)
+    table = spec.positions
+    if spec.context_length == length and (table is None or table.length == length):
+        raise SwapRefused(f"its context is {length:,} tokens already")
+    new = replace(spec, context_length=length)
+    summary = {"from": spec.context_length, "to": length}
+    notes: tuple[str, ...] = ()
+    if table is None or table.length == length:
+        rotary = any(isinstance(block.attention.position, Rotary) for block in spec.blocks)
+        if rotary and spec.context_length is not None and length > spec.context_length:
+            notes = ("nothing but the number changes: --rope-scaling makes rotary positions for a longer context",)
+        return Swapped(new, "exact", {}, summary, notes)
+    new = replace(new, positions=replace(table, length=length))
+    if length < table.length:
+        move, rows = first_rows, "cut"
+    elif asked.approximate:
+        move, rows = padded_table, "copies of the last"
+    else:
+        move, rows = longer_table, "the table backwards and forwards"
+    if length > table.length:
+        notes = (f"exact up to {table.length:,} tokens; the rows after them, {rows}, are to be trained",)
+    moved = Moved("positions.weight", partial(move, length=length))
+    promise = Promise(length=min(length, table.length))
+    return Swapped(new, "exact", {"positions.weight": moved}, {**summary, "rows": rows}, notes, promise)
+
+
+def back_to_context(before: ModelSpec, asked: Asked) -> Step | None:
+    """The context as it was; rows that were cut do not come back."""
+    old, table = before.context_length, before.positions
+    length = asked.number("a context length", most=10**9)
+    if old is None or (table is not None and (table.length != old or length < old)):
+        return None
+    return Step("context", str(old))
+
+
+def _examples(spec: ModelSpec) -> Sequence[str]:
+    length = spec.context_length or (spec.positions.length if spec.positions is not None else None)
+    return () if length is None or length > 2**20 else (str(2 * length), str(max(length // 2, 1)))
+
+
+CONTEXT = Swap(
+    option="context",
+    form="N",
+    takes="context",
+    gives="a longer or shorter context",
+    guarantee="exact",
+    needs="nothing; with a table of positions, exact up to the shorter length",
+    source="derived for gptkit, after Beltagy et al. 2004.05150",
+    reshape=to_context,
+    examples=_examples,
+    inverse=back_to_context,
+)

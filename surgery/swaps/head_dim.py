@@ -1,0 +1,288 @@
+"""The width of a head.
+
+Wider, exact: keys and values get elements that are zero. Scores stay as they are, and the scale that families compute
+from the width, 1/√N, is made up for in the queries: q·√(N/d).
+
+- Rotary positions over the whole head: a family that exports rotates whole heads, so both halves (or the end, with
+  adjacent pairs) are filled up, and the base becomes θ^(N/d): the pairs there were keep their frequencies θ^(-2i/d).
+  What a scaling makes of them is compared as numbers: linear and llama3 look at frequencies alone, YaRN's ramp moves
+  with the base, longrope's divisors are appended to, dynamic scaling takes a power of the width and does not fit.
+- Where that does not fit, or fp32 would round the frequencies otherwise by too much, the head is filled up at its end
+  and only its first d elements go on turning: not a bit differs, but no family here exports it.
+- q and k norms: the mean of squares is over more elements, so γ·√(d/N) and eps·d/N; the query's γ is left as it was,
+  for the scale asks for the inverse.
+
+Narrower: the same backwards, where the elements that go reach no score and no output. (Derived for this project.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import numpy as np
+
+from ...components import ALiBi, Attention, DynamicScaling, LongRopeScaling, ModelSpec, Norm, Rotary, YarnScaling
+from ...errors import SwapRefused, UsageError
+from ..base import Model, Swapped, Tensor
+from ..basis import eps_for, length_ratio
+from ..gather import Index, by_head, padded, scaled, taken
+from ..layerwise import attentions, smaller_again, weighed, with_attention
+from ..registry import Asked, Step, Swap
+from ..rotation import for_width
+
+__all__ = ["SWAPS"]
+
+replace = msgspec.structs.replace
+
+SAME = 1e-13
+"""How near, relative, frequencies in fp64 are to be called the same."""
+ANGLE = 1e-4
+"""Radians by which fp32 may round angles otherwise, at the longest of the positions looked at."""
+POSITIONS = 1024
+"""Positions looked at, at most."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a head is filled up or cut: for each new element the old one, -1 for zero, and the positions it gets."""
+
+    within: Index
+    position: object
+    note: str = ""
+
+
+def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
+    """The tree with heads of another width, in the layers asked for."""
+    size = asked.number("a width")
+    how = asked.value.partition(":")[0] if asked.argument is not None else ""
+    if how not in ("", "theta", "partial"):
+        raise UsageError(f"--head-dim {asked.value!r}", "expected a number, theta:N or partial:N")
+    changed, tensors, notes = dict[int, Attention](), dict[str, Tensor](), []
+    old = attentions(spec, asked.chosen(spec), ", whose heads are made of a latent")
+    for layer, attention in old.items():
+        if attention.head_dim == size:
+            continue
+        path = f"blocks.{layer}.attention"
+        weighed(f"{path}.q_norm", attention.q_norm)
+        weighed(f"{path}.k_norm", attention.k_norm)
+        plan = choose(spec, asked, path, attention, size, how)
+        notes.append(plan.note)
+        new = resized(attention, size, plan)
+        if new.scale == attention.scale:
+            notes.append("the scale stays, since the ALiBi bias is multiplied by it; no family here exports that")
+        changed[layer] = new
+        tensors |= refilled(path, attention, new, plan.within)
+    if not tensors:
+        raise SwapRefused(f"heads are {size} wide already", "Possible: another width.")
+    found = [attention.head_dim for attention in old.values()]
+    summary = {"from": found[0] if len(set(found)) == 1 else found, "to": size}
+    told = tuple(dict.fromkeys(note for note in notes if note))
+    return Swapped(with_attention(spec, changed), "exact", tensors, summary, told)
+
+
+# --- which elements, which positions ----------------------------------------------------------------------------------
+
+
+def choose(spec: ModelSpec, asked: Asked, path: str, attention: Attention, size: int, how: str) -> Plan:
+    """The plan that is exact; see the module's text for the order of preference."""
+    old, rotary = attention.head_dim, attention.position
+    plans: list[Plan] = []
+    whole = isinstance(rotary, Rotary) and rotary.dim == old
+    reason = ""
+    if isinstance(rotary, Rotary) and whole and how != "partial":
+        if size % 2:
+            reason = f"rotary positions turn pairs, and {size} is odd"
+        else:
+            other = refit_base(rotary, size)
+            reason = "" if other is None else why_not_same(rotary, other, spec, strict=how != "theta")
+            if other is None:
+                reason = f"the base {rotary.base:g} to the power of {size}/{old} is no number"
+            if not reason:
+                plans.append(Plan(spread(rotary, size), other))
+    if how == "theta" and not plans:
+        raise SwapRefused(
+            f"heads of {old} cannot become {size} wide: {reason or 'there is no rotary over whole heads'}"
+        )
+    if how != "theta" and (not isinstance(rotary, Rotary) or rotary.dim <= size):
+        note = f"{rotary_note(rotary)}: {reason}" if reason and isinstance(rotary, Rotary) else ""
+        plans.append(Plan(padded(old, size) if size > old else np.arange(size), rotary, note))
+    if size > old:
+        return plans[0]
+    for plan in plans:
+        if not asked.weights.ask(partial(in_use, path=path, attention=attention, within=plan.within), True, False):
+            return plan
+    raise SwapRefused(
+        f"heads of {old} cannot become {size} wide: elements that would go are in use in {path}"
+        + (f" ({reason})" if reason else ""),
+        "Possible: fewer heads (--heads), or fewer key and value heads (--attention).",
+    )
+
+
+def rotary_note(rotary: Rotary) -> str:
+    """What partial rotation means."""
+    return f"only the first {rotary.dim} elements of a head turn with positions"
+
+
+def spread(rotary: Rotary, size: int) -> Index:
+    """Where a head's elements come from when pairs are appended to its rotary, or the last ones taken off."""
+    half, new_half = rotary.dim // 2, size // 2
+    if rotary.pairs == "adjacent":
+        return padded(rotary.dim, size)
+    first = padded(half, new_half)
+    return np.concatenate([first, np.where(first < 0, -1, first + half)])
+
+
+def refit_base(rotary: Rotary, size: int) -> Rotary | None:
+    """The rotary over `size` elements whose first pairs turn as the old ones do, or None where there is none."""
+    try:
+        base = rotary.base ** (size / rotary.dim)
+    except OverflowError:
+        return None
+    return (
+        replace(rotary, dim=size, base=base, scaling=for_width(rotary.scaling, size)) if 0 < base < math.inf else None
+    )
+
+
+def why_not_same(old: Rotary, new: Rotary, spec: ModelSpec, strict: bool = True) -> str:
+    """Why the pairs that two rotaries share do not turn alike, or nothing. `strict`: in fp32 too."""
+    pairs = min(old.dim, new.dim) // 2
+    import torch
+
+    from ...modules.positions import inverse_frequencies
+
+    lengths = [1]
+    if isinstance(old.scaling, DynamicScaling | LongRopeScaling | YarnScaling):
+        lengths += [old.scaling.original_context + 1, 3 * old.scaling.original_context]
+    for length in lengths:
+        first, second = (inverse_frequencies(each, length, torch.float64)[:pairs] for each in (old, new))
+        if not bool(((first - second).abs() <= SAME * first).all()):
+            return f"{type(old.scaling).__name__} depends on how wide a head is"
+    longest = min(spec.context_length or POSITIONS, POSITIONS)
+    first, second = (inverse_frequencies(each, 1, torch.float32)[:pairs].double() for each in (old, new))
+    angle = float((first - second).abs().max()) * longest
+    if strict and angle > ANGLE:
+        return f"another base would turn position {longest:,} by {angle:.0e} more or less in fp32 (theta:{new.dim})"
+    return ""
+
+
+def in_use(model: Model, path: str, attention: Attention, within: Index) -> bool:
+    """Whether elements of a head that go reach a score or an output."""
+    gone = np.setdiff1d(np.arange(attention.head_dim), within)
+
+    def zero(name: str, heads: int, axis: int = 0) -> np.ndarray:
+        """For each key-value head and element that goes, whether all there is of it is zero."""
+        values = np.moveaxis(model.wide(f"{path}.{name}"), axis, 0)
+        values = values.reshape(attention.kv_heads, heads // attention.kv_heads, attention.head_dim, -1)
+        found: np.ndarray = np.asarray(~values[:, :, gone].any(axis=(1, 3)))
+        return found
+
+    def silent(projection: str, heads: int) -> np.ndarray:
+        found = zero(f"{projection}.weight", heads)
+        return found & zero(f"{projection}.bias", heads) if attention.qkv_bias else found
+
+    q, k = silent("q_proj", attention.heads), silent("k_proj", attention.kv_heads)
+    # A norm over the head sees what no score does.
+    scores = (q if attention.q_norm else q | k) & (k if attention.k_norm else q | k)
+    outputs = silent("v_proj", attention.kv_heads) | zero("o_proj.weight", attention.heads, axis=1)
+    return not bool((scores & outputs).all())
+
+
+# --- the new heads ----------------------------------------------------------------------------------------------------
+
+
+def resized(attention: Attention, size: int, plan: Plan) -> Attention:
+    """The record with heads of another width."""
+    old = attention.head_dim
+
+    def norm(record: Norm | None) -> Norm | None:
+        return None if record is None else replace(record, size=size, eps=eps_for(record.eps, old, size))
+
+    return replace(
+        attention,
+        head_dim=size,
+        scale=scale_for(attention, size),
+        position=plan.position,
+        q_norm=norm(attention.q_norm),
+        k_norm=norm(attention.k_norm),
+    )
+
+
+def scale_for(attention: Attention, size: int) -> float:
+    """1/√N where it was 1/√d, and otherwise as much of it as it was; as it was where a bias is multiplied by it too."""
+    old, scale = attention.head_dim, attention.scale
+    if isinstance(attention.position, ALiBi) and attention.position.scaled:
+        return scale
+    return float(size**-0.5 if scale == old**-0.5 else scale * (size**-0.5 / old**-0.5))
+
+
+def refilled(path: str, old: Attention, new: Attention, within: Index) -> dict[str, Tensor]:
+    """The tensors of heads of another width."""
+    by_query = by_head(np.arange(old.heads), within, old.head_dim)
+    by_key = by_head(np.arange(old.kv_heads), within, old.head_dim)
+    # Where keys and values are zero, queries and outputs are free: as other elements, so that training reaches both.
+    free = np.where(within < 0, np.arange(len(within)) % old.head_dim, within)
+    open_query = by_head(np.arange(old.heads), within if old.q_norm or old.k_norm else free, old.head_dim)
+    output = by_head(np.arange(old.heads), free, old.head_dim)
+    louder = query_factor(old, new)
+    suffixes = ("weight", "bias") if old.qkv_bias else ("weight",)
+    tensors: dict[str, Tensor] = {}
+    for suffix in suffixes:
+        query = f"{path}.q_proj.{suffix}"
+        tensors[query] = taken(query, by_query) if old.q_norm else scaled(query, open_query, louder)
+        for name in (f"{path}.k_proj.{suffix}", f"{path}.v_proj.{suffix}"):
+            tensors[name] = taken(name, by_key)
+    tensors[f"{path}.o_proj.weight"] = taken(f"{path}.o_proj.weight", output, 1)
+    for norm, factor in norm_factors(old, new):
+        tensors[f"{path}.{norm}.weight"] = scaled(f"{path}.{norm}.weight", within, factor)
+    return tensors
+
+
+def query_factor(old: Attention, new: Attention) -> float:
+    """What queries are multiplied by, where no norm follows: the scale before over the scale after."""
+    return old.scale / new.scale
+
+
+def norm_factors(old: Attention, new: Attention) -> Iterator[tuple[str, float]]:
+    """What the weights of the norms on heads are multiplied by: √(d/N), and for queries the scale as well."""
+    ratio = length_ratio(old.head_dim, new.head_dim)
+    if old.q_norm is not None:
+        product = ratio * query_factor(old, new)
+        yield "q_norm", 1.0 if abs(product - 1) < SAME else product
+    if old.k_norm is not None:
+        yield "k_norm", ratio
+
+
+def heads_examples(spec: ModelSpec) -> Iterator[str]:
+    """Widths worth trying."""
+    widths = [getattr(block.attention, "head_dim", 0) for block in spec.blocks]
+    if all(widths):
+        yield str(max(widths) + 8)
+        yield f"partial:{max(widths) + 4}"
+
+
+def undone(before: ModelSpec, asked: Asked) -> Step | None:
+    """The width as it was, where it was one and the heads grew."""
+    return smaller_again("head_dim", asked, (getattr(block.attention, "head_dim", 0) for block in before.blocks))
+
+
+SWAPS: tuple[Swap, ...] = (
+    Swap(
+        option="head_dim",
+        form="N",
+        takes="heads of d",
+        gives="heads of N",
+        guarantee="exact",
+        needs="for wider ones, an even N for rotary positions over whole heads; for narrower ones, elements that"
+        " reach no output",
+        source="zeros after Net2Net 1511.05641; θ^(N/d) and √(N/d) derived for gptkit",
+        reshape=resize_heads,
+        examples=heads_examples,
+        by_layer=True,
+        inverse=undone,
+    ),
+)
+"""The width of a head."""

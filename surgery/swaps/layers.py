@@ -1,0 +1,211 @@
+"""Layers picked, repeated, added and dropped.
+
+- A list ("0-11,14-29") keeps those layers in that order. Dropping one that writes nothing into the stream is exact.
+- "+N" adds copies whose last projections are zero, spread over the depth (LLaMA Pro 2401.02415, section 3.2): a copy
+  adds nothing to the stream until it is trained. Exact where blocks add to the stream itself.
+- "auto:N" keeps the N layers of largest block influence, 1 - E[cos(x_in, x_out)] on a text (ShortGPT 2403.03853).
+  Plainly: the last layers but one go, which is what that paper compares with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ...components import ModelSpec
+from ...errors import SwapRefused, UsageError
+from ..base import Filled, Guarantee, Model, Moved, Swapped, Tensor
+from ..registry import Asked, Step, Swap, layers_in
+from ..stream import writers
+
+if TYPE_CHECKING:
+    from ..fits.calibration import Calibration
+
+__all__ = ["SWAPS"]
+
+replace = msgspec.structs.replace
+
+
+def arranged(spec: ModelSpec, order: Sequence[int]) -> tuple[ModelSpec, dict[str, Tensor]]:
+    """The tree with these of its layers, in this order, and where their tensors are copied from."""
+    new = replace(spec, blocks=tuple(spec.blocks[old] for old in order))
+    tensors: dict[str, Tensor] = {}
+    for parameter in new.parameters():
+        if parameter.layer is not None:
+            suffix = parameter.name.split(".", 2)[2]
+            tensors[parameter.name] = Moved(f"blocks.{order[parameter.layer]}.{suffix}")
+    return new, tensors
+
+
+def silent(spec: ModelSpec, asked: Asked, layer: int) -> bool:
+    """Whether a layer adds nothing to the stream: every weight and bias that writes into it is zero."""
+    if spec.blocks[layer].residual == "normed":
+        return False
+    found = writers(spec.blocks[layer], f"blocks.{layer}")
+    return asked.weights.zero(*(name for each in found for name in (each.weight, each.bias_name)))
+
+
+def pick(spec: ModelSpec, asked: Asked) -> Swapped:
+    """The layers of a list."""
+    order = layers_in(asked.value, len(spec.blocks))
+    return _kept(spec, asked, order, {})
+
+
+def _kept(spec: ModelSpec, asked: Asked, order: Sequence[int], summary: dict[str, object]) -> Swapped:
+    layers = len(spec.blocks)
+    new, tensors = arranged(spec, order)
+    gone = [layer for layer in range(layers) if layer not in order]
+    record = {**summary, "from": layers, "to": len(order), "kept": list(order)}
+    if list(order) == sorted(set(order)) and all(silent(spec, asked, layer) for layer in gone):
+        notes = (f"the layers dropped write nothing into the residual stream: {listed(gone)}",) if gone else ()
+        return Swapped(new, "exact", tensors, record, notes)
+    told = f"dropped: {listed(gone)}" if gone else "no layer is dropped; they are repeated or change places"
+    # A model survives the loss of some layers, not of most of them, nor their change of places.
+    sorted_ = list(order) == sorted(set(order))
+    guarantee: Guarantee = "approximate" if sorted_ and len(gone) * 2 <= layers else "retrained"
+    return Swapped(new, guarantee, tensors, record, (told,))
+
+
+def listed(layers: Sequence[int]) -> str:
+    """0-3, 7 of [0, 1, 2, 3, 7]."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+# --- more of them -----------------------------------------------------------------------------------------------------
+
+
+def expansion(layers: int, more: int) -> list[tuple[int, bool]]:
+    """(old layer, whether it is a copy that adds nothing): copies follow their originals, evenly spread."""
+    copies = [0] * layers
+    for number in range(more):
+        copies[(number + 1) * layers // more - 1 if more <= layers else number % layers] += 1
+    return [each for layer in range(layers) for each in [(layer, False)] + [(layer, True)] * copies[layer]]
+
+
+def _added(layers: Sequence[int]) -> str:
+    if len(layers) == 1:
+        return f"layer {layers[0]} is a copy that adds nothing yet"
+    return f"layers {listed(layers)} are copies that add nothing yet"
+
+
+def add(spec: ModelSpec, asked: Asked) -> Swapped:
+    """Copies that add nothing."""
+    more = Asked(asked.value.removeprefix("+")).number("layers to add")
+    if more > 10_000:
+        raise UsageError(f"{asked.value!r}: {more:,} layers more are too many")
+    order = expansion(len(spec.blocks), more)
+    copied = [old for old, copy in order if copy]
+    normed = [old for old in copied if spec.blocks[old].residual == "normed"]
+    if normed:
+        raise SwapRefused(
+            f"layer {normed[0]} takes its residual from a norm's output, so that a block that adds nothing still"
+            " changes the residual stream",
+            "Possible here: a list that repeats layers, --layers 0-1,1-, which has to be trained.",
+        )
+    new, tensors = arranged(spec, [old for old, _ in order])
+    tensors.update(silenced(new, [index for index, (_, copy) in enumerate(order) if copy], order))
+    added = [index for index, (_, copy) in enumerate(order) if copy]
+    record = {"from": len(spec.blocks), "to": len(order), "added": added}
+    return Swapped(new, "exact", tensors, record, (_added(added),))
+
+
+def silenced(new: ModelSpec, layers: Sequence[int], order: Sequence[tuple[int, bool]]) -> dict[str, Tensor]:
+    """Zeros for what writes into the stream in these layers of the new tree."""
+    shapes = {parameter.name: parameter.shape for parameter in new.parameters()}
+    found: dict[str, Tensor] = {}
+    for layer in layers:
+        path, old = f"blocks.{layer}", f"blocks.{order[layer][0]}"
+        for each in writers(new.blocks[layer], path):
+            for name in (each.weight, each.bias_name):
+                if name in shapes:
+                    found[name] = Filled(shapes[name], 0.0, old + name.removeprefix(path))
+    return found
+
+
+def without_added(before: ModelSpec, asked: Asked) -> Step:
+    """The list that takes the added layers out again."""
+    order = expansion(len(before.blocks), int(asked.value.removeprefix("+")))
+    return Step("layers", ",".join(str(index) for index, (_, copy) in enumerate(order) if not copy))
+
+
+# --- fewer of them ----------------------------------------------------------------------------------------------------
+
+
+def influences(model: Model, calibration: Calibration) -> list[float]:
+    """1 - E[cos(x_in, x_out)] of every layer, over the tokens of a text: 0 where a layer changes no direction."""
+    from ..fits.regression import block_influence
+
+    found = []
+    for layer in calibration.walk(model):
+        found.append(block_influence(layer.x, layer.run()[0]).mean().item())
+    return found
+
+
+def drop(spec: ModelSpec, asked: Asked) -> Swapped:
+    """The layers of least influence go."""
+    layers = len(spec.blocks)
+    wanted = asked.number("layers to keep")
+    if wanted > layers:
+        more = wanted - layers
+        raise SwapRefused(f"{wanted} layers cannot be kept of {layers}", f"--layers +{more} adds {more}.")
+    if asked.approximate:
+        gone = set(range(layers - 1 - (layers - wanted), layers - 1)) if wanted > 1 else set(range(layers)) - {0}
+        return _kept(spec, asked, [layer for layer in range(layers) if layer not in gone], {"by": "the last but one"})
+    calibration = asked.text("block influence is measured")
+    scores = asked.weights.run(lambda model: influences(model, calibration))
+    weakest = sorted(range(layers), key=lambda layer: (scores[layer], layer))[: layers - wanted]
+    kept = [layer for layer in range(layers) if layer not in weakest]
+    return _kept(spec, asked, kept, {"by": "block influence", "influence": [round(score, 6) for score in scores]})
+
+
+def pick_examples(spec: ModelSpec) -> list[str]:
+    """All layers but the last but one."""
+    last = len(spec.blocks) - 1
+    return [f"0-{last - 2},{last}"] if last > 2 else []
+
+
+SWAPS: tuple[Swap, ...] = (
+    Swap(
+        option="layers",
+        form="+N",
+        takes="N layers",
+        gives="more layers, copies that add nothing yet",
+        guarantee="exact",
+        needs="blocks that add to the residual stream itself (pre-norm)",
+        source="LLaMA Pro 2401.02415",
+        reshape=add,
+        examples=lambda spec: ("+1", f"+{len(spec.blocks)}"),
+        inverse=without_added,
+    ),
+    Swap(
+        option="layers",
+        form="auto:N",
+        takes="N layers",
+        gives="the N of largest block influence",
+        guarantee="approximate",
+        needs="a calibration text",
+        source="ShortGPT 2403.03853",
+        reshape=drop,
+        examples=lambda spec: (f"auto:{len(spec.blocks) - 1}",) if len(spec.blocks) > 1 else (),
+        calibrated=True,
+    ),
+    Swap(
+        option="layers",
+        form="LAYERS",
+        takes="N layers",
+        gives="those of a list, in its order",
+        guarantee="exact",
+        needs="nothing; exact where the layers dropped write nothing",
+        source="mergekit's passthrough; ShortGPT 2403.03853",
+        reshape=pick,
+        examples=pick_examples,
+    ),
+)

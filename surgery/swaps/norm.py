@@ -1,0 +1,305 @@
+"""LayerNorm <-> RMSNorm.
+
+LayerNorm -> RMSNorm, exact for a pre-norm model (SliceGPT 2401.15024, section 3; Jiang et al. 2305.14858;
+TransformerLens' centering): if every vector in the residual stream has mean zero, LayerNorm(x) = RMSNorm(x) + β. So
+
+- whatever writes into the stream is centred: W -= mean over outputs, b -= mean(b), the token and position tables too;
+- β moves into what reads the norm: R.bias += R·β, for the last norm into a bias of the head;
+- γ and eps stay.
+
+The mean of the stream reaches nothing but the norms, so subtracting it changes nothing else. A tied head reads the
+same matrix that must be centred on the embedding's side, so it is untied first. Where a norm sits on the embedding
+(BLOOM) the table becomes centre(LayerNorm(table)) and the norm goes. Where the norm's *output* is the residual the
+mean is not free, and no exact form is known: what is left of it is the mean of γ⊙n, n being the normed vector.
+
+RMSNorm -> LayerNorm is in `layernorm`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ...components import Block, FeedForward, GatedFeedForward, LayerNorm, MixtureOfExperts, ModelSpec, Norm, RMSNorm
+from ...errors import SwapRefused
+from ..base import Computed, Model, Moved, Swapped, Tensor, Wide
+from ..basis import CENTRED, Compute, chosen_norms, exchanged, normed_row, with_norms
+from ..layerwise import replaced, unknown, weighed, with_blocks
+from ..registry import Asked, Step, Swap
+from ..stream import head_weight, norms, readers, stream_norms, writers
+from .layernorm import has_rms_norm, rmsnorm_again, to_layernorm
+
+__all__ = [
+    "SWAPS",
+    "layernorm_to_rmsnorm",
+    "off_centre",
+    "replace_layernorm",
+    "why_not_exact",
+]
+
+replace = msgspec.structs.replace
+
+
+def layer_norms(spec: ModelSpec) -> list[str]:
+    """The paths of the LayerNorms in a tree."""
+    return [path for path, node in spec.nodes() if isinstance(node, LayerNorm)]
+
+
+def why_not_exact(spec: ModelSpec) -> str | None:
+    """The reason why LayerNorm -> RMSNorm cannot be exact for this tree, or None."""
+    if not layer_norms(spec):
+        raise SwapRefused("this model has no LayerNorm: its norms are RMSNorm already")
+    if any(block.residual == "normed" for block in spec.blocks):
+        return (
+            "its residual is taken from the norm's output (apply_residual_connection_post_layernorm), so the mean that"
+            " LayerNorm removes is part of what the model computes"
+        )
+    kept = [path for path, norm in stream_norms(spec) if isinstance(norm, RMSNorm)]
+    if kept:
+        return f"{kept[0]} is an RMSNorm already and would see the centred stream, of which it sees the mean today"
+    return None
+
+
+def to_rms(norm: Norm) -> RMSNorm:
+    """The RMSNorm in a LayerNorm's place; one that is there stays."""
+    match norm:
+        case LayerNorm():
+            return RMSNorm(size=norm.size, eps=norm.eps, gain=norm.gain)
+        case RMSNorm():
+            return norm
+        case _:
+            raise unknown("the tree", norm, "LayerNorm or RMSNorm")
+
+
+def centred(name: str) -> Compute:
+    """A writer's weight [out, in] or bias [out], with the mean over its outputs taken off."""
+    return lambda model: without_mean(model.wide(name), 0)
+
+
+def centred_rows(name: str) -> Compute:
+    """A table whose rows go into the stream."""
+    return lambda model: without_mean(model.wide(name), 1)
+
+
+def without_mean(values: Wide, axis: int) -> Wide:
+    """Values less their mean along an axis."""
+    result: Wide = values - values.mean(axis=axis, keepdims=True)
+    return result
+
+
+def normed_rows(table: str, norm: str, eps: float, bias: bool) -> Compute:
+    """centre(LayerNorm(row)) for every row of a table."""
+
+    def compute(model: Model) -> Wide:
+        rows = normed_row(without_mean(model.wide(table), 1), eps) * model.wide(f"{norm}.weight")
+        return without_mean(rows + model.wide(f"{norm}.bias") if bias else rows, 1)
+
+    return compute
+
+
+def shifted(weight: str, bias: str | None, beta: str) -> Compute:
+    """A reader's bias after β moved into it: bias + W·β."""
+    if bias is None:
+        return lambda model: model.wide(weight) @ model.wide(beta)
+    return lambda model: model.wide(weight) @ model.wide(beta) + model.wide(bias)
+
+
+def centred_with(bias: str | None, beta: str) -> Compute:
+    """A writer's bias after β moved into it, without its mean: where the norm's output is the residual."""
+    return lambda model: without_mean(model.wide(beta) + (0 if bias is None else model.wide(bias)), 0)
+
+
+# --- LayerNorm -> RMSNorm ---------------------------------------------------------------------------------------------
+
+
+def layernorm_to_rmsnorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
+    """The exact swap, for all norms or those of some layers."""
+    reason = why_not_exact(spec)
+    if reason is not None:
+        raise SwapRefused(
+            f"LayerNorm -> RMSNorm cannot be exact here: {reason}",
+            "--approximate replaces the norms all the same and measures the damage.",
+        )
+    new, tensors = centred_tree(spec, layers)
+    notes = ("the head was untied from the embedding: it needs the table uncentred",) if spec.head.tied else ()
+    return Swapped(new, "exact", tensors, summary(spec, layers), notes)
+
+
+def centred_tree(spec: ModelSpec, layers: tuple[int, ...] | None) -> tuple[ModelSpec, dict[str, Tensor]]:
+    """A tree with a stream of mean zero, as far as it is not a norm's output, and RMSNorms for LayerNorms."""
+    computed: dict[str, Compute] = {}
+    moved: dict[str, Tensor] = {}
+    blocks = {
+        layer: _block(block, f"blocks.{layer}", layers is None or layer in layers, computed)
+        for layer, block in enumerate(spec.blocks)
+    }
+    head, final = spec.head, spec.final_norm
+    if layers is None:
+        if isinstance(final, LayerNorm) and final.bias:
+            old = "head.bias" if head.bias else None
+            computed["head.bias"] = shifted(head_weight(spec), old, "final_norm.bias")
+            head = replace(head, bias=True)
+        final = to_rms(final)
+    if head.tied:
+        head = replace(head, tied=False)
+        moved["head.weight"] = Moved("embedding.weight")
+    embedding = spec.embedding
+    if isinstance(embedding.norm, LayerNorm):
+        norm = embedding.norm
+        weighed("embedding.norm", norm)
+        computed["embedding.weight"] = normed_rows("embedding.weight", "embedding.norm", norm.eps, norm.bias)
+        embedding = replace(embedding, norm=None)
+    else:
+        assert embedding.norm is None
+        computed["embedding.weight"] = centred_rows("embedding.weight")
+    if spec.positions is not None:
+        computed["positions.weight"] = centred_rows("positions.weight")
+    new = with_blocks(spec, blocks, embedding=embedding, final_norm=final, head=head)
+    return new, {name: Computed(make) for name, make in computed.items()} | moved
+
+
+def _block(block: Block, path: str, chosen: bool, computed: dict[str, Compute]) -> Block:
+    """The block with its writers centred and, where it is chosen, its norms exchanged; what changes in its tensors
+    goes into `computed`.
+    """
+    attention, inner = block.attention, block.feed_forward
+    gone = dict(norms(block, path)) if chosen else {}
+    shifting = {name for name, norm in gone.items() if isinstance(norm, LayerNorm) and norm.bias}
+    for each in readers(block, path):
+        if each.norm in shifting and each.may_have_bias:
+            old = each.bias_name if each.bias else None
+            computed[each.bias_name] = shifted(each.weight, old, f"{each.norm}.bias")
+    if f"{path}.attention_norm" in shifting:
+        attention = replace(attention, qkv_bias=True)
+    if inner_norm(block, path) in shifting:
+        inner = with_biases(inner, up=True)
+    for each in writers(block, path):
+        computed[each.weight] = centred(each.weight)
+        if each.bias:
+            computed[each.bias_name] = centred(each.bias_name)
+    if block.residual == "normed":  # β is part of the residual too
+        for each in writers(block, path):
+            beta = f"{path}.attention_norm" if each.path.endswith("o_proj") else f"{path}.feed_forward_norm"
+            if beta in shifting:
+                computed[each.bias_name] = centred_with(each.bias_name if each.bias else None, f"{beta}.bias")
+        if f"{path}.attention_norm" in shifting:
+            attention = replace(attention, output_bias=True)
+        if f"{path}.feed_forward_norm" in shifting:
+            inner = with_biases(inner, down=True)
+    return replaced(
+        with_norms(block, path, {name: to_rms(norm) for name, norm in gone.items()}),
+        attention=attention,
+        feed_forward=inner,
+    )
+
+
+def inner_norm(block: Block, path: str) -> str:
+    """The path of the norm that the feed-forward reads."""
+    return f"{path}.attention_norm" if block.feed_forward_norm is None else f"{path}.feed_forward_norm"
+
+
+def with_biases(feed_forward: Any, up: bool = False, down: bool = False) -> Any:
+    """A feed-forward, or a mixture's experts, with more biases."""
+    match feed_forward:
+        case MixtureOfExperts():
+            return replace(feed_forward, expert=with_biases(feed_forward.expert, up, down))
+        case FeedForward() | GatedFeedForward():
+            return replace(feed_forward, up_bias=feed_forward.up_bias or up, down_bias=feed_forward.down_bias or down)
+        case _:
+            raise unknown("a layer", feed_forward, "a feed-forward")
+
+
+def replace_layernorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
+    """The plain replacement: γ and eps kept, β and the centring dropped. Approximate at best."""
+    why_not_exact(spec)
+    norm = spec.embedding.norm
+    old = chosen_norms(spec, layers)
+    if norm is not None and layers is None:
+        old["embedding.norm"] = norm
+    new = exchanged(spec, {path: to_rms(each) for path, each in old.items()})
+    return Swapped(new, "approximate", {}, summary(spec, layers))
+
+
+def summary(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> dict[str, Any]:
+    """What the output's record says of it."""
+    if layers is None:
+        return {"from": "layernorm", "to": "rmsnorm", "norms": len(layer_norms(spec))}
+    inside = [name for name in layer_norms(spec) if name.startswith("blocks.") and int(name.split(".")[1]) in layers]
+    return {"from": "layernorm", "to": "rmsnorm", "norms": len(inside)}
+
+
+def steered(model: Model, router: str, beta: str) -> bool:
+    """Whether β moves a router's scores otherwise than all alike, which the softmax would not see."""
+    shift = shifted(f"{router}.weight", None, beta)(model)
+    return bool(np.ptp(shift) > CENTRED * max(1.0, float(np.abs(shift).max())))
+
+
+def off_centre(spec: ModelSpec, asked: Asked) -> str | None:
+    """The first router that LayerNorm's β would steer: it has no bias that could take it up."""
+    layers = asked.layers
+    for layer, block in enumerate(spec.blocks):
+        if not isinstance(block.feed_forward, MixtureOfExperts) or not (layers is None or layer in layers):
+            continue
+        path = f"blocks.{layer}"
+        norm = inner_norm(block, path)
+        record = dict(norms(block, path))[norm]
+        if not (isinstance(record, LayerNorm) and record.bias):
+            continue
+        router = f"{path}.feed_forward.router"
+        if asked.weights.ask(partial(steered, router=router, beta=f"{norm}.bias"), True, False):
+            return router
+    return None
+
+
+def to_rmsnorm(spec: ModelSpec, asked: Asked) -> Swapped:
+    """LayerNorm -> RMSNorm, as exactly as is asked."""
+    if asked.approximate:
+        reason = why_not_exact(spec)
+        mixture = any(isinstance(block.feed_forward, MixtureOfExperts) for block in spec.blocks)
+        normed = all(block.residual == "normed" for block in spec.blocks)
+        if reason is None or mixture or not normed or asked.layers is not None:
+            return replace_layernorm(spec, asked.layers)
+        new, tensors = centred_tree(spec, None)
+        notes = ("all but the mean of each norm's own output was taken care of",)
+        return Swapped(new, "approximate", tensors, summary(spec), notes)
+    if why_not_exact(spec) is None:
+        router = off_centre(spec, asked)
+        if router is not None:
+            raise SwapRefused(
+                f"LayerNorm -> RMSNorm cannot be exact here: the bias of the norm steers {router}, which has none",
+                "Exchange the norms before the feed-forwards become experts, or --approximate.",
+            )
+    return layernorm_to_rmsnorm(spec, asked.layers)
+
+
+SWAPS = (
+    Swap(
+        option="norm",
+        form="rmsnorm",
+        takes="LayerNorm",
+        gives="RMSNorm",
+        guarantee="exact",
+        needs="norms before attention and feed-forward (pre-norm), all of them LayerNorms",
+        source="SliceGPT 2401.15024; Jiang et al. 2305.14858; TransformerLens",
+        reshape=to_rmsnorm,
+        examples=lambda spec: ("rmsnorm",) if layer_norms(spec) else (),
+        by_layer=True,
+        inverse=lambda before, asked: None if asked.approximate else Step("norm", "layernorm"),
+    ),
+    Swap(
+        option="norm",
+        form="layernorm",
+        takes="RMSNorm",
+        gives="LayerNorm",
+        guarantee="exact",
+        needs="pre-norm, all norms on the residual stream RMSNorms; one more dimension, unless it has no mean already",
+        source="an isometry onto the vectors of mean zero; after SliceGPT 2401.15024, section 3",
+        reshape=to_layernorm,
+        examples=lambda spec: ("layernorm",) if has_rms_norm(spec) else (),
+        by_layer=True,
+        inverse=rmsnorm_again,
+    ),
+)

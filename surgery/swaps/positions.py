@@ -1,0 +1,400 @@
+"""What tells positions apart: rotary, ALiBi, a learned table, nothing. `context_length` has the length of the table.
+
+From one to another is a start for training but where nothing was told apart before and after. The starts:
+
+- a learned table goes: its mean joins the token embeddings, so that the stream keeps its place (a tied head keeps the
+  old table, and is untied);
+- rotary positions go: each pair of a head is turned by its mean rotation instead, folded into q (`rope.mean_rotation`);
+- a learned table comes: it is zero. Neutral rotary positions turn nothing: a tree without positions in the form that
+  llama-like families can hold.
+
+`--approximate` leaves the means out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+
+from ...components import ALiBi, Attention, LatentAttention, LayerNorm, LearnedPositions, ModelSpec, Position, Rotary
+from ...errors import SwapRefused, UsageError
+from ..base import Computed, Filled, Guarantee, Model, Moved, Promise, Swapped, Tensor, Wide
+from ..layerwise import blocks_text, unknown, with_attention
+from ..registry import Asked, Step, Swap
+from ..rotation import NEUTRAL, is_neutral, mean_rotation, turned_queries
+from .context_length import CONTEXT
+
+__all__ = ["SWAPS", "Kind", "kind"]
+
+replace = msgspec.structs.replace
+Kind = Literal["learned", "rope", "alibi", "none", "mixed"]
+
+BASE = 10_000.0
+"""RoPE's base (2104.09864)."""
+
+
+# --- what is there ----------------------------------------------------------------------------------------------------
+
+
+def kind(spec: ModelSpec) -> Kind:
+    """What tells positions apart in a tree; "mixed" where layers differ or there is a table besides. Neutral rotary
+    positions tell nothing apart.
+    """
+    found = {kind_of(block.attention.position) for block in spec.blocks}
+    if spec.positions is not None:
+        return "learned" if found == {"none"} else "mixed"
+    return found.pop() if len(found) == 1 else "mixed"
+
+
+def kind_of(position: Position | None) -> Literal["rope", "alibi", "none"]:
+    """The same of one layer."""
+    match position:
+        case None:
+            return "none"
+        case ALiBi():
+            return "alibi"
+        case Rotary():
+            return "none" if is_neutral(position) else "rope"
+        case _:
+            raise unknown("a layer", position, "positions that it knows")
+
+
+# --- from one to another ----------------------------------------------------------------------------------------------
+
+
+def to_rope(spec: ModelSpec, asked: Asked) -> Swapped:
+    """Rotary positions: of base 10,000, of the base that is asked for, or neutral ones.
+
+    On rotary layers another base is all that changes.
+    """
+    neutral = asked.argument == "neutral"
+    base = None if neutral or asked.argument is None else _base(asked.argument)
+
+    def position(layer: int, attention: Attention | LatentAttention) -> Position | None:
+        now = attention.position
+        if isinstance(now, Rotary):
+            if neutral:
+                return replace(now, scaling=NEUTRAL)
+            return replace(now, base=base or now.base, scaling=None if is_neutral(now) else now.scaling)
+        if isinstance(attention, LatentAttention):
+            raise SwapRefused(
+                f"the keys of layer {layer} come from a latent and have no place for rotary positions",
+                "--position rope goes before --attention mla.",
+            )
+        if attention.head_dim % 2:
+            raise SwapRefused(
+                f"rotary positions turn pairs of elements, and the heads of layer {layer} have {attention.head_dim}",
+                f"First --head-dim {attention.head_dim + 1}.",
+            )
+        return Rotary(dim=attention.head_dim, base=base or BASE, scaling=NEUTRAL if neutral else None)
+
+    chosen = {layer: position(layer, spec.blocks[layer].attention) for layer in asked.chosen(spec)}
+    hint = "Another base: --position rope:BASE. A longer context: --rope-scaling."
+    return repositioned(spec, asked, chosen, "rope:neutral" if neutral else "rope", hint)
+
+
+def _base(text: str) -> float:
+    """RoPE's base."""
+    try:
+        base = float(text)
+    except ValueError:
+        base = math.nan
+    if not 1 < base < math.inf:
+        raise UsageError(f"--position rope:{text}: expected a base above 1, as in rope:500000, or rope:neutral")
+    return base
+
+
+def to_alibi(spec: ModelSpec, asked: Asked) -> Swapped:
+    """ALiBi: as other layers have it, else outside the scale of the scores, as in the paper."""
+    others = (block.attention.position for block in spec.blocks)
+    alibi = next((each for each in others if isinstance(each, ALiBi)), ALiBi())
+    return repositioned(spec, asked, dict.fromkeys(asked.chosen(spec), alibi), "alibi")
+
+
+def to_none(spec: ModelSpec, asked: Asked) -> Swapped:
+    """No positions: causal attention alone tells them apart."""
+    return repositioned(spec, asked, dict.fromkeys(asked.chosen(spec)), "none")
+
+
+def to_learned(spec: ModelSpec, asked: Asked) -> Swapped:
+    """A table of positions, all zero."""
+    if asked.layers is not None:
+        raise SwapRefused(
+            "a table of positions is added to the token embeddings and reaches every layer", "Leave --blocks out."
+        )
+    if spec.positions is not None:
+        raise SwapRefused(
+            f"this model has a table of {spec.positions.length:,} positions already", "A longer one: --context N."
+        )
+    if asked.argument is None and spec.context_length is None:
+        raise SwapRefused("nothing says how many positions the table needs", "Say it: --position learned:LENGTH.")
+    length = spec.context_length if asked.argument is None else asked.number("the table's length", most=10**9)
+    assert length is not None
+    table = LearnedPositions(length=length, size=spec.hidden_size)
+    return repositioned(spec, asked, dict.fromkeys(range(len(spec.blocks))), "learned", table=table)
+
+
+def repositioned(
+    spec: ModelSpec,
+    asked: Asked,
+    positions: dict[int, Position | None],
+    to: str,
+    hint: str | None = None,
+    table: LearnedPositions | None = None,
+) -> Swapped:
+    """Each layer with the positions that are given for it, and the table that is, or none."""
+    changed = {layer: each for layer, each in positions.items() if spec.blocks[layer].attention.position != each}
+    if not changed and table is None and spec.positions is None:
+        where = "these layers" if asked.layers is not None else "its layers"
+        raise SwapRefused(f"{where} have these positions already: {to}", hint)
+    if spec.positions is not None and asked.layers is not None:
+        raise SwapRefused(
+            "the table of positions is added to the token embeddings and reaches every layer",
+            f"Leave --blocks out, or first --position none and then --position {to} in the layers that need it.",
+        )
+    attention = {layer: with_position(layer, spec.blocks[layer].attention, each) for layer, each in changed.items()}
+    tensors: dict[str, Tensor] = {}
+    for layer in changed if not asked.approximate else ():
+        tensors |= without_rotation(spec, layer, changed[layer])
+    after = with_attention(spec, attention)
+    notes: list[str] = []
+    if spec.positions is not None:
+        after = without_table(after, asked, tensors, notes)
+    if table is not None:
+        after = replace(after, positions=table, context_length=table.length)
+        tensors["positions.weight"] = Filled((table.length, table.size), 0.0, "embedding.weight")
+    guarantee = guaranteed(spec, changed, asked)
+    if guarantee == "retrained" and spec.positions is None and another_base(spec, changed):
+        guarantee = "approximate"
+    summary = {"from": kind(spec), "to": to, "layers": sorted(changed)}
+    return Swapped(after, guarantee, tensors, summary, tuple(notes), Promise(length=table.length if table else None))
+
+
+def another_base(spec: ModelSpec, changed: dict[int, Position | None]) -> bool:
+    """Whether layers that change were rotary and stay so."""
+    return all(
+        kind_of(spec.blocks[layer].attention.position) == kind_of(after) == "rope" for layer, after in changed.items()
+    )
+
+
+def with_position(layer: int, attention: Attention | LatentAttention, position: Position | None) -> Any:
+    """An attention with other positions, and what of its rounding does not go with them as they need it."""
+    match attention:
+        case LatentAttention():
+            if isinstance(attention.position, Rotary) != isinstance(position, Rotary):
+                raise SwapRefused(
+                    f"layer {layer} has keys of their own for rotary positions, apart from its latent",
+                    "--position rope:neutral turns the rotation off and keeps them.",
+                )
+            return replace(attention, position=position)
+        case Attention() if isinstance(position, ALiBi):
+            wide = "repeat" if attention.kv_expansion == "broadcast" else attention.kv_expansion
+            return replace(attention, position=position, scores="input", kv_expansion=wide)
+        case Attention():
+            return replace(attention, position=position)
+        case _:
+            raise unknown(f"layer {layer}", attention, "attention")
+
+
+def without_rotation(spec: ModelSpec, layer: int, after: Position | None) -> dict[str, Tensor]:
+    """The queries of a layer whose rotary positions go, turned by their mean rotation. Where ALiBi comes instead it
+    draws attention nearer, and so does the mean.
+    """
+    attention = spec.blocks[layer].attention
+    before = attention.position
+    if not isinstance(before, Rotary) or is_neutral(before) or kind_of(after) == "rope":
+        return {}
+    if isinstance(attention, LatentAttention):
+        return {}
+    near = 1.0 if isinstance(after, ALiBi) else 0.5
+    factors = mean_rotation(before, spec.context_length, attention.window, near)
+    return turned_queries(f"blocks.{layer}.attention", attention, before, factors)
+
+
+def guaranteed(spec: ModelSpec, changed: dict[int, Position | None], asked: Asked) -> Guarantee:
+    """Exact where nothing told positions apart before and nothing does after."""
+    still = all(
+        kind_of(spec.blocks[layer].attention.position) == kind_of(after) == "none" for layer, after in changed.items()
+    )
+    if not still:
+        return "retrained"
+    if spec.positions is None:
+        return "exact"
+    if asked.weights.zero("positions.weight"):
+        return "exact"
+    return "exact" if not asked.approximate and asked.weights.ask(rows_alike, False, True) else "retrained"
+
+
+def rows_alike(model: Model) -> bool:
+    """Whether the table of positions has one row over and over."""
+    rows = model.wide("positions.weight")
+    return bool((rows == rows[0]).all())
+
+
+# --- a table that goes ------------------------------------------------------------------------------------------------
+
+
+def mean_row(rows: Wide) -> Wide:
+    """The mean of a table's rows, and that row itself where all are alike: their sum may round."""
+    mean: Wide = rows[0] if (rows == rows[0]).all() else rows.mean(axis=0)
+    return mean
+
+
+def without_table(spec: ModelSpec, asked: Asked, tensors: dict[str, Tensor], notes: list[str]) -> ModelSpec:
+    """The tree without its table, whose mean joins the token embeddings."""
+    after = replace(spec, positions=None)
+    if asked.approximate or asked.weights.zero("positions.weight"):
+        return after
+    if asked.weights.ask(lambda model: not mean_row(model.wide("positions.weight")).any(), False, True):
+        return after
+    norm = spec.embedding.norm
+    if norm is None:
+        tensors["embedding.weight"] = Computed(
+            lambda model: model.wide("embedding.weight") + mean_row(model.wide("positions.weight"))
+        )
+        if spec.head.tied:
+            tensors["head.weight"] = Moved("embedding.weight")
+            after = replace(after, head=replace(spec.head, tied=False))
+            notes.append("the head was untied from the embedding: it needs the table without the mean position")
+        return after
+    if not isinstance(norm, LayerNorm):
+        raise SwapRefused(
+            "the mean position joins the token embeddings behind their RMSNorm, which has no bias to hold it",
+            "--approximate leaves it out.",
+        )
+    had = norm.bias
+
+    def shifted(model: Model) -> Wide:
+        mean = mean_row(model.wide("positions.weight"))
+        return mean + model.wide("embedding.norm.bias") if had else mean
+
+    tensors["embedding.norm.bias"] = Computed(shifted)
+    return replace(after, embedding=replace(spec.embedding, norm=replace(norm, bias=True)))
+
+
+# --- the way back -----------------------------------------------------------------------------------------------------
+
+
+def _positions(spec: ModelSpec, layers: Iterable[int]) -> set[Position | None]:
+    return {spec.blocks[layer].attention.position for layer in layers}
+
+
+def back_to_none(before: ModelSpec, asked: Asked) -> Step | None:
+    """Of neutral rotary positions or a table of zeros, where there were none."""
+    chosen = asked.chosen(before)
+    if before.positions is not None or _positions(before, chosen) != {None}:
+        return None
+    if asked.value.startswith("learned"):
+        length = before.context_length if asked.argument is None else int(asked.argument)
+        if length != before.context_length:
+            return None
+    return Step("position", "none", blocks=blocks_text(asked))
+
+
+def back_to_neutral(before: ModelSpec, asked: Asked) -> Step | None:
+    """Of none, where neutral rotary positions were on whole heads."""
+    chosen = asked.chosen(before)
+    for layer in chosen:
+        attention = before.blocks[layer].attention
+        if isinstance(attention, LatentAttention):
+            return None
+        if attention.position != Rotary(dim=attention.head_dim, base=BASE, scaling=NEUTRAL):
+            return None
+    if before.positions is not None:
+        return None
+    return Step("position", "rope:neutral", blocks=blocks_text(asked))
+
+
+# --- the list ---------------------------------------------------------------------------------------------------------
+
+
+def _unless(spec: ModelSpec, there: Kind, value: str) -> Sequence[str]:
+    return () if kind(spec) == there else (value,)
+
+
+def _neutral_example(spec: ModelSpec) -> Sequence[str]:
+    return ("rope:neutral",) if kind(spec) == "none" and {None} == _positions(spec, range(len(spec.blocks))) else ()
+
+
+def _none_example(spec: ModelSpec) -> Sequence[str]:
+    plain = spec.positions is None and {None} == _positions(spec, range(len(spec.blocks)))
+    return () if plain else ("none",)
+
+
+def _learned_example(form: str, spec: ModelSpec) -> Sequence[str]:
+    """The form that says a length is for trees that know none."""
+    if spec.positions is not None or (form == "learned") != (spec.context_length is not None):
+        return ()
+    return (form.replace("LENGTH", "64"),)
+
+
+TRAINED = "to be trained, but where nothing told positions apart before either"
+DROPE = "DroPE 2512.12167; the mean rotation is derived for gptkit"
+
+entry = partial(Swap, option="position", takes="positions")
+
+SWAPS: tuple[Swap, ...] = (
+    entry(
+        form="rope:neutral",
+        gives="RoPE that turns nothing",
+        guarantee="exact",
+        needs=TRAINED,
+        source="derived for gptkit: transformers' rope_type linear with factor 1e30",
+        reshape=to_rope,
+        examples=_neutral_example,
+        by_layer=True,
+        inverse=back_to_none,
+    ),
+    *(
+        entry(
+            form=form,
+            gives="RoPE",
+            guarantee="retrained",
+            needs="heads with an even number of elements",
+            source="Su et al. 2104.09864",
+            reshape=to_rope,
+            examples=(lambda spec: _unless(spec, "rope", "rope")) if form == "rope" else lambda spec: (),
+            by_layer=True,
+        )
+        for form in ("rope", "rope:BASE")
+    ),
+    entry(
+        form="alibi",
+        gives="ALiBi",
+        guarantee="retrained",
+        needs="nothing",
+        source="Press et al. 2108.12409; the mean rotation is derived for gptkit",
+        reshape=to_alibi,
+        examples=lambda spec: _unless(spec, "alibi", "alibi"),
+        by_layer=True,
+    ),
+    entry(
+        form="none",
+        gives="no positions",
+        guarantee="exact",
+        needs=f"{TRAINED}: a table whose rows are alike, neutral RoPE",
+        source=DROPE,
+        reshape=to_none,
+        examples=_none_example,
+        by_layer=True,
+        inverse=back_to_neutral,
+    ),
+    *(
+        entry(
+            form=form,
+            gives="a table of positions, all zero",
+            guarantee="exact",
+            needs=TRAINED,
+            source="derived for gptkit",
+            reshape=to_learned,
+            examples=partial(_learned_example, form),
+            inverse=back_to_none,
+        )
+        for form in ("learned", "learned:LENGTH")
+    ),
+    CONTEXT,
+)

@@ -1,0 +1,298 @@
+"""The vocabulary: padded with rows of zeros, cut to its first tokens, pruned to chosen ones.
+
+Rows of the embedding and of the head are moved as they are, so that every logit of a kept token stays what it was: what
+is compared afterwards is the kept tokens alone (`Promise.tokens`). A token that is new has a row of zeros in the head,
+and with it a logit of 0 wherever it is asked for, which is not the least there is.
+
+Fewer tokens need a tokenizer of fewer tokens; see `converter.vocabulary` for what becomes of its files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ...components import ModelSpec
+from ...converter.resolve import CONFIG
+from ...converter.tokenizer import load_tokenizer
+from ...converter.vocabulary import Vocabulary, read_vocabulary
+from ...errors import InvalidInput, SwapRefused, UsageError
+from ..base import Moved, Promise, Swapped, Tensor
+from ..registry import Asked, Step, Swap
+
+__all__ = ["SWAPS"]
+
+replace = msgspec.structs.replace
+Array = NDArray[Any]
+
+TOLD = 4
+"""Tokens that a message names."""
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def tables(spec: ModelSpec) -> list[str]:
+    """The tensors that have a row, or an element, for every token."""
+    names = ["embedding.weight"]
+    return names + [f"head.{name}" for name in spec.head.shapes()]
+
+
+def sized(spec: ModelSpec, size: int) -> ModelSpec:
+    """The tree with so many tokens."""
+    return replace(
+        spec,
+        embedding=replace(spec.embedding, vocab_size=size),
+        head=replace(spec.head, vocab_size=size),
+    )
+
+
+def with_zeros(rows: int) -> Callable[[Array], Array]:
+    """A table with rows of zeros behind its own."""
+    return lambda table: np.concatenate([table, np.zeros((rows, *table.shape[1:]), table.dtype)])
+
+
+def picked(ids: Sequence[int]) -> Callable[[Array], Array]:
+    """The rows of these tokens, in this order."""
+    return lambda table: table[np.asarray(ids)]
+
+
+def moved(spec: ModelSpec, move: Callable[[Array], Array]) -> Mapping[str, Tensor]:
+    """Every table with the same done to its rows."""
+    return {name: Moved(name, move) for name in tables(spec)}
+
+
+# --- padded, cut ------------------------------------------------------------------------------------------------------
+
+
+def to_size(spec: ModelSpec, asked: Asked) -> Swapped:
+    """Padded or cut to a number of tokens."""
+    if asked.argument is not None:
+        raise UsageError(f"--vocab {asked.value!r} is unknown", "known: N, multiple:N, prune:FILE, prune-text:FILE")
+    size, now = asked.number("a number of tokens"), spec.vocab_size
+    if size == now:
+        raise SwapRefused(f"the vocabulary has {now:,} tokens already")
+    return pad(spec, size) if size > now else cut(spec, asked, size)
+
+
+def to_multiple(spec: ModelSpec, asked: Asked) -> Swapped:
+    """Padded up to the next multiple of a number."""
+    of, now = asked.number("a number of tokens"), spec.vocab_size
+    if now % of == 0:
+        raise SwapRefused(f"the vocabulary of {now:,} tokens is a multiple of {of} already")
+    return pad(spec, -(-now // of) * of)
+
+
+def pad(spec: ModelSpec, size: int) -> Swapped:
+    """More rows, of zeros."""
+    now = spec.vocab_size
+    kept = tuple(range(now))
+    note = (
+        f"the {size - now:,} new tokens have a logit of 0 at every position until they are trained, which sampling may"
+        " draw; all others have theirs"
+    )
+    return Swapped(
+        sized(spec, size),
+        "exact",
+        moved(spec, with_zeros(size - now)),
+        {"from": now, "to": size},
+        (note,),
+        Promise(tokens=(kept, kept)),
+    )
+
+
+def cut(spec: ModelSpec, asked: Asked, size: int) -> Swapped:
+    """The first tokens alone."""
+    vocabulary = vocabulary_of(asked)
+    kept = range(size)
+    files: Mapping[str, bytes | None] = {}
+    if vocabulary is not None and max(vocabulary.tokens.values(), default=0) >= size:
+        _require_within(vocabulary, size, spec.vocab_size)
+        files = vocabulary.cut({i: i for i in kept if i in vocabulary.names})
+    notes = () if vocabulary is not None else (NO_TOKENIZER,)
+    ids = tuple(kept)
+    return Swapped(
+        sized(spec, size),
+        "exact",
+        moved(spec, lambda table: table[:size]),
+        {"from": spec.vocab_size, "to": size},
+        notes,
+        Promise(tokens=(ids, ids)),
+        files,
+    )
+
+
+NO_TOKENIZER = "there is no tokenizer beside the model: ids that its config.json names were not checked"
+
+
+def _require_within(vocabulary: Vocabulary, size: int, now: int) -> None:
+    """Raise SwapRefused where the first `size` tokens cannot do without a later one."""
+    hint = "--vocab prune:FILE keeps chosen tokens and what they need, and renumbers them."
+    needed = {i: why for i, why in vocabulary.required().items() if size <= i < now}
+    if needed:
+        some = [f"{vocabulary.names[i]!r} ({i}: {needed[i]})" for i in sorted(needed)[:TOLD]]
+        more = f" and {len(needed) - TOLD} more" if len(needed) > TOLD else ""
+        least = max(needed) + 1
+        raise SwapRefused(
+            f"the first {size:,} tokens are not enough: the tokenizer needs {', '.join(some)}{more}",
+            hint if least >= now else f"Possible from {least:,} on. {hint}",
+        )
+    parts = sorted(i for i in vocabulary.closed(i for i in vocabulary.names if i < size) if i >= size)
+    if parts:
+        some = [f"{vocabulary.names[i]!r} ({i})" for i in parts[:TOLD]]
+        raise SwapRefused(
+            f"tokens among the first {size:,} are merged from {len(parts):,} that would be cut: {', '.join(some)}", hint
+        )
+
+
+# --- pruned -----------------------------------------------------------------------------------------------------------
+
+
+def prune_to_list(spec: ModelSpec, asked: Asked) -> Swapped:
+    """The tokens that a file lists, one a line: as the vocabulary writes it, or where it has none such, an id."""
+    vocabulary = _required_vocabulary(asked)
+    lines = [line for line in read_plain(asked.argument or "").split("\n") if line]
+    ids, unknown = set(), []
+    for number, line in enumerate(lines, 1):
+        token = line.removesuffix("\r")
+        by_id = int(token) if token.isascii() and token.isdecimal() and len(token) < 10 else -1
+        token_id = vocabulary.tokens.get(token, by_id if by_id in vocabulary.names else -1)
+        if token_id < 0:
+            unknown.append(f"{token!r:.40} (line {number:,})")
+        ids.add(token_id)
+    if unknown:
+        some = ", ".join(unknown[:TOLD]) + (f" and {len(unknown) - TOLD} more" if len(unknown) > TOLD else "")
+        raise InvalidInput(
+            f"{asked.argument} names what is neither a token nor an id: {some}",
+            "One token a line, as the tokenizer's vocabulary writes it. prune-text:FILE takes any text.",
+        )
+    if not lines:
+        raise InvalidInput(f"{asked.argument} names no token")
+    return prune(spec, vocabulary, ids)
+
+
+def prune_to_text(spec: ModelSpec, asked: Asked) -> Swapped:
+    """The tokens that a text encodes to."""
+    vocabulary = _required_vocabulary(asked)
+    texts = asked.texts if asked.files is None or "tokenizer.json" in asked.texts else None
+    tokenizer = load_tokenizer(asked.files or Path(), texts)
+    assert tokenizer is not None
+    return prune(spec, vocabulary, set(tokenizer.encode(read_plain(asked.argument or ""))))
+
+
+def prune(spec: ModelSpec, vocabulary: Vocabulary, ids: set[int]) -> Swapped:
+    """These tokens and all that they need, in the order in which they were, numbered from 0."""
+    required = set(vocabulary.required())
+    kept = sorted(vocabulary.closed(ids | required))
+    if kept[-1] >= spec.vocab_size:
+        raise SwapRefused(
+            f"token {kept[-1]:,} of the tokenizer is {vocabulary.names[kept[-1]]!r}, the model has {spec.vocab_size:,}",
+            f"--vocab {max(vocabulary.names) + 1} first gives every token one.",
+        )
+    if len(kept) == spec.vocab_size:
+        raise SwapRefused(
+            f"nothing to prune: the tokens asked for, and what they need, are all {len(kept):,}",
+            "A shorter list, or a text that uses fewer.",
+        )
+    table = {old: new for new, old in enumerate(kept)}
+    files = vocabulary.cut(table)
+    needed = len(set(kept) - ids)
+    summary = {"from": spec.vocab_size, "to": len(kept), "asked_for": len(ids), "added": needed}
+    notes = [f"{len(kept):,} of {spec.vocab_size:,} tokens kept: {len(ids):,} as asked, {needed:,} that they need"]
+    lost = sorted(name for name, text in files.items() if text is None)
+    if lost:
+        notes.append(f"left out, for they describe the old tokens: {', '.join(lost)}")
+    return Swapped(
+        sized(spec, len(kept)),
+        "exact",
+        moved(spec, picked(kept)),
+        summary,
+        tuple(notes),
+        Promise(tokens=(tuple(kept), tuple(range(len(kept))))),
+        files,
+    )
+
+
+def read_plain(name: str) -> str:
+    """A file as text."""
+    try:
+        return Path(name).expanduser().read_bytes().decode()
+    except OSError as error:
+        raise InvalidInput(f"cannot read {name}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{name} is not plain text (UTF-8): byte {error.start:,}") from error
+
+
+# --- the tokenizer ----------------------------------------------------------------------------------------------------
+
+
+def vocabulary_of(asked: Asked) -> Vocabulary | None:
+    """The model's vocabulary; None where there is no tokenizer."""
+    return read_vocabulary(asked.files, asked.texts, config_of(asked))
+
+
+def _required_vocabulary(asked: Asked) -> Vocabulary:
+    found = vocabulary_of(asked)
+    if found is None:
+        raise SwapRefused(
+            "there is no tokenizer beside the model, so nothing says which token is which",
+            "--vocab N keeps the first N tokens.",
+        )
+    return found
+
+
+def config_of(asked: Asked) -> str | None:
+    """The text of the original config.json, as the swaps before left it."""
+    if CONFIG in asked.texts:
+        return asked.texts[CONFIG].decode()
+    return None if asked.origin is None else asked.origin.config_text
+
+
+def _unpadded(before: ModelSpec, asked: Asked) -> Step | None:
+    grows = asked.argument is not None or int(asked.value) > before.vocab_size
+    return Step("vocab", str(before.vocab_size)) if grows else None
+
+
+PRUNED = "a tokenizer; special tokens, single characters and what tokens are merged from stay"
+entry = partial(Swap, option="vocab", takes="vocabulary", guarantee="exact")
+
+SWAPS = (
+    entry(
+        form="multiple:N",
+        gives="a multiple of N",
+        needs="a size that is no multiple yet; exact on the tokens there were",
+        source="Megatron-LM's padding, with zeros",
+        reshape=to_multiple,
+        examples=lambda spec: tuple(f"multiple:{of}" for of in (64, 100) if spec.vocab_size % of)[:1],
+        inverse=_unpadded,
+    ),
+    entry(
+        form="prune:FILE",
+        gives="the tokens that a file lists",
+        needs=PRUNED,
+        source="Load What You Need 2010.05609",
+        reshape=prune_to_list,
+    ),
+    entry(
+        form="prune-text:FILE",
+        gives="the tokens of a text",
+        needs=PRUNED,
+        source="Load What You Need 2010.05609",
+        reshape=prune_to_text,
+    ),
+    entry(
+        form="N",
+        gives="N tokens",
+        needs="for fewer, nothing behind the first N that the tokenizer needs; exact on the tokens of both",
+        source="derived for gptkit: rows of zeros, or rows left out",
+        reshape=to_size,
+        examples=lambda spec: (str(spec.vocab_size + 3),),
+        inverse=_unpadded,
+    ),
+)
