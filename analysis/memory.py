@@ -9,14 +9,15 @@ at that moment, a tenth to a fifth of activations and cache.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..components import ModelSpec
 from ..errors import UsageError
-from .activations import FLOAT, Kernel, Pass, kept, kept_by_checkpointing, way
-from .costs import cache_bytes, costs, usual_context
+from .activations import FLOAT, Kernel, Pass, kept, kept_by_checkpointing, ways
+from .costs import cache_bytes, costs, usual_context, windows
 from .prefill import Logits, peak
 from .sizes import check_sizes, full_dtype, itemsize
 
@@ -245,14 +246,17 @@ def _checkpointed(spec: ModelSpec, run: Pass, logits: int) -> dict[str, int]:
 
 def _windowed(spec: ModelSpec, tokens: int) -> bool:
     """Whether a layer's window is no longer than what is read."""
-    return any(block.attention.window is not None and block.attention.window <= tokens for block in spec.blocks)
+    return any(window <= tokens for window in windows(spec))
 
 
 def _attention(spec: ModelSpec, kernel: Kernel) -> str:
     """In words, which attention keeps its scores: where they are told, memory grows with the context's square."""
+    blocks = [(ways(spec.block_operations(block), kernel), number) for block, number in Counter(spec.blocks).items()]
+    if not any(found for found, _ in blocks):
+        return "no attention"
     if kernel == "eager":
         return "attention that writes its scores out"
-    unfused = sum(way(block.attention) != "fused" for block in spec.blocks)
+    unfused = sum(number for found, number in blocks if found - {"fused"})
     if not unfused:
         return "fused attention"
     where = "" if unfused == len(spec.blocks) else f" in {unfused} of {len(spec.blocks)} layers"
