@@ -10,14 +10,14 @@ from families import CONFIGS, spec_of
 from storages import drawn_ids, kept_bytes, prefill_peak
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from trees import TREES
+from trees import TREES, filled, random_weights
 
 from gptkit.analysis.activations import Pass, kept, kept_by_checkpointing, ways
 from gptkit.analysis.costs import cache_bytes, costs, forward_flops
 from gptkit.analysis.memory import memory, training_memory
 from gptkit.analysis.parameters import count
 from gptkit.analysis.prefill import peak
-from gptkit.components import Attention, Component, Gain, Mixer, ModelSpec, Norm, Weight
+from gptkit.components import Attention, Component, Gain, LayerNorm, Mixer, ModelSpec, Norm, RMSNorm, Weight
 from gptkit.components import operations as ops
 from gptkit.errors import ConfigError
 from gptkit.modules import Decoder
@@ -310,3 +310,40 @@ def test_who_reads_and_who_writes_the_stream(name: str, reads: str, writes: str)
     inside = {each.id for each in program if each.id.endswith(("gate_proj", "up_proj")) and "attention" not in each.id}
     assert reads_stream(program) == {*reads.split(), *inside}
     assert writes_stream(program) == set(writes.split())
+
+
+# --- norms and sums in other places ---
+
+
+def arranged(**fields: Any) -> ModelSpec:
+    """The tree with fields of every sub-layer changed."""
+    blocks = (
+        replace(block, sublayers=tuple(replace(each, **fields) for each in block.sublayers)) for block in LLAMA.blocks
+    )
+    return replace(LLAMA, blocks=tuple(blocks))
+
+
+HIDDEN = LLAMA.hidden_size
+ARRANGED = {
+    "sandwich": arranged(output_norm=RMSNorm(size=HIDDEN, eps=1e-6), multiplier=0.5),
+    "output-norms": arranged(norm=None, output_norm=RMSNorm(size=HIDDEN, eps=1e-6)),
+    "post-norm": arranged(norm=None, sum_norm=LayerNorm(size=HIDDEN, eps=1e-5)),
+    "one-more": arranged(norm=RMSNorm(size=HIDDEN, eps=1e-6, gain="1 + weight", cast="after_weight")),
+    "one-more-cast": arranged(norm=RMSNorm(size=HIDDEN, eps=1e-6, gain="1 + weight")),
+    "one-more-centred": arranged(norm=LayerNorm(size=HIDDEN, eps=1e-6, gain="1 + weight")),
+    "no-gain": arranged(norm=RMSNorm(size=HIDDEN, eps=1e-6, gain="none")),
+    "no-gain-centred": arranged(norm=LayerNorm(size=HIDDEN, eps=1e-6, gain="none", bias=False)),
+}
+
+
+@pytest.mark.parametrize("name", ARRANGED)
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_other_arrangements(name: str, dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = ARRANGED[name]
+    model = filled(spec, random_weights(spec), dtype)
+    found = kept(spec, Pass(24, 2, size))
+    assert sum(found.values()) == kept_bytes(model, drawn_ids(spec, 2, 24), monkeypatch), found
+    measured = prefill_peak(model, drawn_ids(spec, 2, 128), True)
+    assert peak(spec, Pass(128, 2, size)) == pytest.approx(measured, rel=0.06)
+    graph = structure(spec)
+    assert list(path_lines(graph, graph.kinds[0], 100))
