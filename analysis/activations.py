@@ -21,20 +21,10 @@ from typing import Literal
 
 import msgspec
 
-from ..components import Activation, ModelSpec, Rotary
+from ..components import Activation, ModelSpec
 from ..components import operations as ops
 
-__all__ = [
-    "ACTIVATION_COSTS",
-    "Kernel",
-    "Mixing",
-    "Pass",
-    "kept",
-    "kept_by_checkpointing",
-    "mixings",
-    "rotaries",
-    "ways",
-]
+__all__ = ["ACTIVATION_COSTS", "Kernel", "Mixing", "Pass", "kept", "kept_by_checkpointing", "mixings", "tables", "ways"]
 
 Kernel = Literal["sdpa", "eager"]
 
@@ -112,7 +102,7 @@ def kept(spec: ModelSpec, run: Pass) -> dict[str, int]:
     """
     found = _ends(spec, run)
     for block, number in Counter(spec.blocks).items():
-        layer = kept_of(spec.block_operations(block), run)
+        layer = Keeping(spec.block_operations(block), run).found
         found.update({name: value * number for name, value in layer.items()})
     programs = map(spec.block_operations, set(spec.blocks))
     found["attention"] += tables(run, (each for program in programs for each in program))
@@ -125,7 +115,7 @@ def kept_by_checkpointing(spec: ModelSpec, run: Pass) -> dict[str, int]:
     """
     inputs = len(spec.blocks) * run.rows * spec.hidden_size * run.size
     programs = [spec.block_operations(block) for block in set(spec.blocks)]
-    largest = max(kept_of(program, run).total() + tables(run, program) for program in programs)
+    largest = max(Keeping(program, run).found.total() + tables(run, program) for program in programs)
     return {"inputs": inputs, "layer": largest, **_in_order(_ends(spec, run))}
 
 
@@ -138,19 +128,15 @@ def _in_order(found: Counter[str]) -> dict[str, int]:
 
 def _ends(spec: ModelSpec, run: Pass) -> Counter[str]:
     """What lies before the first layer and behind the last."""
-    found = kept_of(spec.before_blocks(), run) + kept_of(spec.after_blocks(), run)
+    found = Keeping(spec.before_blocks(), run).found + Keeping(spec.after_blocks(), run).found
     found["loss"] = run.rows * (spec.vocab_size * FLOAT + LONG)
     return found
 
 
-def rotaries(operations: Iterable[ops.AnyOperation]) -> set[Rotary]:
-    """Each has a table of cosines and one of sines, which all layers share."""
-    return {each.rotary for each in operations if isinstance(each, ops.Rotate)}
-
-
 def tables(run: Pass, operations: Iterable[ops.AnyOperation]) -> int:
-    """Bytes of the tables of rotary positions."""
-    return sum(2 * run.tokens * rotary.dim * run.size for rotary in rotaries(operations))
+    """Bytes of the tables of rotary positions, one of cosines and one of sines each, which all layers share."""
+    rotaries = {each.rotary for each in operations if isinstance(each, ops.Rotate)}
+    return sum(2 * run.tokens * rotary.dim * run.size for rotary in rotaries)
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -245,7 +231,7 @@ class Storage(msgspec.Struct, eq=False):
     kept: dict[str, tuple[str, int]] = {}
 
 
-class View(msgspec.Struct, frozen=True, eq=False):
+class View(msgspec.Struct, eq=False):
     """A result. heads_first: whether a head's rows lie together, and not a token's heads."""
 
     id: str
@@ -255,38 +241,29 @@ class View(msgspec.Struct, frozen=True, eq=False):
     heads_first: bool = False
 
 
-def kept_of(program: ops.Program, run: Pass) -> Counter[str]:
-    """What autograd keeps of a program, by row, without the tables that all layers share.
+class Keeping:
+    """Follows a program. found: what autograd keeps of it, by row, without the tables that all layers share. A tensor
+    is counted under the row of what made it, but a norm's input under "norms".
 
     Raises:
         ConfigError: an operation that is not in the vocabulary.
 
     """
-    return _Keeping(program, run).by_row()
-
-
-class _Keeping:
-    """Follows a program. A tensor is counted under the row of what made it, but a norm's input under "norms"."""
 
     def __init__(self, program: ops.Program, run: Pass) -> None:
         self.program, self.run = program, run
         self.mixings = {each.mix.id: each for each in mixings(program)}
         self.views: dict[str, View] = {}
-        self.storages: list[Storage] = []
-        self.found: Counter[str] = Counter()
+        self.storages: list[Storage] = []  # of which a view is kept
         self.products: dict[str, Storage] = {}
-
-    def by_row(self) -> Counter[str]:
-        for each in self.program:
-            self.follow(each)
+        self.found: Counter[str] = Counter()
+        for each in program:
+            self.views[each.id] = self.follow(each)
         for storage in self.storages:
-            if not storage.kept:
-                continue
             for row, size in storage.kept.values():
                 self.found[row] += size
             # A view keeps all that it is a view of.
             self.found[storage.row] += storage.size - sum(size for _, size in storage.kept.values())
-        return self.found
 
     def bytes(self, operation: ops.AnyOperation) -> int:
         run = self.run
@@ -296,26 +273,23 @@ class _Keeping:
         """An input; what a program is given from outside is as large as what reads it."""
         name = operation.inputs[index]
         if name not in self.views:
-            self.views[name] = self.new(name, self.bytes(operation), "norms")
+            size = self.bytes(operation)
+            self.views[name] = View(name, Storage(size, "norms"), size)
         return self.views[name]
 
-    def new(self, name: str, size: int, row: str, heads: int = 1, heads_first: bool = False) -> View:
-        self.storages.append(Storage(size, row))
-        return View(name, self.storages[-1], size, heads, heads_first)
-
     def keep(self, view: View, row: str = "") -> None:
+        if not view.storage.kept:
+            self.storages.append(view.storage)
         view.storage.kept.setdefault(view.id, (row or view.storage.row, view.size))
 
-    def follow(self, operation: ops.AnyOperation) -> None:
+    def follow(self, operation: ops.AnyOperation) -> View:
         """What an operation keeps, and where its result lies."""
         run, found, size = self.run, self.found, self.bytes(operation)
         numbers = size // run.size
         heads = operation.shape[2] if len(operation.shape) == 4 else 1
         result = View(operation.id, Storage(size, operation.row), size, heads if isinstance(heads, int) else 1)
         match operation:
-            case ops.Tokens():
-                pass
-            case ops.Stream() | ops.Add() | ops.Scale():
+            case ops.Tokens() | ops.Stream() | ops.Add() | ops.Scale():
                 pass
             case ops.Embed():
                 found["embedding"] += run.rows * LONG  # which rows were read
@@ -325,16 +299,14 @@ class _Keeping:
                 self.normed(operation, numbers)
             case ops.Linear():
                 self.keep(self.given(operation))
-                result = self.projected(operation, result)
+                result.storage = self.product(operation, result)
             case ops.Rotate():
                 whole = operation.shape[-1] == operation.rotary.dim  # or else put together of parts, head by head
-                result = msgspec.structs.replace(
-                    result, heads_first=self.given(operation).heads_first if whole else True
-                )
+                result.heads_first = self.given(operation).heads_first if whole else True
             case ops.Cache():
                 result = self.cached(operation, result)
             case ops.Concat():
-                result = msgspec.structs.replace(result, heads_first=True)
+                result.heads_first = True
             case ops.Scores() | ops.Alibi() | ops.Softmax():
                 pass  # with the mix, which kernels compute together with them
             case ops.Cap():
@@ -373,9 +345,7 @@ class _Keeping:
                 found[chosen.storage.row] += chosen.size // run.size * (2 * LONG + run.wide)
             case _:
                 raise ops.unknown(operation, "the memory of training")
-        if result.storage not in self.storages:
-            self.storages.append(result.storage)
-        self.views[operation.id] = result
+        return result
 
     def normed(self, operation: ops.Norm, numbers: int) -> None:
         run, width = self.run, int(operation.shape[-1])
@@ -391,31 +361,26 @@ class _Keeping:
         if operation.gain == "1 + weight":  # which is a tensor of its own
             self.found["norms"] += width * size
 
-    def projected(self, operation: ops.Linear, result: View) -> View:
-        """A projection's result: where one product makes several, a view of it, or what was gathered from it."""
-        if not operation.fused:
-            return result
+    def product(self, operation: ops.Linear, result: View) -> Storage:
+        """Where a projection's result lies: in that of a product of several, unless it is gathered from it."""
         unaligned = int(operation.shape[-1]) * self.run.size % VECTOR != 0
-        if operation.groups > 1 and result.heads > operation.groups and unaligned:
-            return result
+        if not operation.fused or (1 < operation.groups < result.heads and unaligned):
+            return result.storage
         if operation.together not in self.products:
-            whole = sum(
-                self.bytes(each)
-                for each in self.program
-                if isinstance(each, ops.Linear) and each.together == operation.together
-            )
+            whole = sum(self.bytes(each) for each in operation.made_together(self.program))
             self.products[operation.together] = Storage(whole, operation.row)
-        return msgspec.structs.replace(result, storage=self.products[operation.together])
+        return self.products[operation.together]
 
     def cached(self, operation: ops.Cache, result: View) -> View:
         """Keys and values lie as behind a cache, head by head, whether or not there is one."""
-        given = self.given(operation)
-        if operation.repeats > 1:
-            repeated = operation.repeats * result.size
-            return self.new(operation.id, repeated, operation.row, operation.repeats * result.heads, heads_first=True)
+        given, repeats = self.given(operation), operation.repeats
+        if repeats > 1:
+            size = repeats * result.size
+            return View(operation.id, Storage(size, operation.row), size, repeats * result.heads, heads_first=True)
         if given.size == given.storage.size and (given.heads_first or result.heads == 1):
             return given
-        return msgspec.structs.replace(result, heads_first=True)
+        result.heads_first = True
+        return result
 
     def mixed(self, operation: ops.Mix, mixing: Mixing) -> View:
         """What softmax(q·kᵀ)·v keeps, and its result, which is copied where it does not lie token by token."""
@@ -434,10 +399,10 @@ class _Keeping:
             operand(q, heads, run.size)
             for each in (k, v):
                 operand(each, mixing.key_heads(each.heads, run), run.size)
-            result = self.new(operation.id, size, row, heads, q.heads_first)
+            result = View(operation.id, Storage(size, row), size, heads, q.heads_first)
             self.keep(result)
             found["scores"] += run.rows * heads * run.wide + mixing.mask(run)  # the logarithm of each row's sum
-            return self.new(operation.id, size, row) if q.heads_first and heads > 1 else result
+            return View(operation.id, Storage(size, row), size) if q.heads_first and heads > 1 else result
         moved = run.batch > 1 and heads > 1 and not q.heads_first
         operand(q, heads, scored, copied=way == "unfused" or moved)
         operand(k, mixing.key_heads(k.heads, run), scored, copied=way == "unfused")
@@ -445,4 +410,4 @@ class _Keeping:
         pairs = mixing.pairs(run)
         found["scores"] += pairs * (softmax if softmax == weights else softmax + weights)
         found["scores"] += pairs * scored if mixing.cap is not None else 0
-        return self.new(operation.id, size, row)
+        return View(operation.id, Storage(size, row), size)

@@ -52,16 +52,8 @@ class Memory:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values; figures are whole numbers of bytes."""
-        return {
-            "context": self.context,
-            "batch": self.batch,
-            "dtype": self.dtype,
-            "weights": self.weights,
-            "cache": self.cache,
-            "activations": self.activations,
-            "total": self.total,
-            "assumed": list(self.assumed),
-        }
+        names = ("context", "batch", "dtype", "weights", "cache", "activations", "total")
+        return {**{name: getattr(self, name) for name in names}, "assumed": list(self.assumed)}
 
 
 @dataclass(frozen=True)
@@ -111,14 +103,9 @@ class TrainingMemory:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values; figures are whole numbers of bytes."""
+        names = ("context", "batch", "dtype", "weights", "gradients", "moments", "master")
         return {
-            "context": self.context,
-            "batch": self.batch,
-            "dtype": self.dtype,
-            "weights": self.weights,
-            "gradients": self.gradients,
-            "moments": self.moments,
-            "master": self.master,
+            **{name: getattr(self, name) for name in names},
             "activations": self.activations,
             "activations_by_component": dict(self.by_component),
             "checkpointed_activations": self.checkpointed,

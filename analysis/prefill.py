@@ -9,7 +9,7 @@ tokens is chance.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -31,7 +31,7 @@ def peak(spec: ModelSpec, run: Pass, logits: Logits = "last", ends: bool = True)
     Without `ends` the layers alone, of which others make logits.
     """
     programs = {block: spec.block_operations(block) for block in dict.fromkeys(spec.blocks)}
-    layers = {block: _Following(program, run) for block, program in programs.items()}
+    layers = {block: Following(program, run) for block, program in programs.items()}
     worst = held = 0
     for block in spec.blocks:
         layer = layers[block]
@@ -48,8 +48,8 @@ def _after(spec: ModelSpec, run: Pass, logits: Logits) -> int:
     first = next(index for index, each in enumerate(program) if each.row == "head")
     stream = run.rows * spec.hidden_size * run.size
     asked = replace(run, tokens=1) if logits == "last" else run
-    normed = _Following(program[:first], run, stream).most
-    return max(normed, stream + _Following(program[first:], asked).most)
+    normed = Following(program[:first], run, stream).most
+    return max(normed, stream + Following(program[first:], asked).most)
 
 
 def _shared(programs: Collection[ops.Program], run: Pass) -> int:
@@ -84,36 +84,27 @@ class Memory(msgspec.Struct):
     until: int
 
 
-class _Following:
+class Following:
     """Follows a program that reads `given` bytes.
 
     most: bytes alive at the worst moment, what is left for later tokens among them. left: that alone.
     """
 
     def __init__(self, program: ops.Program, run: Pass, given: int = 0) -> None:
-        self.program, self.run = program, run
+        self.program, self.run = in_order_of_making(program), run
         self.mixings = {each.mix.id: each for each in mixings(program)}
-        self.until = self.lifetimes()
-        self.key_heads = {
-            each.id: int(each.shape[2]) * (each.repeats if isinstance(each, ops.Cache) else 1)
-            for each in program
-            if len(each.shape) == 4 and isinstance(each.shape[2], int)
-        }
+        self.operations = {each.id: each for each in program}
         self.memories: dict[str, Memory] = {"": Memory(given, 0)}
         self.most = self.left = 0
-        for index, each in enumerate(program):
-            self.follow(each)
-            gone = [name for name, memory in self.memories.items() if memory.until <= index]
-            for name in gone:
-                del self.memories[name]
-
-    def lifetimes(self) -> dict[str, int]:
-        """The last operation that reads each result, or until which a module has a name for it."""
-        places = {each.id: index for index, each in enumerate(self.program)}
-        until = dict(places)
+        until = lifetimes(self.program)
         for index, each in enumerate(self.program):
-            until.update(dict.fromkeys(each.inputs, index))
-        return {name: max(until[name], places.get(self.program[index].held, 0)) for name, index in places.items()}
+            step = self.step(each)
+            self.left += step.left
+            alive = self.left + sum(memory.size for memory in self.memories.values())
+            self.most = max(self.most, alive + step.result + step.beside)
+            memory = self.memories.setdefault(step.onto or each.id, Memory(step.result, 0))
+            memory.until = max(memory.until, until[each.id])
+            self.memories = {name: memory for name, memory in self.memories.items() if memory.until > index}
 
     def bytes(self, operation: ops.AnyOperation) -> int:
         """Of a result; of copies that run one after the other, of one."""
@@ -121,41 +112,13 @@ class _Following:
         numbers = operation.numbers(B=run.batch, T=run.tokens, S=run.tokens)
         return -(-numbers // operation.apart) * run.size
 
-    def follow(self, operation: ops.AnyOperation) -> None:
-        if operation.id in self.memories:
-            return  # made together with another projection
-        step = self.step(operation)
-        self.left += step.left
-        alive = self.left + sum(memory.size for memory in self.memories.values())
-        self.most = max(self.most, alive + step.result + step.beside)
-        until = self.until[operation.id]
-        if step.onto:
-            memory = self.memories.setdefault(step.onto, Memory(step.result, until))
-            memory.until = max(memory.until, until)
-        elif not isinstance(operation, ops.Linear):
-            self.memories[operation.id] = Memory(step.result, until)
-        else:
-            together = self.together(operation)
-            if operation.fused:
-                until = max(self.until[each.id] for each in together)
-            for each in together:
-                size = 0 if operation.fused and each is not operation else self.bytes(each)
-                self.memories[each.id] = Memory(size, self.until[each.id])
-            if operation.fused:
-                self.memories[operation.id] = Memory(step.result, until)
-
-    def together(self, operation: ops.Linear) -> list[ops.Linear]:
-        """The projections that are made at once."""
-        if not operation.together:
-            return [operation]
-        linears = (each for each in self.program if isinstance(each, ops.Linear))
-        return [each for each in linears if each.together == operation.together]
-
     def step(self, operation: ops.AnyOperation) -> Step:
         """What an operation makes; raises ConfigError for one that is not in the vocabulary."""
         run, size = self.run, self.bytes(operation)
         match operation:
-            case ops.Tokens() | ops.Stream() | ops.Embed() | ops.Positions() | ops.Concat() | ops.Scale() | ops.Add():
+            case ops.Tokens() | ops.Stream() | ops.Embed() | ops.Positions() | ops.Concat() | ops.Gather():
+                return Step(size)
+            case ops.Scale() | ops.Add():
                 return Step(size)
             case ops.Norm():
                 numbers = size // run.size
@@ -163,11 +126,12 @@ class _Following:
                     return Step(size, numbers // int(operation.shape[-1]) * operation.statistics * run.size)
                 return Step(size, numbers * run.wide * (1 if run.size == run.wide else 2) - size)
             case ops.Linear():
-                whole = sum(self.bytes(each) for each in self.together(operation))
+                together = operation.made_together(self.program)
+                if operation.fused and operation is not together[0]:
+                    return Step()  # in the first one's product
+                whole = sum(map(self.bytes, together)) if operation.fused else size
                 rounded = operation.bias and operation.arithmetic == "matmul_add"  # before the bias, and behind it
-                return Step(
-                    whole, whole * (operation.joined + (rounded and (operation.fused or not operation.together)))
-                )
+                return Step(whole, whole * (operation.joined + (rounded and (operation.fused or len(together) == 1))))
             case ops.Rotate(turned=turned):
                 part = size * turned // int(operation.shape[-1])
                 named = operation.start or operation.parts > 1  # parts that are taken out have a name of their own
@@ -191,8 +155,6 @@ class _Following:
                 return Step(onto=operation.inputs[0]) if operation.in_place else Step(size)
             case ops.Choose():
                 return Step(0, run.rows * operation.experts * 2 * run.wide)
-            case ops.Gather():
-                return Step(size)
             case ops.Combine():
                 taken = self.memories[operation.inputs[1]].size // run.size
                 # Weighted, put back in order, and summed.
@@ -206,7 +168,9 @@ class _Following:
         pairs, size = mixing.pairs(run), self.bytes(operation)
         q = run.rows * heads * query_dim * run.size
         # Keys and values are repeated for their query heads, where neither a view nor the kernel does it.
-        kv_heads = heads if mixing.scores.broadcast else self.key_heads[mixing.scores.inputs[1]]
+        key = self.operations[mixing.scores.inputs[1]]
+        kv_heads = int(key.shape[2]) * (key.repeats if isinstance(key, ops.Cache) else 1)
+        kv_heads = heads if mixing.scores.broadcast else kv_heads
         repeated = 2 * q if 1 < kv_heads < heads == mixing.key_heads(kv_heads, run) else 0
         match mixing.way(run.kernel):
             case "fused":
@@ -230,6 +194,31 @@ class _Following:
 
     def parted(self, mixing: Mixing) -> bool:
         """Whether queries were put together of parts, head by head: so lies a fused kernel's output, and is copied."""
-        rotate = next((each for each in self.program if each.id == mixing.scores.inputs[0]), None)
+        rotate = self.operations[mixing.scores.inputs[0]]
         partly = isinstance(rotate, ops.Rotate) and mixing.scores.query_dim > rotate.rotary.dim
         return partly and mixing.scores.heads > 1
+
+
+def in_order_of_making(program: ops.Program) -> list[ops.AnyOperation]:
+    """The program with linears that are made at once where the first of them is."""
+    found: dict[str, ops.AnyOperation] = {}
+    for each in program:
+        together = each.made_together(program) if isinstance(each, ops.Linear) else [each]
+        found |= {other.id: other for other in together if other.id not in found}
+    return list(found.values())
+
+
+def lifetimes(program: Sequence[ops.AnyOperation]) -> dict[str, int]:
+    """By the index of an operation, until where each result is there: the last that reads it, or until which a module
+    has a name for it. The first of several in one product is there as long as any.
+    """
+    places = {each.id: index for index, each in enumerate(program)}
+    until = dict(places)
+    for index, each in enumerate(program):
+        until |= dict.fromkeys(each.inputs, index)
+    until = {each.id: max(until[each.id], places.get(each.held, 0)) for each in program}
+    for each in program:
+        if isinstance(each, ops.Linear) and each.fused:
+            first, *others = each.made_together(program)
+            until[first.id] = max(until[first.id], *(until[other.id] for other in others))
+    return until

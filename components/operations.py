@@ -118,6 +118,11 @@ class Linear(Operation, frozen=True, kw_only=True):
     def bias(self) -> bool:
         return any(name == "bias" for name, _ in self.weights)
 
+    def made_together(self, program: Iterable[Operation]) -> list[Linear]:
+        """The linears of its program that are made at once with this one, which is among them."""
+        linears = (each for each in program if isinstance(each, Linear))
+        return [each for each in linears if each is self or (self.together and each.together == self.together)]
+
 
 class Rotate(Operation, frozen=True, kw_only=True):
     """Rotary positions on `parts` parts of a head, one behind the other, the first from its element `start` on."""
