@@ -1,9 +1,9 @@
 """What autograd keeps of a forward pass for the backward pass, from shapes alone.
 
 Korthikanti et al. (2205.05198, section 4.1) count it for one kind of layer: s·b·h·(34 + 5·a·s/h) bytes of 16-bit
-numbers. Here each component tells what its operations keep, as torch's autograd does in gptkit's modules: a product
-keeps its factors, softmax its result, an activation its input, and so on; a tensor that several operations keep is
-there once, views of one are one. Weights are not counted. Tests hold every figure to what torch keeps, byte for byte;
+numbers. Here a tree's operations are followed, and each tells what torch's autograd keeps of it in gptkit's modules: a
+product keeps its factors, softmax its result, an activation its input, and so on; a tensor that several operations keep
+is there once, views of one are one. Weights are not counted. Tests hold all figures to what torch keeps, byte for byte;
 transformers' own models keep the same with "eager", but for BLOOM's gelu, and within a tenth of it with "sdpa".
 
 Two ways of attention, as in `modules.attention`: "sdpa", whose fused kernels keep queries, keys, values, the output and
@@ -15,36 +15,16 @@ out as well, in fp32 whatever the dtype.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from ..components import (
-    Activation,
-    ALiBi,
-    Attention,
-    Block,
-    FeedForward,
-    GatedFeedForward,
-    LatentAttention,
-    LayerNorm,
-    MixtureOfExperts,
-    ModelSpec,
-    Norm,
-    Rotary,
-)
+import msgspec
 
-__all__ = [
-    "ACTIVATION_COSTS",
-    "Kernel",
-    "Pass",
-    "is_masked",
-    "kept",
-    "kept_by_checkpointing",
-    "key_heads",
-    "rotaries",
-    "score_sizes",
-    "way",
-]
+from ..components import Activation, ModelSpec
+from ..components import operations as ops
+
+__all__ = ["ACTIVATION_COSTS", "Kernel", "Mixing", "Pass", "kept", "kept_by_checkpointing", "mixings", "tables", "ways"]
 
 Kernel = Literal["sdpa", "eager"]
 
@@ -58,15 +38,16 @@ WIDEST_GROUPED = 256
 """Elements of a head up to which the fused kernel is handed groups of query heads as they are."""
 
 
-class ActivationCost(NamedTuple):
+class ActivationCost(msgspec.Struct, frozen=True):
     """kept: tensors that an activation keeps for the backward pass beside its result, which the product behind it keeps
     anyway: its input (unless `input` is False), and what it computes in steps. alive: tensors at once while it is
-    computed: its input, its result, and what it has in hand.
+    computed: its input, its result, and what it has in hand. result: whether it keeps its result.
     """
 
     kept: int = 1
     alive: int = 2
     input: bool = True
+    result: bool = False
 
 
 ACTIVATION_COSTS: dict[Activation, ActivationCost] = {
@@ -81,12 +62,12 @@ ACTIVATION_COSTS: dict[Activation, ActivationCost] = {
     "silu": ActivationCost(),
     "mish": ActivationCost(),
     "hardswish": ActivationCost(),
-    "relu": ActivationCost(0, input=False),
+    "relu": ActivationCost(0, input=False, result=True),
     "relu2": ActivationCost(1, 3, input=False),
     "relu6": ActivationCost(),
     "leaky_relu": ActivationCost(),
-    "sigmoid": ActivationCost(0, input=False),
-    "tanh": ActivationCost(0, input=False),
+    "sigmoid": ActivationCost(0, input=False, result=True),
+    "tanh": ActivationCost(0, input=False, result=True),
     "laplace": ActivationCost(1, 3, input=False),
     "sqrtsoftplus": ActivationCost(1, 3),
     "linear": ActivationCost(0, input=False),
@@ -119,15 +100,13 @@ def kept(spec: ModelSpec, run: Pass) -> dict[str, int]:
     "feed-forward", "router", "embedding" (what tells which rows were read), and "loss": the logarithms of all
     probabilities in fp32, and the targets.
     """
-    found: Counter[str] = Counter()
+    found = _ends(spec, run)
     for block, number in Counter(spec.blocks).items():
-        found.update({name: value * number for name, value in _block(block, run).items()})
-    found.update(_ends(spec, run))
-    found["attention"] += sum(2 * run.tokens * rotary.dim * run.size for rotary in rotaries(spec.blocks))
-    return {name: found[name] for name in COMPONENTS if found[name]}
-
-
-COMPONENTS = ("embedding", "norms", "attention", "scores", "feed-forward", "router", "loss")
+        layer = Keeping(spec.block_operations(block), run).found
+        found.update({name: value * number for name, value in layer.items()})
+    programs = map(spec.block_operations, set(spec.blocks))
+    found["attention"] += tables(run, (each for program in programs for each in program))
+    return _in_order(found)
 
 
 def kept_by_checkpointing(spec: ModelSpec, run: Pass) -> dict[str, int]:
@@ -135,188 +114,300 @@ def kept_by_checkpointing(spec: ModelSpec, run: Pass) -> dict[str, int]:
     largest layer's are there once, under "layer".
     """
     inputs = len(spec.blocks) * run.rows * spec.hidden_size * run.size
-    tables = {block: sum(2 * run.tokens * r.dim * run.size for r in rotaries([block])) for block in set(spec.blocks)}
-    largest = max(sum(_block(block, run).values()) + tables[block] for block in tables)
-    ends = _ends(spec, run)
-    return {"inputs": inputs, "layer": largest, **{name: ends[name] for name in COMPONENTS if ends[name]}}
+    programs = [spec.block_operations(block) for block in set(spec.blocks)]
+    largest = max(Keeping(program, run).found.total() + tables(run, program) for program in programs)
+    return {"inputs": inputs, "layer": largest, **_in_order(_ends(spec, run))}
 
 
-def rotaries(blocks: tuple[Block, ...] | list[Block]) -> set[Rotary]:
-    """Each has a table of cosines and one of sines, which all layers share."""
-    return {block.attention.position for block in blocks if isinstance(block.attention.position, Rotary)}
+COMPONENTS = ("embedding", "norms", "attention", "scores", "feed-forward", "router", "loss")
+
+
+def _in_order(found: Counter[str]) -> dict[str, int]:
+    return {name: found[name] for name in dict.fromkeys((*COMPONENTS, *found)) if found[name]}
 
 
 def _ends(spec: ModelSpec, run: Pass) -> Counter[str]:
     """What lies before the first layer and behind the last."""
-    found: Counter[str] = Counter()
-    found["embedding"] = run.rows * LONG + (0 if spec.positions is None else run.tokens * LONG)
-    for norm in (spec.embedding.norm, spec.final_norm):
-        if norm is not None:
-            found["norms"] += _norm(norm, run.rows, run)
-    found["norms"] += run.rows * spec.hidden_size * run.size  # what the head multiplies
+    found = Keeping(spec.before_blocks(), run).found + Keeping(spec.after_blocks(), run).found
     found["loss"] = run.rows * (spec.vocab_size * FLOAT + LONG)
     return found
 
 
-def _block(block: Block, run: Pass) -> Counter[str]:
-    hidden = run.rows * block.attention.hidden_size * run.size
-    found: Counter[str] = Counter()
-    norms = [norm for norm in (block.attention_norm, block.feed_forward_norm) if norm is not None]
-    found["norms"] = sum(_norm(norm, run.rows, run) + hidden for norm in norms)
-    if block.parallel and len(norms) == 2 and all(_keeps_its_input(norm, run) for norm in norms):
-        found["norms"] -= hidden  # one input for both
-    attention = block.attention
-    found.update(_latent(attention, run) if isinstance(attention, LatentAttention) else _attention(attention, run))
-    found.update(_feed_forward(block.feed_forward, run))
-    return found
-
-
-# --- norms -----------------------------------------------------------------------------------------------------------
-
-
-def _keeps_its_input(norm: Norm, run: Pass) -> bool:
-    """An RMSNorm keeps fp32 numbers: its input, if that is such already."""
-    return isinstance(norm, LayerNorm) or run.size == run.wide
-
-
-def _norm(norm: Norm, rows: int, run: Pass) -> int:
-    """With its input, without its output, which whoever multiplies it keeps."""
-    if isinstance(norm, LayerNorm):
-        return rows * run.size * (norm.size + 2)  # mean and deviation
-    normed = run.size if getattr(norm, "cast", None) == "before_weight" else run.wide
-    return rows * (run.wide * (norm.size + 1) + normed * norm.size)
+def tables(run: Pass, operations: Iterable[ops.AnyOperation]) -> int:
+    """Bytes of the tables of rotary positions, one of cosines and one of sines each, which all layers share."""
+    rotaries = {each.rotary for each in operations if isinstance(each, ops.Rotate)}
+    return sum(2 * run.tokens * rotary.dim * run.size for rotary in rotaries)
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
-def way(node: Attention | LatentAttention, kernel: Kernel = "sdpa") -> Literal["fused", "unfused", "eager"]:
-    """How an attention's scores are made: by a fused kernel, which keeps none; by torch's own other path, in fp32 at
-    least; or written out by the modules. Under "sdpa" too the modules write out an ALiBi bias outside the scale.
+class Mixing(msgspec.Struct, frozen=True):
+    """Operations that kernels compute together: from queries and keys to the sum of values."""
+
+    scores: ops.Scores
+    alibi: ops.Alibi | None
+    cap: ops.Cap | None
+    softmax: ops.Softmax
+    mix: ops.Mix
+
+    @property
+    def value_dim(self) -> int:
+        return int(self.mix.shape[-1])
+
+    @property
+    def outside(self) -> bool:
+        """Whether a bias is added outside the scale."""
+        return self.alibi is not None and not self.alibi.alibi.scaled
+
+    def way(self, kernel: Kernel = "sdpa") -> Literal["fused", "unfused", "eager"]:
+        """How scores are made: by a fused kernel, which keeps none; by torch's own other path, in fp32 at least; or
+        written out by the modules. Under "sdpa" too the modules write out a cap, and a bias outside the scale.
+        """
+        if kernel == "eager" or self.cap is not None or self.outside:
+            return "eager"
+        spread = self.scores.broadcast and self.scores.kv_heads < self.scores.heads
+        return "unfused" if spread or self.scores.query_dim != self.value_dim else "fused"
+
+    def sizes(self, run: Pass) -> tuple[int, int, int]:
+        """Bytes a number where scores are written out: of queries and keys, of the softmax, of what weighs values."""
+        if self.way(run.kernel) == "unfused":
+            return run.wide, run.wide, run.wide
+        scored = run.wide if self.scores.wide else run.size
+        return scored, run.wide if self.softmax.wide else scored, run.size
+
+    def is_masked(self, tokens: int) -> bool:
+        """Whether a kernel is handed a mask, and not left to its own causal one."""
+        window = self.softmax.window
+        return self.alibi is not None or (window is not None and tokens >= window)
+
+    def pairs(self, run: Pass) -> int:
+        return run.batch * self.scores.heads * run.tokens**2
+
+    def mask(self, run: Pass) -> int:
+        """Bytes of the mask that a fused kernel is handed."""
+        if not self.is_masked(run.tokens):
+            return 0
+        return (run.tokens**2 if self.alibi is None else self.pairs(run)) * run.size
+
+    def key_heads(self, heads: int, run: Pass) -> int:
+        """Heads that are kept of so many keys and values: before or after each is repeated for its query heads."""
+        fused = self.way(run.kernel) == "fused"
+        if heads == 1 and (fused or run.batch == 1):
+            return 1  # a view shows it to every query head
+        grouped = fused and not self.is_masked(run.tokens) and self.scores.query_dim <= WIDEST_GROUPED
+        return heads if grouped else self.scores.heads
+
+
+def mixings(program: Iterable[ops.AnyOperation]) -> list[Mixing]:
+    """The attentions of a program."""
+    by_name = {each.id: each for each in program}
+    found = []
+    for mix in by_name.values():
+        if not isinstance(mix, ops.Mix):
+            continue
+        chain = [by_name[mix.inputs[0]]]
+        while not isinstance(chain[-1], ops.Scores):
+            chain.append(by_name[chain[-1].inputs[0]])
+        by_kind = {type(each): each for each in chain}
+        parts = (by_kind.get(kind) for kind in (ops.Scores, ops.Alibi, ops.Cap, ops.Softmax))
+        found.append(Mixing(*parts, mix))  # type: ignore[call-arg, arg-type]
+    return found
+
+
+def ways(program: Iterable[ops.AnyOperation], kernel: Kernel = "sdpa") -> set[str]:
+    """How the scores of a program are made; empty where it has none."""
+    return {each.way(kernel) for each in mixings(program)}
+
+
+# --- what operations keep --------------------------------------------------------------------------------------------
+
+
+class Storage(msgspec.Struct, eq=False):
+    """Memory that tensors are views of. kept: by the id of the one that is kept, its bytes and their row."""
+
+    size: int
+    row: str
+    kept: dict[str, tuple[str, int]] = {}
+
+
+class View(msgspec.Struct, eq=False):
+    """A result. heads_first: whether a head's rows lie together, and not a token's heads."""
+
+    id: str
+    storage: Storage
+    size: int
+    heads: int = 1
+    heads_first: bool = False
+
+
+class Keeping:
+    """Follows a program. found: what autograd keeps of it, by row, without the tables that all layers share. A tensor
+    is counted under the row of what made it, but a norm's input under "norms".
+
+    Raises:
+        ConfigError: an operation that is not in the vocabulary.
+
     """
-    if kernel == "eager" or (isinstance(node.position, ALiBi) and not node.position.scaled):
-        return "eager"
-    if isinstance(node, LatentAttention):
-        return "fused" if node.query_dim == node.value_dim else "unfused"
-    return "unfused" if node.kv_expansion == "broadcast" and node.group > 1 else "fused"
 
+    def __init__(self, program: ops.Program, run: Pass) -> None:
+        self.program, self.run = program, run
+        self.mixings = {each.mix.id: each for each in mixings(program)}
+        self.views: dict[str, View] = {}
+        self.storages: list[Storage] = []  # of which a view is kept
+        self.products: dict[str, Storage] = {}
+        self.found: Counter[str] = Counter()
+        for each in program:
+            self.views[each.id] = self.follow(each)
+        for storage in self.storages:
+            for row, size in storage.kept.values():
+                self.found[row] += size
+            # A view keeps all that it is a view of.
+            self.found[storage.row] += storage.size - sum(size for _, size in storage.kept.values())
 
-def _attention(node: Attention, run: Pass) -> Counter[str]:
-    found: Counter[str] = Counter()
-    views = 0  # numbers per token that are kept of the projections' own results
-    gathered = _gathers_queries(node, run)
-    for norm, heads, copied in ((node.q_norm, node.heads, gathered), (node.k_norm, node.kv_heads, False)):
-        if norm is not None:
-            found["norms"] += _norm(norm, run.rows * heads, run)
-            views += heads * node.head_dim if _keeps_its_input(norm, run) and not copied else 0
-    as_they_are = node.q_norm is None and not isinstance(node.position, Rotary)
-    if as_they_are and not gathered and not _copies_queries(node, run):
-        views += node.heads * node.head_dim
-    if node.fused and views:  # one tensor for all three
-        found["attention"] = run.rows * run.size * ((node.heads + 2 * node.kv_heads) * node.head_dim - views)
-    found.update(_mixing(node, node.head_dim, node.head_dim, run))
-    return found
+    def bytes(self, operation: ops.AnyOperation) -> int:
+        run = self.run
+        return operation.numbers(B=run.batch, T=run.tokens, S=run.tokens) * run.size
 
+    def given(self, operation: ops.AnyOperation, index: int = 0) -> View:
+        """An input; what a program is given from outside is as large as what reads it."""
+        name = operation.inputs[index]
+        if name not in self.views:
+            size = self.bytes(operation)
+            self.views[name] = View(name, Storage(size, "norms"), size)
+        return self.views[name]
 
-def _gathers_queries(node: Attention, run: Pass) -> bool:
-    """Whether a fused product's queries are put together of those of several key-value heads; see `FusedLinears`."""
-    in_groups = node.arithmetic != "conv1d" and node.head_dim * run.size % VECTOR != 0
-    return node.fused and in_groups and 1 < node.kv_heads < node.heads
+    def keep(self, view: View, row: str = "") -> None:
+        if not view.storage.kept:
+            self.storages.append(view.storage)
+        view.storage.kept.setdefault(view.id, (row or view.storage.row, view.size))
 
+    def follow(self, operation: ops.AnyOperation) -> View:
+        """What an operation keeps, and where its result lies."""
+        run, found, size = self.run, self.found, self.bytes(operation)
+        numbers = size // run.size
+        heads = operation.shape[2] if len(operation.shape) == 4 else 1
+        result = View(operation.id, Storage(size, operation.row), size, heads if isinstance(heads, int) else 1)
+        match operation:
+            case ops.Tokens() | ops.Stream() | ops.Add() | ops.Scale():
+                pass
+            case ops.Embed():
+                found["embedding"] += run.rows * LONG  # which rows were read
+            case ops.Positions():
+                found["embedding"] += run.tokens * LONG
+            case ops.Norm():
+                self.normed(operation, numbers)
+            case ops.Linear():
+                self.keep(self.given(operation))
+                result.storage = self.product(operation, result)
+            case ops.Rotate():
+                whole = operation.shape[-1] == operation.rotary.dim  # or else put together of parts, head by head
+                result.heads_first = self.given(operation).heads_first if whole else True
+            case ops.Cache():
+                result = self.cached(operation, result)
+            case ops.Concat():
+                result.heads_first = True
+            case ops.Scores() | ops.Alibi() | ops.Softmax():
+                pass  # with the mix, which kernels compute together with them
+            case ops.Cap():
+                if operation.row != "scores":
+                    self.keep(result)  # the hyperbolic tangent's
+            case ops.Mix():
+                result = self.mixed(operation, self.mixings[operation.id])
+            case ops.Scan():
+                for index in range(len(operation.inputs)):
+                    self.keep(self.given(operation, index))
+                found[operation.row] += operation.saved * size
+            case ops.Convolve():
+                self.keep(self.given(operation))
+            case ops.Activation():
+                cost = ACTIVATION_COSTS[operation.function]
+                if cost.input:
+                    self.keep(self.given(operation))
+                if cost.result:
+                    self.keep(result)
+                found[operation.row] += (cost.kept - cost.input) * size
+            case ops.Product():
+                self.keep(self.given(operation))
+                self.keep(self.given(operation, 1))
+            case ops.Choose():
+                # The softmax; which experts were taken; their weights and these weights' sums.
+                found[operation.row] += run.rows * operation.experts * run.wide + numbers * LONG
+                if operation.normalise:
+                    found[operation.row] += (numbers + run.rows) * run.wide
+            case ops.Gather():
+                chosen = self.given(operation, 1)
+                found[chosen.storage.row] += chosen.size // run.size * LONG  # the order by expert
+            case ops.Combine():
+                chosen, outputs = self.given(operation), self.given(operation, 1)
+                self.keep(outputs)
+                # That order, the way back, and the weights.
+                found[chosen.storage.row] += chosen.size // run.size * (2 * LONG + run.wide)
+            case _:
+                raise ops.unknown(operation, "the memory of training")
+        return result
 
-def _copies_queries(node: Attention, run: Pass) -> bool:
-    """Whether the product with the keys is made of a copy: in another dtype, scaled, or with heads moved forward."""
-    match way(node, run.kernel):
-        case "fused":
-            return False
-        case "unfused":
-            return True
-        case "eager":
-            moved = run.batch > 1 and node.heads > 1
-            return moved or (node.scores == "float32" and run.size < run.wide)
+    def normed(self, operation: ops.Norm, numbers: int) -> None:
+        run, width = self.run, int(operation.shape[-1])
+        inside = operation.lies == "kernel"
+        if inside or run.size == run.wide:
+            self.keep(self.given(operation), "norms")
+        else:  # a copy of its input in fp32
+            self.found["norms"] += numbers * run.wide
+        self.found["norms"] += numbers // width * operation.statistics * (run.size if inside else run.wide)
+        size = run.wide if operation.lies == "float32" else run.size
+        if operation.gain != "none" and not inside:  # what is multiplied by the gain
+            self.found["norms"] += numbers * size
+        if operation.gain == "1 + weight":  # which is a tensor of its own
+            self.found["norms"] += width * size
 
+    def product(self, operation: ops.Linear, result: View) -> Storage:
+        """Where a projection's result lies: in that of a product of several, unless it is gathered from it."""
+        unaligned = int(operation.shape[-1]) * self.run.size % VECTOR != 0
+        if not operation.fused or (1 < operation.groups < result.heads and unaligned):
+            return result.storage
+        if operation.together not in self.products:
+            whole = sum(self.bytes(each) for each in operation.made_together(self.program))
+            self.products[operation.together] = Storage(whole, operation.row)
+        return self.products[operation.together]
 
-def _latent(node: LatentAttention, run: Pass) -> Counter[str]:
-    found: Counter[str] = Counter()
-    if node.kv_norm is not None:
-        found["norms"] = _norm(node.kv_norm, run.rows, run)
-    found["attention"] = run.rows * node.kv_rank * run.size
-    found.update(_mixing(node, node.query_dim, node.value_dim, run))
-    return found
+    def cached(self, operation: ops.Cache, result: View) -> View:
+        """Keys and values lie as behind a cache, head by head, whether or not there is one."""
+        given, repeats = self.given(operation), operation.repeats
+        if repeats > 1:
+            size = repeats * result.size
+            return View(operation.id, Storage(size, operation.row), size, repeats * result.heads, heads_first=True)
+        if given.size == given.storage.size and (given.heads_first or result.heads == 1):
+            return given
+        result.heads_first = True
+        return result
 
+    def mixed(self, operation: ops.Mix, mixing: Mixing) -> View:
+        """What softmax(q·kᵀ)·v keeps, and its result, which is copied where it does not lie token by token."""
+        run, found, row = self.run, self.found, operation.row
+        q, k, v = self.given(mixing.scores), self.given(mixing.scores, 1), self.given(operation, 1)
+        heads, size = mixing.scores.heads, self.bytes(operation)
+        way, (scored, softmax, weights) = mixing.way(run.kernel), mixing.sizes(run)
 
-def _mixing(node: Attention | LatentAttention, query_dim: int, value_dim: int, run: Pass) -> Counter[str]:
-    """What softmax(q·kᵀ)·v keeps, and the output projection's input."""
-    rows, heads, keys = run.rows, node.heads, key_heads(node, run)
-    pairs = run.batch * heads * run.tokens**2
-    found: Counter[str] = Counter()
-    if way(node, run.kernel) == "fused":
-        numbers = (heads + keys) * (query_dim + value_dim)
-        if isinstance(node.position, Rotary) and query_dim > node.position.dim and heads > 1:
-            # Queries were put together of parts, head by head; so lies the output, and is copied, token by token.
-            numbers += heads * value_dim
-        found["attention"] = rows * run.size * numbers
-        found["scores"] = rows * heads * run.wide  # the logarithm of each row's sum
-        if is_masked(node, run.tokens):
-            found["scores"] += (pairs if isinstance(node.position, ALiBi) else run.tokens**2) * run.size
-        return found
-    scored, softmax, mixed = score_sizes(node, run)
-    found["attention"] = rows * (
-        scored * query_dim * (heads + keys) + mixed * value_dim * keys + run.size * value_dim * heads
-    )
-    found["scores"] = pairs * (softmax if softmax == mixed else softmax + mixed)
-    return found
+        def operand(view: View, heads: int, itemsize: int, copied: bool = False) -> None:
+            if copied or heads != view.heads or itemsize != run.size:
+                found[row] += view.size // view.heads * heads // run.size * itemsize
+            else:
+                self.keep(view)
 
-
-def score_sizes(node: Attention | LatentAttention, run: Pass) -> tuple[int, int, int]:
-    """Bytes a number where scores are written out: of queries and keys, of the softmax, of what weighs values."""
-    if way(node, run.kernel) == "unfused":
-        return run.wide, run.wide, run.wide
-    if isinstance(node, LatentAttention):
-        return run.size, run.wide, run.size
-    scored = run.wide if node.scores == "float32" else run.size
-    return scored, scored if node.softmax == "input" else run.wide, run.size
-
-
-def is_masked(node: Attention | LatentAttention, tokens: int) -> bool:
-    """Whether a kernel is handed a mask, and not left to its own causal one."""
-    return isinstance(node.position, ALiBi) or (node.window is not None and tokens >= node.window)
-
-
-def key_heads(node: Attention | LatentAttention, run: Pass) -> int:
-    """Heads of the keys and values that are kept: before or after each is repeated for its query heads."""
-    if isinstance(node, LatentAttention) or node.kv_expansion == "projection":
-        return node.heads
-    fused = way(node, run.kernel) == "fused"
-    if node.kv_heads == 1 and (fused or run.batch == 1):
-        return 1  # a view shows it to every query head
-    grouped = fused and not is_masked(node, run.tokens) and node.head_dim <= WIDEST_GROUPED
-    return node.kv_heads if grouped else node.heads
-
-
-# --- feed-forward ----------------------------------------------------------------------------------------------------
-
-
-def _feed_forward(node: FeedForward | GatedFeedForward | MixtureOfExperts, run: Pass) -> Counter[str]:
-    found: Counter[str] = Counter()
-    if not isinstance(node, MixtureOfExperts):
-        found["feed-forward"] = run.rows * _inner(node) * run.size
-        return found
-    taken = run.rows * node.top_k  # each token once for each of its experts
-    found["feed-forward"] = taken * (_inner(node.expert) + 2 * node.hidden_size) * run.size
-    # The softmax; which experts were taken, the order by expert, the tokens in it, and the way back; their weights.
-    found["router"] = run.rows * node.experts * run.wide + taken * (4 * LONG + run.wide)
-    if node.normalise:
-        found["router"] += (taken + run.rows) * run.wide
-    return found
-
-
-def _inner(node: FeedForward | GatedFeedForward) -> int:
-    """Numbers a token: what the activation keeps, the factors of the gate, and what is projected down."""
-    cost = ACTIVATION_COSTS[node.activation]
-    tensors = cost.kept + 1
-    if isinstance(node, GatedFeedForward):
-        tensors += 2
-        if node.fused and not cost.input:
-            tensors += 1  # the gate, which lies beside what it is multiplied with
-    return tensors * node.intermediate_size
+        if way == "fused":
+            operand(q, heads, run.size)
+            for each in (k, v):
+                operand(each, mixing.key_heads(each.heads, run), run.size)
+            result = View(operation.id, Storage(size, row), size, heads, q.heads_first)
+            self.keep(result)
+            found["scores"] += run.rows * heads * run.wide + mixing.mask(run)  # the logarithm of each row's sum
+            return View(operation.id, Storage(size, row), size) if q.heads_first and heads > 1 else result
+        moved = run.batch > 1 and heads > 1 and not q.heads_first
+        operand(q, heads, scored, copied=way == "unfused" or moved)
+        operand(k, mixing.key_heads(k.heads, run), scored, copied=way == "unfused")
+        operand(v, mixing.key_heads(v.heads, run), weights)
+        pairs = mixing.pairs(run)
+        found["scores"] += pairs * (softmax if softmax == weights else softmax + weights)
+        found["scores"] += pairs * scored if mixing.cap is not None else 0
+        return View(operation.id, Storage(size, row), size)

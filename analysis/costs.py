@@ -20,50 +20,145 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..components import Attention, Block, LatentAttention, MixtureOfExperts, ModelSpec
+import msgspec
+
+from ..components import ModelSpec
+from ..components import operations as ops
 from .parameters import count
 from .sizes import check_number, check_sizes, full_dtype, itemsize
 
+# fmt: off
 __all__ = [
-    "CONTEXT",
-    "CacheSize",
-    "Costs",
-    "Flops",
-    "LayerCosts",
-    "TrainingFlops",
-    "cache_bytes",
-    "cache_curve",
-    "costs",
-    "forward_flops",
-    "stated_context",
-    "training_flops",
-    "usual_context",
+    "CONTEXT", "CacheSize", "Costs", "Flops", "TrainingFlops", "cache_bytes", "cache_curve", "cached", "costs",
+    "forward_flops", "stated_context", "training_flops", "usual_context", "windows",
 ]
+# fmt: on
 
 CONTEXT = 2048
 """Tokens in sight where a tree does not say what context it is for."""
 
 
-@dataclass(frozen=True)
-class LayerCosts:
-    """One layer's share.
+# --- an operation's share --------------------------------------------------------------------------------------------
 
-    flops: by component, of one token that sees `context` tokens, itself among them. cached: numbers that a token leaves
-    in the cache. window: how many tokens a query sees, None for all. idle: parameters that a token does not meet.
+
+class Carried(msgspec.Struct, frozen=True):
+    """Numbers that an operation carries from one step to the next: of each token, as far back as `window` (None: all),
+    and once for a sequence however long, a `state`. repeats: how often transformers' cache has them; None where none of
+    its families has such a cache.
     """
 
-    flops: Mapping[str, int]
-    cached: int
-    window: int | None
-    idle: int
+    a_token: int = 0
+    window: int | None = None
+    state: int = 0
+    repeats: int | None = None
 
     def held(self, context: int) -> int:
-        """Numbers in the cache after so many tokens: of a window all but one, which the next token takes."""
-        return self.cached * (context if self.window is None else min(context, self.window - 1))
+        """After so many tokens: of a window all but one, which the next token takes."""
+        return self.a_token * (context if self.window is None else min(context, self.window - 1)) + self.state
 
     def buffered(self, context: int) -> int:
-        """Numbers in a rolling buffer for so many tokens, or in the cache while the last of them is computed."""
-        return self.cached * (context if self.window is None else min(context, self.window))
+        """In a rolling buffer for so many tokens, or while the last of them is computed."""
+        return self.a_token * in_sight(context, self.window) + self.state
+
+
+class Work(msgspec.Struct, frozen=True):
+    """An operation's: multiplications of its matrix products, of each token, and of each token with each of the last
+    `window` that it sees; and what it carries between tokens.
+    """
+
+    a_token: int = 0
+    a_pair: int = 0
+    window: int | None = None
+    carried: Carried | None = None
+
+
+def work_of(operation: ops.AnyOperation) -> Work:
+    """What an operation costs; raises ConfigError for one that is not in the vocabulary."""
+    match operation:
+        case ops.Linear():
+            return Work(operation.numbers(B=1, T=1, S=1) * operation.inputs_wide)
+        case ops.Scores(window=window):
+            return Work(0, operation.heads * operation.query_dim, window)
+        case ops.Mix(window=window):
+            return Work(0, operation.numbers(B=1, T=1), window)
+        case ops.Cache(window=window, repeats=repeats, ours=ours):
+            return Work(carried=Carried(operation.numbers(B=1, S=1), window, repeats=None if ours else repeats))
+        case ops.Scan(state=state):
+            return Work(operation.products, carried=Carried(state=math.prod(state)))
+        case ops.Convolve(width=width):
+            channels = operation.numbers(B=1, T=1)
+            return Work(channels * width, carried=Carried(state=channels * (width - 1)))
+        case ops.Tokens() | ops.Stream() | ops.Embed() | ops.Positions() | ops.Concat() | ops.Gather():
+            return Work()  # what is moved, not computed
+        case ops.Norm() | ops.Rotate() | ops.Alibi() | ops.Cap() | ops.Softmax() | ops.Activation():
+            return Work()  # element by element, here and below
+        case ops.Product() | ops.Scale() | ops.Add() | ops.Choose() | ops.Combine():
+            return Work()
+        case _:
+            raise ops.unknown(operation, "the count of FLOPs and caches")
+
+
+Works = list[tuple[ops.AnyOperation, Work, int]]
+"""Operations, what each costs, and how often it is there."""
+
+
+def works(spec: ModelSpec) -> Works:
+    """A tree's from its first layer on. Layers alike are counted once and multiplied: there may be thousands."""
+    programs = [(spec.block_operations(block), number) for block, number in Counter(spec.blocks).items()]
+    return [
+        (each, work_of(each), number) for program, number in (*programs, (spec.after_blocks(), 1)) for each in program
+    ]
+
+
+def products(found: Works) -> Counter[str]:
+    """FLOPs of the products that each token needs, by component, without scores."""
+    flops: Counter[str] = Counter()
+    for each, work, number in found:
+        flops[each.row] += 2 * number * work.a_token
+    return flops
+
+
+def scored_behind(operation: ops.AnyOperation, work: Work, context: int) -> int:
+    """Multiplications of one token with the `context` that it sees, itself among them, the others being in the cache.
+
+    Of a latent neither keys nor values are there. They are made again of each cached latent, or the up projection is
+    taken into the query or the output, which then meets the latents themselves (DeepSeek-V2 2405.04434, section 2.1.2):
+    whichever is less, as an implementation chooses. gptkit's own modules make them again.
+    """
+    if not isinstance(operation, ops.Linear) or "S" not in operation.shape:
+        return work.a_pair * in_sight(context, work.window)
+    seen, heads = in_sight(context, operation.window), int(operation.shape[2])
+    made = work.a_token // operation.inputs_wide
+    return min((seen - 1) * work.a_token, seen * (heads * operation.inputs_wide - made))
+
+
+def cached(program: ops.Program) -> int:
+    """Numbers that a token leaves in the cache of a block: keys and values, or the latent and the rotated keys."""
+    carried = (work_of(each).carried for each in program)
+    return sum(each.a_token for each in carried if each is not None)
+
+
+def carried(found: Works) -> list[tuple[Carried, int]]:
+    """What operations carry, and how often each is there."""
+    return [(work.carried, number) for _, work, number in found if work.carried is not None]
+
+
+def windows(spec: ModelSpec) -> set[int]:
+    """How many tokens layers see that do not see all."""
+    return {work.window for _, work, _ in works(spec) if work.window is not None}
+
+
+def in_sight(context: int, window: int | None) -> int:
+    """Of so many tokens those that the last one sees."""
+    return context if window is None else min(context, window)
+
+
+def in_order(found: Mapping[str, int]) -> dict[str, int]:
+    """What is there, by component in the order of `COMPONENTS`."""
+    return {name: found[name] for name in dict.fromkeys((*COMPONENTS, *found)) if found.get(name)}
+
+
+# --- a token behind others -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -123,6 +218,7 @@ class Costs:
 
 
 COMPONENTS = ("attention", "scores", "feed-forward", "router", "head")
+"""The order of rows; a component of another label is behind them."""
 ITEMSIZES = {"float32": 4, "bfloat16": 2}
 
 
@@ -149,74 +245,19 @@ def costs(spec: ModelSpec, context: int | None = None) -> Costs:
     """
     length = usual_context(spec) if context is None else context
     check_number("tokens", length)
-    repeats = Counter(spec.blocks)  # layers alike are counted once: there may be thousands
-    layers = [(layer_costs(block, length), number) for block, number in repeats.items()]
-    flops: Counter[str] = Counter()
-    for layer, number in layers:
-        flops.update({name: value * number for name, value in layer.flops.items()})
-    flops["head"] = 2 * spec.vocab_size * spec.hidden_size
-    counted = count(spec)
+    found, counted = works(spec), count(spec)
+    flops = products(found)
+    flops["scores"] += 2 * sum(scored_behind(each, work, length) * number for each, work, number in found)
+    left = carried(found)
     return Costs(
         parameters=counted.total,
-        active=counted.total - sum(layer.idle * number for layer, number in layers),
+        active=counted.active,
         embedding=counted.embedding,
         context=length,
-        flops={name: flops[name] for name in COMPONENTS if flops[name]},
-        cached=sum(layer.cached * number for layer, number in layers),
-        held=sum(layer.held(length) * number for layer, number in layers),
+        flops=in_order(flops),
+        cached=sum(each.a_token * number for each, number in left),
+        held=sum(each.held(length) * number for each, number in left),
     )
-
-
-def layer_costs(block: Block, context: int) -> LayerCosts:
-    """One layer, with `context` tokens in sight."""
-    attention, feed_forward = block.attention, block.feed_forward
-    seen = context if attention.window is None else min(context, attention.window)
-    flops = {"attention": 2 * matrices(attention.shapes()), "scores": 2 * scored_behind(attention, seen)}
-    idle = 0
-    if isinstance(feed_forward, MixtureOfExperts):
-        expert = feed_forward.expert.shapes()
-        flops["feed-forward"] = 2 * feed_forward.top_k * matrices(expert)
-        flops["router"] = 2 * matrices(feed_forward.shapes())
-        idle = (feed_forward.experts - feed_forward.top_k) * sum(map(math.prod, expert.values()))
-    else:
-        flops["feed-forward"] = 2 * matrices(feed_forward.shapes())
-    return LayerCosts(flops, cached(attention), attention.window, idle)
-
-
-def matrices(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Weights of a component that take part in matrix products."""
-    return sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2)
-
-
-def scored(attention: Attention | LatentAttention) -> int:
-    """Multiplications for each pair of tokens when many are read at once: a query with its key, and a weight with the
-    value. Keys and values of a latent are made once a token then, by the up projections, which are counted with the
-    other projections.
-    """
-    if isinstance(attention, LatentAttention):
-        return attention.heads * (attention.query_dim + attention.value_dim)
-    return attention.heads * 2 * attention.head_dim
-
-
-def scored_behind(attention: Attention | LatentAttention, seen: int) -> int:
-    """Multiplications of one token that sees `seen`, itself among them, those before it being in the cache.
-
-    Of a latent neither keys nor values are there. They are made again of each cached latent, or the up projections are
-    taken into the query and the output, which then meet the latents themselves (DeepSeek-V2 2405.04434, section 2.1.2):
-    whichever is less, as an implementation chooses. gptkit's own modules make them again.
-    """
-    if not isinstance(attention, LatentAttention):
-        return seen * scored(attention)
-    absorbed = seen * attention.heads * (2 * attention.kv_rank + attention.rope_dim)
-    up = attention.heads * attention.kv_rank * (attention.nope_dim + attention.value_dim)
-    return min(absorbed, seen * scored(attention) + (seen - 1) * up)
-
-
-def cached(attention: Attention | LatentAttention) -> int:
-    """Numbers that a token leaves in the cache: keys and values, or the latent and the rotated keys."""
-    if isinstance(attention, LatentAttention):
-        return attention.kv_rank + attention.rope_dim
-    return 2 * attention.kv_heads * attention.head_dim
 
 
 # --- many tokens at once ---------------------------------------------------------------------------------------------
@@ -317,16 +358,13 @@ def forward_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> Flops:
 
     """
     check_sizes(spec, tokens, batch)
-    products: Counter[str] = Counter()
-    scores = needed = 0
-    for block, number in Counter(spec.blocks).items():
-        layer, attention = layer_costs(block, 1), block.attention
-        products.update({name: value * number for name, value in layer.flops.items() if name != "scores"})
-        scores += number * 2 * scored(attention) * tokens * tokens
-        needed += number * 2 * scored(attention) * pairs_in_sight(tokens, attention.window)
-    products["head"] = 2 * spec.vocab_size * spec.hidden_size
-    every = {name: products[name] * tokens * batch for name in COMPONENTS if products[name]}
-    return Flops(tokens, batch, every, scores * batch, needed * batch)
+    found = works(spec)
+    every = {name: value * tokens * batch for name, value in products(found).items()}
+    dense = needed = 0
+    for _, work, number in found:
+        dense += 2 * batch * number * work.a_pair * tokens * tokens
+        needed += 2 * batch * number * work.a_pair * pairs_in_sight(tokens, work.window)
+    return Flops(tokens, batch, in_order(every), dense, needed)
 
 
 def training_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> TrainingFlops:
@@ -338,7 +376,7 @@ def training_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> TrainingFlop
 
 def pairs_in_sight(tokens: int, window: int | None) -> int:
     """Pairs of a query and a key that the causal mask and a window leave: Σ min(t, window) for t = 1 … tokens."""
-    near = tokens if window is None else min(tokens, window)
+    near = in_sight(tokens, window)
     return near * (near + 1) // 2 + (tokens - near) * near
 
 
@@ -353,7 +391,7 @@ class CacheSize:
     held: what is there once all tokens were read, and until the next. buffer: what a cache made once for so many
     tokens takes, where windows roll: of each window one token more than `held`. in_transformers: what its DynamicCache
     holds: the same, but where it repeats keys and values for their query heads before the cache (Falcon's new decoder
-    architecture). None with latent attention, which none of its families here has.
+    architecture). None where a layer carries what none of its families here has: a latent, a state.
     """
 
     context: int
@@ -385,25 +423,18 @@ def cache_bytes(spec: ModelSpec, context: int, dtype: str = "bfloat16", batch: i
 
     """
     check_sizes(spec, context, batch)
-    layers = {block: (layer_costs(block, context), number) for block, number in Counter(spec.blocks).items()}
     size = itemsize(dtype)
-    expanded = [layer.held(context) * number * _repeats(block) for block, (layer, number) in layers.items()]
-    latent = any(isinstance(block.attention, LatentAttention) for block in layers)
+    left = carried(works(spec))
+    theirs = [each.held(context) * number * each.repeats for each, number in left if each.repeats is not None]
     return CacheSize(
         context=context,
         batch=batch,
         dtype=full_dtype(dtype),
-        a_token=size * sum(layer.cached * number for layer, number in layers.values()),
-        held=size * batch * sum(layer.held(context) * number for layer, number in layers.values()),
-        buffer=size * batch * sum(layer.buffered(context) * number for layer, number in layers.values()),
-        in_transformers=None if latent else size * batch * sum(expanded),
+        a_token=size * sum(each.a_token * number for each, number in left),
+        held=size * batch * sum(each.held(context) * number for each, number in left),
+        buffer=size * batch * sum(each.buffered(context) * number for each, number in left),
+        in_transformers=size * batch * sum(theirs) if len(theirs) == len(left) else None,
     )
-
-
-def _repeats(block: Block) -> int:
-    """How often a key head stands in the cache of code that repeats it before."""
-    node = block.attention
-    return node.group if isinstance(node, Attention) and node.kv_expansion == "projection" else 1
 
 
 def cache_curve(

@@ -142,7 +142,7 @@ def _attention(design: Design, shape: Shape, context: int) -> Attention | Latent
     position = _position(design, size, context)
     if design.attention == "mla":  # DeepSeek-V2 2405.04434, section 3.1.2: a latent of 4 heads, half a head rotated
         keys = _position(design, size // 2, context)
-        rotated = size // 2 if isinstance(keys, Rotary) else 0
+        rotated = 0 if design.positions in ("learned", "alibi") else size // 2
         return LatentAttention(
             hidden_size=shape.hidden,
             heads=shape.heads,

@@ -1,9 +1,9 @@
 """Where a total comes from: a formula in the model's own sizes, V·d + T·d + L(12d² + 13d) + 2d. No torch, no weights.
 
 It is made of the shapes of the tree's parameters and nothing else, so that it holds for any tree: each size of a shape
-has a letter by what it is in its component (`_widths`, `_rows`), a shape is a product of letters, and products are
-summed. Widths that are a small multiple of d are written as that: 4d and not f. Where layers differ in a size, each
-value has a letter of its own (f1, f2), and layers of one formula are counted together (L1, L2).
+has a letter, which its component tells (`Component.letters`, `Component.rows`), a shape is a product of letters, and
+products are summed. Widths that are a small multiple of d are written as that: 4d and not f. Where layers differ in a
+size, each value has a letter of its own (f1, f2), and layers of one formula are counted together (L1, L2).
 """
 
 from __future__ import annotations
@@ -15,21 +15,8 @@ from typing import Any
 
 import msgspec
 
-from ..components import (
-    Attention,
-    Component,
-    Embedding,
-    FeedForward,
-    GatedFeedForward,
-    Head,
-    LatentAttention,
-    LayerNorm,
-    LearnedPositions,
-    MixtureOfExperts,
-    ModelSpec,
-    RMSNorm,
-)
-from .parameters import layer_ranges, range_label
+from ..components import Component, ModelSpec
+from .parameters import choice_of, layer_ranges, range_label
 
 __all__ = ["Explained", "Symbol", "Term", "explain"]
 
@@ -47,6 +34,7 @@ MEANINGS = {
     "p": "width of the rotary keys",
     "u": "width of the keys that are made of the latent",
     "w": "width of the values that are made of the latent",
+    "n": "another width",
 }
 MULTIPLES = "hkfruwp"
 """Widths that are written as a multiple of d where they are one, of at most `MOST`."""
@@ -143,21 +131,27 @@ def explain(spec: ModelSpec) -> Explained:
 def _layer(spec: ModelSpec) -> dict[str, Sum]:
     """A tree's only layer, by component. Experts are alike: the first stands for all."""
     found: dict[str, Sum] = {}
-    for path, node in spec.nodes():
+    nodes = dict(spec.nodes())
+    for path, node in nodes.items():
         if path.startswith("blocks.") and (".experts." not in path or path.endswith(".experts.0")):
-            found.setdefault(str(node.label), Counter()).update(_shapes(path, node, spec))
+            above = nodes.get(path.rpartition(".")[0])
+            found.setdefault(str(node.label), Counter()).update(_shapes(path, node, spec, above))
     return found
 
 
-def _shapes(path: str, node: Component, spec: ModelSpec) -> Sum:
-    """A component's parameters."""
-    found, rows = Sum(), _rows(node)
-    letters = {size: base for base, size in reversed(_widths(path, node, spec.hidden_size).items())}
-    mixture = spec.blocks[0].feed_forward if ".experts." in path else None
+def _shapes(path: str, node: Component, spec: ModelSpec, above: Component | None = None) -> Sum:
+    """The parameters of a component, which may be a part of the one above it."""
+    found = Sum()
+    own = {} if above is None else above.letters(path.rpartition(".")[2])
+    widths = own or {"d": spec.hidden_size, **node.letters()}
+    letters = {size: base for base, size in reversed(widths.items())}
+    choice = choice_of(spec, spec.blocks[0]) if ".experts." in path else None
     for shape in node.shapes().values():
-        product = [(rows if rows and not index else letters[size], size) for index, size in enumerate(shape)]
-        if isinstance(mixture, MixtureOfExperts):
-            product.append(("E", mixture.experts))
+        product = [
+            (node.rows if node.rows and not index else letters.get(size, "n"), size) for index, size in enumerate(shape)
+        ]
+        if choice is not None:
+            product.append(("E", choice.experts))
         factor = 1
         for index, (base, size) in enumerate(product):
             times, rest = divmod(size, spec.hidden_size)
@@ -166,33 +160,6 @@ def _shapes(path: str, node: Component, spec: ModelSpec) -> Sum:
                 product[index] = ("d", spec.hidden_size)
         found[tuple(sorted(product, key=lambda letter: [*MEANINGS].index(letter[0])))] += factor
     return found
-
-
-def _rows(node: Component) -> str:
-    """What the rows of a table are, by letter; none where a component is no table."""
-    match node:
-        case Embedding() | Head():
-            return "V"
-        case LearnedPositions():
-            return "T"
-        case MixtureOfExperts():
-            return "E"
-    return ""
-
-
-def _widths(path: str, node: Component, hidden: int) -> dict[str, int]:
-    """What a component's widths are, by letter; of two that are equal the first names both."""
-    match node:
-        case Attention():
-            return {"d": hidden, "h": node.heads * node.head_dim, "k": node.kv_heads * node.head_dim}
-        case LatentAttention():
-            made = {"u": node.heads * node.nope_dim, "w": node.heads * node.value_dim}
-            return {"d": hidden, "h": node.heads * node.query_dim, "r": node.kv_rank, "p": node.rope_dim, **made}
-        case FeedForward() | GatedFeedForward():
-            return {"d": hidden, "f": node.intermediate_size}
-        case LayerNorm() | RMSNorm() if path.endswith(("q_norm", "k_norm", "kv_norm")):
-            return {"r" if path.endswith("kv_norm") else "c": node.size}
-    return {"d": hidden}
 
 
 # --- sums in words ---------------------------------------------------------------------------------------------------

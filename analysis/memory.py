@@ -9,14 +9,15 @@ at that moment, a tenth to a fifth of activations and cache.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..components import ModelSpec
 from ..errors import UsageError
-from .activations import FLOAT, Kernel, Pass, kept, kept_by_checkpointing, way
-from .costs import cache_bytes, costs, usual_context
+from .activations import FLOAT, Kernel, Pass, kept, kept_by_checkpointing, ways
+from .costs import cache_bytes, costs, usual_context, windows
 from .prefill import Logits, peak
 from .sizes import check_sizes, full_dtype, itemsize
 
@@ -51,16 +52,8 @@ class Memory:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values; figures are whole numbers of bytes."""
-        return {
-            "context": self.context,
-            "batch": self.batch,
-            "dtype": self.dtype,
-            "weights": self.weights,
-            "cache": self.cache,
-            "activations": self.activations,
-            "total": self.total,
-            "assumed": list(self.assumed),
-        }
+        names = ("context", "batch", "dtype", "weights", "cache", "activations", "total")
+        return {**{name: getattr(self, name) for name in names}, "assumed": list(self.assumed)}
 
 
 @dataclass(frozen=True)
@@ -110,14 +103,9 @@ class TrainingMemory:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values; figures are whole numbers of bytes."""
+        names = ("context", "batch", "dtype", "weights", "gradients", "moments", "master")
         return {
-            "context": self.context,
-            "batch": self.batch,
-            "dtype": self.dtype,
-            "weights": self.weights,
-            "gradients": self.gradients,
-            "moments": self.moments,
-            "master": self.master,
+            **{name: getattr(self, name) for name in names},
             "activations": self.activations,
             "activations_by_component": dict(self.by_component),
             "checkpointed_activations": self.checkpointed,
@@ -245,14 +233,17 @@ def _checkpointed(spec: ModelSpec, run: Pass, logits: int) -> dict[str, int]:
 
 def _windowed(spec: ModelSpec, tokens: int) -> bool:
     """Whether a layer's window is no longer than what is read."""
-    return any(block.attention.window is not None and block.attention.window <= tokens for block in spec.blocks)
+    return any(window <= tokens for window in windows(spec))
 
 
 def _attention(spec: ModelSpec, kernel: Kernel) -> str:
     """In words, which attention keeps its scores: where they are told, memory grows with the context's square."""
+    blocks = [(ways(spec.block_operations(block), kernel), number) for block, number in Counter(spec.blocks).items()]
+    if not any(found for found, _ in blocks):
+        return "no attention"
     if kernel == "eager":
         return "attention that writes its scores out"
-    unfused = sum(way(block.attention) != "fused" for block in spec.blocks)
+    unfused = sum(number for found, number in blocks if found - {"fused"})
     if not unfused:
         return "fused attention"
     where = "" if unfused == len(spec.blocks) else f" in {unfused} of {len(spec.blocks)} layers"

@@ -19,7 +19,8 @@ from typing import Any
 
 import msgspec
 
-from ..components import Attention, Block, FeedForward, GatedFeedForward, LatentAttention, MixtureOfExperts, ModelSpec
+from ..components import ModelSpec
+from ..components import operations as ops
 from ..errors import UsageError
 from .formats import sizer
 from .memory import beside_weights
@@ -102,43 +103,13 @@ def shard(spec: ModelSpec, tp: int) -> ModelSpec:
 
     """
     vocabulary = -(-spec.vocab_size // tp)
-    blocks = {block: _shard(block, tp) for block in dict.fromkeys(spec.blocks)}
+    blocks = {block: block.share(tp) for block in dict.fromkeys(spec.blocks)}
     return msgspec.structs.replace(
         spec,
         embedding=msgspec.structs.replace(spec.embedding, vocab_size=vocabulary),
         blocks=tuple(blocks[block] for block in spec.blocks),
         head=msgspec.structs.replace(spec.head, vocab_size=vocabulary),
     )
-
-
-def _shard(block: Block, tp: int) -> Block:
-    attention, feed_forward = block.attention, block.feed_forward
-    heads = {"heads": _share(attention.heads, tp, "query heads")}
-    if isinstance(attention, Attention):
-        kv_heads = attention.kv_heads
-        if kv_heads % tp and tp % kv_heads:
-            raise UsageError(
-                f"--tp {tp}: {kv_heads} key-value heads are neither split nor repeated evenly over {tp} GPUs",
-                f"Choose a number that divides {kv_heads}, or a multiple of it that divides {attention.heads}.",
-            )
-        heads["kv_heads"] = max(kv_heads // tp, 1)
-    share = msgspec.structs.replace
-    within: FeedForward | GatedFeedForward | MixtureOfExperts
-    if isinstance(feed_forward, MixtureOfExperts):
-        units = _share(feed_forward.intermediate_size, tp, "units of an expert")
-        within = share(feed_forward, expert=share(feed_forward.expert, intermediate_size=units))
-    else:
-        units = _share(feed_forward.intermediate_size, tp, "units of the feed-forward")
-        within = share(feed_forward, intermediate_size=units)
-    return block.replaced(attention=share(attention, **heads), feed_forward=within)
-
-
-def _share(number: int, tp: int, what: str) -> int:
-    if number % tp:
-        raise UsageError(
-            f"--tp {tp}: {number:,} {what} cannot be shared out over {tp} GPUs", f"Choose a divisor of {number:,}."
-        )
-    return number // tp
 
 
 def split(
@@ -202,11 +173,12 @@ def _notes(spec: ModelSpec, one: ModelSpec, tp: int, pp: int) -> list[str]:
         notes.append("Norms, routers, learned positions and the biases of o and down are on each of them.")
     if one.vocab_size * tp > spec.vocab_size:
         notes.append(f"The vocabulary is padded to {one.vocab_size * tp:,} rows, {one.vocab_size:,} a GPU.")
-    kv_heads = {block.attention.kv_heads for block in spec.blocks if isinstance(block.attention, Attention)}
+    operations = [each for block in set(spec.blocks) for each in spec.block_operations(block)]
+    kv_heads = {each.kv_heads for each in operations if isinstance(each, ops.Scores)}
     repeated = sorted(number for number in kv_heads if number < tp)
     if repeated:
         notes.append(f"Each of {' or '.join(map(str, repeated))} key-value heads is on several GPUs.")
-    if tp > 1 and any(isinstance(block.attention, LatentAttention) for block in spec.blocks):
+    if tp > 1 and any(isinstance(each, ops.Cache) and each.ours for each in operations):
         notes.append("The latent and its cache are on each of them.")
     if spec.head.tied and pp > 1:
         notes.append("The last stage has a copy of the embedding, which is its head.")

@@ -31,17 +31,20 @@ from ..components import (
     YarnScaling,
 )
 from ..components.ranges import layer_ranges, range_label
+from ..components import operations as ops
 from ..display import Shown
 from ..errors import MissingComponent
 
 __all__ = [
     "LayerCount",
     "ParameterCount",
+    "choice_of",
     "count",
     "count_of",
     "describe",
     "layer_ranges",
     "plain_number",
+    "position_words",
     "range_label",
     "to_json",
 ]
@@ -112,7 +115,7 @@ def count(spec: ModelSpec) -> ParameterCount:
         by_layer=[records[kinds[block]] for block in spec.blocks],
         outside=dict(outside),
         tied=spec.head.tied,
-        active=by_component.total() - sum(_idle(block) * repeats[kind] for block, kind in kinds.items()),
+        active=by_component.total() - sum(_idle(spec, block) * repeats[kind] for block, kind in kinds.items()),
     )
 
 
@@ -121,12 +124,13 @@ def count_of(spec: ModelSpec, size: Callable[[Parameter], int]) -> ParameterCoun
     outside: Counter[str] = Counter()
     layers: list[Counter[str]] = [Counter() for _ in spec.blocks]
     idle = 0
+    choices = {block: choice_of(spec, block) for block in set(spec.blocks)}
     for each in spec.parameters():
         number = size(each)
         (outside if each.layer is None else layers[each.layer])[each.component] += number
-        mixture = None if each.layer is None else spec.blocks[each.layer].feed_forward
-        if isinstance(mixture, MixtureOfExperts) and ".experts." in each.name:
-            idle += number * (mixture.experts - mixture.top_k) // mixture.experts
+        choice = None if each.layer is None else choices[spec.blocks[each.layer]]
+        if choice is not None and ".experts." in each.name:
+            idle += number * (choice.experts - choice.top_k) // choice.experts
     whole: Counter[str] = Counter()
     for part in (outside, *layers):
         whole.update(part)
@@ -141,12 +145,18 @@ def count_of(spec: ModelSpec, size: Callable[[Parameter], int]) -> ParameterCoun
     )
 
 
-def _idle(block: Block) -> int:
+def _idle(spec: ModelSpec, block: Block) -> int:
     """Parameters of the experts that a token does not meet."""
-    mixture = block.feed_forward
-    if not isinstance(mixture, MixtureOfExperts):
+    choice = choice_of(spec, block)
+    if choice is None:
         return 0
-    return (mixture.experts - mixture.top_k) * sum(map(math.prod, mixture.expert.shapes().values()))
+    stored = sum(each.parameters // each.copies for each in spec.block_operations(block) if each.copies > 1)
+    return (choice.experts - choice.top_k) * stored
+
+
+def choice_of(spec: ModelSpec, block: Block) -> ops.Choose | None:
+    """How a block chooses its experts, where it has any."""
+    return next((each for each in spec.block_operations(block) if isinstance(each, ops.Choose)), None)
 
 
 def to_json(name: str, family: str, count: ParameterCount) -> dict[str, Any]:
@@ -181,7 +191,7 @@ def describe(spec: ModelSpec) -> dict[str, str]:
         return _by_layer(spec.blocks, words)
 
     learned = spec.positions
-    in_layers = each(_position)
+    in_layers = each(position_words)
     if learned is None:
         positions = in_layers
     else:
@@ -222,7 +232,8 @@ def plain_number(value: float) -> str:
     return f"{int(value):,}" if value.is_integer() and value < 1e15 else repr(value)
 
 
-def _position(block: Block) -> str:
+def position_words(block: Block) -> str:
+    """What positions a layer's attention has."""
     attention = block.attention
     match attention.position:
         case None:

@@ -1,29 +1,23 @@
 """What is alive at the worst moment of reading a context at once, without gradients: from shapes alone.
 
-The moments are those of gptkit's modules, which hold what Python's names hold: a layer's input until the layer is done,
-the projections until its attention is. What kernels need inside and what an allocator leaves unused is not told. In
-tests this is within 6 % of what is alive in a run, and a tenth with experts, whose share of the tokens is chance.
+A tree's operations are followed as gptkit's modules run them, which hold what Python's names hold: a layer's input
+until the layer is done, the projections until its attention is. What kernels need inside and what an allocator leaves
+unused is not told. In tests this is within 6 % of what is alive in a run, and a tenth with experts, whose share of the
+tokens is chance.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Literal
 
-from ..components import (
-    ALiBi,
-    Attention,
-    Block,
-    FeedForward,
-    GatedFeedForward,
-    LatentAttention,
-    LayerNorm,
-    MixtureOfExperts,
-    ModelSpec,
-    Norm,
-    Rotary,
-)
-from .activations import ACTIVATION_COSTS, Pass, is_masked, key_heads, rotaries, score_sizes, way
-from .costs import cached
+import msgspec
+
+from ..components import ModelSpec
+from ..components import operations as ops
+from .activations import ACTIVATION_COSTS, Mixing, Pass, mixings, tables
 
 __all__ = ["Logits", "peak"]
 
@@ -36,167 +30,195 @@ def peak(spec: ModelSpec, run: Pass, logits: Logits = "last", ends: bool = True)
     A layer's keys and values are all there until the next step, whatever its window: what the cache gives on is a view.
     Without `ends` the layers alone, of which others make logits.
     """
-    shared = _shared(spec, run)
-    layers = {block: _block(block, run) for block in set(spec.blocks)}
+    programs = {block: spec.block_operations(block) for block in dict.fromkeys(spec.blocks)}
+    layers = {block: Following(program, run) for block, program in programs.items()}
     worst = held = 0
     for block in spec.blocks:
-        held += cached(block.attention) * run.rows * run.size
-        worst = max(worst, held + layers[block])
+        layer = layers[block]
+        worst = max(worst, held + layer.most)
+        held += layer.left
     stream = run.rows * spec.hidden_size * run.size
-    told = run.batch if logits == "last" else run.rows
-    last = max(_norm(spec.final_norm, run.rows, run), told * spec.vocab_size * run.size) if ends else 0
-    return shared + max(worst, held + stream + last)
+    last = _after(spec, run, logits) if ends else stream
+    return _shared(list(programs.values()), run) + max(worst, held + last)
 
 
-def _shared(spec: ModelSpec, run: Pass) -> int:
+def _after(spec: ModelSpec, run: Pass, logits: Logits) -> int:
+    """From the last layer's result on: norms of all tokens, and then logits of those that are asked for."""
+    program = spec.after_blocks()
+    first = next(index for index, each in enumerate(program) if each.row == "head")
+    stream = run.rows * spec.hidden_size * run.size
+    asked = replace(run, tokens=1) if logits == "last" else run
+    normed = Following(program[:first], run, stream).most
+    return max(normed, stream + Following(program[first:], asked).most)
+
+
+def _shared(programs: Collection[ops.Program], run: Pass) -> int:
     """What all layers of a pass share: rotary tables, ALiBi biases, and masks where a kernel's own will not do."""
-    tables = sum(2 * run.tokens * rotary.dim * run.size for rotary in rotaries(spec.blocks))
-    nodes = {block.attention for block in spec.blocks}
-    biases = {(node.position, node.heads) for node in nodes if isinstance(node.position, ALiBi)}
-    written = {node.window for node in nodes if way(node, run.kernel) == "eager"}
-    masks = {node.window for node in nodes if is_masked(node, run.tokens)} | written
-    pairs = run.tokens**2
-    return (
-        tables
-        + run.rows * run.size * sum(heads for _, heads in biases)
-        + pairs * (len(masks) + run.size * len(written))
-    )
+    mixed = [each for program in programs for each in mixings(program)]
+    biases = {(each.alibi.alibi, each.scores.heads) for each in mixed if each.alibi is not None}
+    written = {each.softmax.window for each in mixed if each.way(run.kernel) == "eager"}
+    masks = {each.softmax.window for each in mixed if each.is_masked(run.tokens)} | written
+    numbers = run.rows * sum(heads for _, heads in biases) + run.tokens**2 * len(written)
+    turned = tables(run, (each for program in programs for each in program))
+    return turned + run.tokens**2 * len(masks) + numbers * run.size
 
 
-def _norm(norm: Norm, rows: int, run: Pass) -> int:
-    """Beside its input."""
-    if isinstance(norm, LayerNorm):
-        return rows * (norm.size + 2) * run.size
-    return rows * norm.size * run.wide * (1 if run.size == run.wide else 2)
+# --- moment by moment ------------------------------------------------------------------------------------------------
 
 
-def _block(block: Block, run: Pass) -> int:
-    node, second = block.attention, block.feed_forward_norm
-    stream = run.rows * node.hidden_size * run.size
-    mixed = _latent(node, run) if isinstance(node, LatentAttention) else _attention(node, run)
-    moments = [stream + _norm(block.attention_norm, run.rows, run) - _left(node, run), 2 * stream + mixed]
-    # The layer's input, what was normed of it, what attention gave, and in a serial block their sum.
-    behind = (3 if block.parallel else 4) * stream
-    if second is not None:
-        moments.append(behind + _norm(second, run.rows, run))
-    inside = behind + (stream if block.parallel and second is not None else 0)
-    moments.append(inside + _feed_forward(block.feed_forward, run))
-    moments.append(inside + 2 * stream)  # its result, and the sum
-    return max(moments)
-
-
-def _left(node: Attention | LatentAttention, run: Pass) -> int:
-    """What the layer leaves in the cache, and is not there while keys and values are made."""
-    return cached(node) * run.rows * run.size
-
-
-# --- attention -------------------------------------------------------------------------------------------------------
-
-
-def _attention(node: Attention, run: Pass) -> int:
-    """Beside its input, and the keys and values that the cache holds in the end."""
-    unit = run.rows * node.head_dim * run.size
-    q, kv = node.heads * unit, node.kv_heads * unit
-    raw = q + 2 * kv
-    moments = [raw * (2 if node.fused and node.qkv_bias and node.arithmetic == "matmul_add" else 1)]
-    queries = 0  # those that are no view of the projection's result
-    normed_k = kv if node.k_norm is not None else 0
-    if node.q_norm is not None:
-        moments.append(raw + _norm(node.q_norm, run.rows * node.heads, run))
-        queries = q
-    if node.k_norm is not None:
-        moments.append(raw + queries + _norm(node.k_norm, run.rows * node.kv_heads, run))
-    if isinstance(node.position, Rotary):
-        turned, of = node.position.dim, node.head_dim
-        moments.append(raw + queries + normed_k + q + q * turned // of)
-        moments.append(raw + queries + normed_k + q + kv + kv * turned // of)
-        queries, normed_k = q, kv
-    moments = [moment - _left(node, run) for moment in moments]
-    moments.append(raw + queries + normed_k)
-    there = raw + queries
-    expanded = node.kv_expansion == "projection" and node.group > 1
-    there += 2 * q if expanded else 0
-    if node.kv_expansion == "repeat" and 1 < node.kv_heads < node.heads and key_heads(node, run) == node.heads:
-        repeated = 2 * q
-    else:
-        repeated = 0
-    moments += [there + each for each in _mixing(node, node.head_dim, node.head_dim, repeated, run)]
-    return max(moments)
-
-
-def _latent(node: LatentAttention, run: Pass) -> int:
-    """Beside its input and the cached latent; keys and values of every head are made of it."""
-    unit = run.rows * run.size
-    q, v = node.heads * node.query_dim * unit, node.heads * node.value_dim * unit
-    turned, own = node.heads * node.rope_dim * unit, node.heads * node.nope_dim * unit
-    latent = (node.kv_rank + node.rope_dim) * unit
-    moments = [latent + 2 * q + 2 * turned]
-    if node.kv_norm is not None:
-        moments.append(node.kv_rank * unit + _norm(node.kv_norm, run.rows, run))
-    moments = [moment - _left(node, run) for moment in moments]
-    there = turned + q + own + q + v
-    moments += [there + each for each in _mixing(node, node.query_dim, node.value_dim, 0, run)]
-    return max(moments)
-
-
-def _mixing(node: Attention | LatentAttention, query_dim: int, value_dim: int, repeated: int, run: Pass) -> list[int]:
-    """Moments from queries, keys and values to the output projection, beside these and `repeated`, keys and values
-    that were repeated for it.
+class Step(msgspec.Struct, frozen=True):
+    """Bytes of an operation's result, what there is beside it at the operation's worst moment, and what it leaves for
+    later tokens. onto: the input that the result is written over.
     """
-    rows, heads = run.rows, node.heads
-    pairs = run.batch * heads * run.tokens**2
-    mixed = rows * heads * value_dim * run.size
-    copied = isinstance(node.position, Rotary) and query_dim > node.position.dim and heads > 1
-    projected = rows * node.hidden_size * run.size
-    if node.output_bias and node.arithmetic == "matmul_add":
-        projected *= 2
-    match way(node, run.kernel):
-        case "fused":
-            mask = 0
-            if is_masked(node, run.tokens):
-                mask = (pairs if isinstance(node.position, ALiBi) else run.tokens**2) * run.size
-            making = repeated + mask + mixed + rows * heads * run.wide
-            return [making, mixed * 2 if copied else mixed, mixed * (2 if copied else 1) + projected]
-        case "unfused":
-            keys = heads if isinstance(node, LatentAttention) else node.kv_heads
-            numbers = query_dim * (heads + keys) + (value_dim * keys if run.size < run.wide else 0)
-            mask = pairs * run.size if isinstance(node.position, ALiBi) else run.tokens**2 * run.wide
-            return [repeated + rows * run.wide * numbers + mask + 2 * pairs * run.wide, 2 * mixed + projected]
-        case "eager":
-            scored, softmax, weights = (pairs * size for size in score_sizes(node, run))
-            return [
-                repeated + rows * heads * query_dim * run.size + scored,
-                repeated + 2 * scored,
-                repeated + scored + softmax * (1 if softmax == scored else 2),
-                repeated + scored + softmax + (0 if softmax == weights else weights),
-                repeated + scored + weights + 2 * mixed,
-                2 * mixed + projected,
-            ]
+
+    result: int = 0
+    beside: int = 0
+    left: int = 0
+    onto: str = ""
 
 
-# --- feed-forward ----------------------------------------------------------------------------------------------------
+class Memory(msgspec.Struct):
+    """Bytes that are there until an operation, by its index in the program, is done."""
+
+    size: int
+    until: int
 
 
-def _feed_forward(node: FeedForward | GatedFeedForward | MixtureOfExperts, run: Pass) -> int:
-    """Beside its input."""
-    if not isinstance(node, MixtureOfExperts):
-        return _plain(node, run.rows, run)
-    taken = run.rows * node.top_k
-    rows = taken * node.hidden_size
-    # Tokens by expert, the experts' results, these weighted and put back in order.
-    summed = rows * (2 * run.size + 2 * run.wide) + run.rows * node.hidden_size * run.wide
-    if isinstance(node.expert, GatedFeedForward) and node.expert.fused:
-        inside = rows * run.size + _plain(node.expert, taken, run)
-    else:  # one after the other, each with its share of the tokens
-        inside = 2 * rows * run.size + _plain(node.expert, -(-taken // node.experts), run)
-    return max(summed, inside, run.rows * node.experts * (run.size + 2 * run.wide))
+class Following:
+    """Follows a program that reads `given` bytes.
+
+    most: bytes alive at the worst moment, what is left for later tokens among them. left: that alone.
+    """
+
+    def __init__(self, program: ops.Program, run: Pass, given: int = 0) -> None:
+        self.program, self.run = in_order_of_making(program), run
+        self.mixings = {each.mix.id: each for each in mixings(program)}
+        self.operations = {each.id: each for each in program}
+        self.memories: dict[str, Memory] = {"": Memory(given, 0)}
+        self.most = self.left = 0
+        until = lifetimes(self.program)
+        for index, each in enumerate(self.program):
+            step = self.step(each)
+            self.left += step.left
+            alive = self.left + sum(memory.size for memory in self.memories.values())
+            self.most = max(self.most, alive + step.result + step.beside)
+            memory = self.memories.setdefault(step.onto or each.id, Memory(step.result, 0))
+            memory.until = max(memory.until, until[each.id])
+            self.memories = {name: memory for name, memory in self.memories.items() if memory.until > index}
+
+    def bytes(self, operation: ops.AnyOperation) -> int:
+        """Of a result; of copies that run one after the other, of one."""
+        run = self.run
+        numbers = operation.numbers(B=run.batch, T=run.tokens, S=run.tokens)
+        return -(-numbers // operation.apart) * run.size
+
+    def step(self, operation: ops.AnyOperation) -> Step:
+        """What an operation makes; raises ConfigError for one that is not in the vocabulary."""
+        run, size = self.run, self.bytes(operation)
+        match operation:
+            case ops.Tokens() | ops.Stream() | ops.Embed() | ops.Positions() | ops.Concat() | ops.Gather():
+                return Step(size)
+            case ops.Scale() | ops.Add():
+                return Step(size)
+            case ops.Norm():
+                numbers = size // run.size
+                if operation.lies == "kernel":
+                    return Step(size, numbers // int(operation.shape[-1]) * operation.statistics * run.size)
+                return Step(size, numbers * run.wide * (1 if run.size == run.wide else 2) - size)
+            case ops.Linear():
+                together = operation.made_together(self.program)
+                if operation.fused and operation is not together[0]:
+                    return Step()  # in the first one's product
+                whole = sum(map(self.bytes, together)) if operation.fused else size
+                rounded = operation.bias and operation.arithmetic == "matmul_add"  # before the bias, and behind it
+                return Step(whole, whole * (operation.joined + (rounded and (operation.fused or len(together) == 1))))
+            case ops.Rotate(turned=turned):
+                part = size * turned // int(operation.shape[-1])
+                named = operation.start or operation.parts > 1  # parts that are taken out have a name of their own
+                return Step(size + part if named else size, part)
+            case ops.Cache(repeats=repeats):
+                return Step(repeats * size if repeats > 1 else 0, left=size)
+            case ops.Scores() | ops.Alibi() | ops.Softmax():
+                return Step()  # with the mix, which kernels compute together with them
+            case ops.Cap():
+                return Step() if operation.row == "scores" else Step(size, size)
+            case ops.Mix():
+                return self.mixed(operation, self.mixings[operation.id])
+            case ops.Scan(state=state):
+                return Step(size, operation.saved * size, left=run.batch * math.prod(state) * run.size)
+            case ops.Convolve(width=width):
+                channels = operation.numbers(B=run.batch, T=1)
+                return Step(size, left=channels * (width - 1) * run.size)
+            case ops.Activation(function=function):
+                return Step(size, (ACTIVATION_COSTS[function].alive - 2) * size)
+            case ops.Product():
+                return Step(onto=operation.inputs[0]) if operation.in_place else Step(size)
+            case ops.Choose():
+                return Step(0, run.rows * operation.experts * 2 * run.wide)
+            case ops.Combine():
+                taken = self.memories[operation.inputs[1]].size // run.size
+                # Weighted, put back in order, and summed.
+                return Step(size, 2 * taken * run.wide + size // run.size * run.wide - size)
+            case _:
+                raise ops.unknown(operation, "the memory of a prefill")
+
+    def mixed(self, operation: ops.Mix, mixing: Mixing) -> Step:
+        """From queries, keys and values on, beside these."""
+        run, heads, query_dim = self.run, mixing.scores.heads, mixing.scores.query_dim
+        pairs, size = mixing.pairs(run), self.bytes(operation)
+        q = run.rows * heads * query_dim * run.size
+        # Keys and values are repeated for their query heads, where neither a view nor the kernel does it.
+        key = self.operations[mixing.scores.inputs[1]]
+        kv_heads = int(key.shape[2]) * (key.repeats if isinstance(key, ops.Cache) else 1)
+        kv_heads = heads if mixing.scores.broadcast else kv_heads
+        repeated = 2 * q if 1 < kv_heads < heads == mixing.key_heads(kv_heads, run) else 0
+        match mixing.way(run.kernel):
+            case "fused":
+                result = 2 * size if self.parted(mixing) else size
+                return Step(result, max(repeated + mixing.mask(run) + run.rows * heads * run.wide - (result - size), 0))
+            case "unfused":
+                keys = mixing.scores.kv_heads
+                numbers = query_dim * (heads + keys) + (mixing.value_dim * keys if run.size < run.wide else 0)
+                mask = run.tokens**2 * run.wide if mixing.alibi is None else pairs * run.size
+                moments = [repeated + run.rows * run.wide * numbers + mask + 2 * pairs * run.wide]
+            case "eager":
+                scored, softmax, weights = (pairs * itemsize for itemsize in mixing.sizes(run))
+                moments = [
+                    repeated + q + scored,
+                    repeated + 2 * scored,
+                    repeated + scored + softmax * (1 if softmax == scored else 2),
+                    repeated + scored + softmax + (0 if softmax == weights else weights),
+                    repeated + scored + weights + 2 * size,
+                ]
+        return Step(2 * size, max(*moments, 2 * size) - 2 * size)
+
+    def parted(self, mixing: Mixing) -> bool:
+        """Whether queries were put together of parts, head by head: so lies a fused kernel's output, and is copied."""
+        rotate = self.operations[mixing.scores.inputs[0]]
+        partly = isinstance(rotate, ops.Rotate) and mixing.scores.query_dim > rotate.rotary.dim
+        return partly and mixing.scores.heads > 1
 
 
-def _plain(node: FeedForward | GatedFeedForward, rows: int, run: Pass) -> int:
-    inner, out = rows * node.intermediate_size * run.size, rows * node.hidden_size * run.size
-    activation = ACTIVATION_COSTS[node.activation].alive
-    if node.down_bias and node.arithmetic == "matmul_add":
-        out *= 2
-    if isinstance(node, GatedFeedForward) and node.fused:
-        return max(4, 1 + activation) * inner
-    return max(activation * inner, inner + out)
+def in_order_of_making(program: ops.Program) -> list[ops.AnyOperation]:
+    """The program with linears that are made at once where the first of them is."""
+    found: dict[str, ops.AnyOperation] = {}
+    for each in program:
+        together = each.made_together(program) if isinstance(each, ops.Linear) else [each]
+        found |= {other.id: other for other in together if other.id not in found}
+    return list(found.values())
+
+
+def lifetimes(program: Sequence[ops.AnyOperation]) -> dict[str, int]:
+    """By the index of an operation, until where each result is there: the last that reads it, or until which a module
+    has a name for it. The first of several in one product is there as long as any.
+    """
+    places = {each.id: index for index, each in enumerate(program)}
+    until = dict(places)
+    for index, each in enumerate(program):
+        until |= dict.fromkeys(each.inputs, index)
+    until = {each.id: max(until[each.id], places.get(each.held, 0)) for each in program}
+    for each in program:
+        if isinstance(each, ops.Linear) and each.fused:
+            first, *others = each.made_together(program)
+            until[first.id] = max(until[first.id], *(until[other.id] for other in others))
+    return until

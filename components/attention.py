@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import msgspec
 
-from ..errors import ConfigError
-from .base import Arithmetic, Component, Mixer, Scale, Size, Weight, bias
+from ..errors import ConfigError, UsageError
+from .base import Arithmetic, Component, Mixer, Scale, Size, Weight, bias, divided
 from .norms import Norm
+from .operations import AnyOperation, Cache, Program, Rotate, Sizes, attend, linear, out_of
 from .positions import ALiBi, Position, Rotary
 
 __all__ = ["Attention"]
@@ -84,6 +85,57 @@ class Attention(Mixer, Component, frozen=True):
 
     def alike(self) -> Self:
         return msgspec.structs.replace(super().alike(), scale=plain_scale(self.scale))
+
+    def letters(self, part: str = "") -> dict[str, int]:
+        if part:
+            return {"c": self.head_dim}
+        return {"h": self.heads * self.head_dim, "k": self.kv_heads * self.head_dim}
+
+    def share(self, devices: int) -> Self:
+        heads, kv_heads = divided(self.heads, devices, "query heads"), self.kv_heads
+        if kv_heads % devices and devices % kv_heads:
+            raise UsageError(
+                f"--tp {devices}: {kv_heads} key-value heads are neither split nor repeated evenly over {devices} GPUs",
+                f"Choose a number that divides {kv_heads}, or a multiple of it that divides {self.heads}.",
+            )
+        return msgspec.structs.replace(self, heads=heads, kv_heads=max(kv_heads // devices, 1))
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        row, end = "attention", f"{path}.o_proj"  # what has a name is there until then
+        together: dict[str, Any] = {
+            "together": f"{path}.qkv",
+            "fused": self.fused,
+            "groups": 1 if self.arithmetic == "conv1d" else self.kv_heads,
+        }
+        repeats = self.group if self.kv_expansion == "projection" else 1
+        found: list[AnyOperation] = []
+        inputs = []
+        for part, heads, norm in (("q", self.heads, self.q_norm), ("k", self.kv_heads, self.k_norm), ("v", 0, None)):
+            inner: Sizes = ("B", "T", heads or self.kv_heads, self.head_dim)
+            found.append(linear(self, f"{part}_proj", path, source, inner, row, end, **together))
+            if norm is not None:
+                normed = out_of(row, norm.operations(f"{path}.{part}_norm", found[-1].id, inner))
+                found += (msgspec.structs.replace(each, held=f"{path}.k_rotated") for each in normed)
+            if isinstance(self.position, Rotary) and part != "v":
+                found.append(Rotate(f"{path}.{part}_rotated", (found[-1].id,), inner, row, rotary=self.position))
+            if part == "q":
+                found[-1] = msgspec.structs.replace(found[-1], held=end)
+            else:
+                seen: Sizes = ("B", "S", *inner[2:])
+                fields: dict[str, Any] = {"window": self.window, "repeats": repeats, "held": end}
+                found.append(Cache(f"{path}.{part}_cached", (found[-1].id,), seen, row, **fields))
+            inputs.append(found[-1].id)
+        scores = {
+            "scale": self.scale,
+            "query_dim": self.head_dim,
+            "kv_heads": self.kv_heads,
+            "wide": self.scores == "float32",
+            "broadcast": self.kv_expansion == "broadcast",
+        }
+        rest: dict[str, Any] = {"position": self.position, "window": self.window, "wide": self.softmax == "float32"}
+        q, k, v = inputs
+        found += attend(path, (q, k, v), scores, self.heads, self.head_dim, **rest)
+        return (*found, linear(self, "o_proj", path, f"{path}.mixed", shape, row))
 
 
 def plain_scale(scale: float) -> float:

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple,
 import msgspec
 from msgspec import Meta
 
-from ..errors import ConfigError
+from ..errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from .operations import Program, Sizes
 
 __all__ = [
     "KINDS",
@@ -26,6 +29,7 @@ __all__ = [
     "Size",
     "Turns",
     "Weight",
+    "divided",
     "recast",
 ]
 
@@ -77,10 +81,12 @@ class Component(
 
     label: the row of a parameter table under which its parameters are counted; None where it has none.
     rounds: the fields that say how it rounds, and nothing of what function it is.
+    rows: the letter of its tables' rows, where it has tables (see `letters`).
     """
 
     label: ClassVar[str | None] = None
     rounds: ClassVar[tuple[str, ...]] = ()
+    rows: ClassVar[str] = ""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -137,6 +143,51 @@ class Component(
         """The component that stands for all which compute its function: the fields that round are as by default."""
         plain = self.defaults()
         return msgspec.structs.replace(self, **{name: plain[name] for name in self.rounds})
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        """What the component does with the result `source`, of that shape, as the module `path`; see `operations`.
+
+        Raises:
+            ConfigError: the record declares none.
+
+        """
+        raise ConfigError(f"{type(self).__name__} declares no operations ({path} of {source} {shape})")
+
+    def letters(self, part: str = "") -> dict[str, int]:  # noqa: ARG002 - most have no parts
+        """The widths of its parameters, or of those of its part of that name, beside the stream's, by the letters that
+        a formula of them has (`analysis.explain`); of two that are equal the first names both.
+        """
+        return {}
+
+    def share(self, devices: int) -> Self:
+        """What each of so many devices computes where they share every layer (Megatron-LM, 1909.08053); what has no
+        matrices is on all of them.
+
+        Raises:
+            UsageError: what cannot be shared out evenly.
+            ConfigError: the record has matrices, and does not say how they are shared out.
+
+        """
+        if any(len(shape) > 1 for shape in self.shapes().values()):
+            raise ConfigError(f"{type(self).__name__} does not say how {devices} devices share it")
+        fields = {name: _shared(getattr(self, name), devices) for name in self.__struct_fields__}
+        return msgspec.structs.replace(self, **fields)
+
+
+def _shared(value: Any, devices: int) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_shared(each, devices) for each in value)
+    return value.share(devices) if isinstance(value, Component) else value
+
+
+def divided(number: int, devices: int, what: str) -> int:
+    """What each of so many devices has; raises UsageError where it is no whole number."""
+    if number % devices:
+        raise UsageError(
+            f"--tp {devices}: {number:,} {what} cannot be shared out over {devices} GPUs",
+            f"Choose a divisor of {number:,}.",
+        )
+    return number // devices
 
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from .feed_forward import FeedForward, GatedFeedForward
 from .latent_attention import LatentAttention
 from .mixture import MixtureOfExperts
 from .norms import Norm
+from .operations import Add, AnyOperation, Program, Scale, Sizes, Stream
 
 __all__ = ["Block", "SubLayer"]
 
@@ -146,6 +147,48 @@ class Block(Component, frozen=True):
     def feed_forward_norm(self) -> Norm | None:
         """The norm before its feed-forward, where it has one of its own."""
         return next((each.norm for each in self.sublayers if each.mixer.slot == "feed_forward"), None)
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        """From the stream `source` to the sum that leaves the block; ids are the modules' names within it."""
+        end = "block_output"  # until where the module has a name for its results
+        found: list[AnyOperation] = [Stream(source, (source,), shape, "norms", held=end)]
+
+        def run(name: str, node: Component, read: str, held: str = end) -> str:
+            *first, last = node.operations(f"{path}{name}", read, shape)
+            found.extend([*first, msgspec.structs.replace(last, held=held)])
+            return last.id
+
+        def add(name: str, past: str, branch: str, residual: str | None) -> str:
+            found.append(Add(name, (past, branch), shape, "norms", held=end, residual=residual))
+            return name
+
+        branches, total, shared = [], source, source
+        for index, sublayer in enumerate(self.sublayers):
+            slot, last = sublayer.mixer.slot, index == len(self.sublayers) - 1
+            read = shared if self.parallel else total
+            if sublayer.norm is not None:
+                following = "" if last or self.parallel else f"{self.sublayers[index + 1].mixer.slot}_norm"
+                read = run(f"{slot}_norm", sublayer.norm, source if self.parallel else total, following or end)
+            shared = read if index == 0 else shared
+            branch = run(slot, sublayer.mixer, read, "" if last else end)
+            if sublayer.output_norm is not None:
+                branch = run(f"{slot}_output_norm", sublayer.output_norm, branch)
+            if sublayer.multiplier != 1:
+                found.append(Scale(f"{slot}_scaled", (branch,), shape, "norms", factor=sublayer.multiplier))
+                branch = found[-1].id
+            if self.parallel:
+                branches.append(branch)
+                continue
+            past = read if self.residual == "normed" else total
+            total = add(end if last else f"{slot}_output", past, branch, past)
+            if sublayer.sum_norm is not None:
+                total = run(f"{slot}_sum_norm", sublayer.sum_norm, total)
+        if self.parallel:
+            both, *others = branches
+            for index, other in enumerate(others):
+                both = add("both" if not index else f"both_{index + 1}", both, other, None)
+            add(end, source, both, source)
+        return tuple(found)
 
     def plain(self) -> None:
         """Refuse what stands between a mixer and the stream beside a norm before it, for who looks at that norm alone.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .base import Component, Size, Weight, bias
 from .norms import Norm
+from .operations import Embed, Linear, Program, Sizes
 
 __all__ = ["Embedding", "Head"]
 
@@ -12,6 +13,7 @@ class Embedding(Component, frozen=True):
     """The token table; `norm` is applied to its rows before the first block (BLOOM)."""
 
     label = "embedding"
+    rows = "V"
 
     vocab_size: Size
     hidden_size: Size
@@ -20,11 +22,17 @@ class Embedding(Component, frozen=True):
     def weights(self) -> dict[str, Weight]:
         return {"weight": Weight((self.vocab_size, self.hidden_size), "table")}
 
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        wide: Sizes = (*shape, self.hidden_size)
+        rows = Embed(path, (source,), wide, "embedding", tuple(self.shapes().items()))
+        return (rows, *(() if self.norm is None else self.norm.operations(f"{path}.norm", path, wide)))
+
 
 class Head(Component, frozen=True):
     """Logits from hidden states. `tied`: its weight is the embedding's, and is stored once."""
 
     label = "head"
+    rows = "V"
 
     vocab_size: Size
     hidden_size: Size
@@ -34,3 +42,8 @@ class Head(Component, frozen=True):
     def weights(self) -> dict[str, Weight]:
         found = {} if self.tied else {"weight": Weight((self.vocab_size, self.hidden_size), "reads")}
         return found | ({"bias": bias(self.vocab_size)} if self.bias else {})
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        wide: Sizes = (*shape[:-1], self.vocab_size)
+        tied, weights = "embedding" if self.tied else None, tuple(self.shapes().items())
+        return (Linear(path, (source,), wide, "head", weights, inputs_wide=self.hidden_size, tied=tied),)

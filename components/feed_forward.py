@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
 from .activations import Activation, function_of
-from .base import Arithmetic, Component, Mixer, Size, Weight, bias
+from .base import Arithmetic, Component, Mixer, Size, Weight, bias, divided
+from .operations import Activation as ActivationOperation
+from .operations import Product, Program, Sizes, linear
 
 __all__ = ["FeedForward", "GatedFeedForward"]
 
@@ -39,6 +41,23 @@ class FeedForward(Mixer, Component, frozen=True):
 
     def alike(self) -> Self:
         return msgspec.structs.replace(super().alike(), activation=function_of(self.activation))
+
+    def letters(self, part: str = "") -> dict[str, int]:  # noqa: ARG002
+        return {"f": self.intermediate_size}
+
+    def share(self, devices: int) -> Self:
+        units = divided(self.intermediate_size, devices, "units of the feed-forward")
+        return msgspec.structs.replace(self, intermediate_size=units)
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        inner: Sizes = (*shape[:-1], self.intermediate_size)
+        row, active = "feed-forward", f"{path}.activated"
+        up = linear(self, "up_proj", path, source, inner, row)
+        return (
+            up,
+            ActivationOperation(active, (up.id,), inner, row, function=self.activation),
+            linear(self, "down_proj", path, active, shape, row),
+        )
 
 
 class GatedFeedForward(Mixer, Component, frozen=True):
@@ -74,3 +93,28 @@ class GatedFeedForward(Mixer, Component, frozen=True):
 
     def alike(self) -> Self:
         return msgspec.structs.replace(super().alike(), activation=function_of(self.activation))
+
+    def letters(self, part: str = "") -> dict[str, int]:  # noqa: ARG002
+        return {"f": self.intermediate_size}
+
+    def share(self, devices: int) -> Self:
+        units = divided(self.intermediate_size, devices, "units of the feed-forward")
+        return msgspec.structs.replace(self, intermediate_size=units)
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        inner: Sizes = (*shape[:-1], self.intermediate_size)
+        row, active, gated = "feed-forward", f"{path}.activated", f"{path}.gated"
+        together: dict[str, Any] = {
+            "together": f"{path}.both" if self.fused else "",
+            "fused": self.fused,
+            "joined": self.fused,
+        }
+        gate = linear(self, "gate_proj", path, source, inner, row, **together)
+        up = linear(self, "up_proj", path, source, inner, row, **together)
+        return (
+            gate,
+            ActivationOperation(active, (gate.id,), inner, row, function=self.activation),
+            up,
+            Product(gated, (active, up.id), inner, row, in_place=not self.fused),
+            linear(self, "down_proj", path, gated, shape, row),
+        )

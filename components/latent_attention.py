@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import msgspec
 from msgspec import Meta
 
 from ..errors import ConfigError
 from .attention import plain_scale
-from .base import Arithmetic, Component, Mixer, Scale, Size, Weight, bias
+from .base import Arithmetic, Component, Mixer, Scale, Size, Weight, bias, divided
 from .norms import Norm
+from .operations import AnyOperation, Cache, Concat, Program, Rotate, Sizes, attend, linear, out_of
 from .positions import Position, Rotary
 
 __all__ = ["LatentAttention"]
@@ -89,3 +90,53 @@ class LatentAttention(Mixer, Component, frozen=True):
 
     def alike(self) -> Self:
         return msgspec.structs.replace(super().alike(), scale=plain_scale(self.scale))
+
+    def letters(self, part: str = "") -> dict[str, int]:
+        if part:
+            return {"r": self.kv_rank}
+        made = {"u": self.heads * self.nope_dim, "w": self.heads * self.value_dim}
+        return {"h": self.heads * self.query_dim, "r": self.kv_rank, "p": self.rope_dim, **made}
+
+    def share(self, devices: int) -> Self:
+        return msgspec.structs.replace(self, heads=divided(self.heads, devices, "query heads"))
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        row, end = "attention", f"{path}.o_proj"  # what has a name is there until then
+        heads, found = self.heads, list[AnyOperation]()
+        latent, rope = f"{path}.latent_cached", f"{path}.k_rope_cached"
+
+        def project(name: str, source: str, inner: Sizes, held: str = "") -> str:
+            window = self.window if source == latent else None
+            found.append(linear(self, name, path, source, inner, row, held, window=window))
+            return found[-1].id
+
+        def rotate(name: str, rotary: Rotary, start: int, parts: int, held: str = "") -> str:
+            fields: dict[str, Any] = {"rotary": rotary, "start": start, "parts": parts, "held": held}
+            found.append(Rotate(f"{path}.{name}", (found[-1].id,), found[-1].shape, row, **fields))
+            return found[-1].id
+
+        def cache(name: str) -> None:
+            seen: Sizes = ("B", "S", *found[-1].shape[2:])
+            found.append(Cache(name, (found[-1].id,), seen, row, window=self.window, ours=True, held=end))
+
+        whole: Sizes = ("B", "T", heads, self.query_dim)
+        q = project("q_proj", source, whole, "" if self.rope_dim else end)
+        if isinstance(self.position, Rotary):
+            q = rotate("q_rotated", self.position, self.nope_dim, self.rope_heads, end)
+            project("k_rope_proj", source, ("B", "T", self.rope_heads, self.position.dim))
+            rotate("k_rope_rotated", self.position, 0, 1)
+            cache(rope)
+        project("kv_down_proj", source, ("B", "T", self.kv_rank))
+        if self.kv_norm is not None:
+            found += out_of(row, self.kv_norm.operations(f"{path}.kv_norm", found[-1].id, found[-1].shape))
+        cache(latent)
+        keys = [project("k_up_proj", latent, ("B", "S", heads, self.nope_dim), end)] if self.nope_dim else []
+        if self.rope_dim:
+            seen: Sizes = ("B", "S", heads, self.query_dim)
+            found.append(Concat(f"{path}.k_whole", (*keys, rope), seen, row, held=end))
+        k = found[-1].id
+        v = project("v_up_proj", latent, ("B", "S", heads, self.value_dim), end)
+        scores = {"scale": self.scale, "query_dim": self.query_dim, "kv_heads": heads}
+        found += attend(path, (q, k, v), scores, heads, self.value_dim, position=self.position, window=self.window)
+        project("o_proj", f"{path}.mixed", shape)
+        return tuple(found)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any, Self
 
+import msgspec
 from msgspec import Meta
 
 from ..errors import ConfigError
-from .base import Component, Mixer, Size, Weight
+from .base import Component, Mixer, Size, Weight, divided
 from .feed_forward import FeedForward, GatedFeedForward
+from .operations import AnyOperation, Choose, Combine, Gather, Linear, Program, Sizes, linear
 
 __all__ = ["MixtureOfExperts"]
 
@@ -23,6 +25,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     """
 
     label = "router"
+    rows = "E"
     slot = "feed_forward"
 
     hidden_size: Size
@@ -47,3 +50,31 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
 
     def weights(self) -> dict[str, Weight]:
         return {"router.weight": Weight((self.experts, self.hidden_size), "router")}
+
+    def share(self, devices: int) -> Self:
+        units = divided(self.intermediate_size, devices, "units of an expert")
+        expert = msgspec.structs.replace(self.expert, intermediate_size=units)
+        return msgspec.structs.replace(self, expert=expert)
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        taken: Sizes = (*shape[:-1], self.top_k, self.hidden_size)
+        chosen, gathered, combined = f"{path}.chosen", f"{path}.gathered", f"{path}.combined"
+        *inside, last = self.expert.operations(f"{path}.experts", gathered, taken)
+        apart = 1 if any(isinstance(each, Linear) and each.fused for each in inside) else self.experts
+
+        def copied(each: AnyOperation, **changes: object) -> AnyOperation:
+            """One of many; each token is led to those that were chosen."""
+            changes["copies"] = self.experts if each.weights else 1
+            if isinstance(each, Linear):
+                changes |= {"inputs": (*each.inputs, chosen), "choice": chosen}
+            return msgspec.structs.replace(each, **changes)
+
+        choice: dict[str, Any] = {"top_k": self.top_k, "experts": self.experts, "normalise": self.normalise}
+        return (
+            linear(self, "router", path, source, (*shape[:-1], self.experts), "router"),
+            Choose(chosen, (f"{path}.router",), (*shape[:-1], self.top_k), "router", **choice),
+            Gather(gathered, (source, chosen), taken, "feed-forward", held=combined),
+            *(copied(each, apart=apart) for each in inside),
+            copied(last),
+            Combine(combined, (chosen, last.id), shape, "feed-forward"),
+        )

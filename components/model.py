@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -12,6 +13,7 @@ from .base import Component, Mixer, Parameter, Size
 from .block import Block
 from .ends import Embedding, Head
 from .norms import Norm
+from .operations import Add, AnyOperation, Positions, Program, Sizes, Tokens
 from .positions import LearnedPositions
 
 __all__ = ["ModelSpec", "differences", "without_rounding"]
@@ -91,6 +93,33 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
                 yield None, name, value
             elif isinstance(value, tuple):
                 yield from ((layer, f"{name}.{layer}", block) for layer, block in enumerate(value))
+
+    def before_blocks(self) -> Program:
+        """From token ids to the stream that the first block reads."""
+        ids: Sizes = ("B", "T")
+        found: list[AnyOperation] = [Tokens("tokens", (), ids, "embedding")]
+        found += self.embedding.operations("embedding", "tokens", ids)
+        if self.positions is not None:
+            last, shape = found[-1].id, found[-1].shape
+            found.append(Positions("positions", (), shape[1:], "embedding", tuple(self.positions.shapes().items())))
+            found.append(Add("embedded", (last, "positions"), shape, "norms", residual=last))
+        return tuple(found)
+
+    def block_operations(self, block: Block) -> Program:
+        """From the stream, "x", to the sum that leaves a block, "block_output"."""
+        return _program(block, self.hidden_size)
+
+    def after_blocks(self) -> Program:
+        """From the last block's sum to logits."""
+        stream: Sizes = ("B", "T", self.hidden_size)
+        norm = self.final_norm.operations("final_norm", "block_output", stream)
+        return (*norm, *self.head.operations("head", norm[-1].id, stream))
+
+
+@lru_cache(maxsize=256)
+def _program(block: Block, width: int) -> Program:
+    """Walks ask for the same again and again."""
+    return block.operations("", "x", ("B", "T", width))
 
 
 MOST_RUNS = 8

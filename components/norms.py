@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from .base import Component, Open, Positive, Size, Weight, bias
+from .operations import Norm as NormOperation
+from .operations import Program, Sizes
 
 __all__ = ["Gain", "LayerNorm", "Norm", "RMSNorm"]
 
@@ -36,6 +38,12 @@ class Norm(Open, frozen=True):
         """Its weight, where it has one, which starts where the factor is 1."""
         return {} if self.gain == "none" else {"weight": Weight((self.size,), "gain", self.weight_of(1.0))}
 
+    def normed(self, path: str, source: str, shape: Sizes, formula: str, shift: str = "", **fields: Any) -> Program:
+        """The operation of a norm; `formula` is without its gain."""
+        factor = {"weight": " · w", "1 + weight": " · (1 + w)", "none": ""}[self.gain]
+        fields |= {"formula": formula + factor + shift, "gain": self.gain}
+        return (NormOperation(path, (source,), shape, "norms", tuple(self.shapes().items()), **fields),)
+
 
 class LayerNorm(Norm, Component, frozen=True):
     """(x - mean) / sqrt(var + eps) · weight + bias (Ba et al. 2016)."""
@@ -50,6 +58,12 @@ class LayerNorm(Norm, Component, frozen=True):
 
     def weights(self) -> dict[str, Weight]:
         return self.gains() | ({"bias": bias(self.size)} if self.bias else {})
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        kind = "LayerNorm" if self.bias else "LayerNorm, no bias"
+        formula = f"(x − mean) / √(var + {self.eps:g})"
+        shift = " + b" if self.bias else ""
+        return self.normed(path, source, shape, formula, kind=kind, lies="kernel", statistics=2, shift=shift)
 
 
 class RMSNorm(Norm, Component, frozen=True):
@@ -69,3 +83,7 @@ class RMSNorm(Norm, Component, frozen=True):
 
     def weights(self) -> dict[str, Weight]:
         return self.gains()
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        lies = "input" if self.cast == "before_weight" else "float32"
+        return self.normed(path, source, shape, f"x / √(mean(x²) + {self.eps:g})", kind="RMSNorm", lies=lies)

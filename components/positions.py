@@ -28,6 +28,7 @@ class LearnedPositions(Component, frozen=True):
     """A table added to the token embeddings."""
 
     label = "positions"
+    rows = "T"
 
     length: Size
     size: Size

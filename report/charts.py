@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..analysis.costs import CONTEXT, cache_bytes, cache_curve, stated_context, usual_context
+from ..analysis.costs import CONTEXT, cache_bytes, cache_curve, stated_context, usual_context, windows
 from ..components import ModelSpec
 from .pages import Figure, Key, Table, plain
 from .plots import COLOURS, PALETTE, drawn, held, safe, share, short
@@ -219,12 +219,12 @@ def cache_chart(
         for index, ((name, _), line) in enumerate(zip(models, lines, strict=True))
     ]
     largest = max(range(len(models)), key=lambda index: lines[index][-1][1])
-    windows = [name for name, spec in models if any(block.attention.window for block in spec.blocks)]
+    bent = [name for name, spec in models if windows(spec)]
     most = held(lines[largest][-1][1]).replace(" ", "\u00a0")
     whose = "One sequence's cache" if batch == 1 else f"The cache of {batch:,} sequences"
     summary = f"{whose} in {dtype}, up to {most} at {ends[largest]:,} tokens"
     summary += f" ({models[largest][0]})." if len(models) > 1 else "."
-    summary += f" A line bends where a window is full: {', '.join(windows)}." if windows else ""
+    summary += f" A line bends where a window is full: {', '.join(bent)}." if bent else ""
     summary += "".join(f" {told}" for told in _alike([name for name, _ in models], lines))
     unsaid = [name for name, spec in models if up_to is None and stated_context(spec) is None]
     summary += f" Context not stated, drawn up to {CONTEXT:,} tokens: {', '.join(unsaid)}." if unsaid else ""
@@ -281,9 +281,8 @@ def _end(spec: ModelSpec, up_to: int | None, at: Sequence[int]) -> int:
 def _lengths(spec: ModelSpec, end: int, at: Sequence[int]) -> list[int]:
     """Powers of two up to the end, where the line bends, and what was asked for."""
     powers = [1 << power for power in range(end.bit_length())]
-    windows = {block.attention.window for block in spec.blocks if block.attention.window is not None}
     first = min(FROM, end, *at)
-    return sorted({first, end, *(n for n in (*powers, *windows, *at) if first <= n <= end)})
+    return sorted({first, end, *(n for n in (*powers, *windows(spec), *at) if first <= n <= end)})
 
 
 def _powers(least: int, most: int, words: Callable[[int], str], ticks: int) -> dict[str, Any]:

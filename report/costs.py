@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..analysis.costs import stated_context, usual_context
+from ..analysis.costs import stated_context, usual_context, windows
 from ..analysis.figures import SCALES, Asked, Figures, fits
 from ..analysis.parameters import count, layer_ranges, range_label
 from ..components import ModelSpec
@@ -156,8 +156,8 @@ def _cache(models: Sequence[Told], asked: Asked, compared: bool) -> Sheet:
     def exact(label: str, nbytes: int) -> str:
         return whole_bytes(nbytes) if label == A_TOKEN else decimal(nbytes, "B")
 
-    windows = any(block.attention.window is not None for _, spec, _ in models for block in spec.blocks)
-    notes = ["A layer with a window of w tokens holds w − 1 of them until the next comes."] if windows else []
+    windowed = any(windows(spec) for _, spec, _ in models)
+    notes = ["A layer with a window of w tokens holds w − 1 of them until the next comes."] if windowed else []
     for name, _, figures in models:
         last = next((each for each in reversed(figures.cache) if each is not None), None)
         if last is not None and last.in_transformers not in (None, last.held):

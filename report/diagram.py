@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from ..analysis.parameters import describe
-from ..components import Attention, LatentAttention, ModelSpec
+from ..components import ModelSpec
+from ..components.operations import Scores
 from .graph import SYMBOLS, Kind, Node, Structure, layers_label, shape_words, sizes
 from .pages import Figure, Table, plain
 from .placement import Box, Frame, Metrics, Placement, Wire, folded, place
@@ -211,9 +212,9 @@ def _heads(box: Box) -> list[dict[str, Any]]:
 
 def _heads_of(node: Node) -> tuple[int, int]:
     """Query heads, and how many of them share a key head."""
-    attention = node.component
-    assert isinstance(attention, Attention | LatentAttention)
-    return attention.heads, attention.group if isinstance(attention, Attention) else 1
+    scores = node.operation
+    assert isinstance(scores, Scores)
+    return scores.heads, scores.heads // scores.kv_heads
 
 
 def _shown(box: Box) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from ..components import Attention, LatentAttention
+from ..components.operations import Scores
 from .graph import Kind, Node, Structure, layers_label, shape_words
 from .placement import Box, Frame, Metrics, Placement, Wire, folded, place
 
@@ -114,10 +114,9 @@ def _lines(node: Node, room: int, ascii_only: bool) -> list[str]:
 
 def _groups(node: Node, room: int, ascii_only: bool) -> list[str]:
     """Query heads in two lines, each group above the key head that it shares; as many groups as there is room for."""
-    attention = node.component
-    assert isinstance(attention, Attention | LatentAttention)
-    group = attention.group if isinstance(attention, Attention) else 1
-    groups = attention.heads // group
+    scores = node.operation
+    assert isinstance(scores, Scores)
+    groups, group = scores.kv_heads, scores.heads // scores.kv_heads
     if group > room:
         return []
     fit = (room + 1) // (group + 1)

@@ -1,30 +1,9 @@
-"""A model as a graph of operations: what is drawn, and what a program may follow. `structure` makes it of a tree.
+"""A model as a graph that is drawn: its operations with words for people. `structure` makes it of a tree.
 
-It has every weight and every operation between tokens and logits, so that whoever
-evaluates the nodes in their order gets the model's logits; tests do that. `Node.op` says what is computed:
-
-| op | of its inputs |
-|---|---|
-| tokens | nothing: the ids, (B, T) |
-| embed | ids -> rows of its weight |
-| positions | nothing: a row of its weight for each token's position |
-| stream | a block's input, which is what the block before it gave |
-| norm | `component` (LayerNorm, RMSNorm), over the last dimension |
-| linear | x·Wᵀ, and b where there is one; its last dimension cut into heads as `shape` says |
-| rotate | `component` (Rotary) on the last dimension, or on its end where a head has elements without a position |
-| cache | x of the earlier tokens, then x of these: T becomes S |
-| concat | parts of a key, one behind the other; what has fewer heads than the result is shared by all of them |
-| scores | q, k -> q·kᵀ · scale; query heads in groups where there are fewer keys |
-| alibi | scores -> scores + slope(head) · position of the key (`component`: ALiBi; · scale where it is `scaled`) |
-| softmax | over the keys that a query may see: itself and what is before it, no further back than `component.window` |
-| mix | weights, v -> the values' sum; heads in groups as for the scores |
-| activation | a function of each element (`title`) |
-| product | element by element |
-| choose | router's scores -> softmax's top_k, divided by their sum with `component.normalise` |
-| combine | outputs of the experts that were chosen, and their weights -> the weighted sum |
-| add | the sum |
-
-A linear with `copies` is one an expert: a second input says which of them each token takes. No torch.
+It has every weight and every operation between tokens and logits, so that whoever evaluates the nodes in their order
+gets the model's logits; tests do that. What each computes is told in `components.operations`, whose class names in
+lower case are `Node.op`. A linear with `copies` is one an expert: a second input says which of them each token takes.
+No torch.
 """
 
 from __future__ import annotations
@@ -35,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..analysis.parameters import range_label
-from ..components import Block, Component, ModelSpec, Shape
+from ..components import Block, ModelSpec, Shape
+from ..components.operations import AnyOperation, Sizes
 
 __all__ = [
     "SYMBOLS",
@@ -43,7 +23,6 @@ __all__ = [
     "EdgeKind",
     "Kind",
     "Node",
-    "Op",
     "Structure",
     "fed",
     "layers_label",
@@ -51,12 +30,6 @@ __all__ = [
     "sizes",
 ]
 
-# fmt: off
-Op = Literal[
-    "tokens", "embed", "positions", "stream", "norm", "linear", "rotate", "cache", "concat", "scores", "alibi",
-    "softmax", "mix", "activation", "product", "choose", "combine", "add",
-]
-# fmt: on
 EdgeKind = Literal["data", "residual", "choice", "weights"]
 
 SYMBOLS = "B sequences, T tokens, S tokens in sight with those in the cache"
@@ -80,13 +53,14 @@ class Node:
     id: a module's shared name within its block, or a name for what has no weights; unique in a path. inputs: ids, in
     the order of the operation's arguments. shape: of its output. weights: the module's own, by name. copies: so many
     modules alike, of which a token takes some. residual: which input came past a branch. tied: whose weight it uses.
-    component: the tree's record with what else the operation needs. title, detail, formula: for people.
+    operation: what else it needs. title, detail, formula: for people.
     """
 
     id: str
-    op: Op
+    op: str
     inputs: tuple[str, ...]
-    shape: tuple[int | str, ...]
+    shape: Sizes
+    operation: AnyOperation
     title: str
     detail: str = ""
     formula: str = ""
@@ -95,7 +69,6 @@ class Node:
     residual: str | None = None
     choice: str | None = None
     tied: str | None = None
-    component: Component | None = None
 
     @property
     def parameters(self) -> int:

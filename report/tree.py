@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..analysis.parameters import count, describe
-from ..components import LayerNorm, RMSNorm
+from ..components.operations import Norm
 from .graph import Kind, Node, Structure, sizes
 from .pages import Table
 from .placement import folded
@@ -56,34 +55,21 @@ def tree_rows(graph: Structure) -> list[Row]:
     """The whole tree, layers alike and experts alike folded; the numbers of the uppermost rows, times their copies, sum
     to the model's parameters.
     """
-    spec = graph.spec
-    rows: list[Row] = []
-    for name, node in spec.nodes():
-        if name.startswith("blocks."):
-            continue
-        if name == "final_norm":
-            rows += _blocks(graph)
-        tied = name == "head" and spec.head.tied
-        rows.append(_row(name, node, tied))
-    return rows
+    ends = [[_row(node) for node in nodes if node.weights or node.tied] for nodes in (graph.before, graph.after)]
+    return [*ends[0], *_blocks(graph), *ends[1]]
 
 
-def _row(name: str, node: Any, tied: bool = False) -> Row:
-    shapes = node.shapes()
-    number = sum(math.prod(shape) for shape in shapes.values())
-    bias = " + bias" if "bias" in shapes else ""
-    what = "the embedding's" + bias if tied else _matrix(shapes)
-    return Row(0, name, f"{_kind(node)} {what}".strip(), number, tied=tied)
-
-
-def _matrix(shapes: dict[str, tuple[int, ...]]) -> str:
-    return f"[{sizes(shapes['weight'])}]" + (" + bias" if "bias" in shapes else "")
-
-
-def _kind(node: Any) -> str:
-    if isinstance(node, LayerNorm | RMSNorm):
-        return "LayerNorm" if isinstance(node, LayerNorm) else "RMSNorm"
-    return ""
+def _row(node: Node, depth: int = 0, name: str = "") -> Row:
+    """A module that has weights, its own or another's."""
+    matrix = dict(node.weights)
+    if node.tied:
+        what = f"the {node.tied}'s"
+    elif isinstance(node.operation, Norm):
+        what = f"{node.operation.kind.partition(',')[0]} [{sizes(next(iter(matrix.values())))}]"
+    else:
+        what = f"[{sizes(next(iter(matrix.values())))}]"
+    bias = " + bias" if "bias" in matrix else ""
+    return Row(depth, name or node.id, what + bias, node.parameters // node.copies, tied=node.tied is not None)
 
 
 def _blocks(graph: Structure) -> Iterator[Row]:
@@ -119,10 +105,7 @@ def _modules(graph: Structure, kind: Kind) -> Iterator[Row]:
             if path not in told:
                 told.add(path)
                 yield _group(depth, path, [each for each in kind.nodes if each.id.startswith(f"{path}.")], words)
-        norm = _kind(node.component)
-        yield Row(
-            len(parts), parts[-1], f"{norm} {_matrix(dict(node.weights))}".strip(), node.parameters // node.copies
-        )
+        yield _row(node, len(parts), parts[-1])
 
 
 def _group(depth: int, path: str, nodes: Sequence[Node], words: Mapping[str, str]) -> Row:

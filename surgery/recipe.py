@@ -343,7 +343,7 @@ WHOLES: Mapping[tuple[str, str], tuple[str, Callable[[ModelSpec], set[int | None
     ("attention", "gqa:"): ("key-value heads", _of_blocks(_kv_heads)),
     ("attention", "mla:"): (
         "numbers that a token leaves in a layer's cache",
-        _of_blocks(lambda b: cached(b.attention)),
+        lambda spec: {cached(spec.block_operations(block)) for block in set(spec.blocks)},
     ),
     ("layers", "auto:"): ("layers", lambda spec: {len(spec.blocks)}),
     ("layers", "+"): ("layers", lambda spec: {len(spec.blocks)}),

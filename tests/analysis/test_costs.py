@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from trees import TREES as OTHERS
 from trees import filled, random_weights
 
-from gptkit.analysis.activations import way
+from gptkit.analysis.activations import ways
 from gptkit.analysis.costs import (
     CONTEXT,
     cache_bytes,
@@ -226,7 +226,7 @@ def test_flops_are_torchs_count_of_the_built_module(name: str, kernel: str) -> N
     assert forward == found.dense
     assert training.forward == found
     # A fused kernel makes the scores again for the backward pass, which is counted as half of its forward pass.
-    fused = [way(block.attention, kernel) == "fused" for block in spec.blocks]
+    fused = [ways(spec.block_operations(block), kernel) == {"fused"} for block in spec.blocks]
     alone = [forward_flops(replace(spec, blocks=(block,)), tokens, batch).scores for block in spec.blocks]
     again = sum(scores for scores, is_fused in zip(alone, fused, strict=True) if is_fused)
     assert both == training.dense + training.flash_extra * again // found.scores

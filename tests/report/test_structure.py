@@ -14,7 +14,7 @@ from torch import Tensor
 from trees import TREES, filled, random_weights
 
 from gptkit.analysis.parameters import count
-from gptkit.components import ALiBi, LatentAttention, ModelSpec, Rotary
+from gptkit.components import LatentAttention, ModelSpec
 from gptkit.modules import Decoder
 from gptkit.modules.layers import ACTIVATIONS
 from gptkit.modules.positions import alibi_bias, apply_rotary, rotary_tables
@@ -96,16 +96,12 @@ class Following:
         return y if "bias" not in shapes else y + torch.stack([each.bias for each in experts])[self.chosen]
 
     def rotate(self, node: Node, path: str, x: Tensor) -> Tensor:
-        rotary = node.component
-        assert isinstance(rotary, Rotary)
-        tables = rotary_tables(rotary, self.at[None], x.dtype)
-        attention = self.graph.kind_of(int(path.split(".")[1])).block.attention
-        if not isinstance(attention, LatentAttention) or x.shape[-1] == rotary.dim:
-            return apply_rotary(x.transpose(1, 2), tables).transpose(1, 2)
-        own, turned = x[..., : attention.nope_dim], x[..., attention.nope_dim :]
-        parts = turned.unflatten(-1, (attention.rope_heads, rotary.dim))
+        rotate: Any = node.operation
+        tables = rotary_tables(rotate.rotary, self.at[None], x.dtype)
+        end = rotate.start + rotate.turned
+        parts = x[..., rotate.start : end].unflatten(-1, (rotate.parts, rotate.rotary.dim))
         done = [apply_rotary(part.transpose(1, 2), tables).transpose(1, 2) for part in parts.unbind(-2)]
-        return torch.cat((own, *done), dim=-1)
+        return torch.cat((x[..., : rotate.start], *done, x[..., end:]), dim=-1)
 
     def cache(self, node: Node, path: str, x: Tensor) -> Tensor:
         earlier = self.cached.get(path + node.id)
@@ -120,19 +116,18 @@ class Following:
         return torch.cat(whole, dim=-1)
 
     def scores(self, node: Node, path: str, q: Tensor, k: Tensor) -> Tensor:
-        attention: Any = node.component
+        operation: Any = node.operation
         k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
-        return torch.einsum("bthd,bshd->bhts", q, k) * attention.scale
+        return torch.einsum("bthd,bshd->bhts", q, k) * operation.scale
 
     def alibi(self, node: Node, path: str, scores: Tensor) -> Tensor:
-        alibi = node.component
-        assert isinstance(alibi, ALiBi)
-        attention = self.graph.kind_of(int(path.split(".")[1])).block.attention
-        bias = alibi_bias(alibi, scores.shape[1], torch.ones(BATCH, self.total, dtype=torch.long), scores.dtype)
-        return scores + bias * (attention.scale if alibi.scaled else 1)
+        operation: Any = node.operation
+        ones = torch.ones(BATCH, self.total, dtype=torch.long)
+        bias = alibi_bias(operation.alibi, scores.shape[1], ones, scores.dtype)
+        return scores + bias * (operation.scale if operation.alibi.scaled else 1)
 
     def softmax(self, node: Node, path: str, scores: Tensor) -> Tensor:
-        window = node.component.window  # type: ignore[union-attr]
+        window = node.operation.window  # type: ignore[union-attr]
         keys, queries = torch.arange(self.total)[None], self.at[:, None]
         seen = keys <= queries
         if window is not None:
@@ -150,7 +145,7 @@ class Following:
         return one * other
 
     def choose(self, node: Node, path: str, scores: Tensor) -> Tensor:
-        record: Any = node.component
+        record: Any = node.operation
         weights, self.chosen = scores.softmax(-1).topk(record.top_k, dim=-1)
         return weights / weights.sum(-1, keepdim=True) if record.normalise else weights
 

@@ -1,0 +1,327 @@
+"""What components do: the closed vocabulary of operations, of which each component's `operations` is a short program.
+
+An operation names its inputs and the weights that it reads, says the shape of its result, and has the fields of its
+component that it needs. Who asks what a model costs, keeps or looks like walks over operations, with one entry for
+each, and never asks which component they come from. So a new component that does known things is known to every walk,
+and an operation that a walk does not know is refused by its name (`unknown`). No torch.
+
+Sizes of a shape are numbers or B (sequences), T (tokens of each) and S (tokens in sight, those in the cache included).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Never
+
+import msgspec
+
+from ..errors import ConfigError
+from .activations import Activation as Function
+from .base import Arithmetic, Shape
+from .positions import ALiBi, Rotary
+
+if TYPE_CHECKING:
+    from .base import Component
+
+# fmt: off
+__all__ = [
+    "Activation", "Add", "Alibi", "AnyOperation", "Cache", "Cap", "Choose", "Combine", "Concat", "Convolve", "Embed",
+    "Gather", "Linear", "Mix", "Norm", "Operation", "Positions", "Product", "Program", "Rotate", "Scale", "Scan",
+    "Scores", "Sizes", "Softmax", "Stream", "Tokens", "attend", "linear", "out_of", "unknown",
+]
+# fmt: on
+
+Sizes = tuple[int | str, ...]
+
+
+class Operation(msgspec.Struct, frozen=True):
+    """One operation.
+
+    id: a module's name within its block, or a name for what has no weights; unique in a program. inputs: ids, in the
+    order of the operation's arguments. shape: of the result. row: under which row of a table of costs its products and
+    its result are counted. weights: the module's own, by name. copies: so many modules alike, of which a token takes
+    some. apart: so many are run one after the other, each on its share of the tokens. held: the id of the operation
+    until which the module has a name for the result; without one it is gone after its last use.
+    """
+
+    id: str
+    inputs: tuple[str, ...]
+    shape: Sizes
+    row: str
+    weights: tuple[tuple[str, Shape], ...] = ()
+    copies: int = 1
+    apart: int = 1
+    held: str = ""
+
+    @property
+    def parameters(self) -> int:
+        """Stored under this operation, all copies together."""
+        return self.copies * sum(math.prod(shape) for _, shape in self.weights)
+
+    def numbers(self, **symbols: int) -> int:
+        """Elements of the result for given B, T and S."""
+        return math.prod(size if isinstance(size, int) else symbols[size] for size in self.shape)
+
+
+class Tokens(Operation, frozen=True, kw_only=True):
+    """The ids of tokens, (B, T)."""
+
+
+class Stream(Operation, frozen=True, kw_only=True):
+    """A block's input: what the block before it gave."""
+
+
+class Embed(Operation, frozen=True, kw_only=True):
+    """The rows of a table that ids name."""
+
+
+class Positions(Operation, frozen=True, kw_only=True):
+    """A row of a table for each token's position."""
+
+
+class Norm(Operation, frozen=True, kw_only=True):
+    """Rows divided by a statistic of theirs, and multiplied by a gain.
+
+    kind, formula: what its component says it is. lies: where rows are before the gain: inside a "kernel", or, as steps
+    in fp32 at least, in tensors of the "input"'s dtype or of "float32". statistics: numbers a row that are kept for the
+    backward pass. gain: what is multiplied by.
+    """
+
+    kind: str
+    formula: str
+    lies: Literal["kernel", "input", "float32"]
+    statistics: int = 1
+    gain: Literal["weight", "1 + weight", "none"] = "weight"
+
+
+class Linear(Operation, frozen=True, kw_only=True):
+    """x·Wᵀ, and b where there is one; the last dimension is cut into heads as the shape says.
+
+    together: a name that projections of one input share which are made at once, with `fused` in one matrix product, in
+    whose result the rows lie in `groups`. joined: their results are put side by side in a tensor of their own. choice:
+    the input that tells which of the copies a token takes. tied: the operation whose weight it uses. window: of the
+    cached tokens that it reads, how many are seen.
+    """
+
+    inputs_wide: int
+    arithmetic: Arithmetic = "linear"
+    together: str = ""
+    fused: bool = False
+    groups: int = 1
+    joined: bool = False
+    choice: str | None = None
+    tied: str | None = None
+    window: int | None = None
+
+    @property
+    def bias(self) -> bool:
+        return any(name == "bias" for name, _ in self.weights)
+
+    def made_together(self, program: Iterable[Operation]) -> list[Linear]:
+        """The linears of its program that are made at once with this one, which is among them."""
+        linears = (each for each in program if isinstance(each, Linear))
+        return [each for each in linears if each is self or (self.together and each.together == self.together)]
+
+
+class Rotate(Operation, frozen=True, kw_only=True):
+    """Rotary positions on `parts` parts of a head, one behind the other, the first from its element `start` on."""
+
+    rotary: Rotary
+    start: int = 0
+    parts: int = 1
+
+    @property
+    def turned(self) -> int:
+        """Elements of a head that turn."""
+        return self.parts * self.rotary.dim
+
+
+class Cache(Operation, frozen=True, kw_only=True):
+    """x of the earlier tokens, then x of these: T becomes S. Of a window all but one token are kept for the next step.
+
+    repeats: how often a head is there behind the cache, and in the cache of transformers. ours: no family of
+    transformers has such a cache.
+    """
+
+    window: int | None = None
+    repeats: int = 1
+    ours: bool = False
+
+
+class Concat(Operation, frozen=True, kw_only=True):
+    """Parts of a key, one behind the other; what has fewer heads than the result is shared by all of them."""
+
+
+class Scores(Operation, frozen=True, kw_only=True):
+    """q·kᵀ · scale, (B, heads, T, S); query heads in groups where there are fewer key heads.
+
+    wide: the product is made in fp32 at least. broadcast: key heads become query heads inside the matrix product, which
+    no fused kernel does.
+    """
+
+    scale: float
+    query_dim: int
+    kv_heads: int
+    window: int | None = None
+    wide: bool = False
+    broadcast: bool = False
+
+    @property
+    def heads(self) -> int:
+        return self.shape[1]  # type: ignore[return-value]
+
+
+class Alibi(Operation, frozen=True, kw_only=True):
+    """Scores + slope(head) · position of the key, times the scores' scale where the bias is `scaled`."""
+
+    alibi: ALiBi
+    scale: float
+
+
+class Cap(Operation, frozen=True, kw_only=True):
+    """limit · tanh(x / limit)."""
+
+    limit: float
+
+
+class Softmax(Operation, frozen=True, kw_only=True):
+    """Over the keys that a query may see: itself and what is before it, `window` of them at most.
+
+    wide: in fp32 at least, or else in the dtype of the scores.
+    """
+
+    window: int | None = None
+    wide: bool = True
+
+
+class Mix(Operation, frozen=True, kw_only=True):
+    """The values' sum, each with its weight; heads in groups as for the scores. (B, T, heads, value dim)."""
+
+    window: int | None = None
+
+
+class Scan(Operation, frozen=True, kw_only=True):
+    """A recurrence over tokens: each reads a state that the one before it left.
+
+    state: its shape for one sequence, all that is carried from token to token. title, formula: what its component says
+    it is. saved: how many tensors of the result's size the steps keep for the backward pass beside the inputs.
+    products: how many multiplications a token are matrix products (of keys with values, say), not element by element.
+    """
+
+    state: Shape
+    title: str
+    formula: str
+    saved: int = 1
+    products: int = 0
+
+
+class Convolve(Operation, frozen=True, kw_only=True):
+    """A causal convolution over `width` tokens, a kernel a channel; the last width - 1 of them are carried."""
+
+    width: int
+
+
+class Activation(Operation, frozen=True, kw_only=True):
+    """A function of each element."""
+
+    function: Function
+
+
+class Product(Operation, frozen=True, kw_only=True):
+    """Element by element; `in_place` writes over the first factor where no gradient is wanted."""
+
+    in_place: bool = False
+
+
+class Scale(Operation, frozen=True, kw_only=True):
+    """The input times a number."""
+
+    factor: float
+
+
+class Add(Operation, frozen=True, kw_only=True):
+    """The sum. residual: which input came past a branch."""
+
+    residual: str | None = None
+
+
+class Choose(Operation, frozen=True, kw_only=True):
+    """The `top_k` largest of softmax over a router's scores, divided by their sum with `normalise`."""
+
+    top_k: int
+    experts: int
+    normalise: bool
+
+
+class Gather(Operation, frozen=True, kw_only=True):
+    """Tokens in the order of the experts that were chosen for them, each once for each of its experts."""
+
+
+class Combine(Operation, frozen=True, kw_only=True):
+    """Outputs of the experts that were chosen, and their weights -> the weighted sum of each token."""
+
+
+# fmt: off
+AnyOperation = (
+    Tokens | Stream | Embed | Positions | Norm | Linear | Rotate | Cache | Concat | Scores | Alibi | Cap | Softmax | Mix
+    | Scan | Convolve | Activation | Product | Scale | Add | Choose | Gather | Combine
+)
+# fmt: on
+"""The vocabulary, which is closed: a `match` over it ends with `raise unknown(…)`."""
+
+Program = tuple[AnyOperation, ...]
+"""Operations in an order in which they can be evaluated; the last one's result is the program's."""
+
+
+def unknown(operation: Never, walk: str) -> ConfigError:
+    """What the last entry of every `match` over operations raises: it names the operation and the walk."""
+    return ConfigError(f"{walk} has no entry for the operation {type(operation).__name__} ({operation.id})")
+
+
+# --- parts of programs that several components have ------------------------------------------------------------------
+
+
+def linear(
+    node: Component, name: str, path: str, source: str, shape: Sizes, row: str, held: str = "", **fields: Any
+) -> Linear:
+    """The linear `name` of a component at `path`, with that component's parameters of the name."""
+    own = {key.partition(".")[2]: value for key, value in node.shapes().items() if key.partition(".")[0] == name}
+    weights, arithmetic = tuple(own.items()), getattr(node, "arithmetic", "linear")
+    fields = {"arithmetic": arithmetic, "inputs_wide": own["weight"][1], **fields}
+    return Linear(f"{path}.{name}", (source,), shape, row, weights, held=held, **fields)
+
+
+def attend(
+    path: str,
+    inputs: tuple[str, str, str],
+    scores: Mapping[str, Any],
+    heads: int,
+    value_dim: int,
+    *,
+    position: object = None,
+    cap: float | None = None,
+    window: int | None = None,
+    wide: bool = True,
+) -> Iterator[AnyOperation]:
+    """softmax(cap(q·kᵀ · scale + bias))·v of q (B, T, heads, query dim), k and v (B, S, kv heads, …).
+
+    scores: the fields of `Scores`. wide: of `Softmax`.
+    """
+    q, k, v = inputs
+    seen: Sizes = ("B", heads, "T", "S")
+    last = f"{path}.scores"
+    yield Scores(last, (q, k), seen, "scores", window=window, **scores)
+    if isinstance(position, ALiBi):
+        yield Alibi(f"{path}.alibi", (last,), seen, "scores", alibi=position, scale=scores["scale"])
+        last = f"{path}.alibi"
+    if cap is not None:
+        yield Cap(f"{path}.capped", (last,), seen, "scores", limit=cap)
+        last = f"{path}.capped"
+    yield Softmax(f"{path}.weights", (last,), seen, "scores", window=window, wide=wide)
+    yield Mix(f"{path}.mixed", (f"{path}.weights", v), ("B", "T", heads, value_dim), "attention", window=window)
+
+
+def out_of(row: str, operations: Iterable[AnyOperation]) -> Iterator[AnyOperation]:
+    """The same with their results counted under another row: a norm within attention is attention's."""
+    return (msgspec.structs.replace(each, row=row) for each in operations)
