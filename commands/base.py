@@ -14,10 +14,10 @@ from typing import Annotated, Any, TypeVar
 import typer
 import typer.core
 
-from .. import __version__
 from ..errors import Elsewhere, GptkitError, UsageError
 from ..process import INTERRUPTED, TERMINATED, Terminated
 from ..terminal import complain, fail, give_up_stdout
+from ..version import __version__
 from .completion import bash_words, complete_model
 
 __all__ = [

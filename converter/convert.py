@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
 from ..architectures import Architecture, named
 from ..architectures.base import TOKEN_IDS
 from ..components import ModelSpec
 from ..display import Shown
 from ..errors import UsageError
+from ..version import __version__
 from .adapt import adapt, adapt_to_any
 from .checkpoint import Checkpoint, identity_leaves, open_checkpoint, stated_dtype
 from .distributed import team, together

@@ -17,11 +17,11 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from .. import __version__
 from ..architectures import architecture_of, named
 from ..architectures.config import ConfigReader, parse_config_text, quantisation, read_config_file
 from ..components import ModelSpec, from_json, to_json
 from ..errors import ConfigError, InvalidInput, UsageError
+from ..version import __version__
 from .formats import Format, format_named, format_of
 from .resolve import CONFIG, refuse_pointer
 

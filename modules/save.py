@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import __version__
 from ..architectures import named
 from ..converter.adapt import adapt, adapt_to_any
 from ..converter.checkpoint import Checkpoint, identity_leaves
@@ -23,6 +22,7 @@ from ..converter.tokenizer import token_files
 from ..converter.transfer import transfer
 from ..converter.tree import Origin
 from ..errors import InvalidInput, UsageError
+from ..version import __version__
 from .decoder import Decoder
 
 __all__ = ["save"]

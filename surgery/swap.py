@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__
 from ..analysis.parameters import count
 from ..architectures import Architecture
 from ..components import ModelSpec
@@ -24,6 +23,7 @@ from ..converter.tokenizer import token_files
 from ..converter.write import Plan, execute
 from ..display import Shown
 from ..errors import UsageError
+from ..version import __version__
 from .base import Guarantee, Model
 from .calibration import TOKENS, read_text
 from .chain import Chain, chain, leaving
