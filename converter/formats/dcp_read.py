@@ -21,7 +21,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ...errors import CheckpointError, UntrustedInput
-from ..pickles import Stored, StoredWeights
+from ..contents import Stored
+from ..pickles import StoredWeights
 from ..safetensors import DTYPES, parse_json_object, read_header
 from ..unpickle import ELEMENTS, KNOWN, Known, RefusedError, Storage, Tensor, members
 

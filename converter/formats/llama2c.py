@@ -16,14 +16,13 @@ import os
 import stat
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...architectures.base import bind
 from ...architectures.layout import Shape
 from ...architectures.llama import LLAMA
-from ...architectures.llama2c import BASE, LEAVES, QUANTISED, TABLES, Sizes, config_of, expressed, places
+from ...architectures.llama2c import BASE, LEAVES, QUANTISED, TABLES, Place, Sizes, config_of, expressed, places
 from ...components import ModelSpec
 from ...errors import CheckpointError, UsageError
 
@@ -130,16 +129,6 @@ def plan_version(request: Request, version: int) -> Plan:
 
 
 # --- the header ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor lies: fp32 from byte `start`, or signed bytes with a scale for each `group`, from `scales` on."""
-
-    shape: Shape
-    start: int
-    scales: int | None = None
-    group: int = 1
 
 
 class _Model:

@@ -11,11 +11,9 @@ from __future__ import annotations
 import json
 import pickle
 import struct
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from ...architectures.base import BoundLeaf, bind
 from ...architectures.nanogpt import (
@@ -33,7 +31,8 @@ from ...errors import CheckpointError, UntrustedInput
 from ..resolve import refuse_pointer
 
 if TYPE_CHECKING:
-    from ..pickles import Stored, StoredWeights
+    from ..contents import Stored
+    from ..pickles import StoredWeights
     from ..publish import FileRecord, Staging
     from ..tree import Origin
     from ..write import Plan
@@ -182,8 +181,6 @@ def _place(weights: StoredWeights, name: str) -> tuple[Path, int]:
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 
-PREFIX = "ckpt/"
-ALIGNMENT = 64
 STORAGES = {"F64": "DoubleStorage", "F32": "FloatStorage", "F16": "HalfStorage", "BF16": "BFloat16Storage"}
 
 
@@ -203,6 +200,7 @@ def plan_for(request: Request, activation: Activation) -> Plan:
     from ..dtypes import parse_dtype, widest
     from ..safetensors import DTYPES
     from ..write import Output, Plan, Shard
+    from .nanogpt_archive import lay_out
 
     arguments, leaves = expressed(request.spec, activation)
     asked = None if request.asked is None else parse_dtype(request.asked)
@@ -214,7 +212,7 @@ def plan_for(request: Request, activation: Activation) -> Plan:
             count *= size
         tensors.append((leaf, dtype, count * DTYPES[dtype].itemsize))
     program = _program(arguments, [(leaf, dtype) for leaf, dtype, _ in tensors], activation)
-    members, size = _lay_out([nbytes for _, _, nbytes in tensors], program)
+    members, size = lay_out([nbytes for _, _, nbytes in tensors], program)
     starts = [member.start for member in members if member.data is None]
     outputs = tuple(
         Output(leaf, dtype, start, nbytes) for (leaf, dtype, nbytes), start in zip(tensors, starts, strict=True)
@@ -226,51 +224,11 @@ def write(
     request: Request, plan: Plan, staging: Staging, progress: Callable[[int], None] | None
 ) -> dict[str, FileRecord]:
     """Write the planned file; see `nanogpt_archive`."""
-    from .nanogpt_archive import write_archive
+    from .nanogpt_archive import lay_out, write_archive
 
     (shard,) = plan.shards
-    members, _ = _lay_out([output.nbytes for output in shard.outputs], shard.header)
+    members, _ = lay_out([output.nbytes for output in shard.outputs], shard.header)
     return write_archive(request.source, shard, members, staging, progress)
-
-
-@dataclass(frozen=True)
-class Member:
-    """One file of the archive: its first byte in it, the padding before that, and its content unless it is a tensor."""
-
-    name: str
-    start: int
-    nbytes: int
-    extra: bytes
-    data: bytes | None
-
-
-def _lay_out(tensors: list[int], program: bytes) -> tuple[list[Member], int]:
-    """The archive's members in their order, and its size."""
-    wanted: list[tuple[str, int, bytes | None]] = [
-        ("data.pkl", len(program), program),
-        ("byteorder", 6, b"little"),
-        *((f"data/{index}", nbytes, None) for index, nbytes in enumerate(tensors)),
-        ("version", 2, b"3\n"),
-    ]
-    members, at, directory = [], 0, 0
-    limit = zipfile.ZIP64_LIMIT  # type: ignore[attr-defined, unused-ignore]
-    for short, nbytes, data in wanted:
-        name = PREFIX + short
-        large = is_large(nbytes)
-        fixed = at + 30 + len(name) + 20 * large + 4
-        padding = -fixed % ALIGNMENT
-        extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding
-        members.append(Member(name, fixed + padding, nbytes, extra, data))
-        wide = 16 * (nbytes > limit) + 8 * (at > limit)
-        directory += 46 + len(name) + len(extra) + (wide + 4 if wide else 0)
-        at = fixed + padding + nbytes
-    ends = 22 + (76 if len(members) > zipfile.ZIP_FILECOUNT_LIMIT or max(at, directory) > limit else 0)  # type: ignore[attr-defined, unused-ignore]
-    return members, at + directory + ends
-
-
-def is_large(nbytes: int) -> bool:
-    """Whether a member's header has room for sizes of 64 bits."""
-    return nbytes > 2**31 - 2**20
 
 
 def _in_order(leaves: list[BoundLeaf]) -> Iterator[BoundLeaf]:
@@ -321,10 +279,3 @@ def _pickled(value: Any) -> bytes:
         data = value.encode()
         return b"X" + struct.pack("<I", len(data)) + data
     return pickle.dumps(value, 2)[2:-1]
-
-
-def member_into(archive: zipfile.ZipFile, member: Member) -> IO[bytes]:
-    """A new member of an archive, to be written to; the same at any time and on any system."""
-    info = zipfile.ZipInfo(member.name)
-    info.create_system, info.external_attr, info.extra = 3, 0o600 << 16, member.extra
-    return archive.open(info, "w", force_zip64=is_large(member.nbytes))

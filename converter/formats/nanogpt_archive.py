@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -17,14 +19,62 @@ from ..files import failed
 from ..publish import FileRecord, Staging, TensorRecord
 from ..transfer import contiguous, row_slices
 from ..write import Output, Shard
-from .nanogpt import Member, member_into
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
 
-__all__ = ["write_archive"]
+__all__ = ["lay_out", "write_archive"]
 
 CHUNK = 1 << 20
+PREFIX = "ckpt/"
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Member:
+    """One file of the archive: its first byte in it, the padding before that, and its content unless it is a tensor."""
+
+    name: str
+    start: int
+    nbytes: int
+    extra: bytes
+    data: bytes | None
+
+
+def lay_out(tensors: list[int], program: bytes) -> tuple[list[Member], int]:
+    """The archive's members in their order, and its size."""
+    wanted: list[tuple[str, int, bytes | None]] = [
+        ("data.pkl", len(program), program),
+        ("byteorder", 6, b"little"),
+        *((f"data/{index}", nbytes, None) for index, nbytes in enumerate(tensors)),
+        ("version", 2, b"3\n"),
+    ]
+    members, at, directory = [], 0, 0
+    limit = zipfile.ZIP64_LIMIT  # type: ignore[attr-defined, unused-ignore]
+    for short, nbytes, data in wanted:
+        name = PREFIX + short
+        large = is_large(nbytes)
+        fixed = at + 30 + len(name) + 20 * large + 4
+        padding = -fixed % ALIGNMENT
+        extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding
+        members.append(Member(name, fixed + padding, nbytes, extra, data))
+        wide = 16 * (nbytes > limit) + 8 * (at > limit)
+        directory += 46 + len(name) + len(extra) + (wide + 4 if wide else 0)
+        at = fixed + padding + nbytes
+    ends = 22 + (76 if len(members) > zipfile.ZIP_FILECOUNT_LIMIT or max(at, directory) > limit else 0)  # type: ignore[attr-defined, unused-ignore]
+    return members, at + directory + ends
+
+
+def is_large(nbytes: int) -> bool:
+    """Whether a member's header has room for sizes of 64 bits."""
+    return nbytes > 2**31 - 2**20
+
+
+def member_into(archive: zipfile.ZipFile, member: Member) -> IO[bytes]:
+    """A new member of an archive, to be written to; the same at any time and on any system."""
+    info = zipfile.ZipInfo(member.name)
+    info.create_system, info.external_attr, info.extra = 3, 0o600 << 16, member.extra
+    return archive.open(info, "w", force_zip64=is_large(member.nbytes))
 
 
 def write_archive(

@@ -20,7 +20,7 @@ import gptkit
 from gptkit.architectures.nanogpt import LEAVES
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert
-from gptkit.converter.formats import nanogpt
+from gptkit.converter.formats import nanogpt_archive
 from gptkit.errors import CannotExpress, CheckpointError, InvalidInput, UntrustedInput, UsageError
 
 EXACT = {**GPT2, "activation_function": "gelu"}
@@ -189,7 +189,7 @@ def test_dtypes_and_the_plan(dtype: str | None, tmp_path: Path) -> None:
 def test_large_members_are_laid_out_as_zip_wants_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Sizes and places beyond 32 bits, with that limit lowered."""
     monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 3000)
-    monkeypatch.setattr(nanogpt, "is_large", lambda nbytes: nbytes > 2500)
+    monkeypatch.setattr(nanogpt_archive, "is_large", lambda nbytes: nbytes > 2500)
     save_hf(EXACT, tmp_path / "hf")
     done = convert(tmp_path / "hf", tmp_path / "out", "nanogpt")
     assert (tmp_path / "out" / "ckpt.pt").stat().st_size == done.plan.shards[0].size
