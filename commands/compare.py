@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,9 +11,7 @@ from ..errors import UsageError
 from ..terminal import console
 from .base import AllowPickle, FigureName, Html, Json, Models, Offline, Png, Svg, app, examples, guarded, tokens
 from .drawn import Drawn
-
-if TYPE_CHECKING:
-    from ..analysis.params import Described
+from .reshaped import reshaped
 
 
 @app.command(
@@ -63,8 +60,9 @@ def compare(
     allow_pickle: AllowPickle = False,
 ) -> None:
     """Compare components and costs of models, side by side."""
-    from ..analysis.compare import comparison, describe_named
+    from ..analysis.compare import comparison
     from ..analysis.figures import Asked
+    from ..analysis.params import ModelCount, params
 
     if sum((markdown, csv, json)) > 1:
         raise UsageError("--markdown, --csv and --json are three outputs", "Give one of them.")
@@ -72,44 +70,29 @@ def compare(
         raise UsageError("--only-differences and --all are opposites", "Give one of them.")
     drawn = Drawn(html, png, svg, figure)
     asked = Asked(dtype=dtype, context=None if context is None else tokens("--context", context))
-    named = [(model, describe_named(model, offline, allow_pickle)) for model in models]
+    counts: list[ModelCount] = params(*models, offline=offline, allow_pickle=allow_pickle)
     if swap or recipe is not None:
-        named = [each for one in named for each in (one, after_swaps(*one, swap or [], recipe, offline))]
-    found = comparison(named, asked)
-    rows = found.shown(everything=everything, only_differences=only_differences)
+        from ..surgery.synonyms import guarantee_in_words
+
+        pairs = []
+        for model, found, family in reshaped(counts, swap, recipe, offline):
+            steps = ", ".join(map(str, found.steps))
+            notes = (f"{steps}: {guarantee_in_words(found.guarantee)}", *found.notes)
+            pairs += [model, ModelCount(f"{model.name} swapped", family, found.spec, notes=notes)]
+        counts = pairs
+    table = comparison(counts, asked)
+    rows = table.shown(everything=everything, only_differences=only_differences)
     from ..report import comparison as report
 
     if json:
         from ..report.tables import print_json
 
-        print_json(found.as_json())
+        print_json(table.as_json())
     elif csv or markdown:
-        sys.stdout.write(report.comparison_csv(found, rows) if csv else report.comparison_markdown(found, rows))
+        sys.stdout.write(report.comparison_csv(table, rows) if csv else report.comparison_markdown(table, rows))
     else:
-        console().print(report.comparison_table(found, rows))
+        console().print(report.comparison_table(table, rows))
     if drawn:
         from ..report.comparison_page import comparison_page
 
-        drawn.write(lambda: comparison_page(found, rows), quiet=json or csv or markdown)
-
-
-def after_swaps(
-    name: str, model: Described, swap: list[str], recipe: str | None, offline: bool
-) -> tuple[str, Described]:
-    """What swaps make of a model, from its shapes. Raises SwapRefused, and UsageError for an unknown swap."""
-    from ..analysis.expressed import expressed
-    from ..analysis.params import Described
-    from ..surgery.shapes import steps_from, swapped
-    from ..surgery.synonyms import guarantee_in_words
-
-    folder = Path(name)
-    found = swapped(
-        model.spec,
-        steps_from(swap, recipe),
-        model.family or None,
-        name,
-        files=folder if folder.is_dir() else None,
-        offline=offline,
-    )
-    notes = (f"{', '.join(map(str, found.steps))}: {guarantee_in_words(found.guarantee)}", *found.notes)
-    return f"{name} swapped", Described(expressed(found.spec)[0] or "", found.spec, notes=notes)
+        drawn.write(lambda: comparison_page(table, rows), quiet=json or csv or markdown)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -28,6 +28,7 @@ from .base import (
 )
 from .completion import FLOATS, one_of
 from .drawn import Drawn
+from .reshaped import reshaped
 
 if TYPE_CHECKING:
     from ..analysis.figures import Asked
@@ -185,8 +186,8 @@ def params(
 ) -> None:
     """Count parameters, and what they cost, from a config alone."""
     from ..analysis.figures import Asked
+    from ..analysis.params import ModelCount, with_figures
     from ..analysis.params import params as count_params
-    from ..analysis.params import with_figures
 
     asked = Asked(
         dtype,
@@ -206,7 +207,12 @@ def params(
     drawn = Drawn(html, png, svg, figure)
     counts: list[ModelCount] = count_params(*models, offline=offline, stored=stored, allow_pickle=allow_pickle)
     if swap or recipe:
-        counts = _with_swaps(counts, swap or [], recipe, offline)
+        swapped = []
+        for model, found, family in reshaped(counts, swap, recipe, offline):
+            name = f"{model.name} {' '.join(map(str, found.steps))}"
+            summary = {"of": model.name, **found.as_json()}
+            swapped += [model, ModelCount(name, family, found.spec, swap=summary)]
+        counts = swapped
     counts = with_figures(counts, asked)
     pairs = bool(swap or recipe)
     if json:
@@ -256,27 +262,6 @@ def _sensible(
         )
     if asked.kv_dtype is not None and not (asked.kv or asked.memory or asked.gpu or asked.spread):
         raise UsageError("--kv-dtype is for --kv and --memory, --gpu, --tp and --pp", "--dtype is that of the weights.")
-
-
-def _with_swaps(
-    counts: Sequence[ModelCount], swaps: Sequence[str], recipe: str | None, offline: bool
-) -> list[ModelCount]:
-    """The models, each with what it becomes behind it, from shapes alone."""
-    from ..analysis.expressed import expressed
-    from ..analysis.parameters import count
-    from ..analysis.params import ModelCount
-    from ..surgery.shapes import steps_from, swapped
-
-    steps = steps_from(swaps, recipe)
-    pairs = []
-    for each in counts:
-        files = Path(each.name) if Path(each.name).is_dir() else None
-        found = swapped(each.spec, steps, each.family or None, each.name, files=files, offline=offline)
-        family, _ = expressed(found.spec)
-        name = f"{each.name} {' '.join(map(str, found.steps))}"
-        swap = {"of": each.name, **found.as_json()}
-        pairs += [each, ModelCount(name, family or "", found.spec, count(found.spec), swap=swap)]
-    return pairs
 
 
 def _promise(swap: Mapping[str, Any]) -> str:

@@ -23,12 +23,12 @@ from .distributed import team, together
 from .dtypes import HF_NAMES, parse_dtype, widest
 from .formats import Request, format_named, writable
 from .formats.gguf import begins
+from .names import CONFIG, LOCAL_CONFIG
 from .publish import FileRecord
-from .resolve import CONFIG
 from .targets import TARGETS
 from .tokenizer import token_files
 from .transfer import Transferred, jobs_of, memory_of
-from .tree import LOCAL_CONFIG, Origin, described_tree
+from .tree import Origin, described_tree
 from .write import DEFAULT_SHARD_BYTES, Plan, as_it_was, json_bytes, plan, prepare
 
 __all__ = ["Conversion", "companions", "convert", "default_output", "main_dtype", "plan_conversion", "plan_output"]

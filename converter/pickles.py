@@ -21,7 +21,7 @@ import numpy as np
 from ..errors import CheckpointError
 from .confined import command
 from .contents import Stored, Unplain, not_as_it_is
-from .resolve import refuse_pointer
+from .names import refuse_pointer
 from .safetensors import DTYPES
 
 __all__ = ["PickleWeights", "StoredWeights", "answers", "named_tensors", "unpickled"]

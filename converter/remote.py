@@ -11,34 +11,18 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
 
 from ..errors import CheckpointError, InvalidInput, Offline
 from .hub import WAY_ON, File, Repository, streamed, typed_errors
 from .index import WeightFiles, assembled, index_of, read_index, single
-from .resolve import INDEX, SINGLE
+from .names import INDEX, SINGLE
 from .safetensors import Header, header_length, parse_header, read_header
 
-__all__ = ["HeaderWeights", "Part", "headers", "read_range", "weight_headers"]
+__all__ = ["Part", "headers", "read_range", "weight_headers"]
 
 _FIRST = 100_000  # bytes: the whole of nearly every header, in one question
 _AT_ONCE = 8
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
-
-
-class HeaderWeights:
-    """Tensors of which only names, dtypes and shapes are known (as `checkpoint.Weights`)."""
-
-    def __init__(self, files: WeightFiles) -> None:
-        self.info = {name: (info.dtype, info.shape) for name, (_, info) in files.tensors.items()}
-        self._places = {name: (path, info.start) for name, (path, info) in files.tensors.items()}
-
-    def read(self, name: str) -> NoReturn:
-        raise RuntimeError(f"{name}: only the headers of this checkpoint were fetched")
-
-    def span(self, name: str) -> tuple[Path, int]:
-        """Where the tensor will lie once it is fetched."""
-        return self._places[name]
 
 
 def headers(repo: str, revision: str | None = None, *, offline: bool = False, cache: Path | None = None) -> WeightFiles:

@@ -20,9 +20,9 @@ import numpy as np
 from ..architectures import BoundLeaf
 from ..errors import CheckpointError
 from .dtypes import cast, widest
+from .names import INDEX
 from .placed import Block, PlacedWriter
 from .publish import FileRecord, Staging, copy_file, write_bytes
-from .resolve import INDEX
 from .safetensors import DTYPES, build_header, parse_header
 
 __all__ = [

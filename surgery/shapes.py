@@ -18,7 +18,8 @@ import torch
 
 from ..analysis.costs import Costs, costs
 from ..components import ModelSpec
-from ..converter.tree import Origin, read_spec
+from ..converter.resolve import read_spec
+from ..converter.tree import Origin
 from ..errors import GptkitError, InvalidInput, SwapRefused, UsageError
 from .base import Array, Filled, Guarantee, Model, Moved, Stored, Swapped, SwappedModel, Wide, weakest
 from .calibration import Calibration

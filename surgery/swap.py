@@ -16,8 +16,8 @@ from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.convert import companions, plan_output
 from ..converter.dtypes import HF_NAMES, parse_dtype, widest
+from ..converter.names import CONFIG
 from ..converter.publish import Staging
-from ..converter.resolve import CONFIG
 from ..converter.threads import as_before, suit
 from ..converter.tokenizer import token_files
 from ..converter.write import Plan, execute

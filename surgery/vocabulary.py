@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..components import ModelSpec
-from ..converter.resolve import CONFIG
+from ..converter.names import CONFIG
 from ..converter.tokenizer import load_tokenizer
 from ..converter.tree import Origin
 from ..converter.vocabulary import Vocabulary, read_vocabulary

@@ -19,12 +19,12 @@ from ...errors import UsageError
 from ..targets import FORMATS, TARGETS
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint, Weights
     from ..publish import FileRecord, Staging
+    from ..tensors import Checkpoint, Weights
     from ..tree import Origin
     from ..write import Plan
 
-__all__ = ["Format", "Opened", "Request", "format_name", "format_named", "format_of", "writable"]
+__all__ = ["Format", "Opened", "Request", "format_named", "writable"]
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,10 @@ class Format(Protocol):
     header and tensors at known places) and returns their hashes.
     """
 
-    matches: Callable[[Path], bool] | None
-    """Whether a file or folder is of this format: by its name and its first bytes."""
+    finds: Callable[[Path, frozenset[str] | None], Path | None] | None
+    """What of a path is of this format, by names and first bytes: a file itself (the names of a folder's files are None
+    then), the one in a folder, or the folder; None where nothing is. What it gives is what `describe` and `read` get.
+    """
     describe: Callable[[Path], tuple[ModelSpec, Origin, list[str]]] | None
     """The tree, where it came from, and fields that are not understood; without numpy or torch where that can be."""
     read: Callable[[Path, bool], Opened] | None
@@ -91,16 +93,6 @@ def format_named(name: str) -> Format:
     return module
 
 
-def format_name(module: Format) -> str:
-    """Its name, as `--to` has it."""
-    return str(module.__name__).rsplit(".", 1)[-1]  # type: ignore[attr-defined]
-
-
 def writable(name: str) -> bool:
     """Whether `convert --to` knows the name."""
     return name in FORMATS and format_named(name).plan is not None
-
-
-def format_of(path: Path) -> Format | None:
-    """The format of a file or folder, None for Hugging Face's and gptkit's own."""
-    return next((f for f in map(format_named, FORMATS) if f.matches is not None and f.matches(path)), None)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from ..resolve import POINTER, pointer
+from ..names import POINTER, pointer
 
 __all__ = ["TYPES", "Array", "GgufTensor", "Header", "Incomplete", "Quant", "open_header", "parse_header"]
 

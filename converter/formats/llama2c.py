@@ -13,9 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
     from ..write import Plan
     from . import Opened, Request
 
-__all__ = ["describe", "matches", "plan", "plan_version", "read", "write"]
+__all__ = ["describe", "finds", "plan", "plan_version", "read", "write"]
 
 MAGIC = struct.pack("<I", 0x616B3432)
 HEADER = 256
@@ -46,12 +44,14 @@ OUTPUT = "model.bin"
 write = None
 
 
-def matches(path: Path) -> bool:
-    """Whether it is such a file, told by its first bytes, or a folder with one."""
+def finds(path: Path, names: frozenset[str] | None) -> Path | None:
+    """Such a file, told by its first bytes, or the only one of a folder, where tokenizers end in .bin too."""
+    inside = [path] if names is None else [path / x for x in names if x.endswith(".bin") and not x.startswith("tok")]
     try:
-        return _file(path) is not None
-    except (OSError, ValueError):
-        return False
+        found = [file for file in inside if _looks_right(file)]
+    except OSError:
+        return None
+    return found[0] if len(found) == 1 else None
 
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
@@ -135,13 +135,7 @@ class _Model:
     """What a header says: the sizes, the tree, and every tensor's place, the file being as long as that takes."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            file = _file(path)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-        if file is None:
-            raise CheckpointError(f"{path} is not a file of llama2.c")
-        self.path = file
+        self.path = path
         self.version, self.sizes, self.group = self._read_header()
         self.places = self._places()
         config = config_of(self.sizes)
@@ -196,22 +190,6 @@ class _Model:
     def _nbytes(self, template: str, shape: Shape) -> int:
         count = math.prod(shape)
         return count + count // self.group * 4 if self.version == 2 and template in QUANTISED else 4 * count
-
-
-def _file(path: Path) -> Path | None:
-    """The file itself, or the only one of a folder. Raises OSError."""
-    mode = path.stat().st_mode
-    if stat.S_ISDIR(mode):
-        found = [entry for entry in _candidates(path) if _looks_right(entry)]
-        return found[0] if len(found) == 1 else None
-    return path if stat.S_ISREG(mode) and _looks_right(path) else None
-
-
-def _candidates(folder: Path) -> Iterator[Path]:
-    """A folder's .bin files that are no tokenizer."""
-    for entry in sorted(folder.iterdir()):
-        if entry.suffix == ".bin" and not entry.name.startswith("tok") and entry.is_file():
-            yield entry
 
 
 def _looks_right(path: Path) -> bool:

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from ..write import Plan
     from . import Request
 
-__all__ = ["describe", "matches", "plan", "read", "write"]
+__all__ = ["describe", "finds", "plan", "read", "write"]
 
-matches = describe = read = write = None
+finds = describe = read = write = None
 
 
 def plan(request: Request) -> Plan:

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from ..write import Plan
     from . import Request
 
-__all__ = ["describe", "matches", "plan", "read", "write"]
+__all__ = ["describe", "finds", "plan", "read", "write"]
 
-matches = describe = read = None
+finds = describe = read = None
 
 
 def plan(request: Request) -> Plan:
