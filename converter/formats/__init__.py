@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ...architectures import Architecture, BoundLeaf
 from ...components import ModelSpec
-from ...errors import UsageError
-from ..targets import FORMATS, TARGETS
+from ..targets import FORMATS
 
 if TYPE_CHECKING:
     from ..publish import FileRecord, Staging
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from ..tree import Origin
     from ..write import Plan
 
-__all__ = ["Format", "Opened", "Request", "format_named", "writable"]
+__all__ = ["Format", "Opened", "Request", "format_named"]
 
 
 @dataclass(frozen=True)
@@ -86,13 +85,7 @@ class Format(Protocol):
 
 
 def format_named(name: str) -> Format:
-    """A format by its name. Raises UsageError for one that is not there."""
-    if name not in FORMATS:
-        raise UsageError(f"unknown format {name!r}", f"known: {', '.join(TARGETS)}")
+    """A format by its name, which is one of `targets.FORMATS`."""
+    assert name in FORMATS, name
     module: Format = importlib.import_module(f"{__name__}.{name}")
     return module
-
-
-def writable(name: str) -> bool:
-    """Whether `convert --to` knows the name."""
-    return name in FORMATS and format_named(name).plan is not None

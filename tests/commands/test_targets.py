@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 import gptkit
 from gptkit.cli import app
 from gptkit.commands.completion import complete_target
-from gptkit.converter.formats import writable
+from gptkit.converter.formats import format_named
 from gptkit.converter.targets import FORMATS, TARGETS
 from gptkit.errors import UsageError
 
@@ -32,6 +32,6 @@ def test_help_error_shell_and_readme_have_the_same(tmp_path: Path, monkeypatch: 
 
 
 def test_every_one_is_written() -> None:
-    assert all(map(writable, FORMATS))
+    assert all(format_named(name).plan is not None for name in FORMATS)
     here = Path(gptkit.__file__).parent / "converter" / "formats"
     assert all((here / f"{name}.py").is_file() for name in FORMATS)
