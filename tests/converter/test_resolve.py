@@ -138,7 +138,7 @@ def test_a_sharded_repository(hub: Hub, tmp_path: Path) -> None:
     hub.repos["org/name"] = Repo(SHARDED)
     resolved = resolve("org/name")
     assert resolved.kind == "hub"
-    assert resolved.ref == "org/name"
+    assert resolved.text == "org/name"
     assert resolved.revision == NEW
     assert resolved.path.is_relative_to(tmp_path / "cache")
     assert names(resolved) == SHARDED.keys() - {"pytorch_model.bin", "README.md"}
