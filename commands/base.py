@@ -36,6 +36,7 @@ __all__ = [
     "app",
     "examples",
     "guarded",
+    "option",
     "parse_size",
     "tokens",
 ]
@@ -119,6 +120,17 @@ app = typer.Typer(
 
 F = TypeVar("F", bound=Callable[..., None])
 
+
+def option(
+    form: str, words: str, panel: str | None = None, complete: Callable[[str], list[str]] | None = None, **more: Any
+) -> Any:
+    """An option as its help shows it: "--kv TOKENS", or "TOKENS" alone where its name is the parameter's."""
+    parts = form.split(" ")
+    names = [part for part in parts if part.startswith("-")]
+    metavar = " ".join(part for part in parts if part not in names) or None
+    return typer.Option(*names, metavar=metavar, help=words, rich_help_panel=panel, autocompletion=complete, **more)
+
+
 Models = Annotated[
     list[str],
     typer.Argument(
@@ -135,23 +147,21 @@ ModelArgument = Annotated[
         autocompletion=complete_model,
     ),
 ]
-Offline = Annotated[bool, typer.Option("--offline", help="Use local files and the hub's cache only.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint folder, in one step.")]
+Offline = Annotated[bool, option("--offline", "Use local files and the hub's cache only.")]
+Json = Annotated[bool, option("--json", "Print JSON instead of text.")]
+Force = Annotated[bool, option("--force", "Replace an existing checkpoint folder, in one step.")]
 AllowPickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Read .bin files too (weights only); safetensors need no trust.")
+    bool, option("--allow-pickle", "Read .bin files too (weights only); safetensors need no trust.")
 ]
-AllowExtra = Annotated[bool, typer.Option("--allow-extra", help="Leave out tensors that the model has no place for.")]
-Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page (HTML) that opens offline.")]
-Png = Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Write a picture (PNG), for a talk.")]
-Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture (SVG), for a paper.")]
+AllowExtra = Annotated[bool, option("--allow-extra", "Leave out tensors that the model has no place for.")]
+Html = Annotated[Path | None, option("--html FILE", "Write a page (HTML) that opens offline.")]
+Png = Annotated[Path | None, option("--png FILE", "Write a picture (PNG), for a talk.")]
+Svg = Annotated[Path | None, option("--svg FILE", "Write a picture (SVG), for a paper.")]
 FigureName = Annotated[
     str | None,
-    typer.Option(
-        "--figure", metavar="NAME", help="Draw this figure of the page, by words of its title; by default the first."
-    ),
+    option("--figure NAME", "Draw this figure of the page, by words of its title; by default the first."),
 ]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print nothing but errors.")]
+Quiet = Annotated[bool, option("-q --quiet", "Print nothing but errors.")]
 
 
 def guarded(function: F) -> F:
@@ -200,7 +210,7 @@ def version(value: bool) -> None:
 @app.callback()
 def root(
     show_version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", callback=version, is_eager=True)
+        bool, option("--version", "Show the version and exit.", callback=version, is_eager=True)
     ] = False,
 ) -> None:
     """The group itself does nothing."""

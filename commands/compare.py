@@ -5,11 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
-import typer
-
 from ..errors import UsageError
 from ..terminal import console
-from .base import AllowPickle, FigureName, Html, Json, Models, Offline, Png, Svg, app, examples, guarded, tokens
+from .base import AllowPickle, FigureName, Html, Json, Models, Offline, Png, Svg, app, examples, guarded, option, tokens
 from .drawn import Drawn
 from .reshaped import reshaped
 
@@ -27,30 +25,21 @@ def compare(
     models: Models,
     context: Annotated[
         str | None,
-        typer.Option(
-            metavar="TOKENS", help="The context that costs are for; by default one that all of the models are made for."
-        ),
+        option("TOKENS", "The context that costs are for; by default one that all of the models are made for."),
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", help="The dtype of weights and KV cache: float32, bfloat16, …")
-    ] = "bfloat16",
+    dtype: Annotated[str, option("DTYPE", "The dtype of weights and KV cache: float32, bfloat16, …")] = "bfloat16",
     only_differences: Annotated[
-        bool, typer.Option("--only-differences", help="Leave out the rows in which all models are alike.")
+        bool, option("--only-differences", "Leave out the rows in which all models are alike.")
     ] = False,
-    everything: Annotated[bool, typer.Option("--all", help="Add the details in which all models are alike.")] = False,
+    everything: Annotated[bool, option("--all", "Add the details in which all models are alike.")] = False,
     swap: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="OPTION=VALUE", help="Also compare what a swap would make of each model: attention=gqa:8."
-        ),
+        list[str] | None, option("OPTION=VALUE", "Also compare what a swap would make of each model: attention=gqa:8.")
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Also compare what a recipe of swaps would make of each model.")
+        str | None, option("NAME", "Also compare what a recipe of swaps would make of each model.")
     ] = None,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print a Markdown table, for a README or a paper.")
-    ] = False,
-    csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
+    markdown: Annotated[bool, option("--markdown", "Print a Markdown table, for a README or a paper.")] = False,
+    csv: Annotated[bool, option("--csv", "Print CSV instead of a table.")] = False,
     json: Json = False,
     html: Html = None,
     png: Png = None,

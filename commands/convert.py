@@ -21,6 +21,7 @@ from .base import (
     app,
     examples,
     guarded,
+    option,
     parse_size,
 )
 from .completion import FLOATS, complete_target, one_of
@@ -40,19 +41,16 @@ def load(
     model: ModelArgument,
     dtype: Annotated[
         str | None,
-        typer.Option(
-            metavar="DTYPE",
-            help="Load as float32, bfloat16, float16 or float64; by default as stored.",
-            autocompletion=one_of(FLOATS),
+        option(
+            "DTYPE", "Load as float32, bfloat16, float16 or float64; by default as stored.", complete=one_of(FLOATS)
         ),
     ] = None,
     random: Annotated[
-        bool, typer.Option("--random", help="Draw random weights: a preset, a config.json or a tree is enough.")
+        bool, option("--random", "Draw random weights: a preset, a config.json or a tree is enough.")
     ] = False,
-    seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="The seed of --random; by default 0.")] = None,
+    seed: Annotated[int | None, option("N", "The seed of --random; by default 0.", min=0)] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Write the random weights into this folder, in gptkit's own format."),
+        Path | None, option("FOLDER", "Write the random weights into this folder, in gptkit's own format.")
     ] = None,
     force: Force = False,
     offline: Offline = False,
@@ -148,31 +146,27 @@ def convert(
     ] = None,
     to: Annotated[
         str,
-        typer.Option(
-            metavar="FORMAT",
-            help=f"The format to write: one of {', '.join(TARGETS)}; local is gptkit's own.",
-            autocompletion=complete_target,
+        option(
+            "FORMAT",
+            f"The format to write: one of {', '.join(TARGETS)}; local is gptkit's own.",
+            complete=complete_target,
         ),
     ] = "local",
     dtype: Annotated[
         str | None,
-        typer.Option(
-            metavar="DTYPE",
-            help="Store every tensor as float32, bfloat16, …; q8_0 in a GGUF.",
-            autocompletion=one_of((*FLOATS, "q8_0")),
+        option(
+            "DTYPE", "Store every tensor as float32, bfloat16, …; q8_0 in a GGUF.", complete=one_of((*FLOATS, "q8_0"))
         ),
     ] = None,
     max_shard_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Start another file before one grows beyond this: 2GB, 500MB.")
+        str | None, option("SIZE", "Start another file before one grows beyond this: 2GB, 500MB.")
     ] = None,
-    workers: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="How many threads to use; by default one per core.")
-    ] = None,
+    workers: Annotated[int | None, option("N", "How many threads to use; by default one per core.", min=1)] = None,
     max_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Hold no more than this of tensors in memory at once: 500MB.")
+        str | None, option("SIZE", "Hold no more than this of tensors in memory at once: 500MB.")
     ] = None,
     force: Force = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; read no weights.")] = False,
+    dry_run: Annotated[bool, option("--dry-run", "Say what would be written; read no weights.")] = False,
     offline: Offline = False,
     allow_pickle: AllowPickle = False,
     allow_extra: AllowExtra = False,

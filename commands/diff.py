@@ -9,7 +9,21 @@ import typer
 
 from ..errors import UsageError
 from ..terminal import console, progress_bar
-from .base import AllowExtra, AllowPickle, FigureName, Html, Json, Offline, Png, Quiet, Svg, app, examples, guarded
+from .base import (
+    AllowExtra,
+    AllowPickle,
+    FigureName,
+    Html,
+    Json,
+    Offline,
+    Png,
+    Quiet,
+    Svg,
+    app,
+    examples,
+    guarded,
+    option,
+)
 from .completion import complete_model, one_of
 from .drawn import Drawn
 
@@ -31,18 +45,15 @@ def diff(
     ],
     by: Annotated[
         str,
-        typer.Option(
-            "--by",
-            metavar="component | layer | tensor",
-            autocompletion=one_of(("component", "layer", "tensor")),
-            help="What each row of the table stands for.",
+        option(
+            "--by component | layer | tensor",
+            "What each row of the table stands for.",
+            complete=one_of(("component", "layer", "tensor")),
         ),
     ] = "component",
-    everything: Annotated[bool, typer.Option("--all", help="List every tensor that differs.")] = False,
-    rank: Annotated[bool, typer.Option("--rank/--no-rank", help="Tell the rank of each matrix's change.")] = True,
-    workers: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="How many threads to use; by default one per core.")
-    ] = None,
+    everything: Annotated[bool, option("--all", "List every tensor that differs.")] = False,
+    rank: Annotated[bool, option("--rank/--no-rank", "Tell the rank of each matrix's change.")] = True,
+    workers: Annotated[int | None, option("N", "How many threads to use; by default one per core.", min=1)] = None,
     json: Json = False,
     html: Html = None,
     png: Png = None,

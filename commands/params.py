@@ -24,6 +24,7 @@ from .base import (
     examples,
     guarded,
     memory_of,
+    option,
     tokens,
 )
 from .completion import FLOATS, one_of
@@ -55,127 +56,68 @@ def params(
     models: Models,
     by: Annotated[
         str,
-        typer.Option(
-            "--by",
-            metavar="component | layer | tensor",
-            autocompletion=one_of(("component", "layer", "tensor")),
-            help="What each row of the table stands for.",
-            rich_help_panel=WEIGHTS,
+        option(
+            "--by component | layer | tensor",
+            "What each row of the table stands for.",
+            WEIGHTS,
+            complete=one_of(("component", "layer", "tensor")),
         ),
     ] = "component",
-    by_layer: Annotated[bool, typer.Option("--by-layer", hidden=True)] = False,
+    by_layer: Annotated[bool, option("--by-layer", "", hidden=True)] = False,
     dtype: Annotated[
         str | None,
-        typer.Option(
-            metavar="DTYPE",
-            help="Add the bytes of the weights as float32, bfloat16, float8, int8, int4, q8_0, q4_k_m, q4_0, nf4, …",
-            autocompletion=one_of((*FLOATS, "float8", "int8", "int4", "q8_0", "q4_k_m", "q4_0", "nf4")),
-            rich_help_panel=WEIGHTS,
+        option(
+            "DTYPE",
+            "Add the bytes of the weights as float32, bfloat16, float8, int8, int4, q8_0, q4_k_m, q4_0, nf4, …",
+            WEIGHTS,
+            complete=one_of((*FLOATS, "float8", "int8", "int4", "q8_0", "q4_k_m", "q4_0", "nf4")),
         ),
     ] = None,
     explain: Annotated[
-        bool,
-        typer.Option(
-            "--explain", help="Derive the total as a formula, with the model's numbers.", rich_help_panel=WEIGHTS
-        ),
+        bool, option("--explain", "Derive the total as a formula, with the model's numbers.", WEIGHTS)
     ] = False,
     stored: Annotated[
-        bool,
-        typer.Option(
-            "--stored",
-            help="Add the dtypes and bytes that the headers of the weight files tell.",
-            rich_help_panel=WEIGHTS,
-        ),
+        bool, option("--stored", "Add the dtypes and bytes that the headers of the weight files tell.", WEIGHTS)
     ] = False,
     kv: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--kv",
-            metavar="TOKENS",
-            help="Add the KV cache at these contexts: 8192, or 2k,128k.",
-            rich_help_panel=COSTS,
-        ),
+        list[str] | None, option("--kv TOKENS", "Add the KV cache at these contexts: 8192, or 2k,128k.", COSTS)
     ] = None,
     kv_dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DTYPE",
-            help="The dtype of the KV cache; by default that of the activations.",
-            rich_help_panel=COSTS,
-        ),
+        str | None, option("DTYPE", "The dtype of the KV cache; by default that of the activations.", COSTS)
     ] = None,
     flops: Annotated[
-        bool,
-        typer.Option(
-            "--flops", help="Add the FLOPs per token, of a prefill, and of a training step.", rich_help_panel=COSTS
-        ),
+        bool, option("--flops", "Add the FLOPs per token, of a prefill, and of a training step.", COSTS)
     ] = False,
     memory: Annotated[
-        bool,
-        typer.Option(
-            "--memory", help="Add the memory to run the model, and to train it with Adam.", rich_help_panel=COSTS
-        ),
+        bool, option("--memory", "Add the memory to run the model, and to train it with Adam.", COSTS)
     ] = False,
     context: Annotated[
         str | None,
-        typer.Option(
-            metavar="TOKENS",
-            help="The context of --flops and --memory; by default the one that the models are made for.",
-            rich_help_panel=COSTS,
+        option(
+            "TOKENS", "The context of --flops and --memory; by default the one that the models are made for.", COSTS
         ),
     ] = None,
-    batch: Annotated[
-        int,
-        typer.Option(metavar="N", help="How many sequences --kv, --flops and --memory are for.", rich_help_panel=COSTS),
-    ] = 1,
+    batch: Annotated[int, option("N", "How many sequences --kv, --flops and --memory are for.", COSTS)] = 1,
     gpu: Annotated[
         str | None,
-        typer.Option(
-            "--gpu",
-            metavar="SIZE",
-            help="Say what fits in a GPU's memory, 24GB or 80GiB: which dtype, context and batch.",
-            rich_help_panel=COSTS,
-        ),
+        option("--gpu SIZE", "Say what fits in a GPU's memory, 24GB or 80GiB: which dtype, context and batch.", COSTS),
     ] = None,
     tp: Annotated[
-        int,
-        typer.Option(
-            "--tp",
-            metavar="N",
-            help="Tell what each of N GPUs holds that share every layer.",
-            show_default=False,
-            rich_help_panel=COSTS,
-        ),
+        int, option("--tp N", "Tell what each of N GPUs holds that share every layer.", COSTS, show_default=False)
     ] = 1,
     pp: Annotated[
-        int,
-        typer.Option(
-            "--pp",
-            metavar="N",
-            help="Tell what each GPU holds with the layers in N stages.",
-            show_default=False,
-            rich_help_panel=COSTS,
-        ),
+        int, option("--pp N", "Tell what each GPU holds with the layers in N stages.", COSTS, show_default=False)
     ] = 1,
     swap: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="OPTION=VALUE",
-            help="Also count what a swap would make of each model: attention=gqa:4.",
-            rich_help_panel=SWAPS,
-        ),
+        option("OPTION=VALUE", "Also count what a swap would make of each model: attention=gqa:4.", SWAPS),
     ] = None,
     recipe: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME | FILE",
-            help="Also count what a recipe of swaps would make of each model.",
-            rich_help_panel=SWAPS,
-        ),
+        str | None, option("NAME | FILE", "Also count what a recipe of swaps would make of each model.", SWAPS)
     ] = None,
     json: Json = False,
     csv: Annotated[
-        bool, typer.Option("--csv", help="Print CSV: a row per component, layer or tensor; of costs a row per model.")
+        bool, option("--csv", "Print CSV: a row per component, layer or tensor; of costs a row per model.")
     ] = False,
     html: Html = None,
     png: Png = None,
@@ -334,7 +276,7 @@ def presets(
         list[str] | None,
         typer.Argument(metavar="[WORD]...", help="List only presets that have all of these words in their names."),
     ] = None,
-    names: Annotated[bool, typer.Option("-n", "--names", help="Print names alone, one per line.")] = False,
+    names: Annotated[bool, option("-n --names", "Print names alone, one per line.")] = False,
     json: Json = False,
 ) -> None:
     """List the models that params knows by name."""

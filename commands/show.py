@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from ..errors import UsageError
 from ..terminal import console, say
-from .base import AllowPickle, FigureName, Html, Json, ModelArgument, Offline, Png, Svg, app, examples, guarded
+from .base import AllowPickle, FigureName, Html, Json, ModelArgument, Offline, Png, Svg, app, examples, guarded, option
 from .drawn import Drawn
 
 
@@ -22,9 +20,7 @@ from .drawn import Drawn
 @guarded
 def show(
     model: ModelArgument,
-    layer: Annotated[
-        int | None, typer.Option(metavar="N", help="Draw this layer, where layers differ. The first one is 0.")
-    ] = None,
+    layer: Annotated[int | None, option("N", "Draw this layer, where layers differ. The first one is 0.")] = None,
     json: Json = False,
     html: Html = None,
     png: Png = None,

@@ -22,6 +22,7 @@ from .base import (
     app,
     examples,
     guarded,
+    option,
     tokens,
 )
 from .drawn import Drawn
@@ -41,46 +42,28 @@ def verify(
     local: Annotated[
         str | None, typer.Argument(metavar="LOCAL", help="The checkpoint to compare with it; by default MODEL itself.")
     ] = None,
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="The dtype that both sides compute in.")] = "float32",
-    attention: Annotated[
-        str | None, typer.Option(metavar="sdpa | eager", help="How both sides compute attention.")
-    ] = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Also compare on this text, beside the probe.")
-    ] = None,
-    long: Annotated[bool, typer.Option("--long", help="Also probe past windows of more than 1,024 tokens.")] = False,
-    up_to: Annotated[
-        str | None,
-        typer.Option("--up-to", metavar="TOKENS", help="The longest sequence that matters."),
-    ] = None,
+    dtype: Annotated[str, option("DTYPE", "The dtype that both sides compute in.")] = "float32",
+    attention: Annotated[str | None, option("sdpa | eager", "How both sides compute attention.")] = None,
+    prompt: Annotated[list[str] | None, option("TEXT", "Also compare on this text, beside the probe.")] = None,
+    long: Annotated[bool, option("--long", "Also probe past windows of more than 1,024 tokens.")] = False,
+    up_to: Annotated[str | None, option("--up-to TOKENS", "The longest sequence that matters.")] = None,
     mutations: Annotated[
-        bool | None,
-        typer.Option("--mutations/--no-mutations", help="Make mistakes on purpose and count those that are caught."),
+        bool | None, option("--mutations/--no-mutations", "Make mistakes on purpose and count those that are caught.")
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODULE:CALLABLE",
-            help="Compare with a port of your own: a callable that returns your torch module.",
-        ),
+        option("MODULE:CALLABLE", "Compare with a port of your own: a callable that returns your torch module."),
     ] = None,
-    card: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the verdict as a card, FILE.json and FILE.md.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page (HTML) with a heat map by layer and component.")
-    ] = None,
+    card: Annotated[Path | None, option("FILE", "Write the verdict as a card, FILE.json and FILE.md.")] = None,
+    html: Annotated[Path | None, option("FILE", "Write a page (HTML) with a heat map by layer and component.")] = None,
     png: Png = None,
     svg: Svg = None,
     figure: FigureName = None,
     damage: Annotated[
-        bool | None,
-        typer.Option("--damage/--no-damage", help="Tell what LOCAL loses by position, layer and component."),
+        bool | None, option("--damage/--no-damage", "Tell what LOCAL loses by position, layer and component.")
     ] = None,
-    text: Annotated[Path | None, typer.Option(metavar="FILE", help="Measure perplexity on this text.")] = None,
-    stream: Annotated[
-        bool, typer.Option("--stream", help="Run a layer at a time, for models larger than memory.")
-    ] = False,
+    text: Annotated[Path | None, option("FILE", "Measure perplexity on this text.")] = None,
+    stream: Annotated[bool, option("--stream", "Run a layer at a time, for models larger than memory.")] = False,
     json: Json = False,
     offline: Offline = False,
     allow_pickle: AllowPickle = False,
