@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import typer
 import typer.core
@@ -21,8 +21,10 @@ from ..version import __version__
 from .completion import bash_words, complete_model
 
 __all__ = [
+    "ROWS",
     "AllowExtra",
     "AllowPickle",
+    "By",
     "FigureName",
     "Force",
     "Html",
@@ -38,6 +40,7 @@ __all__ = [
     "guarded",
     "option",
     "parse_size",
+    "rows_by",
     "tokens",
 ]
 
@@ -237,6 +240,21 @@ def memory_of(option: str, text: str | None) -> int | None:
     if text is not None and text.strip().isdecimal():
         raise UsageError(f"{option} {text!r} has no unit", f"{option} {text.strip()}GB, or GiB.")
     return parse_size(option, text)
+
+
+By = Literal["component", "layer", "tensor"]
+ROWS: tuple[By, ...] = get_args(By)
+
+
+def rows_by(text: str) -> By:
+    """What --by names: component, layer or tensor, or a plural; raises UsageError."""
+    for known in ROWS:
+        if text in (known, f"{known}s"):
+            return known
+    raise UsageError(
+        f"--by {text!r:.40} is none of {', '.join(ROWS)}",
+        f"or their plurals: {', '.join(f'{each}s' for each in ROWS)}",
+    )
 
 
 COUNTS = {"": 1, "k": 2**10, "m": 2**20}

@@ -6,7 +6,7 @@ import sys
 from typing import Annotated
 
 from ..errors import UsageError
-from ..terminal import console
+from ..terminal import console, print_json
 from .base import AllowPickle, FigureName, Html, Json, Models, Offline, Png, Svg, app, examples, guarded, option, tokens
 from .drawn import Drawn
 from .reshaped import reshaped
@@ -74,8 +74,6 @@ def compare(
     from ..report import comparison as report
 
     if json:
-        from ..report.tables import print_json
-
         print_json(table.as_json())
     elif csv or markdown:
         sys.stdout.write(report.comparison_csv(table, rows) if csv else report.comparison_markdown(table, rows))

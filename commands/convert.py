@@ -9,7 +9,7 @@ import typer
 
 from ..converter.targets import TARGETS
 from ..errors import GptkitError, UsageError
-from ..terminal import console, progress_bar, say
+from ..terminal import answer, console, progress_bar, say
 from .base import (
     AllowExtra,
     AllowPickle,
@@ -59,15 +59,10 @@ def load(
     json: Json = False,
 ) -> None:
     """Open, map and build a checkpoint, or a tree with random weights; report what it is and anything unexpected."""
-    from ..report.tables import print_json
-
     if random:
         found = _random(model, dtype, seed or 0, out, force, offline, allow_pickle)
-        if json:
-            print_json(found.as_json())
-            return
-        console().print(found.summary())
-        if found.out is not None:
+        answer(json, found.as_json, found.summary)
+        if found.out is not None and not json:
             say([f"{found.out}: gptkit's own format"], quiet=False)
         return
     given = [
@@ -88,11 +83,9 @@ def load(
         if bad := int((~parameter.isfinite()).sum()):
             checkpoint.notes.append(f"{name}: {bad:,} of its values are NaN or infinite")
     built = f"{sum(p.numel() for p in module.parameters()):,} parameters as {torch_dtype(dtype, checkpoint.dtype)}"
-    if json:
-        print_json(load_json(checkpoint))
-        return
-    console().print(load_summary(checkpoint))
-    console().print(f"built          {built}", soft_wrap=True)
+    answer(json, lambda: load_json(checkpoint), lambda: load_summary(checkpoint))
+    if not json:
+        console().print(f"built          {built}", soft_wrap=True)
 
 
 def _random(

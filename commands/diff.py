@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 
-from ..errors import UsageError
-from ..terminal import console, progress_bar
+from ..terminal import answer, progress_bar
 from .base import (
+    ROWS,
     AllowExtra,
     AllowPickle,
     FigureName,
@@ -23,6 +23,7 @@ from .base import (
     examples,
     guarded,
     option,
+    rows_by,
 )
 from .completion import complete_model, one_of
 from .drawn import Drawn
@@ -48,7 +49,7 @@ def diff(
         option(
             "--by component | layer | tensor",
             "What each row of the table stands for.",
-            complete=one_of(("component", "layer", "tensor")),
+            complete=one_of(ROWS),
         ),
     ] = "component",
     everything: Annotated[bool, option("--all", "List every tensor that differs.")] = False,
@@ -67,13 +68,10 @@ def diff(
     """Compare two checkpoints tensor by tensor: what is missing, added, changed, and how."""
     for library in ("OPENBLAS", "MKL"):  # read when numpy is imported, which is not yet: the threads are ours
         os.environ.setdefault(f"{library}_NUM_THREADS", "1")
-    from ..report.diff import By, diff_report
-
-    what: By | None = next((each for each in get_args(By) if by in (each, f"{each}s")), None)
-    if what is None:
-        raise UsageError(f"--by {by!r:.40} is none of {', '.join(get_args(By))}", "--by tensor lists every tensor")
+    what = rows_by(by)
     drawn = Drawn(html, png, svg, figure)
     from ..analysis.diff import diff as run
+    from ..report.diff import diff_report
 
     with progress_bar("comparing", quiet or json) as advance:
         found = run(
@@ -86,12 +84,7 @@ def diff(
             workers=workers,
             progress=advance,
         )
-    if json:
-        from ..report.tables import print_json
-
-        print_json(found.as_json())
-    elif not quiet:
-        console().print(diff_report(found, what, everything), crop=False)
+    answer(json, found.as_json, lambda: diff_report(found, what, everything), quiet, crop=False)
     if drawn:
         from ..report.diff_page import diff_page
 

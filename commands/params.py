@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import UsageError
-from ..terminal import console, say
+from ..terminal import answer, console, print_json, say
 from .base import (
+    ROWS,
     AllowPickle,
+    By,
     FigureName,
     Html,
     Json,
@@ -25,6 +27,7 @@ from .base import (
     guarded,
     memory_of,
     option,
+    rows_by,
     tokens,
 )
 from .completion import FLOATS, one_of
@@ -36,7 +39,6 @@ if TYPE_CHECKING:
     from ..analysis.params import ModelCount
     from ..report.pages import Page
 
-By = Literal["component", "layer", "tensor"]
 WEIGHTS, COSTS, SWAPS = "Parameters", "Costs", "What if"
 
 
@@ -60,7 +62,7 @@ def params(
             "--by component | layer | tensor",
             "What each row of the table stands for.",
             WEIGHTS,
-            complete=one_of(("component", "layer", "tensor")),
+            complete=one_of(ROWS),
         ),
     ] = "component",
     by_layer: Annotated[bool, option("--by-layer", "", hidden=True)] = False,
@@ -144,7 +146,7 @@ def params(
         tp,
         pp,
     )
-    what = _by("layer" if by_layer else by)
+    what = rows_by("layer" if by_layer else by)
     _sensible(models, asked, what, batch, context, json, csv, stored)
     drawn = Drawn(html, png, svg, figure)
     counts: list[ModelCount] = count_params(*models, offline=offline, stored=stored, allow_pickle=allow_pickle)
@@ -158,8 +160,6 @@ def params(
     counts = with_figures(counts, asked)
     pairs = bool(swap or recipe)
     if json:
-        from ..report.tables import print_json
-
         print_json({"schema_version": 1, "models": [each.as_json(tensors=what == "tensor") for each in counts]})
     elif csv:
         from ..report.rows import count_rows, model_rows, write_csv
@@ -168,17 +168,6 @@ def params(
     else:
         _print(counts, asked, what, pairs)
     drawn.write(lambda: _page(counts, asked), quiet=json or csv)
-
-
-def _by(text: str) -> By:
-    known: By
-    for known in get_args(By):
-        if text in (known, f"{known}s"):
-            return known
-    raise UsageError(
-        f"--by {text!r:.40} is none of {', '.join(get_args(By))}",
-        f"or their plurals: {', '.join(f'{each}s' for each in get_args(By))}",
-    )
 
 
 def _sensible(
@@ -283,7 +272,6 @@ def presets(
     from ..architectures.presets import nearest
     from ..architectures.presets import presets as known
     from ..report.presets import preset_json, preset_table
-    from ..report.tables import print_json
 
     wanted = [word.lower() for word in words or ()]
     found = [
@@ -297,9 +285,8 @@ def presets(
             f"no preset has {' and '.join(map(repr, wanted)):.80} in its name",
             f"did you mean {', '.join(near[:4])}?" if near else "gptkit presets lists all of them",
         )
-    if json:
-        print_json({"schema_version": 1, "presets": [preset_json(each) for each in found]})
-    elif names:
+    if names and not json:
         say([each.name for each in found], quiet=False)
     else:
-        console().print(preset_table(found))
+        data = {"schema_version": 1, "presets": [preset_json(each) for each in found]}
+        answer(json, lambda: data, lambda: preset_table(found))

@@ -8,7 +8,7 @@ from shlex import quote
 from typing import Annotated
 
 from ..errors import UsageError
-from ..terminal import console, say
+from ..terminal import answer, say
 from .base import Json, Quiet, app, examples, guarded, option, tokens
 from .completion import one_of
 
@@ -65,15 +65,11 @@ def recommend(
         from ..converter.tree import Origin, write_spec
 
         write_spec(found.spec, out, origin=Origin(family=found.family), force=force)
+    from ..report.recommendation import recommendation_table
+
+    answer(json, found.as_json, lambda: recommendation_table(found), quiet)
     if json:
-        from ..report.tables import print_json
-
-        print_json(found.as_json())
         return
-    if not quiet:
-        from ..report.recommendation import recommendation_table
-
-        console().print(recommendation_table(found))
     file = quote(str(out or f"{goal}.json"))
     again = [] if out is not None else [f"{asked(goal, params, vocab, context, loadable)} --out {file}"]
     say(["", "Next:", *again, f"gptkit params {file} --flops --memory", f"gptkit load --random {file}"], quiet)

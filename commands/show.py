@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from ..errors import UsageError
-from ..terminal import console, say
+from ..terminal import answer, say
 from .base import AllowPickle, FigureName, Html, Json, ModelArgument, Offline, Png, Svg, app, examples, guarded, option
 from .drawn import Drawn
 
@@ -41,14 +41,9 @@ def show(
         raise UsageError(f"there is no layer {layer}", f"{model} has {layers:,}, 0 to {layers - 1:,}")
     graph = structure(found.spec)
     kinds = graph.kinds if layer is None else (graph.kind_of(layer),)
-    if json:
-        from ..report.tables import print_json
+    answer(json, lambda: show_json(found, graph, kinds), lambda: ModelDrawing(found, graph, kinds[0], layer))
+    if not json and (found.revision or found.notes):
+        from ..report.summaries import source_lines
 
-        print_json(show_json(found, graph, kinds))
-    else:
-        console().print(ModelDrawing(found, graph, kinds[0], layer))
-        if found.revision or found.notes:
-            from ..report.summaries import source_lines
-
-            say(["", *source_lines([found])], quiet=False)
+        say(["", *source_lines([found])], quiet=False)
     drawn.write(lambda: show_page(found, graph, kinds), quiet=json)

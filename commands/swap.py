@@ -10,7 +10,7 @@ import typer
 
 from ..errors import UsageError
 from ..surgery.options import OPTIONS
-from ..terminal import console, progress_bar, say, status
+from ..terminal import answer, console, progress_bar, say, status
 from .base import AllowExtra, AllowPickle, F, Force, Json, ModelArgument, Offline, Quiet, app, examples, guarded, option
 from .completion import forms, one_of
 
@@ -168,31 +168,20 @@ def swaps(
 ) -> None:
     """List the swaps: what each guarantees, on a MODEL or at best, and what it costs."""
     from ..report.surgery import listing_report, recipes_json, recipes_report, registry_json, registry_report
-    from ..report.tables import print_json
     from ..surgery.recipe import read_recipe, shipped
 
     if recipes:
         if model is not None:
             raise UsageError("--recipes takes no MODEL", "gptkit swap MODEL OUT --recipe NAME --dry-run tries one.")
         found = [read_recipe(name) for name in shipped()]
-        if json:
-            print_json(recipes_json(found))
-        else:
-            console().print(recipes_report(found))
-        return
+        return answer(json, lambda: recipes_json(found), lambda: recipes_report(found))
     if model is None:
         from ..surgery.registry import all_swaps
 
-        if json:
-            print_json(registry_json(all_swaps()))
-        else:
-            console().print(registry_report(all_swaps(), {each.name: each.group for each in OPTIONS}))
-        return
+        groups = {each.name: each.group for each in OPTIONS}
+        return answer(json, lambda: registry_json(all_swaps()), lambda: registry_report(all_swaps(), groups))
     from ..converter.checkpoint import open_checkpoint
     from ..surgery.listing import listing
 
     listed = listing(open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra))
-    if json:
-        print_json(listed.as_json())
-    else:
-        console().print(listing_report(listed))
+    return answer(json, listed.as_json, lambda: listing_report(listed))

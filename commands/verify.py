@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import UsageError
-from ..terminal import console, say, status
+from ..terminal import answer, say, status
 from .base import (
     AllowExtra,
     AllowPickle,
@@ -79,7 +79,6 @@ def verify(
         return
     from ..parity.verify import verify as run
     from ..report.summaries import verification_report
-    from ..report.tables import print_json
 
     with status("verifying", quiet or json) as tell:
         result = run(
@@ -100,10 +99,7 @@ def verify(
             allow_extra=allow_extra,
             progress=tell,
         )
-    if json:
-        print_json(result.as_json())
-    elif not quiet:
-        console().print(verification_report(result))
+    answer(json, result.as_json, lambda: verification_report(result), quiet)
     if card is not None:
         from ..parity.card import write_card
 
@@ -131,14 +127,10 @@ def verify_against(model: str, against: str, drawn: Drawn, long: bool, json: boo
     """`verify --against`: exit 3 where the port is not the model."""
     from ..parity.port import verify_port
     from ..report.summaries import port_report
-    from ..report.tables import print_json
 
     with status("verifying", quiet or json) as tell:
         result = verify_port(model, against, long=long, offline=offline, progress=tell)
-    if json:
-        print_json(result.as_json())
-    elif not quiet:
-        console().print(port_report(result))
+    answer(json, result.as_json, lambda: port_report(result), quiet)
     if drawn:
         from ..report.verification import port_page
 
