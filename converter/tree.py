@@ -17,8 +17,10 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+import msgspec
+
 from ..architectures import architecture_of, named
-from ..architectures.config import ConfigReader, parse_config_text, read_config_file
+from ..architectures.config import parse_config_text, read_config_file
 from ..components import ModelSpec, from_json, to_json
 from ..errors import ConfigError, InvalidInput, UsageError
 from ..version import __version__
@@ -137,26 +139,21 @@ def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[st
             f"{path} has schema version {data.get('schema_version')!r:.40}, this gptkit reads {LOCAL_SCHEMA}",
             "Update gptkit, or convert the original again.",
         )
-    origin = data.get("origin")
-    reader = ConfigReader(origin if isinstance(origin, dict) else {})
-    family, text = reader.raw("family"), reader.raw("config")
-    history = data.get("history", [])
-    reference, revision = reader.raw("reference"), reader.raw("revision")
-    strings = all(value is None or isinstance(value, str) for value in (family, text, reference, revision))
-    records = isinstance(history, list) and all(isinstance(record, dict) for record in history)
-    if not isinstance(origin, dict) or not strings or not records:
-        raise ConfigError(f"{path}: its origin or history is not what gptkit writes")
-    if family is not None:
-        named(family)
+    origin, history = data.get("origin"), data.get("history", [])
+    try:
+        given = (
+            {**origin, "config_text": origin.get("config"), "history": history} if isinstance(origin, dict) else None
+        )
+        found = msgspec.convert(given, Origin)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: its origin or history is not what gptkit writes: {error}") from error
+    if found.family is not None:
+        named(found.family)
     try:
         with _naming(str(path)):
-            spec = from_json(data.get("spec"))
+            return from_json(data.get("spec")), found, []
     except (OverflowError, RecursionError) as error:  # an integer that no float holds
         raise ConfigError(f"{path} is not a gptkit model spec: {error}") from error
-    files = origin.get("files", {})
-    if not isinstance(files, dict) or not all(isinstance(value, str) for value in files.values()):
-        raise ConfigError(f"{path}: the files of its origin are not what gptkit writes")
-    return spec, Origin(family, text, reference, revision, tuple(history), files), []
 
 
 def _require_plain(data: dict[str, Any], path: Path) -> None:
