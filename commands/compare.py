@@ -7,8 +7,7 @@ from typing import Annotated
 
 from ..errors import UsageError
 from ..terminal import console, print_json
-from .base import AllowPickle, FigureName, Html, Json, Models, Offline, Png, Svg, app, examples, guarded, option, tokens
-from .drawn import Drawn
+from .base import ForTree, Json, Models, Pictures, app, examples, guarded, option, tokens
 from .reshaped import reshaped
 
 
@@ -41,12 +40,9 @@ def compare(
     markdown: Annotated[bool, option("--markdown", "Print a Markdown table, for a README or a paper.")] = False,
     csv: Annotated[bool, option("--csv", "Print CSV instead of a table.")] = False,
     json: Json = False,
-    html: Html = None,
-    png: Png = None,
-    svg: Svg = None,
-    figure: FigureName = None,
-    offline: Offline = False,
-    allow_pickle: AllowPickle = False,
+    *,
+    drawn: Pictures,
+    opening: ForTree,
 ) -> None:
     """Compare components and costs of models, side by side."""
     from ..analysis.compare import comparison
@@ -57,14 +53,13 @@ def compare(
         raise UsageError("--markdown, --csv and --json are three outputs", "Give one of them.")
     if only_differences and everything:
         raise UsageError("--only-differences and --all are opposites", "Give one of them.")
-    drawn = Drawn(html, png, svg, figure)
     asked = Asked(dtype=dtype, context=None if context is None else tokens("--context", context))
-    counts: list[ModelCount] = params(*models, offline=offline, allow_pickle=allow_pickle)
+    counts: list[ModelCount] = params(*models, **opening)
     if swap or recipe is not None:
         from ..surgery.synonyms import guarantee_in_words
 
         pairs = []
-        for model, found, family in reshaped(counts, swap, recipe, offline):
+        for model, found, family in reshaped(counts, swap, recipe, opening["offline"]):
             steps = ", ".join(map(str, found.steps))
             notes = (f"{steps}: {guarantee_in_words(found.guarantee)}", *found.notes)
             pairs += [model, ModelCount(f"{model.name} swapped", family, found.spec, notes=notes)]

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..converter.targets import TARGETS
 from ..errors import GptkitError, UsageError
 from ..terminal import answer, console, progress_bar, say
-from .base import (
-    AllowExtra,
-    AllowPickle,
-    Force,
-    Json,
-    ModelArgument,
-    Offline,
-    Quiet,
-    app,
-    examples,
-    guarded,
-    option,
-    parse_size,
-)
+from .base import Force, ForWeights, Json, ModelArgument, Quiet, app, examples, guarded, option, parse_size
 from .completion import FLOATS, complete_target, one_of
 
 if TYPE_CHECKING:
@@ -39,6 +26,7 @@ if TYPE_CHECKING:
 @guarded
 def load(
     model: ModelArgument,
+    *,
     dtype: Annotated[
         str | None,
         option(
@@ -53,14 +41,12 @@ def load(
         Path | None, option("FOLDER", "Write the random weights into this folder, in gptkit's own format.")
     ] = None,
     force: Force = False,
-    offline: Offline = False,
-    allow_pickle: AllowPickle = False,
-    allow_extra: AllowExtra = False,
+    opening: ForWeights,
     json: Json = False,
 ) -> None:
     """Open, map and build a checkpoint, or a tree with random weights; report what it is and anything unexpected."""
     if random:
-        found = _random(model, dtype, seed or 0, out, force, offline, allow_pickle)
+        found = _random(model, dtype, seed or 0, out, force, opening)
         answer(json, found.as_json, found.summary)
         if found.out is not None and not json:
             say([f"{found.out}: gptkit's own format"], quiet=False)
@@ -73,7 +59,7 @@ def load(
     from ..converter.checkpoint import open_checkpoint
     from ..report.summaries import load_json, load_summary
 
-    checkpoint = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
+    checkpoint = open_checkpoint(model, **opening)
     from ..modules.load import load_checkpoint, torch_dtype
 
     total = sum(path.stat().st_size for path in checkpoint.files)
@@ -89,7 +75,7 @@ def load(
 
 
 def _random(
-    model: str, dtype: str | None, seed: int, out: Path | None, force: bool, offline: bool, allow_pickle: bool
+    model: str, dtype: str | None, seed: int, out: Path | None, force: bool, opening: dict[str, Any]
 ) -> RandomModel:
     """Draw the weights, into a folder where one is named, and run a forward pass where they fit into memory."""
     from ..analysis.parameters import count
@@ -104,7 +90,7 @@ def _random(
     stored = parse_dtype(dtype or "float32")
     if out is not None:
         Staging(out, force).check()
-    tree = outline(model, offline=offline, allow_pickle=allow_pickle, companions=True)
+    tree = outline(model, offline=opening["offline"], allow_pickle=opening["allow_pickle"], companions=True)
     notes, written, finite = list(tree.notes), None, None
     total = count(tree.spec).total * DTYPES[stored].itemsize
     if out is not None:
@@ -137,6 +123,7 @@ def convert(
         Path | None,
         typer.Argument(metavar="OUT", help="The folder to write, or a .gguf file; by default the folder MODEL-FORMAT."),
     ] = None,
+    *,
     to: Annotated[
         str,
         option(
@@ -160,9 +147,7 @@ def convert(
     ] = None,
     force: Force = False,
     dry_run: Annotated[bool, option("--dry-run", "Say what would be written; read no weights.")] = False,
-    offline: Offline = False,
-    allow_pickle: AllowPickle = False,
-    allow_extra: AllowExtra = False,
+    opening: ForWeights,
     quiet: Quiet = False,
 ) -> None:
     """Convert to gptkit's own format, back to Hugging Face files, or to another format."""
@@ -185,9 +170,7 @@ def convert(
             to,
             force=force,
             dry_run=dry_run,
-            offline=offline,
-            allow_pickle=allow_pickle,
-            allow_extra=allow_extra,
+            **opening,
             dtype=dtype,
             max_shard_bytes=parse_size("--max-shard-size", max_shard_size),
             workers=workers,

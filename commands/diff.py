@@ -8,25 +8,8 @@ from typing import Annotated
 import typer
 
 from ..terminal import answer, progress_bar
-from .base import (
-    ROWS,
-    AllowExtra,
-    AllowPickle,
-    FigureName,
-    Html,
-    Json,
-    Offline,
-    Png,
-    Quiet,
-    Svg,
-    app,
-    examples,
-    guarded,
-    option,
-    rows_by,
-)
+from .base import ROWS, ForWeights, Json, Pictures, Quiet, app, examples, guarded, option, rows_by
 from .completion import complete_model, one_of
-from .drawn import Drawn
 
 Side = "A checkpoint: org/name or org/name@revision, a folder, a .safetensors or .gguf file, or sample:gpt2."
 
@@ -56,20 +39,15 @@ def diff(
     rank: Annotated[bool, option("--rank/--no-rank", "Tell the rank of each matrix's change.")] = True,
     workers: Annotated[int | None, option("N", "How many threads to use; by default one per core.", min=1)] = None,
     json: Json = False,
-    html: Html = None,
-    png: Png = None,
-    svg: Svg = None,
-    figure: FigureName = None,
-    offline: Offline = False,
-    allow_pickle: AllowPickle = False,
-    allow_extra: AllowExtra = False,
+    *,
+    drawn: Pictures,
+    opening: ForWeights,
     quiet: Quiet = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor: what is missing, added, changed, and how."""
     for library in ("OPENBLAS", "MKL"):  # read when numpy is imported, which is not yet: the threads are ours
         os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     what = rows_by(by)
-    drawn = Drawn(html, png, svg, figure)
     from ..analysis.diff import diff as run
     from ..report.diff import diff_report
 
@@ -77,9 +55,7 @@ def diff(
         found = run(
             a,
             b,
-            offline=offline,
-            allow_pickle=allow_pickle,
-            allow_extra=allow_extra,
+            **opening,
             rank=rank,
             workers=workers,
             progress=advance,

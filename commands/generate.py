@@ -10,7 +10,7 @@ import typer
 
 from ..errors import UsageError
 from ..terminal import complain
-from .base import AllowExtra, AllowPickle, ModelArgument, Offline, app, examples, guarded, option
+from .base import ForWeights, ModelArgument, app, examples, guarded, option
 from .completion import FLOATS, one_of
 
 
@@ -21,6 +21,7 @@ def generate(
     text: Annotated[
         str | None, typer.Argument(metavar="TEXT", help="The prompt to continue; - reads standard input.")
     ] = None,
+    *,
     ids: Annotated[str | None, option("IDS", "Token ids instead of a text: '1 5 9'.")] = None,
     max_new_tokens: Annotated[int, option("-n --max-new-tokens N", "Stop after so many tokens.", min=0)] = 100,
     temperature: Annotated[
@@ -38,9 +39,7 @@ def generate(
     attention: Annotated[
         str, option("sdpa | eager", "How attention is computed.", complete=one_of(("sdpa", "eager")))
     ] = "sdpa",
-    offline: Offline = False,
-    allow_pickle: AllowPickle = False,
-    allow_extra: AllowExtra = False,
+    opening: ForWeights,
 ) -> None:
     """Continue a prompt."""
     from ..converter.checkpoint import open_checkpoint
@@ -62,7 +61,7 @@ def generate(
     else:
         prompt = read_stdin() if text == "-" else text or ""
     limits: list[str] = []
-    opened = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
+    opened = open_checkpoint(model, **opening)
     suit(opened.spec)
     pieces = run(
         opened,

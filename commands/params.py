@@ -11,27 +11,8 @@ import typer
 
 from ..errors import UsageError
 from ..terminal import answer, console, print_json, say
-from .base import (
-    ROWS,
-    AllowPickle,
-    By,
-    FigureName,
-    Html,
-    Json,
-    Models,
-    Offline,
-    Png,
-    Svg,
-    app,
-    examples,
-    guarded,
-    memory_of,
-    option,
-    rows_by,
-    tokens,
-)
+from .base import ROWS, By, ForTree, Json, Models, Pictures, app, examples, guarded, memory_of, option, rows_by, tokens
 from .completion import FLOATS, one_of
-from .drawn import Drawn
 from .reshaped import reshaped
 
 if TYPE_CHECKING:
@@ -121,12 +102,9 @@ def params(
     csv: Annotated[
         bool, option("--csv", "Print CSV: a row per component, layer or tensor; of costs a row per model.")
     ] = False,
-    html: Html = None,
-    png: Png = None,
-    svg: Svg = None,
-    figure: FigureName = None,
-    offline: Offline = False,
-    allow_pickle: AllowPickle = False,
+    *,
+    drawn: Pictures,
+    opening: ForTree,
 ) -> None:
     """Count parameters, and what they cost, from a config alone."""
     from ..analysis.figures import Asked
@@ -148,11 +126,10 @@ def params(
     )
     what = rows_by("layer" if by_layer else by)
     _sensible(models, asked, what, batch, context, json, csv, stored)
-    drawn = Drawn(html, png, svg, figure)
-    counts: list[ModelCount] = count_params(*models, offline=offline, stored=stored, allow_pickle=allow_pickle)
+    counts: list[ModelCount] = count_params(*models, stored=stored, **opening)
     if swap or recipe:
         swapped = []
-        for model, found, family in reshaped(counts, swap, recipe, offline):
+        for model, found, family in reshaped(counts, swap, recipe, opening["offline"]):
             name = f"{model.name} {' '.join(map(str, found.steps))}"
             summary = {"of": model.name, **found.as_json()}
             swapped += [model, ModelCount(name, family, found.spec, swap=summary)]

@@ -6,8 +6,7 @@ from typing import Annotated
 
 from ..errors import UsageError
 from ..terminal import answer, say
-from .base import AllowPickle, FigureName, Html, Json, ModelArgument, Offline, Png, Svg, app, examples, guarded, option
-from .drawn import Drawn
+from .base import ForTree, Json, ModelArgument, Pictures, app, examples, guarded, option
 
 
 @app.command(
@@ -22,20 +21,16 @@ def show(
     model: ModelArgument,
     layer: Annotated[int | None, option("N", "Draw this layer, where layers differ. The first one is 0.")] = None,
     json: Json = False,
-    html: Html = None,
-    png: Png = None,
-    svg: Svg = None,
-    figure: FigureName = None,
-    offline: Offline = False,
-    allow_pickle: AllowPickle = False,
+    *,
+    drawn: Pictures,
+    opening: ForTree,
 ) -> None:
     """Draw a model's tree with shapes, and the data's path through a layer."""
-    drawn = Drawn(html, png, svg, figure)
     from ..analysis.params import params
     from ..report.show import ModelDrawing, show_json, show_page
     from ..report.structure import structure
 
-    (found,) = params(model, offline=offline, allow_pickle=allow_pickle)
+    (found,) = params(model, **opening)
     layers = len(found.spec.blocks)
     if layer is not None and not 0 <= layer < layers:
         raise UsageError(f"there is no layer {layer}", f"{model} has {layers:,}, 0 to {layers - 1:,}")

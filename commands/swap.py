@@ -11,7 +11,7 @@ import typer
 from ..errors import UsageError
 from ..surgery.options import OPTIONS
 from ..terminal import answer, console, progress_bar, say, status
-from .base import AllowExtra, AllowPickle, F, Force, Json, ModelArgument, Offline, Quiet, app, examples, guarded, option
+from .base import F, Force, ForWeights, Json, ModelArgument, Quiet, app, examples, guarded, option
 from .completion import forms, one_of
 
 if TYPE_CHECKING:
@@ -94,9 +94,7 @@ def swap(
     ] = None,
     force: Force = False,
     dry_run: Annotated[bool, option("--dry-run", "Say what would come out, and write nothing.")] = False,
-    offline: Offline = False,
-    allow_pickle: AllowPickle = False,
-    allow_extra: AllowExtra = False,
+    opening: ForWeights,
     quiet: Quiet = False,
     **asked: str | bool | None,
 ) -> None:
@@ -124,9 +122,7 @@ def swap(
             dry_run=dry_run,
             measured=not no_measure,
             each_step=measure_steps or None,
-            offline=offline,
-            allow_pickle=allow_pickle,
-            allow_extra=allow_extra,
+            **opening,
             progress=lambda nbytes: advance(nbytes, 0),
             **values,  # type: ignore[arg-type]
         )
@@ -160,11 +156,10 @@ def swaps(
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="The model to try them on; without one, all swaps are listed.")
     ] = None,
+    *,
     recipes: Annotated[bool, option("--recipes", "List the recipes that come with gptkit.")] = False,
     json: Json = False,
-    offline: Offline = False,
-    allow_pickle: AllowPickle = False,
-    allow_extra: AllowExtra = False,
+    opening: ForWeights,
 ) -> None:
     """List the swaps: what each guarantees, on a MODEL or at best, and what it costs."""
     from ..report.surgery import listing_report, recipes_json, recipes_report, registry_json, registry_report
@@ -183,5 +178,5 @@ def swaps(
     from ..converter.checkpoint import open_checkpoint
     from ..surgery.listing import listing
 
-    listed = listing(open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra))
+    listed = listing(open_checkpoint(model, **opening))
     return answer(json, listed.as_json, lambda: listing_report(listed))

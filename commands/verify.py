@@ -9,22 +9,7 @@ import typer
 
 from ..errors import UsageError
 from ..terminal import answer, say, status
-from .base import (
-    AllowExtra,
-    AllowPickle,
-    FigureName,
-    Json,
-    ModelArgument,
-    Offline,
-    Png,
-    Quiet,
-    Svg,
-    app,
-    examples,
-    guarded,
-    option,
-    tokens,
-)
+from .base import ForWeights, HeatMap, Json, ModelArgument, Quiet, app, examples, guarded, option, tokens
 from .drawn import Drawn
 
 if TYPE_CHECKING:
@@ -42,6 +27,7 @@ def verify(
     local: Annotated[
         str | None, typer.Argument(metavar="LOCAL", help="The checkpoint to compare with it; by default MODEL itself.")
     ] = None,
+    *,
     dtype: Annotated[str, option("DTYPE", "The dtype that both sides compute in.")] = "float32",
     attention: Annotated[str | None, option("sdpa | eager", "How both sides compute attention.")] = None,
     prompt: Annotated[list[str] | None, option("TEXT", "Also compare on this text, beside the probe.")] = None,
@@ -55,27 +41,21 @@ def verify(
         option("MODULE:CALLABLE", "Compare with a port of your own: a callable that returns your torch module."),
     ] = None,
     card: Annotated[Path | None, option("FILE", "Write the verdict as a card, FILE.json and FILE.md.")] = None,
-    html: Annotated[Path | None, option("FILE", "Write a page (HTML) with a heat map by layer and component.")] = None,
-    png: Png = None,
-    svg: Svg = None,
-    figure: FigureName = None,
+    drawn: HeatMap,
     damage: Annotated[
         bool | None, option("--damage/--no-damage", "Tell what LOCAL loses by position, layer and component.")
     ] = None,
     text: Annotated[Path | None, option("FILE", "Measure perplexity on this text.")] = None,
     stream: Annotated[bool, option("--stream", "Run a layer at a time, for models larger than memory.")] = False,
     json: Json = False,
-    offline: Offline = False,
-    allow_pickle: AllowPickle = False,
-    allow_extra: AllowExtra = False,
+    opening: ForWeights,
     quiet: Quiet = False,
 ) -> None:
     """Compare logits with transformers."""
-    drawn = Drawn(html, png, svg, figure)
     if against is not None:
         if local is not None or card is not None:
             raise UsageError("--against takes a MODEL alone", "gptkit verify sample:llama --against my_port:build")
-        verify_against(model, against, drawn, long, json, quiet, offline)
+        verify_against(model, against, drawn, long, json, quiet, opening["offline"])
         return
     from ..parity.verify import verify as run
     from ..report.summaries import verification_report
@@ -94,16 +74,14 @@ def verify(
             bisected=True if drawn else None,
             damaged=True if damage is None and text is not None else damage,
             text=lambda source: measured_text(source, text),
-            offline=offline,
-            allow_pickle=allow_pickle,
-            allow_extra=allow_extra,
+            **opening,
             progress=tell,
         )
     answer(json, result.as_json, lambda: verification_report(result), quiet)
     if card is not None:
         from ..parity.card import write_card
 
-        written = write_card(result, card, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
+        written = write_card(result, card, **opening)
         if not json:
             say([f"card: {', '.join(str(path) for path in written)}"], quiet)
     if drawn:
