@@ -88,7 +88,8 @@ class ModelCount(Shown):
     """A model's name as it was given, its family ("" for a tree that never had one), tree and count.
 
     `revision` is the hub's commit, where it came from there; `stored` what its files hold and `figures` what it costs,
-    where these were asked for; `swap` how a tree that is only thought of came about, as JSON values.
+    where these were asked for; `swap` how a tree that is only thought of came about, as JSON values; `folder` the local
+    folder that it lies in, where it was named by it.
     """
 
     name: str
@@ -99,6 +100,7 @@ class ModelCount(Shown):
     stored: Stored | None = None
     figures: Figures | None = None
     swap: Mapping[str, Any] | None = None
+    folder: Path | None = None
 
     @cached_property
     def count(self) -> ParameterCount:
@@ -176,7 +178,8 @@ def params(
             else:
                 tree = outline(found, offline=offline, allow_pickle=allow_pickle)
         notes = (*tree.notes, *tree.assumed)
-        counts.append(ModelCount(str(model), tree.family, tree.spec, tree.revision, notes, files))
+        folder = found.path if found.kind == "path" and found.names is not None else None
+        counts.append(ModelCount(found.text, tree.family, tree.spec, tree.revision, notes, files, folder=folder))
     return counts if asked is None else Counts(with_figures(counts, asked))
 
 

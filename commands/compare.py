@@ -8,7 +8,6 @@ from typing import Annotated
 from ..errors import UsageError
 from ..terminal import console, print_json
 from .base import ForTree, Json, Models, Pictures, app, examples, guarded, option, tokens
-from .reshaped import reshaped
 
 
 @app.command(
@@ -57,6 +56,7 @@ def compare(
     counts: list[ModelCount] = params(*models, **opening)
     if swap or recipe is not None:
         from ..surgery.synonyms import guarantee_in_words
+        from .reshaped import reshaped
 
         pairs = []
         for model, found, family in reshaped(counts, swap, recipe, opening["offline"]):

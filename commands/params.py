@@ -13,7 +13,6 @@ from ..errors import UsageError
 from ..terminal import answer, console, print_json, say
 from .base import ROWS, By, ForTree, Json, Models, Pictures, app, examples, guarded, memory_of, option, rows_by, tokens
 from .completion import FLOATS, one_of
-from .reshaped import reshaped
 
 if TYPE_CHECKING:
     from ..analysis.figures import Asked
@@ -128,6 +127,8 @@ def params(
     _sensible(models, asked, what, batch, context, json, csv, stored)
     counts: list[ModelCount] = count_params(*models, stored=stored, **opening)
     if swap or recipe:
+        from .reshaped import reshaped
+
         swapped = []
         for model, found, family in reshaped(counts, swap, recipe, opening["offline"]):
             name = f"{model.name} {' '.join(map(str, found.steps))}"

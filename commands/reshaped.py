@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,6 +24,5 @@ def reshaped(
 
     steps = steps_from(swaps or [], recipe)
     for each in models:
-        files = Path(each.name) if Path(each.name).is_dir() else None
-        found = swapped(each.spec, steps, each.family or None, each.name, files=files, offline=offline)
+        found = swapped(each.spec, steps, each.family or None, each.name, files=each.folder, offline=offline)
         yield each, found, expressed(found.spec)[0] or ""
