@@ -131,7 +131,8 @@ class Figures:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values under the names of what was asked for; figures are integers."""
-        asked, found = self.asked, {}
+        asked = self.asked
+        found: dict[str, Any] = {}
         if self.weights is not None:
             found["weights"] = {"dtype": asked.dtype, "bytes": dict(self.weights)}
         if asked.kv:

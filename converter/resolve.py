@@ -109,7 +109,7 @@ def identify(reference: str | Path | Reference) -> Reference:
             return Reference(text, "preset", preset=preset, repo=preset.repo)
     inside = _HUB_GGUF.fullmatch(text)
     if inside is not None:
-        return Reference(text, "hub file", **inside.groupdict())
+        return Reference(text, "hub file", repo=inside["repo"], revision=inside["revision"], file=inside["file"])
     name, revision = _parse(text)
     repo = repo_of(name) or name
     if "/" not in repo and not text.startswith("hf://"):
