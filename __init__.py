@@ -22,7 +22,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from .display import Shown
+from .version import __version__
 
 if TYPE_CHECKING:
     from .analysis.compare import compare as compare
@@ -68,6 +69,16 @@ __all__ = [
     "swap",
     "verify",
 ]
+
+
+def _table(value: Shown) -> str:
+    """A value as a notebook shows it; what draws it is imported once a notebook asks."""
+    from .report.notebook import html
+
+    return html(value)
+
+
+Shown._repr_html_ = _table
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 __all__ = ["Shown"]
 
@@ -10,11 +11,10 @@ __all__ = ["Shown"]
 class Shown:
     """A value that a notebook shows as the table which the command prints.
 
-    What draws it is in `report`, which stands above the values: it is imported by name, once a notebook asks.
+    Values stand far below what draws tables (`report.notebook`): the package, which stands above both, hands the
+    function down when it is imported, as it is before any of its modules.
     """
 
     __slots__ = ()
 
-    def _repr_html_(self) -> str:
-        found: str = importlib.import_module(".report.notebook", __package__).html(self)
-        return found
+    _repr_html_: ClassVar[Callable[[Any], str]]

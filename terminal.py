@@ -5,6 +5,7 @@ rich waits inside the functions, so that --help and errors do not need it.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -20,7 +21,18 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
 
-__all__ = ["complain", "console", "fail", "give_up_stdout", "printable", "progress_bar", "say", "status"]
+__all__ = [
+    "answer",
+    "complain",
+    "console",
+    "fail",
+    "give_up_stdout",
+    "print_json",
+    "printable",
+    "progress_bar",
+    "say",
+    "status",
+]
 
 
 def fail(message: str, code: int) -> NoReturn:
@@ -51,6 +63,19 @@ def wrapped(line: str, width: int) -> list[str]:
 def printable(line: str) -> str:
     """A line without control characters: a name out of a file may hold anything, terminal commands included."""
     return line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+
+
+def print_json(obj: Any) -> None:
+    """One JSON value on stdout, indented and in plain ASCII, for programs rather than people: never coloured."""
+    sys.stdout.write(json.dumps(obj, indent=2, allow_nan=False) + "\n")
+
+
+def answer(as_json: bool, data: Callable[[], Any], report: Callable[[], Any], quiet: bool = False, **how: Any) -> None:
+    """Print a command's result: its JSON values, or else what a person reads, who did not ask for quiet."""
+    if as_json:
+        print_json(data())
+    elif not quiet:
+        console().print(report(), **how)
 
 
 def give_up_stdout() -> None:

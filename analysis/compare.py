@@ -14,12 +14,12 @@ from typing import Any
 
 from ..components import ModelSpec
 from ..display import Shown
-from ..errors import GptkitError, UsageError
+from ..errors import UsageError
 from .aspects import Aspect, aspects
 from .costs import Costs, costs
 from .figures import Asked, common_context
 from .formats import weighed
-from .params import Described, describe_reference
+from .params import ModelCount, params
 from .sizes import itemsize
 
 __all__ = ["Compared", "Comparison", "Row", "compare", "comparison"]
@@ -164,15 +164,15 @@ def compare(
     if not models:
         raise UsageError("name at least one model", "gptkit compare gpt2 llama-2-7b")
     asked = Asked(dtype=dtype, context=context)
-    return comparison([(str(model), describe_named(str(model), offline, allow_pickle)) for model in models], asked)
+    return comparison(params(*models, offline=offline, allow_pickle=allow_pickle), asked)
 
 
-def comparison(models: Sequence[tuple[str, Described]], asked: Asked) -> Comparison:
-    """Models that are known already, by name, in the dtype and at the context of `asked`."""
-    length = common_context([found.spec for _, found in models]) if asked.context is None else asked.context
+def comparison(models: Sequence[ModelCount], asked: Asked) -> Comparison:
+    """Models that are known already, in the dtype and at the context of `asked`."""
+    length = common_context([each.spec for each in models]) if asked.context is None else asked.context
     compared = tuple(
-        Compared(name, found.family, found.spec, costs(found.spec, length), found.revision, found.notes)
-        for name, found in models
+        Compared(each.name, each.family, each.spec, costs(each.spec, length), each.revision, each.notes)
+        for each in models
     )
     by_model = [aspects(model.spec) for model in compared]
     family = Row("family", tuple(m.family or "–" for m in compared), tuple(m.family for m in compared))
@@ -180,17 +180,6 @@ def comparison(models: Sequence[tuple[str, Described]], asked: Asked) -> Compari
     for model in compared:
         model.weights(asked.dtype or "bfloat16")  # what a format has no place for is told before anything is printed
     return Comparison(compared, rows, length, asked.dtype or "bfloat16", asked.cached, _notes(compared, length))
-
-
-def describe_named(reference: str, offline: bool, allow_pickle: bool = False) -> Described:
-    """What a reference describes; an error names it, where several were given."""
-    try:
-        return describe_reference(reference, offline=offline, allow_pickle=allow_pickle)
-    except GptkitError as error:
-        if reference in error.message:
-            raise
-        error.message = f"{reference}: {error.message}"
-        raise
 
 
 def _row(cells: Sequence[Aspect]) -> Row:

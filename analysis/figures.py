@@ -21,7 +21,6 @@ from .costs import (
     usual_context,
 )
 from .formats import GGUF, NAMES, SCALES, in_formats, weighed, weight_bytes, weight_dtype
-from .parameters import ParameterCount
 from .sizes import DTYPES, MOST, full_dtype, itemsize
 
 if TYPE_CHECKING:
@@ -132,41 +131,42 @@ class Figures:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values under the names of what was asked for; figures are integers."""
+        asked = self.asked
         found: dict[str, Any] = {}
         if self.weights is not None:
-            found["weights"] = {"dtype": self.asked.dtype, "bytes": dict(self.weights)}
-        if self.asked.kv:
-            found["kv_cache"] = [
-                _too_long(context) if each is None else each.as_json()
-                for context, each in zip(self.asked.kv, self.cache, strict=True)
-            ]
-        if self.asked.flops:
-            found["flops"] = _too_long(self.context)
-            if self.token is not None and self.prefill is not None and self.training is not None:
-                found["flops"] = {
-                    "next_token": {"context": self.context, **self.token.as_json()["flops_a_token"]},
-                    "prefill": self.prefill.as_json(),
-                    "training_step": self.training.as_json(),
-                }
-        if self.asked.memory:
-            found["memory"] = _too_long(self.context)
-            if self.inference_memory is not None and self.training_memory is not None:
-                found["memory"] = {
-                    "inference": self.inference_memory.as_json(),
-                    "training": self.training_memory.as_json(),
-                    "formats": dict(self.formats or {}),
-                }
+            found["weights"] = {"dtype": asked.dtype, "bytes": dict(self.weights)}
+        if asked.kv:
+            found["kv_cache"] = [_told(each, at) for at, each in zip(asked.kv, self.cache, strict=True)]
+        if asked.flops:
+            found["flops"] = _told(self.token, self.context)
+        if self.token is not None:
+            found["flops"] = {
+                "next_token": {"context": self.context, **self.token.as_json()["flops_a_token"]},
+                "prefill": _told(self.prefill),
+                "training_step": _told(self.training),
+            }
+        if asked.memory:
+            found["memory"] = _told(self.inference_memory, self.context)
+        if self.inference_memory is not None:
+            found["memory"] = {
+                "inference": _told(self.inference_memory),
+                "training": _told(self.training_memory),
+                "formats": dict(self.formats or {}),
+            }
         if self.explained is not None:
             found["explained"] = self.explained.as_json()
-        if self.asked.gpu is not None:
-            found["gpu"] = _too_long(self.context) if self.fits is None else self.fits.as_json()
-        if self.asked.spread:
-            found["parallel"] = _too_long(self.context) if self.split is None else self.split.as_json()
+        if asked.gpu is not None:
+            found["gpu"] = _told(self.fits, self.context)
+        if asked.spread:
+            found["parallel"] = _told(self.split, self.context)
         return found
 
 
-def _too_long(context: int) -> dict[str, Any]:
-    return {"context": context, "impossible": "more tokens than the table of positions has"}
+def _told(figure: Any, context: int = 0) -> Any:
+    """A figure's JSON values, or why there is none at a context."""
+    if figure is None:
+        return {"context": context, "impossible": "more tokens than the table of positions has"}
+    return figure.as_json()
 
 
 def common_context(specs: Sequence[ModelSpec]) -> int:
@@ -182,69 +182,47 @@ def fits(spec: ModelSpec, tokens: int) -> bool:
 def figures_of(spec: ModelSpec, asked: Asked, context: int, family: str = "") -> Figures:
     """What was asked for of a tree, FLOPs and memory at a context; raises as `weighed`."""
     batch = asked.batch
-    found = Figures(asked, context)
+    found: dict[str, Any] = {}
     if asked.dtype is not None:
-        found = replace(found, weights=component_bytes(weighed(spec, asked.dtype, family)))
+        weights = weighed(spec, asked.dtype, family)
+        found["weights"] = {**weights.by_component, "total": weights.total}
     if asked.kv:
         cache = (cache_bytes(spec, each, asked.cached, batch) if fits(spec, each) else None for each in asked.kv)
-        found = replace(found, cache=tuple(cache), a_token=cache_bytes(spec, 1, asked.cached).a_token)
-    if asked.flops and fits(spec, context):
+        found |= {"cache": tuple(cache), "a_token": cache_bytes(spec, 1, asked.cached).a_token}
+    if asked.explain:
+        from .explain import explain
+
+        found["explained"] = explain(spec)
+    if fits(spec, context):
+        found |= _at_context(spec, asked, context, family)
+    return Figures(asked, context, **found)
+
+
+def _at_context(spec: ModelSpec, asked: Asked, context: int, family: str) -> dict[str, Any]:
+    """What depends on the context."""
+    batch = asked.batch
+    found: dict[str, Any] = {}
+    if asked.flops:
         prefill, training = forward_flops(spec, context, batch), training_flops(spec, context, batch)
-        found = replace(found, token=costs(spec, context), prefill=prefill, training=training)
-    if asked.memory and fits(spec, context):
+        found = {"token": costs(spec, context), "prefill": prefill, "training": training}
+    if asked.memory:
         from .memory import memory, training_memory
 
         dtype = asked.dtype or "bfloat16"
         of_bytes = dtype if dtype in DTYPES else "int8"
         running = memory(spec, of_bytes, context, batch, cache_dtype=asked.cached)
-        running = replace(running, dtype=dtype, weights=weighed(spec, dtype, family).total)
-        training_bytes = training_memory(spec, asked.computed, context, batch)
-        formats = in_formats(spec, family)
-        found = replace(found, inference_memory=running, training_memory=training_bytes, formats=formats)
-    if asked.explain:
-        from .explain import explain
-
-        found = replace(found, explained=explain(spec))
-    if (asked.gpu is not None or asked.spread) and fits(spec, context):
-        found = _on_gpus(found, spec, family)
-    return found
-
-
-def _on_gpus(found: Figures, spec: ModelSpec, family: str) -> Figures:
-    """With what fits on a GPU, and what each of several holds."""
-    from .fit import fit
-    from .parallel import split
-
-    asked, context = found.asked, found.context
+        found["inference_memory"] = replace(running, dtype=dtype, weights=weighed(spec, dtype, family).total)
+        found["training_memory"] = training_memory(spec, asked.computed, context, batch)
+        found["formats"] = in_formats(spec, family)
+    given: dict[str, Any] = {"computed": asked.computed, "cache_dtype": asked.cached, "batch": batch}
+    given |= {"tp": asked.tp, "pp": asked.pp}
     if asked.gpu is not None:
-        room = fit(
-            spec,
-            asked.gpu,
-            family=family,
-            dtype=asked.dtype,
-            computed=asked.computed,
-            cache_dtype=asked.cached,
-            context=asked.context or min(context, SERVED),
-            batch=asked.batch,
-            tp=asked.tp,
-            pp=asked.pp,
-        )
-        found = replace(found, fits=room)
+        from .fit import fit
+
+        most = asked.context or min(context, SERVED)
+        found["fits"] = fit(spec, asked.gpu, family=family, dtype=asked.dtype, context=most, **given)
     if asked.spread:
-        there = split(
-            spec,
-            asked.tp,
-            asked.pp,
-            dtype=asked.dtype or "bfloat16",
-            computed=asked.computed,
-            cache_dtype=asked.cached,
-            context=context,
-            batch=asked.batch,
-        )
-        found = replace(found, split=there)
+        from .parallel import split
+
+        found["split"] = split(spec, dtype=asked.dtype or "bfloat16", context=context, **given)
     return found
-
-
-def component_bytes(weights: ParameterCount) -> dict[str, int]:
-    """Bytes by component, and of all of them."""
-    return {**weights.by_component, "total": weights.total}

@@ -30,8 +30,8 @@ from ..components import (
     Rotary,
     YarnScaling,
 )
-from ..components.ranges import layer_ranges, range_label
 from ..components import operations as ops
+from ..components.ranges import layer_ranges, range_label
 from ..display import Shown
 from ..errors import MissingComponent
 

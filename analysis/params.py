@@ -7,15 +7,17 @@ kilobytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..architectures import architecture_of
 from ..components import ModelSpec
-from ..converter.outline import outline
-from ..converter.tree import Origin, Quantised, foreign_format, is_local
+from ..converter.outline import Outline, outline
+from ..converter.resolve import Reference, identify
+from ..converter.tree import Quantised
 from ..display import Shown
 from ..errors import GptkitError
 from .costs import usual_context
@@ -25,13 +27,10 @@ from .sizes import check_sizes
 
 __all__ = [
     "Counts",
-    "Described",
     "ModelCount",
     "Stored",
     "StoredTensor",
-    "describe_reference",
     "params",
-    "stored",
     "with_figures",
 ]
 
@@ -85,35 +84,28 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Described:
-    """What a reference says of a model: its family ("" for a tree that never had one) and tree.
-
-    `revision` is the hub's commit, where it came from there; `notes` are for a person.
-    """
-
-    family: str
-    spec: ModelSpec
-    revision: str | None = None
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class ModelCount(Shown):
-    """A model's name as it was given, its family, tree and count.
+    """A model's name as it was given, its family ("" for a tree that never had one), tree and count.
 
     `revision` is the hub's commit, where it came from there; `stored` what its files hold and `figures` what it costs,
-    where these were asked for; `swap` how a tree that is only thought of came about, as JSON values.
+    where these were asked for; `swap` how a tree that is only thought of came about, as JSON values; `folder` the local
+    folder that it lies in, where it was named by it.
     """
 
     name: str
     family: str
     spec: ModelSpec
-    count: ParameterCount
     revision: str | None = None
     notes: tuple[str, ...] = ()
     stored: Stored | None = None
     figures: Figures | None = None
     swap: Mapping[str, Any] | None = None
+    folder: Path | None = None
+
+    @cached_property
+    def count(self) -> ParameterCount:
+        """Its parameters by component."""
+        return count(self.spec)
 
     def __repr__(self) -> str:
         return f"<{self.name}: {repr(self.count)[1:]}"
@@ -177,20 +169,29 @@ def params(
         Offline: a repository whose config is not in the cache, and no network.
 
     """
-    counts = []
+    counts = Counts()
     for model in models:
-        try:
+        with naming(str(model), len(models) > 1):
+            found, files = identify(model), None
             if stored:
-                found, files = _stored(str(model), offline, allow_pickle)
+                tree, files = _stored(found, offline, allow_pickle)
             else:
-                found, files = describe_reference(str(model), offline=offline, allow_pickle=allow_pickle), None
-        except GptkitError as error:
-            if len(models) > 1 and str(model) not in error.message:
-                error.message = f"{model}: {error.message}"
-            raise
-        counted = count(found.spec)
-        counts.append(ModelCount(str(model), found.family, found.spec, counted, found.revision, found.notes, files))
-    return Counts(counts if asked is None else with_figures(counts, asked))
+                tree = outline(found, offline=offline, allow_pickle=allow_pickle)
+        notes = (*tree.notes, *tree.assumed)
+        folder = found.path if found.kind == "path" and found.names is not None else None
+        counts.append(ModelCount(found.text, tree.family, tree.spec, tree.revision, notes, files, folder=folder))
+    return counts if asked is None else Counts(with_figures(counts, asked))
+
+
+@contextmanager
+def naming(model: str, one_of_several: bool) -> Iterator[None]:
+    """Let an error say which model it is of, where it does not and there are others."""
+    try:
+        yield
+    except GptkitError as error:
+        if one_of_several and model not in error.message:
+            error.message = f"{model}: {error.message}"
+        raise
 
 
 def with_figures(counts: Sequence[ModelCount], asked: Asked) -> list[ModelCount]:
@@ -206,54 +207,28 @@ def with_figures(counts: Sequence[ModelCount], asked: Asked) -> list[ModelCount]
     longest = [*asked.kv, *([context] if asked.at_context else [])]
     if longest and not any(fits(spec, min(longest)) for spec in specs):
         check_sizes(max(specs, key=usual_context), min(longest), 1)
-    return [replace(each, figures=_figures(each, asked, context, len(counts) > 1)) for each in counts]
+    found = []
+    for each in counts:
+        with naming(each.name, len(counts) > 1):
+            found.append(replace(each, figures=figures_of(each.spec, asked, context, each.family)))
+    return found
 
 
-def _figures(model: ModelCount, asked: Asked, context: int, one_of_several: bool) -> Figures:
-    """What was asked for of a model; an error names it where there are others."""
-    try:
-        return figures_of(model.spec, asked, context, model.family)
-    except GptkitError as error:
-        if one_of_several:
-            error.message = f"{model.name}: {error.message}"
-        raise
-
-
-def stored(reference: str, *, offline: bool = False, allow_pickle: bool = False) -> Stored:
-    """What the weight files behind a reference hold, from their headers alone; raises as `params`."""
-    return _stored(reference, offline, allow_pickle)[1]
-
-
-def _stored(reference: str, offline: bool, allow_pickle: bool) -> tuple[Described, Stored]:
+def _stored(found: Reference, offline: bool, allow_pickle: bool) -> tuple[Outline, Stored]:
+    """The tree, and what the weight files hold, from their headers alone."""
     from ..converter.checkpoint import open_checkpoint, weight_headers_of  # here, because it imports numpy
 
+    options = {"offline": offline, "allow_pickle": allow_pickle}
     try:
-        checkpoint = open_checkpoint(reference, offline=offline, headers_only=True, allow_pickle=allow_pickle)
+        checkpoint = open_checkpoint(found, headers_only=True, **options)
     except Quantised:
-        files = weight_headers_of(reference, offline=offline, allow_pickle=allow_pickle)
+        files = weight_headers_of(found, **options)
         raw = tuple(StoredTensor(i.name, i.dtype, i.shape, i.nbytes) for _, i in files.tensors.values())
-        described = describe_reference(reference, offline=offline, allow_pickle=allow_pickle)
-        return described, Stored(tuple(path.name for path in files.files), raw)
+        return outline(found, **options), Stored(tuple(path.name for path in files.files), raw)
     tensors = tuple(
         StoredTensor(leaf.checkpoint, dtype, leaf.shape, nbytes)
         for leaf in checkpoint.leaves
         for dtype, nbytes in (checkpoint.stored_of(leaf),)
     )
-    described = Described(checkpoint.origin.family or "", checkpoint.spec, checkpoint.revision, tuple(checkpoint.notes))
-    return described, Stored(tuple(path.name for path in checkpoint.files), tensors)
-
-
-def describe_reference(reference: str, *, offline: bool = False, allow_pickle: bool = False) -> Described:
-    """The family and tree behind a reference; raises as `params`."""
-    found = outline(reference, offline=offline, allow_pickle=allow_pickle)
-    assumed = () if found.path is None else _assumed(found.path, found.origin)
-    return Described(found.origin.family or "", found.spec, found.revision, (*found.notes, *assumed))
-
-
-def _assumed(path: Path, origin: Origin) -> tuple[str, ...]:
-    """What was taken for sizes that a config.json does not state."""
-    if origin.config is None or is_local(path) or foreign_format(path) is not None:
-        return ()
-    assumed = architecture_of(origin.config).assumed(origin.config)
-    told = ", ".join(f"{name} {size:,}" for name, size in assumed.items())
-    return (f"not in config.json, so transformers' defaults: {told}",) if told else ()
+    tree = Outline(checkpoint.spec, checkpoint.origin, revision=checkpoint.revision, notes=tuple(checkpoint.notes))
+    return tree, Stored(tuple(path.name for path in checkpoint.files), tensors)

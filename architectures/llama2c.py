@@ -20,7 +20,19 @@ from .base import BoundLeaf, Leaf, bind, collapse, require_kinds, short
 from .layout import Layout, Shape
 from .llama import LLAMA
 
-__all__ = ["BASE", "EPS", "LEAVES", "ORDER", "QUANTISED", "TABLES", "Sizes", "config_of", "expressed", "places"]
+__all__ = [
+    "BASE",
+    "EPS",
+    "LEAVES",
+    "ORDER",
+    "QUANTISED",
+    "TABLES",
+    "Place",
+    "Sizes",
+    "config_of",
+    "expressed",
+    "places",
+]
 
 BASE, EPS = 10000.0, 1e-5
 """Of the rotation and of RMSNorm, as run.c has them."""
@@ -139,6 +151,16 @@ class Sizes:
         for name in ORDER[version]:
             if name != "output.weight" or not self.shared:
                 yield name, self.shape(name), self.n_layers if "{layer}" in name else 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies: fp32 from byte `start`, or signed bytes with a scale for each `group`, from `scales` on."""
+
+    shape: Shape
+    start: int
+    scales: int | None = None
+    group: int = 1
 
 
 def places(sizes: Sizes, version: int, start: int) -> Iterator[tuple[str, Shape, int]]:

@@ -3,40 +3,44 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import typer
 import typer.core
 
-from .. import __version__
 from ..errors import Elsewhere, GptkitError, UsageError
 from ..process import INTERRUPTED, TERMINATED, Terminated
 from ..terminal import complain, fail, give_up_stdout
+from ..version import __version__
 from .completion import bash_words, complete_model
+from .drawn import Drawn
 
 __all__ = [
-    "AllowExtra",
-    "AllowPickle",
-    "FigureName",
+    "ROWS",
+    "By",
+    "ForTree",
+    "ForWeights",
     "Force",
-    "Html",
+    "HeatMap",
     "Json",
     "ModelArgument",
     "Models",
-    "Offline",
-    "Png",
+    "Pictures",
     "Quiet",
-    "Svg",
     "app",
     "examples",
     "guarded",
+    "option",
     "parse_size",
+    "rows_by",
     "tokens",
 ]
 
@@ -119,6 +123,17 @@ app = typer.Typer(
 
 F = TypeVar("F", bound=Callable[..., None])
 
+
+def option(
+    form: str, words: str, panel: str | None = None, complete: Callable[[str], list[str]] | None = None, **more: Any
+) -> Any:
+    """An option as its help shows it: "--kv TOKENS", or "TOKENS" alone where its name is the parameter's."""
+    parts = form.split(" ")
+    names = [part for part in parts if part.startswith("-")]
+    metavar = " ".join(part for part in parts if part not in names) or None
+    return typer.Option(*names, metavar=metavar, help=words, rich_help_panel=panel, autocompletion=complete, **more)
+
+
 Models = Annotated[
     list[str],
     typer.Argument(
@@ -135,27 +150,67 @@ ModelArgument = Annotated[
         autocompletion=complete_model,
     ),
 ]
-Offline = Annotated[bool, typer.Option("--offline", help="Use local files and the hub's cache only.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint folder, in one step.")]
-AllowPickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Read .bin files too (weights only); safetensors need no trust.")
-]
-AllowExtra = Annotated[bool, typer.Option("--allow-extra", help="Leave out tensors that the model has no place for.")]
-Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page (HTML) that opens offline.")]
-Png = Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Write a picture (PNG), for a talk.")]
-Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture (SVG), for a paper.")]
-FigureName = Annotated[
-    str | None,
-    typer.Option(
-        "--figure", metavar="NAME", help="Draw this figure of the page, by words of its title; by default the first."
+Json = Annotated[bool, option("--json", "Print JSON instead of text.")]
+Force = Annotated[bool, option("--force", "Replace an existing checkpoint folder, in one step.")]
+Quiet = Annotated[bool, option("-q --quiet", "Print nothing but errors.")]
+
+
+@dataclass(frozen=True)
+class Together:
+    """Options that a command takes as one value: by name their annotations and defaults, and what makes the value."""
+
+    options: Mapping[str, tuple[Any, Any]]
+    make: Callable[..., Any] = dict
+
+
+def _pictures(page: str) -> Together:
+    name = "Draw this figure of the page, by words of its title; by default the first."
+    return Together(
+        {
+            "html": (Annotated[Path | None, option("--html FILE", page)], None),
+            "png": (Annotated[Path | None, option("--png FILE", "Write a picture (PNG), for a talk.")], None),
+            "svg": (Annotated[Path | None, option("--svg FILE", "Write a picture (SVG), for a paper.")], None),
+            "figure": (Annotated[str | None, option("--figure NAME", name)], None),
+        },
+        Drawn,
+    )
+
+
+_TREE = {
+    "offline": (Annotated[bool, option("--offline", "Use local files and the hub's cache only.")], False),
+    "allow_pickle": (
+        Annotated[bool, option("--allow-pickle", "Read .bin files too (weights only); safetensors need no trust.")],
+        False,
     ),
-]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print nothing but errors.")]
+}
+_EXTRA = (Annotated[bool, option("--allow-extra", "Leave out tensors that the model has no place for.")], False)
+
+Pictures = Annotated[Drawn, _pictures("Write a page (HTML) that opens offline.")]
+HeatMap = Annotated[Drawn, _pictures("Write a page (HTML) with a heat map by layer and component.")]
+ForTree = Annotated[dict[str, Any], Together(_TREE)]
+"""How a reference's tree is looked up: keyword arguments of `outline`."""
+ForWeights = Annotated[dict[str, Any], Together({**_TREE, "allow_extra": _EXTRA})]
+"""How a checkpoint is opened: keyword arguments of `open_checkpoint`."""
+
+
+def _apart(function: Callable[..., None]) -> tuple[inspect.Signature, dict[str, Together]]:
+    """A command's signature with each option for itself, and what is taken together."""
+    signature, together = inspect.signature(function, eval_str=True), {}
+    parameters = []
+    for each in signature.parameters.values():
+        found = [part for part in getattr(each.annotation, "__metadata__", ()) if isinstance(part, Together)]
+        if not found:
+            parameters.append(each)
+            continue
+        together[each.name] = found[0]
+        for name, (annotation, default) in found[0].options.items():
+            parameters.append(inspect.Parameter(name, each.kind, default=default, annotation=annotation))
+    return signature.replace(parameters=parameters), together
 
 
 def guarded(function: F) -> F:
-    """Turn gptkit's errors into a line or two on stderr and their exit codes."""
+    """Turn gptkit's errors into a line or two on stderr and exit codes; options come as what they make together."""
+    signature, together = _apart(function)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -163,6 +218,8 @@ def guarded(function: F) -> F:
             # Read by the hub's library when it is imported, which is not yet; without a terminal it is quiet by itself.
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         try:
+            for name, each in together.items():
+                kwargs[name] = each.make(**{key: kwargs.pop(key) for key in each.options})
             function(*args, **kwargs)
             sys.stdout.flush()  # here, where a reader that has gone is known what to do about
         except Elsewhere as error:
@@ -187,6 +244,7 @@ def guarded(function: F) -> F:
         except Exception as error:
             fail(f"{type(error).__name__}: {error}\nThis is a bug in gptkit; GPTKIT_DEBUG=1 shows where.", 1)
 
+    run.__signature__ = signature  # type: ignore[attr-defined]
     return run  # type: ignore[return-value]
 
 
@@ -200,7 +258,7 @@ def version(value: bool) -> None:
 @app.callback()
 def root(
     show_version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", callback=version, is_eager=True)
+        bool, option("--version", "Show the version and exit.", callback=version, is_eager=True)
     ] = False,
 ) -> None:
     """The group itself does nothing."""
@@ -227,6 +285,21 @@ def memory_of(option: str, text: str | None) -> int | None:
     if text is not None and text.strip().isdecimal():
         raise UsageError(f"{option} {text!r} has no unit", f"{option} {text.strip()}GB, or GiB.")
     return parse_size(option, text)
+
+
+By = Literal["component", "layer", "tensor"]
+ROWS: tuple[By, ...] = get_args(By)
+
+
+def rows_by(text: str) -> By:
+    """What --by names: component, layer or tensor, or a plural; raises UsageError."""
+    for known in ROWS:
+        if text in (known, f"{known}s"):
+            return known
+    raise UsageError(
+        f"--by {text!r:.40} is none of {', '.join(ROWS)}",
+        f"or their plurals: {', '.join(f'{each}s' for each in ROWS)}",
+    )
 
 
 COUNTS = {"": 1, "k": 2**10, "m": 2**20}

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..converter.targets import TARGETS
 from ..errors import GptkitError, UsageError
-from ..terminal import console, progress_bar, say
-from .base import (
-    AllowExtra,
-    AllowPickle,
-    Force,
-    Json,
-    ModelArgument,
-    Offline,
-    Quiet,
-    app,
-    examples,
-    guarded,
-    parse_size,
-)
+from ..terminal import answer, console, progress_bar, say
+from .base import Force, ForWeights, Json, ModelArgument, Quiet, app, examples, guarded, option, parse_size
 from .completion import FLOATS, complete_target, one_of
 
 if TYPE_CHECKING:
@@ -38,38 +26,29 @@ if TYPE_CHECKING:
 @guarded
 def load(
     model: ModelArgument,
+    *,
     dtype: Annotated[
         str | None,
-        typer.Option(
-            metavar="DTYPE",
-            help="Load as float32, bfloat16, float16 or float64; by default as stored.",
-            autocompletion=one_of(FLOATS),
+        option(
+            "DTYPE", "Load as float32, bfloat16, float16 or float64; by default as stored.", complete=one_of(FLOATS)
         ),
     ] = None,
     random: Annotated[
-        bool, typer.Option("--random", help="Draw random weights: a preset, a config.json or a tree is enough.")
+        bool, option("--random", "Draw random weights: a preset, a config.json or a tree is enough.")
     ] = False,
-    seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="The seed of --random; by default 0.")] = None,
+    seed: Annotated[int | None, option("N", "The seed of --random; by default 0.", min=0)] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Write the random weights into this folder, in gptkit's own format."),
+        Path | None, option("FOLDER", "Write the random weights into this folder, in gptkit's own format.")
     ] = None,
     force: Force = False,
-    offline: Offline = False,
-    allow_pickle: AllowPickle = False,
-    allow_extra: AllowExtra = False,
+    opening: ForWeights,
     json: Json = False,
 ) -> None:
     """Open, map and build a checkpoint, or a tree with random weights; report what it is and anything unexpected."""
-    from ..report.tables import print_json
-
     if random:
-        found = _random(model, dtype, seed or 0, out, force, offline, allow_pickle)
-        if json:
-            print_json(found.as_json())
-            return
-        console().print(found.summary())
-        if found.out is not None:
+        found = _random(model, dtype, seed or 0, out, force, opening)
+        answer(json, found.as_json, found.summary)
+        if found.out is not None and not json:
             say([f"{found.out}: gptkit's own format"], quiet=False)
         return
     given = [
@@ -80,7 +59,7 @@ def load(
     from ..converter.checkpoint import open_checkpoint
     from ..report.summaries import load_json, load_summary
 
-    checkpoint = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
+    checkpoint = open_checkpoint(model, **opening)
     from ..modules.load import load_checkpoint, torch_dtype
 
     total = sum(path.stat().st_size for path in checkpoint.files)
@@ -90,15 +69,13 @@ def load(
         if bad := int((~parameter.isfinite()).sum()):
             checkpoint.notes.append(f"{name}: {bad:,} of its values are NaN or infinite")
     built = f"{sum(p.numel() for p in module.parameters()):,} parameters as {torch_dtype(dtype, checkpoint.dtype)}"
-    if json:
-        print_json(load_json(checkpoint))
-        return
-    console().print(load_summary(checkpoint))
-    console().print(f"built          {built}", soft_wrap=True)
+    answer(json, lambda: load_json(checkpoint), lambda: load_summary(checkpoint))
+    if not json:
+        console().print(f"built          {built}", soft_wrap=True)
 
 
 def _random(
-    model: str, dtype: str | None, seed: int, out: Path | None, force: bool, offline: bool, allow_pickle: bool
+    model: str, dtype: str | None, seed: int, out: Path | None, force: bool, opening: dict[str, Any]
 ) -> RandomModel:
     """Draw the weights, into a folder where one is named, and run a forward pass where they fit into memory."""
     from ..analysis.parameters import count
@@ -113,7 +90,7 @@ def _random(
     stored = parse_dtype(dtype or "float32")
     if out is not None:
         Staging(out, force).check()
-    tree = outline(model, offline=offline, allow_pickle=allow_pickle, companions=True)
+    tree = outline(model, offline=opening["offline"], allow_pickle=opening["allow_pickle"], companions=True)
     notes, written, finite = list(tree.notes), None, None
     total = count(tree.spec).total * DTYPES[stored].itemsize
     if out is not None:
@@ -146,36 +123,31 @@ def convert(
         Path | None,
         typer.Argument(metavar="OUT", help="The folder to write, or a .gguf file; by default the folder MODEL-FORMAT."),
     ] = None,
+    *,
     to: Annotated[
         str,
-        typer.Option(
-            metavar="FORMAT",
-            help=f"The format to write: one of {', '.join(TARGETS)}; local is gptkit's own.",
-            autocompletion=complete_target,
+        option(
+            "FORMAT",
+            f"The format to write: one of {', '.join(TARGETS)}; local is gptkit's own.",
+            complete=complete_target,
         ),
     ] = "local",
     dtype: Annotated[
         str | None,
-        typer.Option(
-            metavar="DTYPE",
-            help="Store every tensor as float32, bfloat16, …; q8_0 in a GGUF.",
-            autocompletion=one_of((*FLOATS, "q8_0")),
+        option(
+            "DTYPE", "Store every tensor as float32, bfloat16, …; q8_0 in a GGUF.", complete=one_of((*FLOATS, "q8_0"))
         ),
     ] = None,
     max_shard_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Start another file before one grows beyond this: 2GB, 500MB.")
+        str | None, option("SIZE", "Start another file before one grows beyond this: 2GB, 500MB.")
     ] = None,
-    workers: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="How many threads to use; by default one per core.")
-    ] = None,
+    workers: Annotated[int | None, option("N", "How many threads to use; by default one per core.", min=1)] = None,
     max_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Hold no more than this of tensors in memory at once: 500MB.")
+        str | None, option("SIZE", "Hold no more than this of tensors in memory at once: 500MB.")
     ] = None,
     force: Force = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; read no weights.")] = False,
-    offline: Offline = False,
-    allow_pickle: AllowPickle = False,
-    allow_extra: AllowExtra = False,
+    dry_run: Annotated[bool, option("--dry-run", "Say what would be written; read no weights.")] = False,
+    opening: ForWeights,
     quiet: Quiet = False,
 ) -> None:
     """Convert to gptkit's own format, back to Hugging Face files, or to another format."""
@@ -198,9 +170,7 @@ def convert(
             to,
             force=force,
             dry_run=dry_run,
-            offline=offline,
-            allow_pickle=allow_pickle,
-            allow_extra=allow_extra,
+            **opening,
             dtype=dtype,
             max_shard_bytes=parse_size("--max-shard-size", max_shard_size),
             workers=workers,

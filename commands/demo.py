@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from ..terminal import console
-from .base import app, examples, guarded
+from .base import app, examples, guarded, option
 
 
 @app.command(epilog=examples("gptkit demo --keep tour"))
 @guarded
 def demo(
-    keep: Annotated[Path | None, typer.Option(help="Keep the converted checkpoints in this folder.")] = None,
+    keep: Annotated[Path | None, option("", "Keep the converted checkpoints in this folder.")] = None,
 ) -> None:
     """Take a tour on the trained samples: count, convert, verify, swap, verify again, generate."""
     from ..report.demo import tour

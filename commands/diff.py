@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 
-from ..errors import UsageError
-from ..terminal import console, progress_bar
-from .base import AllowExtra, AllowPickle, FigureName, Html, Json, Offline, Png, Quiet, Svg, app, examples, guarded
+from ..terminal import answer, progress_bar
+from .base import ROWS, ForWeights, Json, Pictures, Quiet, app, examples, guarded, option, rows_by
 from .completion import complete_model, one_of
-from .drawn import Drawn
 
 Side = "A checkpoint: org/name or org/name@revision, a folder, a .safetensors or .gguf file, or sample:gpt2."
 
@@ -31,56 +29,38 @@ def diff(
     ],
     by: Annotated[
         str,
-        typer.Option(
-            "--by",
-            metavar="component | layer | tensor",
-            autocompletion=one_of(("component", "layer", "tensor")),
-            help="What each row of the table stands for.",
+        option(
+            "--by component | layer | tensor",
+            "What each row of the table stands for.",
+            complete=one_of(ROWS),
         ),
     ] = "component",
-    everything: Annotated[bool, typer.Option("--all", help="List every tensor that differs.")] = False,
-    rank: Annotated[bool, typer.Option("--rank/--no-rank", help="Tell the rank of each matrix's change.")] = True,
-    workers: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="How many threads to use; by default one per core.")
-    ] = None,
+    everything: Annotated[bool, option("--all", "List every tensor that differs.")] = False,
+    rank: Annotated[bool, option("--rank/--no-rank", "Tell the rank of each matrix's change.")] = True,
+    workers: Annotated[int | None, option("N", "How many threads to use; by default one per core.", min=1)] = None,
     json: Json = False,
-    html: Html = None,
-    png: Png = None,
-    svg: Svg = None,
-    figure: FigureName = None,
-    offline: Offline = False,
-    allow_pickle: AllowPickle = False,
-    allow_extra: AllowExtra = False,
+    *,
+    drawn: Pictures,
+    opening: ForWeights,
     quiet: Quiet = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor: what is missing, added, changed, and how."""
     for library in ("OPENBLAS", "MKL"):  # read when numpy is imported, which is not yet: the threads are ours
         os.environ.setdefault(f"{library}_NUM_THREADS", "1")
-    from ..report.diff import By, diff_report
-
-    what: By | None = next((each for each in get_args(By) if by in (each, f"{each}s")), None)
-    if what is None:
-        raise UsageError(f"--by {by!r:.40} is none of {', '.join(get_args(By))}", "--by tensor lists every tensor")
-    drawn = Drawn(html, png, svg, figure)
+    what = rows_by(by)
     from ..parity.diff import diff as run
+    from ..report.diff import diff_report
 
     with progress_bar("comparing", quiet or json) as advance:
         found = run(
             a,
             b,
-            offline=offline,
-            allow_pickle=allow_pickle,
-            allow_extra=allow_extra,
+            **opening,
             rank=rank,
             workers=workers,
             progress=advance,
         )
-    if json:
-        from ..report.tables import print_json
-
-        print_json(found.as_json())
-    elif not quiet:
-        console().print(diff_report(found, what, everything), crop=False)
+    answer(json, found.as_json, lambda: diff_report(found, what, everything), quiet, crop=False)
     if drawn:
         from ..report.diff_page import diff_page
 

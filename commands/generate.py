@@ -10,7 +10,7 @@ import typer
 
 from ..errors import UsageError
 from ..terminal import complain
-from .base import AllowExtra, AllowPickle, ModelArgument, Offline, app, examples, guarded
+from .base import ForWeights, ModelArgument, app, examples, guarded, option
 from .completion import FLOATS, one_of
 
 
@@ -21,43 +21,25 @@ def generate(
     text: Annotated[
         str | None, typer.Argument(metavar="TEXT", help="The prompt to continue; - reads standard input.")
     ] = None,
-    ids: Annotated[str | None, typer.Option(metavar="IDS", help="Token ids instead of a text: '1 5 9'.")] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("-n", "--max-new-tokens", metavar="N", min=0, help="Stop after so many tokens.")
-    ] = 100,
+    *,
+    ids: Annotated[str | None, option("IDS", "Token ids instead of a text: '1 5 9'.")] = None,
+    max_new_tokens: Annotated[int, option("-n --max-new-tokens N", "Stop after so many tokens.", min=0)] = 100,
     temperature: Annotated[
         float | None,
-        typer.Option(
-            metavar="T",
-            min=0,
-            help="Sample at this temperature. 0 is greedy, the default unless --top-k or --top-p is given.",
-        ),
+        option("T", "Sample at this temperature. 0 is greedy, the default unless --top-k or --top-p is given.", min=0),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(metavar="K", min=1, help="Sample from the k likeliest tokens.")] = None,
+    top_k: Annotated[int | None, option("K", "Sample from the k likeliest tokens.", min=1)] = None,
     top_p: Annotated[
-        float | None,
-        typer.Option(
-            metavar="P", min=0, max=1, help="Sample from the likeliest tokens whose probabilities add up to p."
-        ),
+        float | None, option("P", "Sample from the likeliest tokens whose probabilities add up to p.", min=0, max=1)
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="The seed of sampling, for the same text twice.")
-    ] = None,
+    seed: Annotated[int | None, option("N", "The seed of sampling, for the same text twice.", min=0)] = None,
     dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DTYPE", help="The dtype to compute in; by default the checkpoint's.", autocompletion=one_of(FLOATS)
-        ),
+        str | None, option("DTYPE", "The dtype to compute in; by default the checkpoint's.", complete=one_of(FLOATS))
     ] = None,
     attention: Annotated[
-        str,
-        typer.Option(
-            metavar="sdpa | eager", help="How attention is computed.", autocompletion=one_of(("sdpa", "eager"))
-        ),
+        str, option("sdpa | eager", "How attention is computed.", complete=one_of(("sdpa", "eager")))
     ] = "sdpa",
-    offline: Offline = False,
-    allow_pickle: AllowPickle = False,
-    allow_extra: AllowExtra = False,
+    opening: ForWeights,
 ) -> None:
     """Continue a prompt."""
     from ..converter.checkpoint import open_checkpoint
@@ -79,7 +61,7 @@ def generate(
     else:
         prompt = read_stdin() if text == "-" else text or ""
     limits: list[str] = []
-    opened = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
+    opened = open_checkpoint(model, **opening)
     suit(opened.spec)
     pieces = run(
         opened,

@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import UsageError
-from ..terminal import console, say
-from .base import (
-    AllowPickle,
-    FigureName,
-    Html,
-    Json,
-    Models,
-    Offline,
-    Png,
-    Svg,
-    app,
-    examples,
-    guarded,
-    memory_of,
-    tokens,
-)
+from ..terminal import answer, console, print_json, say
+from .base import ROWS, By, ForTree, Json, Models, Pictures, app, examples, guarded, memory_of, option, rows_by, tokens
 from .completion import FLOATS, one_of
-from .drawn import Drawn
 
 if TYPE_CHECKING:
     from ..analysis.figures import Asked
     from ..analysis.params import ModelCount
     from ..report.pages import Page
 
-By = Literal["component", "layer", "tensor"]
 WEIGHTS, COSTS, SWAPS = "Parameters", "Costs", "What if"
 
 
@@ -54,139 +38,77 @@ def params(
     models: Models,
     by: Annotated[
         str,
-        typer.Option(
-            "--by",
-            metavar="component | layer | tensor",
-            autocompletion=one_of(("component", "layer", "tensor")),
-            help="What each row of the table stands for.",
-            rich_help_panel=WEIGHTS,
+        option(
+            "--by component | layer | tensor",
+            "What each row of the table stands for.",
+            WEIGHTS,
+            complete=one_of(ROWS),
         ),
     ] = "component",
-    by_layer: Annotated[bool, typer.Option("--by-layer", hidden=True)] = False,
+    by_layer: Annotated[bool, option("--by-layer", "", hidden=True)] = False,
     dtype: Annotated[
         str | None,
-        typer.Option(
-            metavar="DTYPE",
-            help="Add the bytes of the weights as float32, bfloat16, float8, int8, int4, q8_0, q4_k_m, q4_0, nf4, …",
-            autocompletion=one_of((*FLOATS, "float8", "int8", "int4", "q8_0", "q4_k_m", "q4_0", "nf4")),
-            rich_help_panel=WEIGHTS,
+        option(
+            "DTYPE",
+            "Add the bytes of the weights as float32, bfloat16, float8, int8, int4, q8_0, q4_k_m, q4_0, nf4, …",
+            WEIGHTS,
+            complete=one_of((*FLOATS, "float8", "int8", "int4", "q8_0", "q4_k_m", "q4_0", "nf4")),
         ),
     ] = None,
     explain: Annotated[
-        bool,
-        typer.Option(
-            "--explain", help="Derive the total as a formula, with the model's numbers.", rich_help_panel=WEIGHTS
-        ),
+        bool, option("--explain", "Derive the total as a formula, with the model's numbers.", WEIGHTS)
     ] = False,
     stored: Annotated[
-        bool,
-        typer.Option(
-            "--stored",
-            help="Add the dtypes and bytes that the headers of the weight files tell.",
-            rich_help_panel=WEIGHTS,
-        ),
+        bool, option("--stored", "Add the dtypes and bytes that the headers of the weight files tell.", WEIGHTS)
     ] = False,
     kv: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--kv",
-            metavar="TOKENS",
-            help="Add the KV cache at these contexts: 8192, or 2k,128k.",
-            rich_help_panel=COSTS,
-        ),
+        list[str] | None, option("--kv TOKENS", "Add the KV cache at these contexts: 8192, or 2k,128k.", COSTS)
     ] = None,
     kv_dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DTYPE",
-            help="The dtype of the KV cache; by default that of the activations.",
-            rich_help_panel=COSTS,
-        ),
+        str | None, option("DTYPE", "The dtype of the KV cache; by default that of the activations.", COSTS)
     ] = None,
     flops: Annotated[
-        bool,
-        typer.Option(
-            "--flops", help="Add the FLOPs per token, of a prefill, and of a training step.", rich_help_panel=COSTS
-        ),
+        bool, option("--flops", "Add the FLOPs per token, of a prefill, and of a training step.", COSTS)
     ] = False,
     memory: Annotated[
-        bool,
-        typer.Option(
-            "--memory", help="Add the memory to run the model, and to train it with Adam.", rich_help_panel=COSTS
-        ),
+        bool, option("--memory", "Add the memory to run the model, and to train it with Adam.", COSTS)
     ] = False,
     context: Annotated[
         str | None,
-        typer.Option(
-            metavar="TOKENS",
-            help="The context of --flops and --memory; by default the one that the models are made for.",
-            rich_help_panel=COSTS,
+        option(
+            "TOKENS", "The context of --flops and --memory; by default the one that the models are made for.", COSTS
         ),
     ] = None,
-    batch: Annotated[
-        int,
-        typer.Option(metavar="N", help="How many sequences --kv, --flops and --memory are for.", rich_help_panel=COSTS),
-    ] = 1,
+    batch: Annotated[int, option("N", "How many sequences --kv, --flops and --memory are for.", COSTS)] = 1,
     gpu: Annotated[
         str | None,
-        typer.Option(
-            "--gpu",
-            metavar="SIZE",
-            help="Say what fits in a GPU's memory, 24GB or 80GiB: which dtype, context and batch.",
-            rich_help_panel=COSTS,
-        ),
+        option("--gpu SIZE", "Say what fits in a GPU's memory, 24GB or 80GiB: which dtype, context and batch.", COSTS),
     ] = None,
     tp: Annotated[
-        int,
-        typer.Option(
-            "--tp",
-            metavar="N",
-            help="Tell what each of N GPUs holds that share every layer.",
-            show_default=False,
-            rich_help_panel=COSTS,
-        ),
+        int, option("--tp N", "Tell what each of N GPUs holds that share every layer.", COSTS, show_default=False)
     ] = 1,
     pp: Annotated[
-        int,
-        typer.Option(
-            "--pp",
-            metavar="N",
-            help="Tell what each GPU holds with the layers in N stages.",
-            show_default=False,
-            rich_help_panel=COSTS,
-        ),
+        int, option("--pp N", "Tell what each GPU holds with the layers in N stages.", COSTS, show_default=False)
     ] = 1,
     swap: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="OPTION=VALUE",
-            help="Also count what a swap would make of each model: attention=gqa:4.",
-            rich_help_panel=SWAPS,
-        ),
+        option("OPTION=VALUE", "Also count what a swap would make of each model: attention=gqa:4.", SWAPS),
     ] = None,
     recipe: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME | FILE",
-            help="Also count what a recipe of swaps would make of each model.",
-            rich_help_panel=SWAPS,
-        ),
+        str | None, option("NAME | FILE", "Also count what a recipe of swaps would make of each model.", SWAPS)
     ] = None,
     json: Json = False,
     csv: Annotated[
-        bool, typer.Option("--csv", help="Print CSV: a row per component, layer or tensor; of costs a row per model.")
+        bool, option("--csv", "Print CSV: a row per component, layer or tensor; of costs a row per model.")
     ] = False,
-    html: Html = None,
-    png: Png = None,
-    svg: Svg = None,
-    figure: FigureName = None,
-    offline: Offline = False,
-    allow_pickle: AllowPickle = False,
+    *,
+    drawn: Pictures,
+    opening: ForTree,
 ) -> None:
     """Count parameters, and what they cost, from a config alone."""
     from ..analysis.figures import Asked
+    from ..analysis.params import ModelCount, with_figures
     from ..analysis.params import params as count_params
-    from ..analysis.params import with_figures
 
     asked = Asked(
         dtype,
@@ -201,17 +123,21 @@ def params(
         tp,
         pp,
     )
-    what = _by("layer" if by_layer else by)
+    what = rows_by("layer" if by_layer else by)
     _sensible(models, asked, what, batch, context, json, csv, stored)
-    drawn = Drawn(html, png, svg, figure)
-    counts: list[ModelCount] = count_params(*models, offline=offline, stored=stored, allow_pickle=allow_pickle)
+    counts: list[ModelCount] = count_params(*models, stored=stored, **opening)
     if swap or recipe:
-        counts = _with_swaps(counts, swap or [], recipe, offline)
+        from .reshaped import reshaped
+
+        swapped = []
+        for model, found, family in reshaped(counts, swap, recipe, opening["offline"]):
+            name = f"{model.name} {' '.join(map(str, found.steps))}"
+            summary = {"of": model.name, **found.as_json()}
+            swapped += [model, ModelCount(name, family, found.spec, swap=summary)]
+        counts = swapped
     counts = with_figures(counts, asked)
     pairs = bool(swap or recipe)
     if json:
-        from ..report.tables import print_json
-
         print_json({"schema_version": 1, "models": [each.as_json(tensors=what == "tensor") for each in counts]})
     elif csv:
         from ..report.rows import count_rows, model_rows, write_csv
@@ -220,17 +146,6 @@ def params(
     else:
         _print(counts, asked, what, pairs)
     drawn.write(lambda: _page(counts, asked), quiet=json or csv)
-
-
-def _by(text: str) -> By:
-    known: By
-    for known in get_args(By):
-        if text in (known, f"{known}s"):
-            return known
-    raise UsageError(
-        f"--by {text!r:.40} is none of {', '.join(get_args(By))}",
-        f"or their plurals: {', '.join(f'{each}s' for each in get_args(By))}",
-    )
 
 
 def _sensible(
@@ -256,27 +171,6 @@ def _sensible(
         )
     if asked.kv_dtype is not None and not (asked.kv or asked.memory or asked.gpu or asked.spread):
         raise UsageError("--kv-dtype is for --kv and --memory, --gpu, --tp and --pp", "--dtype is that of the weights.")
-
-
-def _with_swaps(
-    counts: Sequence[ModelCount], swaps: Sequence[str], recipe: str | None, offline: bool
-) -> list[ModelCount]:
-    """The models, each with what it becomes behind it, from shapes alone."""
-    from ..analysis.expressed import expressed
-    from ..analysis.parameters import count
-    from ..analysis.params import ModelCount
-    from ..surgery.shapes import steps_from, swapped
-
-    steps = steps_from(swaps, recipe)
-    pairs = []
-    for each in counts:
-        files = Path(each.name) if Path(each.name).is_dir() else None
-        found = swapped(each.spec, steps, each.family or None, each.name, files=files, offline=offline)
-        family, _ = expressed(found.spec)
-        name = f"{each.name} {' '.join(map(str, found.steps))}"
-        swap = {"of": each.name, **found.as_json()}
-        pairs += [each, ModelCount(name, family or "", found.spec, count(found.spec), swap=swap)]
-    return pairs
 
 
 def _promise(swap: Mapping[str, Any]) -> str:
@@ -349,14 +243,13 @@ def presets(
         list[str] | None,
         typer.Argument(metavar="[WORD]...", help="List only presets that have all of these words in their names."),
     ] = None,
-    names: Annotated[bool, typer.Option("-n", "--names", help="Print names alone, one per line.")] = False,
+    names: Annotated[bool, option("-n --names", "Print names alone, one per line.")] = False,
     json: Json = False,
 ) -> None:
     """List the models that params knows by name."""
     from ..architectures.presets import nearest
     from ..architectures.presets import presets as known
     from ..report.presets import preset_json, preset_table
-    from ..report.tables import print_json
 
     wanted = [word.lower() for word in words or ()]
     found = [
@@ -370,9 +263,8 @@ def presets(
             f"no preset has {' and '.join(map(repr, wanted)):.80} in its name",
             f"did you mean {', '.join(near[:4])}?" if near else "gptkit presets lists all of them",
         )
-    if json:
-        print_json({"schema_version": 1, "presets": [preset_json(each) for each in found]})
-    elif names:
+    if names and not json:
         say([each.name for each in found], quiet=False)
     else:
-        console().print(preset_table(found))
+        data = {"schema_version": 1, "presets": [preset_json(each) for each in found]}
+        answer(json, lambda: data, lambda: preset_table(found))

@@ -7,11 +7,9 @@ from pathlib import Path
 from shlex import quote
 from typing import Annotated
 
-import typer
-
 from ..errors import UsageError
-from ..terminal import console, say
-from .base import Json, Quiet, app, examples, guarded, tokens
+from ..terminal import answer, say
+from .base import Json, Quiet, app, examples, guarded, option, tokens
 from .completion import one_of
 
 VOCABULARY = 32_000
@@ -36,28 +34,21 @@ def known_goals() -> Iterable[str]:
 def recommend(
     goal: Annotated[
         str,
-        typer.Option(
-            metavar="GOAL",
-            help="What matters most: quality, speed, memory, context, simplicity or balance.",
-            autocompletion=one_of(known_goals),
+        option(
+            "GOAL",
+            "What matters most: quality, speed, memory, context, simplicity or balance.",
+            complete=one_of(known_goals),
         ),
     ],
-    params: Annotated[
-        str, typer.Option(metavar="NUMBER", help="How many parameters the model is to have: 7B, 124M, 1.5e9.")
-    ],
-    vocab: Annotated[int, typer.Option(metavar="TOKENS", help="The size of the vocabulary.")] = VOCABULARY,
+    params: Annotated[str, option("NUMBER", "How many parameters the model is to have: 7B, 124M, 1.5e9.")],
+    vocab: Annotated[int, option("TOKENS", "The size of the vocabulary.")] = VOCABULARY,
     context: Annotated[
         str | None,
-        typer.Option(
-            metavar="TOKENS",
-            help="The context that the model is for; by default 4,096, or 131,072 for the goal context.",
-        ),
+        option("TOKENS", "The context that the model is for; by default 4,096, or 131,072 for the goal context."),
     ] = None,
-    loadable: Annotated[
-        bool, typer.Option("--loadable", help="Choose only what a transformers family can hold.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the model as a spec, FILE.json.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE where it exists.")] = False,
+    loadable: Annotated[bool, option("--loadable", "Choose only what a transformers family can hold.")] = False,
+    out: Annotated[Path | None, option("FILE", "Write the model as a spec, FILE.json.")] = None,
+    force: Annotated[bool, option("--force", "Replace FILE where it exists.")] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -74,15 +65,11 @@ def recommend(
         from ..converter.tree import Origin, write_spec
 
         write_spec(found.spec, out, origin=Origin(family=found.family), force=force)
+    from ..report.recommendation import recommendation_table
+
+    answer(json, found.as_json, lambda: recommendation_table(found), quiet)
     if json:
-        from ..report.tables import print_json
-
-        print_json(found.as_json())
         return
-    if not quiet:
-        from ..report.recommendation import recommendation_table
-
-        console().print(recommendation_table(found))
     file = quote(str(out or f"{goal}.json"))
     again = [] if out is not None else [f"{asked(goal, params, vocab, context, loadable)} --out {file}"]
     say(["", "Next:", *again, f"gptkit params {file} --flops --memory", f"gptkit load --random {file}"], quiet)

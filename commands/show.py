@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from ..errors import UsageError
-from ..terminal import console, say
-from .base import AllowPickle, FigureName, Html, Json, ModelArgument, Offline, Png, Svg, app, examples, guarded
-from .drawn import Drawn
+from ..terminal import answer, say
+from .base import ForTree, Json, ModelArgument, Pictures, app, examples, guarded, option
 
 
 @app.command(
@@ -22,37 +19,26 @@ from .drawn import Drawn
 @guarded
 def show(
     model: ModelArgument,
-    layer: Annotated[
-        int | None, typer.Option(metavar="N", help="Draw this layer, where layers differ. The first one is 0.")
-    ] = None,
+    layer: Annotated[int | None, option("N", "Draw this layer, where layers differ. The first one is 0.")] = None,
     json: Json = False,
-    html: Html = None,
-    png: Png = None,
-    svg: Svg = None,
-    figure: FigureName = None,
-    offline: Offline = False,
-    allow_pickle: AllowPickle = False,
+    *,
+    drawn: Pictures,
+    opening: ForTree,
 ) -> None:
     """Draw a model's tree with shapes, and the data's path through a layer."""
-    drawn = Drawn(html, png, svg, figure)
     from ..analysis.params import params
     from ..report.show import ModelDrawing, show_json, show_page
     from ..report.structure import structure
 
-    (found,) = params(model, offline=offline, allow_pickle=allow_pickle)
+    (found,) = params(model, **opening)
     layers = len(found.spec.blocks)
     if layer is not None and not 0 <= layer < layers:
         raise UsageError(f"there is no layer {layer}", f"{model} has {layers:,}, 0 to {layers - 1:,}")
     graph = structure(found.spec)
     kinds = graph.kinds if layer is None else (graph.kind_of(layer),)
-    if json:
-        from ..report.tables import print_json
+    answer(json, lambda: show_json(found, graph, kinds), lambda: ModelDrawing(found, graph, kinds[0], layer))
+    if not json and (found.revision or found.notes):
+        from ..report.summaries import source_lines
 
-        print_json(show_json(found, graph, kinds))
-    else:
-        console().print(ModelDrawing(found, graph, kinds[0], layer))
-        if found.revision or found.notes:
-            from ..report.summaries import source_lines
-
-            say(["", *source_lines([found])], quiet=False)
+        say(["", *source_lines([found])], quiet=False)
     drawn.write(lambda: show_page(found, graph, kinds), quiet=json)

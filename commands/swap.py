@@ -10,8 +10,8 @@ import typer
 
 from ..errors import UsageError
 from ..surgery.options import OPTIONS
-from ..terminal import console, progress_bar, say, status
-from .base import AllowExtra, AllowPickle, F, Force, Json, ModelArgument, Offline, Quiet, app, examples, guarded
+from ..terminal import answer, console, progress_bar, say, status
+from .base import F, Force, ForWeights, Json, ModelArgument, Quiet, app, examples, guarded, option
 from .completion import forms, one_of
 
 if TYPE_CHECKING:
@@ -58,60 +58,43 @@ def swap(
     *,
     recipe: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel=HOW,
-            help="Run a recipe: a TOML file, a name out of gptkit swaps --recipes, or a folder that a swap wrote.",
+        option(
+            "FILE",
+            "Run a recipe: a TOML file, a name out of gptkit swaps --recipes, or a folder that a swap wrote.",
+            HOW,
         ),
     ] = None,
-    blocks: Annotated[
-        str | None,
-        typer.Option(metavar="LAYERS", rich_help_panel=HOW, help="Change these layers alone: 3-7, or 0,2,4-."),
-    ] = None,
+    blocks: Annotated[str | None, option("LAYERS", "Change these layers alone: 3-7, or 0,2,4-.", HOW)] = None,
     approximate: Annotated[
-        bool,
-        typer.Option(
-            "--approximate", rich_help_panel=HOW, help="Replace plainly instead of in the best form, whatever it loses."
-        ),
+        bool, option("--approximate", "Replace plainly instead of in the best form, whatever it loses.", HOW)
     ] = False,
     calibrate: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", rich_help_panel=HOW, help="Fit on this text; the samples have the bundled play."),
+        str | None, option("FILE", "Fit on this text; the samples have the bundled play.", HOW)
     ] = None,
     calibrate_tokens: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, rich_help_panel=HOW, help="Fit on so many of its tokens; by default 2,048."),
+        int | None, option("N", "Fit on so many of its tokens; by default 2,048.", HOW, min=1)
     ] = None,
     to: Annotated[
-        str | None,
-        typer.Option(
-            "--as",
-            metavar="FORMAT",
-            rich_help_panel=HOW,
-            help="The format to write: local (gptkit's own), hf, hf:FAMILY or auto.",
-        ),
+        str | None, option("--as FORMAT", "The format to write: local (gptkit's own), hf, hf:FAMILY or auto.", HOW)
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(
-            metavar="DTYPE",
-            rich_help_panel=HOW,
-            help="The dtype of computed tensors, and with --as hf of all; by default the output says which and why.",
+        option(
+            "DTYPE",
+            "The dtype of computed tensors, and with --as hf of all; by default the output says which and why.",
+            HOW,
         ),
     ] = None,
-    no_measure: Annotated[bool, typer.Option("--no-measure", help="Do not compare logits before and after.")] = False,
+    no_measure: Annotated[bool, option("--no-measure", "Do not compare logits before and after.")] = False,
     measure_steps: Annotated[
-        bool, typer.Option("--measure-steps", help="Measure each step by itself, of a large model too.")
+        bool, option("--measure-steps", "Measure each step by itself, of a large model too.")
     ] = False,
     report: Annotated[
-        Path | None,
-        typer.Option("--report", "--html", metavar="FILE", help="Write what the swap costs, FILE.html and FILE.json."),
+        Path | None, option("--report --html FILE", "Write what the swap costs, FILE.html and FILE.json.")
     ] = None,
     force: Force = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would come out, and write nothing.")] = False,
-    offline: Offline = False,
-    allow_pickle: AllowPickle = False,
-    allow_extra: AllowExtra = False,
+    dry_run: Annotated[bool, option("--dry-run", "Say what would come out, and write nothing.")] = False,
+    opening: ForWeights,
     quiet: Quiet = False,
     **asked: str | bool | None,
 ) -> None:
@@ -139,9 +122,7 @@ def swap(
             dry_run=dry_run,
             measured=not no_measure,
             each_step=measure_steps or None,
-            offline=offline,
-            allow_pickle=allow_pickle,
-            allow_extra=allow_extra,
+            **opening,
             progress=lambda nbytes: advance(nbytes, 0),
             **values,  # type: ignore[arg-type]
         )
@@ -175,39 +156,27 @@ def swaps(
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="The model to try them on; without one, all swaps are listed.")
     ] = None,
-    recipes: Annotated[bool, typer.Option("--recipes", help="List the recipes that come with gptkit.")] = False,
+    *,
+    recipes: Annotated[bool, option("--recipes", "List the recipes that come with gptkit.")] = False,
     json: Json = False,
-    offline: Offline = False,
-    allow_pickle: AllowPickle = False,
-    allow_extra: AllowExtra = False,
+    opening: ForWeights,
 ) -> None:
     """List the swaps: what each guarantees, on a MODEL or at best, and what it costs."""
     from ..report.surgery import listing_report, recipes_json, recipes_report, registry_json, registry_report
-    from ..report.tables import print_json
     from ..surgery.recipe import read_recipe, shipped
 
     if recipes:
         if model is not None:
             raise UsageError("--recipes takes no MODEL", "gptkit swap MODEL OUT --recipe NAME --dry-run tries one.")
         found = [read_recipe(name) for name in shipped()]
-        if json:
-            print_json(recipes_json(found))
-        else:
-            console().print(recipes_report(found))
-        return
+        return answer(json, lambda: recipes_json(found), lambda: recipes_report(found))
     if model is None:
         from ..surgery.registry import all_swaps
 
-        if json:
-            print_json(registry_json(all_swaps()))
-        else:
-            console().print(registry_report(all_swaps(), {each.name: each.group for each in OPTIONS}))
-        return
+        groups = {each.name: each.group for each in OPTIONS}
+        return answer(json, lambda: registry_json(all_swaps()), lambda: registry_report(all_swaps(), groups))
     from ..converter.checkpoint import open_checkpoint
     from ..surgery.listing import listing
 
-    listed = listing(open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra))
-    if json:
-        print_json(listed.as_json())
-    else:
-        console().print(listing_report(listed))
+    listed = listing(open_checkpoint(model, **opening))
+    return answer(json, listed.as_json, lambda: listing_report(listed))

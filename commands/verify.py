@@ -8,22 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import UsageError
-from ..terminal import console, say, status
-from .base import (
-    AllowExtra,
-    AllowPickle,
-    FigureName,
-    Json,
-    ModelArgument,
-    Offline,
-    Png,
-    Quiet,
-    Svg,
-    app,
-    examples,
-    guarded,
-    tokens,
-)
+from ..terminal import answer, say, status
+from .base import ForWeights, HeatMap, Json, ModelArgument, Quiet, app, examples, guarded, option, tokens
 from .drawn import Drawn
 
 if TYPE_CHECKING:
@@ -41,62 +27,38 @@ def verify(
     local: Annotated[
         str | None, typer.Argument(metavar="LOCAL", help="The checkpoint to compare with it; by default MODEL itself.")
     ] = None,
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="The dtype that both sides compute in.")] = "float32",
-    attention: Annotated[
-        str | None, typer.Option(metavar="sdpa | eager", help="How both sides compute attention.")
-    ] = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Also compare on this text, beside the probe.")
-    ] = None,
-    long: Annotated[bool, typer.Option("--long", help="Also probe past windows of more than 1,024 tokens.")] = False,
-    up_to: Annotated[
-        str | None,
-        typer.Option("--up-to", metavar="TOKENS", help="The longest sequence that matters."),
-    ] = None,
+    *,
+    dtype: Annotated[str, option("DTYPE", "The dtype that both sides compute in.")] = "float32",
+    attention: Annotated[str | None, option("sdpa | eager", "How both sides compute attention.")] = None,
+    prompt: Annotated[list[str] | None, option("TEXT", "Also compare on this text, beside the probe.")] = None,
+    long: Annotated[bool, option("--long", "Also probe past windows of more than 1,024 tokens.")] = False,
+    up_to: Annotated[str | None, option("--up-to TOKENS", "The longest sequence that matters.")] = None,
     mutations: Annotated[
-        bool | None,
-        typer.Option("--mutations/--no-mutations", help="Make mistakes on purpose and count those that are caught."),
+        bool | None, option("--mutations/--no-mutations", "Make mistakes on purpose and count those that are caught.")
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODULE:CALLABLE",
-            help="Compare with a port of your own: a callable that returns your torch module.",
-        ),
+        option("MODULE:CALLABLE", "Compare with a port of your own: a callable that returns your torch module."),
     ] = None,
-    card: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the verdict as a card, FILE.json and FILE.md.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page (HTML) with a heat map by layer and component.")
-    ] = None,
-    png: Png = None,
-    svg: Svg = None,
-    figure: FigureName = None,
+    card: Annotated[Path | None, option("FILE", "Write the verdict as a card, FILE.json and FILE.md.")] = None,
+    drawn: HeatMap,
     damage: Annotated[
-        bool | None,
-        typer.Option("--damage/--no-damage", help="Tell what LOCAL loses by position, layer and component."),
+        bool | None, option("--damage/--no-damage", "Tell what LOCAL loses by position, layer and component.")
     ] = None,
-    text: Annotated[Path | None, typer.Option(metavar="FILE", help="Measure perplexity on this text.")] = None,
-    stream: Annotated[
-        bool, typer.Option("--stream", help="Run a layer at a time, for models larger than memory.")
-    ] = False,
+    text: Annotated[Path | None, option("FILE", "Measure perplexity on this text.")] = None,
+    stream: Annotated[bool, option("--stream", "Run a layer at a time, for models larger than memory.")] = False,
     json: Json = False,
-    offline: Offline = False,
-    allow_pickle: AllowPickle = False,
-    allow_extra: AllowExtra = False,
+    opening: ForWeights,
     quiet: Quiet = False,
 ) -> None:
     """Compare logits with transformers."""
-    drawn = Drawn(html, png, svg, figure)
     if against is not None:
         if local is not None or card is not None:
             raise UsageError("--against takes a MODEL alone", "gptkit verify sample:llama --against my_port:build")
-        verify_against(model, against, drawn, long, json, quiet, offline)
+        verify_against(model, against, drawn, long, json, quiet, opening["offline"])
         return
     from ..parity.verify import verify as run
     from ..report.summaries import verification_report
-    from ..report.tables import print_json
 
     with status("verifying", quiet or json) as tell:
         result = run(
@@ -112,19 +74,14 @@ def verify(
             bisected=True if drawn else None,
             damaged=True if damage is None and text is not None else damage,
             text=lambda source: measured_text(source, text),
-            offline=offline,
-            allow_pickle=allow_pickle,
-            allow_extra=allow_extra,
+            **opening,
             progress=tell,
         )
-    if json:
-        print_json(result.as_json())
-    elif not quiet:
-        console().print(verification_report(result))
+    answer(json, result.as_json, lambda: verification_report(result), quiet)
     if card is not None:
         from ..parity.card import write_card
 
-        written = write_card(result, card, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
+        written = write_card(result, card, **opening)
         if not json:
             say([f"card: {', '.join(str(path) for path in written)}"], quiet)
     if drawn:
@@ -148,14 +105,10 @@ def verify_against(model: str, against: str, drawn: Drawn, long: bool, json: boo
     """`verify --against`: exit 3 where the port is not the model."""
     from ..parity.port import verify_port
     from ..report.summaries import port_report
-    from ..report.tables import print_json
 
     with status("verifying", quiet or json) as tell:
         result = verify_port(model, against, long=long, offline=offline, progress=tell)
-    if json:
-        print_json(result.as_json())
-    elif not quiet:
-        console().print(port_report(result))
+    answer(json, result.as_json, lambda: port_report(result), quiet)
     if drawn:
         from ..report.verification import port_page
 

@@ -30,9 +30,9 @@ from ..components import (
     without_rounding,
 )
 from ..errors import CannotExpress, GptkitError
-from .checkpoint import Checkpoint, Weights
 from .dtypes import to_float64, widest
 from .safetensors import DTYPES
+from .tensors import Checkpoint, Weights
 
 __all__ = ["adapt", "adapt_to_any", "any_family", "between", "is_bias", "nearest_tree", "obstacles", "without_biases"]
 

@@ -1,195 +1,39 @@
 """Opening a checkpoint: its tree, and where in its files every shared tensor lies. Reads headers, not weights.
 
-An HF folder and gptkit's own format open to the same thing, a `Checkpoint`: a ModelSpec, and a list of bound leaves
-whose layouts lead from the files' tensors to the shared ones. Everything after that (loading, converting, swapping)
-is a walk over the leaves. What is wrong with the files is found here, all of it at once, before anything is written.
+Whatever a reference is opens to the same thing, a `Checkpoint`. What is wrong with the files is found here, all of it
+at once, before anything is written.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ..architectures import Architecture, BoundLeaf, named
 from ..architectures.layout import IDENTITY
-from ..architectures.presets import repo_of
 from ..components import ModelSpec
-from ..display import Shown
 from ..errors import CheckpointError, InvalidInput
 from .contents import renamed
 from .dtypes import FLOATS, HF_NAMES, INTEGERS, widest
-from .formats import Opened, format_name
+from .formats import Opened
 from .index import WeightFiles, weight_files
+from .names import INDEX
 from .pickles import PickleWeights
-from .remote import HeaderWeights, weight_headers
-from .resolve import INDEX, Resolved, resolve
-from .safetensors import DTYPES, SafetensorsFile
-from .tree import LOCAL_CONFIG, Origin, foreign_format, is_local, is_tree, read_spec, require_floats
+from .remote import weight_headers
+from .resolve import Reference, quantised, read_spec, resolve
+from .tensors import Checkpoint, HeaderWeights, SafetensorsWeights, Weights, identity_leaves
+from .tree import Origin, Quantised
 
 __all__ = ["Checkpoint", "identity_leaves", "open_checkpoint", "stated_dtype", "weight_headers_of"]
 
 
-class Weights(Protocol):
-    """Tensors by the name they have in the files."""
-
-    info: dict[str, tuple[str, tuple[int, ...]]]
-
-    def read(self, name: str) -> np.ndarray:
-        """The tensor in its carrier dtype."""
-        ...
-
-    def span(self, name: str) -> tuple[Path, int] | None:
-        """The file that holds the tensor's bytes as `info` says they are, and where; None where none does."""
-        ...
-
-
-class SafetensorsWeights:
-    """Safetensors files, each opened when first read from."""
-
-    def __init__(self, files: WeightFiles) -> None:
-        self._files = files
-        self._open: dict[Path, SafetensorsFile] = {}
-        self.info = {name: (info.dtype, info.shape) for name, (_, info) in files.tensors.items()}
-
-    def release(self) -> None:
-        for file in list(self._open.values()):  # other threads may open more
-            file.release()
-
-    def read(self, name: str) -> np.ndarray:
-        path = self._files.tensors[name][0]
-        if path not in self._open:
-            self._open[path] = SafetensorsFile(path)
-        return self._open[path].read(name)
-
-    def span(self, name: str) -> tuple[Path, int] | None:
-        path, info = self._files.tensors[name]
-        return path, info.start
-
-
-@dataclass
-class Checkpoint(Shown):
-    """An opened checkpoint.
-
-    Attributes:
-        reference, path, revision: what was asked for, where it lies, and the commit if it came from the hub.
-        format: "hf", "local" for gptkit's own, or the name of another (`converter.formats`).
-        spec: the tree.
-        leaves: the files' tensors, each with the shared tensors it holds.
-        dtype: the dtype to compute in unless told otherwise, by safetensors' name.
-        dtypes: each leaf's stored dtype, by its checkpoint name.
-        notes: what a person should know: buffers dropped, a head stored twice, unknown config fields.
-        texts: small files that the weight file holds inside (a tokenizer in a GGUF), by name.
-        missing: shared tensors of the tree that the files lack; none unless it was opened as a `partial` one.
-        extra: the leaves of `leaves` that have no place in the tree, under their own names; none unless `partial`.
-
-    """
-
-    reference: str
-    path: Path
-    revision: str | None
-    format: str
-    spec: ModelSpec
-    leaves: list[BoundLeaf]
-    dtype: str
-    origin: Origin
-    notes: list[str] = field(default_factory=list)
-    files: tuple[Path, ...] = ()
-    texts: Mapping[str, bytes] = field(default_factory=dict)
-    missing: tuple[str, ...] = ()
-    extra: tuple[BoundLeaf, ...] = ()
-    _weights: Weights = field(repr=False, default=None)  # type: ignore[assignment]
-    _found: dict[str, str] = field(repr=False, default_factory=dict)
-
-    def __repr__(self) -> str:
-        layers = f"{len(self.spec.blocks):,} layers"
-        return f"<checkpoint {self.reference} ({self.format}): {len(self.leaves):,} tensors, {layers}>"
-
-    @property
-    def folder(self) -> Path:
-        """Where the files that travel with the weights lie."""
-        return self.path if self.path.is_dir() else self.path.parent
-
-    @property
-    def architecture(self) -> Architecture | None:
-        """The family it belongs or belonged to."""
-        return None if self.origin.family is None else named(self.origin.family)
-
-    @property
-    def dtypes(self) -> dict[str, str]:
-        """Each leaf's stored dtype, by its checkpoint name."""
-        return {leaf.checkpoint: self.dtype_of(leaf) for leaf in self.leaves}
-
-    def dtype_of(self, leaf: BoundLeaf) -> str:
-        """The stored dtype of a leaf's tensor."""
-        return self._weights.info[self._found[leaf.checkpoint]][0]
-
-    @property
-    def fetched(self) -> bool:
-        """Whether the weights can be read; with headers alone they cannot."""
-        return not isinstance(self._weights, HeaderWeights)
-
-    def nbytes_of(self, leaf: BoundLeaf) -> int:
-        """The bytes of a leaf's tensor in its carrier dtype."""
-        return math.prod(leaf.shape) * DTYPES[self.dtype_of(leaf)].itemsize
-
-    def stored_of(self, leaf: BoundLeaf) -> tuple[str, int]:
-        """A leaf's element type in its file, which for quantised ones is their format's own, and its bytes there."""
-        blocks: Mapping[str, tuple[str, int]] = getattr(self._weights, "blocks", {})
-        return blocks.get(self._found[leaf.checkpoint]) or (self.dtype_of(leaf), self.nbytes_of(leaf))
-
-    def span(self, leaf: BoundLeaf) -> tuple[Path, int] | None:
-        """The file that holds a leaf's tensor byte for byte, and where it begins; None where it is made on reading."""
-        return self._weights.span(self._found[leaf.checkpoint])
-
-    def read(self, leaf: BoundLeaf) -> np.ndarray:
-        """A leaf's tensor as it lies in its file, in the carrier dtype; a memory-mapped view where it can be."""
-        return self._weights.read(self._found[leaf.checkpoint])
-
-    def release(self) -> None:
-        """Give pages of the files that were read back to the system, where memory is short."""
-        release = getattr(self._weights, "release", None)
-        if release is not None:
-            release()
-
-    def tensors(self) -> Iterator[tuple[str, np.ndarray, str]]:
-        """Every shared tensor in the files' order: (shared name, array in its carrier dtype, dtype)."""
-        for leaf in self.leaves:
-            dtype = self.dtype_of(leaf)
-            for name, array in zip(leaf.shared, leaf.to_shared(self.read(leaf)), strict=True):
-                yield name, array, dtype
-
-    def tensor(self, name: str) -> tuple[np.ndarray, str]:
-        """One shared tensor: (array in its carrier dtype, dtype)."""
-        leaf = self._holder[name]
-        return leaf.to_shared(self.read(leaf))[leaf.shared.index(name)], self.dtype_of(leaf)
-
-    @cached_property
-    def _holder(self) -> dict[str, BoundLeaf]:
-        """Shared name -> the leaf that holds it."""
-        return {name: leaf for leaf in self.leaves for name in leaf.shared}
-
-    def shared_dtypes(self) -> dict[str, str]:
-        """Every shared tensor's stored dtype."""
-        return {name: self.dtype_of(leaf) for leaf in self.leaves for name in leaf.shared}
-
-
-def identity_leaves(spec: ModelSpec) -> list[BoundLeaf]:
-    """The leaves of gptkit's own format: every shared tensor under its own name."""
-    return [
-        BoundLeaf(parameter.name, parameter.shape, (parameter.name,), (parameter.shape,), IDENTITY, {})
-        for parameter in spec.parameters()
-    ]
-
-
 def open_checkpoint(
-    reference: str | Path,
+    reference: str | Path | Reference,
     *,
     offline: bool = False,
     allow_pickle: bool = False,
@@ -211,100 +55,20 @@ def open_checkpoint(
         Offline: it is not here and there is no network.
 
     """
-    found, remote = _find(str(reference), offline, allow_pickle, headers_only, _usable)
-    other = foreign_format(found.path)
-    if other is not None and other.read is not None:
-        return _open_foreign(
-            str(reference), found, other.read(found.path, allow_pickle), format_name(other), allow_extra, partial
-        )
-    if is_tree(found.path):
-        raise InvalidInput(
-            f"{found.path} is a tree by itself: there are no weights to it",
-            f"gptkit load --random {found.path} gives it random ones.",
-        )
-    spec, origin, unknown = read_spec(found.path)
-    require_floats(found.path, origin)
-    local = is_local(found.path)
-    origin = _with_reference(origin, found)
-    files = remote or weight_files(found.path, allow_pickle)
-    weights: Weights
-    if remote is not None:
-        weights = HeaderWeights(remote)
+    found, remote = _find(reference, offline, allow_pickle, headers_only, _usable)
+    assert found.path is not None
+    assert found.source is not None
+    files = None
+    if found.other is not None:
+        assert found.other.read is not None
+        opened = found.other.read(found.source, allow_pickle)
     else:
-        weights = SafetensorsWeights(files) if files.format == "safetensors" else PickleWeights(files.files)
-    if len(spec.blocks) > len(weights.info):
-        raise CheckpointError(
-            f"{found.path} has {len(weights.info)} tensors for {len(spec.blocks)} layers: config and weights differ"
-        )
-    architecture = None if local or origin.family is None else named(origin.family)
-    leaves = identity_leaves(spec) if architecture is None else architecture.bind(spec)
+        opened, files = _read(found, remote, allow_pickle)
     checkpoint = Checkpoint(
-        reference=str(reference),
+        reference=found.text,
         path=found.path,
         revision=found.revision,
-        format="local" if local else "hf",
-        spec=spec,
-        leaves=leaves,
-        dtype="F32",
-        origin=origin,
-        notes=list(found.notes),
-        files=files.files,
-        _weights=weights,
-    )
-    if unknown:
-        checkpoint.notes.append(f"config.json fields that neither transformers nor gptkit reads: {', '.join(unknown)}")
-    _match(checkpoint, architecture, allow_extra, integers, partial)
-    checkpoint.leaves = _in_file_order(checkpoint, files)
-    if architecture is not None and files.headers:
-        texts = {} if files.index is None else {INDEX: files.index}
-        checkpoint.origin = replace(checkpoint.origin, files={**files.headers, **texts})
-    checkpoint.dtype = _compute_dtype(checkpoint)
-    return checkpoint
-
-
-def weight_headers_of(reference: str, *, offline: bool = False, allow_pickle: bool = False) -> WeightFiles:
-    """The tensors in a reference's weight files by their own names, whatever they hold; raises as `open_checkpoint`."""
-    found, remote = _find(reference, offline, allow_pickle, True, read_spec)
-    return remote or weight_files(found.path, allow_pickle)
-
-
-def _usable(path: Path) -> None:
-    """Raise InvalidInput for a config that cannot be used: before gigabytes are fetched."""
-    require_floats(path, read_spec(path)[1])
-
-
-def _find(
-    reference: str, offline: bool, allow_pickle: bool, headers_only: bool, check: Callable[[Path], object]
-) -> tuple[Resolved, WeightFiles | None]:
-    """What a reference stands for, and with `headers_only` the headers of weights that were left on the hub."""
-
-    def find(weights: bool) -> Resolved:
-        return resolve(
-            reference,
-            offline=offline,
-            weights=weights,
-            companions=True,
-            allow_pickle=allow_pickle,
-            repo_of=repo_of,
-            check=check,
-        )
-
-    found = find(weights=not headers_only)
-    if not headers_only or found.repository is None:
-        return found, None
-    remote = weight_headers(found.repository, allow_pickle)
-    return (find(weights=True) if remote is None else found), remote
-
-
-def _open_foreign(
-    reference: str, found: Resolved, opened: Opened, name: str, allow_extra: bool, partial: bool
-) -> Checkpoint:
-    """The checkpoint in a file of another format."""
-    checkpoint = Checkpoint(
-        reference=reference,
-        path=found.path,
-        revision=found.revision,
-        format=name,
+        format=str(found.format),
         spec=opened.spec,
         leaves=opened.leaves,
         dtype="F32",
@@ -314,17 +78,93 @@ def _open_foreign(
         texts=opened.texts,
         _weights=opened.weights,
     )
-    _match(checkpoint, opened.architecture, allow_extra, partial=partial)
-    checkpoint.dtype = _compute_dtype(checkpoint)
+    _match(checkpoint, opened.architecture, allow_extra, integers and files is not None, partial)
+    if files is not None:
+        checkpoint.leaves = _in_file_order(checkpoint, files)
+    # A converted or swapped folder says it itself, since a swap stores some tensors wider than anybody computes in.
+    config = json.loads(found.source.read_bytes()) if found.is_own else checkpoint.origin.config
+    # What transformers would compute in: config.json's dtype, else the stored one.
+    stored = [dtype for dtype in checkpoint.dtypes.values() if dtype in FLOATS]
+    checkpoint.dtype = stated_dtype(config) or widest(stored or ["F32"])
     return checkpoint
 
 
-def _with_reference(origin: Origin, found: Resolved) -> Origin:
+def weight_headers_of(reference: str | Reference, *, offline: bool = False, allow_pickle: bool = False) -> WeightFiles:
+    """The tensors in a reference's weight files by their own names, whatever they hold; raises as `open_checkpoint`."""
+    found, remote = _find(reference, offline, allow_pickle, True, read_spec)
+    assert found.path is not None
+    return remote or weight_files(found.path, allow_pickle, found.names)
+
+
+def _usable(found: Reference) -> tuple[ModelSpec, Origin, list[str]]:
+    """The tree, as `read_spec` tells it. Raises InvalidInput also for weights that are quantised: before gigabytes are
+    fetched.
+    """
+    spec, origin, unknown = read_spec(found)
+    method = quantised(found, origin)
+    if method is not None:
+        words, way = method
+        what = "Name the model that it was made from" + (f", or dequantise it with {way}" if way is not None else "")
+        raise Quantised(
+            f"{found.path}: its weights are quantised ({words}), and gptkit reads floating-point ones",
+            f"{what}. params, compare and show need no weights.",
+        )
+    return spec, origin, unknown
+
+
+def _find(
+    reference: str | Path | Reference,
+    offline: bool,
+    allow_pickle: bool,
+    headers_only: bool,
+    check: Callable[[Reference], object],
+) -> tuple[Reference, WeightFiles | None]:
+    """What a reference is, with its files here, and with `headers_only` the headers of weights left on the hub."""
+
+    def find(weights: bool) -> Reference:
+        options: dict[str, Any] = {"offline": offline, "allow_pickle": allow_pickle, "check": check}
+        return resolve(reference, weights=weights, companions=True, **options)
+
+    found = find(weights=not headers_only)
+    if not headers_only or found.repository is None:
+        return found, None
+    remote = weight_headers(found.repository, allow_pickle)
+    return (find(weights=True) if remote is None else found), remote
+
+
+def _read(found: Reference, remote: WeightFiles | None, allow_pickle: bool) -> tuple[Opened, WeightFiles]:
+    """What lies in a folder or weight file of a family, or in gptkit's own format."""
+    assert found.path is not None
+    if found.format == "tree":
+        raise InvalidInput(
+            f"{found.path} is a tree by itself: there are no weights to it",
+            f"gptkit load --random {found.path} gives it random ones.",
+        )
+    spec, origin, unknown = _usable(found)
+    files = remote or weight_files(found.path, allow_pickle, found.names)
+    weights: Weights
+    if remote is not None:
+        weights = HeaderWeights(remote)
+    else:
+        weights = SafetensorsWeights(files) if files.format == "safetensors" else PickleWeights(files.files)
+    if len(spec.blocks) > len(weights.info):
+        raise CheckpointError(
+            f"{found.path} has {len(weights.info)} tensors for {len(spec.blocks)} layers: config and weights differ"
+        )
+    architecture = None if found.is_own or origin.family is None else named(origin.family)
+    leaves = identity_leaves(spec) if architecture is None else architecture.bind(spec)
+    if architecture is not None and files.headers:
+        origin = replace(origin, files={**files.headers, **({} if files.index is None else {INDEX: files.index})})
+    notes = [f"config.json fields that neither transformers nor gptkit reads: {', '.join(unknown)}"] if unknown else []
+    return Opened(spec, origin, leaves, weights, files.files, notes=notes, architecture=architecture), files
+
+
+def _with_reference(origin: Origin, found: Reference) -> Origin:
     """A converted folder remembers its first source; anything else is its own."""
     if origin.reference is not None:
         return origin
     # A local path says nothing on another machine: only its last part is kept.
-    reference = found.path.name if found.kind == "path" else found.ref
+    reference = found.path.name if found.kind == "path" and found.path is not None else found.text
     return replace(origin, reference=reference, revision=found.revision)
 
 
@@ -468,20 +308,6 @@ def _in_file_order(checkpoint: Checkpoint, files: WeightFiles) -> list[BoundLeaf
         return sorted(checkpoint.leaves, key=lambda leaf: checkpoint.span(leaf) or (Path(), 0))
     place = {name: index for index, name in enumerate(files.tensors)}
     return sorted(checkpoint.leaves, key=lambda leaf: place[checkpoint._found[leaf.checkpoint]])
-
-
-def _compute_dtype(checkpoint: Checkpoint) -> str:
-    """What transformers would compute in: config.json's dtype, else the stored one.
-
-    A converted or swapped folder says it itself, since a swap stores some tensors wider than anybody computes in.
-    """
-    config: dict[str, Any] | None
-    if checkpoint.format == "local":
-        config = json.loads((checkpoint.folder / LOCAL_CONFIG).read_text(encoding="utf-8"))
-    else:
-        config = checkpoint.origin.config
-    stored = [dtype for dtype in checkpoint.dtypes.values() if dtype in FLOATS]
-    return stated_dtype(config) or widest(stored or ["F32"])
 
 
 def stated_dtype(config: Mapping[str, Any] | None) -> str | None:

@@ -11,26 +11,37 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
 from ..architectures import Architecture, named
 from ..architectures.base import TOKEN_IDS
 from ..components import ModelSpec
 from ..display import Shown
 from ..errors import UsageError
+from ..version import __version__
 from .adapt import adapt, adapt_to_any
 from .checkpoint import Checkpoint, identity_leaves, open_checkpoint, stated_dtype
 from .distributed import team, together
 from .dtypes import HF_NAMES, parse_dtype, widest
-from .formats import Request, format_named, writable
+from .formats import Request, format_named
 from .formats.gguf import begins
-from .resolve import CONFIG
-from .targets import TARGETS
+from .names import CONFIG, LOCAL_CONFIG
+from .resolve import Reference, identify
+from .targets import FORMATS, Target
+from .targets import target as parsed
 from .tokenizer import token_files
 from .transfer import Transferred, jobs_of, memory_of
-from .tree import LOCAL_CONFIG, Origin, described_tree
+from .tree import Origin, described_tree
 from .write import DEFAULT_SHARD_BYTES, Plan, as_it_was, json_bytes, plan
 
-__all__ = ["Conversion", "companions", "convert", "default_output", "main_dtype", "plan_conversion", "plan_output"]
+__all__ = [
+    "Conversion",
+    "adapted",
+    "companions",
+    "convert",
+    "default_output",
+    "main_dtype",
+    "plan_conversion",
+    "plan_output",
+]
 
 
 @dataclass(frozen=True)
@@ -56,21 +67,21 @@ class Conversion(Shown):
         return self.transferred is not None
 
 
-def default_output(reference: str, to: str) -> Path:
+def default_output(reference: str, to: str | Target) -> Path:
     """gpt2, org/gpt2@main, sample:gpt2, ./gpt2/ -> gpt2-local in the working directory."""
     name = reference.rstrip("/").split("/")[-1].split(":")[-1].split("@")[0]
     if name in (".", "..", "~"):  # a folder that does not say its name
         name = os.path.basename(os.path.abspath(os.path.expanduser(reference)))  # noqa: PTH100, PTH111, PTH119
     for suffix in ("-local", "-hf", ".safetensors", ".json", ".gguf", ".bin", ".pt"):
         name = name.removesuffix(suffix)
-    return Path(f"{name or 'model'}-{to.replace(':', '-')}")
+    return Path(f"{name or 'model'}-{str(to).replace(':', '-')}")
 
 
 ENDINGS = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
 """Of weight files. A name with one is never that of a folder to be made."""
 
 
-def _is_file(target: Path, to: str) -> bool:
+def _is_file(target: Path, to: Target) -> bool:
     """Whether OUT names the file itself: a .gguf, which holds all that there is to a model.
 
     Raises:
@@ -79,7 +90,7 @@ def _is_file(target: Path, to: str) -> bool:
     """
     if target.suffix not in ENDINGS:
         return False
-    if to != "gguf" or target.suffix != ".gguf":
+    if to.kind != "gguf" or target.suffix != ".gguf":
         way = "Name the folder to make" + (", or pass --to gguf." if target.suffix == ".gguf" else ".")
         raise UsageError(f"{target} is the name of a file, and --to {to} makes a folder", way)
     return True
@@ -94,7 +105,7 @@ def _alone(plan: Plan, name: str) -> Plan:
 def plan_output(
     spec: ModelSpec,
     origin: Origin,
-    to: str,
+    to: str | Target,
     dtypes: Mapping[str, str],
     compute_dtype: str,
     folder: Path | None,
@@ -113,13 +124,19 @@ def plan_output(
         UsageError: `to` is no known format, or "hf" for a tree that never had a family.
 
     """
+    to = parsed(to)
     companions = token_files(folder) if folder is not None else []
-    if to == "local":
+    if to.kind == "local":
         data = described_tree(spec, origin, HF_NAMES[compute_dtype])
         small = {**(texts or {}), LOCAL_CONFIG: json_bytes(data)}
         own = homes if max_shard_bytes is None else None
         return plan(identity_leaves(spec), dtypes, small, companions, max_shard_bytes or DEFAULT_SHARD_BYTES, own)
-    architecture = _target_family(origin, to)
+    family = to.family or origin.family
+    if family is None:
+        raise UsageError(
+            "this tree never had a family", "--to hf:auto takes the first that can hold it, --to hf:FAMILY a given one."
+        )
+    architecture = named(family)
     config = _hf_config(architecture, spec, origin, main_dtype(spec, dtypes), compute_dtype)
     small = {**(texts or {}), CONFIG: config}
     leaves = architecture.bind(spec)
@@ -144,23 +161,17 @@ def main_dtype(spec: ModelSpec, dtypes: Mapping[str, str]) -> str:
     return widest([dtype for dtype, count in values.items() if count == max(values.values())])
 
 
-def _check_format(to: str) -> str | None:
-    """The FAMILY of "hf:FAMILY", None where `to` has none or is "hf:auto". Raises UsageError, UnknownFamily."""
-    kind, colon, family = to.partition(":")
-    if to != "local" and (kind != "hf" or (colon and not family)) and not writable(to):
-        raise UsageError(f"unknown format {to!r}", f"known: {', '.join(TARGETS)}")
-    return named(family).name if family and family != "auto" else None
+def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:
+    """The checkpoint as a tree of the family that it is to be written as, and which that is.
 
-
-def _target_family(origin: Origin, to: str) -> Architecture:
-    family = _check_format(to)
-    if family is not None:
-        return named(family)
-    if origin.family is None:
-        raise UsageError(
-            "this tree never had a family", "--to hf:auto takes the first that can hold it, --to hf:FAMILY a given one."
-        )
-    return named(origin.family)
+    Raises CannotExpress where it cannot hold the tree.
+    """
+    if to.family is None:
+        return source, to
+    if to.family != "auto":
+        return adapt(source, named(to.family)), to
+    found, source = adapt_to_any(source)
+    return source, Target("hf", found.name)
 
 
 def _hf_config(architecture: Architecture, spec: ModelSpec, origin: Origin, stored: str, compute: str) -> bytes:
@@ -186,13 +197,16 @@ def _token_ids(family: Architecture, original: Mapping[str, Any]) -> dict[str, A
     return {name: original.get(name, family.token_ids.get(name)) for name in TOKEN_IDS}
 
 
-def plan_conversion(source: Checkpoint, to: str, dtype: str | None = None, max_shard_bytes: int | None = None) -> Plan:
+def plan_conversion(
+    source: Checkpoint, to: str | Target, dtype: str | None = None, max_shard_bytes: int | None = None
+) -> Plan:
     """The plan for an opened checkpoint in the format `to`, every tensor as `dtype` (see `convert`) or as it is.
 
     Raises as `plan_output`.
     """
-    if to.partition(":")[0] not in ("local", "hf"):
-        fmt = format_named(to)
+    to = parsed(to)
+    if to.kind in FORMATS:
+        fmt = format_named(to.kind)
         assert fmt.plan is not None
         return fmt.plan(_request(source, dtype, max_shard_bytes))
     folder = companions(source)
@@ -205,7 +219,7 @@ def plan_conversion(source: Checkpoint, to: str, dtype: str | None = None, max_s
     )
 
 
-def _stored_dtype(dtype: str, to: str) -> str:
+def _stored_dtype(dtype: str, to: Target) -> str:
     """A --dtype for safetensors files. Raises UsageError, with the format where one of GGUF's own was asked for."""
     if dtype.lower() == "q8_0":
         raise UsageError(f"--to {to} has no {dtype}", "Quantised types are GGUF's: --to gguf --dtype q8_0.")
@@ -245,7 +259,7 @@ def _request(source: Checkpoint, dtype: str | None, max_shard_bytes: int | None)
 
 @together
 def convert(
-    model: str | Path,
+    model: str | Path | Reference,
     out: str | Path | None = None,
     to: str = "local",
     *,
@@ -290,30 +304,26 @@ def convert(
             format or dtype; too little memory allowed.
 
     """
-    target = Path(out) if out is not None else default_output(str(model), to)
-    family = _check_format(to)
+    found, form = identify(model), parsed(to)
+    target = Path(out) if out is not None else default_output(found.text, form)
     staging = team().staging(target, force)
-    if _is_file(target, to):
+    if _is_file(target, form):
         staging.single = begins
     # What cannot be written is refused before gigabytes are fetched, and from here on nobody else writes there.
     with nullcontext() if dry_run else staging.reserved():
         source = open_checkpoint(
-            model,
+            found,
             offline=offline,
             allow_pickle=allow_pickle,
             allow_extra=allow_extra,
             headers_only=dry_run,
             integers=dtype is not None,
         )
-        if family is not None:
-            source = adapt(source, named(family))
-        elif to == "hf:auto":
-            found, source = adapt_to_any(source)
-            to = f"hf:{found.name}"
-        planned = plan_conversion(source, to, dtype, max_shard_bytes)
+        source, form = adapted(source, form)
+        planned = plan_conversion(source, form, dtype, max_shard_bytes)
         if staging.single is not None:
             planned = _alone(planned, target.name)
-        conversion = Conversion(source, target, to, planned, memory_of(jobs_of(planned, source), max_memory))
+        conversion = Conversion(source, target, str(form), planned, memory_of(jobs_of(planned, source), max_memory))
         if dry_run:
             return conversion
         staging.key = _key(planned, source)
@@ -324,7 +334,7 @@ def convert(
             done = team().transfer(planned, source, staging, **options)
             manifest = {
                 "gptkit": __version__,
-                "format": to,
+                "format": str(form),
                 "source": {"reference": source.origin.reference, "revision": source.revision},
             }
             staging.commit(manifest, files=done.files)

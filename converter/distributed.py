@@ -29,8 +29,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from .. import __version__
 from ..errors import Elsewhere, GptkitError
+from ..version import __version__
 from .checkpoint import Checkpoint
 from .files import seal
 from .manifest import FileRecord

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import re
 import shutil
 import warnings
@@ -24,10 +25,20 @@ import msgspec
 
 from ..architectures.config import MAX_CONFIG_BYTES
 from ..errors import CheckpointError, GptkitError, InvalidInput, Offline
-from .resolve import CONFIG, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE, NoConfig, NoModel
+from .names import CONFIG, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE
 from .tokenizer_process import MAX_BYTES
 
-__all__ = ["File", "Repository", "Sibling", "streamed", "typed_errors"]
+__all__ = [
+    "File",
+    "NoConfig",
+    "NoModel",
+    "Repository",
+    "Sibling",
+    "gather",
+    "offline_by_environment",
+    "streamed",
+    "typed_errors",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +51,22 @@ _MOST = {INDEX: 2**27, PICKLE_INDEX: 2**27, CONFIG: MAX_CONFIG_BYTES, ".safetens
 """The most bytes of a file, by how its name ends; of weights, what the listing says."""
 WAY_ON = "Go online, name a local folder, or try one that needs no network: sample:gpt2, sample:llama."
 _AGAIN = "Files that were complete are kept: run the same again to go on from there."
+
+
+class NoConfig(InvalidInput):
+    """A repository without config.json, which may hold another kind of file."""
+
+    def __init__(self, where: str, repo: str, revision: str | None) -> None:
+        super().__init__(
+            f"{where} has no config.json",
+            "It may hold a GGUF, of which gptkit params tells the tree, or an adapter: gptkit swap BASE OUT"
+            f" --merge-lora {repo}",
+        )
+        self.repo, self.revision = repo, revision
+
+
+class NoModel(InvalidInput):
+    """The hub knows no model of that name, or does not show it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,6 +503,13 @@ def gather(
             raise CheckpointError(f"{repository} lacks {name}, which its index names")
     repository.record()
     return folder
+
+
+def offline_by_environment() -> bool:
+    """Whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE forbid the network."""
+    # Read on each call, unlike the hub library, which reads it once on import.
+    values = (os.environ.get("HF_HUB_OFFLINE"), os.environ.get("TRANSFORMERS_OFFLINE"))
+    return any(value is not None and value.upper() in ("1", "ON", "YES", "TRUE") for value in values)
 
 
 @contextmanager

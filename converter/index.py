@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -11,7 +10,7 @@ from typing import Literal, NoReturn
 import msgspec
 
 from ..errors import CheckpointError, InvalidInput, UntrustedInput
-from .resolve import INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE, refuse_pointer
+from .names import ADAPTER_WEIGHTS, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE, listing, refuse_pointer
 from .safetensors import (
     EXPLAINED,
     MALFORMED,
@@ -28,8 +27,6 @@ from .safetensors import (
 
 __all__ = ["WeightFiles", "assembled", "index_of", "read_index", "single", "weight_files"]
 
-ADAPTER = "adapter_model.safetensors"
-"""What peft writes."""
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _MAX_INDEX = 32 * 2**20  # bytes; the index of a model of 10^12 parameters in 140,000 tensors has 13 MB
 _MAX_REST = 2**16  # bytes of all that is in an index beside its weight_map
@@ -61,42 +58,45 @@ class WeightFiles:
         return sum(info.nbytes for _, info in self.tensors.values())
 
 
-def weight_files(path: Path, allow_pickle: bool = False) -> WeightFiles:
-    """Find and check the weights of `path`: a checkpoint's folder, or one weight file. Reads headers only.
+def weight_files(path: Path, allow_pickle: bool = False, names: frozenset[str] | None = None) -> WeightFiles:
+    """Find and check the weights of `path`: a checkpoint's folder (`names`: its files, where they are known), or one
+    weight file. Reads headers only.
 
     Raises UntrustedInput for pickles (unless allowed) and for an index that reaches outside of the folder,
     CheckpointError for files that are missing, damaged or do not agree with their index, InvalidInput for a path that
     is neither.
     """
-    kind = _kind(path)
-    if kind is None:
-        raise InvalidInput(f"no such file or folder: {path}")
-    if kind == "folder":
-        return _folder(path, allow_pickle)
-    if kind == "file" and path.name.endswith(".safetensors"):
-        return _single(path)
-    if kind == "file" and path.name.endswith(_PICKLE_SUFFIXES):
+    try:
+        found = listing(path) if names is None else names
+    except FileNotFoundError:
+        raise InvalidInput(f"no such file or folder: {path}") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise InvalidInput(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    if found is not None:
+        return _folder(path, sorted(found), allow_pickle)
+    if path.name.endswith(".safetensors"):
+        return single(path, read_header(path))
+    if path.name.endswith(_PICKLE_SUFFIXES):
         return _pickles([path], allow_pickle)
     raise InvalidInput(f"{path} is not a weight file", "Give a checkpoint's folder or a .safetensors file.")
 
 
-def _folder(folder: Path, allow_pickle: bool) -> WeightFiles:
+def _folder(folder: Path, names: Sequence[str], allow_pickle: bool) -> WeightFiles:
     # The order of transformers (modeling_utils._get_resolved_checkpoint_files): one file wins over an index, and
     # safetensors over pickles. A folder that it and gptkit read differently would be verified against other weights.
-    if _kind(folder / SINGLE) == "file":
-        found = _single(folder / SINGLE)
-        return replace(found, index=index_of(folder, found))
-    if _kind(folder / INDEX) == "file":
-        return _sharded(folder, read_index(folder / INDEX))
-    names = sorted(entry.name for entry in folder.iterdir())
+    if SINGLE in names:
+        found = single(folder / SINGLE, read_header(folder / SINGLE))
+        return replace(found, index=index_of(folder, found)) if INDEX in names else found
+    if INDEX in names:
+        return _sharded(folder, names, read_index(folder / INDEX))
     others = [name for name in names if name.endswith(".safetensors")]
-    if others == [ADAPTER]:
+    if others == [ADAPTER_WEIGHTS]:
         raise CheckpointError(
-            f"{folder} holds the weights of an adapter alone ({ADAPTER}), not a model's",
+            f"{folder} holds the weights of an adapter alone ({ADAPTER_WEIGHTS}), not a model's",
             f"gptkit swap BASE OUT --merge-lora {folder}",
         )
     if len(others) == 1:
-        return _single(folder / others[0])
+        return single(folder / others[0], read_header(folder / others[0]))
     if others:
         raise CheckpointError(
             f"{folder} holds {len(others)} .safetensors files and no {INDEX}: {_listed(others)}",
@@ -106,7 +106,7 @@ def _folder(folder: Path, allow_pickle: bool) -> WeightFiles:
         return _pickles([folder / PICKLE_SINGLE], allow_pickle)
     if PICKLE_INDEX in names:
         shards = sorted(set(read_index(folder / PICKLE_INDEX).values())) if allow_pickle else [PICKLE_INDEX]
-        _require(folder, shards)
+        _require(folder, names, shards)
         return _pickles([folder / name for name in shards], allow_pickle)
     pickles = [name for name in names if name.endswith(_PICKLE_SUFFIXES)]
     if pickles:
@@ -117,26 +117,10 @@ def _folder(folder: Path, allow_pickle: bool) -> WeightFiles:
 def index_of(folder: Path, found: WeightFiles) -> str | None:
     """The text of an index that says of a single file what it holds; one of other files stays unread, as everywhere."""
     path = folder / INDEX
-    if _kind(path) != "file":
-        return None
     try:
         return path.read_text("utf-8") if read_index(path) == dict.fromkeys(found.tensors, SINGLE) else None
     except (InvalidInput, OSError, ValueError):
         return None
-
-
-def _kind(path: Path) -> Literal["file", "folder", "other"] | None:
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise InvalidInput(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "other"
-
-
-def _single(path: Path) -> WeightFiles:
-    return single(path, read_header(path))
 
 
 def single(path: Path, header: Header) -> WeightFiles:
@@ -228,23 +212,20 @@ def _check_plain(index: Path, name: str, suffix: str) -> None:
         raise UntrustedInput(f"{index} names {name[:80]!r}, which is not a {suffix} file")
 
 
-def _require(folder: Path, names: Sequence[str]) -> None:
-    try:
-        missing = [name for name in names if _kind(folder / name) != "file"]
-    except InvalidInput as error:  # a name too long for the file system, a folder that may not be read
-        raise CheckpointError(error.message) from error
+def _require(folder: Path, names: Collection[str], shards: Sequence[str]) -> None:
+    missing = [name for name in shards if name not in names]
     if missing:
         raise CheckpointError(
-            f"{folder}: {len(missing)} of {len(names)} weight files missing: {_listed(missing)}", "Fetch them again."
+            f"{folder}: {len(missing)} of {len(shards)} weight files missing: {_listed(missing)}", "Fetch them again."
         )
 
 
-def _sharded(folder: Path, weight_map: dict[str, str]) -> WeightFiles:
-    names = sorted(set(weight_map.values()))
-    _require(folder, names)
+def _sharded(folder: Path, names: Collection[str], weight_map: dict[str, str]) -> WeightFiles:
+    shards = sorted(set(weight_map.values()))
+    _require(folder, names, shards)
     headers: dict[str, Header] = {}
     length = 0
-    for name in names:
+    for name in shards:
         headers[name] = read_header(folder / name)
         length += len(headers[name].text)
         if length > _MAX_HEADERS:

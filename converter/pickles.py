@@ -9,12 +9,10 @@ read from where they lie, memory-mapped, without torch, and copied by the kernel
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,60 +20,15 @@ import numpy as np
 
 from ..errors import CheckpointError
 from .confinement import command
-from .resolve import refuse_pointer
+from .contents import Stored, Unplain, not_as_it_is
+from .names import refuse_pointer
 from .safetensors import DTYPES
 
-__all__ = ["PickleWeights", "Stored", "StoredWeights", "Unplain", "answers", "named_tensors", "unpickled"]
+__all__ = ["PickleWeights", "StoredWeights", "answers", "named_tensors", "unpickled"]
 
 TIMEOUT = 120.0
 """Seconds for all files of a checkpoint; a real one takes a fraction of one."""
 HINT = "Do not use this file: it is damaged, or holds more than tensors."
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor in a file: a view of the `nbytes` from byte `start` on; strides and offset in elements."""
-
-    path: Path
-    dtype: str
-    itemsize: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    start: int
-    nbytes: int
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def place(self) -> int:
-        """The first element's byte in the file."""
-        return self.start + self.offset * self.itemsize
-
-    @property
-    def reach(self) -> int:
-        """Elements from the first to behind the last one."""
-        steps = ((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        return 1 + sum(steps) if self.count else 0
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether the elements lie one after the other."""
-        step = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != step:
-                return self.count == 0
-            step *= size
-        return True
-
-
-@dataclass(frozen=True, slots=True)
-class Unplain:
-    """Something in a file that is neither plain data nor a plain tensor."""
-
-    name: str
 
 
 class StoredWeights:
@@ -150,8 +103,6 @@ class PickleWeights(StoredWeights):
 
 def named_tensors(path: Path, state: Any) -> Iterator[tuple[str, Stored]]:
     """The tensors of a state dictionary. Raises CheckpointError where it holds anything else."""
-    from .contents import not_as_it_is  # here, because it stands on this
-
     if not isinstance(state, dict):
         raise not_as_it_is(path, state)
     for name, tensor in state.items():

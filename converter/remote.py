@@ -10,54 +10,30 @@ from __future__ import annotations
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import NoReturn
 
 from ..errors import CheckpointError, InvalidInput, Offline
 from .hub import WAY_ON, File, Repository, streamed, typed_errors
 from .index import WeightFiles, assembled, index_of, read_index, single
-from .resolve import INDEX, SINGLE
+from .names import INDEX, SINGLE
 from .safetensors import Header, header_length, parse_header, read_header
 
-__all__ = ["HeaderWeights", "Part", "headers", "read_range", "weight_headers"]
+__all__ = ["Part", "read_range", "weight_headers"]
 
 _FIRST = 100_000  # bytes: the whole of nearly every header, in one question
 _AT_ONCE = 8
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 
-class HeaderWeights:
-    """Tensors of which only names, dtypes and shapes are known (as `checkpoint.Weights`)."""
-
-    def __init__(self, files: WeightFiles) -> None:
-        self.info = {name: (info.dtype, info.shape) for name, (_, info) in files.tensors.items()}
-        self._places = {name: (path, info.start) for name, (path, info) in files.tensors.items()}
-
-    def read(self, name: str) -> NoReturn:
-        raise RuntimeError(f"{name}: only the headers of this checkpoint were fetched")
-
-    def span(self, name: str) -> tuple[Path, int]:
-        """Where the tensor will lie once it is fetched."""
-        return self._places[name]
-
-
-def headers(repo: str, revision: str | None = None, *, offline: bool = False, cache: Path | None = None) -> WeightFiles:
-    """Every tensor of a repository: its dtype, shape, file and place, by range requests where the cache has no file.
-
-    Raises:
-        InvalidInput: no such repository, no safetensors weights, headers that are broken or do not agree.
-        Offline: a file is not in the cache, and there is no network.
-
-    """
-    found = weight_headers(Repository.open(repo, revision, offline=offline, cache=cache))
-    assert found is not None
-    return found
-
-
 def weight_headers(repository: Repository, allow_pickle: bool = False) -> WeightFiles | None:
-    """The same for a repository whose commit is settled; the files are named as if the cache had them.
+    """Every tensor of a repository whose commit is settled: its dtype, shape, file and place, by range requests where
+    the cache has no file; the files are named as if it had them.
 
     None where there are only pickles, which are allowed, and have no headers.
+
+    Raises:
+        InvalidInput: no safetensors weights, headers that are broken or do not agree.
+        Offline: a file is not in the cache, and there is no network.
+
     """
     folder = repository.config().parent
     repository.list_files()

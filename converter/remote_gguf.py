@@ -15,7 +15,8 @@ from ..components import ModelSpec
 from ..errors import CheckpointError, InvalidInput, Offline
 from .formats.gguf import describe, describe_header
 from .formats.gguf_header import Header, Incomplete, parse_header
-from .hub import WAY_ON, Repository
+from .hub import WAY_ON, Repository, offline_by_environment
+from .names import ADAPTER_CONFIG
 from .remote import read_range
 from .tree import Origin
 
@@ -37,7 +38,7 @@ def only_gguf(repo: str, revision: str | None, why: InvalidInput) -> str:
     """
     names = [each.rfilename for each in Repository(repo, revision, "", True).siblings()]
     found = sorted(name for name in names if name.endswith(".gguf") and name.isprintable())
-    if not found and "adapter_config.json" in names:
+    if not found and ADAPTER_CONFIG in names:
         raise InvalidInput(f"{repo} is an adapter, not a model by itself", f"gptkit swap BASE OUT --merge-lora {repo}")
     if not found:
         raise why
@@ -69,8 +70,6 @@ def read_gguf(
         raise InvalidInput(
             f"{name} is one of several parts of a model", "Join them with llama.cpp's llama-gguf-split --merge."
         )
-    from .resolve import offline_by_environment
-
     alone = offline or offline_by_environment()
     repository = Repository(repo, revision, "", not alone)
     if not alone:

@@ -1,163 +1,221 @@
-"""What a model reference means: a sample of the package, a local folder or file, a repository on the Hugging Face hub.
+"""What a model reference is, found once (`identify`) and handed on; and its files, had from the hub (`resolve`).
 
     sample:gpt2                         a small checkpoint that comes with gptkit
     ./folder   model.safetensors        a local path that exists
-    llama-3-8b                          a preset's alias, for the repository it stands for
+    llama-3-8b                          a preset: a config, and the repository that its weights are in
     org/name   org/name@rev   hf://…    a repository, at its main branch or at a branch, tag or commit
+    hf://org/name/FILE.gguf             a file in one, of which the tree is told
 
-Of a repository only config.json, safetensors weights and the tokenizer's files are fetched, and only what the local
-cache lacks of them at the commit that the branch is at now. Where the hub cannot be asked, the cache's commit is taken,
-and a note says so. What it takes to talk to the hub is in `hub`.
+What lies at a local path (a Hugging Face folder, gptkit's own, a tree by itself, a file of another format) is told from
+one listing of the folder. Of a repository only config.json, safetensors weights and the tokenizer's files are fetched,
+and only what the local cache lacks of them at the commit that the branch is at now. Where the hub cannot be asked, the
+cache's commit is taken, and a note says so. What it takes to talk to the hub is in `hub`.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import stat
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
-from ..errors import CheckpointError, InvalidInput, Offline
+from ..architectures.config import quantisation
+from ..architectures.presets import Preset, find, nearest, repo_of
+from ..components import ModelSpec
+from ..errors import InvalidInput, Offline
+from .formats import Format, format_named
+from .names import CONFIG, LOCAL_CONFIG, listing
+from .targets import FORMATS
+from .tree import Origin, holds_tree, read_description
 
 if TYPE_CHECKING:
     from .hub import Repository
 
-__all__ = [
-    "POINTER",
-    "NoConfig",
-    "NoModel",
-    "Resolved",
-    "exists",
-    "is_pointer",
-    "offline_by_environment",
-    "pointer",
-    "refuse_pointer",
-    "resolve",
-]
-
-# The names of a checkpoint's files; index.py reads what lies in them.
-CONFIG = "config.json"
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-PICKLE_SINGLE = "pytorch_model.bin"
-PICKLE_INDEX = "pytorch_model.bin.index.json"
+__all__ = ["Reference", "identify", "located", "quantised", "read_spec", "resolve"]
 
 SAMPLES = ("gpt2", "llama", "bloom", "falcon")
 SAMPLES_DIR = Path(__file__).parent.parent / "samples"
 
 _FILE_SUFFIXES = (".safetensors", ".gguf", ".json", ".bin", ".pt", ".pth")
-
-
-POINTER = b"version https://git-lfs"
-"""How the small text begins that git leaves in a file's place where git-lfs did not fetch it."""
-
-
-def pointer(where: Path | str) -> CheckpointError:
-    """The error for such a text in a weight file's place, to be raised by the caller."""
-    return CheckpointError(f"{where} is a git-lfs pointer, not the file itself", "Fetch the file with `git lfs pull`.")
-
-
-def is_pointer(path: Path) -> bool:
-    """Whether a file is such a text; False for one that cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(POINTER)) == POINTER
-    except (OSError, ValueError):
-        return False
-
-
-def refuse_pointer(path: Path) -> None:
-    """Raise CheckpointError where a weight file is a git-lfs pointer: before anybody is asked to trust it."""
-    if path.is_file() and is_pointer(path):
-        raise pointer(path)
-
-
-class NoConfig(InvalidInput):
-    """A repository without config.json, which may hold another kind of file."""
-
-    def __init__(self, where: str, repo: str, revision: str | None) -> None:
-        super().__init__(
-            f"{where} has no config.json",
-            "It may hold a GGUF, of which gptkit params tells the tree, or an adapter: gptkit swap BASE OUT"
-            f" --merge-lora {repo}",
-        )
-        self.repo, self.revision = repo, revision
-
-
-class NoModel(InvalidInput):
-    """The hub knows no model of that name, or does not show it."""
+_HUB_GGUF = re.compile(r"hf://(?P<repo>[^/@\s]+/[^/@\s]+)(?:@(?P<revision>[^/\s]+))?/(?P<file>[^\s\\]+\.gguf)")
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
-    """What a reference stands for: the local folder or file, and for a hub repository the commit it was taken from.
+class Reference:
+    """What a reference is.
 
-    `notes` are for a person; `repository` is what was resolved on the hub, to ask more of.
+    Attributes:
+        text: the reference as it was given.
+        kind: a sample, a preset, a local path, a repository of the hub, or a GGUF file within one.
+        path: the local folder or file; None for what is on the hub until `resolve` has fetched it.
+        format: what lies at the path: a Hugging Face folder or file ("hf"), gptkit's own ("local"), a tree by itself
+            ("tree"), or a name of `formats`.
+        source: what says the tree of it: config.json, gptkit.json, a .json file, or the other format's file or folder.
+        names: the names of a folder's files; None for a file.
+        preset: the model that is known by this name.
+        repo, revision, file: where it is on the hub. The revision is the one that was asked for, None for the default
+            branch, and the commit once the reference is resolved.
+        notes: what a person should know.
+        repository: what was resolved on the hub, to ask more of.
+
     """
 
-    ref: str
-    path: Path
-    revision: str | None
-    kind: Literal["sample", "path", "hub"]
+    text: str
+    kind: Literal["sample", "preset", "path", "hub", "hub file"]
+    path: Path | None = None
+    format: str | None = None
+    source: Path | None = field(default=None, compare=False)
+    names: frozenset[str] | None = field(default=None, compare=False, repr=False)
+    preset: Preset | None = field(default=None, compare=False)
+    repo: str | None = None
+    revision: str | None = None
+    file: str | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
     repository: Repository | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def other(self) -> Format | None:
+        """The module of a format that is neither Hugging Face's nor gptkit's own."""
+        return format_named(self.format) if self.format in FORMATS else None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the tree is in gptkit's own format, and the weights have shared names."""
+        return self.format in ("local", "tree")
+
+
+def identify(reference: str | Path | Reference) -> Reference:
+    """What a reference is, from its text and the local file system alone; one that is identified comes back as it is.
+
+    Raises InvalidInput for a reference that means nothing, a name that resembles a preset's, a sample that is not
+    there, a local path that cannot be read, and a .json file that is none.
+    """
+    if isinstance(reference, Reference):
+        return reference
+    text = str(reference)
+    if not text.strip() or not text.isprintable():
+        raise InvalidInput(f"not a model reference: {text!r}", "Give org/name, a folder, or sample:gpt2.")
+    if text.startswith("sample:"):
+        return _sample(text)
+    if not text.startswith("hf://"):
+        here = _here(text)
+        if here is not None:
+            return here
+        preset = find(text)
+        if preset is not None:
+            return Reference(text, "preset", preset=preset, repo=preset.repo)
+    inside = _HUB_GGUF.fullmatch(text)
+    if inside is not None:
+        return Reference(text, "hub file", repo=inside["repo"], revision=inside["revision"], file=inside["file"])
+    name, revision = _parse(text)
+    repo = repo_of(name) or name
+    if "/" not in repo and not text.startswith("hf://"):
+        _refuse_typo(name)
+    return Reference(text, "hub", repo=repo, revision=revision)
+
+
+def located(path: Path, text: str | None = None, kind: Literal["sample", "path", "hub"] = "path") -> Reference:
+    """What lies at a local path.
+
+    Raises OSError for a path that is not there or cannot be read, InvalidInput as `identify`.
+    """
+    names = listing(path)
+    form, source = _format(path, names)
+    return Reference(str(path) if text is None else text, kind, path, form, source, names)
+
+
+def _format(path: Path, names: frozenset[str] | None) -> tuple[str, Path]:
+    """The format of what lies at a path, and the file or folder that says its tree."""
+    if names is None and path.suffix == ".json":
+        if path.name == LOCAL_CONFIG:
+            return "local", path
+        return ("tree" if path.name != CONFIG and holds_tree(path) else "hf"), path
+    folder = path if names is not None else path.parent
+    own = LOCAL_CONFIG in names if names is not None else (folder / LOCAL_CONFIG).is_file()
+    # The one kind of folder that has a config.json beside is torch's distributed one.
+    described = names is not None and (own or CONFIG in names)
+    others = () if names is None and path.suffix == ".safetensors" else ("dcp",) if described else FORMATS
+    for name in others:
+        finds = format_named(name).finds
+        found = None if finds is None else finds(path, names)
+        if found is not None:
+            return name, found
+    return ("local", folder / LOCAL_CONFIG) if own else ("hf", folder / CONFIG)
+
+
+def read_spec(where: Reference | Path) -> tuple[ModelSpec, Origin, list[str]]:
+    """The tree of what was identified, or lies at a local path: (spec, origin, unknown config fields).
+
+    Raises InvalidInput: what is there says no tree, or what it says is broken; UnknownFamily for a family that has no
+    file; UntrustedInput for a pickle, of which nothing can be told without reading it.
+    """
+    found = located(where) if isinstance(where, Path) else where
+    assert found.path is not None
+    assert found.source is not None
+    if found.other is not None:
+        assert found.other.describe is not None
+        return found.other.describe(found.source)
+    return read_description(found.source, found.path, folder=found.names is not None)
+
+
+def quantised(found: Reference, origin: Origin) -> tuple[str, str | None] | None:
+    """How the weights of what was identified stand for numbers (`architectures.config.quantisation`), None where they
+    are the numbers: gptkit writes no others.
+    """
+    return None if found.is_own else quantisation(origin.config)
+
 
 def resolve(
-    ref: str,
+    reference: str | Path | Reference,
     *,
     offline: bool = False,
     weights: bool = True,
     companions: bool | None = None,
     allow_pickle: bool = False,
     cache: Path | None = None,
-    repo_of: Callable[[str], str | None] | None = None,
-    check: Callable[[Path], object] | None = None,
-) -> Resolved:
-    """Resolve a reference, fetching what the cache lacks.
+    check: Callable[[Reference], object] | None = None,
+) -> Reference:
+    """A reference with its files here, of which those that the cache lacks are fetched.
 
     `weights=False` is content with config.json, and with `companions` the tokenizer's files beside it. `allow_pickle`
     also fetches .bin weights, from a repository without safetensors. `cache` is the hub cache's folder (None: the hub
-    library's own). `repo_of` gives the repository of a preset's alias, or None. `check` gets a repository's folder when
-    config.json is in it and no weight yet: what it raises costs no download.
+    library's own). `check` gets a repository's folder, identified, when config.json is in it and no weight yet: what it
+    raises costs no download.
 
-    Raises InvalidInput for a reference that means nothing, or a repository, revision or file that is not there or not
-    for this user; Offline where the network is needed and missing or forbidden (`offline`, HF_HUB_OFFLINE=1), or breaks
-    off; GptkitError where the cache's disk is too small.
+    Raises InvalidInput as `identify`, and for a repository, revision or file that is not there or not for this user;
+    Offline where the network is needed and missing or forbidden (`offline`, HF_HUB_OFFLINE=1), or breaks off;
+    GptkitError where the cache's disk is too small.
     """
-    if not ref.strip() or not ref.isprintable():
-        raise InvalidInput(f"not a model reference: {ref!r}", "Give org/name, a folder, or sample:gpt2.")
-    if ref.startswith("sample:"):
-        return Resolved(ref, _sample(ref.removeprefix("sample:")), None, "sample")
-    if not ref.startswith("hf://"):
-        path = Path(os.path.expanduser(ref))  # noqa: PTH111, because Path's own raises for an unknown user
-        if exists(path):
-            shadowed = repo_of(ref) if repo_of is not None else None
-            notes = (
-                () if shadowed is None else (f"{ref} is a local path here; the model of that name is hf://{shadowed}",)
-            )
-            return Resolved(ref, path, None, "path", notes)
-    name, revision = _parse(ref)
-    repo = (repo_of(name) if repo_of is not None else None) or name
-    plain = "/" not in repo and not ref.startswith("hf://")
-    if plain and repo_of is not None:
-        _refuse_typo(name)
-    from .hub import Repository, gather
+    found = identify(reference)
+    if found.path is not None:
+        return found
+    if found.kind == "hub file":
+        _refuse_name(found.text, f"{found.repo}/{found.file}")
+    if found.repo is None:
+        raise _config_alone(found.text)
+    from .hub import NoModel, Repository, gather, offline_by_environment
 
     def have(repository: Repository) -> Path:
         beside = weights if companions is None else companions
-        return gather(repository, weights=weights, companions=beside, allow_pickle=allow_pickle, check=check)
+        return gather(repository, weights=weights, companions=beside, allow_pickle=allow_pickle, check=checked)
+
+    def checked(folder: Path) -> None:
+        if check is not None:
+            check(located(folder, found.text, "hub"))
 
     try:
-        repository = Repository.open(repo, revision, offline=offline or offline_by_environment(), cache=cache)
+        repository = Repository.open(
+            found.repo, found.revision, offline=offline or offline_by_environment(), cache=cache
+        )
     except (Offline, NoModel) as error:
-        if plain:
-            raise _called_nothing(name, error) from error
+        name = found.text.partition("@")[0]
+        if "/" not in found.repo and not name.startswith("hf://"):
+            raise _called_nothing(name, isinstance(error, NoModel)) from error
         if isinstance(error, Offline):
-            _refuse_path(name, error)
+            _refuse_path(name.removeprefix("hf://"), error)
         raise
     try:
         folder = have(repository)
@@ -168,35 +226,44 @@ def resolve(
             folder = have(repository)
         except (Offline, InvalidInput):
             raise error from None
-    return Resolved(ref, folder, repository.commit, "hub", tuple(repository.notes), repository)
+    return replace(
+        located(folder, found.text, "hub"),
+        repo=found.repo,
+        revision=repository.commit,
+        notes=tuple(repository.notes),
+        repository=repository,
+    )
 
 
-def _sample(name: str) -> Path:
+def _sample(text: str) -> Reference:
+    name = text.removeprefix("sample:")
     if name not in SAMPLES:
-        raise InvalidInput(
-            f"no such sample: {name!r}", f"There are {', '.join(f'sample:{known}' for known in SAMPLES)}."
-        )
+        known = ", ".join(f"sample:{sample}" for sample in SAMPLES)
+        raise InvalidInput(f"no such sample: {name!r}", f"There are {known}.")
     path = SAMPLES_DIR / name
-    if not path.is_dir():
+    try:
+        return located(path, text, "sample")
+    except FileNotFoundError:
         raise InvalidInput(
             f"the sample {name} is not part of this installation ({path} is missing)", "Reinstall gptkit."
-        )
-    return path
+        ) from None
 
 
-def exists(path: Path) -> bool:
-    """Whether a local file or folder is there; raises InvalidInput where that cannot be told, or it is neither."""
+def _here(text: str) -> Reference | None:
+    """What lies at the local path of that name, None where nothing does."""
+    path = Path(os.path.expanduser(text))  # noqa: PTH111, because Path's own raises for an unknown user
     try:
-        mode = path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+        found = located(path, text)
+    except FileNotFoundError:
+        return None
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            return False
+            return None
         raise InvalidInput(f"cannot read {path}: {error.strerror}") from error
-    if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
-        raise InvalidInput(f"{path} is neither a file nor a folder")
-    return True
+    repo = repo_of(text)
+    if repo is None:
+        return found
+    return replace(found, notes=(f"{text} is a local path here; the model of that name is hf://{repo}",))
 
 
 def _refuse_path(name: str, error: Offline) -> None:
@@ -216,13 +283,8 @@ def _refuse_typo(name: str) -> None:
 
     The hub is not asked: the few models that it has without an organisation are presets, or of no family here.
     """
-    from ..architectures.presets import find, nearest
-
     if find(name) is not None:
-        raise InvalidInput(
-            f"the preset {name} is a config alone: its weights were not published",
-            f"gptkit load --random {name} draws some; params, compare and show need none.",
-        )
+        raise _config_alone(name)
     near = nearest(name)
     if near:
         raise InvalidInput(
@@ -231,39 +293,43 @@ def _refuse_typo(name: str) -> None:
         )
 
 
-def _called_nothing(name: str, error: Offline | NoModel) -> InvalidInput:
-    """The error for a name without an organisation that the hub does not know, or could not be asked for."""
-    also = "" if isinstance(error, Offline) else ", nor a model on the hub"
+def _config_alone(name: str) -> InvalidInput:
     return InvalidInput(
-        f"no preset, file or folder is called {name!r}{also}",
+        f"the preset {name} is a config alone: its weights were not published",
+        f"gptkit load --random {name} draws some; params, compare and show need none.",
+    )
+
+
+def _called_nothing(name: str, asked: bool) -> InvalidInput:
+    """The error for a name without an organisation that the hub does not know, or could not be `asked` for."""
+    return InvalidInput(
+        f"no preset, file or folder is called {name!r}{', nor a model on the hub' if asked else ''}",
         "gptkit presets lists the presets; a hub repository is written org/name.",
     )
 
 
-def _parse(ref: str) -> tuple[str, str | None]:
+def _refuse_name(text: str, within: str | None = None) -> NoReturn:
+    """Raise InvalidInput for what looks like a path and is none; `within`: what a file of a repository is called."""
+    file = "" if within is None else f"; a GGUF there hf://{within}, of which params tells the tree"
+    raise InvalidInput(
+        f"no such file or folder: {text}", f"A model on the hub is named org/name or org/name@revision{file}."
+    )
+
+
+def _parse(text: str) -> tuple[str, str | None]:
     """Split a reference that is no local path into repository and revision (None: the default branch)."""
-    if ref.startswith(("http://", "https://")):
-        raise InvalidInput(f"{ref} is a web address", "Give the repository as org/name, or org/name@revision.")
-    name, at, revision = ref.removeprefix("hf://").partition("@")
-    name = name.rstrip("/") if ref.startswith("hf://") else name
+    if text.startswith(("http://", "https://")):
+        raise InvalidInput(f"{text} is a web address", "Give the repository as org/name, or org/name@revision.")
+    name, at, revision = text.removeprefix("hf://").partition("@")
+    name = name.rstrip("/") if text.startswith("hf://") else name
     slashes = name.count("/")
-    if slashes > 1 or name.startswith((".", "/", "~")) or name.endswith((*_FILE_SUFFIXES, "/")) or "\\" in name:
+    path = name.startswith((".", "/", "~"))
+    if slashes > 1 or path or name.endswith((*_FILE_SUFFIXES, "/")) or "\\" in name:
         # A file of a repository is named with its hub, so that no path is ever looked for there.
-        within = slashes == 2 and name.endswith(".gguf") and not name.startswith((".", "/", "~"))
-        file = f"; a GGUF there hf://{name}, of which params tells the tree" if within else ""
-        raise InvalidInput(
-            f"no such file or folder: {ref}", f"A model on the hub is named org/name or org/name@revision{file}."
-        )
+        _refuse_name(text, name if slashes == 2 and name.endswith(".gguf") and not path else None)
     # The hub library makes file names out of both parts, so they get no chance to lead anywhere else.
     if not name or any(part in ("", ".", "..") for part in name.split("/")) or any(sign in name for sign in " :*?<>|"):
-        raise InvalidInput(f"not a model reference: {ref}", "Give org/name, a folder, or sample:gpt2.")
+        raise InvalidInput(f"not a model reference: {text}", "Give org/name, a folder, or sample:gpt2.")
     if at and (not revision or any(part in ("", ".", "..") for part in revision.split("/")) or "\\" in revision):
         raise InvalidInput(f"not a revision: {revision!r}", "Give a branch, a tag or a commit, as in org/name@main.")
     return name, revision or None
-
-
-def offline_by_environment() -> bool:
-    """Whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE forbid the network."""
-    # Read on each call, unlike the hub library, which reads it once on import.
-    values = (os.environ.get("HF_HUB_OFFLINE"), os.environ.get("TRANSFORMERS_OFFLINE"))
-    return any(value is not None and value.upper() in ("1", "ON", "YES", "TRUE") for value in values)

@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 
 from ..errors import CheckpointError
-from .resolve import POINTER, pointer
+from .names import POINTER, pointer
 
 __all__ = [
     "DTYPES",

@@ -1,11 +1,57 @@
-"""What `convert --to` writes, for its help, its errors and the shell; the README's table has the same. No imports."""
+"""What a checkpoint is written as, parsed once: `--to`, `--as` and `save`'s, for their help, errors and the shell too.
+
+Nothing is imported until a word is to be understood.
+"""
 
 from __future__ import annotations
 
-__all__ = ["FORMATS", "TARGETS"]
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import UsageError
+
+__all__ = ["FORMATS", "TARGETS", "Target", "target"]
 
 FORMATS = ("gguf", "llama2c", "llama2c_v1", "nanogpt", "nanogpt_tanh", "dcp")
 """The modules of `formats`."""
 
-TARGETS = ("local", "hf", "hf:FAMILY", "hf:auto", *FORMATS)
-"""Every value."""
+FOLDERS = ("local", "hf", "hf:FAMILY", "hf:auto")
+"""gptkit's own format and Hugging Face files, which a tree is written as that is not in files yet."""
+
+TARGETS = (*FOLDERS, *FORMATS)
+"""Every value of `--to`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a checkpoint is written as.
+
+    kind: gptkit's own format ("local"), Hugging Face files ("hf"), or one of `FORMATS`. family: of Hugging Face files
+    the family, or "auto" for the first that can hold the tree; None for the one that the tree came from.
+    """
+
+    kind: str
+    family: str | None = None
+
+    def __str__(self) -> str:
+        return self.kind if self.family is None else f"{self.kind}:{self.family}"
+
+
+def target(to: str | Target, known: Sequence[str] = TARGETS) -> Target:
+    """What a word stands for, of those that are `known`; what is parsed already comes back as it is.
+
+    Raises:
+        UsageError: it is none of them; UnknownFamily: "hf:" and a family that there is not.
+
+    """
+    if isinstance(to, Target):
+        return to
+    from ..architectures import ARCHITECTURES, named
+
+    kind, _, family = to.partition(":")
+    if kind == "hf" and family:
+        return Target("hf", family if family == "auto" else named(family).name)
+    if to in known:
+        return Target(to)
+    hint = f"known: {', '.join(known)}" + ("; gptkit convert goes on from there." if known == FOLDERS else "")
+    raise UsageError(f"unknown format {to!r}", f"did you mean hf:{to}?" if to in ARCHITECTURES else hint)

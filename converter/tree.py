@@ -17,32 +17,25 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from .. import __version__
+import msgspec
+
 from ..architectures import architecture_of, named
-from ..architectures.config import ConfigReader, parse_config_text, quantisation, read_config_file
+from ..architectures.config import parse_config_text, read_config_file
 from ..components import ModelSpec, from_json, to_json
 from ..errors import ConfigError, InvalidInput, UsageError
-from .formats import Format, format_named, format_of
-from .resolve import CONFIG, refuse_pointer
+from ..version import __version__
+from .names import ADAPTER_CONFIG, CONFIG, LOCAL_CONFIG, refuse_pointer
 
 __all__ = [
-    "LOCAL_CONFIG",
     "LOCAL_SCHEMA",
     "Origin",
     "Quantised",
     "described_tree",
-    "foreign_format",
-    "is_local",
-    "is_tree",
-    "read_spec",
-    "refuse_adapter",
-    "require_floats",
+    "holds_tree",
+    "read_description",
     "write_spec",
 ]
 
-LOCAL_CONFIG = "gptkit.json"
-ADAPTER = "adapter_config.json"
-"""What peft writes beside the weights of an adapter."""
 LOCAL_SCHEMA = 1
 
 
@@ -69,58 +62,44 @@ class Quantised(InvalidInput):
     """Weights that are stored as something else than floating-point numbers, by a method that is not read here."""
 
 
-def require_floats(path: Path, origin: Origin) -> None:
-    """Raise Quantised where the config.json of a folder, or beside a file, says that its weights are."""
-    found = None if is_local(path) else quantisation(origin.config)
-    if found is None:
-        return
-    words, way = found
-    what = "Name the model that it was made from" + (f", or dequantise it with {way}" if way is not None else "")
-    raise Quantised(
-        f"{path}: its weights are quantised ({words}), and gptkit reads floating-point ones",
-        f"{what}. params, compare and show need no weights.",
-    )
+def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec, Origin, list[str]]:
+    """The tree that a file says, gptkit.json, config.json or a tree by itself: (spec, origin, unknown config fields).
 
-
-def read_spec(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
-    """The tree of a folder (gptkit.json or config.json) or of a config file: (spec, origin, unknown config fields).
+    Args:
+        file: the file.
+        path: the `folder` or weight file that it is to describe.
+        folder: whether it is a folder.
 
     Raises:
-        InvalidInput: it holds neither, or what it holds is broken; UnknownFamily for a family that has no file.
+        InvalidInput: it is not there or broken; UnknownFamily for a family that has no file.
 
     """
-    other = foreign_format(path)
-    if other is not None and other.describe is not None:
-        return other.describe(path)
-    described = _description(path)
-    if not described.is_file() or described.name == ADAPTER:
+    if not file.is_file() or file.name == ADAPTER_CONFIG:
         refuse_pointer(path)
-        refuse_adapter(path)
-        where = "in" if path.is_dir() else "beside"
+        _refuse_adapter(path, path if folder else path.parent)
         raise InvalidInput(
-            f"{path} is not a checkpoint: there is no {CONFIG} {where} it",
+            f"{path} is not a checkpoint: there is no {CONFIG} {'in' if folder else 'beside'} it",
             "Name a folder with config.json and .safetensors files, or a gptkit folder with gptkit.json.",
         )
-    config, text = read_config_file(described)
-    if described.name == LOCAL_CONFIG or _holds_tree(described, config):
-        return _local(config, described)
-    if described.name != CONFIG and "model_type" not in config:
+    config, text = read_config_file(file)
+    if file.name == LOCAL_CONFIG or _is_tree(file, config):
+        return _local(config, file)
+    if file.name != CONFIG and "model_type" not in config:
         raise ConfigError(
-            f"{described} describes no model: it has neither a model_type, as config.json, nor a spec, as gptkit.json",
+            f"{file} describes no model: it has neither a model_type, as config.json, nor a spec, as gptkit.json",
             "Name a config.json, a gptkit.json, or what gptkit recommend --out wrote.",
         )
-    with _naming(CONFIG if path.is_dir() else str(described)):
+    with _naming(CONFIG if folder else str(file)):
         architecture = architecture_of(config)
         spec, unknown = architecture.spec_and_unknown(config)
     return spec, Origin(family=architecture.name, config_text=text), unknown
 
 
-def refuse_adapter(path: Path) -> None:
+def _refuse_adapter(path: Path, folder: Path) -> None:
     """Raise InvalidInput, with the command that merges it, where a path is that of a peft adapter or within one."""
-    folder = path if path.is_dir() else path.parent
-    if not (folder / ADAPTER).is_file():
+    if not (folder / ADAPTER_CONFIG).is_file():
         return
-    config, _ = read_config_file(folder / ADAPTER)
+    config, _ = read_config_file(folder / ADAPTER_CONFIG)
     base, rank = config.get("base_model_name_or_path"), config.get("r")
     given = base if isinstance(base, str) and base.isprintable() and 0 < len(base) <= 200 else None
     method = f"{config.get('peft_type', 'LORA')!s:.20}".upper()
@@ -148,29 +127,7 @@ def _naming(file: str) -> Iterator[None]:
         raise
 
 
-def foreign_format(path: Path) -> Format | None:
-    """The format of what is neither a Hugging Face folder nor gptkit's own: a .gguf file, a llama2.c model, …"""
-    if path.suffix in (".json", ".safetensors"):
-        return None
-    if path.is_dir() and _description(path).is_file():
-        distributed = format_named("dcp")  # the one kind of folder that has a config.json beside
-        return distributed if distributed.matches is not None and distributed.matches(path) else None
-    return format_of(path)
-
-
-def _description(path: Path) -> Path:
-    """The file that describes a folder or a weight file: gptkit.json where there is one, else config.json.
-
-    A .json file describes itself.
-    """
-    folder = path if path.is_dir() else path.parent
-    if path.suffix == ".json" and folder != path:
-        return path
-    local = folder / LOCAL_CONFIG
-    return local if local.is_file() else folder / CONFIG
-
-
-def _holds_tree(path: Path, data: Mapping[str, Any]) -> bool:
+def _is_tree(path: Path, data: Mapping[str, Any]) -> bool:
     """Whether a .json file of any name is of our own format: a family's config.json has a model_type instead."""
     return path.name != CONFIG and "spec" in data and "model_type" not in data
 
@@ -182,26 +139,21 @@ def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[st
             f"{path} has schema version {data.get('schema_version')!r:.40}, this gptkit reads {LOCAL_SCHEMA}",
             "Update gptkit, or convert the original again.",
         )
-    origin = data.get("origin")
-    reader = ConfigReader(origin if isinstance(origin, dict) else {})
-    family, text = reader.raw("family"), reader.raw("config")
-    history = data.get("history", [])
-    reference, revision = reader.raw("reference"), reader.raw("revision")
-    strings = all(value is None or isinstance(value, str) for value in (family, text, reference, revision))
-    records = isinstance(history, list) and all(isinstance(record, dict) for record in history)
-    if not isinstance(origin, dict) or not strings or not records:
-        raise ConfigError(f"{path}: its origin or history is not what gptkit writes")
-    if family is not None:
-        named(family)
+    origin, history = data.get("origin"), data.get("history", [])
+    try:
+        given = (
+            {**origin, "config_text": origin.get("config"), "history": history} if isinstance(origin, dict) else None
+        )
+        found = msgspec.convert(given, Origin)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: its origin or history is not what gptkit writes: {error}") from error
+    if found.family is not None:
+        named(found.family)
     try:
         with _naming(str(path)):
-            spec = from_json(data.get("spec"))
+            return from_json(data.get("spec")), found, []
     except (OverflowError, RecursionError) as error:  # an integer that no float holds
         raise ConfigError(f"{path} is not a gptkit model spec: {error}") from error
-    files = origin.get("files", {})
-    if not isinstance(files, dict) or not all(isinstance(value, str) for value in files.values()):
-        raise ConfigError(f"{path}: the files of its origin are not what gptkit writes")
-    return spec, Origin(family, text, reference, revision, tuple(history), files), []
 
 
 def _require_plain(data: dict[str, Any], path: Path) -> None:
@@ -212,21 +164,14 @@ def _require_plain(data: dict[str, Any], path: Path) -> None:
         raise ConfigError(f"{path} holds what JSON cannot: {error}") from error
 
 
-def is_local(path: Path) -> bool:
-    """Whether `read_spec` reads gptkit's own format there, and the weights have shared names."""
-    return _description(path).name == LOCAL_CONFIG or is_tree(path)
-
-
-def is_tree(path: Path) -> bool:
-    """Whether a path is a tree by itself, a .json file as `write_spec` writes it: there are no weights to it.
+def holds_tree(path: Path) -> bool:
+    """Whether a .json file is a tree by itself, as `write_spec` writes it: there are no weights to it.
 
     Raises:
-        InvalidInput: it is a .json file of another name than config.json and cannot be read.
+        InvalidInput: it cannot be read.
 
     """
-    if path.suffix != ".json" or path.name in (CONFIG, LOCAL_CONFIG) or path.is_dir():
-        return False
-    return _holds_tree(path, read_config_file(path)[0])
+    return path.is_file() and _is_tree(path, read_config_file(path)[0])
 
 
 def described_tree(spec: ModelSpec, origin: Origin, dtype: str) -> dict[str, Any]:

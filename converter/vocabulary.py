@@ -29,7 +29,7 @@ from typing import Any
 
 from ..architectures.config import parse_config_text
 from ..errors import InvalidInput
-from .resolve import CONFIG
+from .names import CONFIG
 from .tokenizer import Tokenizer, load_tokenizer, token_files
 
 __all__ = ["Vocabulary", "read_vocabulary"]

@@ -21,8 +21,8 @@ from ..architectures import BoundLeaf
 from ..errors import CheckpointError
 from .block_file import Block, BlockFile
 from .dtypes import cast, widest
+from .names import INDEX
 from .publish import FileRecord, Staging, copy_file, write_bytes
-from .resolve import INDEX
 from .safetensors import DTYPES, build_header, parse_header
 
 __all__ = [

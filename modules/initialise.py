@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import __version__
 from ..analysis.parameters import count
 from ..components import ModelSpec, Parameter
 from ..converter.convert import plan_output
@@ -31,6 +30,7 @@ from ..converter.safetensors import DTYPES
 from ..converter.tokenizer import token_files
 from ..converter.write import execute
 from ..errors import GptkitError, UsageError
+from ..version import __version__
 from .decoder import Decoder
 
 __all__ = [

@@ -11,18 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import __version__
-from ..architectures import named
-from ..converter.adapt import adapt, adapt_to_any
 from ..converter.checkpoint import Checkpoint, identity_leaves
-from ..converter.convert import plan_conversion
+from ..converter.convert import adapted, plan_conversion
 from ..converter.dtypes import HF_NAMES, parse_dtype, widest
 from ..converter.outline import Outline
 from ..converter.publish import Staging
+from ..converter.targets import FOLDERS, target
 from ..converter.tokenizer import token_files
 from ..converter.transfer import transfer
 from ..converter.tree import Origin
 from ..errors import InvalidInput, UsageError
+from ..version import __version__
 from .decoder import Decoder
 
 __all__ = ["save"]
@@ -65,23 +64,15 @@ def save(
         GptkitError: the disk is too small or a write fails; nothing is published.
 
     """
-    if as_ not in ("local", "hf", "hf:auto") and not as_.startswith("hf:"):
-        raise UsageError(
-            f"unknown format {as_!r}", "known: local, hf, hf:FAMILY, hf:auto; gptkit convert goes on from there."
-        )
+    to = target(as_, FOLDERS)
     stored = None if dtype is None else HF_NAMES[parse_dtype(str(dtype))]
     with Staging(Path(folder), force) as staging:
-        source = in_memory(model, stored)
-        if as_ == "hf:auto":
-            family, source = adapt_to_any(source)
-            as_ = f"hf:{family.name}"
-        elif as_.startswith("hf:"):
-            source = adapt(source, named(as_.removeprefix("hf:")))
-        plan = plan_conversion(source, as_, stored, max_shard_bytes)
+        source, to = adapted(in_memory(model, stored), to)
+        plan = plan_conversion(source, to, stored, max_shard_bytes)
         done = transfer(plan, source, staging)
         manifest = {
             "gptkit": __version__,
-            "format": as_,
+            "format": str(to),
             "source": {"reference": source.origin.reference, "revision": source.revision},
             "history": list(source.origin.history),
         }

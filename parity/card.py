@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from .. import __version__
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.publish import sha256_file
 from ..errors import UsageError
+from ..version import __version__
 from .verify import BytesVerdict, Verification
 
 __all__ = ["card", "command", "markdown", "write_card"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from .. import __version__
+from ..version import __version__
 from .charts import bars, cache_chart, short
 from .comparison import conditions, cost_lines
 from .counts_page import APART, MOST_DIAGRAMS

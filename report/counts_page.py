@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .. import __version__
 from ..analysis.costs import cache_bytes, costs
 from ..analysis.figures import Asked, common_context, fits
 from ..analysis.formats import weighed
 from ..analysis.parameters import describe
 from ..analysis.params import ModelCount
+from ..version import __version__
 from .charts import bars, cache_chart, treemap
 from .diagram import block_diagram
 from .pages import Figure, Lines, Page, Section, Table, counted

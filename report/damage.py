@@ -7,9 +7,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import __version__
 from ..errors import UsageError
 from ..surgery.synonyms import guarantee_in_words
+from ..version import __version__
 from .heatmap import Cell, heatmap
 from .pages import Figure, Lines, Page, Section, Table, counted, ready, write_page
 from .summaries import damage_or_change, number

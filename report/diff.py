@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from .diff_words import (
     HEADINGS,
@@ -24,15 +24,15 @@ from .diff_words import (
     verdict,
 )
 from .sheets import Layout, Row, Sheet
+from .tables import By
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from ..parity.changes import Diff, Group, TensorDiff
 
-__all__ = ["COLUMNS", "By", "diff_report", "group_cells", "label"]
+__all__ = ["COLUMNS", "diff_report", "group_cells", "label"]
 
-By = Literal["component", "layer", "tensor"]
 COLUMNS = ("tensors", "changed", "relative", "cosine", "rank")
 FIGURES = " (figures are of the tensors that changed)"
 SOME = 5

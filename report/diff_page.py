@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from .. import __version__
 from ..parity.changes import STATUSES
+from ..version import __version__
 from .diff import COLUMNS, group_cells, label
 from .diff_words import DTYPES, HEADINGS, figure, files_told, listed, most_changed, readings, remarks, sides, verdict
 from .heatmap import Cell, heatmap

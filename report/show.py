@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .. import __version__
 from ..analysis.parameters import describe
 from ..analysis.params import ModelCount
 from ..components import differences
+from ..version import __version__
 from .drawing import path_lines, plain_words
 from .graph import SYMBOLS, Kind, Structure, layers_label
 from .pages import Figure, Lines, Page, Section, Table

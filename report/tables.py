@@ -5,12 +5,10 @@ rich is imported inside functions alone: `gptkit --help` does not need it.
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..analysis.formats import sizer, weighed
 from ..analysis.parameters import ParameterCount, describe, layer_ranges, range_label
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
 
-__all__ = ["By", "Model", "ParameterTable", "parameter_table", "print_json"]
+__all__ = ["By", "Model", "ParameterTable", "parameter_table"]
 
 Model = tuple[str, str, ModelSpec, ParameterCount]
 """A name, its family, its tree, and the tree's count."""
@@ -38,11 +36,6 @@ NARROWEST_NAMES = 32
 
 MOST_RUNS = 8
 """So many runs of layers alike are told below the total; more are left to `by` layer."""
-
-
-def print_json(obj: Any) -> None:
-    """One JSON value on stdout, indented and in plain ASCII, for programs rather than people: never coloured."""
-    sys.stdout.write(json.dumps(obj, indent=2, allow_nan=False) + "\n")
 
 
 def parameter_table(

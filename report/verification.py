@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from .. import __version__
+from ..version import __version__
 from .damage import damage_sections
 from .heatmap import Cell, heatmap
 from .pages import Code, Figure, Lines, Page, Section, Table, counted, listing

@@ -12,6 +12,7 @@ from ..architectures import Architecture
 from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint
 from ..converter.convert import main_dtype
+from ..converter.targets import Target
 from ..errors import UsageError
 from .base import Guarantee, Model, Promise, Stored, Swapped, SwappedModel, weakest
 from .fits.calibration import Calibration, Text, read_text
@@ -159,7 +160,7 @@ def _calibration(text: Callable[[], Text], promise: Promise, spec: ModelSpec, us
     return Calibration(found, spec)
 
 
-def leaving(done: Chain, source: Checkpoint, to: str) -> tuple[Architecture, Chain]:
+def leaving(done: Chain, source: Checkpoint, to: Target) -> tuple[Architecture, Chain]:
     """The family that the result goes to, and the chain with the step into its own form.
 
     Raises:

@@ -14,7 +14,7 @@ from ..architectures import Architecture, named
 from ..components import ModelSpec
 from ..converter.adapt import any_family
 from ..converter.dtypes import widest
-from ..errors import UsageError
+from ..converter.targets import FOLDERS, Target, target
 from .base import Filled, Model, Swapped, Tensor
 from .clearing import in_the_way
 from .fitting import biases, fitting, zero_biases
@@ -22,27 +22,23 @@ from .fitting import biases, fitting, zero_biases
 __all__ = ["asked_families", "into", "leave"]
 
 
-def asked_families(origin: str | None, to: str) -> list[Architecture]:
+def asked_families(origin: str | None, to: str | Target) -> list[Architecture]:
     """The families that may hold the result, in the order in which they are tried.
 
     Args:
         origin: the family that the checkpoint came from, the first to be tried.
-        to: "auto" or "hf:auto", "hf" (the one that it came from, or any where there is none) or "hf:FAMILY".
+        to: "hf:auto", "hf" (the one that it came from, or any where there is none) or "hf:FAMILY".
 
     Raises:
         UnknownFamily: there is no FAMILY.
         UsageError: another format.
 
     """
-    if to not in ("auto", "hf") and not to.startswith("hf:"):
-        raise UsageError(
-            f"--as {to!r} is unknown", "known: local, auto, hf, hf:FAMILY; gptkit convert goes on from there"
-        )
-    family = to.partition(":")[2] or (origin if to == "hf" else None)
+    family = target(to, FOLDERS).family or origin
     return any_family(origin) if family is None or family == "auto" else [named(family)]
 
 
-def leave(model: Model, origin: str | None, to: str) -> tuple[Architecture, Swapped | None]:
+def leave(model: Model, origin: str | None, to: str | Target) -> tuple[Architecture, Swapped | None]:
     """The family for a tree, and the last step into its own form: biases of zeros that it has, or has not.
 
     Weights are read only where it is for their values to decide.

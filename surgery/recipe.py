@@ -34,8 +34,7 @@ from ..analysis.costs import cached, usual_context
 from ..components import Attention, ModelSpec, Rotary
 from ..converter.files import sha256_file
 from ..converter.manifest import MANIFEST, read_manifest
-from ..converter.resolve import CONFIG
-from ..converter.tree import LOCAL_CONFIG
+from ..converter.names import CONFIG, LOCAL_CONFIG
 from ..errors import GptkitError, InvalidInput, SwapRefused, UsageError
 from .options import OPTIONS
 from .registry import Step

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ..analysis.costs import Costs, costs
 from ..components import ModelSpec
-from ..converter.tree import Origin, read_spec
+from ..converter.resolve import read_spec
+from ..converter.tree import Origin
 from ..errors import InvalidInput, SwapRefused, UsageError
 from .base import Guarantee, Swapped, weakest
 from .facts import Assumed, TextWanted, Value, values_after, values_of

@@ -10,20 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__
 from ..analysis.parameters import count
 from ..architectures import Architecture
 from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.convert import companions, plan_output
 from ..converter.dtypes import HF_NAMES, parse_dtype, widest
+from ..converter.names import CONFIG
 from ..converter.publish import Staging
-from ..converter.resolve import CONFIG
+from ..converter.targets import FOLDERS, target
 from ..converter.threads import as_before, suit
 from ..converter.tokenizer import token_files
 from ..converter.write import Plan, execute
 from ..display import Shown
 from ..errors import UsageError
+from ..version import __version__
 from .base import Guarantee, Model
 from .chain import Chain, chain, leaving
 from .fits.calibration import TOKENS, read_text
@@ -144,7 +145,7 @@ def swap(
         calibrate = told.text() if calibrate is None else calibrate
     if calibrate is not None and not Path(calibrate).is_file():
         raise UsageError(f"there is no text file {calibrate}", "--calibrate FILE: some pages of plain text.")
-    asked_to, to = to, to or "local"
+    asked_to, form = to, target("hf:auto" if to == "auto" else to or "local", FOLDERS)
     wanted = [*(told.steps if told else ()), *steps, *steps_of(asked, blocks, approximate)]
     stored = None if dtype is None else parse_dtype(dtype)
     if not dry_run:
@@ -161,14 +162,14 @@ def swap(
         text=text,
         offline=offline,
         names=told.labels() if told else (),
-        leaves=to != "local",
+        leaves=form.kind != "local",
     )
     if repeated and told is not None and told.calibration and done.calibration != told.calibration:
         raise told.another_text(str(told.calibration.get("text")))
     carried = recipe_of_steps(wanted, told, asked_to, dtype, done.calibration)
     architecture = None
-    if to != "local":
-        architecture, done = leaving(done, source, to)
+    if form.kind != "local":
+        architecture, done = leaving(done, source, form)
     whole = stored if architecture is not None else None
     stored = stored or done.stored
     records = [{**each.summary, "dtype": HF_NAMES[stored], "gptkit": __version__} for each in done.swapped]

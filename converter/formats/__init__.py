@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from ...architectures import Architecture, BoundLeaf
 from ...components import ModelSpec
-from ...errors import UsageError
-from ..targets import FORMATS, TARGETS
+from ..targets import FORMATS
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint, Weights
+    from ..tensors import Checkpoint, Weights
     from ..tree import Origin
     from ..write import Plan
 
-__all__ = ["Format", "Opened", "Request", "format_name", "format_named", "format_of", "writable"]
+__all__ = ["Format", "Opened", "Request", "format_named"]
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,10 @@ class Request:
 class Format(Protocol):
     """A module of this folder. `plan` is None for formats that are only read, `read` for those only written."""
 
-    matches: Callable[[Path], bool] | None
-    """Whether a file or folder is of this format: by its name and its first bytes."""
+    finds: Callable[[Path, frozenset[str] | None], Path | None] | None
+    """What of a path is of this format, by names and first bytes: a file itself (the names of a folder's files are None
+    then), the one in a folder, or the folder; None where nothing is. What it gives is what `describe` and `read` get.
+    """
     describe: Callable[[Path], tuple[ModelSpec, Origin, list[str]]] | None
     """The tree, where it came from, and fields that are not understood; without numpy or torch where that can be."""
     read: Callable[[Path, bool], Opened] | None
@@ -78,23 +79,7 @@ class Format(Protocol):
 
 
 def format_named(name: str) -> Format:
-    """A format by its name. Raises UsageError for one that is not there."""
-    if name not in FORMATS:
-        raise UsageError(f"unknown format {name!r}", f"known: {', '.join(TARGETS)}")
+    """A format by its name, which is one of `targets.FORMATS`."""
+    assert name in FORMATS, name
     module: Format = importlib.import_module(f"{__name__}.{name}")
     return module
-
-
-def format_name(module: Format) -> str:
-    """Its name, as `--to` has it."""
-    return str(module.__name__).rsplit(".", 1)[-1]  # type: ignore[attr-defined]
-
-
-def writable(name: str) -> bool:
-    """Whether `convert --to` knows the name."""
-    return name in FORMATS and format_named(name).plan is not None
-
-
-def format_of(path: Path) -> Format | None:
-    """The format of a file or folder, None for Hugging Face's and gptkit's own."""
-    return next((f for f in map(format_named, FORMATS) if f.matches is not None and f.matches(path)), None)

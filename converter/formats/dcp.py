@@ -11,6 +11,7 @@ read too. Whole ones are a Hugging Face folder like any other, there and back.
 
 from __future__ import annotations
 
+import fnmatch
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ...architectures import Architecture, BoundLeaf, named
 from ...components import ModelSpec
 from ...errors import CheckpointError, InvalidInput, UntrustedInput
+from ..names import CONFIG, INDEX, LOCAL_CONFIG, SINGLE
 
 if TYPE_CHECKING:
     from ..tree import Origin
@@ -27,36 +29,28 @@ if TYPE_CHECKING:
     from . import Opened, Request
     from .dcp_read import Chunked
 
-__all__ = ["describe", "matches", "plan", "read"]
+__all__ = ["describe", "finds", "plan", "read"]
 
 METADATA = ".metadata"
 SHARDS = "shard-*-model-*-of-*.safetensors"
 """What torch's Hugging Face writer calls its files while tensors are in parts."""
 
 
-def matches(path: Path) -> bool:
-    """Whether it is a folder of either kind, and no Hugging Face folder besides."""
-    from ..resolve import INDEX, SINGLE
-
-    try:
-        if not path.is_dir() or (path / SINGLE).is_file() or (path / INDEX).is_file():
-            return False
-        return (path / METADATA).is_file() or any(path.glob(SHARDS))
-    except (OSError, ValueError):
-        return False
+def finds(path: Path, names: frozenset[str] | None) -> Path | None:
+    """A folder of either kind that is no Hugging Face folder besides."""
+    if names is None or SINGLE in names or INDEX in names:
+        return None
+    return path if METADATA in names or fnmatch.filter(names, SHARDS) else None
 
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
     """The tree that config.json (or gptkit.json) beside the weights says. Raises InvalidInput."""
-    from ..tree import read_spec
+    from ..tree import read_description
 
-    return read_spec(_description(path))
+    return read_description(_description(path), path, folder=True)
 
 
 def _description(path: Path) -> Path:
-    from ..resolve import CONFIG
-    from ..tree import LOCAL_CONFIG
-
     for name in (LOCAL_CONFIG, CONFIG):
         if (path / name).is_file():
             return path / name
@@ -71,8 +65,7 @@ def _description(path: Path) -> Path:
 
 def read(path: Path, allow_pickle: bool) -> Opened:
     """Open the folder. Raises UntrustedInput for `.metadata` unless pickles are allowed, InvalidInput."""
-    from ..checkpoint import identity_leaves
-    from ..tree import LOCAL_CONFIG
+    from ..tensors import identity_leaves
     from . import Opened
     from .dcp_read import ChunkedWeights, hugging_face, located, metadata
 
@@ -151,7 +144,6 @@ def plan(request: Request) -> Plan:
     """
     from ..convert import plan_output
     from ..dtypes import parse_dtype
-    from ..resolve import INDEX
 
     dtypes, compute = request.dtypes, request.dtype
     if request.asked is not None:

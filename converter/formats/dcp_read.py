@@ -23,8 +23,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ...errors import CheckpointError, UntrustedInput
+from ..contents import Stored
 from ..pickle_process import ELEMENTS, KNOWN, Known, Part, RefusedError, SlowReader, Tensor, archived, load
-from ..pickles import Stored, StoredWeights
+from ..pickles import StoredWeights
 from ..safetensors import DTYPES, parse_json_object, read_header
 
 __all__ = ["Chunk", "Chunked", "ChunkedWeights", "hugging_face", "located", "metadata"]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..write import Plan
     from . import Opened, Request
 
-__all__ = ["begins", "describe", "describe_header", "matches", "plan", "read"]
+__all__ = ["begins", "describe", "describe_header", "finds", "plan", "read"]
 
 PLAIN = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
 """Types that safetensors has under the same name."""
@@ -42,15 +42,15 @@ ALIKE = {"eos": ("eos", "eot", "eom"), "bos": ("bos",), "pad": ("padding",)}
 """transformers' special ids -> the tokenizer.ggml.*_token_id that may hold one; the first is the one of config.json."""
 
 
-def matches(path: Path) -> bool:
-    """Whether it is a GGUF file, by its name or by how it begins, or a folder with one."""
+def finds(path: Path, names: frozenset[str] | None) -> Path | None:
+    """A GGUF file, by its name or by how it begins, or the only one of a folder."""
+    if names is not None:
+        inside = [name for name in names if name.endswith(".gguf")]
+        return path / inside[0] if len(inside) == 1 else None
     try:
-        path = _file(path)
-        if not path.is_file():
-            return False
-        return path.suffix == ".gguf" or begins(path)
-    except (OSError, ValueError):
-        return False
+        return path if path.suffix == ".gguf" or begins(path) else None
+    except OSError:
+        return None
 
 
 def begins(path: Path) -> bool:
@@ -59,15 +59,8 @@ def begins(path: Path) -> bool:
         return file.read(4) == b"GGUF"
 
 
-def _file(path: Path) -> Path:
-    """The one .gguf file of a folder; anything else as it is."""
-    inside = sorted(path.glob("*.gguf")) if path.is_dir() else []
-    return inside[0] if len(inside) == 1 else path
-
-
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
     """The tree and where it comes from, read from the header. Raises InvalidInput."""
-    path = _file(path)
     return describe_header(path, open_header(path))
 
 
@@ -83,7 +76,6 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
     from .gguf_tokenizer import Texts, without_tokenizer
     from .gguf_weights import READABLE, GgufWeights
 
-    path = _file(path)
     found = _Model(path, open_header(path))
     tensors = found.header.tensors
     try:

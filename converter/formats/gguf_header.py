@@ -23,7 +23,7 @@ from typing import Any
 
 from ...architectures.ggml import TYPES, Quant
 from ...errors import CheckpointError
-from ..resolve import POINTER, pointer
+from ..names import POINTER, pointer
 
 __all__ = ["Array", "GgufTensor", "Header", "Incomplete", "open_header", "parse_header"]
 

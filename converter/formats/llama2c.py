@@ -13,17 +13,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...architectures.base import bind
 from ...architectures.layout import Shape
 from ...architectures.llama import LLAMA
-from ...architectures.llama2c import BASE, LEAVES, QUANTISED, TABLES, Sizes, config_of, expressed, places
+from ...architectures.llama2c import BASE, LEAVES, QUANTISED, TABLES, Place, Sizes, config_of, expressed, places
 from ...components import ModelSpec
 from ...errors import CheckpointError, UsageError
 
@@ -34,7 +31,7 @@ if TYPE_CHECKING:
     from ..write import Plan
     from . import Opened, Request
 
-__all__ = ["describe", "matches", "plan", "plan_version", "read"]
+__all__ = ["describe", "finds", "plan", "plan_version", "read"]
 
 MAGIC = struct.pack("<I", 0x616B3432)
 HEADER = 256
@@ -45,12 +42,14 @@ OUTPUT = "model.bin"
 """What llama2.c's train.py calls it."""
 
 
-def matches(path: Path) -> bool:
-    """Whether it is such a file, told by its first bytes, or a folder with one."""
+def finds(path: Path, names: frozenset[str] | None) -> Path | None:
+    """Such a file, told by its first bytes, or the only one of a folder, where tokenizers end in .bin too."""
+    inside = [path] if names is None else [path / x for x in names if x.endswith(".bin") and not x.startswith("tok")]
     try:
-        return _file(path) is not None
-    except (OSError, ValueError):
-        return False
+        found = [file for file in inside if _looks_right(file)]
+    except OSError:
+        return None
+    return found[0] if len(found) == 1 else None
 
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
@@ -130,27 +129,11 @@ def plan_version(request: Request, version: int) -> Plan:
 # --- the header ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor lies: fp32 from byte `start`, or signed bytes with a scale for each `group`, from `scales` on."""
-
-    shape: Shape
-    start: int
-    scales: int | None = None
-    group: int = 1
-
-
 class _Model:
     """What a header says: the sizes, the tree, and every tensor's place, the file being as long as that takes."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            file = _file(path)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-        if file is None:
-            raise CheckpointError(f"{path} is not a file of llama2.c")
-        self.path = file
+        self.path = path
         self.version, self.sizes, self.group = self._read_header()
         self.places = self._places()
         config = config_of(self.sizes)
@@ -205,22 +188,6 @@ class _Model:
     def _nbytes(self, template: str, shape: Shape) -> int:
         count = math.prod(shape)
         return count + count // self.group * 4 if self.version == 2 and template in QUANTISED else 4 * count
-
-
-def _file(path: Path) -> Path | None:
-    """The file itself, or the only one of a folder. Raises OSError."""
-    mode = path.stat().st_mode
-    if stat.S_ISDIR(mode):
-        found = [entry for entry in _candidates(path) if _looks_right(entry)]
-        return found[0] if len(found) == 1 else None
-    return path if stat.S_ISREG(mode) and _looks_right(path) else None
-
-
-def _candidates(folder: Path) -> Iterator[Path]:
-    """A folder's .bin files that are no tokenizer."""
-    for entry in sorted(folder.iterdir()):
-        if entry.suffix == ".bin" and not entry.name.startswith("tok") and entry.is_file():
-            yield entry
 
 
 def _looks_right(path: Path) -> bool:

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from ..write import Plan
     from . import Request
 
-__all__ = ["describe", "matches", "plan", "read"]
+__all__ = ["describe", "finds", "plan", "read"]
 
-matches = describe = read = None
+finds = describe = read = None
 
 
 def plan(request: Request) -> Plan:

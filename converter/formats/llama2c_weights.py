@@ -6,15 +6,11 @@ import math
 import mmap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...architectures.llama2c import BASE, TABLES, Sizes
+from ...architectures.llama2c import BASE, TABLES, Place, Sizes
 from ...errors import CheckpointError
-
-if TYPE_CHECKING:
-    from .llama2c import Place
 
 __all__ = ["Llama2cWeights", "check_tables"]
 

@@ -26,16 +26,17 @@ from ...architectures.nanogpt import (
 )
 from ...components import Activation, ModelSpec
 from ...errors import CheckpointError, UntrustedInput
-from ..resolve import refuse_pointer
+from ..names import CONFIG, LOCAL_CONFIG, refuse_pointer
 from .torch_archive import archive_of, pickled_tensor, program
 
 if TYPE_CHECKING:
-    from ..pickles import Stored, StoredWeights
+    from ..contents import Stored
+    from ..pickles import StoredWeights
     from ..tree import Origin
     from ..write import Plan
     from . import Opened, Request
 
-__all__ = ["describe", "matches", "plan", "plan_for", "read"]
+__all__ = ["describe", "finds", "plan", "plan_for", "read"]
 
 NAME = "ckpt.pt"
 COMPILED = "_orig_mod."
@@ -45,25 +46,20 @@ NOTE = "gptkit"
 """The entry in which a checkpoint written here says its GELU, where it is not the one of today's model.py."""
 
 
-def matches(path: Path) -> bool:
-    """Whether it is a checkpoint, or a folder with one: told by the name alone, since a pickle has to be allowed."""
-    try:
-        return _file(path).is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def _file(path: Path) -> Path:
-    """A folder's ckpt.pt; a .pt file itself, unless a config.json beside it says that it is something else."""
-    if path.is_dir():
-        return path / NAME
-    described = any((path.parent / name).is_file() for name in ("config.json", "gptkit.json"))
-    return path if path.name == NAME or (path.suffix == ".pt" and not described) else path / NAME
+def finds(path: Path, names: frozenset[str] | None) -> Path | None:
+    """A folder's ckpt.pt, or a .pt file unless a config.json beside it says that it is something else: told by the name
+    alone, since a pickle has to be allowed.
+    """
+    if names is not None:
+        return path / NAME if NAME in names else None
+    described = (path.parent / name for name in (CONFIG, LOCAL_CONFIG))
+    own = path.name == NAME or (path.suffix == ".pt" and not any(map(Path.is_file, described)))
+    return path if own else None
 
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
     """Raises UntrustedInput: nothing of it can be told without reading the pickle."""
-    raise _untrusted(_file(path), f"Convert it first: gptkit convert {path} --allow-pickle")
+    raise _untrusted(path, f"Convert it first: gptkit convert {path} --allow-pickle")
 
 
 def _untrusted(path: Path, hint: str) -> UntrustedInput:
@@ -74,14 +70,13 @@ def _untrusted(path: Path, hint: str) -> UntrustedInput:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read(path: Path, allow_pickle: bool) -> Opened:
+def read(file: Path, allow_pickle: bool) -> Opened:
     """Open the file. Raises UntrustedInput unless allowed, CheckpointError for anything but nanoGPT's own."""
     from ..contents import not_as_it_is
     from ..pickles import unpickled
     from ..tree import Origin
     from . import Opened
 
-    file = _file(path)
     if not allow_pickle:
         raise _untrusted(file, "Pass --allow-pickle if you trust where it comes from.")
     (content,) = unpickled([file])

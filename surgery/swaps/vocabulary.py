@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...components import ModelSpec
-from ...converter.resolve import CONFIG
+from ...converter.names import CONFIG
 from ...converter.tokenizer import load_tokenizer
 from ...converter.vocabulary import Vocabulary, read_vocabulary
 from ...errors import InvalidInput, SwapRefused, UsageError

@@ -10,7 +10,7 @@ import pytest
 import gptkit
 from gptkit.analysis.compare import Comparison, compare, comparison
 from gptkit.analysis.figures import Asked
-from gptkit.analysis.params import Described, describe_reference
+from gptkit.analysis.params import ModelCount, params
 from gptkit.components import Llama3Scaling, Rotary
 from gptkit.errors import InvalidInput, Offline, UsageError
 
@@ -110,17 +110,18 @@ def test_json_has_words_data_and_integers(table: Comparison) -> None:
 
 
 def test_values_that_differ_never_look_alike() -> None:
-    first = describe_reference("llama-3.1-8b")
+    (first,) = params("llama-3.1-8b")
     scaling = Llama3Scaling(factor=8.0, low_freq_factor=2.0, high_freq_factor=4.0, original_context=8192)
     position = Rotary(dim=128, base=5e5, scaling=scaling)
     replace = msgspec.structs.replace
     block = first.spec.blocks[0].replaced(attention=replace(first.spec.blocks[0].attention, position=position))
-    second = Described("llama", replace(first.spec, blocks=(block,) * 32))
-    found = comparison([("a", first), ("b", second), ("c", first)], Asked())
+    second = ModelCount("b", "llama", replace(first.spec, blocks=(block,) * 32))
+    third = ModelCount("c", "llama", first.spec)
+    found = comparison([first, second, third], Asked())
     row = next(row for row in found.rows if row.name == "position")
     assert row.differs
     assert row.words == tuple(f"RoPE 500,000, llama3 ×8 #{n}" for n in (1, 2, 1))
-    assert not comparison([("a", first), ("c", first)], Asked()).shown(only_differences=True)
+    assert not comparison([first, third], Asked()).shown(only_differences=True)
 
 
 def test_details_are_shown_where_they_differ() -> None:

@@ -206,7 +206,7 @@ LARGE: dict[str, tuple[Callable[[], str], str]] = {
 MEASURED = """
 import sys, time
 from pathlib import Path
-from gptkit.converter.tree import read_spec
+from gptkit.converter.resolve import read_spec
 from gptkit.errors import GptkitError
 began = time.process_time()
 try:

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from gptkit.architectures.presets import presets
 from gptkit.cli import app
 from gptkit.commands.completion import complete_model, forms
-from gptkit.converter.convert import _check_format
 from gptkit.converter.dtypes import parse_dtype
+from gptkit.converter.targets import target as parsed
 from gptkit.surgery.options import OPTIONS
 from gptkit.surgery.registry import steps_named
 
@@ -105,7 +105,7 @@ def test_what_is_offered_is_taken() -> None:
     targets = offered("convert", "--to", "")
     assert {"local", "hf", "hf:auto", "hf:llama", "gguf"} <= set(targets)
     for target in targets:
-        _check_format(target)
+        parsed(target)
     for name in offered("params", "--dtype", ""):
         assert CliRunner().invoke(app, ["params", "gpt2", "--dtype", name]).exit_code == 0
     for name in offered("generate", "--dtype", ""):

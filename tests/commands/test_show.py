@@ -18,7 +18,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import gptkit
-from gptkit.analysis.parameters import count
 from gptkit.analysis.params import ModelCount
 from gptkit.cli import app
 from gptkit.components import ModelSpec, to_json
@@ -113,7 +112,7 @@ def test_what_params_takes_it_takes(tmp_path: Path) -> None:
 def test_names_out_of_files_are_text() -> None:
     (model,) = gptkit.params("gpt2")
     graph = structure(model.spec)
-    hostile = ModelCount("a\x1b[31m\u202e[b]", ATTACK, model.spec, model.count, None, (ATTACK,))
+    hostile = ModelCount("a\x1b[31m\u202e[b]", ATTACK, model.spec, None, (ATTACK,))
     file = io.StringIO()
     Console(file=file, width=80).print(ModelDrawing(hostile, graph, graph.kinds[0], None))
     assert "a?[31m?[b]" in file.getvalue() and "\x1b" not in file.getvalue()
@@ -159,7 +158,7 @@ def test_json_of_layers_that_differ(tmp_path: Path) -> None:
 @given(specs())
 def test_any_tree_is_json_and_a_page(spec: ModelSpec) -> None:
     pytest.importorskip("plotly", reason='pages need pip install "gptkit[html]"')
-    model, graph = ModelCount("m", "", spec, count(spec)), structure(spec)
+    model, graph = ModelCount("m", "", spec), structure(spec)
     data = json.loads(json.dumps(show_json(model, graph, graph.kinds), allow_nan=False))
     assert sum(row["parameters"] * row["copies"] for row in data["tree"] if row["depth"] == 0) == data["total"]
     page = show_page(model, graph, graph.kinds)

@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 import gptkit
 from gptkit.cli import app
 from gptkit.commands.completion import complete_target
-from gptkit.converter.formats import writable
-from gptkit.converter.targets import FORMATS, TARGETS
-from gptkit.errors import UsageError
+from gptkit.converter.formats import format_named
+from gptkit.converter.targets import FOLDERS, FORMATS, TARGETS, target
+from gptkit.errors import UnknownFamily, UsageError
 
 
 def test_help_error_shell_and_readme_have_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +23,7 @@ def test_help_error_shell_and_readme_have_the_same(tmp_path: Path, monkeypatch: 
     printed = CliRunner().invoke(app, ["convert", "--help"]).output
     words = " ".join(re.sub(r"[│\n]", " ", printed).split())
     assert f"one of {', '.join(TARGETS)};" in words
-    assert {target for target in TARGETS if target != "hf:FAMILY"} <= set(complete_target(""))
+    assert {each for each in TARGETS if each != "hf:FAMILY"} <= set(complete_target(""))
     table = (
         Path(gptkit.__file__).parent.joinpath("README.md").read_text().partition("| `--to` |")[2].partition("\n\n")[0]
     )
@@ -32,6 +32,38 @@ def test_help_error_shell_and_readme_have_the_same(tmp_path: Path, monkeypatch: 
 
 
 def test_every_one_is_written() -> None:
-    assert all(map(writable, FORMATS))
+    assert all(format_named(name).plan is not None for name in FORMATS)
     here = Path(gptkit.__file__).parent / "converter" / "formats"
     assert all((here / f"{name}.py").is_file() for name in FORMATS)
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["convert sample:gpt2 out --to mistral", "swap sample:gpt2 out --norm rmsnorm --as mistral"],
+)
+def test_a_family_by_itself_is_told_how_it_is_written(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, call.split())
+    assert done.exit_code == 2
+    assert "unknown format 'mistral'" in done.stderr and "did you mean hf:mistral?" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_target_is_parsed_once() -> None:
+    for text, kind, family in (
+        ("local", "local", None),
+        ("hf", "hf", None),
+        ("hf:auto", "hf", "auto"),
+        ("hf:llama", "hf", "llama"),
+        ("gguf", "gguf", None),
+    ):
+        found = target(text)
+        assert (found.kind, found.family, str(found)) == (kind, family, text) and target(found) is found
+    for text in ("", "hf:", "local:x", "gguf:llama", "HF", "hf:FAMILY:x"):
+        with pytest.raises((UsageError, UnknownFamily)):
+            target(text)
+    with pytest.raises(UsageError, match="unknown format 'gguf'") as error:
+        target("gguf", FOLDERS)
+    assert "gptkit convert goes on from there" in str(error.value)

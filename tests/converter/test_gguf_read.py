@@ -23,8 +23,8 @@ from gptkit.converter.formats.gguf_header import open_header
 from gptkit.converter.formats.gguf_tokenizer import PRE_TOKENIZERS
 from gptkit.converter.formats.gguf_vocab import pre_tokenizer, vocabulary
 from gptkit.converter.formats.gguf_weights import READABLE
+from gptkit.converter.resolve import read_spec
 from gptkit.converter.tokenizer import load_tokenizer
-from gptkit.converter.tree import read_spec
 from gptkit.errors import CheckpointError, InvalidInput, UnknownFamily, UsageError
 
 gguf = pytest.importorskip("gguf", reason='GGUF needs pip install "gptkit[gguf]"')
@@ -221,7 +221,7 @@ def test_headers_need_neither_numpy_nor_torch(tmp_path: Path) -> None:
     path, _ = file_of("llama", tmp_path / "model.gguf")
     script = (
         "import sys, pathlib\n"
-        "from gptkit.converter.tree import read_spec\n"
+        "from gptkit.converter.resolve import read_spec\n"
         f"assert read_spec(pathlib.Path({str(path)!r}))[0].blocks\n"
         "print([m for m in ('numpy', 'torch', 'gguf') if m in sys.modules])"
     )

@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import gptkit
-from gptkit.analysis.params import stored
+from gptkit.analysis.params import Stored, params
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert, plan_conversion
+from gptkit.converter.resolve import read_spec
 from gptkit.converter.tokenizer import load_tokenizer
-from gptkit.converter.tree import read_spec
 from gptkit.errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, UsageError
 
 STORIES = Path(__file__).parents[2].parent / "shared" / "checkpoints" / "stories260K-llama"
@@ -34,6 +34,12 @@ PROMPT = "Once upon a time, there was a little girl named Lily; it's 2026!\n\n  
 
 
 # --- a writer and a model of their own ---
+
+
+def stored(reference: str) -> Stored:
+    (found,) = params(reference, stored=True)
+    assert found.stored is not None
+    return found.stored
 
 
 def sizes_of(config: dict[str, Any]) -> tuple[int, int, int, int, int, int, int]:

@@ -15,7 +15,8 @@ from gptkit.architectures.presets import presets
 from gptkit.components import ModelSpec
 from gptkit.converter.formats.gguf_header import Incomplete, open_header, parse_header
 from gptkit.converter.outline import outline
-from gptkit.converter.tree import read_spec, write_spec
+from gptkit.converter.resolve import read_spec
+from gptkit.converter.tree import write_spec
 from gptkit.errors import CheckpointError, GptkitError, InvalidInput, Offline, UntrustedInput
 
 

@@ -24,8 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gptkit.converter import pickles
 from gptkit.converter.checkpoint import open_checkpoint
+from gptkit.converter.contents import Stored, Unplain
 from gptkit.converter.convert import convert
-from gptkit.converter.pickles import PickleWeights, Stored, Unplain, answers, unpickled
+from gptkit.converter.pickles import PickleWeights, answers, unpickled
 from gptkit.errors import CheckpointError
 
 Edit = Callable[[dict[str, torch.Tensor]], Any]

@@ -11,13 +11,19 @@ from hubserver import Hub, Repo
 from safetensors.numpy import load_file, save_file
 
 import gptkit
-from gptkit.analysis.params import stored
+from gptkit.analysis.params import Stored, params
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert
 from gptkit.converter.outline import outline
 from gptkit.errors import InvalidInput
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False}
+
+
+def stored(reference: str) -> Stored:
+    (found,) = params(reference, stored=True)
+    assert found.stored is not None
+    return found.stored
 
 
 @pytest.fixture

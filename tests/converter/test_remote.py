@@ -10,11 +10,19 @@ from hubserver import NEW, OLD, Big, Hub, Repo
 
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert
-from gptkit.converter.index import weight_files
-from gptkit.converter.remote import headers
+from gptkit.converter.hub import Repository
+from gptkit.converter.index import WeightFiles, weight_files
+from gptkit.converter.remote import weight_headers
 from gptkit.errors import CheckpointError, GptkitError, InvalidInput, Offline
 
 CONFIG = {"config.json": b"{}"}
+
+
+def headers(repo: str, revision: str | None = None, offline: bool = False) -> WeightFiles:
+    """Every tensor of a repository, by range requests where the cache has no file."""
+    found = weight_headers(Repository.open(repo, revision, offline=offline))
+    assert found is not None
+    return found
 
 
 def one_tensor(size: int, name: str = "w", metadata: str = "") -> Big:

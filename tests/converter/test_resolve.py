@@ -14,10 +14,10 @@ import pytest
 from hubserver import NEW, OLD, Big, Hub, Repo
 from typer.testing import CliRunner
 
-from gptkit.architectures.presets import nearest, repo_of
+from gptkit.architectures.presets import nearest
 from gptkit.cli import app
 from gptkit.converter import resolve as module
-from gptkit.converter.resolve import Resolved, resolve
+from gptkit.converter.resolve import Reference, resolve
 from gptkit.errors import CheckpointError, GptkitError, InvalidInput, Offline, UntrustedInput
 
 SHARDED = {
@@ -34,7 +34,7 @@ SHARDED = {
 SINGLE = {"config.json": b"{}", "model.safetensors": b"weights", "chat_template.jinja": b"{{ messages }}"}
 
 
-def names(resolved: Resolved) -> set[str]:
+def names(resolved: Reference) -> set[str]:
     return {path.name for path in resolved.path.iterdir()}
 
 
@@ -44,7 +44,8 @@ def names(resolved: Resolved) -> set[str]:
 def test_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SAMPLES_DIR", tmp_path)
     (tmp_path / "gpt2").mkdir()
-    assert resolve("sample:gpt2", offline=True) == Resolved("sample:gpt2", tmp_path / "gpt2", None, "sample")
+    found = resolve("sample:gpt2", offline=True)
+    assert (found.kind, found.path, found.revision) == ("sample", tmp_path / "gpt2", None)
     for name in ("gtp2", "", "..", "../gpt2", "gpt2/"):
         with pytest.raises(InvalidInput, match="no such sample") as caught:
             resolve(f"sample:{name}")
@@ -67,7 +68,8 @@ def test_local_paths_win(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("~/org/name", folder),
         (str(file), file),
     ):
-        assert resolve(ref, repo_of=lambda name: "other/repo") == Resolved(ref, path, None, "path")
+        found = resolve(ref)
+        assert (found.kind, found.path, found.revision) == ("path", path, None)
     assert hub.asked == []
     assert resolve("hf://org/name").kind == "hub"
 
@@ -136,7 +138,7 @@ def test_a_sharded_repository(hub: Hub, tmp_path: Path) -> None:
     hub.repos["org/name"] = Repo(SHARDED)
     resolved = resolve("org/name")
     assert resolved.kind == "hub"
-    assert resolved.ref == "org/name"
+    assert resolved.text == "org/name"
     assert resolved.revision == NEW
     assert resolved.path.is_relative_to(tmp_path / "cache")
     assert names(resolved) == SHARDED.keys() - {"pytorch_model.bin", "README.md"}
@@ -277,8 +279,8 @@ def test_one_weight_file_of_another_name(hub: Hub) -> None:
 def test_config_comes_first_and_may_end_it(hub: Hub) -> None:
     hub.repos["org/name"] = Repo(SHARDED)
 
-    def refuse(folder: Path) -> None:
-        assert {path.name for path in folder.iterdir()} == {"config.json"}
+    def refuse(found: Reference) -> None:
+        assert found.names == {"config.json"}
         raise InvalidInput("no such family")
 
     with pytest.raises(InvalidInput, match="no such family"):
@@ -363,10 +365,10 @@ def test_a_hub_that_fails_is_not_waited_for_where_the_cache_has_it(hub: Hub, sta
 def test_a_local_path_that_hides_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("gpt2").mkdir()
-    found = resolve("gpt2", repo_of={"gpt2": "openai-community/gpt2"}.get)
+    found = resolve("gpt2")
     assert found.kind == "path"
     assert found.notes == ("gpt2 is a local path here; the model of that name is hf://openai-community/gpt2",)
-    assert resolve("./gpt2", repo_of={"gpt2": "openai-community/gpt2"}.get).notes == ()
+    assert resolve("./gpt2").notes == ()
 
 
 def test_another_cache(hub: Hub, tmp_path: Path) -> None:
@@ -399,8 +401,8 @@ def test_a_branch_that_moves_while_it_is_fetched(hub: Hub) -> None:
 def test_aliases_and_bare_names(hub: Hub) -> None:
     hub.repos["openai-community/gpt2"] = Repo(SINGLE)
     hub.moved["gpt2"] = "openai-community/gpt2"
-    assert resolve("gpt2").revision == NEW
-    resolved = resolve("gpt2-small@main", repo_of={"gpt2-small": "openai-community/gpt2"}.get)
+    assert resolve("hf://gpt2").revision == NEW
+    resolved = resolve("gpt2-small@main")
     assert "models--openai-community--gpt2" in str(resolved.path)
 
 
@@ -536,7 +538,7 @@ def test_a_typo_of_a_preset_is_told_without_asking(hub: Hub, typo: str, stopped:
     if stopped:
         hub.stop()
     with pytest.raises(InvalidInput, match=f"no preset, file or folder is called '{typo.partition('@')[0]}'") as caught:
-        resolve(typo, repo_of=repo_of)
+        resolve(typo)
     assert "did you mean" in str(caught.value)
     assert nearest(typo.partition("@")[0])[0] in str(caught.value)
     assert hub.asked == []
@@ -545,23 +547,23 @@ def test_a_typo_of_a_preset_is_told_without_asking(hub: Hub, typo: str, stopped:
 def test_a_name_that_nothing_resembles_is_asked_for(hub: Hub) -> None:
     hub.repos["zebra"] = Repo(SINGLE)
     with pytest.raises(InvalidInput, match="no preset, file or folder is called 'nope', nor a model on the hub"):
-        resolve("nope", repo_of=repo_of)
-    assert resolve("zebra", repo_of=repo_of).revision == NEW
+        resolve("nope")
+    assert resolve("zebra").revision == NEW
     for offline in (True, False):
         hub.stop()
         with pytest.raises(InvalidInput, match=r"no preset, file or folder is called 'nope'\n") as caught:
-            resolve("nope", repo_of=repo_of, offline=offline)
+            resolve("nope", offline=offline)
         assert caught.value.exit_code == 4 and "gptkit presets" in str(caught.value)
-        assert resolve("zebra", repo_of=repo_of, offline=offline).revision == NEW  # from the cache
+        assert resolve("zebra", offline=offline).revision == NEW  # from the cache
     with pytest.raises(Offline):
-        resolve("hf://nope", repo_of=repo_of)  # said to be one of the hub
+        resolve("hf://nope")  # said to be one of the hub
     with pytest.raises(Offline):
-        resolve("gpt2", repo_of=repo_of)  # a preset, whose repository is not here
+        resolve("gpt2")  # a preset, whose repository is not here
 
 
 def test_a_preset_without_weights_says_so(hub: Hub) -> None:
     with pytest.raises(InvalidInput, match="gpt3-175b is a config alone") as caught:
-        resolve("gpt3-175b", repo_of=repo_of)
+        resolve("gpt3-175b")
     assert "load --random gpt3-175b" in str(caught.value) and hub.asked == []
 
 

@@ -15,7 +15,8 @@ from gptkit.analysis.parameters import count
 from gptkit.components import ModelSpec
 from gptkit.converter import files
 from gptkit.converter.outline import outline
-from gptkit.converter.tree import Origin, is_local, is_tree, read_spec, write_spec
+from gptkit.converter.resolve import located, read_spec
+from gptkit.converter.tree import Origin, write_spec
 from gptkit.errors import ConfigError, GptkitError, InvalidInput, UsageError
 from gptkit.modules.initialise import write_random
 
@@ -27,7 +28,7 @@ def test_a_tree_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
     path = write_spec(SPECS[name], tmp_path / "my.json")
     spec, origin, unknown = read_spec(path)
     assert (spec, origin, unknown) == (SPECS[name], Origin(), [])
-    assert is_tree(path) and is_local(path)
+    assert located(path).format == "tree"
     (counted,) = gptkit.params(path)
     assert (counted.family, counted.spec, counted.count) == ("", spec, count(spec))
 
@@ -49,7 +50,8 @@ def test_every_json_file_is_read_for_what_it_is(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes((tmp_path / "local" / "gptkit.json").read_bytes())
         assert read_spec(tmp_path / name)[0] == sample
     assert read_spec(tmp_path / "local")[0] == read_spec(tmp_path / "local" / "gptkit.json")[0] == sample
-    assert not is_tree(tmp_path / "local") and not is_tree(tmp_path / "small-llama.json")
+    assert located(tmp_path / "local").format == "local"
+    assert located(tmp_path / "small-llama.json").format == "hf"
     # Beside a folder's weights, a tree of another name is a tree and not theirs.
     write_spec(spec_of(CONFIGS["gpt2"]), tmp_path / "local" / "other.json")
     assert gptkit.open_checkpoint(tmp_path / "local").spec == sample

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 import gptkit
 from gptkit.cli import app
+from gptkit.converter.resolve import read_spec
 from gptkit.converter.tokenizer import load_tokenizer
-from gptkit.converter.tree import read_spec
 from gptkit.errors import CannotExpress, CheckpointError, InvalidInput, UsageError
 from gptkit.modules import Decoder
 

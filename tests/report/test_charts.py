@@ -30,10 +30,10 @@ def specs(draw: Any) -> ModelSpec:
 
 
 def preset(name: str) -> ModelSpec:
-    from gptkit.analysis.params import describe_reference
+    from gptkit.analysis.params import params
 
     assert find(name) is not None
-    return describe_reference(name).spec
+    return params(name)[0].spec
 
 
 def held_to_its_tree(figure: Figure, spec: ModelSpec) -> None:

@@ -3,6 +3,7 @@
 import csv
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from rich.cells import cell_len
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from gptkit.analysis.compare import Comparison, compare, comparison
 from gptkit.analysis.figures import Asked
-from gptkit.analysis.params import describe_reference
+from gptkit.analysis.params import ModelCount, params
 from gptkit.report.comparison import comparison_csv, comparison_markdown, comparison_table, shared_out
 
 FOUR = ("gpt2", "llama-2-7b", "bloom-7b1", "falcon-7b")
@@ -88,9 +89,9 @@ def test_ascii_only() -> None:
 
 
 def test_names_from_outside_obey_nobody() -> None:
-    gpt2 = describe_reference("gpt2")
+    (gpt2,) = params("gpt2")
     name = "[bold]a|b\x1b[2J"
-    found = comparison([(name, gpt2), ("b", gpt2)], Asked())
+    found = comparison([replace(gpt2, name=name), replace(gpt2, name="b")], Asked())
     text = render(found, 120)
     assert "\x1b" not in text and "[bold]a|b" in text
     table = comparison_markdown(found, found.shown())
@@ -159,14 +160,13 @@ def test_the_page_draws_each_kind_of_layer() -> None:
     pytest.importorskip("plotly")
     import msgspec
 
-    from gptkit.analysis.params import Described
     from gptkit.report.comparison_page import comparison_page
 
-    gpt2 = describe_reference("gpt2").spec
+    gpt2 = params("gpt2")[0].spec
     replace = msgspec.structs.replace
     other = gpt2.blocks[0].replaced(attention=replace(gpt2.blocks[0].attention, window=64))
     mixed = replace(gpt2, blocks=(*gpt2.blocks[:6], *(other,) * 6))
-    found = comparison([("mixed", Described("", mixed))], Asked(dtype="float64"))
+    found = comparison([ModelCount("mixed", "", mixed)], Asked(dtype="float64"))
     page = comparison_page(found, found.shown())
     layers = next(section for section in page.sections if section.title == "Layers")
     assert len(layers.blocks) == 2

@@ -15,8 +15,7 @@ from families import CONFIGS, edited, save_hf
 import gptkit
 from gptkit.components import LayerNorm, RMSNorm
 from gptkit.converter.publish import check_manifest
-from gptkit.converter.resolve import SAMPLES_DIR
-from gptkit.converter.tree import is_local
+from gptkit.converter.resolve import SAMPLES_DIR, located
 from gptkit.errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, SwapRefused, UsageError
 from gptkit.report.summaries import swap_lines
 from gptkit.surgery.swap import SwapResult
@@ -227,7 +226,7 @@ def test_a_swapped_tree_stays_local(name: str, tmp_path: Path) -> None:
             assert "RMSNorm" in caught.value.message and "head.bias" in caught.value.message
     assert tree(tmp_path) == before
     gptkit.convert(tmp_path / "rms", tmp_path / "copy", "local")
-    assert is_local(tmp_path / "copy")
+    assert located(tmp_path / "copy").format == "local"
     for file in ("model.safetensors", "gptkit.json"):
         assert (tmp_path / "copy" / file).read_bytes() == (tmp_path / "rms" / file).read_bytes()
 

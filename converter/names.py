@@ -1,0 +1,76 @@
+"""What a checkpoint's files are called, a folder's listing, and what git leaves in a file's place."""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from ..errors import CheckpointError, InvalidInput
+
+__all__ = ["POINTER", "is_pointer", "listing", "pointer", "refuse_pointer"]
+
+CONFIG = "config.json"
+LOCAL_CONFIG = "gptkit.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLE_SINGLE = "pytorch_model.bin"
+PICKLE_INDEX = "pytorch_model.bin.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+"""What peft writes beside the weights of an adapter."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+POINTER = b"version https://git-lfs"
+"""How the small text begins that git leaves in a file's place where git-lfs did not fetch it."""
+
+
+def listing(path: Path) -> frozenset[str] | None:
+    """The names of a folder's files, found with one call; None for a path that is a file itself.
+
+    Raises:
+        OSError: nothing is there (FileNotFoundError), or it cannot be read.
+        InvalidInput: it is neither a file nor a folder.
+
+    """
+    try:
+        with os.scandir(path) as entries:
+            return frozenset(entry.name for entry in entries if _is_file(entry))
+    except NotADirectoryError:
+        mode = _mode(path)
+    if not stat.S_ISREG(mode):
+        raise InvalidInput(f"{path} is neither a file nor a folder")
+    return None
+
+
+def _mode(path: Path) -> int:
+    try:
+        return path.stat().st_mode
+    except NotADirectoryError as error:  # a part of the path is a file
+        raise FileNotFoundError(*error.args) from error
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    with suppress(OSError):  # a link that leads in a circle
+        return entry.is_file()
+    return False
+
+
+def pointer(where: Path | str) -> CheckpointError:
+    """The error for such a text in a weight file's place, to be raised by the caller."""
+    return CheckpointError(f"{where} is a git-lfs pointer, not the file itself", "Fetch the file with `git lfs pull`.")
+
+
+def is_pointer(path: Path) -> bool:
+    """Whether a file is such a text; False for one that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(POINTER)) == POINTER
+    except (OSError, ValueError):
+        return False
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise CheckpointError where a weight file is a git-lfs pointer: before anybody is asked to trust it."""
+    if path.is_file() and is_pointer(path):
+        raise pointer(path)
