@@ -97,8 +97,8 @@ def after_swaps(
     name: str, model: Described, swap: list[str], recipe: str | None, offline: bool
 ) -> tuple[str, Described]:
     """What swaps make of a model, from its shapes. Raises SwapRefused, and UsageError for an unknown swap."""
-    from ..analysis.expressed import expressed
     from ..analysis.params import Described
+    from ..architectures import expressed
     from ..surgery.shapes import steps_from, swapped
     from ..surgery.synonyms import guarantee_in_words
 

@@ -262,9 +262,9 @@ def _with_swaps(
     counts: Sequence[ModelCount], swaps: Sequence[str], recipe: str | None, offline: bool
 ) -> list[ModelCount]:
     """The models, each with what it becomes behind it, from shapes alone."""
-    from ..analysis.expressed import expressed
     from ..analysis.parameters import count
     from ..analysis.params import ModelCount
+    from ..architectures import expressed
     from ..surgery.shapes import steps_from, swapped
 
     steps = steps_from(swaps, recipe)

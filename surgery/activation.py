@@ -29,7 +29,7 @@ from .base import Computed, Guarantee, Model, Moved, Swapped, Tensor, Wide, weak
 from .calibration import Calibration, Layer, Scratch
 from .layerwise import blocks_text, chosen_layers, in_words
 from .mlp import dense_of, paths, with_dense
-from .registry import Asked, Step, Swap
+from .registry import Asked, Clears, Step, Swap
 from .regression import best_slope
 
 __all__ = ["SWAPS", "TWO_UNITS", "how", "one_unit", "slope", "two_units"]
@@ -351,6 +351,7 @@ def entry(new: Activation, form: str, apply: Callable[..., Swapped], needs: str)
         by_layer=True,
         calibrated=form.endswith(":fit"),
         inverse=back if plain else lambda before, asked: None,
+        clears=(Clears("*.activation", theirs=new),) if plain else (),
     )
 
 

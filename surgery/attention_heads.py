@@ -28,7 +28,7 @@ from ..modules.positions import alibi_slopes
 from .base import Model, Swapped, Tensor, Wide
 from .calibration import Calibration
 from .gather import Index, by_head, taken
-from .registry import Asked, Step, Swap
+from .registry import Asked, Clears, Step, Swap
 
 __all__ = ["SWAPS", "resize_heads", "slopes"]
 
@@ -383,6 +383,7 @@ SWAPS: tuple[Swap, ...] = (
         by_layer=True,
         calibrated=True,
         inverse=undone,
+        clears=(Clears("*.heads", "heads={theirs}"),),
     ),
 )
 """How many heads there are."""

@@ -15,7 +15,7 @@ from ..converter.convert import main_dtype
 from ..errors import UsageError
 from .base import Guarantee, Model, Promise, Stored, Swapped, SwappedModel, weakest
 from .calibration import Calibration, Text, read_text
-from .leaving import leave
+from .family import leave
 from .options import spelled
 from .recipe import plain, told_as
 from .registry import Step, apply, options

@@ -28,7 +28,7 @@ from ..modules.feed_forward import MixtureOfExpertsModule
 from .base import Computed, Filled, Model, Moved, Swapped, Tensor, Wide
 from .calibration import Calibration, Scratch
 from .layerwise import blocks_text, chosen_layers, guarantee_of, in_words
-from .registry import Asked, Step, Swap
+from .registry import Asked, Clears, Step, Swap
 
 __all__ = ["SWAPS", "experts_alike"]
 
@@ -375,6 +375,7 @@ SWAPS = (
         source="Sparse Upcycling 2212.05055",
         apply=to_copies,
         examples=copies_worth_trying,
+        clears=(Clears("*", "mlp=moe:{theirs.experts}x{theirs.top_k}", theirs=MixtureOfExperts),),
         by_layer=True,
         inverse=back,
     ),
@@ -388,6 +389,7 @@ SWAPS = (
         source="Sparse Upcycling 2212.05055, backwards",
         apply=to_dense,
         examples=lambda spec: ("dense",) if any(map(is_mixture, spec.blocks)) else (),
+        clears=tuple(Clears("*", ours=MixtureOfExperts, theirs=dense) for dense in (GatedFeedForward, FeedForward)),
         by_layer=True,
         calibrated=True,
     ),

@@ -22,7 +22,7 @@ from ..errors import SwapRefused
 from .base import Computed, Filled, Model, Moved, Swapped, Tensor, Wide
 from .calibration import Calibration, Layer, Scratch
 from .layerwise import blocks_text, chosen_layers, guarantee_of, in_words
-from .registry import Asked, Step, Swap
+from .registry import Asked, Clears, Step, Swap
 from .regression import Moment, ridge
 from .stream import experts
 
@@ -262,6 +262,7 @@ SWAPS = (
         examples=lambda spec: () if all(is_gated(block) for block in spec.blocks) else ("gated",),
         by_layer=True,
         inverse=ungate,
+        clears=(Clears("*", theirs=GatedFeedForward),),
     ),
     Swap(
         option="mlp",
@@ -273,6 +274,7 @@ SWAPS = (
         source="derived for gptkit",
         apply=to_plain,
         examples=lambda spec: ("plain",) if any(is_gated(block) for block in spec.blocks) else (),
+        clears=(Clears("*", theirs=FeedForward),),
         by_layer=True,
         calibrated=True,
     ),

@@ -28,7 +28,7 @@ from ..errors import SwapRefused
 from .base import Computed, Model, Moved, Swapped, Tensor, Wide
 from .basis import CENTRED, Compute, exchanged, with_norms
 from .layernorm import has_rms_norm, rmsnorm_again, to_layernorm
-from .registry import Asked, Step, Swap
+from .registry import Asked, Clears, Step, Swap
 from .stream import head_weight, norms, readers, stream_norms, writers
 
 __all__ = [
@@ -309,6 +309,7 @@ SWAPS = (
         examples=lambda spec: ("rmsnorm",) if layer_norms(spec) else (),
         by_layer=True,
         inverse=lambda before, asked: None if asked.approximate else Step("norm", "layernorm"),
+        clears=(Clears("*norm", theirs=RMSNorm), Clears("*.norm", theirs=None)),
     ),
     Swap(
         option="norm",
@@ -322,5 +323,6 @@ SWAPS = (
         examples=lambda spec: ("layernorm",) if has_rms_norm(spec) else (),
         by_layer=True,
         inverse=rmsnorm_again,
+        clears=(Clears("*norm", theirs=LayerNorm),),
     ),
 )

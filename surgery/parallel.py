@@ -24,7 +24,7 @@ from ..errors import SwapRefused
 from .base import Model, Moved, Swapped, Tensor
 from .layerwise import blocks_text, chosen_layers, guarantee_of, in_words
 from .mlp import paths
-from .registry import Asked, Step, Swap
+from .registry import Asked, Clears, Step, Swap
 
 __all__ = ["SWAPS", "norms_alike", "writes_nothing"]
 
@@ -176,6 +176,7 @@ SWAPS = (
         needs="norms that are the same; exact where attention or feed-forward writes nothing, or it was parallel",
         source="PaLM 2204.02311, section 2; Falcon 7b",
         apply=partial(to_parallel, True),
+        clears=(Clears("*.feed_forward_norm", theirs=None),),
         by_layer=True,
         inverse=serial_again,
     ),
@@ -188,6 +189,7 @@ SWAPS = (
         needs="exact where attention or feed-forward writes nothing; near for few layers",
         source="PaLM 2204.02311, section 2",
         apply=partial(to_parallel, False),
+        clears=(Clears("*.parallel", theirs=True),),
         examples=lambda spec: ("parallel",) if may_be_parallel(spec) else (),
         by_layer=True,
         inverse=serial_again,
@@ -201,6 +203,7 @@ SWAPS = (
         needs="exact where attention or feed-forward writes nothing; near for few layers",
         source="PaLM 2204.02311, section 2",
         apply=to_serial,
+        clears=(Clears("*.feed_forward_norm", ours=None), Clears("*.parallel", theirs=False)),
         examples=lambda spec: ("serial",) if any(b.parallel for b in spec.blocks) else (),
         by_layer=True,
         inverse=parallel_again,

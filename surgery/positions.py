@@ -25,7 +25,7 @@ from ..errors import SwapRefused, UsageError
 from .base import Computed, Filled, Guarantee, Model, Moved, Promise, Swapped, Tensor, Wide
 from .context_length import CONTEXT
 from .layerwise import blocks_text, with_attention
-from .registry import Asked, Step, Swap
+from .registry import Asked, Clears, Step, Swap
 from .rotation import NEUTRAL, is_neutral, mean_rotation, turned_queries
 
 __all__ = ["SWAPS", "Kind", "kind"]
@@ -341,6 +341,13 @@ def _learned_example(form: str, spec: ModelSpec) -> Sequence[str]:
 TRAINED = "to be trained, but where nothing told positions apart before either"
 DROPE = "DroPE 2512.12167; the mean rotation is gptkit's own"
 
+TO_ROPE = tuple(
+    clears
+    for step in ("position=rope", "position=rope:neutral")
+    for clears in (Clears("*.position", step, theirs=Rotary), Clears("positions", step))
+)
+"""Where both cost as much, RoPE that turns comes first."""
+
 SWAPS: tuple[Swap, ...] = (
     Swap(
         option="position",
@@ -366,6 +373,7 @@ SWAPS: tuple[Swap, ...] = (
             source="Su et al. 2104.09864",
             apply=to_rope,
             examples=(lambda spec: _unless(spec, "rope", "rope")) if form == "rope" else lambda spec: (),
+            clears=TO_ROPE if form == "rope" else (),
             by_layer=True,
         )
         for form in ("rope", "rope:BASE")
@@ -380,6 +388,7 @@ SWAPS: tuple[Swap, ...] = (
         source="Press et al. 2108.12409; the mean rotation is gptkit's own",
         apply=to_alibi,
         examples=lambda spec: _unless(spec, "alibi", "alibi"),
+        clears=(Clears("*.position", theirs=ALiBi), Clears("positions")),
         by_layer=True,
     ),
     Swap(
@@ -392,6 +401,7 @@ SWAPS: tuple[Swap, ...] = (
         source=DROPE,
         apply=to_none,
         examples=_none_example,
+        clears=(Clears("*.position", theirs=None), Clears("positions", theirs=None)),
         by_layer=True,
         inverse=back_to_neutral,
     ),
@@ -406,6 +416,12 @@ SWAPS: tuple[Swap, ...] = (
             source="own",
             apply=to_learned,
             examples=partial(_learned_example, form),
+            clears=(
+                *(Clears("*.position", ours=turned, theirs=None) for turned in (Rotary, ALiBi)),
+                Clears("positions", theirs=LearnedPositions),
+            )
+            if form == "learned"
+            else (),
             inverse=back_to_none,
         )
         for form in ("learned", "learned:LENGTH")

@@ -25,7 +25,7 @@ from ..components import (
 from ..errors import SwapRefused, UsageError
 from .base import Guarantee, Model, Moved, Promise, Swapped, Tensor
 from .layerwise import blocks_text, with_attention
-from .registry import Asked, Step, Swap
+from .registry import Asked, Clears, Step, Swap
 from .rotary_dim import rotary_dim
 from .rotation import (
     Elements,
@@ -311,6 +311,7 @@ SWAPS: tuple[Swap, ...] = (
         source="the definitions of the scalings",
         apply=no_scaling,
         examples=lambda spec: ("none",) if any(rotary.scaling for rotary in _rotary(spec)) else (),
+        clears=(Clears("*.scaling", theirs=None),),
         by_layer=True,
     ),
     Swap(
@@ -323,6 +324,7 @@ SWAPS: tuple[Swap, ...] = (
         source="own, after GPT-NeoX' partial rotary and DroPE 2512.12167",
         apply=rotary_dim,
         examples=_parts,
+        clears=(Clears("*.dim", "rotary_dim={theirs}"),),
         by_layer=True,
     ),
     *(
@@ -340,6 +342,7 @@ SWAPS: tuple[Swap, ...] = (
             ),
             by_layer=True,
             inverse=other_pairs,
+            clears=(Clears("*.pairs", theirs=wanted),),
         )
         for wanted, described in (("adjacent", "of neighbours"), ("halves", "half a head apart"))
     ),

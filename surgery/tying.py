@@ -17,7 +17,7 @@ import numpy as np
 from ..components import ModelSpec
 from ..errors import SwapRefused
 from .base import Computed, Model, Moved, Swapped, SwappedModel, Tensor, Wide
-from .registry import Asked, Step, Swap
+from .registry import Asked, Clears, Step, Swap
 
 __all__ = ["SWAPS", "tie", "untie"]
 
@@ -121,6 +121,7 @@ SWAPS = (
         apply=tie,
         examples=lambda spec: () if spec.head.tied else ("",),
         inverse=lambda before, asked: Step("untie", ""),
+        clears=(Clears("head.tied", theirs=True),),
     ),
     Swap(
         option="untie",
@@ -133,5 +134,6 @@ SWAPS = (
         apply=untie,
         examples=lambda spec: ("",) if spec.head.tied else (),
         inverse=lambda before, asked: Step("tie", ""),
+        clears=(Clears("head.tied", theirs=False),),
     ),
 )

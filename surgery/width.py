@@ -23,7 +23,7 @@ from ..errors import SwapRefused
 from .base import Model, Swapped, Tensor, Wide
 from .calibration import Calibration, Layer, Scratch
 from .gather import Index, padded, taken
-from .registry import Asked, Step, Swap
+from .registry import Asked, Clears, Step, Swap
 from .stream import experts, inner_projections
 
 __all__ = ["SWAPS", "refit", "resize_feed_forward"]
@@ -293,6 +293,7 @@ SWAPS: tuple[Swap, ...] = (
         by_layer=True,
         calibrated=True,
         inverse=undone,
+        clears=(Clears("*.intermediate_size", "intermediate={theirs}"),),
     ),
 )
 """The width of a feed-forward."""
