@@ -169,7 +169,7 @@ def test_a_leaf_holds_the_tensors_of_all_experts(layout, experts, seed):
     """Both ways, in a tree of layers that have them and layers that have not."""
     mixture = msgspec.structs.replace(TREES_EXPERTS["gated"], experts=experts, top_k=1)
     dense = spec_of(CONFIGS["llama-2"])
-    blocks = [msgspec.structs.replace(block, feed_forward=mixture) for block in dense.blocks]
+    blocks = [block.replaced(feed_forward=mixture) for block in dense.blocks]
     spec = msgspec.structs.replace(dense, blocks=(*blocks, dense.blocks[0]))
     leaves = (*LLAMA.leaves, Leaf("model.layers.{layer}.router", "blocks.{layer}.feed_forward.router.weight"))
     leaves += (Leaf("model.layers.{layer}.experts.gate_up_proj", EXPERTS, layout),)
@@ -191,7 +191,7 @@ def test_deepseeks_latent_tensors_are_leaves():
     attention = ATTENTIONS["deepseek"]
     dense = spec_of(CONFIGS["llama-2"])
     spec = msgspec.structs.replace(
-        dense, blocks=tuple(msgspec.structs.replace(block, attention=attention) for block in dense.blocks)
+        dense, blocks=tuple(block.replaced(attention=attention) for block in dense.blocks)
     )
     base = "blocks.{layer}.attention."
     leaves = (

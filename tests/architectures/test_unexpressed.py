@@ -165,10 +165,10 @@ def test_how_alibi_rounds_is_nothing_to_gguf() -> None:
     spec = spec_of(CONFIGS["bloom"])
     attention = spec.blocks[0].attention
     rounded = msgspec.structs.replace(attention, position=ALiBi(rounding="bfloat16"))
-    blocks = tuple(msgspec.structs.replace(block, attention=rounded) for block in spec.blocks)
+    blocks = tuple(block.replaced(attention=rounded) for block in spec.blocks)
     found = gguf.expressed(msgspec.structs.replace(spec, blocks=blocks))
     assert found.architecture.name == "bloom" and found.metadata == gguf.expressed(spec).metadata
     scaled = msgspec.structs.replace(attention, position=ALiBi(scaled=True))
-    other = tuple(msgspec.structs.replace(block, attention=scaled) for block in spec.blocks)
+    other = tuple(block.replaced(attention=scaled) for block in spec.blocks)
     with pytest.raises(CannotExpress, match=r"position\.scaled: true"):
         gguf.expressed(msgspec.structs.replace(spec, blocks=other))
