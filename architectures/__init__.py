@@ -51,7 +51,7 @@ def named(name: str) -> Architecture:
 
 def expressed(spec: ModelSpec) -> tuple[str | None, ModelSpec]:
     """The first family that has this tree, and the tree in its arithmetic; None and the tree itself where none has."""
-    found, refused = first_of(ARCHITECTURES.values(), spec, clear=("rounding",))
+    found, refused = first_of(ARCHITECTURES.values(), spec, clear=("rounding",), nearest=False)
     if found is None or found.found is None:
         return None, spec
     return list(ARCHITECTURES)[len(refused)], found.found

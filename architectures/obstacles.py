@@ -149,7 +149,12 @@ def never(_name: str) -> bool:
 
 
 def express(
-    target: Target, spec: ModelSpec, zero: Zero = never, clear: Collection[Remedy] = ("rounding", "zeros")
+    target: Target,
+    spec: ModelSpec,
+    zero: Zero = never,
+    clear: Collection[Remedy] = ("rounding", "zeros"),
+    *,
+    nearest: bool = True,
 ) -> Expression:
     """The tree that a target has for this one's function, or what stands in the way of it.
 
@@ -159,6 +164,7 @@ def express(
         zero: whether every value of a bias is zero, by its shared name; asked only where nothing but biases is in the
             way, or of those that are.
         clear: what does not stand in the way, because it changes nothing and will be done.
+        nearest: whether to say what is in the way of a tree of other kinds too; else no more than that it is.
 
     """
     reasons: list[str] = []
@@ -172,7 +178,7 @@ def express(
         found = () if back == spec else tuple(_obstacles(spec, back, zero))
         return Expression(target, spec, back, found, tuple(each for each in found if each.remedy not in clear))
 
-    others = tuple(_others(target, spec))
+    others = tuple(_others(STRUCTURE | target.kinds, spec))
     attempts = [] if others else [tried(spec)]
     if attempts and attempts[0] is not None and not attempts[0].obstacles:
         return _bound(attempts[0])
@@ -185,9 +191,9 @@ def express(
     for each in attempts:
         if each is not None and not each.standing and _stays(target, each.found):
             return _bound(each)
-    if not any(attempts):  # as much of it as the target has components for
-        nearest = [_in_kind(plain, target.usual, kinds) for kinds in (target.kinds, frozenset())]
-        attempts = [tried(each) for each in dict.fromkeys(nearest) if each is not None]
+    if nearest and not any(attempts):  # as much of it as the target has components for
+        alike = [_in_kind(plain, target.usual, kinds) for kinds in (target.kinds, frozenset())]
+        attempts = [tried(each) for each in dict.fromkeys(alike) if each is not None]
     best = min((each for each in attempts if each is not None), key=lambda each: each.weight, default=None)
     if best is None:
         return Expression(target, spec, None, others, others, reasons[0] if reasons else "its sizes do not fit")
@@ -195,12 +201,19 @@ def express(
 
 
 def first_of(
-    targets: Iterable[Target], spec: ModelSpec, zero: Zero = never, clear: Collection[Remedy] = ("rounding", "zeros")
+    targets: Iterable[Target],
+    spec: ModelSpec,
+    zero: Zero = never,
+    clear: Collection[Remedy] = ("rounding", "zeros"),
+    *,
+    nearest: bool = True,
 ) -> tuple[Expression | None, list[Expression]]:
-    """How the first of some targets that holds a tree does, None where none does; and why those before it do not."""
+    """How the first of some targets that holds a tree does, None where none does; and why those before it do not. The
+    arguments are those of `express`.
+    """
     refused = []
     for target in targets:
-        found = express(target, spec, zero, clear)
+        found = express(target, spec, zero, clear, nearest=nearest)
         if found.found is not None:
             return found, refused
         refused.append(found)
@@ -221,39 +234,43 @@ def of_kind(node: Any, kind: type[Some]) -> Some:
     return node
 
 
-def _others(target: Target, node: Any, path: str = "") -> Iterator[Obstacle]:
-    """The components of a tree of kinds that a target has not."""
+def _others(kinds: Kinds, node: Any, path: str = "") -> Iterator[Obstacle]:
+    """The components of a tree that are of other kinds."""
     if isinstance(node, tuple):
         for index, each in enumerate(node):
-            yield from _others(target, each, f"{path}.{index}")
+            yield from _others(kinds, each, f"{path}.{index}")
     elif isinstance(node, Component):
-        if type(node) not in STRUCTURE | target.kinds:
+        if type(node) not in kinds:
             yield Obstacle(path, node, None)
         for name, value in node.entries().items():
-            yield from _others(target, value, f"{path}.{name}" if path else name)
+            yield from _others(kinds, value, f"{path}.{name}" if path else name)
 
 
 def _obstacles(spec: ModelSpec, back: ModelSpec, zero: Zero) -> Iterator[Obstacle]:
     """Where a tree and what a target has for it differ, each with what clears it and changes nothing."""
     hard = [Obstacle(*each) for each in differences(without_rounding(spec), without_rounding(back))]
     paths = {each.path for each in hard}
+    places: dict[str, list[tuple[str, Component]]] = {}
+    if zero is not never and any(each.is_bias and each.ours for each in hard):
+        for path, node in spec.nodes():
+            expert = path.rpartition(".")[0].removesuffix("s")  # a flag of an expert is that of all
+            for place in (path, expert):
+                places.setdefault(place, []).append((path, node))
     for each in hard:
-        zeros = each.is_bias and all(zero(name) for name in _tensors(spec, each))
-        yield each._replace(remedy="zeros" if zeros else None)
+        known = each.is_bias and (not each.ours or (bool(places) and all(map(zero, _tensors(places, each)))))
+        yield each._replace(remedy="zeros" if known else None)
     for path, ours, theirs in differences(spec, back):
         if path not in paths:
             yield Obstacle(path, ours, theirs, "rounding")
 
 
-def _tensors(spec: ModelSpec, flag: Obstacle) -> list[str]:
-    """The tensors of a tree that go with a flag for biases; none where it is off."""
+def _tensors(places: Mapping[str, Sequence[tuple[str, Component]]], flag: Obstacle) -> Iterator[str]:
+    """The tensors that go with a flag for biases which is on, of the components at each place."""
     place, _, name = flag.path.rpartition(".")
-    nodes = [each for each in spec.nodes() if each[0] == place or each[0].rpartition(".")[0] == f"{place}s"]
-    return [
-        f"{path}.{tensor}"
-        for path, node in nodes
-        for tensor in node.shapes().keys() - msgspec.structs.replace(node, **{name: False}).shapes().keys()
-    ]
+    for path, node in places[place]:
+        if name in node.__struct_fields__:
+            less = msgspec.structs.replace(node, **{name: False})
+            yield from (f"{path}.{tensor}" for tensor in node.shapes().keys() - less.shapes().keys())
 
 
 def _stays(target: Target, found: ModelSpec | None) -> bool:

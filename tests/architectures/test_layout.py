@@ -190,9 +190,7 @@ def test_deepseeks_latent_tensors_are_leaves():
     """kv_a_proj_with_mqa holds the latent and the rotary key, kv_b_proj a head's key and its value."""
     attention = ATTENTIONS["deepseek"]
     dense = spec_of(CONFIGS["llama-2"])
-    spec = msgspec.structs.replace(
-        dense, blocks=tuple(block.replaced(attention=attention) for block in dense.blocks)
-    )
+    spec = msgspec.structs.replace(dense, blocks=tuple(block.replaced(attention=attention) for block in dense.blocks))
     base = "blocks.{layer}.attention."
     leaves = (
         *(leaf for leaf in LLAMA.leaves if ".self_attn." not in leaf.checkpoint or ".o_proj." in leaf.checkpoint),
