@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..architectures import expressed
 from ..components import ModelSpec
 from .costs import Costs, costs
 from .design import BASELINE, Design, Shape, build
-from .expressed import expressed
 from .papers import PAPERS
 
 __all__ = ["Finding", "findings"]

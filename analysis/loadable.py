@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..architectures import expressed
 from ..components import ModelSpec
 from .design import Design, Shape, build
-from .expressed import expressed
 
 __all__ = ["Step", "step"]
 

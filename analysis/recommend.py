@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..architectures import ARCHITECTURES
+from ..architectures import ARCHITECTURES, expressed
 from ..components import ModelSpec, to_json
 from ..display import Shown
 from ..errors import UsageError
 from .aspects import aspects
 from .costs import Costs, costs
 from .design import BASELINE, LOW_UP_TO, TOLERANCE, TRAINED, Design, Shape, build, fit, rotary_base
-from .expressed import expressed
 from .findings import Finding, findings
 from .loadable import Step, step
 from .papers import PAPERS, Paper

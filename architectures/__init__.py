@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..components import ModelSpec
 from ..errors import ConfigError, UnknownFamily
 from .base import Architecture, BoundLeaf, Leaf
 from .bloom import BLOOM
@@ -17,10 +18,11 @@ from .gpt2 import GPT2
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
+from .obstacles import first_of
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
 
-__all__ = ["ARCHITECTURES", "Architecture", "BoundLeaf", "Leaf", "architecture_of", "named"]
+__all__ = ["ARCHITECTURES", "Architecture", "BoundLeaf", "Leaf", "architecture_of", "expressed", "named"]
 
 ARCHITECTURES: dict[str, Architecture] = {
     architecture.name: architecture for architecture in (GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, BLOOM, FALCON)
@@ -45,6 +47,14 @@ def named(name: str) -> Architecture:
     if name not in ARCHITECTURES:
         raise UnknownFamily(f"no family is called {name!r:.60}", f"known families: {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[name]
+
+
+def expressed(spec: ModelSpec) -> tuple[str | None, ModelSpec]:
+    """The first family that has this tree, and the tree in its arithmetic; None and the tree itself where none has."""
+    found, refused = first_of(ARCHITECTURES.values(), spec, clear=("rounding",), nearest=False)
+    if found is None or found.found is None:
+        return None, spec
+    return list(ARCHITECTURES)[len(refused)], found.found
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:

@@ -8,25 +8,26 @@ tree at hand that every shared tensor comes from exactly one leaf and that the s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ..components import (
     Attention,
     Block,
-    Component,
     FeedForward,
     GatedFeedForward,
-    LatentAttention,
     MixtureOfExperts,
     ModelSpec,
+    Norm,
+    SubLayer,
     differences,
 )
-from ..errors import CannotExpress, ConfigError
+from ..errors import CannotExpress
 from .config import COMMON_IRRELEVANT, COMMON_REFUSED, QUANTISED, ConfigReader, quantisation
 from .layout import IDENTITY, Layout, Shape, concatenate
+from .obstacles import OWN_FORMAT, Kinds, express, of_kind
 
 __all__ = ["Architecture", "BoundLeaf", "Leaf", "Stacked", "bind", "qkv"]
 
@@ -34,7 +35,8 @@ __all__ = ["Architecture", "BoundLeaf", "Leaf", "Stacked", "bind", "qkv"]
 @dataclass(frozen=True)
 class Leaf:
     """One checkpoint tensor: its name template and the shared names it holds, `{layer}` the block's index, `{expert}`
-    an expert's.
+    an expert's. Where the tensor holds those of all experts, only the shared names have `{expert}`, and its layout
+    says along which axis they lie (`Layout.each`).
 
     `when` narrows it to the blocks it is for, where a family names one thing differently in its variants.
     """
@@ -117,12 +119,18 @@ class Architecture:
     name: gptkit's name for it, and the `model_type` that is written.
     model_types: every `model_type` read as this family.
     hf_class: the transformers class written to `architectures`; hf_config its config class, for the proofs.
+    kinds: the components that may stand in its trees, beside the embedding, blocks and head that every tree has.
     read, write: config.json -> tree, and the tree -> the config.json fields that describe it. `write` may assume
-        that the tree is of this family: `config_for` reads the result back and refuses where it differs.
+        that the tree is of these kinds: `config_for` reads the result back and refuses where it differs. One that
+        stands where another should be is asked for by `of_kind`.
     leaves: see Leaf.
     foreign_fields: spellings in `config_aliases` that transformers itself ignores, so that it must not be handed them.
     head: the checkpoint name of the output matrix, which tied models may store a second time.
     prefix: a name prefix that older files lack.
+    part: the field of composite configs that holds the language model's own (`text_config`); what stands beside it is
+        accounted for by `irrelevant` and `refused`.
+    renamed: (prefix in files of composite models, prefix here) pairs.
+    outside: name prefixes of what composite models have beside the language model.
     aliases: (old name template, name template) pairs of older files.
     dropped: name templates of buffers that hold no weights.
     stacked: what transformers' modules hold otherwise than their checkpoints.
@@ -135,6 +143,7 @@ class Architecture:
     model_types: tuple[str, ...]
     hf_class: str
     hf_config: str
+    kinds: Kinds
     read: Callable[[ConfigReader], ModelSpec]
     write: Callable[[ModelSpec], dict[str, Any]]
     leaves: tuple[Leaf, ...]
@@ -142,6 +151,9 @@ class Architecture:
     foreign_fields: tuple[str, ...] = ()
     head: str = "lm_head.weight"
     prefix: str = ""
+    part: str = ""
+    renamed: tuple[tuple[str, str], ...] = ()
+    outside: tuple[str, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
     dropped: tuple[str, ...] = ()
     stacked: tuple[Stacked, ...] = ()
@@ -154,8 +166,8 @@ class Architecture:
     # --- config.json <-> tree ---
 
     def reader(self, config: Mapping[str, Any]) -> ConfigReader:
-        """A reader that knows this family's other spellings."""
-        return ConfigReader(config, self.config_aliases)
+        """A reader of what is about the language model, that knows this family's other spellings."""
+        return ConfigReader(config, self.config_aliases).part(self.part)
 
     def spec(self, config: Mapping[str, Any]) -> ModelSpec:
         """The tree of a config.json.
@@ -169,10 +181,12 @@ class Architecture:
     def spec_and_unknown(self, config: Mapping[str, Any]) -> tuple[ModelSpec, list[str]]:
         """The tree, and the config's fields that neither it nor transformers knows."""
         reader = self.reader(config)
-        reader.refuse({**COMMON_REFUSED, **self.refused})
+        whole = reader.outer or reader
+        for each in dict.fromkeys((whole, reader)):
+            each.refuse({**COMMON_REFUSED, **self.refused})
         spec = self.read(reader)
         reader.refuse_other_windows([block.attention.window for block in spec.blocks])
-        return spec, reader.unknown({**COMMON_IRRELEVANT, **self.irrelevant})
+        return spec, whole.unknown({**COMMON_IRRELEVANT, **self.irrelevant})
 
     def assumed(self, config: Mapping[str, Any]) -> dict[str, int]:
         """Sizes that the config does not state and transformers has a default for; raises as `spec`."""
@@ -187,23 +201,26 @@ class Architecture:
             CannotExpress: this family has no config for the tree; the components in the way are listed.
 
         """
-        try:
-            config = {"model_type": self.name, "architectures": [self.hf_class], **self.write(spec)}
-            back = self.spec(config)
-        except KeyError as error:
-            raise CannotExpress(f"{self.name} cannot express this tree: it has no name for {error}") from error
-        except (AttributeError, TypeError, ConfigError) as error:
-            # `write` met a component that this family does not have at all (no rotary to ask for its base, say), or
-            # wrote a config that the family refuses (heads that do not share out its hidden size).
-            raise CannotExpress(f"{self.name} cannot express this tree: {unwritable(error)}") from error
-        found = differences(spec, back)
-        if found:
-            lines = [f"  {path}: {short(a)}; {self.name} has {short(b)}" for path, a, b in collapse(found)]
-            raise CannotExpress(
-                f"{self.name} cannot express {len(lines)} of the tree's components:\n" + "\n".join(lines[:12]),
-                "gptkit's own format holds any tree: convert --to local",
-            )
-        return config
+        found = express(self, spec, clear=())
+        if found.found is None:
+            raise found.refusal()
+        return self._config(spec)
+
+    def _config(self, spec: ModelSpec) -> dict[str, Any]:
+        return {"model_type": self.name, "architectures": [self.hf_class], **self.write(spec)}
+
+    def back(self, spec: ModelSpec) -> ModelSpec:
+        """The tree that config.json would be read as where this one was written; see `obstacles.Target`."""
+        return self.spec(self._config(spec))
+
+    @property
+    def owner(self) -> str:
+        return self.name
+
+    @cached_property
+    def usual(self) -> ModelSpec:
+        """The tree of a config.json that says nothing."""
+        return self.spec({"model_type": self.name})
 
     def export_config(self, spec: ModelSpec, original: Mapping[str, Any] | None) -> dict[str, Any] | None:
         """The config.json to write for a tree that came with `original`; None where `original` says it all as it is.
@@ -223,8 +240,9 @@ class Architecture:
         readable = readable and quantisation(original) is None  # what is written never is
         if same and readable:
             return None
-        left = {*reader.used, "auto_map", *QUANTISED}
-        kept = {key: value for key, value in original.items() if key not in left}
+        left = {*reader.used, *(f"{reader.place}{name}" for name in ("auto_map", *QUANTISED))}
+        kept = {key: value for key, value in reader.data.items() if reader.place + key not in left}
+        kept |= {key: original[key] for key in TOKEN_IDS if key in original}
         return {**kept, **config}
 
     # --- checkpoint names <-> shared names ---
@@ -247,7 +265,10 @@ class Architecture:
 
         None for a dropped buffer. A name that is not known comes back as it is.
         """
+        if name.startswith(self.outside):
+            return None
         candidates = [name, self.prefix + name] if self.prefix else [name]
+        candidates += [ours + name.removeprefix(theirs) for theirs, ours in self.renamed if name.startswith(theirs)]
         for candidate in candidates:
             if candidate in known or candidate == self.head:
                 return candidate
@@ -280,7 +301,7 @@ def bind(owner: str, leaves: Sequence[Leaf], spec: ModelSpec) -> list[BoundLeaf]
     if missing:
         raise CannotExpress(
             f"{owner} checkpoints have no name for {len(missing)} tensors: {', '.join(missing[:8])}",
-            "gptkit's own format holds any tree: convert --to local",
+            OWN_FORMAT,
         )
     if len(covered) != len(shapes):
         twice = sorted({name for name in covered if covered.count(name) > 1})
@@ -295,36 +316,44 @@ def _bound(owner: str, leaves: Sequence[Leaf], spec: ModelSpec, shapes: Mapping[
     for leaf in leaves[:first]:
         yield from _bind_one(owner, leaf, {}, shapes, ends)
     for layer, block in enumerate(spec.blocks):
-        sizes = {"hidden": spec.hidden_size, **_sizes(block.attention), "two": 2}
-        sizes["intermediate"] = block.feed_forward.intermediate_size
-        experts = block.feed_forward.experts if isinstance(block.feed_forward, MixtureOfExperts) else 0
+        sizes = _sizes(spec, block)
         for leaf in per_block:
             if leaf.when is None or leaf.when(block):
-                for expert in range(experts if "{expert}" in leaf.checkpoint else 1):
+                for expert in range(sizes["experts"] if "{expert}" in leaf.checkpoint else 1):
                     yield from _bind_one(owner, leaf, {"layer": layer, "expert": expert}, shapes, sizes)
     for leaf in leaves[first:]:
         if leaf not in per_block:
             yield from _bind_one(owner, leaf, {}, shapes, ends)
 
 
-def _sizes(attention: Attention | LatentAttention) -> dict[str, int]:
-    """The axes of layouts that an attention has."""
-    if isinstance(attention, LatentAttention):
-        return {"heads": attention.heads}
+HEAD_AXES = ("heads", "kv_heads", "group", "head_dim")
+LATENT_AXES = ("kv_rank", "nope_dim", "value_dim", "rope_heads", "rope_dim", "query_dim")
+"""What layouts may call the sizes of an attention, as its record does; `half` is that of a head."""
+
+
+def _sizes(spec: ModelSpec, block: Block) -> dict[str, int]:
+    """The axes of layouts in a block."""
+    found = {
+        name: getattr(block.attention, name) for name in (*HEAD_AXES, *LATENT_AXES) if hasattr(block.attention, name)
+    }
+    found |= {"half": found["head_dim"] // 2} if "head_dim" in found else {}
+    experts = getattr(block.feed_forward, "experts", 0)
     return {
-        "heads": attention.heads,
-        "kv_heads": attention.kv_heads,
-        "group": attention.group,
-        "head_dim": attention.head_dim,
-        "half": attention.head_dim // 2,
+        **found,
+        "hidden": spec.hidden_size,
+        "intermediate": block.feed_forward.intermediate_size,
+        "experts": experts,
+        "two": 2,
     }
 
 
 def _bind_one(
     owner: str, leaf: Leaf, place: Mapping[str, int], shapes: Mapping[str, Shape], sizes: Mapping[str, int]
 ) -> Iterator[BoundLeaf]:
-    names = tuple(name.format(**place) for name in leaf.names)
-    if not all(name in shapes for name in names):
+    several = range(leaf.layout.repeats(sizes)) if leaf.layout.each else ()
+    places = [{**place, "expert": index} for index in several] if leaf.layout.each else [place]
+    names = tuple(name.format(**each) for each in places for name in leaf.names)
+    if not names or not all(name in shapes for name in names):
         return
     own, name = tuple(shapes[name] for name in names), leaf.checkpoint.format(**place)
     try:
@@ -334,66 +363,34 @@ def _bind_one(
     if not fits:
         raise CannotExpress(
             f"{owner}: {name} cannot hold tensors of shapes {own}",
-            "gptkit's own format holds any tree: convert --to local",
+            OWN_FORMAT,
         )
     yield BoundLeaf(name, leaf.layout.checkpoint_shape(sizes, own), names, own, leaf.layout, sizes)
 
 
-def require_kinds(owner: str, spec: ModelSpec, *kinds: type[Component]) -> None:
-    """Let every attention and feed-forward be of these kinds.
-
-    Raises:
-        CannotExpress: one is another; the components in the way are listed.
-
-    """
-    names = ("attention", "feed_forward")
-    nodes = [(f"blocks.{layer}.{n}", getattr(b, n), None) for layer, b in enumerate(spec.blocks) for n in names]
-    found = collapse([each for each in nodes if not isinstance(each[1], kinds)])
-    wrong = [f"  {path}: {short(node)}" for path, node, _ in found]
-    if wrong:
-        known = ", ".join(kind.__name__ for kind in kinds)
-        raise CannotExpress(
-            f"{owner} cannot express {len(wrong)} of the tree's components, it has {known}:\n" + "\n".join(wrong[:12]),
-            "gptkit's own format holds any tree: convert --to local",
-        )
+def layer(
+    attention_norm: Norm,
+    attention: Attention,
+    feed_forward_norm: Norm | None,
+    feed_forward: FeedForward | GatedFeedForward | MixtureOfExperts,
+    **order: Any,
+) -> Block:
+    """One layer of a family, for a `read`; `order` is how its parts are put together, see `Block`."""
+    sublayers = (SubLayer(mixer=attention, norm=attention_norm), SubLayer(mixer=feed_forward, norm=feed_forward_norm))
+    return Block(sublayers=sublayers, **order)
 
 
 def usual_layer(spec: ModelSpec) -> tuple[Block, Attention, FeedForward | GatedFeedForward]:
     """The first layer, for a `write`: with its attention and feed-forward, of the kinds that most families have.
 
     Raises:
-        TypeError: they are of others, which `config_for` makes a refusal of.
+        CannotExpress: they are of others.
 
     """
     first = spec.blocks[0]
-    if not isinstance(first.attention, Attention):
-        raise TypeError(f"it has no {type(first.attention).__name__}")
-    if isinstance(first.feed_forward, MixtureOfExperts):
-        raise TypeError(f"it has no {type(first.feed_forward).__name__}")
-    return first, first.attention, first.feed_forward
-
-
-def unwritable(error: Exception) -> str:
-    """Why a family's `write` failed on a tree: the component that it knows nothing of, or what it said."""
-    if isinstance(error, AttributeError) and isinstance(error.obj, Component):
-        return f"it has no {type(error.obj).__name__} (asked for its {error.name})"
-    return str(error)
-
-
-def collapse(found: list[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
-    """The same difference in every layer, told once: blocks.0.x … blocks.11.x -> blocks.*.x."""
-    told: dict[tuple[str, str, str], tuple[str, Any, Any]] = {}
-    for path, a, b in found:
-        parts = path.split(".")
-        if parts[0] == "blocks" and len(parts) > 1:
-            parts[1] = "*"
-        told.setdefault((".".join(parts), repr(a), repr(b)), (".".join(parts), a, b))
-    return list(told.values())
-
-
-def short(value: Any) -> str:
-    """A component or field value in a few words."""
-    if hasattr(value, "__struct_fields__"):
-        return type(value).__name__
-    text = json.dumps(value) if isinstance(value, str | int | float | bool) or value is None else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    dense: FeedForward | GatedFeedForward
+    if isinstance(first.feed_forward, FeedForward):
+        dense = first.feed_forward
+    else:
+        dense = of_kind(first.feed_forward, GatedFeedForward)
+    return first, of_kind(first.attention, Attention), dense

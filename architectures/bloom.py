@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..components import ALiBi, Attention, Block, Embedding, FeedForward, Head, LayerNorm, ModelSpec, SubLayer
-from .base import Architecture, Leaf, qkv
+from ..components import ALiBi, Attention, Embedding, FeedForward, Head, LayerNorm, ModelSpec
+from .base import Architecture, Leaf, layer, qkv, usual_layer
 from .config import ConfigReader
 from .layout import Layout
 
@@ -32,32 +32,26 @@ def read(config: ConfigReader) -> ModelSpec:
     norm = LayerNorm(size=hidden, eps=config.number("layer_norm_epsilon", 1e-5))
     if hidden % heads:
         raise config.fail("hidden_size", hidden, f"a multiple of n_head ({heads})")
-    block = Block(
-        sublayers=(
-            SubLayer(
-                mixer=Attention(
-                    hidden_size=hidden,
-                    heads=heads,
-                    kv_heads=heads,
-                    head_dim=hidden // heads,
-                    scale=1.0 / math.sqrt(hidden // heads),
-                    position=ALiBi(),
-                    qkv_bias=True,
-                    output_bias=True,
-                    fused=True,
-                ),
-                norm=norm,
-            ),
-            SubLayer(
-                mixer=FeedForward(
-                    hidden_size=hidden,
-                    intermediate_size=4 * hidden,
-                    activation="gelu_bloom",
-                    up_bias=True,
-                    down_bias=True,
-                ),
-                norm=norm,
-            ),
+    block = layer(
+        norm,
+        Attention(
+            hidden_size=hidden,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=hidden // heads,
+            scale=1.0 / math.sqrt(hidden // heads),
+            position=ALiBi(),
+            qkv_bias=True,
+            output_bias=True,
+            fused=True,
+        ),
+        norm,
+        FeedForward(
+            hidden_size=hidden,
+            intermediate_size=4 * hidden,
+            activation="gelu_bloom",
+            up_bias=True,
+            down_bias=True,
         ),
         residual="normed" if config.boolean("apply_residual_connection_post_layernorm", False) else "stream",
     )
@@ -72,12 +66,12 @@ def read(config: ConfigReader) -> ModelSpec:
 
 def write(spec: ModelSpec) -> dict[str, Any]:
     """Tree -> the config.json fields that describe it."""
-    first = spec.blocks[0]
+    first, attention, _ = usual_layer(spec)
     return {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
         "n_layer": len(spec.blocks),
-        "n_head": first.attention.heads,
+        "n_head": attention.heads,
         "layer_norm_epsilon": first.attention_norm.eps,
         "apply_residual_connection_post_layernorm": first.residual == "normed",
         "tie_word_embeddings": spec.head.tied,
@@ -92,6 +86,7 @@ BLOOM = Architecture(
     model_types=("bloom",),
     hf_class="BloomForCausalLM",
     hf_config="BloomConfig",
+    kinds=frozenset({LayerNorm, ALiBi, Attention, FeedForward}),
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     read=read,
     write=write,

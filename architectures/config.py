@@ -175,17 +175,47 @@ def shown(value: Any) -> str:
 
 
 class ConfigReader:
-    """Typed access to a config.json that remembers which fields were asked for.
+    """Typed access to a config.json, or to an object in it, that remembers which fields were asked for.
 
-    `aliases` maps a field to its other spellings (GPT-2's n_embd for hidden_size).
+    `aliases` maps a field to its other spellings (GPT-2's n_embd for hidden_size). `outer` is the reader of what an
+    object lies in, whose `used` has this one's fields under their dotted name: `text_config.hidden_size`.
     """
 
-    def __init__(self, data: Mapping[str, Any], aliases: Mapping[str, tuple[str, ...]] | None = None) -> None:
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        aliases: Mapping[str, tuple[str, ...]] | None = None,
+        outer: ConfigReader | None = None,
+        place: str = "",
+    ) -> None:
         self.data = data
         self.aliases = aliases or {}
-        self.used: set[str] = set()
+        self.outer, self.place = outer, place
+        self.used: set[str] = set() if outer is None else outer.used
+        self.objects: dict[str, ConfigReader] = {}
         self.assumed: dict[str, int] = {}
         """Sizes that the file does not state, and the default that was taken for each."""
+
+    def inner(
+        self, name: str, aliases: Mapping[str, tuple[str, ...]] | None = None, more: Mapping[str, Any] | None = None
+    ) -> ConfigReader:
+        """A reader of the object in a field, which has nothing where the field is null or absent. `more`: what is said
+        of it elsewhere, and counts more.
+
+        Raises:
+            ConfigError: it is no object.
+
+        """
+        value = self.raw(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.fail(name, value, "an object or null")
+        found = ConfigReader({**(value or {}), **(more or {})}, aliases, self, f"{self.place}{name}.")
+        self.objects[name] = found
+        return found
+
+    def part(self, name: str) -> ConfigReader:
+        """A reader of that part of a composite config (`text_config`); this one where it is not composite."""
+        return self.inner(name, self.aliases) if name and isinstance(self.data.get(name), dict) else self
 
     def raw(self, name: str, default: Any = None) -> Any:
         """The value as it stands; `default` where the key is absent.
@@ -196,19 +226,19 @@ class ConfigReader:
         """
         found, told = default, ""
         for key in (name, *self.aliases.get(name, ())):
-            self.used.add(key)
+            self.used.add(self.place + key)
             if key not in self.data or (told and self.data[key] is None):
                 continue
             value = self.data[key]
             if told and found is not None and value != found:
-                both = f"{told} is {shown(found)} but {key} is {shown(value)}"
+                both = f"{self.place}{told} is {shown(found)} but {self.place}{key} is {shown(value)}"
                 raise ConfigError(f"config.json: {both}, and they are one field")
             found, told = value, key
         return found
 
     def fail(self, name: str, value: Any, wanted: str) -> ConfigError:
         """The error for a field that is not what it should be, to be raised by the caller."""
-        return ConfigError(f"config.json: {name} is {shown(value)}, expected {wanted}")
+        return ConfigError(f"config.json: {self.place}{name} is {shown(value)}, expected {wanted}")
 
     def integer(self, name: str, default: int | None = None, *, most: int = 2**31 - 1) -> int:
         """A positive integer up to `most`; required when there is no default."""
@@ -277,7 +307,7 @@ class ConfigReader:
         for name, (harmless, reason) in refusals.items():
             value = self.raw(name, harmless[0])
             if not any(value is h or (type(value) is type(h) and value == h) for h in harmless):
-                raise ConfigError(f"config.json: {name} is {shown(value)}: {reason}")
+                raise ConfigError(f"config.json: {self.place}{name} is {shown(value)}: {reason}")
 
     def refuse_other_windows(self, windows: Sequence[int | None]) -> None:
         """Raise ConfigError for fields by which transformers' cache (`get_layer_types_and_kwargs`) would keep other
@@ -286,10 +316,21 @@ class ConfigReader:
         types = ["full_attention" if window is None else "sliding_attention" for window in windows]
         reason = "transformers' cache goes by it in decoding, and the layers of this family do not"
         refused: dict[str, tuple[tuple[Any, ...], str]] = {"layer_types": ((None, types), reason)}
-        if "sliding_window" not in self.used:
+        if f"{self.place}sliding_window" not in self.used:
             refused["sliding_window"] = ((None,), reason)
         self.refuse(refused)
 
     def unknown(self, irrelevant: Mapping[str, str]) -> list[str]:
-        """The fields that nobody asked for and nobody declared, in the file's order."""
-        return [key for key in self.data if key not in self.used and key not in irrelevant]
+        """The fields that nobody asked for and nobody declared, in the file's order; those of objects after them."""
+        own = [self.place + key for key in self.data if self.place + key not in self.used and key not in irrelevant]
+        return own + [name for each in self.objects.values() for name in each.unknown(irrelevant)]
+
+    def layer_types(self, usual: Sequence[str]) -> tuple[str, ...]:
+        """The kind of every layer's attention, full or sliding; `usual`, one a layer, where it is null or absent."""
+        types = self.raw("layer_types")
+        if types is None:
+            return tuple(usual)
+        known = ("full_attention", "sliding_attention")
+        if not isinstance(types, list) or len(types) != len(usual) or any(kind not in known for kind in types):
+            raise self.fail("layer_types", types, f"{len(usual)} values of {' or '.join(known)}")
+        return tuple(types)

@@ -21,13 +21,12 @@ from ..components import (
     LayerNorm,
     ModelSpec,
     Rotary,
-    SubLayer,
 )
-from .base import Architecture, Leaf, qkv, usual_layer
+from .base import Architecture, Leaf, layer, qkv, usual_layer
 from .bloom import GROUPED_BIAS, GROUPED_WEIGHT
 from .config import ConfigReader
-from .gpt2 import ACTIVATION_NAMES, ACTIVATIONS
-from .rope import read_rotary, write_rotary
+from .gpt2 import ACTIVATIONS, name_of
+from .rope import ROTARY, read_rotary, write_rotary
 
 
 def read(config: ConfigReader) -> ModelSpec:
@@ -63,37 +62,31 @@ def read(config: ConfigReader) -> ModelSpec:
     # With ALiBi these fields say nothing, and heads may be odd.
     rotary = read_rotary(config, head_dim + head_dim % 2 if alibi else head_dim, context)
     norm = LayerNorm(size=hidden, eps=config.number("layer_norm_epsilon", 1e-5))
-    block = Block(
-        sublayers=(
-            SubLayer(
-                mixer=Attention(
-                    hidden_size=hidden,
-                    heads=heads,
-                    kv_heads=kv_heads,
-                    head_dim=head_dim,
-                    scale=head_dim**-0.5,
-                    position=ALiBi(scaled=True, rounding="bfloat16") if alibi else rotary,
-                    qkv_bias=bias,
-                    output_bias=bias,
-                    arithmetic="matmul_add",
-                    scaling="divide",
-                    kv_expansion="projection" if grouped else "broadcast",
-                    fused=True,
-                    softmax="input",
-                ),
-                norm=norm,
-            ),
-            SubLayer(
-                mixer=FeedForward(
-                    hidden_size=hidden,
-                    intermediate_size=config.optional_integer("ffn_hidden_size") or 4 * hidden,
-                    activation=config.choice("activation", "gelu", ACTIVATIONS),
-                    up_bias=bias,
-                    down_bias=bias,
-                    arithmetic="matmul_add",
-                ),
-                norm=norm if two_norms or not parallel else None,
-            ),
+    block = layer(
+        norm,
+        Attention(
+            hidden_size=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            position=ALiBi(scaled=True, rounding="bfloat16") if alibi else rotary,
+            qkv_bias=bias,
+            output_bias=bias,
+            arithmetic="matmul_add",
+            scaling="divide",
+            kv_expansion="projection" if grouped else "broadcast",
+            fused=True,
+            softmax="input",
+        ),
+        norm if two_norms or not parallel else None,
+        FeedForward(
+            hidden_size=hidden,
+            intermediate_size=config.optional_integer("ffn_hidden_size") or 4 * hidden,
+            activation=config.choice("activation", "gelu", ACTIVATIONS),
+            up_bias=bias,
+            down_bias=bias,
+            arithmetic="matmul_add",
         ),
         parallel=parallel,
     )
@@ -109,7 +102,7 @@ def read(config: ConfigReader) -> ModelSpec:
 def write(spec: ModelSpec) -> dict[str, Any]:
     """Tree -> the config.json fields that describe it."""
     first, attention, feed_forward = usual_layer(spec)
-    grouped = attention.kv_expansion == "projection"
+    grouped = attention.kv_expansion == "projection" or attention.kv_heads not in (1, attention.heads)
     rotary = attention.position
     return {
         "vocab_size": spec.vocab_size,
@@ -119,12 +112,12 @@ def write(spec: ModelSpec) -> dict[str, Any]:
         "num_kv_heads": attention.kv_heads,
         "new_decoder_architecture": grouped,
         "multi_query": not grouped and attention.kv_heads == 1,
-        "parallel_attn": first.parallel,
+        "parallel_attn": first.parallel or grouped,
         "num_ln_in_parallel_attn": (2 if first.feed_forward_norm is not None else 1) if grouped else None,
         "alibi": not isinstance(rotary, Rotary),
         "bias": attention.qkv_bias,
         "ffn_hidden_size": feed_forward.intermediate_size,
-        "activation": ACTIVATION_NAMES[feed_forward.activation],
+        "activation": name_of(feed_forward.activation),
         "layer_norm_epsilon": first.attention_norm.eps,
         "max_position_embeddings": spec.context_length,
         "tie_word_embeddings": spec.head.tied,
@@ -149,6 +142,7 @@ FALCON = Architecture(
     model_types=("falcon", "RefinedWeb", "RefinedWebModel"),
     hf_class="FalconForCausalLM",
     hf_config="FalconConfig",
+    kinds=frozenset({LayerNorm, ALiBi, Attention, FeedForward, *ROTARY}),
     token_ids={"bos_token_id": 11, "eos_token_id": 11},
     read=read,
     write=write,

@@ -18,23 +18,15 @@ from typing import Any, cast
 
 import msgspec
 
-from ..components import (
-    Activation,
-    Attention,
-    FeedForward,
-    GatedFeedForward,
-    ModelSpec,
-    Rotary,
-    differences,
-    function_of,
-)
+from ..components import Component, ModelSpec, Rotary
 from ..errors import CannotExpress, ConfigError, UnknownFamily
 from . import ARCHITECTURES, Architecture
-from .base import BoundLeaf, Leaf, bind, collapse, qkv, require_kinds, short, usual_layer
+from .base import BoundLeaf, Leaf, bind, qkv, usual_layer
 from .falcon import other_norms, two_parallel_norms
 from .gguf_facts import Facts, Value, fp32, is_close
 from .gguf_rope import read_rope, refitted, rope_tensors, write_rope
 from .layout import Layout, Shape
+from .obstacles import Kinds, first_of, of_kind
 
 __all__ = ["ALWAYS_FP32", "GGUF", "Expressed", "GgufArchitecture", "expressed", "gguf_architecture", "spec_of"]
 
@@ -117,7 +109,7 @@ FALCON_NORMS = tuple(
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """One of llama.cpp's architectures.
+    """One of llama.cpp's architectures, as what may hold a tree: see `obstacles.Target`.
 
     name: general.architecture, and the prefix of its metadata keys.
     family: the family it is read as; written: the families whose models it is written for.
@@ -140,9 +132,40 @@ class GgufArchitecture:
     def architecture(self) -> Architecture:
         return ARCHITECTURES[self.family]
 
+    @property
+    def owner(self) -> str:
+        return f"GGUF's {self.name}"
+
+    @property
+    def kinds(self) -> Kinds:
+        return self.architecture.kinds
+
+    @property
+    def usual(self) -> ModelSpec:
+        return self.architecture.usual
+
     def bind(self, spec: ModelSpec) -> list[BoundLeaf]:
         """The file's tensors for a tree. Raises CannotExpress: a shared tensor has no name here."""
-        return bind(f"GGUF's {self.name}", self.leaves, spec)
+        return bind(self.owner, self.leaves, spec)
+
+    def metadata(self, spec: ModelSpec) -> dict[str, Value]:
+        """The metadata of a tree, keys with the architecture's prefix. Raises CannotExpress."""
+        _, attention, _ = usual_layer(spec)
+        if self.square and attention.heads * attention.head_dim != spec.hidden_size:
+            raise CannotExpress(f"it wants heads times head_dim to be the width, {spec.hidden_size}")
+        return {f"{self.name}.{key}": value for key, value in self.write(spec).items()}
+
+    def back(self, spec: ModelSpec) -> ModelSpec:
+        """The tree of a file that this one was written to; what GGUF says in another way, or rounds to fp32, to the
+        same effect is as it was. Raises CannotExpress, ConfigError.
+        """
+        extras = extras_of(spec)
+        shapes: dict[str, Shape] = {leaf.checkpoint: leaf.shape for leaf in self.bind(spec)}
+        shapes |= {name: (len(values),) for name, values in extras.items()}
+        stored = {key: fp32(value) if isinstance(value, float) else value for key, value in self.metadata(spec).items()}
+        found, _ = spec_of(Facts(self.name, stored, shapes, lambda name: tuple(map(fp32, extras[name]))))
+        back: ModelSpec = _as_before(spec, _as_stored(spec), found)
+        return back
 
     def config(self, facts: Facts) -> dict[str, Any]:
         """A config.json of the family from what the file says. Raises ConfigError."""
@@ -302,10 +325,7 @@ def _head_sizes(spec: ModelSpec) -> dict[str, Value]:
 
 
 def _rotary(spec: ModelSpec) -> dict[str, Value]:
-    rotary = spec.blocks[0].attention.position
-    if not isinstance(rotary, Rotary):
-        raise CannotExpress("its attention has no rotary positions")
-    return write_rope(rotary)
+    return write_rope(of_kind(spec.blocks[0].attention.position, Rotary))
 
 
 def _context(spec: ModelSpec) -> int:
@@ -433,54 +453,29 @@ def expressed(spec: ModelSpec, family: str | None = None) -> Expressed:
         CannotExpress: none of llama.cpp's architectures here computes this tree; says what is in the way.
 
     """
-    first: CannotExpress | None = None
-    for kind in sorted(GGUF.values(), key=lambda kind: family not in kind.written):
-        try:
-            return _express(kind, spec)
-        except CannotExpress as error:
-            first = first or error
-    assert first is not None
-    raise first
+    kinds = sorted(GGUF.values(), key=lambda kind: family not in kind.written)
+    found, refused = first_of(kinds, spec, clear=("rounding",))
+    if found is None:
+        raise (refused[0] if family in kinds[0].written else min(refused, key=lambda each: each.weight)).refusal()
+    kind = cast("GgufArchitecture", found.target)
+    return Expressed(kind, kind.metadata(spec), kind.bind(spec), extras_of(spec))
 
 
-def _express(kind: GgufArchitecture, spec: ModelSpec) -> Expressed:
-    attention = spec.blocks[0].attention
-    require_kinds(f"GGUF's {kind.name}", spec, Attention, FeedForward, GatedFeedForward)
-    assert isinstance(attention, Attention)
-    if kind.square and attention.heads * attention.head_dim != spec.hidden_size:
-        raise CannotExpress(f"GGUF's {kind.name} wants heads times head_dim to be the width, {spec.hidden_size}")
-    leaves = kind.bind(spec)
-    try:
-        plain = kind.write(spec)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise CannotExpress(f"GGUF's {kind.name} cannot express this tree: {error}") from error
-    extras = rope_tensors(attention.position) if isinstance(attention.position, Rotary) else {}
-    metadata = {f"{kind.name}.{key}": value for key, value in plain.items()}
-    shapes: dict[str, Shape] = {leaf.checkpoint: leaf.shape for leaf in leaves}
-    shapes |= {name: (len(values),) for name, values in extras.items()}
-    stored = {key: fp32(value) if isinstance(value, float) else value for key, value in metadata.items()}
-    try:
-        back, _ = spec_of(Facts(kind.name, stored, shapes, lambda name: tuple(map(fp32, extras[name]))))
-    except ConfigError as error:
-        raise CannotExpress(f"GGUF's {kind.name} cannot express this tree: {error.message}") from error
-    found = [item for item in differences(_as_stored(spec), back) if not _is_same(*item)]
-    if found:
-        lines = [f"  {path}: {short(a)}; GGUF's {kind.name} has {short(b)}" for path, a, b in collapse(found)]
-        raise CannotExpress(
-            f"GGUF's {kind.name} cannot express {len(lines)} of the tree's components:\n" + "\n".join(lines[:12]),
-            "gptkit's own format holds any tree: convert --to local",
-        )
-    return Expressed(kind, metadata, leaves, extras)
+def extras_of(spec: ModelSpec) -> dict[str, tuple[float, ...]]:
+    """The tensors that stand for numbers of a tree."""
+    position = spec.blocks[0].attention.position
+    return rope_tensors(position) if isinstance(position, Rotary) else {}
 
 
-ROUNDING = (".arithmetic", ".fused", ".kv_expansion", ".cast", ".attention.scaling", ".scores", ".softmax")
-
-
-def _is_same(path: str, a: object, b: object) -> bool:
-    """Whether a difference is none in what is computed: GGUF says which function a model is, never how it rounds."""
-    if path.endswith(".activation"):
-        return function_of(cast("Activation", a)) == function_of(cast("Activation", b))
-    return path.endswith(ROUNDING) or is_close(a, b)
+def _as_before(spec: Any, stored: Any, found: Any) -> Any:
+    """A tree that was read, with the original's values where it says what `stored` does, but for rounding to fp32."""
+    if isinstance(found, Component) and type(spec) is type(stored) is type(found):
+        names = found.__struct_fields__
+        fields = {name: _as_before(*(getattr(each, name) for each in (spec, stored, found))) for name in names}
+        return type(found)(**fields)
+    if isinstance(found, tuple) and isinstance(stored, tuple) and len(stored) == len(found):
+        return tuple(_as_before(*each) for each in zip(spec, stored, found, strict=True))
+    return spec if stored == found or is_close(stored, found) else found
 
 
 def _as_stored(spec: ModelSpec) -> ModelSpec:

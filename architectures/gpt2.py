@@ -19,9 +19,9 @@ from ..components import (
     LayerNorm,
     LearnedPositions,
     ModelSpec,
-    SubLayer,
 )
-from .base import Architecture, Leaf, qkv, usual_layer
+from ..errors import CannotExpress
+from .base import Architecture, Leaf, layer, qkv, usual_layer
 from .config import ConfigReader
 from .layout import Layout
 
@@ -39,6 +39,13 @@ ACTIVATION_NAMES = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
 
 FUSED_WEIGHT = Layout("hidden (part heads head_dim)", "(part heads head_dim) hidden", "part", ("1", "1", "1"))
 FUSED_BIAS = Layout("(part heads head_dim)", split="part", parts=("1", "1", "1"))
+
+
+def name_of(activation: Activation) -> str:
+    """transformers' name of an activation. Raises CannotExpress: it has none."""
+    if activation not in ACTIVATION_NAMES:
+        raise CannotExpress(f"transformers has no name for the activation {activation!r}")
+    return ACTIVATION_NAMES[activation]
 
 
 def conv1d(outputs: str, inputs: str) -> Layout:
@@ -70,33 +77,30 @@ def read(config: ConfigReader) -> ModelSpec:
         arithmetic="conv1d",
     )
 
-    def block(layer: int) -> Block:
-        return Block(
-            sublayers=(
-                SubLayer(
-                    mixer=Attention(
-                        hidden_size=hidden,
-                        heads=heads,
-                        kv_heads=heads,
-                        head_dim=hidden // heads,
-                        scale=scale / float(layer + 1) if by_layer else scale,
-                        qkv_bias=True,
-                        output_bias=True,
-                        arithmetic="conv1d",
-                        fused=True,
-                        softmax="input",
-                        scores="float32" if upcast else "input",
-                    ),
-                    norm=norm,
-                ),
-                SubLayer(mixer=feed_forward, norm=norm),
+    def block(index: int) -> Block:
+        return layer(
+            norm,
+            Attention(
+                hidden_size=hidden,
+                heads=heads,
+                kv_heads=heads,
+                head_dim=hidden // heads,
+                scale=scale / float(index + 1) if by_layer else scale,
+                qkv_bias=True,
+                output_bias=True,
+                arithmetic="conv1d",
+                fused=True,
+                softmax="input",
+                scores="float32" if upcast else "input",
             ),
+            norm,
+            feed_forward,
         )
 
     return ModelSpec(
         embedding=Embedding(vocab_size=vocab, hidden_size=hidden),
         positions=LearnedPositions(length=context, size=hidden),
-        blocks=tuple(block(layer) for layer in range(layers)),
+        blocks=tuple(block(index) for index in range(layers)),
         final_norm=norm,
         head=Head(vocab_size=vocab, hidden_size=hidden, tied=config.boolean("tie_word_embeddings", True)),
         context_length=context,
@@ -114,7 +118,7 @@ def write(spec: ModelSpec) -> dict[str, Any]:
         "n_layer": len(spec.blocks),
         "n_head": attention.heads,
         "n_inner": feed_forward.intermediate_size,
-        "activation_function": ACTIVATION_NAMES[feed_forward.activation],
+        "activation_function": name_of(feed_forward.activation),
         "layer_norm_epsilon": first.attention_norm.eps,
         "scale_attn_weights": math.isclose(attention.scale, plain, rel_tol=1e-12),  # `without_rounding` rounds it
         "reorder_and_upcast_attn": attention.scores == "float32",
@@ -130,6 +134,7 @@ GPT2 = Architecture(
     model_types=("gpt2",),
     hf_class="GPT2LMHeadModel",
     hf_config="GPT2Config",
+    kinds=frozenset({LayerNorm, LearnedPositions, Attention, FeedForward}),
     token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
     read=read,
     write=write,

@@ -7,7 +7,12 @@ A layout is written as two axis patterns, in the manner of einops, and knows its
 reads: the checkpoint tensor has two dimensions, the second holds q, k and v one after the other; each shared tensor
 has the same axes with `hidden` last. Parentheses flatten axes into one dimension. `split` names the axis that is
 shared out over the shared tensors, `parts` its extent in each. Axis extents are names looked up in the sizes of the
-block (`heads`, `head_dim`, …) or plain digits.
+block (`heads`, `head_dim`, …) or plain digits. `each` names an axis of which every index has shared tensors of its own,
+which are without it:
+
+    Layout("experts hidden (part intermediate)", "(part intermediate) hidden", "part", ("1", "1"), each="experts")
+
+reads: one tensor holds gate and up of all experts; shared are gate and up of the first, then of the second, and so on.
 
 The steps are reshape, permute, split, reshape, and backwards reshape, concatenate, permute, reshape; they run on
 numpy arrays and torch tensors alike, and on shapes alone.
@@ -68,6 +73,7 @@ class Layout:
     shared: str = ""
     split: str | None = None
     parts: tuple[str, ...] = ("1",)
+    each: str | None = None
 
     @property
     def is_identity(self) -> bool:
@@ -80,7 +86,14 @@ class Layout:
 
     @cached_property
     def _shared(self) -> tuple[tuple[str, ...], ...]:
-        return parse(self.shared or self.checkpoint)
+        if self.shared:
+            return parse(self.shared)
+        dimensions = [tuple(axis for axis in dimension if axis != self.each) for dimension in self._checkpoint]
+        return tuple(dimension for dimension in dimensions if dimension)
+
+    def repeats(self, sizes: Sizes) -> int:
+        """How many sets of shared tensors there are: the extent of `each`."""
+        return 1 if self.each is None else sizes[self.each]
 
     def _extents(self, sizes: Sizes) -> list[int]:
         """The split axis' extent in each part."""
@@ -107,21 +120,23 @@ class Layout:
         for part in range(len(self.parts)):
             axes = self._axes(sizes, part)
             shapes.append(tuple(math.prod(axes[a] for a in dimension) for dimension in self._shared))
-        return shapes
+        return shapes * self.repeats(sizes)
 
     @cached_property
     def _runs(self) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-        """The axes of both sides, each run of them that both have in this order taken as one (`split` stays alone).
+        """The axes of both sides, each run of them that both have in this order taken as one (`split` and `each` stay
+        alone).
 
         Fewer axes move the same elements in longer stretches, and more of the reshapes are views.
         """
         source = [axis for dimension in self._checkpoint for axis in dimension]
         target = [axis for dimension in self._shared for axis in dimension]
+        target = target if self.each is None else [self.each, *target]
         runs: list[tuple[str, ...]] = []
         for axis in source:
             last = runs[-1][-1] if runs else None
             follows = last is not None and target.index(axis) == target.index(last) + 1
-            if follows and self.split not in (axis, last):
+            if follows and not {axis, last} & {self.split, self.each}:
                 runs[-1] = (*runs[-1], axis)
             else:
                 runs.append((axis,))
@@ -135,13 +150,16 @@ class Layout:
         axes = self._axes(sizes)
         extents = [math.prod(axes[a] for a in run) for run in source]
         whole = permute(tensor.reshape(extents), [source.index(run) for run in target])
+        wholes = [whole] if self.each is None else [whole[index] for index in range(self.repeats(sizes))]
         if self.split is None:
-            pieces = [whole]
+            pieces = wholes
         else:
-            at, start, pieces = target.index((self.split,)), 0, []
-            for extent in self._extents(sizes):
-                pieces.append(whole[(slice(None),) * at + (slice(start, start + extent),)])
-                start += extent
+            at, pieces = target.index((self.split,)) - (self.each is not None), []
+            for one in wholes:
+                start = 0
+                for extent in self._extents(sizes):
+                    pieces.append(one[(slice(None),) * at + (slice(start, start + extent),)])
+                    start += extent
         return [piece.reshape(shape) for piece, shape in zip(pieces, self.shared_shapes(sizes), strict=True)]
 
     def inverse(self, tensors: Sequence[Any], sizes: Sizes) -> Any:
@@ -151,10 +169,13 @@ class Layout:
             return tensor
         source, target = self._runs
         pieces = []
-        for part, tensor in enumerate(tensors):
-            axes = self._axes(sizes, part)
+        for number, tensor in enumerate(tensors):
+            axes = {**self._axes(sizes, number % len(self.parts)), **({} if self.each is None else {self.each: 1})}
             pieces.append(tensor.reshape([math.prod(axes[a] for a in run) for run in target]))
-        whole = pieces[0] if self.split is None else concatenate(pieces, target.index((self.split,)))
+        if self.split is not None:
+            at, width = target.index((self.split,)), len(self.parts)
+            pieces = [concatenate(pieces[start : start + width], at) for start in range(0, len(pieces), width)]
+        whole = pieces[0] if self.each is None else concatenate(pieces, 0)
         whole = permute(whole, [target.index(run) for run in source])
         return whole.reshape(self.checkpoint_shape(sizes, ()))
 

@@ -5,6 +5,8 @@ Source: transformers models/llama/{configuration,modeling}_llama.py. Checkpoints
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from ..components import (
@@ -13,110 +15,134 @@ from ..components import (
     Embedding,
     GatedFeedForward,
     Head,
+    MixtureOfExperts,
     ModelSpec,
     RMSNorm,
     Rotary,
-    SubLayer,
 )
 from ..errors import CannotExpress
-from .base import Architecture, Leaf, usual_layer
+from .base import Architecture, Leaf, layer, usual_layer
 from .config import ConfigReader
-from .gpt2 import ACTIVATION_NAMES, ACTIVATIONS
-from .rope import DEFAULT_BASE, read_rotary, write_rotary
+from .gpt2 import ACTIVATIONS, name_of
+from .obstacles import Kinds, of_kind
+from .rope import DEFAULT_BASE, ROTARY, read_rotary, write_rotary
 
-__all__ = ["LEAVES", "LLAMA", "LLAMA_DROPPED", "read_llama_like", "write_llama_like"]
+__all__ = ["LEAVES", "LLAMA", "LLAMA_DROPPED", "LLAMA_KINDS", "read_llama_like", "write_llama_like"]
+
+
+USUAL: Mapping[str, Any] = {
+    "num_key_value_heads": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": DEFAULT_BASE,
+    "tie_word_embeddings": False,
+}
+"""What most config classes take for absent keys."""
 
 
 def read_llama_like(
     config: ConfigReader,
     *,
-    defaults: dict[str, int],
+    defaults: Mapping[str, Any],
     head_dim: int | None = None,
+    scale: float | None = None,
     qkv_bias: bool = False,
     output_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
-    windows: tuple[int | None, ...] | None = None,
-    eps: float = 1e-6,
-    base: float = DEFAULT_BASE,
+    windows: Sequence[int | None] | None = None,
+    rotary: Sequence[Rotary] | None = None,
+    activation: str = "hidden_act",
+    mixture: Callable[[GatedFeedForward], MixtureOfExperts] | None = None,
 ) -> ModelSpec:
-    """The tree of a llama-like config. `defaults`, `eps` and `base` are the config class' own for absent keys;
-    `head_dim` None is hidden / heads; `windows` one a layer.
+    """The tree of a llama-like config.
+
+    Args:
+        config: what is read.
+        defaults: the config class' own for absent keys, where they are not `USUAL`.
+        head_dim: the width of a head; None is hidden / heads.
+        scale: the factor of scores; None is 1/√head_dim.
+        qkv_bias: whether q, k and v have biases.
+        output_bias: whether the output of attention has one.
+        mlp_bias: whether the feed-forward has biases.
+        qk_norm: whether every query and key head has a norm.
+        windows: each layer's; None for none at all.
+        rotary: each layer's positions; None reads those of a family whose layers all turn alike.
+        activation: the field that names the activation.
+        mixture: makes experts of the feed-forward that the fields say.
+
     """
-    hidden = config.integer("hidden_size", defaults["hidden_size"])
-    heads = config.integer("num_attention_heads", defaults["num_attention_heads"])
-    layers = config.layers("num_hidden_layers", defaults["num_hidden_layers"])
-    context = config.integer("max_position_embeddings", defaults["max_position_embeddings"])
-    vocab = config.integer("vocab_size", defaults["vocab_size"])
-    eps = config.number("rms_norm_eps", eps)
-    kv_heads = config.optional_integer("num_key_value_heads", defaults.get("num_key_value_heads")) or heads
+    usual = {**USUAL, activation: USUAL["hidden_act"], **defaults}
+    hidden, heads, context, vocab = (
+        config.integer(name, usual[name])
+        for name in ("hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size")
+    )
+    layers = config.layers("num_hidden_layers", usual["num_hidden_layers"])
+    eps = config.number("rms_norm_eps", usual["rms_norm_eps"])
+    kv_heads = config.optional_integer("num_key_value_heads", usual["num_key_value_heads"]) or heads
     if head_dim is None:
         if hidden % heads:
             raise config.fail("hidden_size", hidden, f"a multiple of num_attention_heads ({heads})")
         head_dim = hidden // heads
-    rotary = read_rotary(config, head_dim, context, base)
+    positions = rotary or (read_rotary(config, head_dim, context, usual["rope_theta"]),) * layers
     norm = RMSNorm(size=hidden, eps=eps)
     head_norm = RMSNorm(size=head_dim, eps=eps) if qk_norm else None
-    feed_forward = GatedFeedForward(
+    dense = GatedFeedForward(
         hidden_size=hidden,
-        intermediate_size=config.integer("intermediate_size", defaults["intermediate_size"]),
-        activation=config.choice("hidden_act", "silu", ACTIVATIONS),
+        intermediate_size=config.integer("intermediate_size", usual["intermediate_size"]),
+        activation=config.choice(activation, usual[activation], ACTIVATIONS),
         up_bias=mlp_bias,
         down_bias=mlp_bias,
     )
+    feed_forward = dense if mixture is None else mixture(dense)
+    tied = config.boolean("tie_word_embeddings", usual["tie_word_embeddings"])
+    if config.outer is not None:  # of a composite model it is the whole that says so
+        tied = config.outer.boolean("tie_word_embeddings", tied)
 
-    def block(window: int | None) -> Block:
-        return Block(
-            sublayers=(
-                SubLayer(
-                    mixer=Attention(
-                        hidden_size=hidden,
-                        heads=heads,
-                        kv_heads=kv_heads,
-                        head_dim=head_dim,
-                        scale=head_dim**-0.5,
-                        position=rotary,
-                        window=window,
-                        q_norm=head_norm,
-                        k_norm=head_norm,
-                        qkv_bias=qkv_bias,
-                        output_bias=output_bias,
-                    ),
-                    norm=norm,
-                ),
-                SubLayer(mixer=feed_forward, norm=norm),
-            ),
+    @cache
+    def block(window: int | None, position: Rotary) -> Block:
+        attention = Attention(
+            hidden_size=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5 if scale is None else scale,
+            position=position,
+            window=window,
+            q_norm=head_norm,
+            k_norm=head_norm,
+            qkv_bias=qkv_bias,
+            output_bias=output_bias,
         )
+        return layer(norm, attention, norm, feed_forward)
 
-    by_window = {window: block(window) for window in set(windows or (None,))}
     return ModelSpec(
         embedding=Embedding(vocab_size=vocab, hidden_size=hidden),
-        blocks=tuple(by_window[window] for window in windows or (None,) * layers),
+        blocks=tuple(map(block, windows or (None,) * layers, positions)),
         final_norm=norm,
-        head=Head(vocab_size=vocab, hidden_size=hidden, tied=config.boolean("tie_word_embeddings", False)),
+        head=Head(vocab_size=vocab, hidden_size=hidden, tied=tied),
         context_length=context,
     )
 
 
-def write_llama_like(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields that every llama-like family shares."""
-    first, attention, feed_forward = usual_layer(spec)
-    rotary = attention.position
-    if not isinstance(rotary, Rotary):
-        raise TypeError("its attention has no rotary positions")
+def write_llama_like(spec: ModelSpec, feed_forward: GatedFeedForward | None = None) -> dict[str, Any]:
+    """The config fields that every llama-like family shares. `feed_forward`: an expert, where there are such."""
+    first = spec.blocks[0]
+    attention = of_kind(first.attention, Attention)
+    inner = feed_forward or of_kind(first.feed_forward, GatedFeedForward)
     return {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
-        "intermediate_size": feed_forward.intermediate_size,
+        "intermediate_size": inner.intermediate_size,
         "num_hidden_layers": len(spec.blocks),
         "num_attention_heads": attention.heads,
         "num_key_value_heads": attention.kv_heads,
         "head_dim": attention.head_dim,
-        "hidden_act": ACTIVATION_NAMES[feed_forward.activation],
+        "hidden_act": name_of(inner.activation),
         "max_position_embeddings": spec.context_length,
         "rms_norm_eps": first.attention_norm.eps,
         "tie_word_embeddings": spec.head.tied,
-        **write_rotary(rotary),
+        **write_rotary(of_kind(attention.position, Rotary)),
     }
 
 
@@ -177,6 +203,7 @@ LEAVES: tuple[Leaf, ...] = (
     Leaf("lm_head.weight", "head.weight"),
 )
 
+LLAMA_KINDS: Kinds = frozenset({RMSNorm, Attention, GatedFeedForward, *ROTARY})
 LLAMA_DROPPED = (T + "self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
 
 LLAMA = Architecture(
@@ -184,6 +211,7 @@ LLAMA = Architecture(
     model_types=("llama",),
     hf_class="LlamaForCausalLM",
     hf_config="LlamaConfig",
+    kinds=LLAMA_KINDS,
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     read=read,
     write=write,

@@ -10,15 +10,16 @@ Source: llama2.c, export.py (legacy_export, version1_export, version2_export), r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..components import Attention, GatedFeedForward, ModelSpec, differences, without_rounding
-from ..errors import CannotExpress, ConfigError
-from .base import BoundLeaf, Leaf, bind, collapse, require_kinds, short
+from ..components import Attention, GatedFeedForward, ModelSpec, RMSNorm, Rotary
+from ..errors import CannotExpress
+from .base import BoundLeaf, Leaf, bind, usual_layer
 from .layout import Layout, Shape
 from .llama import LLAMA
+from .obstacles import Kinds, express
 
 __all__ = [
     "BASE",
@@ -196,6 +197,42 @@ def config_of(sizes: Sizes) -> dict[str, Any]:
     }
 
 
+def sizes_of(spec: ModelSpec) -> Sizes:
+    """A tree's sizes as a header has them. Raises CannotExpress: they are none of such a model."""
+    _, attention, feed_forward = usual_layer(spec)
+    if spec.context_length is None:
+        raise CannotExpress("it does not say how long its context is")
+    sizes = Sizes(
+        dim=spec.hidden_size,
+        hidden_dim=feed_forward.intermediate_size,
+        n_layers=len(spec.blocks),
+        n_heads=attention.heads,
+        n_kv_heads=attention.kv_heads,
+        vocab_size=spec.vocab_size,
+        max_seq_len=spec.context_length,
+        shared=spec.head.tied,
+    )
+    if not sizes.plausible:
+        raise CannotExpress(f"{sizes.dim} wide with {sizes.n_heads} heads, context of {sizes.max_seq_len:,}")
+    return sizes
+
+
+class Llama2c:
+    """llama2.c's model as what may hold a tree: see `obstacles.Target`."""
+
+    owner = "llama2.c"
+    kinds: Kinds = frozenset({RMSNorm, Attention, GatedFeedForward, Rotary})
+    usual = property(lambda self: LLAMA.usual)
+
+    def back(self, spec: ModelSpec) -> ModelSpec:
+        """The tree of a file with this one's sizes. Raises CannotExpress, ConfigError."""
+        return LLAMA.spec(config_of(sizes_of(spec)))
+
+    def bind(self, spec: ModelSpec) -> list[BoundLeaf]:
+        """The tensors of a file. Raises CannotExpress: one has no name."""
+        return bind(self.owner, LEAVES, spec)
+
+
 def expressed(spec: ModelSpec) -> tuple[Sizes, list[BoundLeaf]]:
     """A tree as a header's sizes and the tensors of a file.
 
@@ -203,37 +240,7 @@ def expressed(spec: ModelSpec) -> tuple[Sizes, list[BoundLeaf]]:
         CannotExpress: llama2.c computes no such tree; the components in the way are listed.
 
     """
-    require_kinds("llama2.c", spec, Attention, GatedFeedForward)
-    first = spec.blocks[0]
-    assert isinstance(first.attention, Attention)
-    if spec.context_length is None:
-        raise CannotExpress("llama2.c cannot express this tree: it does not say how long its context is", HINT)
-    sizes = Sizes(
-        dim=spec.hidden_size,
-        hidden_dim=first.feed_forward.intermediate_size,
-        n_layers=len(spec.blocks),
-        n_heads=first.attention.heads,
-        n_kv_heads=first.attention.kv_heads,
-        vocab_size=spec.vocab_size,
-        max_seq_len=spec.context_length,
-        shared=spec.head.tied,
-    )
-    if not sizes.plausible:
-        raise CannotExpress(
-            f"llama2.c cannot express this tree: {sizes.dim} wide with {sizes.n_heads} heads, context of "
-            f"{sizes.max_seq_len:,}",
-            HINT,
-        )
-    try:
-        back = LLAMA.spec(config_of(sizes))
-    except ConfigError as error:
-        raise CannotExpress(f"llama2.c cannot express this tree: {error.message}", HINT) from error
-    found = differences(without_rounding(spec), without_rounding(back))
-    if found:
-        lines: Sequence[str] = [f"  {path}: {short(a)}; llama2.c has {short(b)}" for path, a, b in collapse(found)]
-        listed = "\n".join(lines[:12])
-        raise CannotExpress(f"llama2.c cannot express {len(lines)} of the tree's components:\n{listed}", HINT)
-    return sizes, bind("llama2.c", LEAVES, spec)
-
-
-HINT = "gptkit's own format holds any tree: convert --to local"
+    found = express(Llama2c(), spec, clear=("rounding",))
+    if found.found is None:
+        raise found.refusal()
+    return sizes_of(spec), bind(Llama2c.owner, LEAVES, spec)

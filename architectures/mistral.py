@@ -11,7 +11,7 @@ from typing import Any
 from ..components import ModelSpec
 from .base import Architecture
 from .config import ConfigReader
-from .llama import LEAVES, LLAMA_DROPPED, read_llama_like, write_llama_like
+from .llama import LEAVES, LLAMA_DROPPED, LLAMA_KINDS, read_llama_like, write_llama_like
 
 DEFAULTS = {
     "vocab_size": 32000,
@@ -45,6 +45,7 @@ MISTRAL = Architecture(
     model_types=("mistral",),
     hf_class="MistralForCausalLM",
     hf_config="MistralConfig",
+    kinds=LLAMA_KINDS,
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     read=read,
     write=write,

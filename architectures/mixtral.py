@@ -12,55 +12,44 @@ from typing import Any
 import msgspec
 
 from ..components import GatedFeedForward, MixtureOfExperts, ModelSpec
+from . import mistral
 from .base import Architecture, Leaf, Stacked
 from .config import ConfigReader
-from .llama import LLAMA_DROPPED, B, T, read_llama_like, write_llama_like
+from .llama import LLAMA_DROPPED, LLAMA_KINDS, B, T, read_llama_like, write_llama_like
+from .obstacles import of_kind
 
-DEFAULTS = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-}
+DEFAULTS = {**mistral.DEFAULTS, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 MOST_EXPERTS = 1024
 """As many as a tree may have."""
-
-replace = msgspec.structs.replace
 
 
 def read(config: ConfigReader) -> ModelSpec:
     """config.json -> tree."""
     window = config.optional_integer("sliding_window")
-    dense = read_llama_like(
-        config,
-        defaults=DEFAULTS,
-        head_dim=config.optional_integer("head_dim"),
-        windows=(window,) * config.layers("num_hidden_layers", DEFAULTS["num_hidden_layers"]),
-        eps=1e-5,
-        base=1e6,
-    )
-    expert = dense.blocks[0].feed_forward
-    assert isinstance(expert, GatedFeedForward)
     experts = config.integer("num_local_experts", 8, most=MOST_EXPERTS)
     top_k = config.integer("num_experts_per_tok", 2)
     if top_k > experts:
         raise config.fail("num_experts_per_tok", top_k, f"at most num_local_experts ({experts})")
-    mixture = MixtureOfExperts(
-        hidden_size=dense.hidden_size, experts=experts, top_k=top_k, expert=replace(expert, fused=True)
+
+    def mixture(dense: GatedFeedForward) -> MixtureOfExperts:
+        expert = msgspec.structs.replace(dense, fused=True)
+        return MixtureOfExperts(hidden_size=dense.hidden_size, experts=experts, top_k=top_k, expert=expert)
+
+    return read_llama_like(
+        config,
+        defaults=DEFAULTS,
+        head_dim=config.optional_integer("head_dim"),
+        windows=(window,) * config.layers("num_hidden_layers", int(DEFAULTS["num_hidden_layers"])),
+        mixture=mixture,
     )
-    return replace(dense, blocks=tuple(block.replaced(feed_forward=mixture) for block in dense.blocks))
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
     """Tree -> the config.json fields that describe it."""
     first = spec.blocks[0]
-    mixture: Any = first.feed_forward
-    dense = replace(spec, blocks=(first.replaced(feed_forward=mixture.expert), *spec.blocks[1:]))
+    mixture = of_kind(first.feed_forward, MixtureOfExperts)
     return {
-        **write_llama_like(dense),
+        **write_llama_like(spec, of_kind(mixture.expert, GatedFeedForward)),
         "sliding_window": first.attention.window,
         "num_local_experts": mixture.experts,
         "num_experts_per_tok": mixture.top_k,
@@ -91,6 +80,7 @@ MIXTRAL = Architecture(
     model_types=("mixtral",),
     hf_class="MixtralForCausalLM",
     hf_config="MixtralConfig",
+    kinds=LLAMA_KINDS | {MixtureOfExperts},
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     read=read,
     write=write,

@@ -10,15 +10,14 @@ Source: nanoGPT, model.py (GPT, GPTConfig, GPT.from_pretrained) and train.py (wh
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from ..components import Activation, FeedForward, LayerNorm, ModelSpec, differences, function_of, without_rounding
-from ..errors import CannotExpress, ConfigError
-from .base import BoundLeaf, Leaf, bind, collapse, qkv, short
-from .gpt2 import ACTIVATION_NAMES, FUSED_BIAS, GPT2
+from ..components import Activation, ModelSpec
+from .base import BoundLeaf, Leaf, bind, qkv, usual_layer
+from .gpt2 import FUSED_BIAS, GPT2, name_of
 from .layout import Layout
+from .obstacles import express, without_biases
 
 __all__ = ["ARGUMENTS", "HEAD", "LEAVES", "config_of", "expressed", "is_buffer", "spec_of"]
 
@@ -51,8 +50,6 @@ LEAVES: tuple[Leaf, ...] = (
     Leaf("transformer.ln_f.bias", "final_norm.bias"),
 )
 
-HINT = "gptkit's own format holds any tree: convert --to local"
-
 
 def is_buffer(name: str) -> bool:
     """Whether a tensor of a checkpoint is the causal mask, which models of older torch versions keep."""
@@ -71,7 +68,7 @@ def config_of(arguments: Mapping[str, int], activation: Activation) -> dict[str,
         "n_layer": arguments["n_layer"],
         "n_head": arguments["n_head"],
         "n_inner": None,
-        "activation_function": ACTIVATION_NAMES[activation],
+        "activation_function": name_of(activation),
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
         "bos_token_id": end,
@@ -82,23 +79,39 @@ def config_of(arguments: Mapping[str, int], activation: Activation) -> dict[str,
 def spec_of(arguments: Mapping[str, int], activation: Activation, bias: bool) -> ModelSpec:
     """The tree of these `model_args`. Raises ConfigError for sizes that are none."""
     spec = GPT2.spec(config_of(arguments, activation))
-    return spec if bias else _without_biases(spec)
+    return spec if bias else without_biases(spec, {parameter.name for parameter in spec.parameters()})
 
 
-def _without_biases(spec: ModelSpec) -> ModelSpec:
-    def norm(found: Any) -> Any:
-        return msgspec.structs.replace(found, bias=False) if isinstance(found, LayerNorm) else found
+@dataclass(frozen=True)
+class NanoGPT:
+    """A model.py with one GELU or the other, as what may hold a tree: see `obstacles.Target`."""
 
-    blocks = tuple(
-        block.replaced(
-            attention_norm=norm(block.attention_norm),
-            attention=msgspec.structs.replace(block.attention, qkv_bias=False, output_bias=False),
-            feed_forward_norm=norm(block.feed_forward_norm),
-            feed_forward=msgspec.structs.replace(block.feed_forward, up_bias=False, down_bias=False),
-        )
-        for block in spec.blocks
-    )
-    return msgspec.structs.replace(spec, blocks=blocks, final_norm=norm(spec.final_norm))
+    activation: Activation
+    owner = "nanoGPT"
+    kinds = GPT2.kinds
+    usual = GPT2.usual
+
+    def arguments(self, spec: ModelSpec) -> dict[str, Any]:
+        """A tree as `model_args`."""
+        _, attention, _ = usual_layer(spec)
+        return {
+            "n_layer": len(spec.blocks),
+            "n_head": attention.heads,
+            "n_embd": spec.hidden_size,
+            "block_size": spec.context_length or (spec.positions.length if spec.positions is not None else 0),
+            "vocab_size": spec.vocab_size,
+            "bias": attention.qkv_bias,
+            "dropout": 0.0,
+        }
+
+    def back(self, spec: ModelSpec) -> ModelSpec:
+        """The tree of a checkpoint with this one's `model_args`. Raises CannotExpress, ConfigError."""
+        arguments = self.arguments(spec)
+        return spec_of(arguments, self.activation, arguments["bias"])
+
+    def bind(self, spec: ModelSpec) -> list[BoundLeaf]:
+        """The tensors of a checkpoint. Raises CannotExpress: one has no name."""
+        return bind(self.owner, LEAVES, spec)
 
 
 def expressed(spec: ModelSpec, activation: Activation) -> tuple[dict[str, Any], list[BoundLeaf]]:
@@ -108,33 +121,13 @@ def expressed(spec: ModelSpec, activation: Activation) -> tuple[dict[str, Any], 
         CannotExpress: nanoGPT's model is no such tree; the components in the way are listed.
 
     """
-    first = spec.blocks[0]
-    sizes = {
-        "n_layer": len(spec.blocks),
-        "n_head": first.attention.heads,
-        "n_embd": spec.hidden_size,
-        "block_size": spec.context_length or (spec.positions.length if spec.positions is not None else 0),
-        "vocab_size": spec.vocab_size,
-    }
-    bias = first.attention.qkv_bias
-    try:
-        back = spec_of(sizes, activation, bias)
-    except ConfigError as error:
-        raise CannotExpress(f"nanoGPT cannot express this tree: {error.message}", HINT) from error
-    found = differences(without_rounding(spec), without_rounding(back))
-    if found:
-        lines = [f"  {path}: {short(a)}; nanoGPT has {short(b)}" for path, a, b in collapse(found)]
-        listed = "\n".join(lines[:12])
-        raise CannotExpress(
-            f"nanoGPT cannot express {len(lines)} of the tree's components:\n{listed}", _hint(spec, found, activation)
-        )
-    return {**sizes, "bias": bias, "dropout": 0.0}, bind("nanoGPT", LEAVES, spec)
+    target = NanoGPT(activation)
+    found = express(target, spec, clear=("rounding",))
+    if found.found is not None:
+        return target.arguments(spec), target.bind(spec)
+    if activation == "gelu" and express(NanoGPT("gelu_new"), spec, clear=("rounding",)).found is not None:
+        raise found.refusal(TANH)
+    raise found.refusal()
 
 
-def _hint(spec: ModelSpec, found: list[tuple[str, Any, Any]], activation: Activation) -> str:
-    feed_forward = spec.blocks[0].feed_forward
-    alone = all(path.endswith("feed_forward.activation") for path, _, _ in found)
-    tanh = isinstance(feed_forward, FeedForward) and function_of(feed_forward.activation) == "gelu_tanh"
-    if alone and activation == "gelu" and tanh:
-        return "For a model.py with the tanh formula, as nanoGPT had it before torch.nn.GELU: --to nanogpt_tanh"
-    return HINT
+TANH = "For a model.py with the tanh formula, as nanoGPT had it before torch.nn.GELU: --to nanogpt_tanh"

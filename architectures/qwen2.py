@@ -10,7 +10,7 @@ from typing import Any
 from ..components import ModelSpec
 from .base import Architecture
 from .config import ConfigReader
-from .llama import LEAVES, LLAMA_DROPPED, read_llama_like, write_llama_like
+from .llama import LEAVES, LLAMA_DROPPED, LLAMA_KINDS, read_llama_like, write_llama_like
 
 __all__ = ["QWEN2", "read_windows", "write_windows"]
 
@@ -32,16 +32,12 @@ def read_windows(config: ConfigReader) -> tuple[int | None, ...]:
     stated = config.optional_integer("sliding_window", 4096)
     window = stated if switched_on else None
     first = config.raw("max_window_layers", 28)
-    types = config.raw("layer_types")
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         raise config.fail("max_window_layers", first, "an integer from 0")
-    if types is None:
-        return tuple(window if layer >= first else None for layer in range(layers))
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
-        raise config.fail("layer_types", types, f"{layers} values of {' or '.join(known)}")
+    usual = ["sliding_attention" if window and layer >= first else "full_attention" for layer in range(layers)]
+    types = config.layer_types(usual)
     if window is None and "sliding_attention" in types:
-        raise config.fail("layer_types", types, "full_attention everywhere, since use_sliding_window is off")
+        raise config.fail("layer_types", list(types), "full_attention everywhere, since use_sliding_window is off")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
@@ -79,6 +75,7 @@ QWEN2 = Architecture(
     model_types=("qwen2",),
     hf_class="Qwen2ForCausalLM",
     hf_config="Qwen2Config",
+    kinds=LLAMA_KINDS,
     read=read,
     write=write,
     leaves=LEAVES,

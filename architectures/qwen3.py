@@ -10,7 +10,7 @@ from typing import Any
 from ..components import ModelSpec
 from .base import Architecture
 from .config import ConfigReader
-from .llama import LEAVES, LLAMA_DROPPED, read_llama_like, write_llama_like
+from .llama import LEAVES, LLAMA_DROPPED, LLAMA_KINDS, read_llama_like, write_llama_like
 from .qwen2 import DEFAULTS, read_windows, write_windows
 
 
@@ -42,6 +42,7 @@ QWEN3 = Architecture(
     model_types=("qwen3",),
     hf_class="Qwen3ForCausalLM",
     hf_config="Qwen3Config",
+    kinds=LLAMA_KINDS,
     read=read,
     write=write,
     leaves=LEAVES,

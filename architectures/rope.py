@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple, get_args
 
 from ..components import (
     DynamicScaling,
@@ -23,49 +24,115 @@ from ..components import (
 )
 from ..errors import ConfigError
 from .config import ConfigReader, shown
+from .obstacles import Kinds
 
-__all__ = ["read_rotary", "write_rotary"]
+__all__ = ["ROTARY", "RotaryKind", "read_rotaries", "read_rotary", "write_rotaries", "write_rotary"]
+
+ROTARY: Kinds = frozenset({Rotary, *get_args(RopeScaling)})
+"""Rotary positions with every scaling that transformers has, for a family's `kinds`."""
 
 DEFAULT_BASE = 10_000.0
 
 
-def read_rotary(config: ConfigReader, dim: int, context_length: int, default_base: float = DEFAULT_BASE) -> Rotary:
-    """The rotary component of a family whose heads rotate whole (`dim` = head_dim); `default_base` where none is given.
+class RotaryKind(NamedTuple):
+    """What a family's config class assumes of the rotary positions in one kind of layer.
+
+    base: where none is given. theta: the field that has it in configs before transformers 5. scaled: whether their
+    `rope_scaling` is about these layers.
+    """
+
+    base: float
+    theta: str = "rope_theta"
+    scaled: bool = True
+
+
+def read_rotary(
+    config: ConfigReader,
+    dim: int,
+    context_length: int,
+    default_base: float = DEFAULT_BASE,
+    *,
+    partial: bool = False,
+) -> Rotary:
+    """The rotary component of a family whose layers all turn alike; `default_base` where none is given.
+
+    Args:
+        config: what is read.
+        dim: the width of a head.
+        context_length: the model's.
+        default_base: the base where none is given.
+        partial: whether `partial_rotary_factor` says which part of a head turns. Families without it turn whole heads.
 
     Raises:
         ConfigError: an unknown rope type, a missing or malformed parameter, or partial rotation where transformers'
             own code for these families fails.
 
     """
-    scaling = config.raw("rope_scaling")
-    parameters = config.raw("rope_parameters")
-    for name, value in (("rope_scaling", scaling), ("rope_parameters", parameters)):
-        if value is not None and not isinstance(value, dict):
-            raise ConfigError(f"config.json: {name} is {shown(value)}, expected an object or null")
-    found = dict(scaling or parameters or {})
-    if any(isinstance(value, dict) for value in found.values()):
+    found = [config.inner(name) for name in ("rope_scaling", "rope_parameters")]
+    which = "rope_scaling" if found[0].data else "rope_parameters"
+    if any(isinstance(value, dict) for value in config.inner(which).data.values()):
         raise ConfigError("config.json: rope parameters by layer type are not known for this family")
-    rope = ConfigReader(found)
-    base = (
-        rope.number("rope_theta") if rope.raw("rope_theta") is not None else config.number("rope_theta", default_base)
+    rope = config.inner(which, more=_said_elsewhere(config, which))
+    base = config.number("rope_theta", default_base) if rope.raw("rope_theta") is None else rope.number("rope_theta")
+    return _rotary(rope, dim, base, context_length, partial)
+
+
+def read_rotaries(
+    config: ConfigReader, dim: int, context_length: int, kinds: Mapping[str, RotaryKind], *, partial: bool = False
+) -> dict[str, Rotary]:
+    """The rotary component of each kind of layer ("full_attention", …): `rope_parameters` keyed by kind, as
+    transformers 5 writes it, or the fields of before. `dim` and `partial` as in `read_rotary`.
+
+    Source: transformers models/gemma3/configuration_gemma3.py, convert_rope_params_to_dict.
+
+    Raises:
+        ConfigError: as `read_rotary`; or the parameters are not by kind.
+
+    """
+    by_kind = config.inner("rope_parameters")
+    flat = [name for name, value in by_kind.data.items() if value is not None and not isinstance(value, dict)]
+    if flat:
+        raise by_kind.fail(flat[0], by_kind.data[flat[0]], f"an object for each of {', '.join(kinds)}")
+    before = config.inner("rope_scaling")
+    found = {}
+    for kind, usual in kinds.items():
+        rope = by_kind.inner(kind)
+        if usual.scaled and before.data:
+            rope = by_kind.inner(kind, more=before.data)
+            before.used |= {before.place + name for name in before.data}  # read under the kind's name
+        old = config.number(usual.theta, usual.base)
+        base = old if rope.raw("rope_theta") is None else rope.number("rope_theta")
+        found[kind] = _rotary(rope, dim, base, context_length, partial)
+    return found
+
+
+def _said_elsewhere(config: ConfigReader, which: str) -> dict[str, Any]:
+    """What stands beside the parameters and is about them."""
+    part, original = config.raw("partial_rotary_factor"), config.raw("original_max_position_embeddings")
+    found = (
+        {} if part is None or "partial_rotary_factor" in config.inner(which).data else {"partial_rotary_factor": part}
     )
-    outer_part = config.raw("partial_rotary_factor")
-    if outer_part is not None:
-        found.setdefault("partial_rotary_factor", outer_part)
-    outer = config.raw("original_max_position_embeddings")
-    if outer is not None:
-        found["original_max_position_embeddings"] = outer
+    return found | ({} if original is None else {"original_max_position_embeddings": original})
+
+
+def _rotary(rope: ConfigReader, dim: int, base: float, context_length: int, partial: bool) -> Rotary:
+    """The component that some parameters say, of a head of width `dim`."""
     kind = rope.raw("rope_type", rope.raw("type", "default"))
     if not isinstance(kind, str):
-        raise ConfigError(f"config.json: rope_type is {shown(kind)}, expected a string")
+        raise rope.fail("rope_type", kind, "a string")
     part = rope.raw("partial_rotary_factor", 1.0)
     if kind == "proportional":
         return Rotary(dim=dim, base=base, scaling=_read_proportional(rope, dim))
-    # By default these families rotate whole heads whatever this says, and scaled ones are not made for a part.
-    if kind != "default" and (not is_number(part) or not dim <= part * dim < dim + 1):
-        raise ConfigError(
-            f"config.json: partial_rotary_factor is {shown(part)}: with rope_type {shown(kind)} this family rotates"
-            " whole heads"
+    if partial:
+        if not is_number(part) or not 0 < part <= 1:
+            raise rope.fail("partial_rotary_factor", part, "a number above 0 up to 1")
+        dim = int(dim * part)
+        if dim < 2 or dim % 2:
+            raise rope.fail("partial_rotary_factor", part, f"what makes an even number of dimensions, not {dim}")
+    # By default other families rotate whole heads whatever this says, and scaled ones are not made for a part.
+    elif kind != "default" and (not is_number(part) or not dim <= part * dim < dim + 1):
+        raise rope.fail(
+            "partial_rotary_factor", part, f"1: with rope_type {shown(kind)} this family rotates whole heads"
         )
     return Rotary(dim=dim, base=base, scaling=_read_scaling(kind, rope, dim, base, context_length))
 
@@ -123,10 +190,7 @@ def _read_scaling(kind: str, rope: ConfigReader, dim: int, base: float, context_
             original_context=original,
             attention_factor=_number_or(rope, "attention_factor", inferred),
         )
-    raise ConfigError(
-        f"config.json: rope_type {shown(kind)} is not known; known: default, linear, dynamic, yarn, longrope, llama3,"
-        " proportional"
-    )
+    raise rope.fail("rope_type", kind, "default, linear, dynamic, yarn, longrope, llama3 or proportional")
 
 
 def _number_or(rope: ConfigReader, name: str, inferred: float) -> float:
@@ -161,15 +225,43 @@ def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
 def _numbers(rope: ConfigReader, name: str, length: int) -> tuple[float, ...]:
     values = rope.raw(name)
     if not isinstance(values, list) or len(values) != length:
-        raise ConfigError(f"config.json: rope {name} must be a list of {length} numbers")
+        raise rope.fail(name, values, f"a list of {length} numbers")
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-            raise ConfigError(f"config.json: rope {name} holds {shown(value)}, expected finite numbers above zero")
+            raise rope.fail(name, value, "finite numbers above zero alone")
     return tuple(float(value) for value in values)
 
 
-def write_rotary(rotary: Rotary) -> dict[str, Any]:
-    """config.json keys for a rotary component, in the form that transformers 4 and 5 both read."""
+def write_rotary(rotary: Rotary, head_dim: int | None = None) -> dict[str, Any]:
+    """config.json keys for a rotary component, in the form that transformers 4 and 5 both read. With `head_dim` also
+    which part of a head it turns.
+    """
+    part = {} if head_dim is None else {"partial_rotary_factor": _part(rotary.dim, head_dim)}
+    return {"rope_theta": rotary.base, "rope_scaling": _scaling(rotary), **part}
+
+
+def write_rotaries(by_kind: Mapping[str, Rotary], head_dim: int | None = None) -> dict[str, Any]:
+    """`rope_parameters` by kind of layer, as transformers 5 reads it; `head_dim` as in `write_rotary`."""
+    part = {} if head_dim is None else {kind: _part(each.dim, head_dim) for kind, each in by_kind.items()}
+    return {
+        "rope_parameters": {
+            kind: {
+                "rope_theta": rotary.base,
+                **(_scaling(rotary) or {"rope_type": "default"}),
+                **({"partial_rotary_factor": part[kind]} if kind in part else {}),
+            }
+            for kind, rotary in by_kind.items()
+        }
+    }
+
+
+def _part(turned: int, head_dim: int) -> float:
+    """The factor of which transformers makes so many dimensions."""
+    part = turned / head_dim
+    return part if int(head_dim * part) == turned else (turned + 0.5) / head_dim
+
+
+def _scaling(rotary: Rotary) -> dict[str, Any] | None:
     scaling: dict[str, Any] | None
     match rotary.scaling:
         case None:
@@ -209,4 +301,4 @@ def write_rotary(rotary: Rotary) -> dict[str, Any]:
             if int(part * rotary.dim // 2) != turning:  # the quotient was rounded down
                 part = (2 * turning + 1) / rotary.dim
             scaling = {"rope_type": "proportional", "factor": factor, "partial_rotary_factor": part}
-    return {"rope_theta": rotary.base, "rope_scaling": scaling}
+    return scaling

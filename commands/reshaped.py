@@ -19,7 +19,7 @@ def reshaped(
 
     Raises SwapRefused, and UsageError for an unknown swap.
     """
-    from ..analysis.expressed import expressed
+    from ..architectures import expressed
     from ..surgery.shapes import steps_from, swapped
 
     steps = steps_from(swaps or [], recipe)

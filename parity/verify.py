@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..architectures.base import collapse, short
+from ..architectures.obstacles import by_layers, short
 from ..components import ModelSpec, differences, without_rounding
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.threads import as_before, suit
@@ -388,8 +388,8 @@ def _batches(
 
 def _tree_notes(spec: ModelSpec, other: ModelSpec | None = None) -> list[str]:
     """Where two trees differ."""
-    found = [] if other is None else collapse(differences(spec, other))
-    told = [f"{path} {short(a)} -> {short(b)}" for path, a, b in found]
+    found = [] if other is None else by_layers(differences(spec, other), len(spec.blocks))
+    told = [f"{path} {short(a)} -> {short(b)}" for path, a, b, _ in found]
     more = f", … ({len(told) - SHOWN} more)" if len(told) > SHOWN else ""
     return [f"the trees differ: {', '.join(told[:SHOWN])}{more}"] if told else []
 

@@ -15,8 +15,8 @@ from ..converter.convert import main_dtype
 from ..converter.targets import Target
 from ..errors import UsageError
 from .base import Guarantee, Model, Promise, Stored, Swapped, SwappedModel, weakest
+from .family import leave
 from .fits.calibration import Calibration, Text, read_text
-from .leaving import leave
 from .options import spelled
 from .recipe import called, plain, told_as
 from .registry import Step, apply, options

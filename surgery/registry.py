@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -21,12 +22,14 @@ from .facts import Assumed, Weights
 from .synonyms import TWO_STEPS, nearest, understood
 
 if TYPE_CHECKING:
+    from ..architectures.obstacles import Obstacle
     from ..converter.tree import Origin
     from .base import Guarantee, Model, Swapped
     from .fits.calibration import Calibration
 
 __all__ = [
     "Asked",
+    "Clears",
     "Step",
     "Swap",
     "all_swaps",
@@ -153,6 +156,41 @@ class Asked:
         return tuple(range(len(spec.blocks))) if self.layers is None else self.layers
 
 
+ANY = object()
+
+
+@dataclass(frozen=True, init=False)
+class Clears:
+    """What a swap may clear of what stands in the way of a tree into a family: see `architectures.obstacles`.
+
+    path: the field in which they differ, `*` for anything. ours, theirs: the kind of component, or the value, that the
+    tree has there, and the family. steps: what is asked for, all of it together, each "option=value" with `{theirs}`
+    for what the family has; by default the swap by its form alone.
+    """
+
+    path: str
+    steps: tuple[str, ...]
+    ours: Any
+    theirs: Any
+
+    def __init__(self, path: str, *steps: str, ours: Any = ANY, theirs: Any = ANY) -> None:
+        for name, value in (("path", path), ("steps", steps), ("ours", ours), ("theirs", theirs)):
+            object.__setattr__(self, name, value)
+
+    def remedy(self, swap: Swap, obstacle: Obstacle) -> tuple[Step, ...]:
+        """The steps that may clear an obstacle; none where it is another."""
+        sides = ((self.ours, obstacle.ours), (self.theirs, obstacle.theirs))
+        if not fnmatchcase(obstacle.path, self.path) or not all(_is(value, wanted) for wanted, value in sides):
+            return ()
+        told = self.steps or (f"{swap.option}={swap.form}",)
+        pairs = [each.format(theirs=obstacle.theirs).partition("=") for each in told]
+        return tuple(Step(option, value) for option, _, value in pairs)
+
+
+def _is(value: Any, wanted: Any) -> bool:
+    return wanted is ANY or (isinstance(value, wanted) if isinstance(wanted, type) else bool(value == wanted))
+
+
 @dataclass(frozen=True)
 class Swap:
     """A registered swap.
@@ -163,7 +201,7 @@ class Swap:
     weights (but for what it asks of `Asked.weights`); or SwapRefused with the reason. examples: values worth trying on
     a tree. by_layer: whether it may be asked for some layers alone. calibrated: whether it draws on a text. inverse:
     the step that undoes it. exact_where: the weights that it is exact on, where only some are so, in words that end
-    "exact only where …".
+    "exact only where …". clears: what it is a remedy of, where a family has something else.
     """
 
     option: str
@@ -179,6 +217,7 @@ class Swap:
     calibrated: bool = False
     inverse: Callable[[ModelSpec, Asked], Step | None] = lambda before, asked: None
     exact_where: str = ""
+    clears: tuple[Clears, ...] = ()
 
     @property
     def title(self) -> str:

@@ -26,7 +26,7 @@ from ...errors import SwapRefused
 from ..base import Computed, Guarantee, Model, Moved, Swapped, Tensor, Wide, weakest
 from ..fits.scratch import Scratch
 from ..layerwise import blocks_text, chosen_layers, in_words, with_blocks
-from ..registry import Asked, Step, Swap
+from ..registry import Asked, Clears, Step, Swap
 from .mlp import dense_of, paths, with_dense
 
 __all__ = ["SWAPS", "TWO_UNITS", "how", "one_unit", "slope", "two_units"]
@@ -288,6 +288,7 @@ def entry(new: Activation, form: str, reshape: Callable[..., Swapped], needs: st
         by_layer=True,
         calibrated=form.endswith(":fit"),
         inverse=back if plain else lambda before, asked: None,
+        clears=(Clears("*.activation", theirs=new),) if plain else (),
     )
 
 

@@ -29,7 +29,7 @@ from ..fits.scratch import Scratch
 from ..gather import Index, by_head, taken
 from ..heads import Choice, Grouped, kept, key_heads, parts, remaining, slopes
 from ..layerwise import one_or_all, smaller_again, with_attention
-from ..registry import Asked, Step, Swap
+from ..registry import Asked, Clears, Step, Swap
 
 if TYPE_CHECKING:
     from ..fits.calibration import Calibration
@@ -290,6 +290,7 @@ SWAPS: tuple[Swap, ...] = (
         by_layer=True,
         calibrated=True,
         inverse=undone,
+        clears=(Clears("*.heads", "heads={theirs}"),),
     ),
 )
 """How many heads there are."""

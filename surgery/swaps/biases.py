@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ...architectures.obstacles import without_biases
 from ...components import Attention, LatentAttention, ModelSpec, Norm, Rotary
-from ...converter.adapt import without_biases
 from ...errors import SwapRefused, UsageError
 from ..base import Filled, Swapped, Tensor
-from ..registry import Asked, Swap
+from ..registry import Asked, Clears, Swap
 from ..synonyms import nearest
 
 __all__ = ["NAMES", "SWAPS", "biases_of", "shift_of_scores"]
@@ -110,5 +110,13 @@ SWAPS: tuple[Swap, ...] = (
         reshape=drop,
         examples=examples,
         by_layer=True,
+        clears=(
+            *(Clears(f"*.{part}_bias", f"drop={part}.bias") for part in ("output", "up", "down")),
+            Clears("head.bias", "drop=head.bias"),
+            Clears("*norm.bias", "drop=norm.bias"),
+            # q, k and v have one flag.
+            Clears("*.qkv_bias", "drop=key.bias", "drop=query.bias", "fold=value-bias"),
+            Clears("*.qkv_bias", "drop=key.bias", "drop=query.bias", "drop=value.bias"),
+        ),
     ),
 )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ...components import ModelSpec, Rotary
 from ...errors import SwapRefused
 from ..base import Moved, Promise, Swapped
-from ..registry import Asked, Step, Swap
+from ..registry import Asked, Clears, Step, Swap
 
 __all__ = ["CONTEXT", "longer_table"]
 
@@ -91,5 +91,6 @@ CONTEXT = Swap(
     source="derived for gptkit, after Beltagy et al. 2004.05150",
     reshape=to_context,
     examples=_examples,
+    clears=tuple(Clears(path, "context={theirs}") for path in ("context_length", "positions.length")),
     inverse=back_to_context,
 )

@@ -26,7 +26,7 @@ from ...errors import SwapRefused, UsageError
 from ..base import Computed, Filled, Model, Moved, Swapped, Tensor, Wide
 from ..fits.scratch import Scratch
 from ..layerwise import blocks_text, chosen_layers, guarantee_of, in_words, replaced, unknown, with_blocks
-from ..registry import Asked, Step, Swap
+from ..registry import Asked, Clears, Step, Swap
 from .mlp import Dense
 
 __all__ = ["SWAPS"]
@@ -331,6 +331,7 @@ SWAPS = (
         source="Sparse Upcycling 2212.05055",
         reshape=to_copies,
         examples=copies_worth_trying,
+        clears=(Clears("*", "mlp=moe:{theirs.experts}x{theirs.top_k}", theirs=MixtureOfExperts),),
         by_layer=True,
         inverse=back,
     ),
@@ -344,6 +345,7 @@ SWAPS = (
         source="Sparse Upcycling 2212.05055, backwards",
         reshape=to_dense,
         examples=lambda spec: ("dense",) if any(map(is_mixture, spec.blocks)) else (),
+        clears=tuple(Clears("*", ours=MixtureOfExperts, theirs=dense) for dense in (GatedFeedForward, FeedForward)),
         by_layer=True,
         calibrated=True,
     ),

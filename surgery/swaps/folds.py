@@ -19,7 +19,7 @@ from ...components import ALiBi, Attention, Block, LayerNorm, ModelSpec, Norm
 from ...errors import SwapRefused
 from ..base import Computed, Filled, Model, Swapped, Tensor, Wide
 from ..layerwise import attentions, replaced, weighed, with_attention, with_blocks
-from ..registry import Asked, Step, Swap
+from ..registry import Asked, Clears, Step, Swap
 from ..stream import head_weight, norms, readers, require_weights
 from .norm import shifted
 
@@ -188,7 +188,15 @@ def folded_block(block: Block, path: str, tensors: dict[str, Tensor]) -> Block:
     )
 
 
-def folds(what: str, takes: str, gives: str, needs: str, reshape: Reshape, inverse: Inverse | None = None) -> Swap:
+def folds(
+    what: str,
+    takes: str,
+    gives: str,
+    needs: str,
+    reshape: Reshape,
+    inverse: Inverse | None = None,
+    clears: tuple[Clears, ...] = (),
+) -> Swap:
     """The entry of one fold; all of them are exact."""
     return Swap(
         option="fold",
@@ -202,12 +210,31 @@ def folds(what: str, takes: str, gives: str, needs: str, reshape: Reshape, inver
         examples=lambda spec: (what.replace("WHERE", "head"),),
         by_layer=True,
         inverse=inverse or (lambda before, asked: None),
+        clears=clears,
     )
 
 
+NORM_BIAS, SCALE, HEAD_SCALE = Clears("*norm.bias"), Clears("*.scale"), Clears("*.scale", "fold=scale:head")
+
 SWAPS: tuple[Swap, ...] = (
-    folds("norm", "γ and β of norms", "weights and biases of their readers", "pre-norm blocks", fold_norm),
+    folds(
+        "norm",
+        "γ and β of norms",
+        "weights and biases of their readers",
+        "pre-norm blocks",
+        fold_norm,
+        None,
+        (NORM_BIAS,),
+    ),
     folds("value-bias", "the bias of values", "one of outputs", "a bias that is not zero", fold_value_bias),
-    folds("scale", "the scale of scores", "queries, and a scale of 1", UNSCALED, fold_scale, unscaled),
-    folds("scale:WHERE", "the scale of scores", "queries, and a scale of 1/√head_dim", UNSCALED, fold_scale),
+    folds("scale", "the scale of scores", "queries, and a scale of 1", UNSCALED, fold_scale, unscaled, (SCALE,)),
+    folds(
+        "scale:WHERE",
+        "the scale of scores",
+        "queries, and a scale of 1/√head_dim",
+        UNSCALED,
+        fold_scale,
+        None,
+        (HEAD_SCALE,),
+    ),
 )

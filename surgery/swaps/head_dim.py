@@ -31,7 +31,7 @@ from ..base import Model, Swapped, Tensor
 from ..basis import eps_for, length_ratio
 from ..gather import Index, by_head, padded, scaled, taken
 from ..layerwise import attentions, smaller_again, weighed, with_attention
-from ..registry import Asked, Step, Swap
+from ..registry import Asked, Clears, Step, Swap
 from ..rotation import for_width
 
 __all__ = ["SWAPS"]
@@ -281,6 +281,7 @@ SWAPS: tuple[Swap, ...] = (
         source="zeros after Net2Net 1511.05641; θ^(N/d) and √(N/d) derived for gptkit",
         reshape=resize_heads,
         examples=heads_examples,
+        clears=(Clears("*.head_dim", "head_dim={theirs}"),),
         by_layer=True,
         inverse=undone,
     ),

@@ -15,12 +15,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ...components import Attention, ModelSpec
+from ...components import Attention, LatentAttention, ModelSpec
 from ...errors import SwapRefused
 from ..base import Computed, Guarantee, Model, Moved, Swapped, Tensor, Wide
 from ..fits.scratch import Scratch
 from ..layerwise import attentions, with_attention
-from ..registry import Asked, Step, Swap
+from ..registry import Asked, Clears, Step, Swap
 
 __all__ = ["SWAPS"]
 
@@ -180,7 +180,7 @@ def fewer(spec: ModelSpec) -> list[str]:
     return [f"gqa:{count}" for count in counts if count != attention.heads]
 
 
-def entry(form: str, gives: str, examples: Callable[[ModelSpec], Iterable[str]]) -> Swap:
+def entry(form: str, gives: str, examples: Callable[[ModelSpec], Iterable[str]], *clears: Clears) -> Swap:
     """A swap to another number of key-value heads; `change` sees which it is."""
     return Swap(
         option="attention",
@@ -196,11 +196,14 @@ def entry(form: str, gives: str, examples: Callable[[ModelSpec], Iterable[str]])
         calibrated=True,
         inverse=back,
         exact_where="the heads of a group are equal",
+        clears=clears,
     )
 
 
+LATENT = Clears("*.attention", ours=LatentAttention, theirs=Attention)
+
 SWAPS: tuple[Swap, ...] = (
-    entry("mha", "one a query head (MHA)", lambda spec: ("mha",)),
+    entry("mha", "one a query head (MHA)", lambda spec: ("mha",), Clears("*.kv_heads"), LATENT),
     entry("mqa", "one for all (MQA)", lambda spec: ("mqa",)),
-    entry("gqa:N", "N, each for a group of query heads (GQA)", fewer),
+    entry("gqa:N", "N, each for a group of query heads (GQA)", fewer, Clears("*.kv_heads", "attention=gqa:{theirs}")),
 )

@@ -19,7 +19,7 @@ from ...errors import SwapRefused
 from ..base import Computed, Filled, Moved, Swapped, Tensor
 from ..fits.scratch import Scratch
 from ..layerwise import blocks_text, chosen_layers, guarantee_of, in_words, replaced, unknown, with_blocks
-from ..registry import Asked, Step, Swap
+from ..registry import Asked, Clears, Step, Swap
 from ..stream import experts
 
 __all__ = ["SWAPS", "Dense", "dense_of", "is_gated", "paths", "with_dense"]
@@ -187,6 +187,7 @@ SWAPS = (
         examples=lambda spec: () if all(is_gated(block) for block in spec.blocks) else ("gated",),
         by_layer=True,
         inverse=ungate,
+        clears=(Clears("*", theirs=GatedFeedForward),),
     ),
     Swap(
         option="mlp",
@@ -198,6 +199,7 @@ SWAPS = (
         source="derived for gptkit",
         reshape=to_plain,
         examples=lambda spec: ("plain",) if any(is_gated(block) for block in spec.blocks) else (),
+        clears=(Clears("*", theirs=FeedForward),),
         by_layer=True,
         calibrated=True,
     ),

@@ -28,7 +28,7 @@ from ...errors import SwapRefused
 from ..base import Computed, Model, Moved, Swapped, Tensor, Wide
 from ..basis import CENTRED, Compute, chosen_norms, exchanged, normed_row, with_norms
 from ..layerwise import replaced, unknown, weighed, with_blocks
-from ..registry import Asked, Step, Swap
+from ..registry import Asked, Clears, Step, Swap
 from ..stream import head_weight, norms, readers, stream_norms, writers
 from .layernorm import has_rms_norm, rmsnorm_again, to_layernorm
 
@@ -288,6 +288,7 @@ SWAPS = (
         examples=lambda spec: ("rmsnorm",) if layer_norms(spec) else (),
         by_layer=True,
         inverse=lambda before, asked: None if asked.approximate else Step("norm", "layernorm"),
+        clears=(Clears("*norm", theirs=RMSNorm), Clears("*.norm", theirs=None)),
     ),
     Swap(
         option="norm",
@@ -301,5 +302,6 @@ SWAPS = (
         examples=lambda spec: ("layernorm",) if has_rms_norm(spec) else (),
         by_layer=True,
         inverse=rmsnorm_again,
+        clears=(Clears("*norm", theirs=LayerNorm),),
     ),
 )

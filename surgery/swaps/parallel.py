@@ -20,7 +20,7 @@ from ...components import Block, ModelSpec
 from ...errors import SwapRefused
 from ..base import Moved, Swapped, Tensor
 from ..layerwise import blocks_text, chosen_layers, guarantee_of, in_words, replaced, with_blocks
-from ..registry import Asked, Step, Swap
+from ..registry import Asked, Clears, Step, Swap
 from ..stream import writers
 
 __all__ = ["SWAPS"]
@@ -157,6 +157,7 @@ SWAPS = (
         needs="norms that are the same; exact where attention or feed-forward writes nothing, or it was parallel",
         source="PaLM 2204.02311, section 2; Falcon 7b",
         reshape=partial(to_parallel, True),
+        clears=(Clears("*.feed_forward_norm", theirs=None),),
         by_layer=True,
         inverse=serial_again,
     ),
@@ -169,6 +170,7 @@ SWAPS = (
         needs="exact where attention or feed-forward writes nothing; near for few layers",
         source="PaLM 2204.02311, section 2",
         reshape=partial(to_parallel, False),
+        clears=(Clears("*.parallel", theirs=True),),
         examples=lambda spec: ("parallel",) if may_be_parallel(spec) else (),
         by_layer=True,
         inverse=serial_again,
@@ -182,6 +184,7 @@ SWAPS = (
         needs="exact where attention or feed-forward writes nothing; near for few layers",
         source="PaLM 2204.02311, section 2",
         reshape=to_serial,
+        clears=(Clears("*.feed_forward_norm", ours=None), Clears("*.parallel", theirs=False)),
         examples=lambda spec: ("serial",) if any(b.parallel for b in spec.blocks) else (),
         by_layer=True,
         inverse=parallel_again,

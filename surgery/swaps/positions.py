@@ -24,7 +24,7 @@ from ...components import ALiBi, Attention, LatentAttention, LayerNorm, LearnedP
 from ...errors import SwapRefused, UsageError
 from ..base import Computed, Filled, Guarantee, Model, Moved, Promise, Swapped, Tensor, Wide
 from ..layerwise import blocks_text, unknown, with_attention
-from ..registry import Asked, Step, Swap
+from ..registry import Asked, Clears, Step, Swap
 from ..rotation import NEUTRAL, is_neutral, mean_rotation, turned_queries
 from .context_length import CONTEXT
 
@@ -337,6 +337,13 @@ DROPE = "DroPE 2512.12167; the mean rotation is derived for gptkit"
 
 entry = partial(Swap, option="position", takes="positions")
 
+TO_ROPE = tuple(
+    clears
+    for step in ("position=rope", "position=rope:neutral")
+    for clears in (Clears("*.position", step, theirs=Rotary), Clears("positions", step))
+)
+"""Where both cost as much, RoPE that turns comes first."""
+
 SWAPS: tuple[Swap, ...] = (
     entry(
         form="rope:neutral",
@@ -358,6 +365,7 @@ SWAPS: tuple[Swap, ...] = (
             source="Su et al. 2104.09864",
             reshape=to_rope,
             examples=(lambda spec: _unless(spec, "rope", "rope")) if form == "rope" else lambda spec: (),
+            clears=TO_ROPE if form == "rope" else (),
             by_layer=True,
         )
         for form in ("rope", "rope:BASE")
@@ -370,6 +378,7 @@ SWAPS: tuple[Swap, ...] = (
         source="Press et al. 2108.12409; the mean rotation is derived for gptkit",
         reshape=to_alibi,
         examples=lambda spec: _unless(spec, "alibi", "alibi"),
+        clears=(Clears("*.position", theirs=ALiBi), Clears("positions")),
         by_layer=True,
     ),
     entry(
@@ -380,6 +389,7 @@ SWAPS: tuple[Swap, ...] = (
         source=DROPE,
         reshape=to_none,
         examples=_none_example,
+        clears=(Clears("*.position", theirs=None), Clears("positions", theirs=None)),
         by_layer=True,
         inverse=back_to_neutral,
     ),
@@ -392,6 +402,12 @@ SWAPS: tuple[Swap, ...] = (
             source="derived for gptkit",
             reshape=to_learned,
             examples=partial(_learned_example, form),
+            clears=(
+                *(Clears("*.position", ours=turned, theirs=None) for turned in (Rotary, ALiBi)),
+                Clears("positions", theirs=LearnedPositions),
+            )
+            if form == "learned"
+            else (),
             inverse=back_to_none,
         )
         for form in ("learned", "learned:LENGTH")

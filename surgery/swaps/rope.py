@@ -25,7 +25,7 @@ from ...components import (
 from ...errors import SwapRefused, UsageError
 from ..base import Guarantee, Moved, Promise, Swapped, Tensor
 from ..layerwise import blocks_text, unknown, with_attention
-from ..registry import Asked, Step, Swap
+from ..registry import Asked, Clears, Step, Swap
 from ..rotation import (
     Elements,
     Pairs,
@@ -307,6 +307,7 @@ SWAPS: tuple[Swap, ...] = (
         source="the definitions of the scalings",
         reshape=no_scaling,
         examples=lambda spec: ("none",) if any(rotary.scaling for rotary in _rotary(spec)) else (),
+        clears=(Clears("*.scaling", theirs=None),),
         by_layer=True,
     ),
     Swap(
@@ -319,6 +320,7 @@ SWAPS: tuple[Swap, ...] = (
         source="derived for gptkit, after GPT-NeoX' partial rotary and DroPE 2512.12167",
         reshape=rotary_dim,
         examples=_parts,
+        clears=(Clears("*.dim", "rotary_dim={theirs}"),),
         by_layer=True,
     ),
     *(
@@ -336,6 +338,7 @@ SWAPS: tuple[Swap, ...] = (
             ),
             by_layer=True,
             inverse=other_pairs,
+            clears=(Clears("*.pairs", theirs=wanted),),
         )
         for wanted, described in (("adjacent", "of neighbours"), ("halves", "half a head apart"))
     ),

@@ -16,7 +16,7 @@ import msgspec
 from ...components import ModelSpec
 from ...errors import SwapRefused
 from ..base import Computed, Model, Moved, Swapped, Tensor, comparable, in_pieces
-from ..registry import Asked, Step, Swap
+from ..registry import Asked, Clears, Step, Swap
 
 __all__ = ["SWAPS"]
 
@@ -83,6 +83,7 @@ SWAPS = (
         reshape=tie,
         examples=lambda spec: () if spec.head.tied else ("",),
         inverse=lambda before, asked: Step("untie", ""),
+        clears=(Clears("head.tied", theirs=True),),
     ),
     Swap(
         option="untie",
@@ -95,5 +96,6 @@ SWAPS = (
         reshape=untie,
         examples=lambda spec: ("",) if spec.head.tied else (),
         inverse=lambda before, asked: Step("tie", ""),
+        clears=(Clears("head.tied", theirs=False),),
     ),
 )

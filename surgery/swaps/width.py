@@ -24,7 +24,7 @@ from ..fits.scratch import Scratch
 from ..fits.units import Inner, by_weights, fit, largest
 from ..gather import Index, padded, taken
 from ..layerwise import one_or_all, replaced, smaller_again, unknown, with_blocks
-from ..registry import Asked, Step, Swap
+from ..registry import Asked, Clears, Step, Swap
 from ..stream import experts, inner_projections
 
 __all__ = ["SWAPS"]
@@ -164,6 +164,7 @@ SWAPS: tuple[Swap, ...] = (
         by_layer=True,
         calibrated=True,
         inverse=undone,
+        clears=(Clears("*.intermediate_size", "intermediate={theirs}"),),
     ),
 )
 """The width of a feed-forward."""

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 import gptkit
 from gptkit.analysis.costs import costs
 from gptkit.analysis.design import BASELINE, Design, Shape, aspect_ratio, build, fit, rotary_base
-from gptkit.analysis.expressed import expressed
 from gptkit.analysis.papers import PAPERS
 from gptkit.analysis.parameters import count
 from gptkit.analysis.recommend import _WHY, GOALS, Goal, Recommendation, parse_budget, recommend
-from gptkit.architectures import ARCHITECTURES
+from gptkit.architectures import ARCHITECTURES, expressed
 from gptkit.commands.recommend import VOCABULARY
 from gptkit.components import Rotary, YarnScaling, from_json
 from gptkit.errors import UsageError

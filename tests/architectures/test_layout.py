@@ -2,14 +2,20 @@
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from families import CONFIGS, spec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trees import ATTENTIONS
+from trees import EXPERTS as TREES_EXPERTS
 
 from gptkit.architectures import ARCHITECTURES
+from gptkit.architectures.base import Leaf, bind
 from gptkit.architectures.layout import IDENTITY, Layout
+from gptkit.architectures.llama import LLAMA
 
 AXES = ("a", "b", "c", "d", "e")
 DECLARED = sorted(
@@ -41,6 +47,10 @@ def cases(draw: st.DrawFn) -> tuple[Layout, dict[str, int]]:
     if not draw(st.booleans()):
         return Layout(checkpoint, shared), sizes
     split = draw(st.sampled_from(axes))
+    each = draw(st.sampled_from([None, *(axis for axis in axes if axis != split)]))
+    if each is not None:
+        rest = tuple(axis for axis in axes if axis != each)
+        shared = draw(st.one_of(st.just(""), patterns(rest)))
     extents = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     parts = []
     for index, extent in enumerate(extents):
@@ -50,7 +60,28 @@ def cases(draw: st.DrawFn) -> tuple[Layout, dict[str, int]]:
         else:
             parts.append(str(extent))
     del sizes[split]  # its extent is the parts' sum
-    return Layout(checkpoint, shared, split, tuple(parts)), sizes
+    return Layout(checkpoint, shared, split, tuple(parts), each), sizes
+
+
+STACKED = (
+    Layout(
+        "experts hidden (intermediate part)", "(part intermediate) hidden", "part", ("1", "1"), "experts"
+    ),  # gpt-oss
+    Layout("experts (intermediate part)", "(part intermediate)", "part", ("1", "1"), "experts"),  # its biases
+    Layout(
+        "experts hidden (part intermediate)", "(part intermediate) hidden", "part", ("1", "1"), "experts"
+    ),  # Llama 4
+    Layout("experts (part intermediate) hidden", split="part", parts=("1", "1"), each="experts"),  # Qwen3-MoE in memory
+    Layout("experts intermediate hidden", "hidden intermediate", each="experts"),
+    Layout("hidden (experts intermediate)", "intermediate hidden", each="experts"),
+)
+"""Tensors that hold those of all experts."""
+
+LATENT = (
+    Layout("(slot) hidden", split="slot", parts=("kv_rank", "rope_dim")),  # DeepSeek's kv_a_proj_with_mqa
+    Layout("(heads slot) kv_rank", split="slot", parts=("nope_dim", "value_dim")),  # its kv_b_proj
+    Layout("(heads half two) hidden", "(heads two half) hidden"),
+)
 
 
 def check(layout: Layout, sizes: dict[str, int]) -> None:
@@ -95,6 +126,85 @@ def test_the_other_direction_is_the_identity_too(case):
 )
 def test_the_families_layouts_are_bijections_for_any_sizes(layout, sizes):
     check(layout, {**sizes, "heads": sizes["kv_heads"] * sizes["group"]})
+
+
+@pytest.mark.parametrize("layout", [*STACKED, *LATENT], ids=lambda layout: layout.checkpoint)
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.fixed_dictionaries(
+        {
+            name: st.integers(1, 5)
+            for name in (
+                "experts",
+                "hidden",
+                "intermediate",
+                "heads",
+                "half",
+                "kv_rank",
+                "rope_dim",
+                "nope_dim",
+                "value_dim",
+            )
+        }
+    )
+)
+def test_layouts_over_experts_and_latents_are_bijections_for_any_sizes(layout, sizes):
+    check(layout, {**sizes, "two": 2})
+
+
+def test_gate_and_up_of_all_experts_by_hand():
+    """gpt-oss: [experts, hidden, 2 · intermediate], gate and up beside each other."""
+    whole = np.arange(2 * 1 * 4).reshape(2, 1, 4)
+    parts = STACKED[0].forward(whole, {"experts": 2, "hidden": 1, "intermediate": 2})
+    assert [part.ravel().tolist() for part in parts] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+EXPERTS = tuple(f"blocks.{{layer}}.feed_forward.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up"))
+
+
+@pytest.mark.parametrize("layout", STACKED[:4:2], ids=lambda layout: layout.checkpoint)
+@settings(max_examples=30, deadline=None)
+@given(experts=st.integers(1, 4), seed=st.integers(0, 9))
+def test_a_leaf_holds_the_tensors_of_all_experts(layout, experts, seed):
+    """Both ways, in a tree of layers that have them and layers that have not."""
+    mixture = msgspec.structs.replace(TREES_EXPERTS["gated"], experts=experts, top_k=1)
+    dense = spec_of(CONFIGS["llama-2"])
+    blocks = [block.replaced(feed_forward=mixture) for block in dense.blocks]
+    spec = msgspec.structs.replace(dense, blocks=(*blocks, dense.blocks[0]))
+    leaves = (*LLAMA.leaves, Leaf("model.layers.{layer}.router", "blocks.{layer}.feed_forward.router.weight"))
+    leaves += (Leaf("model.layers.{layer}.experts.gate_up_proj", EXPERTS, layout),)
+    down = "blocks.{layer}.feed_forward.experts.{expert}.down_proj.weight"
+    leaves += (Leaf("model.layers.{layer}.experts.down_proj", down, STACKED[4]),)
+    bound = {leaf.checkpoint: leaf for leaf in bind("it", leaves, spec)}
+    leaf = bound["model.layers.0.experts.gate_up_proj"]
+    assert leaf.shape[0] == experts and leaf.shared[:2] == tuple(each.format(layer=0, expert=0) for each in EXPERTS)
+    assert f"model.layers.{len(blocks)}.experts.down_proj" not in bound
+    shared = [np.random.default_rng(seed + i).random(shape) for i, shape in enumerate(leaf.shared_shapes)]
+    whole = leaf.to_checkpoint(shared)
+    assert whole.shape == leaf.shape
+    assert all(np.array_equal(a, b) for a, b in zip(leaf.to_shared(whole), shared, strict=True))
+    assert leaf.to_checkpoint(leaf.to_shared(whole)).tobytes() == whole.tobytes()
+
+
+def test_deepseeks_latent_tensors_are_leaves():
+    """kv_a_proj_with_mqa holds the latent and the rotary key, kv_b_proj a head's key and its value."""
+    attention = ATTENTIONS["deepseek"]
+    dense = spec_of(CONFIGS["llama-2"])
+    spec = msgspec.structs.replace(dense, blocks=tuple(block.replaced(attention=attention) for block in dense.blocks))
+    base = "blocks.{layer}.attention."
+    leaves = (
+        *(leaf for leaf in LLAMA.leaves if ".self_attn." not in leaf.checkpoint or ".o_proj." in leaf.checkpoint),
+        Leaf("model.layers.{layer}.q", base + "q_proj.weight"),
+        Leaf("model.layers.{layer}.a", (base + "kv_down_proj.weight", base + "k_rope_proj.weight"), LATENT[0]),
+        Leaf("model.layers.{layer}.norm", base + "kv_norm.weight"),
+        Leaf("model.layers.{layer}.b", (base + "k_up_proj.weight", base + "v_up_proj.weight"), LATENT[1]),
+    )
+    bound = {leaf.checkpoint: leaf for leaf in bind("it", leaves, spec)}
+    assert bound["model.layers.0.a"].shape == (attention.kv_rank + attention.rope_dim, spec.hidden_size)
+    assert bound["model.layers.0.b"].shape == (attention.heads * (8 + 12), attention.kv_rank)
+    shared = [np.random.default_rng(i).random(s) for i, s in enumerate(bound["model.layers.0.b"].shared_shapes)]
+    whole = bound["model.layers.0.b"].to_checkpoint(shared)
+    assert np.array_equal(whole[:8], shared[0][:8]) and np.array_equal(whole[8:20], shared[1][:12])
 
 
 @pytest.mark.parametrize("tensor", [np.arange(6).reshape(2, 3), torch.arange(6).reshape(2, 3)], ids=["numpy", "torch"])

@@ -399,15 +399,15 @@ def refusal(target: str, spec: ModelSpec) -> str:
         ("llama", "bloom", ["attention_norm: RMSNorm", "feed_forward: GatedFeedForward", "embedding.norm"]),
         ("llama", "gpt2", ["attention_norm: RMSNorm", "positions"]),
         ("llama-2", "falcon", ["attention_norm: RMSNorm", "feed_forward: GatedFeedForward"]),
-        ("llama", "falcon", ["num_kv_heads"]),
-        ("gpt2", "llama", ["rotary"]),
-        ("bloom", "llama", ["rotary"]),
+        ("llama", "falcon", ["attention_norm: RMSNorm", "feed_forward: GatedFeedForward", "parallel"]),
+        ("gpt2", "llama", ["attention.position: none, llama has Rotary"]),
+        ("bloom", "llama", ["attention.position: ALiBi, llama has Rotary"]),
         ("bloom", "gpt2", ["gelu_bloom"]),
-        ("mistral", "llama", ["attention.window: 16"]),
+        ("mistral", "llama", ["attention.window (16)"]),
         ("llama", "qwen2", ["output_bias"]),
         ("llama-2", "qwen2", ["qkv_bias"]),
         ("llama-2", "qwen3", ["q_norm", "k_norm"]),
-        ("qwen2-no-window", "llama", ["output_bias: false; llama has true"]),
+        ("qwen2-no-window", "llama", ["output_bias: false, llama has true"]),
         ("qwen2-layer-types", "mistral", ["window"]),
         ("qwen3", "qwen2", ["q_norm", "qkv_bias"]),
         ("falcon-7b", "llama", ["attention_norm: LayerNorm", "parallel"]),
@@ -424,7 +424,7 @@ def test_a_tree_of_another_family_is_refused_by_its_components(source, target, n
 def test_a_refusal_tells_a_difference_once_for_all_layers():
     message = refusal("llama", spec_of(CONFIGS["mistral"]))
     assert message.count("window") == 1
-    assert "blocks.*.attention.window: 16; llama has null" in message
+    assert "blocks.*.attention.window (16): llama has none" in message
 
 
 def test_a_tree_that_another_family_has_too_is_expressed():

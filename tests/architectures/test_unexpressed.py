@@ -1,14 +1,21 @@
 """Trees that only a swap makes: what knows no latent attention or no experts says so, by the component's name."""
 
+import dataclasses
 import io
+from typing import Any
 
+import msgspec
 import pytest
+from families import CONFIGS, spec_of
 from rich.console import Console
 from trees import TREES
+from typer.testing import CliRunner
 
 from gptkit.analysis.parameters import count, describe
-from gptkit.architectures import ARCHITECTURES, gguf, llama2c, nanogpt
-from gptkit.components import LatentAttention, ModelSpec
+from gptkit.architectures import ARCHITECTURES, expressed, gguf, llama2c, nanogpt
+from gptkit.architectures.llama import LLAMA
+from gptkit.cli import app
+from gptkit.components import ALiBi, Embedding, Head, LatentAttention, ModelSpec
 from gptkit.errors import CannotExpress
 from gptkit.report.tables import parameter_table
 
@@ -112,3 +119,56 @@ def test_words_for_what_is_new():
     assert describe(TREES["experts-plain"])["feed-forward"] == (
         "3 of 4 experts, weights as the router gives them, each plain, gelu, 40"
     )
+
+
+# --- what is a mistake, and no refusal --------------------------------------------------------------------------------
+
+
+def mistaken(spec: ModelSpec) -> dict[str, Any]:
+    """llama's `write` with a typo in it."""
+    return {"num_attention_heads": spec.blocks[0].attention.haeds}  # type: ignore[union-attr]
+
+
+def test_a_typo_in_a_familys_write_is_told_as_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With where it is; never as a tree that the family cannot express."""
+    broken = dataclasses.replace(ARCHITECTURES["llama"], write=mistaken)
+    for config in (CONFIGS["llama"], CONFIGS["mistral"]):
+        with pytest.raises(AttributeError, match="haeds") as caught:
+            broken.config_for(spec_of(config))
+        assert caught.traceback[-1].name == "mistaken"
+    monkeypatch.setitem(ARCHITECTURES, "llama", broken)
+    with pytest.raises(AttributeError, match="haeds"):
+        expressed(TREES["rotary-adjacent"])
+    done = CliRunner().invoke(app, ["recommend", "--goal", "quality", "--params", "30M"])
+    assert done.exit_code == 1 and "This is a bug in gptkit" in done.stderr and "haeds" in done.stderr
+    assert "cannot express" not in done.stderr
+
+
+def test_a_tree_of_other_kinds_is_never_handed_to_write() -> None:
+    """It is refused by their names; a family that has the kinds in other places is told of those too."""
+    asked: list[ModelSpec] = []
+
+    def write(spec: ModelSpec) -> dict[str, Any]:
+        asked.append(spec)
+        return LLAMA.write(spec)
+
+    watched = dataclasses.replace(LLAMA, write=write)
+    for name in ("gpt2", "bloom", "falcon-40b", "mixtral"):
+        with pytest.raises(CannotExpress):
+            watched.config_for(spec_of(CONFIGS[name]))
+    kinds = {type(node) for spec in asked for _, node in spec.nodes()}
+    assert asked and kinds <= {*LLAMA.kinds, Embedding, Head}
+
+
+def test_how_alibi_rounds_is_nothing_to_gguf() -> None:
+    """Its table of what only rounds is that of the components."""
+    spec = spec_of(CONFIGS["bloom"])
+    attention = spec.blocks[0].attention
+    rounded = msgspec.structs.replace(attention, position=ALiBi(rounding="bfloat16"))
+    blocks = tuple(block.replaced(attention=rounded) for block in spec.blocks)
+    found = gguf.expressed(msgspec.structs.replace(spec, blocks=blocks))
+    assert found.architecture.name == "bloom" and found.metadata == gguf.expressed(spec).metadata
+    scaled = msgspec.structs.replace(attention, position=ALiBi(scaled=True))
+    other = tuple(block.replaced(attention=scaled) for block in spec.blocks)
+    with pytest.raises(CannotExpress, match=r"position\.scaled: true"):
+        gguf.expressed(msgspec.structs.replace(spec, blocks=other))

@@ -83,7 +83,7 @@ def test_a_bias_that_is_not_zero_stands_in_the_way(tmp_path):
 def test_what_is_in_the_way_is_told_without_what_only_rounds(tmp_path):
     """Falcon-rw and bloom: bloom's norm of the embedding and the size of its biases differ, and arithmetic as well."""
     saved("falcon-rw", tmp_path / "source")
-    with pytest.raises(CannotExpress, match=r"embedding\.norm: null; bloom has LayerNorm") as caught:
+    with pytest.raises(CannotExpress, match=r"embedding\.norm: none, bloom has LayerNorm") as caught:
         convert(tmp_path / "source", tmp_path / "out", "hf:bloom")
     assert "arithmetic" not in caught.value.message
 
@@ -91,7 +91,7 @@ def test_what_is_in_the_way_is_told_without_what_only_rounds(tmp_path):
 @pytest.mark.parametrize(
     ("source", "family", "way"),
     [
-        ("gpt2", "llama", r"attention\.position: null; llama has Rotary"),
+        ("gpt2", "llama", r"attention\.position: none, llama has Rotary"),
         ("qwen3", "llama", "norm"),
         ("mistral", "llama", "window"),
         ("falcon-7b", "bloom", "Rotary"),

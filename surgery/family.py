@@ -1,8 +1,7 @@
-"""Leaving again: the Hugging Face architecture that can hold a tree, and the last step into its own form.
+"""The last step of a chain of swaps: into the form of a Hugging Face family that can hold the tree.
 
-A family holds a tree where its config.json says all of it (`Architecture.config_for`), or nearly: how components round
-is no obstacle, and biases of zeros come and go. Where no family holds the tree, `clearing` says what is in the way, and
-what would clear it.
+A family holds a tree where its config.json says all of it, or all but how components round and biases of zeros, which
+come and go. Where no family does, `remedies` says which swaps would clear the way.
 """
 
 from __future__ import annotations
@@ -10,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
+
 from ..architectures import Architecture, named
+from ..architectures.obstacles import Zero, first_of
 from ..components import ModelSpec
 from ..converter.adapt import any_family
 from ..converter.dtypes import widest
 from ..converter.targets import FOLDERS, Target, target
 from .base import Filled, Model, Swapped, Tensor
-from .clearing import in_the_way
-from .fitting import biases, fitting, zero_biases
+from .remedies import in_the_way
 
-__all__ = ["asked_families", "into", "leave"]
+__all__ = ["asked_families", "into", "leave", "zero_in"]
 
 
 def asked_families(origin: str | None, to: str | Target) -> list[Architecture]:
@@ -38,10 +39,13 @@ def asked_families(origin: str | None, to: str | Target) -> list[Architecture]:
     return any_family(origin) if family is None or family == "auto" else [named(family)]
 
 
+def zero_in(model: Model) -> Zero:
+    """Whether every value of a bias is zero, each looked at once and only when it is asked for."""
+    return cache(lambda name: not np.any(model.wide(name)))
+
+
 def leave(model: Model, origin: str | None, to: str | Target) -> tuple[Architecture, Swapped | None]:
     """The family for a tree, and the last step into its own form: biases of zeros that it has, or has not.
-
-    Weights are read only where it is for their values to decide.
 
     Args:
         model: the tree.
@@ -53,14 +57,12 @@ def leave(model: Model, origin: str | None, to: str | Target) -> tuple[Architect
 
     """
     tried = asked_families(origin, to)
-    zero = cache(lambda: zero_biases(model))
-    for architecture in tried:
-        found = fitting(architecture, model.spec, biases(model.spec))  # as if all were zero
-        if found is not None and found != model.spec:
-            found = fitting(architecture, model.spec, zero())
-        if found is not None:
-            return architecture, into(model, found, architecture)
-    raise in_the_way(model, tried)
+    zero = zero_in(model)
+    found, refused = first_of(tried, model.spec, zero)
+    if found is None or found.found is None:
+        raise in_the_way(model, tried, refused, zero)
+    architecture = tried[len(refused)]
+    return architecture, into(model, found.found, architecture)
 
 
 def into(model: Model, spec: ModelSpec, architecture: Architecture) -> Swapped | None:

@@ -1,0 +1,267 @@
+"""The swaps that would clear the way of a tree into a family, and what each of them costs.
+
+What stands in the way `architectures.obstacles` says, and which swap clears which of it the swaps say themselves
+(`registry.Clears`). A way is made of these remedies: one after the other, those that cost nothing first, as long as
+less is left in the way after it; what turned out needless is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from textwrap import wrap
+
+import numpy as np
+
+from ..architectures import Architecture
+from ..architectures.obstacles import Expression, Obstacle, Zero, by_layers, express
+from ..components import ModelSpec
+from ..errors import CannotExpress, InvalidInput, SwapRefused, UsageError
+from .base import Exactly, Guarantee, Model, Swapped, SwappedModel, weakest
+from .measure import measure
+from .registry import Step, all_swaps, apply, options
+from .shapes import swapped
+
+__all__ = ["Way", "in_the_way", "remedies", "way_to", "ways_from"]
+
+Remedy = tuple[Step, ...]
+"""Steps that only together clear something."""
+
+NEAR = 3
+"""Families that are told of."""
+SHOWN = 12
+"""Obstacles of each: all of them where one family is asked for, else a few."""
+FEW = 3
+MOST = 10
+"""Remedies one after the other."""
+WIDTH = 76
+"""Of a sentence, which the command line indents."""
+SMALL = 50_000_000
+"""Parameters of a model whose weights are looked at to find a way, and whose damage is measured only to tell of it. A
+larger one's swaps are tried on its shapes, with guarantees such as trained weights have.
+"""
+ORDER: tuple[Guarantee, ...] = ("exact", "approximate", "retrained")
+OWN_FORMAT = "gptkit's own format holds any tree: --as local"
+
+
+def remedies(obstacle: Obstacle) -> Iterator[Remedy]:
+    """The swaps that may make a field what a family has, in the registry's order."""
+    for swap in all_swaps():
+        for each in swap.clears:
+            remedy = each.remedy(swap, obstacle)
+            if remedy:
+                yield remedy
+
+
+# --- a way ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class State:
+    """A tree after some steps: which of its biases are zero, what each step gives, and the models before and after
+    them, where weights are looked at.
+    """
+
+    spec: ModelSpec
+    zero: Zero
+    guarantees: tuple[Guarantee, ...] = ()
+    done: tuple[Swapped, ...] = ()
+    models: tuple[Model, ...] = ()
+
+    @property
+    def guarantee(self) -> Guarantee:
+        return weakest(self.guarantees)
+
+
+After = Callable[[Remedy], State | None]
+"""The tree after some steps; None where one of them is not possible."""
+
+
+def ways_from(model: Model, zero: Zero) -> After:
+    """What becomes of a tree by steps; see `SMALL`. `zero` tells its biases that are zero."""
+    small = sum(parameter.count for parameter in model.spec.parameters()) <= SMALL
+    names = {parameter.name for parameter in model.spec.parameters()}
+
+    made: dict[str, State | None] = {}
+
+    def after(steps: Remedy) -> State | None:
+        key = " ".join(map(str, steps))
+        if key not in made:
+            made[key] = then(steps) if steps else State(model.spec, zero, models=(model,))
+        return made[key]
+
+    def then(steps: Remedy) -> State | None:
+        before = after(steps[:-1])
+        if before is None:
+            return None
+        try:
+            if not small:
+                found = swapped(before.spec, steps[-1:])
+                known: Zero = lambda name: name in names and zero(name)  # noqa: E731
+                return State(found.spec, known, (*before.guarantees, found.usual))
+            done = apply(before.models[-1], steps[-1])
+        except (SwapRefused, UsageError, InvalidInput):
+            return None
+        here = SwappedModel(before.models[-1], done)
+        zeros = cache(lambda name: not np.any(here.wide(name)))
+        return State(
+            done.spec, zeros, (*before.guarantees, done.guarantee), (*before.done, done), (*before.models, here)
+        )
+
+    return after
+
+
+@dataclass(frozen=True)
+class Way:
+    """Swaps towards a family: what is in the way of a tree, the remedies in order, and what is left at their end."""
+
+    start: Expression
+    remedies: tuple[Remedy, ...]
+    end: State
+    left: Expression
+
+    @property
+    def arrived(self) -> bool:
+        return self.left.found is not None
+
+    @property
+    def steps(self) -> Remedy:
+        return tuple(step for remedy in self.remedies for step in remedy)
+
+    @property
+    def one_command(self) -> bool:
+        """Whether one command line does it: it carries out options in the registry's order, each once."""
+        order = list(options())
+        places = [order.index(step.option) for step in self.steps]
+        return places == sorted(set(places))
+
+    def __str__(self) -> str:
+        return " ".join(str(step) for step in self.steps)
+
+
+def way_to(start: Expression, after: After) -> Way:
+    """The way of a tree into a family, as far as there is one.
+
+    At each point the remedy is taken that promises most, and among those the one that leaves least in the way; it must
+    leave less than before. In the end what turned out needless is given up, and the rest put into the order of the
+    registry where it can be.
+    """
+
+    def way(taken: tuple[Remedy, ...]) -> Way | None:
+        end = after(tuple(step for remedy in taken for step in remedy))
+        return None if end is None else Way(start, taken, end, express(start.target, end.spec, end.zero))
+
+    def as_good(taken: tuple[Remedy, ...], than: Way) -> Way | None:
+        """The way by these remedies, where it arrives too and promises no less."""
+        other = way(taken)
+        worse = other is None or not other.arrived or rank(other) > rank(than)
+        return None if worse else other
+
+    def rank(each: Way) -> int:
+        return ORDER.index(each.end.guarantee)
+
+    here = way(())
+    assert here is not None
+    while here.left.standing and len(here.remedies) < MOST:
+        known = len(here.end.guarantees)
+        every = {str(remedy): remedy for each in by_layers(here.left.standing, 0) for remedy in remedies(each)}
+        further = [each for remedy in every.values() if (each := way((*here.remedies, remedy)))]
+        nearer = [each for each in further if each.left.weight < here.left.weight]
+        if not nearer:
+            break
+        here = min(
+            nearer,
+            key=lambda each: (
+                ORDER.index(weakest(each.end.guarantees[known:])),
+                each.left.weight,
+                len(each.remedies[-1]),
+            ),
+        )
+    if here.arrived:
+        for remedy in here.remedies:
+            here = as_good(tuple(each for each in here.remedies if each != remedy), here) or here
+        order = list(options())
+        here = as_good(tuple(sorted(here.remedies, key=lambda each: order.index(each[0].option))), here) or here
+    return here
+
+
+# --- in words ---------------------------------------------------------------------------------------------------------
+
+
+def in_the_way(model: Model, tried: Sequence[Architecture], refused: Sequence[Expression], zero: Zero) -> CannotExpress:
+    """What stands between a tree and the families that come nearest to it, and what would clear it at what cost.
+
+    Args:
+        model: a tree that none of the families holds.
+        tried: the families, the one that it came from first.
+        refused: what stands in the way to each.
+        zero: whether every value of a bias is zero.
+
+    """
+    near = sorted((each for each in refused if each.standing), key=lambda each: each.weight)[:NEAR]
+    after = ways_from(model, zero)
+    ways = [way_to(each, after) for each in near]
+    arriving = [way for way in ways if way.arrived]
+    best = min(arriving, key=lambda way: (ORDER.index(way.end.guarantee), len(way.steps)), default=None)
+    hint = "\n".join(_told_left(ways) if best is None else _told_way(best))
+    if len(tried) == 1:
+        return refused[0].refusal(hint)
+    lines = [line for each in near for line in _told_of(each)]
+    lines += [] if refused[0].standing else [f"{refused[0].target.owner}: {refused[0].reason}"]
+    listed = "\n".join(f"  {line}" for line in lines)
+    return CannotExpress(f"no transformers architecture can hold this tree. In the way:\n{listed}", hint)
+
+
+def _told_of(expression: Expression) -> list[str]:
+    """What is in the way to one of several families, the first few."""
+    told = expression.told
+    more = [f"and {len(told) - FEW} more for {expression.target.owner}"] if len(told) > FEW else []
+    return [*told[:FEW], *more]
+
+
+def _told_way(way: Way) -> list[str]:
+    """The steps of a way and what each costs, where that is quickly measured."""
+    name, end = way.start.target.owner, way.end
+    costs = []
+    for number, (step, guarantee) in enumerate(zip(way.steps, end.guarantees, strict=True)):
+        measured = None
+        if guarantee != "exact" and end.done:
+            before, after = (Exactly(end.models[place]) for place in (number, number + 1))
+            measured = measure(before, after, promise=end.done[number].promise, dtypes=("float32",)).kl
+        costs.append((str(step), _price(guarantee, measured)))
+    short_of = f"It falls short of {name} by {_some(way.start, most=2)}"
+    if len(costs) == 1:
+        return wrap(f"{short_of}: {' '.join(costs[0])}.", WIDTH)
+    width = max(len(step) for step, _ in costs)
+    lines = wrap(f"{short_of}. What would clear the way:", WIDTH)
+    lines += [f"  {step:{width}}  {price}" for step, price in costs]
+    how = "all at once" if way.one_command else "one after the other, as the steps of a recipe"
+    return [*lines, f"{how.capitalize()}, with --as hf:{name}."]
+
+
+def _price(guarantee: Guarantee, kl: float | None) -> str:
+    """What a step costs, in words; `kl` in nats per token on the probe."""
+    if guarantee == "exact":
+        return "changes nothing"
+    cost = "costs something: swap it and see" if kl is None else f"costs KL {kl:.2g} on the probe"
+    return cost if guarantee == "approximate" else f"{cost}, and is to be trained"
+
+
+def _told_left(ways: Sequence[Way]) -> list[str]:
+    """What no swap clears, on the way that comes nearest."""
+    if not ways:
+        return [OWN_FORMAT]
+    way = min(ways, key=lambda way: way.left.weight)
+    if not way.left.standing:
+        return [*wrap(f"After {way}: {way.left.reason}", WIDTH), OWN_FORMAT]
+    said = f"No swap clears {_some(way.left, FEW)} on the way to {way.start.target.owner}"
+    said += f"; {way} would clear the rest" if way.remedies else ""
+    return [*wrap(f"{said}.", WIDTH), OWN_FORMAT]
+
+
+def _some(expression: Expression, most: int) -> str:
+    """The paths of what is in the way, or the first of them and how many more there are."""
+    paths = [each.path for each in by_layers(expression.standing, len(expression.spec.blocks))]
+    more = f" and {len(paths) - most} more" if len(paths) > most else ""
+    return ", ".join(paths[:most]) + more
