@@ -1,5 +1,5 @@
-"""What test files share: modules (`from families import VARIANTS`; tests are no package), the `hub`
-and `browser` fixtures, and one thread for all."""
+"""What test files share: the package `helpers` (`from helpers.families import VARIANTS`), the `hub` and `browser`
+fixtures, and one thread for all."""
 
 import signal
 import sys
@@ -12,8 +12,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from browser import chromium
-from hubserver import Hub
+from helpers.browser import chromium
+from helpers.hubserver import Hub
 
 # A shell has what it starts in the background ignore Ctrl-C, and so would the commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

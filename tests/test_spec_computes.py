@@ -9,11 +9,11 @@ from typing import Any, get_args
 import msgspec
 import pytest
 import torch
-from edited import setting, with_spec
-from families import CONFIGS, save_hf, spec_of
 from full_spec import full
+from helpers.edited import setting, with_spec
+from helpers.families import CONFIGS, save_hf, spec_of
+from helpers.trees import TREES, filled, random_weights
 from test_spec import at, paths
-from trees import TREES, filled, random_weights
 from typer.testing import CliRunner
 
 import gptkit

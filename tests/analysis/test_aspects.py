@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from families import CONFIGS, spec_of
+from helpers.families import CONFIGS, spec_of
+from helpers.random_trees import drawn_spec
+from helpers.trees import TREES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_trees import drawn_spec
-from trees import TREES
 
 from gptkit.analysis.aspects import Aspect, aspects
 from gptkit.architectures import architecture_of

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from families import CONFIGS, VARIANTS, Variant, decoder_from, randomised_reference, spec_of
+from helpers.families import CONFIGS, VARIANTS, Variant, decoder_from, randomised_reference, spec_of
+from helpers.trees import TREES as OTHERS
+from helpers.trees import filled, random_weights
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-from trees import TREES as OTHERS
-from trees import filled, random_weights
 
 from gptkit.analysis.activations import way
 from gptkit.analysis.costs import (

@@ -5,13 +5,13 @@ from typing import Any, get_args
 import msgspec
 import pytest
 import torch
-from families import CONFIGS, REPRESENTATIVES, VARIANTS, randomised_reference, spec_of
+from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, randomised_reference, spec_of
+from helpers.random_trees import resized
+from helpers.storages import drawn_ids, kept_bytes, prefill_peak, training_peak
+from helpers.trees import TREES, filled, random_weights, with_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_trees import resized
-from storages import drawn_ids, kept_bytes, prefill_peak, training_peak
 from torch.utils.checkpoint import checkpoint
-from trees import TREES, filled, random_weights, with_blocks
 
 from gptkit.analysis.activations import Pass, kept, kept_by_checkpointing
 from gptkit.analysis.costs import cache_bytes

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import REPRESENTATIVES, VARIANTS, spec_of, variants_of
+from helpers.families import REPRESENTATIVES, VARIANTS, spec_of, variants_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

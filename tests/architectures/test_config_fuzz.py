@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import Variant, variants_of
+from helpers.families import Variant, variants_of
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import VOCAB, decoder_from, randomised_reference, save_hf, spec_of
-from legal_configs import DRAWN, Config, legal_config
+from helpers.families import VOCAB, decoder_from, randomised_reference, save_hf, spec_of
+from helpers.legal_configs import DRAWN, Config, legal_config
 from torch import Tensor
 
 import gptkit

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import checkpoint_tensors, hf_config, randomised_reference, spec_of, variants_of
+from helpers.families import checkpoint_tensors, hf_config, randomised_reference, spec_of, variants_of
 
 from gptkit.architectures import ARCHITECTURES, Architecture, Leaf
 from gptkit.architectures.layout import IDENTITY, Layout, parse

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from families import (
+from helpers.families import (
     CONFIGS,
     REPRESENTATIVES,
     VARIANTS,

@@ -3,8 +3,8 @@
 import io
 
 import pytest
+from helpers.trees import TREES
 from rich.console import Console
-from trees import TREES
 
 from gptkit.analysis.parameters import count, describe
 from gptkit.architectures import ARCHITECTURES, gguf, llama2c, nanogpt

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Shown, opened
-from drawn_specs import specs
-from families import CONFIGS, LLAMA, QWEN2, WINDOWED, spec_of
+from helpers.browser import Shown, opened
+from helpers.drawn_specs import specs
+from helpers.families import CONFIGS, LLAMA, QWEN2, WINDOWED, spec_of
 from hypothesis import HealthCheck, given, settings
 from rich.console import Console
 from typer.testing import CliRunner

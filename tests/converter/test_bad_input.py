@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import CONFIGS, save_hf
+from helpers.families import CONFIGS, save_hf
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import CONFIGS, REPRESENTATIVES, save_hf
+from helpers.families import CONFIGS, REPRESENTATIVES, save_hf
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, modern, randomised_reference, save_hf
-from hubserver import Hub, Repo
+from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, modern, randomised_reference, save_hf
+from helpers.hubserver import Hub, Repo
 from safetensors.torch import load_file, save_file, save_model
 
 from gptkit.architectures import architecture_of

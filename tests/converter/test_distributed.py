@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.writing import SafetensorsWriter
 from safetensors.torch import load_file, save_file
-from writing import SafetensorsWriter
 
 from gptkit.architectures import named
 from gptkit.converter.convert import convert

@@ -15,8 +15,8 @@ import pytest
 
 pytest.importorskip("gguf", reason='GGUF needs pip install "gptkit[gguf]"')
 
-from families import CONFIGS, randomised_reference
-from gguf_files import write_gguf
+from helpers.families import CONFIGS, randomised_reference
+from helpers.gguf_files import write_gguf
 
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.formats.gguf_header import parse_header

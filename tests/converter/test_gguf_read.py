@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from families import CONFIGS, hf_config, randomised_reference, spec_of
+from helpers.families import CONFIGS, hf_config, randomised_reference, spec_of
 
 import gptkit
 from gptkit.converter.checkpoint import open_checkpoint
@@ -28,7 +28,7 @@ from gptkit.errors import CheckpointError, InvalidInput, UnknownFamily, UsageErr
 
 gguf = pytest.importorskip("gguf", reason='GGUF needs pip install "gptkit[gguf]"')
 
-from gguf_files import tensors_of, write_gguf  # noqa: E402, needs the package
+from helpers.gguf_files import tensors_of, write_gguf  # noqa: E402, needs the package
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "checkpoints"
 needs_stories = pytest.mark.skipif(not SHARED.is_dir(), reason="needs the project's shared checkpoints")

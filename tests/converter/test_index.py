@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.writing import SafetensorsWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from writing import SafetensorsWriter
 
 from gptkit.converter.index import read_index, weight_files
 from gptkit.errors import CheckpointError, InvalidInput, UntrustedInput

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.writing import SafetensorsWriter
 from killed import contents, noted
-from writing import SafetensorsWriter
 
 from gptkit.architectures import named
 from gptkit.converter import publish

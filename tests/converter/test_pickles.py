@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import CONFIGS, save_hf
+from helpers.families import CONFIGS, save_hf
 from safetensors.torch import load_file
 
 from gptkit.converter import pickles

@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from hubserver import NEW, OLD, Big, Hub, Repo
+from helpers.hubserver import NEW, OLD, Big, Hub, Repo
 from typer.testing import CliRunner
 
 from gptkit.architectures.presets import nearest, repo_of

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from helpers.writing import SafetensorsWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from writing import SafetensorsWriter
 
 from gptkit.converter.placed import CHUNK
 from gptkit.converter.safetensors import (

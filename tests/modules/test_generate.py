@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import (
+from helpers.families import (
     BLOOM,
     FALCON_7B,
     FALCON_RW,

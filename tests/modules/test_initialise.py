@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import CONFIGS, spec_of
-from hubserver import Hub
-from trees import TREES
+from helpers.families import CONFIGS, spec_of
+from helpers.hubserver import Hub
+from helpers.trees import TREES
 from typer.testing import CliRunner, Result
 
 import gptkit

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, save_hf
+from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, save_hf
 from torch import Tensor, nn
 
 import gptkit

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from families import CONFIGS, REPRESENTATIVES, Variant, save_hf, spec_of
+from helpers.families import CONFIGS, REPRESENTATIVES, Variant, save_hf, spec_of
+from helpers.trees import random_weights
 from torch import Tensor, nn
-from trees import random_weights
 from typer.testing import CliRunner
 
 import gptkit

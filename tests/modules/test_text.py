@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import CONFIGS, save_hf
+from helpers.families import CONFIGS, save_hf
 from typer.testing import CliRunner
 
 import gptkit

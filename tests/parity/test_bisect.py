@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from families import REPRESENTATIVES, save_hf
+from helpers.families import REPRESENTATIVES, save_hf
 
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from edited import Tensors, damaged, exit_code, pairs, setting, with_spec
-from families import CONFIGS, edited, save_hf
+from helpers.edited import Tensors, damaged, exit_code, pairs, setting, with_spec
+from helpers.families import CONFIGS, edited, save_hf
 from typer.testing import CliRunner
 
 import gptkit

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import VARIANTS, spec_of
+from helpers.families import VARIANTS, spec_of
 
 from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets

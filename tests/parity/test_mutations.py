@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import (
+from helpers.families import (
     CONFIGS,
     DISTINCT,
     REPRESENTATIVES,
@@ -20,9 +20,9 @@ from families import (
     shallow,
     spec_of,
 )
+from helpers.trees import TREES, random_weights
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from trees import TREES, random_weights
 from typer.testing import CliRunner
 
 from gptkit.architectures import ARCHITECTURES, architecture_of

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from edited import Tensors, exit_code
-from families import CONFIGS, edited, save_hf
-from random_trees import resized
+from helpers.edited import Tensors, exit_code
+from helpers.families import CONFIGS, edited, save_hf
+from helpers.random_trees import resized
 from typer.testing import CliRunner
 
 import gptkit

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from edited import Tensors, damaged, exchange, exit_code, pairs, scale, setting, with_spec
-from families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, save_hf
+from helpers.edited import Tensors, damaged, exchange, exit_code, pairs, scale, setting, with_spec
+from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, save_hf
 from typer.testing import CliRunner
 
 import gptkit

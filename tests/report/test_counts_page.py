@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Shown, opened
+from helpers.browser import Shown, opened
 from typer.testing import CliRunner
 
 import gptkit

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import SCREENS, opened
-from held import Held
-from trees import TREES, random_weights
+from helpers.browser import SCREENS, opened
+from helpers.held import Held
+from helpers.trees import TREES, random_weights
 from typer.testing import CliRunner, Result
 
 from gptkit.cli import app

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import LLAMA, edited, save_hf
+from helpers.families import LLAMA, edited, save_hf
 from typer.testing import CliRunner, Result
 
 import gptkit

@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from drawn_specs import specs
-from families import CONFIGS, DISTINCT, spec_of
+from helpers.drawn_specs import specs
+from helpers.families import CONFIGS, DISTINCT, spec_of
+from helpers.trees import TREES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
-from trees import TREES
 
 from gptkit.analysis.parameters import count
 from gptkit.architectures import architecture_of

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from family_specs import preset_spec
-from trees import TREES
+from helpers.family_specs import preset_spec
+from helpers.trees import TREES
 
 import gptkit
 from gptkit.analysis.figures import Asked

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Shown, opened, system_browser
-from families import GROUPED, LLAMA, save_hf
+from helpers.browser import Shown, opened, system_browser
+from helpers.families import GROUPED, LLAMA, save_hf
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import system_browser
+from helpers.browser import system_browser
 from typer.testing import CliRunner
 
 import gptkit

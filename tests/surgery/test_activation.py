@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from exactness import Mutation, exactly, gap, is_caught
-from families import CONFIGS, LLAMA, save_hf, spec_of
+from helpers.exactness import Mutation, exactly, gap, is_caught
+from helpers.families import CONFIGS, LLAMA, save_hf, spec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

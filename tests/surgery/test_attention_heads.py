@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from exactness import MODELS, caught, exactly, same_values, saved
-from families import CONFIGS, spec_of
+from helpers.exactness import MODELS, caught, exactly, same_values, saved
+from helpers.families import CONFIGS, spec_of
 
 import gptkit
 from gptkit.components import Attention, ModelSpec

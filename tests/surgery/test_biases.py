@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from exactness import exactly, is_caught
-from families import CONFIGS, save_hf, zeroed
+from helpers.exactness import exactly, is_caught
+from helpers.families import CONFIGS, save_hf, zeroed
 
 import gptkit
 from gptkit.components import Attention

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import CONFIGS, spec_of
+from helpers.families import CONFIGS, spec_of
+from helpers.random_trees import Chain, alike, drawn_chain, write
+from helpers.weights import Weights
 from hypothesis import HealthCheck, Phase, event, given, note, settings
 from hypothesis import strategies as st
-from random_trees import Chain, alike, drawn_chain, write
-from weights import Weights
 
 import gptkit
 from gptkit.errors import GptkitError

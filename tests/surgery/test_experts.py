@@ -10,8 +10,8 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from exactness import Mutation, exactly, is_caught, undone
-from families import CONFIGS, GPT2, LLAMA, edited, save_hf, spec_of
+from helpers.exactness import Mutation, exactly, is_caught, undone
+from helpers.families import CONFIGS, GPT2, LLAMA, edited, save_hf, spec_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from exactness import Mutation, exactly, is_caught
-from families import CONFIGS, save_hf, spec_of
+from helpers.exactness import Mutation, exactly, is_caught
+from helpers.families import CONFIGS, save_hf, spec_of
 
 import gptkit
 from gptkit.components import Attention, without_rounding

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from exactness import MODELS, caught, exactly, same_values, saved
-from families import CONFIGS, spec_of
+from helpers.exactness import MODELS, caught, exactly, same_values, saved
+from helpers.families import CONFIGS, spec_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from exactness import MODELS, caught, exactly, same_values, saved
-from families import CONFIGS
+from helpers.exactness import MODELS, caught, exactly, same_values, saved
+from helpers.families import CONFIGS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

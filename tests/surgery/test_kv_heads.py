@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from exactness import Mutation, is_caught, undone
-from families import CONFIGS, LLAMA, save_hf
+from helpers.exactness import Mutation, is_caught, undone
+from helpers.families import CONFIGS, LLAMA, save_hf
 from hypothesis import given
 from hypothesis import strategies as st
 

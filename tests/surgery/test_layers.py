@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from exactness import Mutation, is_caught, undone
-from families import CONFIGS, save_hf, spec_of
+from helpers.exactness import Mutation, is_caught, undone
+from helpers.families import CONFIGS, save_hf, spec_of
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -9,8 +9,8 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from exactness import saved
-from families import CONFIGS, spec_of
+from helpers.exactness import saved
+from helpers.families import CONFIGS, spec_of
 
 import gptkit
 from gptkit.architectures import ARCHITECTURES, named

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exactness import saved
-from families import CONFIGS, save_hf
+from helpers.exactness import saved
+from helpers.families import CONFIGS, save_hf
+from helpers.weights import after, error
 from rich.console import Console
-from weights import after, error
 
 import gptkit
 from gptkit.analysis.costs import costs

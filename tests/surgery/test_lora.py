@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 import transformers
-from families import CONFIGS, save_hf, shared_weights
+from helpers.families import CONFIGS, save_hf, shared_weights
 from safetensors.torch import load_file, save_file
 
 import gptkit

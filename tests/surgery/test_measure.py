@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from families import CONFIGS, VARIANTS, save_hf, spec_of
-from held import Held, fewer_tokens, held
+from helpers.families import CONFIGS, VARIANTS, save_hf, spec_of
+from helpers.held import Held, fewer_tokens, held
+from helpers.trees import TREES, random_weights
 from torch import Tensor
-from trees import TREES, random_weights
 
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.errors import GptkitError

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from exactness import Mutation, exactly, is_caught, undone
-from families import CONFIGS, save_hf, spec_of, zeroed
+from helpers.exactness import Mutation, exactly, is_caught, undone
+from helpers.families import CONFIGS, save_hf, spec_of, zeroed
 
 import gptkit
 from gptkit.components import FeedForward, GatedFeedForward

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exactness import caught, exactly, saved
-from families import BLOOM, CONFIGS, FALCON, FALCON_40B, GPT2, save_hf, spec_of
+from helpers.exactness import caught, exactly, saved
+from helpers.families import BLOOM, CONFIGS, FALCON, FALCON_40B, GPT2, save_hf, spec_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from exactness import exactly, undone
-from families import CONFIGS, edited, save_hf, spec_of, zeroed
+from helpers.exactness import exactly, undone
+from helpers.families import CONFIGS, edited, save_hf, spec_of, zeroed
 
 import gptkit
 from gptkit.errors import GptkitError, SwapRefused

@@ -8,11 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from exactness import bytes_of, exactly, gap
-from families import CONFIGS, edited, save_hf, spec_of
+from helpers.exactness import bytes_of, exactly, gap
+from helpers.families import CONFIGS, edited, save_hf, spec_of
+from helpers.trees import LATENT, ROPE, with_blocks
+from helpers.weights import Weights, after, error
 from transformers import AutoModelForCausalLM
-from trees import LATENT, ROPE, with_blocks
-from weights import Weights, after, error
 
 import gptkit
 from gptkit.components import ALiBi, LayerNorm, LearnedPositions, ModelSpec, RMSNorm, Rotary

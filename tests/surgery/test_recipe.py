@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from families import CONFIGS, save_hf, spec_of
+from helpers.families import CONFIGS, save_hf, spec_of
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from families import CONFIGS, spec_of
-from held import Held
+from helpers.families import CONFIGS, spec_of
+from helpers.held import Held
+from helpers.random_trees import STATES, alike, inverse, steps_for
+from helpers.trees import TREES
+from helpers.weights import Weights, error
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_trees import STATES, alike, inverse, steps_for
-from trees import TREES
-from weights import Weights, error
 
 from gptkit.components import ModelSpec
 from gptkit.errors import SwapRefused, UsageError

@@ -8,13 +8,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from exactness import bytes_of, exactly
-from families import CONFIGS, save_hf, spec_of
+from helpers.exactness import bytes_of, exactly
+from helpers.families import CONFIGS, save_hf, spec_of
+from helpers.trees import ATTENTIONS, with_blocks
+from helpers.weights import Weights, after, error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
-from trees import ATTENTIONS, with_blocks
-from weights import Weights, after, error
 
 import gptkit
 from gptkit.components import (

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from families import CONFIGS, spec_of
+from helpers.families import CONFIGS, spec_of
+from helpers.random_trees import drawn_chain, drawn_source, possible, steps_for
+from helpers.trees import TREES
+from helpers.weights import Weights
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
-from random_trees import drawn_chain, drawn_source, possible, steps_for
-from trees import TREES
-from weights import Weights
 
 import gptkit
 from gptkit.analysis.parameters import count

@@ -9,8 +9,8 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from exactness import difference
-from families import CONFIGS, edited, save_hf
+from helpers.exactness import difference
+from helpers.families import CONFIGS, edited, save_hf
 
 import gptkit
 from gptkit.components import LayerNorm, RMSNorm

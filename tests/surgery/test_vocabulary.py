@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from families import CONFIGS, save_hf
+from helpers.families import CONFIGS, save_hf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from exactness import MODELS, caught, exactly, same_values, saved
+from helpers.exactness import MODELS, caught, exactly, same_values, saved
 from hypothesis import given
 from hypothesis import strategies as st
 

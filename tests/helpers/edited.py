@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from families import save_hf
 from full_spec import filled_in
 from typer.testing import CliRunner
 
 import gptkit
 from gptkit.cli import app
+from helpers.families import save_hf
 
 Tensors = dict[str, torch.Tensor]
 
