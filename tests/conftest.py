@@ -1,8 +1,10 @@
 """What test files share: the package `helpers` (`from helpers.families import VARIANTS`), the `hub` and `browser`
 fixtures, and one thread for all."""
 
+import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,21 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from helpers import covering
 from helpers.browser import chromium
 from helpers.hubserver import Hub
 
 # A shell has what it starts in the background ignore Ctrl-C, and so would the commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    covering.quick = "not exhaustive" in config.option.markexpr
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    covering.mark_the_rest(items)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -32,6 +44,14 @@ def one_thread() -> Iterator[None]:
 def browser() -> Iterator[Any]:
     """Headless Chromium; see `browser.opened`."""
     yield from chromium()
+
+
+@pytest.fixture
+def memory_path(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where the system has one, for what need not wait for the disk."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else tmp_path) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 import torch
+from helpers.covering import covered, facts
 from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, randomised_reference, spec_of
 from helpers.random_trees import resized
 from helpers.storages import drawn_ids, kept_bytes, prefill_peak, training_peak
@@ -84,6 +85,7 @@ def model_of(spec: ModelSpec, kernel: str, dtype: torch.dtype) -> Any:
 # --- kept for the backward pass ---
 
 
+@covered("name", "kernel", by=lambda name, kernel: {kernel, *facts(ALL[name])})
 @pytest.mark.parametrize("name", list(ALL))
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 def test_what_autograd_keeps(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +169,7 @@ def test_layers_checkpointed_keep_their_inputs() -> None:
 # --- alive ---
 
 
+@covered("name", "last_only", by=lambda name, last_only: {last_only, *facts(ALL[name])})
 @pytest.mark.parametrize("name", [name for name in ALL if name not in MIXTURES])
 @pytest.mark.parametrize("last_only", [True, False])
 def test_the_worst_moment_of_reading_a_context(name: str, last_only: bool) -> None:

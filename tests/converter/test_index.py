@@ -239,7 +239,7 @@ shard_names = st.sampled_from(
 json_values = st.none() | st.booleans() | st.integers() | st.floats() | st.lists(st.text(max_size=3), max_size=2)
 
 
-@settings(max_examples=300, deadline=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     weight_map=st.dictionaries(st.sampled_from("abcdé"), shard_names | json_values, max_size=4) | json_values,
     raw=st.none() | st.binary(max_size=40),

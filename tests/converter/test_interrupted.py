@@ -13,12 +13,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers.covering import covered
 from helpers.writing import SafetensorsWriter
 from killed import contents, noted
 
@@ -49,14 +50,6 @@ def make_tiny(folder: Path) -> Path:
             writer.write(leaf.checkpoint, generator.standard_normal(leaf.shape, dtype=np.float32))
     (folder / "tokenizer.json").write_text("{}")
     return folder
-
-
-@pytest.fixture
-def memory_path(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where the system has one: the failures are made up, so the disk need not be waited for."""
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else tmp_path) as folder:
-        yield Path(folder)
 
 
 def beside(target: Path) -> list[str]:
@@ -96,6 +89,7 @@ class Fault:
         return wrapped
 
 
+@covered()
 @pytest.mark.parametrize("over_old", [False, True])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT], ids=errno.errorcode.get)
 def test_the_nth_call_fails_for_every_n(memory_path: Path, code: int, over_old: bool) -> None:

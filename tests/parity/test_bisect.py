@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from helpers.covering import covered
 from helpers.families import REPRESENTATIVES, save_hf
 
 from gptkit.converter.checkpoint import open_checkpoint
@@ -105,6 +106,7 @@ CASES = {
 }
 
 
+@covered("name", by=lambda name: CASES[name][0].split())
 @pytest.mark.parametrize("name", CASES)
 def test_place_and_cause_are_the_same_a_layer_at_a_time(name, tmp_path):
     sample, damage, place, cause = CASES[name]
@@ -118,6 +120,7 @@ def test_place_and_cause_are_the_same_a_layer_at_a_time(name, tmp_path):
 
 
 # A wrong row of a tied table shows at its token, and far more in the head, wherever it is looked at.
+@covered("name", by=lambda name: CASES[name][0].split())
 @pytest.mark.parametrize("name", [name for name in CASES if name != "a row of the table"])
 def test_a_large_model_is_looked_at_where_it_differs(name, tmp_path, monkeypatch):
     """A few positions of a few batches, and few repairs made in the whole."""
