@@ -1,6 +1,7 @@
 """What test files share: the package `helpers` (`from helpers.families import VARIANTS`), the `hub` and `browser`
 fixtures, and one thread for all."""
 
+import gc
 import os
 import signal
 import sys
@@ -29,6 +30,12 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     covering.mark_the_rest(items)
+
+
+def pytest_collection_finish() -> None:
+    """Tests, torch and transformers stay until the end: the garbage collector need not look at them time and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
