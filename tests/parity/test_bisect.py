@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from helpers.covering import covered
+from helpers.covering import covered, few
 from helpers.families import REPRESENTATIVES, save_hf
 
 from gptkit.converter.checkpoint import open_checkpoint
@@ -147,6 +147,7 @@ def test_the_first_of_two_mistakes_is_a_cause_though_another_is_behind_it(tmp_pa
     assert any(repair.startswith("the reference's values") and restores for repair, restores in named.items())
 
 
+@few(4)
 @pytest.mark.parametrize("variant", REPRESENTATIVES.values(), ids=str)
 def test_no_component_of_a_right_model_parts(variant, tmp_path):
     """transformers keeps parts of an fp64 model in fp32: that is within what rounding to fp32 makes in both sides."""
@@ -227,6 +228,7 @@ def test_kept_tensors_come_back():
     kept.close()
 
 
+@covered()
 @pytest.mark.parametrize("sample", ["gpt2", "llama", "bloom", "falcon"])
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_repair_read_by_name_is_the_mutation(sample, mutation):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.covering import covered, few
 from helpers.edited import Tensors, damaged, exit_code, pairs, setting, with_spec
 from helpers.families import CONFIGS, edited, save_hf
 from typer.testing import CliRunner
@@ -54,6 +55,7 @@ EDITS: dict[str, tuple[str, Callable[[Any], None]]] = {
 }
 
 
+@few(2)
 @pytest.mark.parametrize("name", EDITS)
 def test_a_field_that_changes_no_function_excuses_no_row(
     name: str, pair: Callable[[str], tuple[Path, Path]], tmp_path: Path
@@ -108,6 +110,7 @@ def test_every_row_of_tables_that_a_swap_changes_is_looked_at(swapped: tuple[Pat
     assert "the trees differ, and so may the other" in run.stdout
 
 
+@covered()
 @pytest.mark.parametrize("change", ["garbage", "another row", "twice as large", "one value"])
 @pytest.mark.parametrize("table", ["embedding.weight", "positions.weight"])
 def test_a_wrong_row_in_a_swapped_table_is_seen(
@@ -214,6 +217,7 @@ LENGTHS: dict[str, tuple[str, Callable[[Any], None], int]] = {
 }
 
 
+@few(3)
 @pytest.mark.parametrize("name", LENGTHS)
 def test_a_field_that_acts_beyond_the_probe_limits_the_verdict(
     name: str, pair: Callable[[str], tuple[Path, Path]], tmp_path: Path

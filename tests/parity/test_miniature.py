@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.covering import covered, preset_facts
+from helpers.covering import covered, few, preset_facts
 from helpers.families import VARIANTS, spec_of
 
 from gptkit.architectures import architecture_of
@@ -43,6 +43,7 @@ def test_the_same_mistakes_can_be_made_in_the_small_copy(name):
     assert len(copy.blocks) <= 3
 
 
+@few(3)
 @pytest.mark.parametrize("name", WELL_KNOWN)
 def test_every_mistake_shows_on_the_small_copy(name):
     config = presets()[name].config

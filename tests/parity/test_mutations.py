@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers.covering import covered, facts
 from helpers.families import (
     CONFIGS,
     DISTINCT,
@@ -231,6 +232,7 @@ def sample_pairs() -> Iterator[Any]:
                 yield pytest.param(f"sample:{sample}", mutation.name, marks=marks)
 
 
+@covered()
 @pytest.mark.parametrize(("checkpoint", "name"), [*pairs(), *sample_pairs()])
 def test_a_mistake_is_seen_placed_and_repaired(checkpoint, name, converted, tmp_path):
     reference, right = converted(checkpoint)
@@ -332,6 +334,7 @@ def test_what_is_unprobed_is_not_counted():
     assert "window ignored" not in (*marks.caught, *marks.caught_random, *marks.missed)
 
 
+@covered("name", by=lambda name: facts(TREES[name]))
 @pytest.mark.parametrize("name", TREES)
 def test_mistakes_in_trees_that_no_family_has_are_caught(name):
     """On themselves and on their small copies."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from helpers.covering import few
 from helpers.exactness import MODELS, caught, exactly, same_values, saved
 from helpers.families import CONFIGS, spec_of
 from hypothesis import HealthCheck, given, settings
@@ -147,6 +148,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]
 }
 
 
+@few(3)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.covering import few
 from helpers.exactness import MODELS, caught, exactly, same_values, saved
 from helpers.families import CONFIGS
 from hypothesis import HealthCheck, given, settings
@@ -23,6 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("hidden")
 
 
+@few(3)
 @pytest.mark.parametrize("name", [*MODELS, "bloom-post-norm"])
 def test_copies_keep_every_bit_and_go_again(name: str, folder: Path, tmp_path: Path) -> None:
     source = saved(name, folder)
@@ -150,6 +152,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]
 }
 
 
+@few(3)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.covering import few
 from helpers.exactness import Mutation, exactly, is_caught
 from helpers.families import CONFIGS, save_hf, spec_of
 
@@ -17,6 +18,7 @@ from gptkit.surgery.base import Filled
 ALL = ["gpt2", "llama", "mistral", "qwen2", "bloom", "falcon-7b", "falcon-40b", "falcon-rw"]
 
 
+@few(3)
 @pytest.mark.parametrize("name", ALL)
 def test_the_whole_latent_is_exact(name: str, tmp_path: Path) -> None:
     save_hf(CONFIGS[name], tmp_path / "hf", torch.bfloat16)

@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from helpers.covering import few
 from helpers.exactness import saved
 from helpers.families import CONFIGS, spec_of
 
@@ -103,6 +104,7 @@ LEAVING: list[tuple[str, str, str, dict[str, str]]] = [
 ]
 
 
+@few(3)
 @pytest.mark.parametrize(("name", "to", "family", "asked"), LEAVING, ids=lambda value: str(value))
 def test_it_loads_in_transformers(
     name: str, to: str, family: str, asked: dict[str, str], folder: Path, tmp_path: Path

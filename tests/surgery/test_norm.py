@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.covering import few
 from helpers.exactness import caught, exactly, saved
 from helpers.families import BLOOM, CONFIGS, FALCON, FALCON_40B, GPT2, save_hf, spec_of
 from hypothesis import HealthCheck, given, settings
@@ -286,6 +287,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]
 }
 
 
+@few(3)
 @pytest.mark.parametrize("stored", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(
@@ -372,6 +374,7 @@ def a_bias_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(basis, "shift", lambda bias, into: lambda m: np.pad(m.wide(bias), (0, 1)))
 
 
+@few(3)
 @pytest.mark.parametrize(
     "mutate", [ratio_forgotten, eps_forgotten, gamma_forgotten, not_turned, a_table_forgotten, a_bias_forgotten]
 )

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers.covering import few
 from helpers.exactness import bytes_of, exactly, gap
 from helpers.families import CONFIGS, edited, save_hf, spec_of
 from helpers.trees import LATENT, ROPE, with_blocks
@@ -389,6 +390,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, str]]
 }
 
 
+@few(3)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path) -> None:
     mutate, asked = MUTATIONS[name]

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from helpers.covering import few
 from helpers.families import CONFIGS, spec_of
 from helpers.processes import at_most
 from helpers.random_trees import drawn_chain, drawn_source, possible, steps_for
@@ -119,6 +120,7 @@ def test_chains_of_exact_swaps(data: st.DataObject) -> None:
         assert agree(answer, drawn.models[-1].spec, guarantee)
 
 
+@few(3)
 @pytest.mark.parametrize("seed", range(20))
 def test_chains_of_any_swaps(seed: int, tmp_path: Path) -> None:
     """Those that are not exact too, and plain forms, on such trees."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from helpers.covering import few
 from helpers.families import CONFIGS, save_hf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -266,6 +267,7 @@ def wrong_promise(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(module, "Promise", first)
 
 
+@few(3)
 @pytest.mark.parametrize("mutate", [shifted, ends_only, first_rows, head_left_behind, wrong_promise])
 def test_a_wrong_row_is_not_published(
     mutate: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.covering import few
 from helpers.exactness import MODELS, caught, exactly, same_values, saved
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("width")
 
 
+@few(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_wider_keeps_every_bit_and_back(name: str, folder: Path, tmp_path: Path) -> None:
     source = saved(name, folder)
