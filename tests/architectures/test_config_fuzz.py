@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.covering import examples
+from helpers.covering import examples, few
 from helpers.families import Variant, variants_of
 from helpers.processes import measured
 from hypothesis import HealthCheck, Phase, given, settings
@@ -211,6 +211,7 @@ def tree_read(path: Path) -> str:
 proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell the peak of memory")
 
 
+@few(6)
 @proc
 @pytest.mark.parametrize("case", LARGE)
 def test_a_config_as_large_as_it_gets(case: str, memory_path: Path) -> None:

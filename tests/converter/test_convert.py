@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers.covering import covered
+from helpers.covering import covered, few
 from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, modern, randomised_reference, save_hf
 from helpers.hubserver import Hub, Repo
 from safetensors.torch import load_file, save_file, save_model
@@ -599,6 +599,7 @@ def test_every_registered_family_is_tried() -> None:
 # --- a base model alone -----------------------------------------------------------------------------------------------
 
 
+@few(4)
 @pytest.mark.parametrize("size", ["5GB", SHARDED], ids=["one", "shards"])
 @pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_a_base_model_alone_comes_back_file_for_file(family: str, size: str | int, tmp_path: Path) -> None:

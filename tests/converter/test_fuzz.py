@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.covering import examples
+from helpers.covering import examples, few
 from helpers.processes import measured
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -364,6 +364,7 @@ def headers_read(path: Path) -> str:
 proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell the peak of memory")
 
 
+@few(8)
 @proc
 @pytest.mark.parametrize("case", LARGE)
 def test_a_header_as_large_as_it_gets(case: str, memory_path: Path) -> None:
