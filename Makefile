@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Two processes of one thread each beat one of two on the small models of the tests.
+# Two processes of one thread each beat one of two on the small models of the tests. Each begins with a half of the
+# tests, so that what a file builds once is built once.
 JOBS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .PHONY: help demo docs shown pictures test test-all pytest pytest-all test-slow test-browser soak lint types format wheel samples parity swaps bench bench-convert bench-surgery bench-params bench-diff clean
 
@@ -56,16 +58,16 @@ pictures: $(STAMP)
 test: lint types pytest
 
 pytest: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not exhaustive and not slow and not soak"
+	$(PYTEST) -m "not exhaustive and not slow and not soak"
 
-# Every case. Files are dealt out by halves, so that what is built once a file is built once.
+# Every case of every test but the slow ones; .ci/run holds this.
 test-all: lint types pytest-all
 
 pytest-all: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not soak"
+	$(PYTEST) -m "not slow and not soak"
 
 test-slow: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m slow
+	$(PYTEST) -m slow
 
 # The system's Chromium where there is one, else playwright's own. Without either, `make test` leaves these tests out.
 test-browser: $(STAMP)

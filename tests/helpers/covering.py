@@ -57,7 +57,8 @@ def chosen(shown: Sequence[set[Hashable]]) -> set[int]:
 
 def spread(count: int, wanted: int, start: int) -> set[int]:
     """So many of the places 0 … count - 1, as far from one another as they can be."""
-    return {(start + number * count // wanted) % count for number in range(min(wanted, count))}
+    wanted = min(wanted, count)
+    return {(start + number * count // wanted) % count for number in range(wanted)}
 
 
 def shows(arguments: Mapping[str, Any], names: Sequence[str], by: Callable[..., Iterable[Hashable]] | None) -> set[Any]:
