@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 from helpers.browser import Shown, opened
+from helpers.command import call
 from helpers.drawn_specs import specs
 from helpers.families import CONFIGS, LLAMA, QWEN2, WINDOWED, spec_of
 from helpers.processes import imported
 from hypothesis import HealthCheck, given, settings
 from rich.console import Console
-from typer.testing import CliRunner
 
 import gptkit
 from gptkit.analysis.parameters import count
 from gptkit.analysis.params import ModelCount
-from gptkit.cli import app
 from gptkit.components import ModelSpec, to_json
 from gptkit.report.pages import render
 from gptkit.report.show import ModelDrawing, kinds_differ, show_json, show_page
@@ -29,7 +28,7 @@ ATTACK = '<script>document.title="taken"</script><img src=x onerror=alert(1)>'
 
 
 def run(*words: str | Path, code: int = 0, columns: int = 80) -> str:
-    result = CliRunner().invoke(app, ["show", *map(str, words)], env={"COLUMNS": str(columns), "NO_COLOR": "1"})
+    result = call("show", *words, env={"COLUMNS": str(columns), "NO_COLOR": "1"})
     assert result.exit_code == code, result.output
     return result.stderr if code else result.stdout
 

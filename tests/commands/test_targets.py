@@ -4,10 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from helpers.command import call
 
 import gptkit
-from gptkit.cli import app
 from gptkit.commands.completion import complete_target
 from gptkit.converter.formats import writable
 from gptkit.converter.targets import FORMATS, TARGETS
@@ -20,7 +19,7 @@ def test_help_error_shell_and_readme_have_the_same(tmp_path: Path, monkeypatch: 
         gptkit.convert("sample:gpt2", tmp_path / "out", to="onnx")
     told = (error.value.hint or "").removeprefix("known: ").split(", ")
     assert tuple(told) == TARGETS
-    printed = CliRunner().invoke(app, ["convert", "--help"]).output
+    printed = call("convert", "--help").output
     words = " ".join(re.sub(r"[│\n]", " ", printed).split())
     assert f"one of {', '.join(TARGETS)};" in words
     assert {target for target in TARGETS if target != "hf:FAMILY"} <= set(complete_target(""))

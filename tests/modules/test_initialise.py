@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.command import call
 from helpers.covering import few
 from helpers.families import CONFIGS, spec_of
 from helpers.hubserver import Hub
 from helpers.trees import TREES
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import gptkit
-from gptkit.cli import app
 from gptkit.components import ModelSpec
 from gptkit.converter.outline import outline
 from gptkit.converter.publish import check_manifest
@@ -163,7 +163,7 @@ def test_available_memory_is_the_least_that_is_told(monkeypatch: pytest.MonkeyPa
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
+    return call(*arguments)
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

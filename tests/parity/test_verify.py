@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from helpers.command import call
 from helpers.covering import covered, few
 from helpers.edited import Tensors, damaged, exchange, exit_code, pairs, scale, setting, with_spec
 from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, save_hf
-from typer.testing import CliRunner
 
 import gptkit
 from gptkit.architectures import ARCHITECTURES
-from gptkit.cli import app
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.resolve import SAMPLES
 from gptkit.errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, UsageError
@@ -564,14 +563,14 @@ def test_bad_input_has_its_exit_code(
         (2, "unknown dtype 'float8_e4m3fn'", [hf, "--dtype", "float8_e4m3fn"]),
         (2, "has no tokenizer to read a prompt with", [hf, "--prompt", "x"]),
     ):
-        run = CliRunner().invoke(app, ["verify", *map(str, arguments), *options])
+        run = call("verify", *arguments, *options)
         assert (run.exit_code, message in run.stderr) == (code, True), run.stderr
         assert len(run.stderr.strip().splitlines()) <= 2
 
 
 @pytest.mark.parametrize("options", STREAMED, ids=str)
 def test_a_missing_tokenizer_is_said(options: list[str], pair: Callable[[str], tuple[Path, Path]]) -> None:
-    run = CliRunner().invoke(app, ["verify", str(pair("llama")[0]), "--no-mutations", *options])
+    run = call("verify", str(pair("llama")[0]), "--no-mutations", *options)
     assert run.exit_code == 0
     assert "no tokenizer: the probe's token ids are made up from the vocabulary" in " ".join(run.stdout.split())
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.command import call
 from helpers.families import LLAMA, edited, save_hf
 from helpers.processes import HANGS, imported
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import gptkit
 from gptkit.analysis.diff import diff
-from gptkit.cli import app
 from gptkit.report.diff_words import readings, verdict
 
 CONFIG = {**LLAMA, "hidden_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
@@ -59,7 +59,7 @@ def everything(weights: dict[str, torch.Tensor]) -> None:
 
 
 def run(*args: Any, code: int = 3, width: int = 80, **env: str) -> Result:
-    result = CliRunner().invoke(app, ["diff", *map(str, args)], env={"COLUMNS": str(width), "TERM": "dumb", **env})
+    result = call("diff", *args, env={"COLUMNS": str(width), "TERM": "dumb", **env})
     assert result.exit_code == code, (result.output, result.exception)
     return result
 
