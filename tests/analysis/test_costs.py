@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.covering import covered, facts
 from helpers.families import CONFIGS, VARIANTS, Variant, decoder_from, randomised_reference, spec_of
+from helpers.family_specs import preset_spec as preset
 from helpers.processes import imported
 from helpers.trees import TREES as OTHERS
 from helpers.trees import filled, random_weights
@@ -29,18 +30,12 @@ from gptkit.analysis.costs import (
 )
 from gptkit.analysis.parameters import count
 from gptkit.architectures import architecture_of
-from gptkit.architectures.presets import presets
 from gptkit.components import GatedFeedForward, LatentAttention, MixtureOfExperts, ModelSpec, Rotary
 from gptkit.errors import UsageError
 from gptkit.modules import Cache, Decoder
 from gptkit.modules.generate import generate
 
 replace = msgspec.structs.replace
-
-
-def preset(name: str) -> ModelSpec:
-    config = presets()[name].config
-    return architecture_of(config).spec(config)
 
 
 def mixture(spec: ModelSpec, experts: int, top_k: int) -> ModelSpec:

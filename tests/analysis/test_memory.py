@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.covering import covered, facts
 from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, randomised_reference, spec_of
+from helpers.family_specs import preset_spec as preset
 from helpers.random_trees import resized
 from helpers.storages import drawn_ids, kept_bytes, prefill_peak, training_peak
 from helpers.trees import TREES, filled, random_weights, with_blocks
@@ -19,7 +20,6 @@ from gptkit.analysis.costs import cache_bytes
 from gptkit.analysis.memory import memory, training_memory
 from gptkit.analysis.parameters import count
 from gptkit.analysis.prefill import peak
-from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
 from gptkit.components import (
     Activation,
@@ -37,11 +37,6 @@ from gptkit.modules.decoder import BlockModule
 replace = msgspec.structs.replace
 
 SIZES = {torch.float32: 4, torch.bfloat16: 2, torch.float64: 8}
-
-
-def preset(name: str) -> ModelSpec:
-    config = presets()[name].config
-    return architecture_of(config).spec(config)
 
 
 def others() -> dict[str, ModelSpec]:

@@ -16,11 +16,6 @@ from gptkit.errors import SwapRefused, UsageError
 from gptkit.surgery import attention_heads as module
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("number")
-
-
 def numbers(spec: ModelSpec) -> tuple[int, int]:
     attention = spec.blocks[0].attention
     assert isinstance(attention, Attention)

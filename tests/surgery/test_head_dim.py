@@ -23,11 +23,6 @@ from gptkit.surgery.registry import Step
 SCALED = ("llama-3", "llama-linear", "llama-dynamic", "llama-yarn", "llama-yarn-mscale", "llama-longrope")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("heads")
-
-
 def width_of(spec: ModelSpec) -> int:
     return spec.blocks[0].attention.head_dim  # type: ignore[union-attr]
 

@@ -19,11 +19,6 @@ from gptkit.surgery import hidden as module
 from gptkit.surgery.registry import Step
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("hidden")
-
-
 @few(3)
 @pytest.mark.parametrize("name", [*MODELS, "bloom-post-norm"])
 def test_copies_keep_every_bit_and_go_again(name: str, folder: Path, tmp_path: Path) -> None:

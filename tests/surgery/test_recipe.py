@@ -22,14 +22,6 @@ from gptkit.surgery.registry import Step, swap_for
 replace = msgspec.structs.replace
 
 
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny gpt2 in bf16."""
-    folder = tmp_path_factory.mktemp("gpt2") / "hf"
-    save_hf(CONFIGS["gpt2"], folder, torch.bfloat16)
-    return folder
-
-
 def written(folder: Path, text: str) -> Path:
     path = folder / "my.toml"
     path.write_text(text)

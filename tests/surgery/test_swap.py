@@ -22,14 +22,6 @@ from gptkit.report.summaries import swap_lines
 from gptkit.surgery.swap import SwapResult
 
 
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny gpt2 in bf16."""
-    folder = tmp_path_factory.mktemp("gpt2") / "hf"
-    save_hf(CONFIGS["gpt2"], folder, torch.bfloat16)
-    return folder
-
-
 def tree(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 

@@ -17,11 +17,6 @@ from gptkit.surgery import width as module
 from gptkit.surgery.registry import Step
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("width")
-
-
 @few(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_wider_keeps_every_bit_and_back(name: str, folder: Path, tmp_path: Path) -> None:
