@@ -14,8 +14,9 @@ import pytest
 
 from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
-from gptkit.components import ModelSpec, to_json
+from gptkit.components import ModelSpec
 from helpers.families import Variant, spec_of
+from helpers.full_spec import full
 
 exhaustive = pytest.mark.exhaustive
 """For what `make test` leaves out altogether; something that is no less must hold the same there."""
@@ -92,7 +93,7 @@ def facts(spec: ModelSpec) -> set[Hashable]:
             numeric = isinstance(node, int | float) and not isinstance(node, bool)
             found.add((name, "number" if numeric else node))
 
-    walk("", to_json(spec))
+    walk("", full(spec))
     return found
 
 
