@@ -106,7 +106,7 @@ CASES = {
 }
 
 
-@covered("name", by=lambda name: CASES[name][0].split())
+@few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_place_and_cause_are_the_same_a_layer_at_a_time(name, tmp_path):
     sample, damage, place, cause = CASES[name]
