@@ -25,6 +25,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_configure(config: pytest.Config) -> None:
     covering.quick = "not exhaustive" in config.option.markexpr
+    gc.disable()  # until everything is imported and collected, of which nothing is garbage
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
@@ -36,6 +37,7 @@ def pytest_collection_finish() -> None:
     """Tests, torch and transformers stay until the end: the garbage collector need not look at them time and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")
