@@ -42,7 +42,7 @@ def few(count: int) -> pytest.MarkDecorator:
 
 def examples(count: int) -> int:
     """How many examples of hypothesis, or turns of a loop, are enough here where `make test-all` has `count`."""
-    return max(count // SHARE, min(count, 10)) if quick else count
+    return max(count // SHARE, min(count, 3)) if quick else count
 
 
 def chosen(shown: Sequence[set[Hashable]]) -> set[int]:

@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from helpers.covering import few
+from helpers.covering import examples, few
 from helpers.exactness import Mutation, exactly, is_caught, undone
 from helpers.families import CONFIGS, GPT2, LLAMA, edited, save_hf, spec_of
 from hypothesis import HealthCheck, given, settings
@@ -60,7 +60,7 @@ def test_parts_there_and_back(name: str, value: str, tmp_path: Path) -> None:
         torch.testing.assert_close(after[key], tensor, rtol=1e-15, atol=0)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(8), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     gated=st.booleans(),
     sizes=st.tuples(st.integers(1, 6), st.integers(1, 6)),

@@ -89,7 +89,7 @@ def test_a_text_that_is_too_short(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@few(3)
+@few(1)
 @pytest.mark.parametrize(
     ("sample", "value", "times"),
     [("llama", "mqa", 5), ("llama", "gqa:3", 4), ("gpt2", "gqa:2", 20), ("gpt2", "mqa", 10), ("bloom", "mqa", 4)],

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from helpers.covering import few
+from helpers.covering import examples, few
 from helpers.families import CONFIGS, spec_of
 from helpers.held import Held
 from helpers.processes import at_most
@@ -189,7 +189,7 @@ def test_the_plain_form_is_called_exact_only_where_it_is(name: str) -> None:
     assert len(held) > 6
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=examples(15), deadline=None, derandomize=True)
 @given(data=st.data())
 def test_what_weights_allow_is_exact(data: st.DataObject) -> None:
     """Zero biases, layers that write nothing, heads that are alike: labels that hang on them are measured."""

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from helpers.covering import few
+from helpers.covering import examples, few
 from helpers.exactness import bytes_of, exactly
 from helpers.families import CONFIGS, save_hf, spec_of
 from helpers.trees import ATTENTIONS, with_blocks
@@ -351,7 +351,7 @@ def test_pairs_lie_otherwise_and_back(name: str, tmp_path: Path) -> None:
     assert bytes_of(tmp_path / "back") == bytes_of(tmp_path / "local") != bytes_of(tmp_path / "out")
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     kv_heads=st.integers(1, 2),
     group=st.integers(1, 2),

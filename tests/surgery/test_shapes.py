@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from helpers.covering import few
+from helpers.covering import examples, few
 from helpers.families import CONFIGS, spec_of
 from helpers.processes import at_most
 from helpers.random_trees import drawn_chain, drawn_source, possible, steps_for
@@ -105,7 +105,7 @@ def test_every_swap_of_a_sample_gives_the_tree_that_shapes_tell(name: str) -> No
     assert done > 30
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(20), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_chains_of_exact_swaps(data: st.DataObject) -> None:
     """Trees whose weights may be special (zeros, heads that are alike): what is claimed for certain holds for them."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers.covering import few
+from helpers.covering import examples, few
 from helpers.families import CONFIGS, save_hf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -37,7 +37,7 @@ def logits(folder: Path | str, ids: list[int]) -> torch.Tensor:
 # --- padded, cut ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     name=st.sampled_from(["gpt2", "gpt2-untied", "llama", "bloom", "falcon-11b"]),
     size=st.integers(1, 200).filter(lambda size: size != 97),
