@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from helpers.covering import few
+from helpers.covering import exhaustive, few
 from helpers.exactness import Mutation, is_caught, undone
 from helpers.families import CONFIGS, LLAMA, save_hf
 from hypothesis import given
@@ -220,6 +220,7 @@ def test_a_wrong_movement_is_not_published(name: str, tmp_path: Path) -> None:
     is_caught(name, {name: mutation}, {"attention": value}, tmp_path)
 
 
+@exhaustive
 def test_a_wrong_fit_costs_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the fit gains comes of its parts: each left out shows in the KL that is reported."""
     right = gptkit.swap("sample:llama", tmp_path / "right", attention="mqa").measured
