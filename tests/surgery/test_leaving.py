@@ -316,6 +316,7 @@ def test_what_a_family_refuses_is_said(folder: Path, tmp_path: Path) -> None:
     assert hint == "gptkit's own format holds any tree: --as local"
 
 
+@few(3)
 @pytest.mark.parametrize("name", ["gpt2", "llama-2", "qwen3", "mixtral", "bloom", "falcon-7b", "falcon-40b"])
 def test_ways_are_ways(name: str, folder: Path) -> None:
     """Whatever way is found, the family has a config for the tree at its end, and every link of it is needed."""
