@@ -113,6 +113,7 @@ def test_it_loads_in_transformers(
     assert {key: config_of(out)[key] for key in IDS} == IDS
 
 
+@few(2)
 @pytest.mark.parametrize("asked", [None, "float32", "bfloat16", "float16"])
 def test_what_transformers_runs_is_what_was_measured(asked: str | None, tmp_path: Path) -> None:
     """With dtype="auto", as from_pretrained loads by itself: no tensor is rounded on the way in."""

@@ -43,6 +43,7 @@ def without_positions(name: str, folder: Path) -> Path:
 # --- exact ------------------------------------------------------------------------------------------------------------
 
 
+@few(2)
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "bloom", "falcon-7b"])
 def test_from_none_and_back(name: str, tmp_path: Path) -> None:
     source = without_positions(name, tmp_path)
@@ -199,6 +200,7 @@ def on_text(sample: str, step: Step) -> Measurement:
     return measure(Stored(source), done.models[-1], promise=done.promise, text=text, dtypes=("float32",))
 
 
+@few(2)
 @pytest.mark.parametrize(
     ("sample", "value", "ratio"),
     [

@@ -147,6 +147,7 @@ LARGE = {
 }
 
 
+@few(2)
 @pytest.mark.parametrize("name", LARGE)
 def test_nothing_is_computed_before_it_is_written(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are looked at for what decides a guarantee, which takes less than a product of two of these. Only what a

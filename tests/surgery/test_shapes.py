@@ -64,6 +64,7 @@ def agree(answer: Reshaped | SwapRefused, spec: ModelSpec, guarantee: str) -> bo
 # --- with weights, and without ----------------------------------------------------------------------------------------
 
 
+@few(15)
 @pytest.mark.parametrize("name", SPECS)
 def test_random_weights_are_what_is_usual(name: str) -> None:
     """Tree and guarantee are those of random weights, and so are refusals."""
@@ -84,6 +85,7 @@ def test_random_weights_are_what_is_usual(name: str) -> None:
     assert done > 30
 
 
+@few(2)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_every_swap_of_a_sample_gives_the_tree_that_shapes_tell(name: str) -> None:
     """Those that are fitted on a text too: the checkpoint's own, with the text that comes along."""

@@ -9,6 +9,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
+from helpers.covering import few
 from helpers.exactness import difference
 from helpers.families import CONFIGS, edited, save_hf
 
@@ -31,6 +32,7 @@ def dtypes(folder: Path) -> dict[str, str]:
         return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
 
 
+@few(1)
 @pytest.mark.parametrize("sample", ["gpt2", "bloom", "falcon"])
 def test_trained_samples_from_their_files(sample: str, tmp_path: Path) -> None:
     if not (SAMPLES_DIR / sample).is_dir():
