@@ -4,17 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Two processes of one thread each beat one of two on the small models of the tests.
+# Two processes of one thread each beat one of two on the small models of the tests. Each begins with a half of the
+# tests, so that what a file builds once is built once.
 JOBS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo docs shown pictures test pytest test-slow test-browser soak lint types format wheel samples parity swaps bench bench-convert bench-surgery bench-params bench-diff clean
+.PHONY: help demo docs shown pictures test test-all pytest pytest-all test-slow test-browser soak lint types format wheel samples parity swaps bench bench-convert bench-surgery bench-params bench-diff clean
 
 help:
 	@echo "make demo          the tour on the trained samples"
 	@echo "make docs          the documentation site, in build/docs"
 	@echo "make shown         what the pages show of outputs, from the commands"
 	@echo "make pictures      the pictures in README.md and docs/, by the commands that they belong to; needs a Chromium"
-	@echo "make test          lint, types and tests"
+	@echo "make test          lint, types and tests: of what is exhaustive a cover"
+	@echo "make test-all      lint, types and all tests but those that take minutes each"
 	@echo "make test-slow     the tests that take minutes"
 	@echo "make test-browser  the pages of --html in headless Chromium"
 	@echo "make soak          thousands of kills, every I/O call refused, millions of broken files (KILLS=, FUZZ=, CONFIGS=)"
@@ -51,13 +54,20 @@ shown: $(STAMP)
 pictures: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/pictured.py README.md $$(grep -rlE '^<!-- picture' docs --include '*.md')
 
+# Of tests that are exhaustive (all variants by all lengths by all dtypes) a cover: every family, dtype, swap and command.
 test: lint types pytest
 
 pytest: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not soak"
+	$(PYTEST) -m "not exhaustive and not slow and not soak"
+
+# Every case of every test but the slow ones; .ci/run holds this.
+test-all: lint types pytest-all
+
+pytest-all: $(STAMP)
+	$(PYTEST) -m "not slow and not soak"
 
 test-slow: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m slow
+	$(PYTEST) -m slow
 
 # The system's Chromium where there is one, else playwright's own. Without either, `make test` leaves these tests out.
 test-browser: $(STAMP)

@@ -30,7 +30,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from hubserver import NEW, Hub, Repo
+from helpers.hubserver import NEW, Hub, Repo
 
 from gptkit.architectures.presets import presets
 

@@ -22,7 +22,7 @@ import transformers
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from families import VARIANTS, Variant, decoder_from, randomised_reference, spec_of  # noqa: E402
+from helpers.families import VARIANTS, Variant, decoder_from, randomised_reference, spec_of  # noqa: E402
 
 from gptkit.architectures import ARCHITECTURES, architecture_of  # noqa: E402
 from gptkit.modules import Cache, Decoder  # noqa: E402

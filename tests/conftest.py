@@ -1,8 +1,11 @@
-"""What test files share: modules (`from families import VARIANTS`; tests are no package), the `hub`
-and `browser` fixtures, and one thread for all."""
+"""What test files share: the package `helpers` (`from helpers.families import VARIANTS`), the `hub` and `browser`
+fixtures, and one thread for all."""
 
+import gc
+import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +15,29 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from browser import chromium
-from hubserver import Hub
+from helpers import covering
+from helpers.browser import chromium
+from helpers.hubserver import Hub
 
 # A shell has what it starts in the background ignore Ctrl-C, and so would the commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    covering.quick = "not exhaustive" in config.option.markexpr
+    gc.disable()  # until everything is imported and collected, of which nothing is garbage
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    covering.mark_the_rest(items)
+
+
+def pytest_collection_finish() -> None:
+    """Tests, torch and transformers stay until the end: the garbage collector need not look at them time and again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -32,6 +53,14 @@ def one_thread() -> Iterator[None]:
 def browser() -> Iterator[Any]:
     """Headless Chromium; see `browser.opened`."""
     yield from chromium()
+
+
+@pytest.fixture
+def memory_path(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where the system has one, for what need not wait for the disk."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else tmp_path) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

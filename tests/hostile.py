@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hubserver import Big, Hub, Repo
+from helpers.hubserver import Big, Hub, Repo
 
 SECONDS = 10.0
 MEMORY = 600 * 10**6

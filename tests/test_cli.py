@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 import typer
-from families import CONFIGS, save_hf
+from helpers.families import CONFIGS, save_hf
+from helpers.processes import HANGS, imported
+from helpers.processes import gptkit as command
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
@@ -80,19 +82,6 @@ def run(*args: str | Path, code: int = 0, **options: Any) -> Result:
     return result
 
 
-def command(*args: str | Path, env: dict[str, str] | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The real command, in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "gptkit", *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, **(env or {})},
-        check=False,
-        **options,
-    )
-
-
 def on_terminal(*args: str | Path, env: dict[str, str] | None = None) -> str:
     """What the real command writes on a terminal."""
     leader, follower = pty.openpty()
@@ -114,7 +103,7 @@ def on_terminal(*args: str | Path, env: dict[str, str] | None = None) -> str:
             break
         written += part
     os.close(leader)
-    assert process.wait(60) == 0, written
+    assert process.wait(HANGS) == 0, written
     return written.decode()
 
 
@@ -143,13 +132,7 @@ def test_version_and_help() -> None:
     ],
 )
 def test_nothing_heavy_is_imported(args: list[str]) -> None:
-    code = (
-        "import sys\nfrom gptkit.cli import app\n"
-        f"try:\n    app({args!r}, prog_name='gptkit')\nexcept SystemExit as e:\n    assert not e.code, e.code\n"
-        f"found = [name for name in {HEAVY!r} if name in sys.modules]\nassert not found, found\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    assert not imported(f"from gptkit.cli import app; app({args!r}, prog_name='gptkit')", *HEAVY)
 
 
 def test_a_command_that_does_not_exist_is_told_once_what_was_meant() -> None:
@@ -187,7 +170,7 @@ def test_interrupted() -> None:
     assert process.stdout is not None
     assert process.stdout.read(12).startswith("ROMEO:")  # the prompt, and what came after
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=HANGS)
     assert process.returncode == 130
     assert said == "gptkit: interrupted\n"
 
@@ -209,7 +192,7 @@ def test_a_reader_that_has_gone(args: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
-        [sys.executable, "-m", "gptkit", *args], stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False
+        [sys.executable, "-m", "gptkit", *args], stdout=writing, stderr=subprocess.PIPE, timeout=HANGS, check=False
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, b"")
@@ -219,7 +202,7 @@ def test_a_reader_that_has_gone(args: list[str]) -> None:
 def test_output_that_cannot_be_written() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "gptkit", "presets"], stdout=full, stderr=subprocess.PIPE, timeout=60, check=False
+            [sys.executable, "-m", "gptkit", "presets"], stdout=full, stderr=subprocess.PIPE, timeout=HANGS, check=False
         )
     assert done.returncode == 1
     assert done.stderr == b"gptkit: No space left on device\n"
@@ -528,8 +511,8 @@ def test_weights_that_are_no_numbers(tiny: Path) -> None:
 
 def test_help_keeps_its_words() -> None:
     """Small letters in brackets are markup to rich, and gone."""
-    for command in ("load", "convert", "swap", "swaps", "params", "verify", "generate", "check", "demo", "presets"):
-        assert not re.search(r"\w \.(\s|$)", run(command, "--help").stdout), command
+    for name in ("load", "convert", "swap", "swaps", "params", "verify", "generate", "check", "demo", "presets"):
+        assert not re.search(r"\w \.(\s|$)", run(name, "--help").stdout), name
 
 
 # --- what reaches the terminal ---

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from helpers.covering import exhaustive
 from shown import MARK, agrees, comparable, run, shown
 
 import gptkit
@@ -259,10 +260,12 @@ def site(tmp_path_factory):
     return out / "html", told
 
 
+@exhaustive
 def test_the_site_builds_without_a_warning(site):
     assert not site[1].strip()
 
 
+@exhaustive
 def test_the_site_asks_no_server_for_anything(site):
     for page in site[0].rglob("*.html"):
         text = page.read_text()
@@ -271,11 +274,13 @@ def test_the_site_asks_no_server_for_anything(site):
         assert not re.search(r"url\(\s*['\"]?(?:https?:)?//|@import", style.read_text()), style.name
 
 
+@exhaustive
 def test_the_site_says_nothing_of_the_machine_that_built_it(site):
     here = str(ROOT)
     assert not [page.name for page in site[0].rglob("*.html") if here in page.read_text()]
 
 
+@exhaustive
 def test_the_site_has_every_command_and_every_name(site):
     commands = html.unescape((site[0] / "reference/commands.html").read_text())
     for name in COMMANDS:
@@ -298,6 +303,7 @@ def looked_at(browser: Any, path: Path, **screen: Any) -> tuple[Any, list[str]]:
 LOOKED_AT = ("index", "tutorial", "explanation/norms", "explanation/attention", "reference/presets", "reference/python")
 
 
+@exhaustive
 @pytest.mark.parametrize("name", LOOKED_AT)
 def test_a_page_reads_on_a_phone_from_the_disk(site, browser, name):
     for scheme in ("light", "dark"):
@@ -308,6 +314,7 @@ def test_a_page_reads_on_a_phone_from_the_disk(site, browser, name):
         assert not wrong
 
 
+@exhaustive
 def test_formulas_are_drawn(site, browser):
     """Taller than a line is, as fractions are; a browser without MathML would put them in one."""
     page, _ = looked_at(browser, site[0] / "explanation/norms.html")
@@ -317,6 +324,7 @@ def test_formulas_are_drawn(site, browser):
     page.context.close()
 
 
+@exhaustive
 def test_search_works_without_a_server(site, browser):
     page, wrong = looked_at(browser, site[0] / "search.html")
     page.goto(f"{(site[0] / 'search.html').as_uri()}?q=RMSNorm")
@@ -336,6 +344,7 @@ BROKEN = {
 }
 
 
+@exhaustive
 @pytest.mark.parametrize("wrong", BROKEN)
 def test_what_is_wrong_with_a_page_fails_the_build(wrong, tmp_path, generators):
     source = tmp_path / "docs"

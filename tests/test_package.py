@@ -1,9 +1,7 @@
 """The package itself: what `import gptkit` offers, and what it does not wait for."""
 
-import subprocess
-import sys
-
 import pytest
+from helpers.processes import imported
 
 import gptkit
 
@@ -38,7 +36,4 @@ def test_other_names_are_not() -> None:
     ],
 )
 def test_what_needs_no_torch_imports_none(code: str) -> None:
-    heavy = ["torch", "transformers", "tokenizers", "safetensors"]
-    check = f"{code}; import sys; sys.exit(', '.join(m for m in {heavy!r} if m in sys.modules) or 0)"
-    run = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60)
-    assert run.returncode == 0, run.stderr
+    assert not imported(code, "torch", "transformers", "tokenizers", "safetensors")

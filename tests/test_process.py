@@ -3,10 +3,10 @@
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers.processes import gptkit, python
 
 # The process sends itself the signal where the module is about to be imported.
 AT_IMPORT = """
@@ -34,7 +34,7 @@ CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 def ran(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+    return python("-c", code, *arguments)
 
 
 @pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
@@ -67,14 +67,7 @@ def test_closed_streams(arguments: list[str], code: int, closed: tuple[int, ...]
         for fd in closed:
             os.close(fd)
 
-    done = subprocess.run(
-        [sys.executable, "-m", "gptkit", *arguments],
-        capture_output=True,
-        text=True,
-        preexec_fn=close,
-        cwd=tmp_path,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
+    done = gptkit(*arguments, preexec_fn=close, cwd=tmp_path, env={"HF_HUB_OFFLINE": "1"})
     assert done.returncode == code
     assert bool(done.stdout) == (code == 0 and 1 not in closed)
     assert bool(done.stderr) == (code != 0 and 2 not in closed) and "Traceback" not in done.stderr

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from families import CONFIGS, VARIANTS, spec_of
-from full_spec import full
+from helpers.families import CONFIGS, VARIANTS, spec_of
+from helpers.full_spec import full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

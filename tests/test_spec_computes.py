@@ -9,15 +9,14 @@ from typing import Any, get_args
 import msgspec
 import pytest
 import torch
-from edited import setting, with_spec
-from families import CONFIGS, save_hf, spec_of
-from full_spec import full
+from helpers.command import call
+from helpers.edited import setting, with_spec
+from helpers.families import CONFIGS, save_hf, spec_of
+from helpers.full_spec import full
+from helpers.trees import TREES, filled, random_weights
 from test_spec import at, paths
-from trees import TREES, filled, random_weights
-from typer.testing import CliRunner
 
 import gptkit
-from gptkit.cli import app
 from gptkit.components import KINDS, ModelSpec, from_json
 from gptkit.errors import ConfigError
 from gptkit.modules import Cache
@@ -176,7 +175,7 @@ def test_the_command_says_so(tmp_path: Path) -> None:
     gptkit.convert(tmp_path / "hf", tmp_path / "local")
     bad = with_spec(tmp_path / "local", tmp_path / "bad", setting(kv_expansion="broadcast"))
     for arguments in (["verify", str(tmp_path / "hf"), str(bad)], ["load", str(bad)], ["params", str(bad)]):
-        run = CliRunner().invoke(app, arguments)
+        run = call(*arguments)
         assert run.exit_code == 4
         assert "gptkit.json: kv_expansion broadcast is of one key-value head, not of 2" in run.stderr
 
@@ -187,6 +186,6 @@ def test_what_else_gptkit_json_holds(field: str, value: Any, tmp_path: Path) -> 
     gptkit.convert("sample:llama", tmp_path / "local")
     path = tmp_path / "local" / "gptkit.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
-    run = CliRunner().invoke(app, ["load", str(tmp_path / "local")])
+    run = call("load", str(tmp_path / "local"))
     assert run.exit_code in (0, 4)
     assert "bug" not in run.stderr and len(run.stderr.strip().splitlines()) <= 2

@@ -5,15 +5,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from families import CONFIGS, spec_of
+from helpers.families import CONFIGS, spec_of
+from helpers.family_specs import preset_spec as preset
+from helpers.random_trees import drawn_spec
+from helpers.trees import TREES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_trees import drawn_spec
-from trees import TREES
 
 from gptkit.analysis.aspects import Aspect, aspects
-from gptkit.architectures import architecture_of
-from gptkit.architectures.presets import presets
 from gptkit.components import (
     ALiBi,
     LinearScaling,
@@ -28,11 +27,6 @@ from gptkit.components import (
 from gptkit.errors import ConfigError
 
 replace = msgspec.structs.replace
-
-
-def preset(name: str) -> ModelSpec:
-    config = presets()[name].config
-    return architecture_of(config).spec(config)
 
 
 def told(spec: ModelSpec) -> dict[str, Aspect]:

@@ -2,19 +2,20 @@
 what must not change them.
 """
 
-import subprocess
-import sys
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from families import CONFIGS, VARIANTS, Variant, decoder_from, randomised_reference, spec_of
+from helpers.covering import covered, facts
+from helpers.families import CONFIGS, VARIANTS, Variant, decoder_from, randomised_reference, spec_of
+from helpers.family_specs import preset_spec as preset
+from helpers.processes import imported
+from helpers.trees import TREES as OTHERS
+from helpers.trees import filled, random_weights
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-from trees import TREES as OTHERS
-from trees import filled, random_weights
 
 from gptkit.analysis.activations import ways
 from gptkit.analysis.costs import (
@@ -29,18 +30,12 @@ from gptkit.analysis.costs import (
 )
 from gptkit.analysis.parameters import count
 from gptkit.architectures import architecture_of
-from gptkit.architectures.presets import presets
 from gptkit.components import GatedFeedForward, LatentAttention, MixtureOfExperts, ModelSpec, Rotary
 from gptkit.errors import UsageError
 from gptkit.modules import Cache, Decoder
 from gptkit.modules.generate import generate
 
 replace = msgspec.structs.replace
-
-
-def preset(name: str) -> ModelSpec:
-    config = presets()[name].config
-    return architecture_of(config).spec(config)
 
 
 def mixture(spec: ModelSpec, experts: int, top_k: int) -> ModelSpec:
@@ -217,6 +212,7 @@ def counted_passes(spec: ModelSpec, kernel: str, batch: int, tokens: int) -> tup
     return forward, counter.get_total_flops()
 
 
+@covered("name", "kernel", by=lambda name, kernel: {kernel, *facts(ALL[name])})
 @pytest.mark.parametrize("name", list(ALL))
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 def test_flops_are_torchs_count_of_the_built_module(name: str, kernel: str) -> None:
@@ -378,9 +374,4 @@ def test_names_of_dtypes() -> None:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    code = (
-        "import sys, gptkit.analysis.costs, gptkit.analysis.memory\n"
-        "print(*{'torch', 'transformers', 'numpy', 'rich', 'plotly'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
+    assert not imported("import gptkit.analysis.costs, gptkit.analysis.memory")

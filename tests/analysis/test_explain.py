@@ -4,9 +4,9 @@ import re
 from typing import Any
 
 import pytest
-from family_specs import mixed_specs, preset_spec
+from helpers.family_specs import mixed_specs, preset_spec
+from helpers.trees import TREES
 from hypothesis import given, settings
-from trees import TREES
 
 from gptkit.analysis.explain import Explained, explain
 from gptkit.analysis.parameters import count

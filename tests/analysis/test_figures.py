@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from family_specs import preset_spec as spec_of
+from helpers.family_specs import preset_spec as spec_of
 from hypothesis import given
 from hypothesis import strategies as st
 

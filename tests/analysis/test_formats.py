@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from family_specs import preset_spec
-from trees import TREES
+from helpers.family_specs import preset_spec
+from helpers.trees import TREES
 
 from gptkit.analysis.formats import FORMATS, GGUF, in_formats, sizer, weighed
 from gptkit.analysis.parameters import count

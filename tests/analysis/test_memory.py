@@ -5,20 +5,21 @@ from typing import Any, get_args
 import msgspec
 import pytest
 import torch
-from families import CONFIGS, REPRESENTATIVES, VARIANTS, randomised_reference, spec_of
+from helpers.covering import covered, facts
+from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, randomised_reference, spec_of
+from helpers.family_specs import preset_spec as preset
+from helpers.random_trees import resized
+from helpers.storages import drawn_ids, kept_bytes, prefill_peak, training_peak
+from helpers.trees import TREES, filled, random_weights, with_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_trees import resized
-from storages import drawn_ids, kept_bytes, prefill_peak, training_peak
 from torch.utils.checkpoint import checkpoint
-from trees import TREES, filled, random_weights, with_blocks
 
 from gptkit.analysis.activations import Pass, kept, kept_by_checkpointing
 from gptkit.analysis.costs import cache_bytes
 from gptkit.analysis.memory import memory, training_memory
 from gptkit.analysis.parameters import count
 from gptkit.analysis.prefill import peak
-from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
 from gptkit.components import (
     Activation,
@@ -36,11 +37,6 @@ from gptkit.modules.decoder import BlockModule
 replace = msgspec.structs.replace
 
 SIZES = {torch.float32: 4, torch.bfloat16: 2, torch.float64: 8}
-
-
-def preset(name: str) -> ModelSpec:
-    config = presets()[name].config
-    return architecture_of(config).spec(config)
 
 
 def others() -> dict[str, ModelSpec]:
@@ -84,6 +80,7 @@ def model_of(spec: ModelSpec, kernel: str, dtype: torch.dtype) -> Any:
 # --- kept for the backward pass ---
 
 
+@covered("name", "kernel", by=lambda name, kernel: {kernel, *facts(ALL[name])})
 @pytest.mark.parametrize("name", list(ALL))
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 def test_what_autograd_keeps(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +164,7 @@ def test_layers_checkpointed_keep_their_inputs() -> None:
 # --- alive ---
 
 
+@covered("name", "last_only", by=lambda name, last_only: {last_only, *facts(ALL[name])})
 @pytest.mark.parametrize("name", [name for name in ALL if name not in MIXTURES])
 @pytest.mark.parametrize("last_only", [True, False])
 def test_the_worst_moment_of_reading_a_context(name: str, last_only: bool) -> None:

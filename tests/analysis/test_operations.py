@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from families import CONFIGS, spec_of
-from storages import drawn_ids, kept_bytes, prefill_peak
+from helpers.families import CONFIGS, spec_of
+from helpers.storages import drawn_ids, kept_bytes, prefill_peak
+from helpers.trees import TREES, filled, random_weights
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from trees import TREES, filled, random_weights
 
 from gptkit.analysis.activations import Pass, kept, kept_by_checkpointing, ways
 from gptkit.analysis.costs import cache_bytes, costs, forward_flops

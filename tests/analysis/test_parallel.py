@@ -3,11 +3,11 @@
 from contextlib import suppress
 
 import pytest
-from families import CONFIGS, spec_of
-from family_specs import family_specs, preset_spec
+from helpers.families import CONFIGS, spec_of
+from helpers.family_specs import family_specs, preset_spec
+from helpers.trees import TREES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trees import TREES
 
 from gptkit.analysis.costs import cache_bytes
 from gptkit.analysis.figures import Asked

@@ -5,8 +5,8 @@ from collections import Counter
 
 import msgspec
 import pytest
-from family_specs import family_specs, mixed_specs
-from family_specs import preset_spec as spec_of
+from helpers.family_specs import family_specs, mixed_specs
+from helpers.family_specs import preset_spec as spec_of
 from hypothesis import given
 
 from gptkit.analysis.parameters import count

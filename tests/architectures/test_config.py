@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import REPRESENTATIVES, VARIANTS, spec_of, variants_of
+from helpers.covering import examples
+from helpers.families import REPRESENTATIVES, VARIANTS, spec_of, variants_of
+from helpers.processes import at_most
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -125,7 +127,7 @@ def tree_or_error(config: dict[str, Any]) -> ModelSpec | None:
 
 # --- hostile values --------------------------------------------------------------------------------------------------
 
-QUICK = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=examples(500), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @families
@@ -139,7 +141,7 @@ def test_any_values_give_a_tree_or_an_error(family, data):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "falcon"])
-@settings(QUICK, max_examples=400)
+@settings(QUICK, max_examples=examples(400))
 @given(
     rope=rope_values(),
     context=st.sampled_from([1, 2, 40, 256, 2**31 - 1]),
@@ -157,7 +159,7 @@ def test_any_rope_gives_frequencies_or_an_error(family, rope, context, theta, he
             assert inverse_frequencies(rotary, length, torch.float32).shape == (rotary.dim // 2,)
 
 
-@settings(QUICK, max_examples=500)
+@QUICK
 @given(st.dictionaries(st.one_of(st.just("model_type"), st.text(max_size=6)), VALUES, max_size=4))
 def test_any_object_gives_an_error(config):
     assert tree_or_error(config) is None or config["model_type"] in ARCHITECTURES
@@ -221,10 +223,8 @@ def test_too_many_layers_are_refused_at_once(variant, layers):
     (key,) = variant.config.keys() & {"n_layer", "num_hidden_layers"}
     tracemalloc.start()
     try:
-        started = time.process_time()
-        with pytest.raises(ConfigError, match="layer"):
+        with at_most(0.5), pytest.raises(ConfigError, match="layer"):
             spec_of({**variant.config, key: layers})
-        assert time.process_time() - started < 0.5
         assert tracemalloc.get_traced_memory()[1] < 10 * 2**20
     finally:
         tracemalloc.stop()
@@ -234,10 +234,9 @@ def test_too_many_layers_are_refused_at_once(variant, layers):
 def test_the_most_layers_allowed_take_seconds_at_most(family):
     config = REPRESENTATIVES[family].config
     (key,) = config.keys() & {"n_layer", "num_hidden_layers"}
-    started = time.process_time()
-    spec = spec_of({**config, key: 10_000})
+    with at_most(5):
+        spec = spec_of({**config, key: 10_000})
     assert len(spec.blocks) == 10_000
-    assert time.process_time() - started < 5
 
 
 def test_the_largest_sizes_are_only_counted():
@@ -405,10 +404,8 @@ def test_another_family_is_no_typo_of_ours(kind):
 
 @pytest.mark.parametrize("kind", ["g" * 10**6, "llama" * 10**5, "\0", "GPT2", "gpt2 ", "../gpt2", "ł" * 10**6])
 def test_an_odd_model_type_is_refused_quickly_and_briefly(kind):
-    started = time.process_time()
-    with pytest.raises(UnknownFamily) as caught:
+    with at_most(1), pytest.raises(UnknownFamily) as caught:
         architecture_of({"model_type": kind})
-    assert time.process_time() - started < 1
     assert len(str(caught.value)) < 300
 
 

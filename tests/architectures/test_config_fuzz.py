@@ -8,17 +8,16 @@ import json
 import math
 import os
 import resource
-import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from families import Variant, variants_of
+from helpers.covering import examples, few
+from helpers.families import Variant, variants_of
+from helpers.processes import measured
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -166,7 +165,7 @@ def check(family: str, count: int) -> Counter[str]:
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_any_values_give_a_finite_tree_or_an_error(family: str) -> None:
-    assert check(family, EXAMPLES)["all"] >= EXAMPLES
+    assert check(family, examples(EXAMPLES))["all"] >= examples(EXAMPLES)
 
 
 @pytest.mark.soak
@@ -203,48 +202,22 @@ LARGE: dict[str, tuple[Callable[[], str], str]] = {
     "a model type": (lambda: filled('{"model_type":"', "llama", '"}'), "not a family"),
 }  # fmt: skip
 
-MEASURED = """
-import sys, time
-from pathlib import Path
-from gptkit.converter.resolve import read_spec
-from gptkit.errors import GptkitError
-began = time.process_time()
-try:
-    print(len(read_spec(Path(sys.argv[1]))[0].blocks), "blocks")
-except GptkitError as error:
-    print(str(error)[:2000].replace("\\n", " "))
-seconds = time.process_time() - began
-peak = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]
-print(seconds, int(peak[0]) / 1024)
-"""
 
-
-@pytest.fixture
-def memory_path(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where the system has one."""
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else tmp_path) as folder:
-        yield Path(folder)
-
-
-def measured(path: Path) -> str:
-    """What `read_spec` makes of it, in less than a second of a process that takes less than 512 MB."""
-    done = subprocess.run([sys.executable, "-c", MEASURED, path], capture_output=True, text=True, check=True)
-    said, figures = done.stdout.splitlines()
-    seconds, megabytes = map(float, figures.split())
-    assert seconds < 1 and megabytes < 512, (said, figures)
-    return said
+def tree_read(path: Path) -> str:
+    """What `read_spec` makes of it, within bounds of time and memory."""
+    return measured(path, "from gptkit.converter.resolve import read_spec", "len(read_spec(path)[0].blocks), 'blocks'")
 
 
 proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell the peak of memory")
 
 
+@few(6)
 @proc
 @pytest.mark.parametrize("case", LARGE)
 def test_a_config_as_large_as_it_gets(case: str, memory_path: Path) -> None:
     make, message = LARGE[case]
     (memory_path / "config.json").write_text(make())
-    assert message in measured(memory_path)
+    assert message in tree_read(memory_path)
 
 
 @proc
@@ -256,4 +229,4 @@ def test_a_gptkit_json_as_large_as_it_gets(layers: int, message: str, memory_pat
     block, spec["blocks"] = json.dumps(spec["blocks"][0], separators=(",", ":")), "BLOCKS"
     text = json.dumps({"schema_version": 1, "spec": spec, "origin": {}, "history": []})
     (memory_path / "gptkit.json").write_text(text.replace('"BLOCKS"', "[" + ",".join([block] * layers) + "]"))
-    assert message in measured(memory_path)
+    assert message in tree_read(memory_path)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import REPRESENTATIVES, randomised_reference, spec_of
+from helpers.families import REPRESENTATIVES, randomised_reference, spec_of
 
 from gptkit.architectures import ARCHITECTURES
 from gptkit.architectures.config import COMMON_IRRELEVANT

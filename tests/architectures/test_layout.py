@@ -6,11 +6,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from families import CONFIGS, spec_of
+from helpers.families import CONFIGS, spec_of
+from helpers.trees import ATTENTIONS
+from helpers.trees import EXPERTS as TREES_EXPERTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trees import ATTENTIONS
-from trees import EXPERTS as TREES_EXPERTS
 
 from gptkit.architectures import ARCHITECTURES
 from gptkit.architectures.base import Leaf, bind

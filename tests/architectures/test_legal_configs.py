@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import VOCAB, decoder_from, randomised_reference, save_hf, spec_of
-from legal_configs import DRAWN, Config, legal_config
+from helpers.covering import few
+from helpers.families import VOCAB, decoder_from, randomised_reference, save_hf, spec_of
+from helpers.legal_configs import DRAWN, Config, legal_config
 from torch import Tensor
 
 import gptkit
@@ -110,6 +111,7 @@ def filed(family: str, number: int, folder: Path) -> list[str]:
     return wrong
 
 
+@few(4)
 @families
 def test_a_few_random_configs_are_computed_to_the_bit(family: str) -> None:
     assert [wrong for number in range(FEW) for wrong in computed(legal_config(family, number), number)] == []

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import checkpoint_tensors, hf_config, randomised_reference, spec_of, variants_of
+from helpers.covering import few
+from helpers.families import checkpoint_tensors, hf_config, randomised_reference, spec_of, variants_of
 
 from gptkit.architectures import ARCHITECTURES, Architecture, Leaf
 from gptkit.architectures.layout import IDENTITY, Layout, parse
@@ -336,6 +337,7 @@ def is_the_same_map(mutant: Mutant, family: str) -> bool:
     return True
 
 
+@few(3)
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_every_wrong_map_is_caught(family: str) -> None:
     assert killer(Mutant("none", ARCHITECTURES[family]), family) is None

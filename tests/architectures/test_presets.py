@@ -1,11 +1,11 @@
 """The presets: each is a config.json that gptkit and transformers read alike, and each can be found by its names."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers.covering import covered, preset_facts
+from helpers.processes import imported
 
 from gptkit.analysis.parameters import count
 from gptkit.architectures import ARCHITECTURES, architecture_of
@@ -43,6 +43,7 @@ PUBLISHED = {
 every_preset = pytest.mark.parametrize("preset", presets().values(), ids=presets())
 
 
+@covered("preset", by=lambda preset: preset_facts(preset.name))
 @every_preset
 def test_parameters_are_those_of_the_transformers_model(preset: Preset, tmp_path: Path) -> None:
     import torch
@@ -165,9 +166,4 @@ def test_nearest_may_find_nothing(name: str) -> None:
 
 
 def test_counting_imports_nothing_heavy() -> None:
-    code = (
-        "import sys, gptkit.architectures.presets, gptkit.analysis.parameters, gptkit.report.tables\n"
-        "print(*{'torch', 'transformers', 'numpy', 'rich', 'huggingface_hub', 'safetensors'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
+    assert not imported("import gptkit.architectures.presets, gptkit.analysis.parameters, gptkit.report.tables")

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from families import (
+from helpers.covering import covered
+from helpers.families import (
     CONFIGS,
     REPRESENTATIVES,
     VARIANTS,
@@ -267,6 +268,7 @@ LOGIT_CASES = [
 ]
 
 
+@covered("variant", "dtype", "attention", by=lambda variant, *rest: {variant.name, (variant.family, *rest)})
 @pytest.mark.parametrize(("variant", "dtype", "attention"), LOGIT_CASES)
 def test_logits_are_transformers_to_the_bit(variant, dtype, attention):
     reference = randomised_reference(variant.config, dtype, attention)
@@ -282,6 +284,10 @@ def test_logits_are_transformers_to_the_bit(variant, dtype, attention):
     assert {name: difference for name, difference in worst.items() if difference != 0} == {}
 
 
+@covered(
+    *("variant", "dtype", "attention"),
+    by=lambda variant, *rest: {variant.name, *((variant.family, each) for each in rest)},
+)
 @pytest.mark.parametrize(("variant", "dtype", "attention"), LOGIT_CASES)
 def test_greedy_decode_is_transformers_to_the_bit(variant, dtype, attention):
     """From a prompt shorter than the window to well past it, one token at a time."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import checkpoint_tensors
+from helpers.families import checkpoint_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

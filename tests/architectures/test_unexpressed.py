@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from families import CONFIGS, spec_of
+from helpers.families import CONFIGS, spec_of
+from helpers.trees import TREES
 from rich.console import Console
-from trees import TREES
 from typer.testing import CliRunner
 
 from gptkit.analysis.parameters import count, describe

@@ -1,11 +1,9 @@
 """What the shell offers: models, and the values of options."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers.processes import python
 from typer.testing import CliRunner
 
 from gptkit.architectures.presets import presets
@@ -56,9 +54,7 @@ def test_bash_gets_them(call: str) -> None:
     words = call.split()
     asked = {"COMP_WORDS": f"gptkit {call}", "COMP_CWORD": str(len(words)), "_GPTKIT_COMPLETE": "complete_bash"}
     code = "import sys\nfrom gptkit.cli import main\ntry:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **asked}, timeout=60
-    )
+    done = python("-c", code, env=asked)
     assert done.stdout.split() == ["qwen3-32b"], done.stderr
 
 

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from helpers.command import call
 
-from gptkit.cli import app
 from gptkit.report import pictures
 
 COMMANDS = {
@@ -19,7 +18,7 @@ COMMANDS = {
 
 
 def run(*args: str | Path) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, list(map(str, args)))
+    done = call(*args)
     return done.exit_code, done.stdout, done.stderr
 
 

@@ -4,10 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from helpers.command import call
 
 import gptkit
-from gptkit.cli import app
 from gptkit.commands.completion import complete_target
 from gptkit.converter.formats import format_named
 from gptkit.converter.targets import FOLDERS, FORMATS, TARGETS, target
@@ -20,7 +19,7 @@ def test_help_error_shell_and_readme_have_the_same(tmp_path: Path, monkeypatch: 
         gptkit.convert("sample:gpt2", tmp_path / "out", to="onnx")
     told = (error.value.hint or "").removeprefix("known: ").split(", ")
     assert tuple(told) == TARGETS
-    printed = CliRunner().invoke(app, ["convert", "--help"]).output
+    printed = call("convert", "--help").output
     words = " ".join(re.sub(r"[│\n]", " ", printed).split())
     assert f"one of {', '.join(TARGETS)};" in words
     assert {each for each in TARGETS if each != "hf:FAMILY"} <= set(complete_target(""))
@@ -38,14 +37,14 @@ def test_every_one_is_written() -> None:
 
 
 @pytest.mark.parametrize(
-    "call",
+    "line",
     ["convert sample:gpt2 out --to mistral", "swap sample:gpt2 out --norm rmsnorm --as mistral"],
 )
 def test_a_family_by_itself_is_told_how_it_is_written(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, call.split())
+    done = call(*line.split())
     assert done.exit_code == 2
     assert "unknown format 'mistral'" in done.stderr and "did you mean hf:mistral?" in done.stderr
     assert list(tmp_path.iterdir()) == []

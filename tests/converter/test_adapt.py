@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import CONFIGS, randomised_reference
+from helpers.families import CONFIGS, randomised_reference
 
 from gptkit.converter.convert import convert
 from gptkit.errors import CannotExpress

@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import CONFIGS, save_hf
+from helpers.command import call
+from helpers.families import CONFIGS, save_hf
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
-from gptkit.cli import app
 from gptkit.converter.convert import convert
 from gptkit.converter.manifest import check_manifest
 from gptkit.converter.safetensors import read_header
@@ -188,7 +187,7 @@ def test_nan_and_infinity(to: str, folder: Folder, originals: Path) -> None:
     done = convert(folder.path, out, to)
     assert list(done.transferred.not_finite.values()) == [3]
     assert set(done.transferred.not_finite) <= {NAMES["hf"]["norm"], SHARED["norm"]}
-    told = CliRunner().invoke(app, ["convert", str(folder.path), str(out), "--to", to, "--force"])
+    told = call("convert", str(folder.path), str(out), "--to", to, "--force")
     assert told.exit_code == 0
     said = " ".join((told.stdout + told.stderr).split())
     assert f"{next(iter(done.transferred.not_finite))} holds 3 values that are NaN or infinite" in said
@@ -211,7 +210,7 @@ def test_damage_within_a_weight_file(damage: str, folder: Folder) -> None:
     out = folder.path.parent / "out"
     convert(folder.path, out, "local" if folder.format == "local" else "hf")
     path = next(path for path in sorted(out.glob("*.safetensors")) if folder.name("norm") in load_file(path))
-    assert CliRunner().invoke(app, ["check", str(out)]).exit_code == 0
+    assert call("check", str(out)).exit_code == 0
     whole, places = path.read_bytes(), read_header(path).tensors
     data = bytearray(whole)
     if damage == "a bit":
@@ -224,7 +223,7 @@ def test_damage_within_a_weight_file(damage: str, folder: Folder) -> None:
     problems = [problem.partition(" (bytes")[0] for problem in check_manifest(out)]
     assert problems[:20] == [f"{path.name}: tensor {name} changed" for name in changed[:20]]
     assert problems[20:] == [f"{path.name}: {len(changed) - 20} more tensors changed"] * (len(changed) > 20)
-    told = CliRunner().invoke(app, ["check", str(out)])
+    told = call("check", str(out))
     assert told.exit_code == 4
     assert f"tensor {changed[0]} changed" in " ".join(told.stderr.split())
 

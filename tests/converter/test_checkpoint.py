@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import CONFIGS, REPRESENTATIVES, save_hf
+from helpers.covering import examples
+from helpers.families import CONFIGS, REPRESENTATIVES, save_hf
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -397,7 +398,7 @@ def test_mutated_descriptions_raise_nothing_else(kind: str, name: str, copied: C
     original = json.loads((folder / name).read_text())
     paths = places(original)
 
-    @settings(FUZZ, max_examples=300)
+    @settings(FUZZ, max_examples=examples(300))
     @given(
         st.lists(
             st.tuples(st.sampled_from(paths), st.sampled_from(["put", "put", "drop", "twice", "add"]), JSON),
@@ -433,7 +434,7 @@ def test_mutated_bytes_raise_nothing_else(kind: str, name: str, copied: Callable
     folder = copied(kind)
     original = (folder / name).read_bytes()
 
-    @settings(FUZZ, max_examples=300)
+    @settings(FUZZ, max_examples=examples(300))
     @given(st.lists(st.tuples(st.integers(0, len(original) - 1), st.integers(0, 255)), min_size=1, max_size=8))
     def mutate(edits: list[tuple[int, int]]) -> None:
         data = bytearray(original)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, modern, randomised_reference, save_hf
-from hubserver import Hub, Repo
+from helpers.covering import covered, few
+from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, modern, randomised_reference, save_hf
+from helpers.hubserver import Hub, Repo
 from safetensors.torch import load_file, save_file, save_model
 
 from gptkit.architectures import architecture_of
@@ -93,6 +94,7 @@ def gpt2(tmp_path: Path) -> tuple[Path, transformers.PreTrainedModel]:
 # --- there and back ---
 
 
+@covered()
 @pytest.mark.parametrize(("variant", "dtype", "size"), GRID)
 def test_there_and_back(variant: Variant, dtype: torch.dtype, size: int, tmp_path: Path) -> None:
     source, local, back = tmp_path / "source", tmp_path / "local", tmp_path / "back"
@@ -341,6 +343,7 @@ def test_shards_that_transformers_reads(variant: Variant, tmp_path: Path) -> Non
     ).read_bytes()
 
 
+@covered("name", by=lambda name: {architecture_of(CONFIGS[name]).name})
 @pytest.mark.parametrize("name", CONFIGS)
 def test_shards_come_back_as_the_same_files(name: str, tmp_path: Path) -> None:
     """As the source was sharded unless told otherwise; told its size, by transformers' own rule and order."""
@@ -596,6 +599,7 @@ def test_every_registered_family_is_tried() -> None:
 # --- a base model alone -----------------------------------------------------------------------------------------------
 
 
+@few(4)
 @pytest.mark.parametrize("size", ["5GB", SHARDED], ids=["one", "shards"])
 @pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_a_base_model_alone_comes_back_file_for_file(family: str, size: str | int, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import time
 import zipfile
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from families import CONFIGS, save_hf
+from helpers.families import CONFIGS, save_hf
+from helpers.processes import HANGS, at_most
 from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
@@ -161,7 +161,7 @@ def saved(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANGS,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -267,9 +267,8 @@ def test_nothing_of_a_record_runs(written: Path, tmp_path: Path) -> None:
 )
 def test_pickles_that_cost_nothing(opcodes: bytes, told: str, written: Path) -> None:
     (written / ".metadata").write_bytes(opcodes)
-    began = time.process_time()  # what a busy machine gives to others is not counted
-    refused(written, told)
-    assert time.process_time() - began < 1
+    with at_most(1):
+        refused(written, told)
 
 
 def changed(folder: Path, name: str, what: str) -> None:
@@ -355,10 +354,8 @@ def test_any_damage_is_told_as_damage(written: Path) -> None:
         for _ in range(generator.randint(1, 4)):
             data[generator.randrange(start, min(end, len(data)))] = generator.randrange(256)
         path.write_bytes(data[: generator.randrange(len(data))] if turn % 7 == 0 else data)
-        began = time.monotonic()
-        with suppress(InvalidInput):  # or nothing that matters was hit
+        with at_most(2), suppress(InvalidInput):  # or nothing that matters was hit
             open_checkpoint(written, allow_pickle=True)
-        assert time.monotonic() - began < 2
         path.write_bytes(before)
     open_checkpoint(written, allow_pickle=True)
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.processes import HANGS
+from helpers.writing import SafetensorsWriter
 from safetensors.torch import load_file, save_file
-from writing import SafetensorsWriter
 
 from gptkit.architectures import named
 from gptkit.converter.convert import convert
@@ -40,12 +41,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @dataclass
 class Ended:
-    """How a run ended: by rank but for the seconds."""
+    """How a run ended, by rank."""
 
     codes: list[int]
     stdout: list[str]
     stderr: list[str]
-    seconds: float
 
 
 class Ranks:
@@ -135,7 +135,7 @@ def test_dry_runs_and_refusals_are_told_once(ranks: Ranks, tmp_path: Path) -> No
     ],
 )
 def test_a_rank_that_fails(failing: int, fault: str, words: str, code: int, ranks: Ranks, tmp_path: Path) -> None:
-    """The other would take a quarter of a second for each of its fifty tensors."""
+    """The other would never end by itself."""
     ended = ranks.run(
         tmp_path,
         *("convert", "sample:gpt2", "out", "--max-shard-size", SHARD, "--workers", "1"),
@@ -143,7 +143,6 @@ def test_a_rank_that_fails(failing: int, fault: str, words: str, code: int, rank
     )
     assert ended.codes == [code, code]
     assert words in ended.stderr[failing] and not ended.stderr[1 - failing]
-    assert ended.seconds < 5
     assert not (tmp_path / "out").exists() and left(tmp_path) == []
 
 
@@ -168,7 +167,6 @@ def test_a_rank_that_is_killed(failing: int, ranks: Ranks, tmp_path: Path) -> No
     other = 1 - failing
     assert (ended.codes[failing], ended.codes[other]) == (-9, 1)
     assert f"rank {failing} ended without a word" in ended.stderr[other]
-    assert ended.seconds < 6
     assert not (tmp_path / "out").exists()
 
     again = ranks.run(tmp_path, *command)
@@ -187,7 +185,7 @@ def test_a_rank_that_is_killed_before_it_begins(ranks: Ranks, tmp_path: Path) ->
         rank0=["slow"],
         rank2=["killed_first"],
     )
-    assert ended.codes == [1, 1, -9] and ended.seconds < 5
+    assert ended.codes == [1, 1, -9]
     assert "rank 2" in ended.stderr[0] and not ended.stderr[1]
     assert not (tmp_path / "out").exists()
 
@@ -195,7 +193,7 @@ def test_a_rank_that_is_killed_before_it_begins(ranks: Ranks, tmp_path: Path) ->
 def test_an_interruption_keeps_what_is_finished(ranks: Ranks, tmp_path: Path) -> None:
     command = ("convert", "sample:gpt2", "out", "--max-shard-size", SHARD, "--workers", "1")
     ended = ranks.run(tmp_path, *command, rank0=["slow"], rank1=["interrupted"])
-    assert ended.codes == [130, 130] and ended.seconds < 6
+    assert ended.codes == [130, 130]
     assert ended.stderr[1].startswith("gptkit: interrupted")
     assert not (tmp_path / "out").exists() and len(left(tmp_path)) == 1
     assert ranks.run(tmp_path, *command).codes == [0, 0]
@@ -239,13 +237,13 @@ def torchrun(folder: Path, *argv: str, **more: Any) -> subprocess.Popen[str]:
 def test_torchrun(tmp_path: Path) -> None:
     command = ("convert", "sample:llama", "out", "--max-shard-size", SHARD)
     process = torchrun(tmp_path, *command)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=HANGS)
     assert process.returncode == 0, err
     assert out.count("wrote out") == 1
     convert("sample:llama", tmp_path / "alone", max_shard_bytes=250_000)
     assert contents(tmp_path / "out") == contents(tmp_path / "alone")
     again = torchrun(tmp_path, *command)
-    out, err = again.communicate(timeout=120)
+    out, err = again.communicate(timeout=HANGS)
     assert again.returncode != 0 and not out
     assert err.count("gptkit: ") == 1 and "out exists" in err and "exitcode  : 2" in err
     assert "Terminated" not in err and "Exception ignored" not in err
@@ -277,13 +275,12 @@ def test_torchrun_and_a_killed_rank(tmp_path: Path) -> None:
         except OSError:
             continue
     assert victim is not None
-    began = time.monotonic()
     os.kill(victim, 9)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode != 0 and time.monotonic() - began < 10
+    _, err = process.communicate(timeout=HANGS)
+    assert process.returncode != 0
     assert not (tmp_path / "out").exists()
     assert err.count("gptkit: ") == 1, err
     again = torchrun(tmp_path, *command)
-    _, err = again.communicate(timeout=120)
+    _, err = again.communicate(timeout=HANGS)
     assert again.returncode == 0, err
     assert check_manifest(tmp_path / "out") == []

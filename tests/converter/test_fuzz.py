@@ -14,9 +14,6 @@ import random
 import re
 import resource
 import struct
-import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.covering import examples, few
+from helpers.processes import measured
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import deserialize
@@ -184,14 +183,6 @@ def mutated(pickled: bytes, plain: bytes, rng: random.Random, words: tuple[Any, 
     return raw
 
 
-@pytest.fixture
-def memory_path(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where the system has one."""
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else tmp_path) as folder:
-        yield Path(folder)
-
-
 def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     assert len(dict(pairs)) == len(pairs), f"accepted, with a key twice: {pairs}"
     return dict(pairs)
@@ -304,7 +295,7 @@ def check(folder: Path, count: int, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_mutations_raise_typed_errors_alone(memory_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    check(memory_path, 100_000, capsys)
+    check(memory_path, examples(100_000), capsys)
 
 
 @pytest.mark.soak
@@ -363,42 +354,24 @@ LARGE: dict[str, tuple[Callable[[], str], str]] = {
     "90 MB": (lambda: filled("{", " ", "}", 90_000_000), "claims a header of 90,000,000 bytes"),
 }
 
-MEASURED = """
-import sys, time
-from pathlib import Path
-from gptkit.converter.index import weight_files
-from gptkit.errors import CheckpointError
-began = time.process_time()
-try:
-    print("accepted", len(weight_files(Path(sys.argv[1])).tensors))
-except CheckpointError as error:
-    print(str(error)[:2000].replace("\\n", " "))
-seconds = time.process_time() - began
-# Not ru_maxrss, which begins with that of the process that forked.
-peak = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]
-print(seconds, int(peak[0]) / 1024)
-"""
 
-
-def measured(path: Path) -> str:
-    """What reading the headers of `path` says, in less than a second of a process that takes less than 512 MB."""
-    done = subprocess.run([sys.executable, "-c", MEASURED, path], capture_output=True, text=True, check=True)
-    said, figures = done.stdout.splitlines()
-    seconds, megabytes = map(float, figures.split())
-    assert seconds < 1 and megabytes < 512, (said, figures)
-    return said
+def headers_read(path: Path) -> str:
+    """What reading the headers of `path` says, within bounds of time and memory."""
+    found = "'accepted', len(weight_files(path).tensors)"
+    return measured(path, "from gptkit.converter.index import weight_files", found)
 
 
 proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell the peak of memory")
 
 
+@few(8)
 @proc
 @pytest.mark.parametrize("case", LARGE)
 def test_a_header_as_large_as_it_gets(case: str, memory_path: Path) -> None:
     make, message = LARGE[case]
     text = make()
     (memory_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text.encode())
-    assert message in measured(memory_path / "model.safetensors")
+    assert message in headers_read(memory_path / "model.safetensors")
 
 
 def of_files(piece: Callable[[int], str], *more: str) -> str:
@@ -424,7 +397,7 @@ LARGE_INDEX: dict[str, tuple[Callable[[], str], str]] = {
 def test_an_index_as_large_as_it_gets(case: str, memory_path: Path) -> None:
     make, message = LARGE_INDEX[case]
     (memory_path / INDEX).write_text(make())
-    assert message in measured(memory_path)
+    assert message in headers_read(memory_path)
 
 
 @proc
@@ -441,7 +414,7 @@ def test_the_largest_models_of_today_are_read(memory_path: Path) -> None:
     with (memory_path / "model.safetensors").open("wb") as file:
         file.write(raw)
         file.truncate(infos[-1].end)  # a hole: 2 TB of nothing
-    assert measured(memory_path) == f"accepted {len(names)}"
+    assert headers_read(memory_path) == f"accepted {len(names)}"
     weight_map = {name: f"model-{name.split('.')[2]}-of-61.safetensors" for name in names}
     (memory_path / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}, indent=2))
     assert read_index(memory_path / INDEX) == weight_map

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from families import VARIANTS, Variant, modern, save_hf
+from helpers.families import VARIANTS, Variant, modern, save_hf
 
 import gptkit
 from gptkit.converter.checkpoint import open_checkpoint

@@ -11,8 +11,8 @@ import termios
 from pathlib import Path
 
 import pytest
-from families import CONFIGS, save_hf
-from hubserver import NEW, OLD, Big, Hub, Repo
+from helpers.families import CONFIGS, save_hf
+from helpers.hubserver import NEW, OLD, Big, Hub, Repo
 
 
 @pytest.fixture(scope="module")

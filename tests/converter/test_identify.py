@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hubserver import Hub
+from helpers.hubserver import Hub
 
 import gptkit
 from gptkit.converter.outline import outline

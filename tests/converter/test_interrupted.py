@@ -13,14 +13,16 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers.covering import covered
+from helpers.processes import HANGS
+from helpers.writing import SafetensorsWriter
 from killed import contents, noted
-from writing import SafetensorsWriter
 
 from gptkit.architectures import named
 from gptkit.converter import publish
@@ -49,14 +51,6 @@ def make_tiny(folder: Path) -> Path:
             writer.write(leaf.checkpoint, generator.standard_normal(leaf.shape, dtype=np.float32))
     (folder / "tokenizer.json").write_text("{}")
     return folder
-
-
-@pytest.fixture
-def memory_path(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where the system has one: the failures are made up, so the disk need not be waited for."""
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else tmp_path) as folder:
-        yield Path(folder)
 
 
 def beside(target: Path) -> list[str]:
@@ -96,6 +90,7 @@ class Fault:
         return wrapped
 
 
+@covered()
 @pytest.mark.parametrize("over_old", [False, True])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT], ids=errno.errorcode.get)
 def test_the_nth_call_fails_for_every_n(memory_path: Path, code: int, over_old: bool) -> None:
@@ -338,29 +333,32 @@ def test_thousands_of_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 COMMAND = """
 import sys, time
+from pathlib import Path
 from gptkit import cli
-from gptkit.converter.publish import Staging
-finish = Staging.finish
-def slow(self, name, record):
-    finish(self, name, record)
+from gptkit.converter.transfer import _Carrier
+finish = _Carrier._finish
+go_on = sys.argv.pop(1)
+def held(self, name):
+    finish(self, name)
     print("finished", name, flush=True)
-    time.sleep(1)
-if sys.argv.pop(1) == "slow":
-    Staging.finish = slow
+    while not (self.stopped or Path(go_on).exists()):
+        time.sleep(0.01)
+if go_on:
+    _Carrier._finish = held
 cli.main()
 """
 
 
-def command(speed: str, tiny: Path, target: Path) -> list[str]:
-    """gptkit convert in shards, one after another; "slow" leaves a second between two of them."""
+def command(tiny: Path, target: Path, go_on: Path | str = "") -> list[str]:
+    """gptkit convert in shards, one after another; behind the first it waits for the file `go_on`, if one is named."""
     options = ["--max-shard-size", str(SHARD), "--workers", "1", "-q"]
-    return [sys.executable, "-c", COMMAND, speed, "convert", str(tiny), str(target), *options]
+    return [sys.executable, "-c", COMMAND, str(go_on), "convert", str(tiny), str(target), *options]
 
 
 def begun(tiny: Path, target: Path) -> subprocess.Popen[bytes]:
-    """A slow one that has just finished its first shard."""
+    """One that has just finished its first shard, and waits for the file go-on beside `tiny`."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command("slow", tiny, target), env=LEAN, **pipes)
+    process = subprocess.Popen(command(tiny, target, tiny.with_name("go-on")), env=LEAN, **pipes)
     assert process.stdout is not None
     assert process.stdout.readline().startswith(b"finished model-")
     return process
@@ -372,13 +370,13 @@ def test_a_signal_says_that_the_same_command_goes_on(tmp_path: Path, number: int
     target.parent.mkdir()
     process = begun(tiny, target)
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANGS)
     assert process.returncode == code, err.decode()
     assert err.decode() == (
         f"gptkit: interrupted\n  1 file of {target} finished so far: the same command goes on from there\n"
     )
     ((shard, same),) = noted(target).items()
-    assert subprocess.run(command("fast", tiny, target), env=LEAN).returncode == 0
+    assert subprocess.run(command(tiny, target), env=LEAN).returncode == 0
     assert check_manifest(target) == [] and beside(target) == []
     assert ((target / shard).stat().st_ino, (target / shard).stat().st_mtime_ns) == same
     convert(tiny, tmp_path / "whole", max_shard_bytes=SHARD)
@@ -388,10 +386,11 @@ def test_a_signal_says_that_the_same_command_goes_on(tmp_path: Path, number: int
 def test_a_second_convert_to_the_same_place_is_refused_at_once(tmp_path: Path) -> None:
     tiny, target = make_tiny(tmp_path / "tiny"), tmp_path / "out"
     first = begun(tiny, target)
-    second = subprocess.run(command("fast", tiny, target), env=LEAN, capture_output=True, text=True)
+    second = subprocess.run(command(tiny, target), env=LEAN, capture_output=True, text=True)
     assert second.returncode == 1
     assert f"{target} is being written by another gptkit (pid {first.pid})" in second.stderr
-    first.communicate(timeout=60)
+    tiny.with_name("go-on").touch()
+    first.communicate(timeout=HANGS)
     assert first.returncode == 0
     assert check_manifest(target) == []
 

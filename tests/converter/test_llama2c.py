@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import CONFIGS, LLAMA, LLAMA3_ROPE, hf_config, save_hf
+from helpers.families import CONFIGS, LLAMA, LLAMA3_ROPE, hf_config, save_hf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 

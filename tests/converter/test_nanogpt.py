@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import CONFIGS, GPT2, save_hf
+from helpers.families import CONFIGS, GPT2, save_hf
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional

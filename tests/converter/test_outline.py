@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from families import CONFIGS, save_hf, spec_of
-from hubserver import Big, Hub, Repo
+from helpers.families import CONFIGS, save_hf, spec_of
+from helpers.hubserver import Big, Hub, Repo
 from safetensors.numpy import save_file
 
 import gptkit

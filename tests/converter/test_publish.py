@@ -8,14 +8,14 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
+from helpers.covering import covered
 
 from gptkit.converter import publish
 from gptkit.converter.publish import (
@@ -275,14 +275,7 @@ class Fault:
         return wrapped
 
 
-@pytest.fixture
-def memory_path(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where the system has one: the failures are made up, so the disk need not be waited for."""
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else tmp_path) as folder:
-        yield Path(folder)
-
-
+@covered()
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT], ids=errno.errorcode.get)
 @pytest.mark.parametrize("over_old", [False, True])
 @pytest.mark.usefixtures("any_rename")

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import CONFIGS, save_hf
-from hubserver import Hub, Repo
+from helpers.families import CONFIGS, save_hf
+from helpers.hubserver import Hub, Repo
 from safetensors.numpy import load_file, save_file
 
 import gptkit

@@ -5,8 +5,8 @@ import struct
 from pathlib import Path
 
 import pytest
-from families import CONFIGS, save_hf
-from hubserver import NEW, OLD, Big, Hub, Repo
+from helpers.families import CONFIGS, save_hf
+from helpers.hubserver import NEW, OLD, Big, Hub, Repo
 
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import CONFIGS, spec_of
+from helpers.families import CONFIGS, spec_of
+from helpers.trees import TREES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trees import TREES
 
 import gptkit
 from gptkit.analysis.parameters import count

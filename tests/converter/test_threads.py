@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np  # noqa: F401 (whose BLAS is looked for)
 import pytest
 import torch
-from families import CONFIGS, spec_of
+from helpers.families import CONFIGS, spec_of
 
 import gptkit
 from gptkit.converter import threads as module

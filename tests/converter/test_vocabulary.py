@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+from helpers.covering import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -104,7 +105,7 @@ def shortened(kind: str, ids: set[int]) -> tuple[Tokenizer, dict[int, int], Toke
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_texts_of_kept_tokens_encode_as_they_did(kind: str, data: st.DataObject) -> None:
     lines = data.draw(st.lists(st.sampled_from(LINES), min_size=1, max_size=8))
@@ -128,7 +129,7 @@ def test_texts_of_kept_tokens_encode_as_they_did(kind: str, data: st.DataObject)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(text=st.text(), keep=st.sets(st.integers(0, 511), max_size=20))
 def test_every_text_still_reads_back(kind: str, text: str, keep: set[int]) -> None:
     old, _, new = shortened(kind, keep)

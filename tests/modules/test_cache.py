@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import BLOOM, FALCON, GPT2, GROUPED, LLAMA, VOCAB, decoder_from, randomised_reference, spec_of
+from helpers.covering import covered
+from helpers.families import BLOOM, FALCON, GPT2, GROUPED, LLAMA, VOCAB, decoder_from, randomised_reference, spec_of
 
 from gptkit.architectures import architecture_of
 from gptkit.modules import Cache, Decoder
@@ -29,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@covered()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_decoding_in_place_is_transformers_to_the_bit(name: str, dtype: torch.dtype) -> None:

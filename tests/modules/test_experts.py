@@ -4,9 +4,9 @@ import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
-from families import VOCAB
+from helpers.families import VOCAB
+from helpers.trees import EXPERTS, GATED, HIDDEN, PLAIN, TREES, filled, random_weights, with_blocks
 from torch import Tensor
-from trees import EXPERTS, GATED, HIDDEN, PLAIN, TREES, filled, random_weights, with_blocks
 
 from gptkit.components import GatedFeedForward, MixtureOfExperts
 from gptkit.errors import ConfigError

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import (
+from helpers.covering import covered
+from helpers.families import (
     BLOOM,
     FALCON_7B,
     FALCON_RW,
@@ -88,6 +89,7 @@ def gpt2() -> Decoder:
     return pair({**GPT2, **UNTIED})[1]
 
 
+@covered()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_tokens_are_those_of_transformers(name: str, dtype: torch.dtype) -> None:
@@ -97,6 +99,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, dtype: torch.dtype) 
     assert ours == expected(reference, PROMPT, 64)
 
 
+@covered()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_sampled_tokens_are_those_of_transformers(name: str, dtype: torch.dtype) -> None:

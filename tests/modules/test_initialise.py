@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import CONFIGS, spec_of
-from hubserver import Hub
-from trees import TREES
-from typer.testing import CliRunner, Result
+from helpers.command import call
+from helpers.covering import few
+from helpers.families import CONFIGS, spec_of
+from helpers.hubserver import Hub
+from helpers.trees import TREES
+from typer.testing import Result
 
 import gptkit
-from gptkit.cli import app
 from gptkit.components import ModelSpec
 from gptkit.converter.outline import outline
 from gptkit.converter.publish import check_manifest
@@ -107,6 +108,7 @@ def test_what_is_written_is_what_is_loaded(dtype: str, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
+@few(2)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "bloom", "falcon-rw"])
 def test_every_command_takes_it(name: str, tmp_path: Path) -> None:
     """To the family's own files, where transformers computes the same; ids are generated; a swap is exact."""
@@ -161,7 +163,7 @@ def test_available_memory_is_the_least_that_is_told(monkeypatch: pytest.MonkeyPa
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
+    return call(*arguments)
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

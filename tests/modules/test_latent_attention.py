@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from families import CONFIGS, VOCAB, spec_of
+from helpers.families import CONFIGS, VOCAB, spec_of
+from helpers.trees import ATTENTIONS, LATENT, TREES, filled, random_weights, with_blocks
 from torch import Tensor
-from trees import ATTENTIONS, LATENT, TREES, filled, random_weights, with_blocks
 
 from gptkit.components import Attention, LatentAttention, ModelSpec, RMSNorm, Rotary, from_json, to_json
 from gptkit.errors import ConfigError

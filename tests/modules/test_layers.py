@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
-from families import CONFIGS, VOCAB, decoder_from, randomised_reference, spec_of
+from helpers.families import CONFIGS, VOCAB, decoder_from, randomised_reference, spec_of
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.models.bloom.modeling_bloom import bloom_gelu_forward

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, save_hf
+from helpers.covering import covered
+from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, save_hf
 from torch import Tensor, nn
 
 import gptkit
@@ -83,6 +84,7 @@ def test_attention_paths_compute_the_same_function() -> None:
     assert eager.blocks[0].attention.kernel == "eager"
 
 
+@covered()
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_local_and_hf_are_one(variant: Variant, tmp_path: Path) -> None:
     save_hf(variant.config, tmp_path / "hf")

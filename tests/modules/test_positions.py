@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import CONFIGS, VARIANTS, hf_config, spec_of
+from helpers.families import CONFIGS, VARIANTS, hf_config, spec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from families import CONFIGS, REPRESENTATIVES, Variant, save_hf, spec_of
+from helpers.command import call
+from helpers.families import CONFIGS, REPRESENTATIVES, Variant, save_hf, spec_of
+from helpers.trees import random_weights
 from torch import Tensor, nn
-from trees import random_weights
-from typer.testing import CliRunner
 
 import gptkit
-from gptkit.cli import app
 from gptkit.converter.resolve import read_spec
 from gptkit.converter.tokenizer import load_tokenizer
 from gptkit.errors import CannotExpress, CheckpointError, InvalidInput, UsageError
@@ -41,7 +40,7 @@ def logits(model: Decoder) -> Tensor:
 
 
 def exit_code(*words: object) -> int:
-    run = CliRunner().invoke(app, [str(word) for word in words])
+    run = call(*words)
     return run.exit_code
 
 

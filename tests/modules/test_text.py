@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import CONFIGS, save_hf
-from typer.testing import CliRunner
+from helpers.command import call
+from helpers.covering import covered
+from helpers.families import CONFIGS, save_hf
 
 import gptkit
-from gptkit.cli import app
 from gptkit.converter.resolve import SAMPLES
 from gptkit.converter.tokenizer import load_tokenizer
 from gptkit.errors import UsageError
@@ -30,6 +30,7 @@ def ids_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@covered()
 @pytest.mark.parametrize("sample", SAMPLES)
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "seed": 3}], ids=str)
 def test_the_pieces_are_the_text(sample: str, options: dict[str, Any]) -> None:
@@ -151,7 +152,7 @@ def test_the_command_says_that_a_limit_was_met(sample: str, told: str) -> None:
     """In one line on stderr, behind the text; within the limits there is none."""
     ids = " ".join(["7"] * 250)
     for new, lines in ((3, 0), (20, 1)):
-        run = CliRunner().invoke(app, ["generate", f"sample:{sample}", "--ids", ids, "-n", str(new)])
+        run = call("generate", f"sample:{sample}", "--ids", ids, "-n", str(new))
         assert run.exit_code == 0, run.output
         assert len(run.stderr.splitlines()) == lines
         assert all(told in line for line in run.stderr.splitlines())

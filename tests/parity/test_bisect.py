@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from families import REPRESENTATIVES, save_hf
+from helpers.covering import covered, few
+from helpers.families import REPRESENTATIVES, save_hf
 
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert
@@ -105,6 +106,7 @@ CASES = {
 }
 
 
+@few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_place_and_cause_are_the_same_a_layer_at_a_time(name, tmp_path):
     sample, damage, place, cause = CASES[name]
@@ -118,6 +120,7 @@ def test_place_and_cause_are_the_same_a_layer_at_a_time(name, tmp_path):
 
 
 # A wrong row of a tied table shows at its token, and far more in the head, wherever it is looked at.
+@covered("name", by=lambda name: CASES[name][0].split())
 @pytest.mark.parametrize("name", [name for name in CASES if name != "a row of the table"])
 def test_a_large_model_is_looked_at_where_it_differs(name, tmp_path, monkeypatch):
     """A few positions of a few batches, and few repairs made in the whole."""
@@ -144,6 +147,7 @@ def test_the_first_of_two_mistakes_is_a_cause_though_another_is_behind_it(tmp_pa
     assert any(repair.startswith("the reference's values") and restores for repair, restores in named.items())
 
 
+@few(4)
 @pytest.mark.parametrize("variant", REPRESENTATIVES.values(), ids=str)
 def test_no_component_of_a_right_model_parts(variant, tmp_path):
     """transformers keeps parts of an fp64 model in fp32: that is within what rounding to fp32 makes in both sides."""
@@ -224,6 +228,7 @@ def test_kept_tensors_come_back():
     kept.close()
 
 
+@covered()
 @pytest.mark.parametrize("sample", ["gpt2", "llama", "bloom", "falcon"])
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_repair_read_by_name_is_the_mutation(sample, mutation):

@@ -6,9 +6,8 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from typer.testing import CliRunner
+from helpers.command import call
 
-from gptkit.cli import app
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert
 from gptkit.parity.card import card, command, markdown
@@ -19,7 +18,7 @@ SAMPLE = Path(__file__).parents[2] / "samples" / "llama"
 
 def test_a_card_says_what_was_checked(tmp_path):
     convert("sample:llama", tmp_path / "local")
-    run = CliRunner().invoke(app, ["verify", "sample:llama", str(tmp_path / "local"), "--card", str(tmp_path / "card")])
+    run = call("verify", "sample:llama", str(tmp_path / "local"), "--card", str(tmp_path / "card"))
     assert run.exit_code == 0, run.output
     data = json.loads((tmp_path / "card.json").read_text())
     assert data["verdict"] == {"function": "identical", "bytes": "equal", "passed": True}
@@ -33,7 +32,7 @@ def test_a_card_says_what_was_checked(tmp_path):
     assert digest in page
     assert data["command"] in page
     # The command repeats it.
-    assert CliRunner().invoke(app, [*data["command"].split()[1:], "-q"]).exit_code == 0
+    assert call(*data["command"].split()[1:], "-q").exit_code == 0
 
 
 def test_the_command_repeats_everything_that_was_asked():
@@ -44,7 +43,7 @@ def test_the_command_repeats_everything_that_was_asked():
     assert words[:4] == ["gptkit", "verify", "sample:llama", "sample:llama"]
     for option in ("--long", "--stream", "--no-mutations", "--allow-pickle", "--allow-extra", f"--prompt={prompt}"):
         assert option in words
-    again = CliRunner().invoke(app, [*words[1:], "--json"])
+    again = call(*words[1:], "--json")
     assert again.exit_code == 0, again.output
     data = json.loads(again.stdout)
     assert data["arguments"] == list(result.arguments)
@@ -68,6 +67,6 @@ def test_a_card_tells_a_failure(tmp_path):
 
 
 def test_a_card_that_cannot_be_written_is_refused(tmp_path):
-    run = CliRunner().invoke(app, ["verify", "sample:llama", "--no-mutations", "--card", str(tmp_path / "no" / "card")])
+    run = call("verify", "sample:llama", "--no-mutations", "--card", str(tmp_path / "no" / "card"))
     assert run.exit_code == 2
     assert "cannot write" in run.stderr

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from edited import Tensors, setting, with_spec
-from families import CONFIGS, save_hf
+from helpers.edited import Tensors, setting, with_spec
+from helpers.families import CONFIGS, save_hf
 
 import gptkit
 from gptkit.parity.verify import Verification, verify

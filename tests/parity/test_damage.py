@@ -8,10 +8,10 @@ import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
-from families import CONFIGS
-from held import Held, fewer_tokens, held
+from helpers.families import CONFIGS
+from helpers.held import Held, fewer_tokens, held
+from helpers.trees import TREES, random_weights
 from torch import Tensor
-from trees import TREES, random_weights
 
 from gptkit.errors import GptkitError
 from gptkit.parity import damage as module

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from families import CONFIGS, GPT2, LLAMA, VOCAB, edited, save_hf, shared_weights
+from helpers.families import CONFIGS, GPT2, LLAMA, VOCAB, edited, save_hf, shared_weights
 
 import gptkit
 from gptkit.converter.checkpoint import Checkpoint

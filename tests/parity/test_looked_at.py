@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from edited import Tensors, damaged, exit_code, pairs, setting, with_spec
-from families import CONFIGS, edited, save_hf
-from typer.testing import CliRunner
+from helpers.command import call
+from helpers.covering import covered, few
+from helpers.edited import Tensors, damaged, exit_code, pairs, setting, with_spec
+from helpers.families import CONFIGS, edited, save_hf
 
 import gptkit
-from gptkit.cli import app
 from gptkit.parity import stored
 from gptkit.parity.card import card, markdown
 from gptkit.parity.verify import Verification, verify
@@ -54,6 +54,7 @@ EDITS: dict[str, tuple[str, Callable[[Any], None]]] = {
 }
 
 
+@few(2)
 @pytest.mark.parametrize("name", EDITS)
 def test_a_field_that_changes_no_function_excuses_no_row(
     name: str, pair: Callable[[str], tuple[Path, Path]], tmp_path: Path
@@ -103,11 +104,12 @@ def test_every_row_of_tables_that_a_swap_changes_is_looked_at(swapped: tuple[Pat
     assert {"embedding.weight", "positions.weight"} <= set(found.bytes.different)
     assert set(found.bytes.alone) == {"head.bias", "head.weight"} | {n for n in found.bytes.alone if "norm.bias" in n}
     assert not any(prompt.name.startswith("rows of") for prompt in found.prompts)  # the ends alone show it
-    run = CliRunner().invoke(app, ["verify", *map(str, swapped), "--no-mutations"])
+    run = call("verify", *swapped, "--no-mutations")
     assert run.exit_code == 0
     assert "the trees differ, and so may the other" in run.stdout
 
 
+@covered()
 @pytest.mark.parametrize("change", ["garbage", "another row", "twice as large", "one value"])
 @pytest.mark.parametrize("table", ["embedding.weight", "positions.weight"])
 def test_a_wrong_row_in_a_swapped_table_is_seen(
@@ -214,6 +216,7 @@ LENGTHS: dict[str, tuple[str, Callable[[Any], None], int]] = {
 }
 
 
+@few(3)
 @pytest.mark.parametrize("name", LENGTHS)
 def test_a_field_that_acts_beyond_the_probe_limits_the_verdict(
     name: str, pair: Callable[[str], tuple[Path, Path]], tmp_path: Path
@@ -235,7 +238,7 @@ def test_a_field_that_acts_beyond_the_probe_limits_the_verdict(
 def test_the_command_says_how_far_it_holds(pair: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     hf, local = pair("mistral")
     other = with_spec(local, tmp_path / "other", setting(window=2000))
-    run = CliRunner().invoke(app, ["verify", str(hf), str(other), "--no-mutations"])
+    run = call("verify", str(hf), str(other), "--no-mutations")
     said = " ".join(run.stdout.split())
     assert run.exit_code == 3
     assert "identical to the last bit up to 2,000 tokens" in said

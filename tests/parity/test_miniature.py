@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from families import VARIANTS, spec_of
+from helpers.covering import covered, few, preset_facts
+from helpers.families import VARIANTS, spec_of
 
 from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
@@ -30,6 +31,7 @@ def mistakes(spec):
     return found
 
 
+@covered("name", by=preset_facts)
 @pytest.mark.parametrize("name", presets())
 def test_the_same_mistakes_can_be_made_in_the_small_copy(name):
     config = presets()[name].config
@@ -41,6 +43,7 @@ def test_the_same_mistakes_can_be_made_in_the_small_copy(name):
     assert len(copy.blocks) <= 3
 
 
+@few(3)
 @pytest.mark.parametrize("name", WELL_KNOWN)
 def test_every_mistake_shows_on_the_small_copy(name):
     config = presets()[name].config
@@ -52,6 +55,7 @@ def test_every_mistake_shows_on_the_small_copy(name):
     assert marks.tried >= 11
 
 
+@covered()
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_every_kind_of_layer_is_in_the_small_copy(variant):
     spec = spec_of(variant.config)

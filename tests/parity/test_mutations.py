@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import (
+from helpers.command import call
+from helpers.covering import covered, facts
+from helpers.families import (
     CONFIGS,
     DISTINCT,
     REPRESENTATIVES,
@@ -20,13 +22,11 @@ from families import (
     shallow,
     spec_of,
 )
+from helpers.trees import TREES, random_weights
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from trees import TREES, random_weights
-from typer.testing import CliRunner
 
 from gptkit.architectures import ARCHITECTURES, architecture_of
-from gptkit.cli import app
 from gptkit.components import (
     ALiBi,
     GatedFeedForward,
@@ -231,6 +231,7 @@ def sample_pairs() -> Iterator[Any]:
                 yield pytest.param(f"sample:{sample}", mutation.name, marks=marks)
 
 
+@covered()
 @pytest.mark.parametrize(("checkpoint", "name"), [*pairs(), *sample_pairs()])
 def test_a_mistake_is_seen_placed_and_repaired(checkpoint, name, converted, tmp_path):
     reference, right = converted(checkpoint)
@@ -239,7 +240,7 @@ def test_a_mistake_is_seen_placed_and_repaired(checkpoint, name, converted, tmp_
     mutant = mutation.apply(spec, weights)
     assert mutant is not None
     write_wrong(right, mutant, tmp_path / "wrong")
-    run = CliRunner().invoke(app, ["verify", reference, str(tmp_path / "wrong"), "--no-mutations"])
+    run = call("verify", reference, str(tmp_path / "wrong"), "--no-mutations")
     assert run.exit_code == 3, run.output
     said = " ".join(run.stdout.split())  # as one line, however wide the terminal
     place = said.split(" place ")[1].split(": the first component that differs")[0]
@@ -264,12 +265,12 @@ def test_a_head_bias_dropped_is_seen_in_what_only_a_swap_makes(converted, tmp_pa
     """No family has one: it is the final norm's bias, moved."""
     reference, _ = converted("gpt2")
     swapped, wrong = tmp_path / "swapped", tmp_path / "wrong"
-    assert CliRunner().invoke(app, ["swap", reference, str(swapped), "--norm", "rmsnorm"]).exit_code == 0
+    assert call("swap", reference, str(swapped), "--norm", "rmsnorm").exit_code == 0
     mutant = BY_NAME["head bias dropped"].apply(*read_local(swapped))
     assert mutant is not None
     write_wrong(swapped, mutant, wrong)
     for folder, code in ((swapped, 0), (wrong, 3)):
-        run = CliRunner().invoke(app, ["verify", reference, str(folder), "--no-mutations"])
+        run = call("verify", reference, str(folder), "--no-mutations")
         assert run.exit_code == code, run.output
 
 
@@ -278,7 +279,7 @@ def test_the_command_counts_mistakes_and_names_the_cause(converted, tmp_path):
     mutant = BY_NAME["rope permute missing"].apply(*read_local(right))
     assert mutant is not None
     write_wrong(right, mutant, tmp_path / "wrong")
-    run = CliRunner().invoke(app, ["verify", reference, str(tmp_path / "wrong"), "--json"])
+    run = call("verify", reference, str(tmp_path / "wrong"), "--json")
     assert run.exit_code == 3
     data = json.loads(run.stdout)
     assert data["divergence"]["causes"][0]["repair"] == "undoing an interleaved RoPE layout"
@@ -332,6 +333,7 @@ def test_what_is_unprobed_is_not_counted():
     assert "window ignored" not in (*marks.caught, *marks.caught_random, *marks.missed)
 
 
+@covered("name", by=lambda name: facts(TREES[name]))
 @pytest.mark.parametrize("name", TREES)
 def test_mistakes_in_trees_that_no_family_has_are_caught(name):
     """On themselves and on their small copies."""

@@ -7,9 +7,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from helpers.command import call
 
-from gptkit.cli import app
 from gptkit.errors import InvalidInput, UsageError
 from gptkit.parity.port import load_port, verify_port
 from gptkit.report.summaries import port_causes
@@ -230,14 +229,14 @@ def test_a_port_cannot_widen_its_own_bound(port):
     assert result.functions <= result.allowed
     assert result.imprecise
     assert result.verdict == "different"
-    run = CliRunner().invoke(app, ["verify", "sample:llama", "--against", "rough_port:build"])
+    run = call("verify", "sample:llama", "--against", "rough_port:build")
     assert run.exit_code == 3
     assert "float32 rounds worse" in run.stdout
 
 
 def test_what_the_port_was_not_given_is_told(port):
     """Its forward takes no mask, so that padding was never tried."""
-    run = CliRunner().invoke(app, ["verify", "sample:llama", "--against", port("unmasked_port"), "--json"])
+    run = call("verify", "sample:llama", "--against", port("unmasked_port"), "--json")
     found = json.loads(run.stdout)
     assert found["left_out"] == ["left padding", "right padding"]
     assert {prompt["name"] for prompt in found["prompts"]}.isdisjoint(found["left_out"])
@@ -246,14 +245,14 @@ def test_what_the_port_was_not_given_is_told(port):
 
 def test_the_command(port):
     wrong = port("wrong_port", **WRONG["rope"][0])
-    run = CliRunner().invoke(app, ["verify", "sample:llama", "--against", wrong])
+    run = call("verify", "sample:llama", "--against", wrong)
     assert run.exit_code == 3, run.output
     assert "no module of yours computes" in run.stdout
     said = " ".join(run.stdout.split())
     assert "cause RoPE in the other pairs (neighbours or halves): the reference with this mistake computes what" in said
     assert "note: not probed: left padding, right padding, since forward takes no attention_mask" in said
     assert max(len(line) for line in run.stdout.splitlines()) <= 80
-    assert CliRunner().invoke(app, ["verify", "sample:llama", "--against", port("fine_port")]).exit_code == 0
+    assert call("verify", "sample:llama", "--against", port("fine_port")).exit_code == 0
 
 
 def test_what_is_no_port_is_refused(port):
@@ -323,7 +322,7 @@ def test_a_port_that_breaks_is_told_with_its_own_line(how, tmp_path, monkeypatch
         BROKEN.format(**{**plain, **{key: text.format() for key, text in changes.items()}})
     )
     monkeypatch.chdir(tmp_path)
-    run = CliRunner().invoke(app, ["verify", "sample:llama", "--against", f"{name}:build"])
+    run = call("verify", "sample:llama", "--against", f"{name}:build")
     assert run.exit_code == 4, run.output
     assert re.search(told.format(name=name), " ".join(run.stderr.split())), run.stderr
     assert "bug in gptkit" not in run.stderr
@@ -333,6 +332,6 @@ def test_a_port_that_breaks_is_told_with_its_own_line(how, tmp_path, monkeypatch
 
 def test_os_system_is_no_port(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run = CliRunner().invoke(app, ["verify", "sample:llama", "--against", "os:system"])
+    run = call("verify", "sample:llama", "--against", "os:system")
     assert run.exit_code == 2
     assert "os:system cannot be called without arguments" in run.stderr

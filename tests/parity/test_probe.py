@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from families import BLOOM, CONFIGS, GPT2, LLAMA, MISTRAL, VARIANTS, Variant, spec_of
+from helpers.families import BLOOM, CONFIGS, GPT2, LLAMA, MISTRAL, VARIANTS, Variant, spec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from edited import Tensors, exit_code
-from families import CONFIGS, edited, save_hf
-from random_trees import resized
-from typer.testing import CliRunner
+from helpers.command import call
+from helpers.edited import Tensors, exit_code
+from helpers.families import CONFIGS, edited, save_hf
+from helpers.random_trees import resized
 
 import gptkit
-from gptkit.cli import app
 from gptkit.parity import probe as probes
 from gptkit.parity import verify as module
 from gptkit.parity.verify import verify
@@ -71,7 +70,7 @@ def test_eps_behind_large_activations_is_no_failure(tmp_path: Path) -> None:
     found = verify(tmp_path / "hf")
     assert found.score is not None and found.passed
     assert "eps ten times as small" in found.score.caught_random
-    run = CliRunner().invoke(app, ["verify", str(tmp_path / "hf")])
+    run = call("verify", str(tmp_path / "hf"))
     assert run.exit_code == 0
     said = " ".join(run.stdout.split())
     assert "not visible on this checkpoint, only with random weights: eps ten times as large" in said
@@ -90,7 +89,7 @@ def test_a_scaling_that_scales_nothing_cannot_be_missed(name: str, tmp_path: Pat
     found = verify(tmp_path / "hf")
     assert found.score is not None and found.passed
     assert (found.score.invisible, found.score.missed) == (("rope scaling dropped",), ())
-    run = CliRunner().invoke(app, ["verify", str(tmp_path / "hf")])
+    run = call("verify", str(tmp_path / "hf"))
     assert "not visible on this checkpoint, nor with random weights: rope scaling dropped" in " ".join(
         run.stdout.split()
     )
@@ -115,7 +114,7 @@ def test_a_probe_that_should_see_more_has_a_code_and_words_of_its_own(
     found = verify(tmp_path / "hf")
     assert found.score is not None and found.same and not found.passed
     assert {"q and k swapped", "wrong rope base"} <= set(found.score.missed)
-    run = CliRunner().invoke(app, ["verify", str(tmp_path / "hf")])
+    run = call("verify", str(tmp_path / "hf"))
     assert run.exit_code == 6
     assert "MISSED: wrong rope base" in run.stdout
     assert "the models are the same as far as the probe tells: it should tell more" in run.stdout

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import VARIANTS, save_hf
+from helpers.families import VARIANTS, save_hf
 
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from edited import Tensors, damaged, exchange, exit_code, pairs, scale, setting, with_spec
-from families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, save_hf
-from typer.testing import CliRunner
+from helpers.command import call
+from helpers.covering import covered, few
+from helpers.edited import Tensors, damaged, exchange, exit_code, pairs, scale, setting, with_spec
+from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, save_hf
 
 import gptkit
 from gptkit.architectures import ARCHITECTURES
-from gptkit.cli import app
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.resolve import SAMPLES
 from gptkit.errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, UsageError
@@ -43,6 +43,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
 # --- what is right passes ---------------------------------------------------------------------------------------------
 
 
+@covered()
 @pytest.mark.parametrize("sample", SAMPLES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_samples_are_identical(sample: str, dtype: str) -> None:
@@ -54,6 +55,7 @@ def test_samples_are_identical(sample: str, dtype: str) -> None:
     assert any(prompt.name.startswith("KING") for prompt in result.prompts)
 
 
+@covered("variant", by=lambda variant: {variant.family})
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_every_variant_is_identical(variant: Variant, tmp_path: Path) -> None:
     save_hf(variant.config, tmp_path / "hf")
@@ -64,6 +66,7 @@ def test_every_variant_is_identical(variant: Variant, tmp_path: Path) -> None:
         assert len(result.prompts) >= 6
 
 
+@few(3)
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_every_family_stored_in_bf16_and_converted(family: str, tmp_path: Path) -> None:
     save_hf(REPRESENTATIVES[family].config, tmp_path / "hf", torch.bfloat16)
@@ -76,6 +79,7 @@ def test_every_family_stored_in_bf16_and_converted(family: str, tmp_path: Path) 
     assert (alone.verdict, alone.passed) == ("identical", True)
 
 
+@few(3)
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_fp64_is_equal_though_transformers_keeps_parts_of_it_in_fp32(
     family: str, pair: Callable[[str], tuple[Path, Path]]
@@ -100,6 +104,7 @@ WAYS_TO_ROUND = [
 ]
 
 
+@few(6)
 @pytest.mark.parametrize(("name", "fields"), WAYS_TO_ROUND, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_another_way_to_round_is_equal(
@@ -113,6 +118,7 @@ def test_another_way_to_round_is_equal(
     assert any(note.startswith("the trees differ") and str(next(iter(fields))) in note for note in result.notes)
 
 
+@few(2)
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "falcon-7b", "falcon-40b", "falcon-11b", "falcon-rw"])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 def test_exact_swaps_are_equal_in_every_dtype(name: str, stored: torch.dtype, tmp_path: Path) -> None:
@@ -129,6 +135,7 @@ def test_exact_swaps_are_equal_in_every_dtype(name: str, stored: torch.dtype, tm
     assert (result.verdict, result.passed) == ("different", False)
 
 
+@few(1)
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_alignment_in_the_file_does_not_count(stored: torch.dtype, tmp_path: Path) -> None:
     """transformers computes where the tensors lie in the mapped file, and fp32 products round by that."""
@@ -196,6 +203,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Tensors], None], set[str]]] = {
 }
 
 
+@covered()
 @pytest.mark.parametrize("name", DAMAGE)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_damaged_tensors_are_different_and_named(
@@ -231,6 +239,7 @@ CHANGED: dict[str, tuple[str, Callable[[Any], None]]] = {
 }
 
 
+@covered()
 @pytest.mark.parametrize("name", CHANGED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_changed_tree_is_different(
@@ -401,6 +410,7 @@ def test_activations_that_overflow_are_no_verdict(tmp_path: Path) -> None:
         verify(loud, dtype="float16")
 
 
+@few(3)
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_the_same_values_in_a_wider_dtype_are_the_same(family: str, tmp_path: Path) -> None:
     """And in a narrower one they are not, where that rounds."""
@@ -553,14 +563,14 @@ def test_bad_input_has_its_exit_code(
         (2, "unknown dtype 'float8_e4m3fn'", [hf, "--dtype", "float8_e4m3fn"]),
         (2, "has no tokenizer to read a prompt with", [hf, "--prompt", "x"]),
     ):
-        run = CliRunner().invoke(app, ["verify", *map(str, arguments), *options])
+        run = call("verify", *arguments, *options)
         assert (run.exit_code, message in run.stderr) == (code, True), run.stderr
         assert len(run.stderr.strip().splitlines()) <= 2
 
 
 @pytest.mark.parametrize("options", STREAMED, ids=str)
 def test_a_missing_tokenizer_is_said(options: list[str], pair: Callable[[str], tuple[Path, Path]]) -> None:
-    run = CliRunner().invoke(app, ["verify", str(pair("llama")[0]), "--no-mutations", *options])
+    run = call("verify", str(pair("llama")[0]), "--no-mutations", *options)
     assert run.exit_code == 0
     assert "no tokenizer: the probe's token ids are made up from the vocabulary" in " ".join(run.stdout.split())
 

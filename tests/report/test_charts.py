@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import CONFIGS, spec_of
+from helpers.families import CONFIGS, spec_of
+from helpers.random_trees import drawn_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_trees import drawn_spec
 
 from gptkit.analysis.costs import cache_bytes, costs
 from gptkit.analysis.parameters import count

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import chromium, opened
+from helpers.browser import chromium, opened
 
 from gptkit.analysis.compare import compare
 from gptkit.report.comparison_page import comparison_page

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Shown, opened
-from typer.testing import CliRunner
+from helpers.browser import Shown, opened
+from helpers.command import call
 
 import gptkit
 from gptkit.analysis.costs import costs
 from gptkit.analysis.figures import Asked
-from gptkit.cli import app
 from gptkit.report.counts_page import counts_page
 from gptkit.report.pages import Figure, Lines, Page, Section, Table, render, write_page
 
@@ -119,7 +118,7 @@ def test_notes_are_on_it() -> None:
 
 
 def test_the_command_writes_it(tmp_path: Path) -> None:
-    run = CliRunner().invoke(app, ["params", "gpt2", "--flops", "--memory", "--html", str(tmp_path / "page.html")])
+    run = call("params", "gpt2", "--flops", "--memory", "--html", str(tmp_path / "page.html"))
     assert run.exit_code == 0, run.output
     text = (tmp_path / "page.html").read_text()
     assert "124,439,808" in text and "Adam" in text

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import SCREENS, opened
-from held import Held
-from trees import TREES, random_weights
-from typer.testing import CliRunner, Result
+from helpers.browser import SCREENS, opened
+from helpers.command import call
+from helpers.held import Held
+from helpers.trees import TREES, random_weights
+from typer.testing import Result
 
-from gptkit.cli import app
 from gptkit.parity.damage import Bin, Damage, Layer, Place, damage
 from gptkit.report.damage import damage_sections, swap_page
 from gptkit.report.pages import Figure, Lines, Page, Table, render
@@ -27,7 +27,7 @@ ATTACK = '<script>document.title="taken"</script>'
 
 
 def gptkit(*words: object) -> Result:
-    return CliRunner().invoke(app, list(map(str, words)))
+    return call(*words)
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from families import LLAMA, edited, save_hf
-from typer.testing import CliRunner, Result
+from helpers.command import call
+from helpers.families import LLAMA, edited, save_hf
+from helpers.processes import HANGS, imported
+from typer.testing import Result
 
 import gptkit
-from gptkit.cli import app
 from gptkit.parity.diff import diff
 from gptkit.report.diff_words import readings, verdict
 
@@ -58,7 +59,7 @@ def everything(weights: dict[str, torch.Tensor]) -> None:
 
 
 def run(*args: Any, code: int = 3, width: int = 80, **env: str) -> Result:
-    result = CliRunner().invoke(app, ["diff", *map(str, args)], env={"COLUMNS": str(width), "TERM": "dumb", **env})
+    result = call("diff", *args, env={"COLUMNS": str(width), "TERM": "dumb", **env})
     assert result.exit_code == code, (result.output, result.exception)
     return result
 
@@ -196,20 +197,15 @@ def test_ascii_alone(base: Path, altered: Callable[..., Path]) -> None:
     b = altered(lambda w: w["lm_head.weight"][7:9].zero_())
     command = [sys.executable, "-X", "utf8=0", "-m", "gptkit", "diff", str(base), str(b)]
     environment = {"PATH": "", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(command, capture_output=True, env=environment, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, env=environment, check=False, timeout=HANGS)
     assert done.returncode == 3, done.stderr
     text = done.stdout.decode("ascii")
     assert "rows 7-8 changed" in text and "\\u" not in text, text
 
 
 def test_no_torch(base: Path) -> None:
-    code = (
-        "import sys; from gptkit.parity.diff import diff\n"
-        f"assert diff({str(base)!r}, {str(base)!r}).same\n"
-        "sys.exit(', '.join(m for m in ('torch', 'transformers', 'rich', 'plotly') if m in sys.modules) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
+    code = f"from gptkit.parity.diff import diff\nassert diff({str(base)!r}, {str(base)!r}).same"
+    assert not imported(code, "torch", "transformers", "rich", "plotly")
 
 
 def test_names_are_somebody_elses_text(base: Path, tmp_path: Path) -> None:

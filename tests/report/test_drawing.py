@@ -6,16 +6,16 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from drawn_specs import specs
-from families import CONFIGS, DISTINCT, spec_of
+from helpers.drawn_specs import specs
+from helpers.families import CONFIGS, DISTINCT, spec_of
+from helpers.family_specs import preset_spec as preset
+from helpers.trees import TREES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
-from trees import TREES
 
 from gptkit.analysis.parameters import count
-from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
 from gptkit.components import ModelSpec
 from gptkit.report import diagram, drawing
@@ -36,11 +36,6 @@ SOME = (
     "experts-one",
     "both",
 )
-
-
-def preset(name: str) -> ModelSpec:
-    config = presets()[name].config
-    return architecture_of(config).spec(config)
 
 
 def placements(spec: ModelSpec) -> Iterator[tuple[Structure, Placement, Metrics]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import opened
+from helpers.browser import opened
 
 import gptkit
 from gptkit.parity.damage import Bin, Damage, Layer

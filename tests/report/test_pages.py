@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Shown, opened, system_browser
-from families import GROUPED, LLAMA, save_hf
+from helpers.browser import Shown, opened, system_browser
+from helpers.command import call
+from helpers.families import GROUPED, LLAMA, save_hf
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
-from gptkit.cli import app
 from gptkit.errors import UsageError
 from gptkit.parity.bisect import Cause, Divergence, Part
 from gptkit.parity.compare import Difference
@@ -380,7 +379,7 @@ def test_a_link_keeps_being_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["no/page.html", ".", "/dev/null", "x" * 300])
 def test_what_cannot_be_written_is_refused_first(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run = CliRunner().invoke(app, ["verify", "no-such-model", "--html", name])
+    run = call("verify", "no-such-model", "--html", name)
     assert run.exit_code == 2, run.output
     assert "cannot write" in run.stderr
 
@@ -412,11 +411,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     save_file(tensors, spoilt / "model.safetensors", metadata={"format": "pt"})
     found = {name: folder / f"{name}.html" for name in ("same", "different", "hostile")}
     quick = ["--no-mutations", "-q"]
-    run = CliRunner().invoke(app, ["verify", str(right), "--html", str(found["same"]), *quick])
+    run = call("verify", str(right), "--html", str(found["same"]), *quick)
     assert run.exit_code == 0, run.output
     if system_browser() is not None and find_spec("kaleido") is not None:
         quick += ["--svg", str(folder / "different.svg")]
-    run = CliRunner().invoke(app, ["verify", str(right), str(spoilt), "--html", str(found["different"]), *quick])
+    run = call("verify", str(right), str(spoilt), "--html", str(found["different"]), *quick)
     assert run.exit_code == 3, run.output
     assert run.stdout == ""
     write_page(verification_page(hostile()), found["hostile"])
@@ -448,7 +447,7 @@ def test_a_port_of_ones_own_gets_a_page(tmp_path: Path, monkeypatch: pytest.Monk
         "    model.blocks[1].feed_forward.down_proj.weight.data *= 1.5\n    return model\n"
     )
     monkeypatch.chdir(tmp_path)
-    run = CliRunner().invoke(app, ["verify", "sample:gpt2", "--against", "ported_page:build", "--html", "port.html"])
+    run = call("verify", "sample:gpt2", "--against", "ported_page:build", "--html", "port.html")
     sys.modules.pop("ported_page", None)
     assert run.exit_code == 3, run.output
     assert "page: port.html" in run.stdout

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import system_browser
-from typer.testing import CliRunner
+from helpers.browser import system_browser
+from helpers.command import call
 
 import gptkit
-from gptkit.cli import app
 from gptkit.errors import UsageError
 from gptkit.report import pages, pictures
 from gptkit.report.charts import cache_chart, treemap
@@ -56,7 +55,7 @@ def test_what_cannot_be_written_is_refused_first(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.svg").mkdir()
     for command in (["verify", "no-such-model"], ["params", "gpt2"]):
-        run = CliRunner().invoke(app, [*command, *words])
+        run = call(*command, *words)
         assert run.exit_code == 2, run.output
         assert said in " ".join(run.stderr.split())
         assert run.stdout == ""

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from drawn_specs import specs
-from families import CONFIGS, spec_of
+from helpers.drawn_specs import specs
+from helpers.families import CONFIGS, spec_of
+from helpers.trees import TREES, filled, random_weights
 from hypothesis import given, settings
 from torch import Tensor
-from trees import TREES, filled, random_weights
 
 from gptkit.analysis.parameters import count
 from gptkit.components import LatentAttention, ModelSpec

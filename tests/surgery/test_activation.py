@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from exactness import Mutation, exactly, gap, is_caught
-from families import CONFIGS, LLAMA, save_hf, spec_of
+from helpers.covering import few
+from helpers.exactness import Mutation, exactly, gap, is_caught
+from helpers.families import CONFIGS, LLAMA, save_hf, spec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,6 +48,7 @@ EXACT = [
 ]
 
 
+@few(3)
 @pytest.mark.parametrize(("base", "old", "new", "back"), EXACT, ids=lambda value: str(value))
 def test_exact(base: str, old: str, new: str, back: str | None, tmp_path: Path) -> None:
     save_hf(config_with(base, old), tmp_path / "hf")
@@ -167,6 +169,7 @@ def test_two_units_are_the_nearest_two(kind: str, bound: float, times: float) ->
 # --- near -------------------------------------------------------------------------------------------------------------
 
 
+@few(3)
 @pytest.mark.parametrize(
     ("base", "old", "new"),
     [
@@ -191,6 +194,7 @@ def test_two_units_beat_one_and_one_beats_the_name(base: str, old: str, new: str
     assert {module.dense_of(block).intermediate_size for block in spec.blocks} == {2 * width}
 
 
+@few(1)
 @pytest.mark.parametrize(("sample", "new"), [("gpt2", "silu"), ("falcon", "silu"), ("llama", "gelu")])
 def test_on_trained_models(sample: str, new: str, tmp_path: Path) -> None:
     """KL on text: gpt2 1.6e-4, 1.4e-3 fitted, 3.9e-3, 0.43 by name; llama 8e-6, 4.1e-4, 4.4e-4, 0.066."""
@@ -307,6 +311,7 @@ MUTATIONS: dict[str, Mutation] = {
 }
 
 
+@few(3)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONFIGS, "gpt2-silu", dict(config_with("gpt2", "silu")))

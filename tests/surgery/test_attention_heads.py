@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from exactness import MODELS, caught, exactly, same_values, saved
-from families import CONFIGS, spec_of
+from helpers.covering import few
+from helpers.exactness import MODELS, caught, exactly, same_values, saved
+from helpers.families import CONFIGS, spec_of
 
 import gptkit
 from gptkit.components import Attention, ModelSpec
@@ -15,17 +16,13 @@ from gptkit.errors import SwapRefused, UsageError
 from gptkit.surgery.swaps import attention_heads as module
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("number")
-
-
 def numbers(spec: ModelSpec) -> tuple[int, int]:
     attention = spec.blocks[0].attention
     assert isinstance(attention, Attention)
     return attention.heads, attention.kv_heads
 
 
+@few(3)
 @pytest.mark.parametrize("name", [*MODELS, "falcon-rw", "falcon-alibi-parallel"])
 def test_more_keeps_every_bit_and_back(name: str, folder: Path, tmp_path: Path) -> None:
     source = saved(name, folder)
@@ -73,6 +70,7 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
     assert "text" in refused("llama", "4")
 
 
+@few(1)
 @pytest.mark.skipif(not (SAMPLES_DIR / "falcon").is_dir(), reason="no samples")
 @pytest.mark.parametrize(("sample", "heads"), [("gpt2", 3), ("llama", 4), ("falcon", 5)])
 def test_fitted_on_a_text_it_costs_less(sample: str, heads: int, tmp_path: Path) -> None:
@@ -115,6 +113,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]
 }
 
 
+@few(3)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

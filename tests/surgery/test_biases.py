@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from exactness import exactly, is_caught
-from families import CONFIGS, save_hf, zeroed
+from helpers.covering import few
+from helpers.exactness import exactly, is_caught
+from helpers.families import CONFIGS, save_hf, zeroed
 
 import gptkit
 from gptkit.components import Attention
@@ -32,6 +33,7 @@ def test_with_rotary_it_is(name: str, tmp_path: Path) -> None:
     assert "not zero, blocks.0.attention.k_proj.bias the first" in done.chain.notes[0]
 
 
+@few(3)
 @pytest.mark.parametrize(
     ("name", "what", "endings"),
     [

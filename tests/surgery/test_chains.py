@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from families import CONFIGS, spec_of
+from helpers.covering import examples, exhaustive
+from helpers.families import CONFIGS, spec_of
+from helpers.random_trees import Chain, alike, drawn_chain, write
+from helpers.weights import Weights
 from hypothesis import HealthCheck, Phase, event, given, note, settings
 from hypothesis import strategies as st
-from random_trees import Chain, alike, drawn_chain, write
-from weights import Weights
 
 import gptkit
 from gptkit.errors import GptkitError
@@ -135,7 +136,7 @@ def run(data: st.DataObject) -> Outcome:
 
 
 # The same examples every time: what is found in thousands of others is for the slow test to say.
-@settings(max_examples=30, derandomize=True, phases=[Phase.generate, Phase.shrink], **QUICK)
+@settings(max_examples=examples(30), derandomize=True, phases=[Phase.generate, Phase.shrink], **QUICK)
 @given(data=st.data())
 def test_chains_of_exact_swaps_are_exact_and_undone(data: st.DataObject) -> None:
     run(data)
@@ -154,6 +155,7 @@ ELSEWHERE = {("merge_lora", "DIR"): "needs an adapter, and equals base and adapt
 """Swaps that are exact, and never drawn."""
 
 
+@exhaustive
 def test_every_exact_swap_is_drawn_on_some_tree(tmp_path: Path) -> None:
     """What has been drawn least often comes next, so that few trees are enough."""
     wanted = {(swap.option, swap.form) for swap in all_swaps() if swap.guarantee == "exact"} - set(ELSEWHERE)

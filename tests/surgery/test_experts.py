@@ -10,8 +10,9 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from exactness import Mutation, exactly, is_caught, undone
-from families import CONFIGS, GPT2, LLAMA, edited, save_hf, spec_of
+from helpers.covering import examples, few
+from helpers.exactness import Mutation, exactly, is_caught, undone
+from helpers.families import CONFIGS, GPT2, LLAMA, edited, save_hf, spec_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +28,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(folder / "model.safetensors")
 
 
+@few(3)
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "llama", "llama-3", "qwen3", "falcon-7b", "falcon-40b"])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_copies_there_and_back(name: str, stored: torch.dtype, tmp_path: Path) -> None:
@@ -41,6 +43,7 @@ def test_copies_there_and_back(name: str, stored: torch.dtype, tmp_path: Path) -
     assert not torch.equal(router, after["blocks.1.feed_forward.router.weight"])
 
 
+@few(3)
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "llama", "falcon-7b"])
 @pytest.mark.parametrize("value", ["moe:4x4:split", "moe:3x3:split"])
 def test_parts_there_and_back(name: str, value: str, tmp_path: Path) -> None:
@@ -57,7 +60,7 @@ def test_parts_there_and_back(name: str, value: str, tmp_path: Path) -> None:
         torch.testing.assert_close(after[key], tensor, rtol=1e-15, atol=0)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(8), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     gated=st.booleans(),
     sizes=st.tuples(st.integers(1, 6), st.integers(1, 6)),

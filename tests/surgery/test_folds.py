@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from exactness import Mutation, exactly, is_caught
-from families import CONFIGS, save_hf, spec_of
+from helpers.covering import few
+from helpers.exactness import Mutation, exactly, is_caught
+from helpers.families import CONFIGS, save_hf, spec_of
 
 import gptkit
 from gptkit.components import Attention, without_rounding
@@ -18,6 +19,7 @@ from gptkit.surgery.swaps import folds as module
 ALL = ["gpt2", "gpt2-by-layer", "llama", "qwen2", "qwen3", "bloom", "falcon-7b", "falcon-40b", "falcon-rw"]
 
 
+@few(3)
 @pytest.mark.parametrize("name", ALL)
 def test_norms(name: str, tmp_path: Path) -> None:
     save_hf(CONFIGS[name], tmp_path / "hf")
@@ -41,6 +43,7 @@ def test_the_bias_of_values(name: str, tmp_path: Path) -> None:
         gptkit.swap(tmp_path / "out", tmp_path / "again", fold="value-bias")
 
 
+@few(3)
 @pytest.mark.parametrize("name", [*ALL, "gpt2-unscaled"])
 def test_the_scale_and_back(name: str, tmp_path: Path) -> None:
     save_hf(CONFIGS[name], tmp_path / "hf")
@@ -127,6 +130,7 @@ MUTATIONS: dict[str, tuple[str, Mutation]] = {
 }
 
 
+@few(3)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path) -> None:
     value, mutation = MUTATIONS[name]

@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from exactness import MODELS, caught, exactly, same_values, saved
-from families import CONFIGS, spec_of
+from helpers.covering import examples, few
+from helpers.exactness import MODELS, caught, exactly, same_values, saved
+from helpers.families import CONFIGS, spec_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,16 +23,11 @@ from gptkit.surgery.swaps import head_dim as module
 SCALED = ("llama-3", "llama-linear", "llama-dynamic", "llama-yarn", "llama-yarn-mscale", "llama-longrope")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("heads")
-
-
 def width_of(spec: ModelSpec) -> int:
     return spec.blocks[0].attention.head_dim  # type: ignore[union-attr]
 
 
-@settings(max_examples=9, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(9), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from([*MODELS, *SCALED, "falcon-rw", "gpt2-by-layer"]),
     more=st.integers(1, 20),
@@ -147,6 +143,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]
 }
 
 
+@few(3)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

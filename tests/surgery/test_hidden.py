@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from exactness import MODELS, caught, exactly, same_values, saved
-from families import CONFIGS
+from helpers.covering import examples, few
+from helpers.exactness import MODELS, caught, exactly, same_values, saved
+from helpers.families import CONFIGS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,11 +19,7 @@ from gptkit.surgery.registry import Step
 from gptkit.surgery.swaps import hidden as module
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("hidden")
-
-
+@few(3)
 @pytest.mark.parametrize("name", [*MODELS, "bloom-post-norm"])
 def test_copies_keep_every_bit_and_go_again(name: str, folder: Path, tmp_path: Path) -> None:
     source = saved(name, folder)
@@ -38,7 +35,7 @@ def names(result: object) -> list[str]:
     return [parameter.name for parameter in result.spec.parameters()]  # type: ignore[attr-defined]
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(MODELS), more=st.integers(1, 47))
 def test_any_width_and_back(name: str, more: int, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     source, out = saved(name, folder), tmp_path_factory.mktemp("any")
@@ -150,6 +147,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]
 }
 
 
+@few(3)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

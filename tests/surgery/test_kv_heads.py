@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from exactness import Mutation, is_caught, undone
-from families import CONFIGS, LLAMA, save_hf
+from helpers.covering import exhaustive, few
+from helpers.exactness import Mutation, is_caught, undone
+from helpers.families import CONFIGS, LLAMA, save_hf
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,6 +32,7 @@ def kv_heads(folder: Path) -> list[int]:
     return [each.kv_heads for each in attentions if isinstance(each, Attention)]
 
 
+@few(3)
 @pytest.mark.parametrize("name", GROUPED)
 def test_more_heads_and_back_are_the_same_bytes(name: str, tmp_path: Path) -> None:
     save_hf(CONFIGS[name], tmp_path / "hf", torch.bfloat16)
@@ -88,6 +90,7 @@ def test_a_text_that_is_too_short(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("sample", "value", "times"),
     [("llama", "mqa", 5), ("llama", "gqa:3", 4), ("gpt2", "gqa:2", 20), ("gpt2", "mqa", 10), ("bloom", "mqa", 4)],
@@ -124,6 +127,7 @@ def random_calibration(spec: Any, tokens: int = 256) -> Calibration:
     return Calibration(Text(tuple(ids[:tokens]), tuple(ids[tokens:]), "random", ""), spec)
 
 
+@few(3)
 @pytest.mark.parametrize(
     "name", ["gpt2", "gpt2-by-layer", "mistral", "qwen2", "qwen3", "falcon-40b", "falcon-rw", "bloom", "llama-yarn"]
 )
@@ -217,6 +221,7 @@ def test_a_wrong_movement_is_not_published(name: str, tmp_path: Path) -> None:
     is_caught(name, {name: mutation}, {"attention": value}, tmp_path)
 
 
+@exhaustive
 def test_a_wrong_fit_costs_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the fit gains comes of its parts: each left out shows in the KL that is reported."""
     right = gptkit.swap("sample:llama", tmp_path / "right", attention="mqa").measured

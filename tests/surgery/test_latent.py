@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from exactness import Mutation, exactly, is_caught
-from families import CONFIGS, save_hf, spec_of
+from helpers.covering import few
+from helpers.exactness import Mutation, exactly, is_caught
+from helpers.families import CONFIGS, save_hf, spec_of
 
 import gptkit
 from gptkit.components import Attention, LatentAttention
@@ -17,6 +18,7 @@ from gptkit.surgery.swaps import latent as module
 ALL = ["gpt2", "llama", "mistral", "qwen2", "bloom", "falcon-7b", "falcon-40b", "falcon-rw"]
 
 
+@few(3)
 @pytest.mark.parametrize("name", ALL)
 def test_the_whole_latent_is_exact(name: str, tmp_path: Path) -> None:
     save_hf(CONFIGS[name], tmp_path / "hf", torch.bfloat16)
@@ -38,6 +40,7 @@ def test_the_whole_rank_is_the_whole_where_no_rotary_heads_become_one(name: str,
     exactly(tmp_path / "hf", tmp_path / "out", attention=f"mla:{module.whole(attention)}")
 
 
+@few(1)
 @pytest.mark.parametrize(("sample", "rank", "times"), [("llama", 48, 4), ("gpt2", 112, 1), ("bloom", 54, 1.2)])
 def test_the_fit_beats_the_weights_alone(sample: str, rank: int, times: float, tmp_path: Path) -> None:
     fitted, plain = (

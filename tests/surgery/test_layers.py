@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from exactness import Mutation, is_caught, undone
-from families import CONFIGS, save_hf, spec_of
+from helpers.covering import few
+from helpers.exactness import Mutation, is_caught, undone
+from helpers.families import CONFIGS, save_hf, spec_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ FAMILIES = ["gpt2", "qwen3", "bloom", "falcon-7b", "falcon-40b", "gpt2-by-layer"
 FAMILIES = [name for name in FAMILIES if name in CONFIGS]
 
 
+@few(3)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("more", ["+1", "+2", "+7"])
 def test_added_layers_add_nothing_and_go_again(name: str, more: str, tmp_path: Path) -> None:
@@ -134,6 +136,7 @@ MUTATIONS: dict[str, Mutation] = {
 }
 
 
+@few(3)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path) -> None:
     is_caught(name, MUTATIONS, {"layers": "+2"}, tmp_path)

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exactness import saved
-from families import CONFIGS, save_hf
+from helpers.covering import few
+from helpers.exactness import saved
+from helpers.families import CONFIGS, save_hf
+from helpers.weights import after, error
 from rich.console import Console
-from weights import after, error
 
 import gptkit
 from gptkit.analysis.costs import costs
@@ -88,6 +89,7 @@ def hold(source: Path) -> Listing:
     return found
 
 
+@few(1)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
 def test_what_is_listed_as_exact_is(name: str, tmp_path: Path) -> None:
     hold(saved(name, tmp_path))

@@ -12,7 +12,8 @@ import peft
 import pytest
 import torch
 import transformers
-from families import CONFIGS, save_hf, shared_weights
+from helpers.covering import covered, few
+from helpers.families import CONFIGS, save_hf, shared_weights
 from safetensors.torch import load_file, save_file
 
 import gptkit
@@ -111,6 +112,7 @@ def gap(one: np.ndarray, other: np.ndarray) -> float:
 LOGITS = ("fused and transposed", "dora", "fused by groups", *(kind for kind in KINDS if kind.startswith("tied")))
 
 
+@few(3)
 @pytest.mark.parametrize("kind", LOGITS)
 def test_the_merged_files_compute_what_peft_computes(kind: str, tmp_path: Path) -> None:
     model, settings = KINDS[kind]
@@ -125,6 +127,7 @@ def test_the_merged_files_compute_what_peft_computes(kind: str, tmp_path: Path) 
         assert result.spec.head.tied == (kind in STAYS_TIED)
 
 
+@few(3)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("tied")])
 def test_the_merged_tensors_are_those_that_peft_merges(kind: str, tmp_path: Path) -> None:
     """Sharper than logits: what peft's own merge makes of the weights in fp64."""
@@ -141,6 +144,7 @@ def test_the_merged_tensors_are_those_that_peft_merges(kind: str, tmp_path: Path
         np.testing.assert_allclose(found[name].astype(float), tensor.detach().numpy(), rtol=0, atol=1e-13)
 
 
+@covered()
 @pytest.mark.parametrize("to", ["local", "hf"])
 @pytest.mark.parametrize("asked", [None, "float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("base", ["bfloat16", "float32"])
@@ -380,6 +384,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 }
 
 
+@few(3)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate, kind = MUTATIONS[name]

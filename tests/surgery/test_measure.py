@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from families import CONFIGS, VARIANTS, save_hf, spec_of
-from held import Held, fewer_tokens, held
+from helpers.covering import few
+from helpers.families import CONFIGS, VARIANTS, save_hf, spec_of
+from helpers.held import Held, fewer_tokens, held
+from helpers.trees import TREES, random_weights
 from torch import Tensor
-from trees import TREES, random_weights
 
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.errors import GptkitError
@@ -53,6 +54,7 @@ def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 QUICK = [variant.name for variant in VARIANTS if variant.name != "mistral-default-window"]
 
 
+@few(3)
 @pytest.mark.usefixtures("tiny_chunks")
 @pytest.mark.parametrize("name", QUICK)
 def test_states_by_rows_are_those_of_the_module(name: str) -> None:
@@ -71,6 +73,7 @@ def test_states_by_rows_are_those_of_the_module(name: str) -> None:
             assert ((batch.valid(x) - batch.valid(whole)).abs().max() / whole.abs().max()).item() <= bound
 
 
+@few(3)
 @pytest.mark.usefixtures("tiny_chunks")
 @pytest.mark.parametrize("name", TREES)
 def test_mixtures_and_latents_are_run_by_rows(name: str) -> None:

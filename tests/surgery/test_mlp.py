@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from exactness import Mutation, exactly, is_caught, undone
-from families import CONFIGS, save_hf, spec_of, zeroed
+from helpers.covering import few
+from helpers.exactness import Mutation, exactly, is_caught, undone
+from helpers.families import CONFIGS, save_hf, spec_of, zeroed
 
 import gptkit
 from gptkit.components import FeedForward, GatedFeedForward
@@ -25,6 +26,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(folder / "model.safetensors")
 
 
+@few(3)
 @pytest.mark.parametrize(
     "name", ["gpt2", "gpt2-by-layer", "gpt2-other-names", "bloom", "falcon-7b", "falcon-40b", "falcon-rw", "falcon-mha"]
 )
@@ -55,6 +57,7 @@ def test_some_layers(tmp_path: Path) -> None:
     assert swap_for("mlp", "gated").inverse(mixed, Asked("gated")) is None
 
 
+@few(3)
 @pytest.mark.parametrize("name", ["llama", "llama-3", "mistral", "qwen2", "qwen3", "mixtral"])
 def test_a_constant_factor_goes_into_what_follows(name: str, tmp_path: Path) -> None:
     save_hf(CONFIGS[name], tmp_path / "hf")
@@ -183,6 +186,7 @@ MUTATIONS: dict[str, Mutation] = {
 }
 
 
+@few(3)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path) -> None:
     is_caught(name, MUTATIONS, {"mlp": "gated"}, tmp_path)

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exactness import caught, exactly, saved
-from families import BLOOM, CONFIGS, FALCON, FALCON_40B, GPT2, save_hf, spec_of
+from helpers.covering import examples, few
+from helpers.exactness import caught, exactly, saved
+from helpers.families import BLOOM, CONFIGS, FALCON, FALCON_40B, GPT2, save_hf, spec_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -87,7 +88,7 @@ def relative(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
     return gap / max(x.abs().max().item() for x in a)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(config=configs(), seed=st.integers(0, 2**31), stored=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_exact_for_any_tree_through_the_files(config: dict[str, Any], seed: int, stored: torch.dtype) -> None:
     with TemporaryDirectory() as parent:
@@ -287,6 +288,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]
 }
 
 
+@few(3)
 @pytest.mark.parametrize("stored", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(
@@ -373,6 +375,7 @@ def a_bias_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(basis, "shift", lambda bias, into: lambda m: np.pad(m.wide(bias), (0, 1)))
 
 
+@few(3)
 @pytest.mark.parametrize(
     "mutate", [ratio_forgotten, eps_forgotten, gamma_forgotten, not_turned, a_table_forgotten, a_bias_forgotten]
 )

@@ -8,11 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from exactness import bytes_of, exactly, gap
-from families import CONFIGS, edited, save_hf, spec_of
+from helpers.covering import few
+from helpers.exactness import bytes_of, exactly, gap
+from helpers.families import CONFIGS, edited, save_hf, spec_of
+from helpers.trees import LATENT, ROPE, with_blocks
+from helpers.weights import Weights, after, error
 from transformers import AutoModelForCausalLM
-from trees import LATENT, ROPE, with_blocks
-from weights import Weights, after, error
 
 import gptkit
 from gptkit.components import ALiBi, LayerNorm, LearnedPositions, ModelSpec, RMSNorm, Rotary
@@ -43,6 +44,7 @@ def without_positions(name: str, folder: Path) -> Path:
 # --- exact ------------------------------------------------------------------------------------------------------------
 
 
+@few(2)
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "bloom", "falcon-7b"])
 def test_from_none_and_back(name: str, tmp_path: Path) -> None:
     source = without_positions(name, tmp_path)
@@ -199,6 +201,7 @@ def on_text(sample: str, step: Step) -> Measurement:
     return measure(Stored(source), done.models[-1], promise=done.promise, text=text, dtypes=("float32",))
 
 
+@few(2)
 @pytest.mark.parametrize(
     ("sample", "value", "ratio"),
     [
@@ -390,6 +393,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, str]]
 }
 
 
+@few(3)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path) -> None:
     mutate, asked = MUTATIONS[name]

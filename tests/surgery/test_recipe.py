@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from families import CONFIGS, save_hf, spec_of
+from helpers.families import CONFIGS, save_hf, spec_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,14 +20,6 @@ from gptkit.surgery.recipe import FOLDER, WHOLES, plain, read_recipe, shipped, s
 from gptkit.surgery.registry import Step, swap_for
 
 replace = msgspec.structs.replace
-
-
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny gpt2 in bf16."""
-    folder = tmp_path_factory.mktemp("gpt2") / "hf"
-    save_hf(CONFIGS["gpt2"], folder, torch.bfloat16)
-    return folder
 
 
 def written(folder: Path, text: str) -> Path:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.covering import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,7 +81,7 @@ def test_values_that_share_a_space_are_merged_without_loss():
     assert value_error(turns @ shared, o, pool_mean(turns @ shared), o, covariance) > 0.1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(seeds)
 def test_values_are_never_worse_than_the_naive_forms(seed):
     _, _, v, o, covariance = group(seed)
@@ -92,7 +93,7 @@ def test_values_are_never_worse_than_the_naive_forms(seed):
         assert fitted <= value_error(v, o, naive, best.mT, covariance) + 1e-9
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(seeds, st.sampled_from([0, 4, 8]))
 def test_keys_are_never_worse_than_the_naive_forms(seed, rotary_dim):
     q, k, _, _, covariance = group(seed)
@@ -102,7 +103,7 @@ def test_keys_are_never_worse_than_the_naive_forms(seed, rotary_dim):
         assert fitted <= score_error(q, k, q, naive, covariance, rotary_dim) + 1e-9
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(seeds, st.sampled_from([0, 4, 8]))
 def test_no_small_change_of_a_fit_makes_it_better(seed, rotary_dim):
     q, k, v, o, covariance = group(seed)
@@ -144,7 +145,7 @@ def test_the_score_error_is_the_mean_over_all_distances():
 # --- positions -------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(seeds)
 def test_the_rotation_commutes_with_a_complex_factor(seed):
     new = normal(seed)
@@ -254,7 +255,7 @@ def test_groups_in_order_and_the_query_heads_that_follow():
             contiguous_groups(heads, groups)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(seeds, st.sampled_from([(4, 2), (6, 2), (6, 3), (8, 4), (5, 1), (3, 3)]))
 def test_groups_by_similarity_hold_every_head_once_and_are_no_worse_than_in_order(seed, shape):
     heads, count = shape
@@ -310,7 +311,7 @@ def test_the_scores_error_is_twice_the_divergence_for_small_differences_and_blin
     assert refit_scores(near, k, x, p, hidden, 0.3, angles, rounds=0).before == pytest.approx(error, rel=1e-9)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(seeds, st.booleans())
 def test_a_refit_never_makes_scores_worse(seed, rotary):
     q, _, x, p, scores, angles = teacher(seed, rotary)

@@ -8,13 +8,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from exactness import bytes_of, exactly
-from families import CONFIGS, save_hf, spec_of
+from helpers.covering import examples, few
+from helpers.exactness import bytes_of, exactly
+from helpers.families import CONFIGS, save_hf, spec_of
+from helpers.trees import ATTENTIONS, with_blocks
+from helpers.weights import Weights, after, error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
-from trees import ATTENTIONS, with_blocks
-from weights import Weights, after, error
 
 import gptkit
 from gptkit.components import (
@@ -167,6 +168,7 @@ def test_scaling_a_latent() -> None:
 # --- part of the head -------------------------------------------------------------------------------------------------
 
 
+@few(3)
 @pytest.mark.parametrize("name", ROPE)
 @pytest.mark.parametrize("drop", ["", ":fastest"])
 def test_what_stays_turns_as_it_did(name: str, drop: str) -> None:
@@ -258,6 +260,7 @@ def test_a_config_without_need_says_no_divisors() -> None:
     assert isinstance(rotary_dim.kept_rotary(rotary, 12, "fastest").scaling, LinearScaling)
 
 
+@few(3)
 @pytest.mark.parametrize("name", ["llama", "llama-dynamic", "qwen3", "falcon-7b"])
 @pytest.mark.parametrize("side", ["q", "k"])
 def test_pairs_that_are_zero_go_exactly(name: str, side: str) -> None:
@@ -306,6 +309,7 @@ def test_part_of_a_part_and_pairs_of_neighbours() -> None:
     assert not any(".k_proj" in name for name in swapped.tensors)  # the fastest pairs come first already
 
 
+@few(1)
 @pytest.mark.parametrize(("sample", "value"), [("llama", "12"), ("llama", "20"), ("falcon", "8")])
 def test_the_slowest_pairs_are_the_least(sample: str, value: str) -> None:
     """KL on text: against the plain form, and against the fastest."""
@@ -334,6 +338,7 @@ def on_text(sample: str, step: Step) -> float:
 # --- how pairs lie ----------------------------------------------------------------------------------------------------
 
 
+@few(3)
 @pytest.mark.parametrize("name", [*ROPE, "llama-longrope"])
 def test_pairs_lie_otherwise_and_back(name: str, tmp_path: Path) -> None:
     save_hf(CONFIGS[name], tmp_path / "hf", torch.bfloat16)
@@ -348,7 +353,7 @@ def test_pairs_lie_otherwise_and_back(name: str, tmp_path: Path) -> None:
     assert bytes_of(tmp_path / "back") == bytes_of(tmp_path / "local") != bytes_of(tmp_path / "out")
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     kv_heads=st.integers(1, 2),
     group=st.integers(1, 2),
@@ -509,6 +514,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, dict[str, 
 }
 
 
+@few(3)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path) -> None:
     mutate, model, asked = MUTATIONS[name]

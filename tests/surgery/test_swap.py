@@ -9,8 +9,9 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from exactness import difference
-from families import CONFIGS, edited, save_hf
+from helpers.covering import few
+from helpers.exactness import difference
+from helpers.families import CONFIGS, edited, save_hf
 
 import gptkit
 from gptkit.components import LayerNorm, RMSNorm
@@ -19,14 +20,6 @@ from gptkit.converter.resolve import SAMPLES_DIR, located
 from gptkit.errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, SwapRefused, UsageError
 from gptkit.report.summaries import swap_lines
 from gptkit.surgery.swap import SwapResult
-
-
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny gpt2 in bf16."""
-    folder = tmp_path_factory.mktemp("gpt2") / "hf"
-    save_hf(CONFIGS["gpt2"], folder, torch.bfloat16)
-    return folder
 
 
 def tree(folder: Path) -> list[str]:
@@ -38,6 +31,7 @@ def dtypes(folder: Path) -> dict[str, str]:
         return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
 
 
+@few(1)
 @pytest.mark.parametrize("sample", ["gpt2", "bloom", "falcon"])
 def test_trained_samples_from_their_files(sample: str, tmp_path: Path) -> None:
     if not (SAMPLES_DIR / sample).is_dir():

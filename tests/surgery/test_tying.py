@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import CONFIGS, save_hf
+from helpers.families import CONFIGS, save_hf
 
 import gptkit
 from gptkit.errors import GptkitError, SwapRefused

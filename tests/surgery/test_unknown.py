@@ -5,7 +5,7 @@ import sys
 
 import msgspec
 import pytest
-from families import CONFIGS, spec_of
+from helpers.families import CONFIGS, spec_of
 
 from gptkit.components import Component, Mixer, ModelSpec, SubLayer, Weight
 from gptkit.components.base import Size

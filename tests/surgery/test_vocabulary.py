@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from families import CONFIGS, save_hf
+from helpers.covering import examples, few
+from helpers.families import CONFIGS, save_hf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -36,7 +37,7 @@ def logits(folder: Path | str, ids: list[int]) -> torch.Tensor:
 # --- padded, cut ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     name=st.sampled_from(["gpt2", "gpt2-untied", "llama", "bloom", "falcon-11b"]),
     size=st.integers(1, 200).filter(lambda size: size != 97),
@@ -266,6 +267,7 @@ def wrong_promise(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(module, "Promise", first)
 
 
+@few(3)
 @pytest.mark.parametrize("mutate", [shifted, ends_only, first_rows, head_left_behind, wrong_promise])
 def test_a_wrong_row_is_not_published(
     mutate: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from families import CONFIGS, spec_of
 from tokenizers import Tokenizer, models
-from trees import TREES
-from weights import Weights
 
 from gptkit.analysis.parameters import count
 from gptkit.components import ModelSpec, differences, without_rounding
@@ -28,6 +25,9 @@ from gptkit.errors import SwapRefused, UsageError
 from gptkit.surgery.base import Model, Stored, Swapped, SwappedModel
 from gptkit.surgery.listing import values_of
 from gptkit.surgery.registry import Asked, Step, Swap, all_swaps, apply, layers_in, swap_for
+from helpers.families import CONFIGS, spec_of
+from helpers.trees import TREES
+from helpers.weights import Weights
 
 T = TypeVar("T")
 Choose = Callable[[Sequence[Any]], Any]

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from families import CONFIGS, save_hf
 
 import gptkit
 from gptkit.errors import GptkitError
@@ -15,6 +14,7 @@ from gptkit.parity.probe import probe
 from gptkit.surgery.guarantee import EXACT_FP32, EXACT_FP64
 from gptkit.surgery.registry import Asked, Step, layers_in, swap_for
 from gptkit.surgery.swap import SwapResult
+from helpers.families import CONFIGS, save_hf
 
 Mutation = tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]]
 """What breaks a formula, and the models on which that must show."""

@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from held import Held
-from trees import random_weights
 
 from gptkit.components import ModelSpec
 from gptkit.surgery.base import Exactly, Swapped, SwappedModel
 from gptkit.surgery.measure import measure
 from gptkit.surgery.registry import Step, apply
+from helpers.held import Held
+from helpers.trees import random_weights
 
 
 class Weights(Held):

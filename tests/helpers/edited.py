@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from families import save_hf
-from full_spec import filled_in
-from typer.testing import CliRunner
 
 import gptkit
-from gptkit.cli import app
+from helpers.command import call
+from helpers.families import save_hf
+from helpers.full_spec import filled_in
 
 Tensors = dict[str, torch.Tensor]
 
@@ -82,4 +81,4 @@ def scale(name: str, factor: float) -> Callable[[Tensors], None]:
 
 
 def exit_code(*arguments: object) -> int:
-    return CliRunner().invoke(app, ["verify", *map(str, arguments)]).exit_code
+    return call("verify", *arguments).exit_code

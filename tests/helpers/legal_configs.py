@@ -7,9 +7,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from families import VOCAB
-
 from gptkit.architectures.gpt2 import ACTIVATIONS
+from helpers.families import VOCAB
 
 Config = dict[str, Any]
 

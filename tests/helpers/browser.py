@@ -53,7 +53,7 @@ class Shown:
 
     def until(self, condition: str) -> None:
         """Wait for an expression to be true; playwright's own way needs an eval, which pages forbid."""
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while not self.page.evaluate(condition):
             assert time.monotonic() < end, f"never came: {condition}"
             self.page.wait_for_timeout(20)

@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 import torch
-from families import CONFIGS, spec_of
 from torch import Tensor
 
 from gptkit.components import (
@@ -22,6 +21,7 @@ from gptkit.components import (
 from gptkit.modules import Decoder
 from gptkit.modules.attention import Kernel
 from gptkit.parity.score import random_parameter
+from helpers.families import CONFIGS, spec_of
 
 replace = msgspec.structs.replace
 

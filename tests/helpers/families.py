@@ -267,7 +267,7 @@ def variants_of(family: str) -> list[Variant]:
     found = [variant for variant in VARIANTS if variant.family == family]
     if not found:
         raise AssertionError(
-            f"the family {family!r} has no variants: add tiny configs '{family}…' to tests/families.py"
+            f"the family {family!r} has no variants: add tiny configs '{family}…' to tests/helpers/families.py"
         )
     return found
 

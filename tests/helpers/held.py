@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import msgspec
 import torch
-from families import CONFIGS, randomised_reference, shared_weights, spec_of
 from torch import Tensor
 
 from gptkit.architectures import architecture_of
 from gptkit.components import ModelSpec
 from gptkit.modules import Decoder
+from helpers.families import CONFIGS, randomised_reference, shared_weights, spec_of
 
 
 class Held:

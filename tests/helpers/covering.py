@@ -1,0 +1,123 @@
+"""Of what is exhaustive, `make test` runs a cover, and `make test-all` everything.
+
+A test with `@covered()` runs for all of its cases in `make test-all`. `make test` chooses cases until every value of
+each argument was among them (of a variant: its family, and each fact of its tree), the ones that bring most first; the
+rest bear the mark `exhaustive`. `covered("variant", "dtype")` looks at these arguments alone, `covered(…, by=…)` at
+whatever a function of them gives. Nothing is drawn by lot: the cover of a list of cases is always the same.
+"""
+
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from gptkit.architectures import architecture_of
+from gptkit.architectures.presets import presets
+from gptkit.components import ModelSpec
+from helpers.families import Variant, spec_of
+from helpers.full_spec import full
+
+exhaustive = pytest.mark.exhaustive
+"""For what `make test` leaves out altogether; something that is no less must hold the same there."""
+
+SHARE = 5
+"""`make test` has one in so many of hypothesis' examples."""
+
+quick = False
+"""Whether exhaustive tests are left out of this run; conftest says so."""
+
+
+def covered(*names: str, by: Callable[..., Iterable[Hashable]] | None = None) -> pytest.MarkDecorator:
+    """The mark of a test of which a cover is enough. by: what a case shows, of the arguments `names`."""
+    return pytest.mark.covered(*names, by=by)
+
+
+def few(count: int) -> pytest.MarkDecorator:
+    """The mark of a test whose cases hold one law on different models, of which some are enough: where others beside it
+    do the same for other laws, all models are among them, since each test begins at another.
+    """
+    return pytest.mark.covered(few=count)
+
+
+def examples(count: int) -> int:
+    """How many examples of hypothesis, or turns of a loop, are enough here where `make test-all` has `count`."""
+    return max(count // SHARE, min(count, 3)) if quick else count
+
+
+def chosen(shown: Sequence[set[Hashable]]) -> set[int]:
+    """The places of cases that together show whatever any of them shows; of two that bring as much the first."""
+    missing = set[Hashable]().union(*shown)
+    kept: set[int] = set()
+    while missing:
+        best = max(range(len(shown)), key=lambda place: len(shown[place] & missing))
+        kept.add(best)
+        missing -= shown[best]
+    return kept or {0}
+
+
+def spread(count: int, wanted: int, start: int) -> set[int]:
+    """So many of the places 0 … count - 1, as far from one another as they can be."""
+    wanted = min(wanted, count)
+    return {(start + number * count // wanted) % count for number in range(wanted)}
+
+
+def shows(arguments: Mapping[str, Any], names: Sequence[str], by: Callable[..., Iterable[Hashable]] | None) -> set[Any]:
+    """What a case shows."""
+    if by is not None:
+        return set(by(*(arguments[name] for name in names)))
+    return {(name, each) for name in names or arguments for each in kinds(arguments[name])}
+
+
+def kinds(value: Any) -> set[Hashable]:
+    """The family and the facts of a variant, the facts of a tree; of anything else its value, or what it looks like."""
+    if isinstance(value, Variant):
+        return facts(spec_of(value.config)) | {value.family}
+    if isinstance(value, ModelSpec):
+        return facts(value)
+    return {value if isinstance(value, str | int | float | bool | None) else repr(value)}
+
+
+def facts(spec: ModelSpec) -> set[Hashable]:
+    """What is true of some part of a tree, whatever its sizes: (field, value) of each that is no number."""
+    found: set[Hashable] = set()
+
+    def walk(name: str, node: Any) -> None:
+        if isinstance(node, dict):
+            for key, value in node.items():
+                walk(key, value)
+        elif isinstance(node, list):
+            for value in node:
+                walk(name, value)
+        else:
+            numeric = isinstance(node, int | float) and not isinstance(node, bool)
+            found.add((name, "number" if numeric else node))
+
+    walk("", full(spec))
+    return found
+
+
+def preset_facts(name: str) -> set[Hashable]:
+    """The facts of a preset's tree, and its family."""
+    config = presets()[name].config
+    architecture = architecture_of(config)
+    return facts(architecture.spec(config)) | {architecture.name}
+
+
+def mark_the_rest(items: Iterable[pytest.Item]) -> None:
+    """Mark the cases of covered tests that no cover needs as exhaustive."""
+    groups: dict[tuple[str, str], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("covered") is not None:
+            assert hasattr(item, "callspec"), f"{item.nodeid} is covered, and has no cases"
+            groups.setdefault((item.nodeid.split("::")[0], item.originalname), []).append(item)
+    for cases in groups.values():
+        mark = cases[0].get_closest_marker("covered")
+        assert mark is not None
+        if "few" in mark.kwargs:
+            kept = spread(len(cases), mark.kwargs["few"], zlib.crc32(cases[0].originalname.encode()))
+        else:
+            kept = chosen([shows(case.callspec.params, mark.args, mark.kwargs["by"]) for case in cases])
+        for place, case in enumerate(cases):
+            if place not in kept:
+                case.add_marker(exhaustive)
