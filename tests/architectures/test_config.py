@@ -286,7 +286,7 @@ def test_a_field_that_nobody_knows_is_reported(family):
         ("llama", {"partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "linear", "factor": 2}}, "whole heads"),
         ("llama", {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}, "from 0 to 1"),
         ("llama", {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": None}}, "from 0 to 1"),
-        ("llama", {"rope_scaling": {"rope_type": "mrope"}}, "not known"),
+        ("llama", {"rope_scaling": {"rope_type": "mrope"}}, "expected default, linear"),
         ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ("llama", {"rope_scaling": {"rope_type": 3}}, "rope_type"),
         ("llama", {"rope_scaling": "linear"}, "rope_scaling"),

@@ -222,7 +222,7 @@ def test_a_config_as_large_as_it_gets(case: str, memory_path: Path) -> None:
 
 @proc
 @pytest.mark.parametrize(
-    ("layers", "message"), [(1, "1 blocks"), (10_000, "10000 blocks"), (15_000, "values"), (200_000, "bytes")]
+    ("layers", "message"), [(1, "1 blocks"), (10_000, "10000 blocks"), (30_000, "values"), (200_000, "bytes")]
 )
 def test_a_gptkit_json_as_large_as_it_gets(layers: int, message: str, memory_path: Path) -> None:
     spec = to_json(ARCHITECTURES["llama"].spec({"model_type": "llama", "num_hidden_layers": 1}))
