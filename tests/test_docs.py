@@ -18,6 +18,7 @@ import pytest
 import torch
 import typer
 from helpers.covering import exhaustive
+from helpers.processes import HANGS
 from shown import MARK, agrees, comparable, run, shown
 
 import gptkit
@@ -292,6 +293,7 @@ def test_the_site_has_every_command_and_every_name(site):
 def looked_at(browser: Any, path: Path, **screen: Any) -> tuple[Any, list[str]]:
     """A page of the site in a window, and what was wrong: its console, and requests for other than files."""
     page = browser.new_context(**screen).new_page()
+    page.set_default_timeout(HANGS * 1000)
     wrong: list[str] = []
     page.on("console", lambda message: wrong.append(message.text))
     page.on("pageerror", lambda error: wrong.append(str(error)))

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from .processes import HANGS
+
 SCREENS: dict[str, dict[str, Any]] = {
     "wide": {"viewport": {"width": 1100, "height": 900}},
     "phone": {"viewport": {"width": 375, "height": 700}, "is_mobile": True, "has_touch": True},
@@ -24,7 +26,7 @@ def chromium() -> Iterator[Any]:
         found = own if Path(own).exists() else system_browser()
         if found is None:
             pytest.skip("no Chromium: make test-browser, or a chromium on the PATH")
-        running = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        running = driver.chromium.launch(executable_path=found, args=["--no-sandbox"], timeout=HANGS * 1000)
         yield running
         running.close()
 
@@ -53,7 +55,7 @@ class Shown:
 
     def until(self, condition: str) -> None:
         """Wait for an expression to be true; playwright's own way needs an eval, which pages forbid."""
-        end = time.monotonic() + 120
+        end = time.monotonic() + HANGS
         while not self.page.evaluate(condition):
             assert time.monotonic() < end, f"never came: {condition}"
             self.page.wait_for_timeout(20)
@@ -62,6 +64,7 @@ class Shown:
 def opened(browser: Any, path: Path, screen: str = "wide", scheme: str = "light", **more: Any) -> Shown:
     """A page drawn to the end; `more` is playwright's (reduced_motion="reduce")."""
     context = browser.new_context(color_scheme=scheme, **SCREENS[screen], **more)
+    context.set_default_timeout(HANGS * 1000)  # playwright's own 30 seconds are short on a busy machine
     shown = Shown(context, context.new_page())
 
     def answer(route: Any) -> None:
