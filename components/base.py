@@ -12,9 +12,6 @@ from msgspec import Meta
 
 from ..errors import ConfigError, UsageError
 
-if TYPE_CHECKING:
-    from .operations import Program, Sizes
-
 __all__ = [
     "KINDS",
     "Arithmetic",
@@ -27,6 +24,7 @@ __all__ = [
     "Scale",
     "Shape",
     "Size",
+    "Sizes",
     "Turns",
     "Weight",
     "divided",
@@ -39,6 +37,8 @@ Turns = Annotated[float, Meta(ge=1e-30, le=1e30)]
 Scale = Annotated[float, Meta(gt=0, le=3.4028234663852886e38)]
 """A factor of scores, which are multiplied in fp32: no larger than fp32 holds."""
 Shape = tuple[int, ...]
+Sizes = tuple[int | str, ...]
+"""A shape in which B, T and S may stand for numbers; see `components.operations`."""
 
 Arithmetic = Literal["linear", "conv1d", "matmul_add"]
 """How x·Wᵀ + b is computed: one fused linear; GPT-2's addmm on a weight that lies [in, out] in memory; Falcon's
@@ -144,8 +144,9 @@ class Component(
         plain = self.defaults()
         return msgspec.structs.replace(self, **{name: plain[name] for name in self.rounds})
 
-    def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        """What the component does with the result `source`, of that shape, as the module `path`; see `operations`.
+    def operations(self, path: str, source: str, shape: Sizes) -> tuple[Any, ...]:
+        """What the component does with the result `source`, of that shape, as the module `path`: a program of
+        `components.operations`.
 
         Raises:
             ConfigError: the record declares none.

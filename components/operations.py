@@ -18,7 +18,7 @@ import msgspec
 
 from ..errors import ConfigError
 from .activations import Activation as Function
-from .base import Arithmetic, Shape
+from .base import Arithmetic, Shape, Sizes
 from .positions import ALiBi, Rotary
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ __all__ = [
     "Scores", "Sizes", "Softmax", "Stream", "Tokens", "attend", "linear", "out_of", "unknown",
 ]
 # fmt: on
-
-Sizes = tuple[int | str, ...]
 
 
 class Operation(msgspec.Struct, frozen=True):
