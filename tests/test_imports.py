@@ -14,7 +14,6 @@ import gptkit
 
 ROOT = Path(gptkit.__file__).parent
 APART = ("tests", "docs", "benchmarks", "examples", "build")
-"""Circles that are to go."""
 
 
 def modules() -> dict[str, Path]:
