@@ -174,9 +174,10 @@ def comparison(models: Sequence[ModelCount], asked: Asked) -> Comparison:
         Compared(each.name, each.family, each.spec, costs(each.spec, length), each.revision, each.notes)
         for each in models
     )
-    by_model = [aspects(model.spec) for model in compared]
+    by_model = [{each.name: each for each in aspects(model.spec)} for model in compared]
+    names = dict.fromkeys(name for each in by_model for name in each)
     family = Row("family", tuple(m.family or "–" for m in compared), tuple(m.family for m in compared))
-    rows = (family, *(_row(each) for each in zip(*by_model, strict=True)))
+    rows = (family, *(_row([each.get(name, Aspect(name, "–", None)) for each in by_model]) for name in names))
     for model in compared:
         model.weights(asked.dtype or "bfloat16")  # what a format has no place for is told before anything is printed
     return Comparison(compared, rows, length, asked.dtype or "bfloat16", asked.cached, _notes(compared, length))

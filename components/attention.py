@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, Self
 
 import msgspec
 
 from ..errors import ConfigError, UsageError
 from .base import Arithmetic, Component, Mixer, Scale, Size, Weight, bias, divided
-from .norms import Norm
+from .norms import Norm, inside
 from .operations import AnyOperation, Cache, Program, Rotate, Sizes, attend, linear, out_of
-from .positions import ALiBi, Position, Rotary
+from .positions import ALL_OF_IT, ALiBi, Position, Rotary
+from .words import NOT_THERE, Words
 
 __all__ = ["Attention"]
 
@@ -29,6 +31,7 @@ class Attention(Mixer, Component, frozen=True):
     label = "attention"
     slot = "attention"
     rounds = ("arithmetic", "scaling", "kv_expansion", "fused", "softmax", "scores")
+    tells = ("head_dim", "scale", "position", "window", "q_norm", "k_norm", "qkv_bias", "output_bias")
 
     hidden_size: Size
     heads: Size
@@ -82,6 +85,33 @@ class Attention(Mixer, Component, frozen=True):
         if self.output_bias:
             found["o_proj.bias"] = bias(hidden)
         return found
+
+    def words(self) -> dict[str, Words]:
+        kind = "MHA" if self.group == 1 else "MQA" if self.kv_heads == 1 else "GQA"
+        heads = f"{self.heads}" if kind == "MHA" else f"{self.heads}/{self.kv_heads}"
+        told = f"{self.heads} heads" if kind == "MHA" else f"{self.heads} q, {self.kv_heads} kv"
+        scale, dims = scale_words(self.scale, self.head_dim)
+        on = ALL_OF_IT
+        if isinstance(self.position, Rotary) and self.position.dim != self.head_dim:
+            dim = self.position.dim
+            on = Words(f" on {dim} dims", dim, f", on {dim} of {self.head_dim} dimensions")
+        norms = {"q": self.q_norm, "k": self.k_norm}
+        there = [name for name, norm in norms.items() if norm is not None]
+        return {
+            "attention": Words(
+                f"{kind} {heads}",
+                {"kind": kind, "heads": self.heads, "kv_heads": self.kv_heads},
+                f"{kind}, {told}, head dim {self.head_dim}{dims}",
+            ),
+            "head dim": Words(f"{self.head_dim:,}", self.head_dim),
+            "scale": scale,
+            "q/k norm": inside(norms, f" on {there[0]}" if len(there) == 1 else "", f"{' and '.join(there)} heads"),
+            **shared_words(self.window, self.position, on),
+        }
+
+    def biases(self) -> dict[str, tuple[str, str, bool]]:
+        out = ("attention out", "attention output", self.output_bias)
+        return {"qkv": ("q, k, v", "q, k, v", self.qkv_bias), "output": out}
 
     def alike(self) -> Self:
         return msgspec.structs.replace(super().alike(), scale=plain_scale(self.scale))
@@ -141,3 +171,19 @@ class Attention(Mixer, Component, frozen=True):
 def plain_scale(scale: float) -> float:
     """A scale without its last digits: of 1/√d, one family divides and another takes a power."""
     return float(f"{scale:.14g}")
+
+
+def scale_words(scale: float, dim: int) -> tuple[Words, str]:
+    """What scores are multiplied by, to the digits in which one family divides and another takes a power; and what a
+    description says of it.
+    """
+    usual = plain_scale(scale) == plain_scale(dim**-0.5)
+    words = Words("1/sqrt(head dim)", "1/sqrt(head_dim)") if usual else Words(f"{scale:.4g}", plain_scale(scale))
+    return words, "" if math.isclose(scale, dim**-0.5, rel_tol=1e-6) else f", scale {scale:.4g}"
+
+
+def shared_words(window: int | None, position: Position | None, on: Words) -> dict[str, Words]:
+    """Of what any attention has: which tokens it sees, and its positions."""
+    sight = Words("none" if window is None else f"{window:,}", window)
+    none = {"position": Words("none", None), "rope pairs": NOT_THERE}
+    return {"window": sight, **(none if position is None else position.aspects_on(on))}

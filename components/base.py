@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import ConfigError, UsageError
+from .words import Words, plain_number
 
 __all__ = [
     "KINDS",
@@ -82,11 +83,15 @@ class Component(
     label: the row of a parameter table under which its parameters are counted; None where it has none.
     rounds: the fields that say how it rounds, and nothing of what function it is.
     rows: the letter of its tables' rows, where it has tables (see `letters`).
+    tells: the fields that its `words` tell under another name than their own.
+    given: those that need no words of their own, as how wide the stream is.
     """
 
     label: ClassVar[str | None] = None
     rounds: ClassVar[tuple[str, ...]] = ()
     rows: ClassVar[str] = ""
+    tells: ClassVar[tuple[str, ...]] = ()
+    given: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -144,6 +149,42 @@ class Component(
         plain = self.defaults()
         return msgspec.structs.replace(self, **{name: plain[name] for name in self.rounds})
 
+    @property
+    def aspect(self) -> str:
+        """The aspect of a model that it is: "norm", "attention"."""
+        return type(self).__name__
+
+    def words(self) -> dict[str, Words]:
+        """What it is, by aspect, the one that it is as a whole first; a kind without words of its own is its name."""
+        name = type(self).__name__
+        return {self.aspect: Words(name, {"kind": name})}
+
+    def aspects(self) -> dict[str, Words]:
+        """Its `words`, with every field that they do not tell appended to the first."""
+        return self.whole(self.words())
+
+    def named(self) -> Words:
+        """The first of its `aspects`."""
+        return next(iter(self.aspects().values()))
+
+    def whole(self, words: dict[str, Words]) -> dict[str, Words]:
+        """Words of it with every field appended that they do not tell, so that none is silent: whatever is not as by
+        default, changes the function, and is neither in `tells` or `given` nor a name in the data of the first.
+        """
+        if "words" not in vars(type(self)):  # words that are inherited are those of another kind
+            words = Component.words(self)
+        first, said = next(iter(words.items()))
+        data = said.data if isinstance(said.data, dict) else {}
+        return words | {first: said.also({n: v for n, v in self.untold().items() if (n, v[1]) not in data.items()})}
+
+    def untold(self) -> dict[str, tuple[str, Any]]:
+        """The fields that neither `tells` nor `given` has, where they are not as by default: in words and as data."""
+        own = "words" in vars(type(self))
+        names = {*self.rounds, *self.given, *(self.tells if own else ())}
+        plain, alike = self.defaults(), self.alike()
+        values = {name: getattr(alike, name) for name in self.__struct_fields__ if name not in names}
+        return {name: _field(name, v) for name, v in values.items() if name not in plain or v != plain[name]}
+
     def operations(self, path: str, source: str, shape: Sizes) -> tuple[Any, ...]:
         """What the component does with the result `source`, of that shape, as the module `path`: a program of
         `components.operations`.
@@ -173,6 +214,17 @@ class Component(
             raise ConfigError(f"{type(self).__name__} does not say how {devices} devices share it")
         fields = {name: _shared(getattr(self, name), devices) for name in self.__struct_fields__}
         return msgspec.structs.replace(self, **fields)
+
+
+def _field(name: str, value: Any) -> tuple[str, Any]:
+    """A field that nobody wrote words for: in words, and as plain JSON values."""
+    data = msgspec.to_builtins(value.mapped(lambda each, _: each.alike()) if isinstance(value, Component) else value)
+    told = name.replace("_", " ")
+    if isinstance(value, Component):
+        return f"{told} {value.named().long}", data
+    if value is None or isinstance(value, bool):
+        return told if value else f"no {told}", data
+    return f"{told} {plain_number(value) if isinstance(value, int | float) else value}", data
 
 
 def _shared(value: Any, devices: int) -> Any:
@@ -215,8 +267,17 @@ class Mixer(Open, frozen=True):
     """
 
     __slots__ = ()
+    given = ("hidden_size",)
     slot: ClassVar[str]
     hidden_size: int
+
+    @property
+    def aspect(self) -> str:
+        return self.slot.replace("_", "-")
+
+    def biases(self) -> dict[str, tuple[str, str, bool]]:
+        """Of its linears which have a bias, by a name in data: in short words, in whole ones, and whether."""
+        return {}
 
 
 def recast(node: Component, kind: type[Any], **fields: Any) -> Any:

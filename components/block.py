@@ -15,10 +15,13 @@ from .latent_attention import LatentAttention
 from .mixture import MixtureOfExperts
 from .norms import Norm
 from .operations import Add, AnyOperation, Program, Scale, Sizes, Stream
+from .words import NOT_THERE, Words
 
 __all__ = ["Block", "SubLayer"]
 
 NORMS = ("norm", "output_norm", "sum_norm")
+
+PLACES = {"norm": "pre", "output_norm": "output", "sum_norm": "post"}
 
 
 class SubLayer(Component, frozen=True):
@@ -27,6 +30,8 @@ class SubLayer(Component, frozen=True):
     Norms that are None are left out: pre-norm has `norm` alone, a sandwich (Gemma 2) `norm` and `output_norm`, OLMo 2
     `output_norm`, and post-norm (Vaswani et al. 2017) `sum_norm`. `multiplier` scales the branch (Granite).
     """
+
+    tells = ("mixer", *NORMS)
 
     mixer: Mixer
     norm: Norm | None = None
@@ -47,6 +52,13 @@ class SubLayer(Component, frozen=True):
         named |= {name: getattr(self, name) for name in ("output_norm", "sum_norm", "multiplier")}
         return {f"{slot}_{name}".rstrip("_"): value for name, value in named.items()}
 
+    def words(self) -> dict[str, Words]:
+        return {"block": Words("", {})}
+
+    def places(self) -> list[str]:
+        """Where it has norms."""
+        return [place for name, place in PLACES.items() if getattr(self, name) is not None]
+
 
 class Block(Component, frozen=True):
     """One layer: its sub-layers, one after the other.
@@ -58,6 +70,8 @@ class Block(Component, frozen=True):
 
     A sub-layer's parts go by its mixer's slot: `blocks.3.attention_norm`, `blocks.3.attention`.
     """
+
+    tells = ("sublayers",)
 
     sublayers: tuple[SubLayer, ...]
     parallel: bool = False
@@ -114,6 +128,62 @@ class Block(Component, frozen=True):
     def slots(self) -> str:
         """What is in it, in words: "attention and feed_forward"."""
         return " and ".join(f"{sublayer.mixer.slot} ({type(sublayer.mixer).__name__})" for sublayer in self.sublayers)
+
+    def words(self) -> dict[str, Words]:
+        """How it is arranged, its norms, biases, and all aspects of its mixers."""
+        number = sum(each.norm is not None for each in self.sublayers)
+        data = {"parallel": self.parallel, "norms": number, "residual": self.residual}
+        short = whole = "serial"
+        if self.parallel:
+            short = whole = f"parallel, {({1: 'one norm', 2: 'two norms'}).get(number, f'{number} norms')}"
+        elif self.residual == "normed":
+            short, whole = "serial, residual from the norm", "serial, residual from the norms' output"
+        words = {"block": Words(short, data, whole), "norm": self._norms(), "norm eps": self._eps()}
+        for each in self.sublayers:
+            slot, fields = each.mixer.slot, each.untold()
+            words["block"] = words["block"].also({f"{slot} {n}": (f"{slot} {w}", v) for n, (w, v) in fields.items()})
+            for aspect, said in each.mixer.aspects().items():
+                words[aspect] = words[aspect].beside(said) if aspect in words else said
+        return words | {"bias": self._biases()}
+
+    def norms(self) -> dict[str, Norm]:
+        """Those that meet the stream: "attention", "feed_forward", "feed_forward_output", …"""
+        return {n.removesuffix("_norm"): part for n, part in self.entries().items() if isinstance(part, Norm)}
+
+    def _norms(self) -> Words:
+        """Of a sub-layer without one of its own, the first one's: that it has none is told with the arrangement."""
+        told = {name: norm.named() for name, norm in self.norms().items()}
+        if not told:
+            return NOT_THERE
+        first, *_ = told.values()
+        data = {name: words.data for name, words in told.items()}
+        data |= {each.mixer.slot: first.data for each in self.sublayers if not each.places()}
+        short = " and ".join(dict.fromkeys(words.short for words in told.values()))
+        whole = " and ".join(dict.fromkeys(words.long for words in told.values()))
+        places = dict.fromkeys(place for each in self.sublayers for place in each.places())
+        where = " and ".join(places)
+        whole += f", {' and '.join(f'{place}-norm' for place in places)}"
+        return Words(f"{short}, {where}", data | {"placement": where}, whole)
+
+    def _eps(self) -> Words:
+        """Of all its norms; one number where it is all of theirs."""
+        found = {name: norm.eps for name, norm in self.norms().items()}
+        for each in self.sublayers:
+            inner = {name: part.eps for name, part in each.mixer.entries().items() if isinstance(part, Norm)}
+            found |= {f"{each.mixer.slot} {name}" if name in found else name: eps for name, eps in inner.items()}
+        if not found:
+            return NOT_THERE
+        words = " and ".join(dict.fromkeys(f"{eps:g}" for eps in found.values()))
+        return Words(words, found if len(set(found.values())) > 1 else next(iter(found.values())))
+
+    def _biases(self) -> Words:
+        """Which linears have one; the norms' are told with the norms."""
+        by_mixer = [each.mixer.biases() for each in self.sublayers]
+        there = {name: words for biases in by_mixer for name, words in biases.items() if words[2]}
+        if all(by_mixer) and len(there) == sum(map(len, by_mixer)):
+            return Words("all linears", list(there), "every linear")
+        short, whole = (", ".join(words[index] for words in there.values()) for index in (0, 1))
+        return Words(short or "none", list(there), whole or "none")
 
     def mixer(self, slot: str) -> Mixer | None:
         """The mixer of a slot, where there is one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .base import Component, Size, Weight, bias
 from .norms import Norm
 from .operations import Embed, Linear, Program, Sizes
+from .words import Words
 
 __all__ = ["Embedding", "Head"]
 
@@ -15,9 +16,14 @@ class Embedding(Component, frozen=True):
     label = "embedding"
     rows = "V"
 
+    tells = ("vocab_size", "hidden_size", "norm")
+
     vocab_size: Size
     hidden_size: Size
     norm: Norm | None = None
+
+    def words(self) -> dict[str, Words]:
+        return {"embedding": Words("of tokens", {})}
 
     def weights(self) -> dict[str, Weight]:
         return {"weight": Weight((self.vocab_size, self.hidden_size), "table")}
@@ -34,10 +40,17 @@ class Head(Component, frozen=True):
     label = "head"
     rows = "V"
 
+    given = ("vocab_size", "hidden_size")
+
     vocab_size: Size
     hidden_size: Size
     tied: bool = False
     bias: bool = False
+
+    def words(self) -> dict[str, Words]:
+        short = ("tied" if self.tied else "own weight") + (", bias" if self.bias else "")
+        long = "tied to the embedding" if self.tied else "its own weight"
+        return {"head": Words(short, {"tied": self.tied, "bias": self.bias}, long)}
 
     def weights(self) -> dict[str, Weight]:
         found = {} if self.tied else {"weight": Weight((self.vocab_size, self.hidden_size), "reads")}

@@ -6,10 +6,11 @@ from typing import Any, Self
 
 import msgspec
 
-from .activations import Activation, function_of
+from .activations import FACTS, Activation, function_of
 from .base import Arithmetic, Component, Mixer, Size, Weight, bias, divided
 from .operations import Activation as ActivationOperation
 from .operations import Product, Program, Sizes, linear
+from .words import Words
 
 __all__ = ["FeedForward", "GatedFeedForward"]
 
@@ -20,6 +21,7 @@ class FeedForward(Mixer, Component, frozen=True):
     label = "feed-forward"
     slot = "feed_forward"
     rounds = ("arithmetic",)
+    tells = ("intermediate_size", "activation", "up_bias", "down_bias")
 
     hidden_size: Size
     intermediate_size: Size
@@ -38,6 +40,12 @@ class FeedForward(Mixer, Component, frozen=True):
         if self.down_bias:
             found["down_proj.bias"] = bias(self.hidden_size)
         return found
+
+    def words(self) -> dict[str, Words]:
+        return _words(self, "plain", "plain")
+
+    def biases(self) -> dict[str, tuple[str, str, bool]]:
+        return {"up": ("up", "up", self.up_bias), "down": ("down", "down", self.down_bias)}
 
     def alike(self) -> Self:
         return msgspec.structs.replace(super().alike(), activation=function_of(self.activation))
@@ -69,6 +77,7 @@ class GatedFeedForward(Mixer, Component, frozen=True):
     label = "feed-forward"
     slot = "feed_forward"
     rounds = ("arithmetic", "fused")
+    tells = ("intermediate_size", "activation", "up_bias", "down_bias")
 
     hidden_size: Size
     intermediate_size: Size
@@ -90,6 +99,12 @@ class GatedFeedForward(Mixer, Component, frozen=True):
         if self.down_bias:
             found["down_proj.bias"] = bias(self.hidden_size)
         return found
+
+    def words(self) -> dict[str, Words]:
+        return _words(self, "gated", FACTS[self.activation].gated)
+
+    def biases(self) -> dict[str, tuple[str, str, bool]]:
+        return {"up": ("gate, up", "gate and up", self.up_bias), "down": ("down", "down", self.down_bias)}
 
     def alike(self) -> Self:
         return msgspec.structs.replace(super().alike(), activation=function_of(self.activation))
@@ -118,3 +133,12 @@ class GatedFeedForward(Mixer, Component, frozen=True):
             Product(gated, (active, up.id), inner, row, in_place=not self.fused),
             linear(self, "down_proj", path, gated, shape, row),
         )
+
+
+def _words(node: FeedForward | GatedFeedForward, kind: str, short: str) -> dict[str, Words]:
+    function, width = function_of(node.activation), node.intermediate_size
+    whole = f"{kind}, {node.activation}, {width:,}"
+    return {
+        "feed-forward": Words(f"{short} {width:,}", {"kind": kind, "width": width}, whole),
+        "activation": Words(FACTS[function].words, function),
+    }

@@ -8,11 +8,12 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import ConfigError
-from .attention import plain_scale
+from .attention import plain_scale, scale_words, shared_words
 from .base import Arithmetic, Component, Mixer, Scale, Size, Weight, bias, divided
-from .norms import Norm
+from .norms import Norm, inside
 from .operations import AnyOperation, Cache, Concat, Program, Rotate, Sizes, attend, linear, out_of
-from .positions import Position, Rotary
+from .positions import ALL_OF_IT, Position, Rotary
+from .words import Words
 
 __all__ = ["LatentAttention"]
 
@@ -35,6 +36,7 @@ class LatentAttention(Mixer, Component, frozen=True):
     label = "attention"
     slot = "attention"
     rounds = ("arithmetic",)
+    tells = ("nope_dim", "value_dim", "scale", "position", "window", "kv_norm", "qkv_bias", "output_bias")
 
     hidden_size: Size
     heads: Size
@@ -87,6 +89,34 @@ class LatentAttention(Mixer, Component, frozen=True):
         if self.output_bias:
             found["o_proj.bias"] = bias(hidden)
         return found
+
+    def words(self) -> dict[str, Words]:
+        scale, dims = scale_words(self.scale, self.query_dim)
+        keys = f", {self.rope_heads} rope keys" if self.rope_heads > 1 else ""
+        on = ALL_OF_IT
+        if isinstance(self.position, Rotary):
+            turned = f"{self.rope_heads} {'key' if self.rope_heads == 1 else 'keys'} of {self.position.dim} dimensions"
+            on = Words("", None, f", on {turned} for all heads")
+        data = {"kind": "MLA", "heads": self.heads, "kv_rank": self.kv_rank, "rope_heads": self.rope_heads}
+        wide = f"query dim {self.query_dim}, value dim {self.value_dim}{dims}"
+        return {
+            "attention": Words(
+                f"MLA {self.heads}, latent {self.kv_rank:,}{keys}",
+                data,
+                f"MLA, {self.heads} heads, latent {self.kv_rank}, {wide}",
+            ),
+            "head dim": Words(
+                f"q/k {self.query_dim:,}, v {self.value_dim:,}",
+                {"nope_dim": self.nope_dim, "rope_dim": self.rope_dim, "value_dim": self.value_dim},
+            ),
+            "scale": scale,
+            "q/k norm": inside({"latent": self.kv_norm}, " on the latent", "the latent"),
+            **shared_words(self.window, self.position, on),
+        }
+
+    def biases(self) -> dict[str, tuple[str, str, bool]]:
+        out = ("attention out", "attention output", self.output_bias)
+        return {"qkv": ("q, latent", "q and latent", self.qkv_bias), "output": out}
 
     def alike(self) -> Self:
         return msgspec.structs.replace(super().alike(), scale=plain_scale(self.scale))

@@ -12,6 +12,7 @@ from ..errors import ConfigError
 from .base import Component, Mixer, Size, Weight, divided
 from .feed_forward import FeedForward, GatedFeedForward
 from .operations import AnyOperation, Choose, Combine, Gather, Linear, Program, Sizes, linear
+from .words import Words
 
 __all__ = ["MixtureOfExperts"]
 
@@ -27,6 +28,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     label = "router"
     rows = "E"
     slot = "feed_forward"
+    tells = ("expert",)
 
     hidden_size: Size
     experts: Annotated[int, Meta(ge=1, le=1024)]
@@ -50,6 +52,16 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
 
     def weights(self) -> dict[str, Weight]:
         return {"router.weight": Weight((self.experts, self.hidden_size), "router")}
+
+    def words(self) -> dict[str, Words]:
+        one, few = self.expert.aspects(), f"{self.top_k} of {self.experts} experts"
+        name, (short, data, whole) = next(iter(one.items()))
+        data = data | {"experts": self.experts, "top_k": self.top_k, "normalise": self.normalise}
+        routed, given = ("", "") if self.normalise else (", weights as routed", ", weights as the router gives them")
+        return one | {name: Words(f"{short}, {few}{routed}", data, f"{few}{given}, each {whole}")}
+
+    def biases(self) -> dict[str, tuple[str, str, bool]]:
+        return self.expert.biases()
 
     def share(self, devices: int) -> Self:
         units = divided(self.intermediate_size, devices, "units of an expert")

@@ -15,12 +15,15 @@ from .ends import Embedding, Head
 from .norms import Norm
 from .operations import Add, AnyOperation, Positions, Program, Sizes, Tokens
 from .positions import LearnedPositions
+from .words import Words
 
 __all__ = ["ModelSpec", "differences", "without_rounding"]
 
 
 class ModelSpec(Component, Shown, frozen=True, kw_only=True):
     """A decoder-only language model. `context_length` is the longest sequence it was trained for, where known."""
+
+    tells = ("embedding", "positions", "blocks", "final_norm", "head", "context_length")
 
     embedding: Embedding
     positions: LearnedPositions | None = None
@@ -63,6 +66,9 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
             lines.append(f"  blocks.{where}: {', '.join(_told(node) for _, node in block.children())}")
         lines += [f"  … {len(runs) - MOST_RUNS:,} more runs of layers"] if len(runs) > MOST_RUNS else []
         return "\n".join([*lines, f"  {_told(self.final_norm)}", f"  {_told(self.head)}"])
+
+    def words(self) -> dict[str, Words]:
+        return {"model": Words("of tokens", {})}
 
     @property
     def hidden_size(self) -> int:

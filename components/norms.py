@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from .base import Component, Open, Positive, Size, Weight, bias
 from .operations import Norm as NormOperation
 from .operations import Program, Sizes
+from .words import Words
 
-__all__ = ["Gain", "LayerNorm", "Norm", "RMSNorm"]
+__all__ = ["Gain", "LayerNorm", "Norm", "RMSNorm", "inside"]
 
 Gain = Literal["weight", "1 + weight", "none"]
 """By what a norm multiplies: its weight, one more than its weight (Gemma), or nothing; it has no weight then."""
@@ -21,10 +23,15 @@ class Norm(Open, frozen=True):
     """
 
     __slots__ = ()
+    given = ("size",)
     centred: ClassVar[bool]
     size: int
     eps: float
     gain: Gain
+
+    @property
+    def aspect(self) -> str:
+        return "norm"
 
     def factor(self, weight: Any) -> Any:
         """What the normed is multiplied by, of a weight (an array of any library): the weight, or 1 + weight."""
@@ -50,6 +57,7 @@ class LayerNorm(Norm, Component, frozen=True):
 
     label = "norms"
     centred = True
+    tells = ("eps", "bias")
 
     size: Size
     eps: Positive
@@ -58,6 +66,10 @@ class LayerNorm(Norm, Component, frozen=True):
 
     def weights(self) -> dict[str, Weight]:
         return self.gains() | ({"bias": bias(self.size)} if self.bias else {})
+
+    def words(self) -> dict[str, Words]:
+        kind = "LayerNorm" if self.bias else "LayerNorm without bias"
+        return {"norm": Words(kind, kind, f"{kind}, eps {self.eps:g}")}
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         kind = "LayerNorm" if self.bias else "LayerNorm, no bias"
@@ -75,6 +87,7 @@ class RMSNorm(Norm, Component, frozen=True):
     label = "norms"
     centred = False
     rounds = ("cast",)
+    tells = ("eps",)
 
     size: Size
     eps: Positive
@@ -84,6 +97,22 @@ class RMSNorm(Norm, Component, frozen=True):
     def weights(self) -> dict[str, Weight]:
         return self.gains()
 
+    def words(self) -> dict[str, Words]:
+        return {"norm": Words("RMSNorm", "RMSNorm", f"RMSNorm, eps {self.eps:g}")}
+
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         lies = "input" if self.cast == "before_weight" else "float32"
         return self.normed(path, source, shape, f"x / √(mean(x²) + {self.eps:g})", kind="RMSNorm", lies=lies)
+
+
+def inside(norms: Mapping[str, Norm | None], short: str, whole: str) -> Words:
+    """The norms that a mixer has inside of it, where it has any; `short` and `whole` say of what they are."""
+    there = {name: norm for name, norm in norms.items() if norm is not None}
+    if not there:
+        return Words("none", [])
+    told = {name: norm.named() for name, norm in there.items()}
+    kinds = " and ".join(dict.fromkeys(each.short for each in told.values()))
+    usual = all(each.data == "RMSNorm" for each in told.values())
+    eps = " and ".join(dict.fromkeys(f"{norm.eps:g}" for norm in there.values()))
+    data: Any = list(there) if usual else {name: each.data for name, each in told.items()}
+    return Words(f"{kinds}{short}", data, f"{kinds} on {whole}, eps {eps}")

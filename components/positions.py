@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
 from ..errors import ConfigError
 from .base import Component, Open, Positive, Size, Turns, Weight
+from .words import Words, plain_number
 
 __all__ = [
     "ALiBi",
@@ -29,6 +31,7 @@ class LearnedPositions(Component, frozen=True):
 
     label = "positions"
     rows = "T"
+    tells = ("length", "size")
 
     length: Size
     size: Size
@@ -36,11 +39,17 @@ class LearnedPositions(Component, frozen=True):
     def weights(self) -> dict[str, Weight]:
         return {"weight": Weight((self.length, self.size), "table")}
 
+    def words(self) -> dict[str, Words]:
+        return {"position": Words(f"learned {self.length:,}", self.length, f"learned, {self.length:,}")}
+
 
 class LinearScaling(Component, frozen=True):
     """Positions divided by `factor` (kaiokendev 2023)."""
 
     factor: Positive
+
+    def words(self) -> dict[str, Words]:
+        return _scaling(self, f"linear ×{plain_number(self.factor)}")
 
 
 class DynamicScaling(Component, frozen=True):
@@ -48,6 +57,9 @@ class DynamicScaling(Component, frozen=True):
 
     factor: Positive
     original_context: Size
+
+    def words(self) -> dict[str, Words]:
+        return _scaling(self, f"dynamic ×{plain_number(self.factor)}", f" beyond {self.original_context:,}")
 
 
 class YarnScaling(Component, frozen=True):
@@ -60,6 +72,9 @@ class YarnScaling(Component, frozen=True):
     beta_slow: Turns = 1.0
     truncate: bool = True
 
+    def words(self) -> dict[str, Words]:
+        return _scaling(self, f"YaRN ×{plain_number(self.factor)}", f" from {self.original_context:,}")
+
 
 class LongRopeScaling(Component, frozen=True):
     """LongRoPE (2402.13753): one divisor a pair, another set beyond `original_context`; cos and sin scaled."""
@@ -68,6 +83,9 @@ class LongRopeScaling(Component, frozen=True):
     long_factor: tuple[Positive, ...]
     original_context: Size
     attention_factor: Positive
+
+    def words(self) -> dict[str, Words]:
+        return _scaling(self, "LongRoPE", f" from {self.original_context:,}")
 
 
 class Llama3Scaling(Component, frozen=True):
@@ -78,6 +96,9 @@ class Llama3Scaling(Component, frozen=True):
     high_freq_factor: Positive
     original_context: Size
 
+    def words(self) -> dict[str, Words]:
+        return _scaling(self, f"llama3 ×{plain_number(self.factor)}", f" from {self.original_context:,}")
+
 
 class ProportionalScaling(Component, frozen=True):
     """p-RoPE (Barbero et al. 2410.06205): the `turning` fastest pairs turn, at frequencies divided by `factor`, and the
@@ -87,14 +108,38 @@ class ProportionalScaling(Component, frozen=True):
     factor: Turns
     turning: Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
+    def words(self) -> dict[str, Words]:
+        linear = "" if self.factor == 1 else f", linear ×{plain_number(self.factor)}"
+        told = f"{self.turning:,} pairs turn{linear}"
+        return {"scaling": Words(told, _scaling(self, told)["scaling"].data, f"of which {told}")}
+
+
+def _scaling(scaling: Component, short: str, more: str = "") -> dict[str, Words]:
+    """Its words, with `more` where they are whole, and all of its numbers."""
+    data: dict[str, Any] = msgspec.to_builtins(scaling)
+    kind = data.pop("type").removesuffix("Scaling").lower()
+    return {"scaling": Words(short, {"kind": kind, **data}, short + more)}
+
 
 RopeScaling = LinearScaling | DynamicScaling | YarnScaling | LongRopeScaling | Llama3Scaling | ProportionalScaling
+
+
+ALL_OF_IT = Words("", None)
+"""That a position is on all elements of every head."""
 
 
 class Position(Open, frozen=True):
     """What stands in an attention as its positions. A record of a kind inherits it beside `Component`."""
 
     __slots__ = ()
+
+    @property
+    def aspect(self) -> str:
+        return "position"
+
+    def aspects_on(self, on: Words) -> dict[str, Words]:  # noqa: ARG002 - of most it is the same on any
+        """Its `aspects` on what `on` says of the heads that it is on."""
+        return self.aspects()
 
 
 class Rotary(Position, Component, frozen=True):
@@ -103,6 +148,8 @@ class Rotary(Position, Component, frozen=True):
     `pairs`: which elements turn together, i and i + dim/2 (GPT-NeoX, llama) or 2i and 2i + 1 (the paper, GPT-J). The
     frequencies are the same.
     """
+
+    tells = ("dim", "scaling", "pairs")
 
     dim: Size
     base: Positive
@@ -124,6 +171,18 @@ class Rotary(Position, Component, frozen=True):
                 if length != self.dim // 2:
                     raise ConfigError(f"longrope {name} has {length} values, the rotary needs {self.dim // 2}")
 
+    def words(self, on: Words = ALL_OF_IT) -> dict[str, Words]:
+        scaling = Words("", None) if self.scaling is None else self.scaling.named()
+        short, long = (f", {each}" if each else "" for each in (scaling.short, scaling.long))
+        data = {"kind": "RoPE", "base": self.base, "dims": on.data, "scaling": scaling.data}
+        base, halves = plain_number(self.base), self.pairs == "halves"
+        whole = f"rotary, base {base}{on.long}{'' if halves else ', pairs of neighbours'}{long}"
+        pairs = Words("halves", None) if halves else Words("neighbours", self.pairs)
+        return {"position": Words(f"RoPE {base}{on.short}{short}", data, whole), "rope pairs": pairs}
+
+    def aspects_on(self, on: Words) -> dict[str, Words]:
+        return self.whole(self.words(on))
+
 
 class ALiBi(Position, Component, frozen=True):
     """A bias of slope(head) · position of the key (Press et al. 2108.12409).
@@ -136,3 +195,7 @@ class ALiBi(Position, Component, frozen=True):
 
     scaled: bool = False
     rounding: Literal["float32", "bfloat16"] = "float32"
+
+    def words(self) -> dict[str, Words]:
+        short = "ALiBi, scaled" if self.scaled else "ALiBi"
+        return {"position": Words(short, {"kind": "ALiBi", "scaled": self.scaled}, "ALiBi")}

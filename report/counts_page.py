@@ -165,7 +165,8 @@ def _aspects(counts: Sequence[ModelCount]) -> Table:
     """A row an aspect, a column a model."""
     words = [describe(each.spec) for each in counts]
     rows = [("family", *(each.family or "–" for each in counts))]
-    rows += [(aspect, *(told[aspect] for told in words)) for aspect in words[0]]
+    every = dict.fromkeys(aspect for told in words for aspect in told)
+    rows += [(aspect, *(told.get(aspect, "none") for told in words)) for aspect in every]
     names = ["what it is"] if len(counts) == 1 else [each.name for each in counts]
     return Table("What they are", (("aspect", False), *((name, False) for name in names)), tuple(rows))
 

@@ -74,8 +74,9 @@ def kinds_differ(graph: Structure) -> list[tuple[Kind, str]]:
     """Each kind of layer with the aspects in which kinds differ, in words; more than `MOST_KINDS` are not told."""
     kinds = graph.kinds[:MOST_KINDS]
     each = [describe(msgspec.structs.replace(graph.spec, blocks=(kind.block,))) for kind in kinds]
-    differ = [aspect for aspect in each[0] if len({words[aspect] for words in each}) > 1]
-    told = ["; ".join(f"{aspect} {words[aspect]}" for aspect in differ) for words in each]
+    every = dict.fromkeys(aspect for words in each for aspect in words)
+    differ = [aspect for aspect in every if len({words.get(aspect, "none") for words in each}) > 1]
+    told = ["; ".join(f"{aspect} {words.get(aspect, 'none')}" for aspect in differ) for words in each]
     return [(kind, words or _fields(kinds, kind)) for kind, words in zip(kinds, told, strict=True)]
 
 

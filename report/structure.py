@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..analysis.parameters import position_words
 from ..components import Block, ModelSpec
 from ..components import operations as ops
+from ..components.words import NOT_THERE
 from .graph import Kind, Node, Structure, sizes
 
 __all__ = ["structure"]
@@ -29,7 +29,7 @@ def structure(spec: ModelSpec) -> Structure:
 def _positions(spec: ModelSpec, block: Block) -> str:
     """A block's positions in words, where it turns any."""
     turned = any(isinstance(each, ops.Rotate) for each in spec.block_operations(block))
-    return position_words(block) if turned else ""
+    return block.aspects().get("position", NOT_THERE).long if turned else ""
 
 
 def _nodes(program: ops.Program, positions: str = "") -> tuple[Node, ...]:
@@ -44,7 +44,7 @@ def _nodes(program: ops.Program, positions: str = "") -> tuple[Node, ...]:
             source.inputs[0] if isinstance(source, ops.Gather) else name
             for name, source in zip(each.inputs, sources, strict=True)
         )
-        words = _words(each, operations, positions)
+        words = _caption(each, operations, positions)
         node = Node(
             *(each.id, type(each).__name__.lower(), tuple(inputs), each.shape, each),
             *words,
@@ -58,7 +58,7 @@ def _nodes(program: ops.Program, positions: str = "") -> tuple[Node, ...]:
     return tuple(nodes)
 
 
-class Words(NamedTuple):
+class Caption(NamedTuple):
     """What a node is called, what stands below it, and its formula."""
 
     title: str
@@ -66,78 +66,78 @@ class Words(NamedTuple):
     formula: str = ""
 
 
-def _words(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation], positions: str) -> Words:
+def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation], positions: str) -> Caption:
     """An operation for people; raises ConfigError for one that is not in the vocabulary."""
     match operation:
         case ops.Tokens():
-            return Words("token ids", formula="numbers of the vocabulary's entries")
+            return Caption("token ids", formula="numbers of the vocabulary's entries")
         case ops.Stream():
-            return Words("x", "the residual stream")
+            return Caption("x", "the residual stream")
         case ops.Embed():
-            return Words("embedding", _matrix(operation), f"row of the token, {operation.shape[-1]:,} wide")
+            return Caption("embedding", _matrix(operation), f"row of the token, {operation.shape[-1]:,} wide")
         case ops.Positions():
-            return Words("positions", _matrix(operation), "row of the position")
+            return Caption("positions", _matrix(operation), "row of the position")
         case ops.Norm(kind=kind, formula=formula):
             title = "embedding norm" if operation.id == "embedding.norm" else _last(operation)
-            return Words(title, kind, formula)
+            return Caption(title, kind, formula)
         case ops.Linear():
             bias = " + b" if operation.bias else ""
             if operation.tied is not None:
                 matrix = sizes((operation.shape[-1], operation.inputs_wide))
-                return Words(
+                return Caption(
                     "head",
                     f"the {operation.tied}'s {matrix}" + _with_bias(operation),
                     f"x·Eᵀ, E the {operation.tied}{bias}",
                 )
-            return Words(_last(operation), _matrix(operation) + _with_bias(operation), f"x·Wᵀ{bias}")
+            return Caption(_last(operation), _matrix(operation) + _with_bias(operation), f"x·Wᵀ{bias}")
         case ops.Rotate(turned=turned):
             size = operation.shape[-1]
-            return Words("RoPE", "" if turned == size else f"{turned} of {size} dims", positions)
+            return Caption("RoPE", "" if turned == size else f"{turned} of {size} dims", positions)
         case ops.Cache(window=window, shape=shape):
             kept = "all tokens so far" if window is None else f"the last {window:,} tokens"
-            return Words("cache", "" if window is None else f"last {window:,}", f"{kept}, {sizes(shape[2:])} each")
+            return Caption("cache", "" if window is None else f"last {window:,}", f"{kept}, {sizes(shape[2:])} each")
         case ops.Concat():
             formula = "the head's own part, then the rotated part that all heads share"
-            return Words("key of each head", "rotated part shared by all heads", formula)
+            return Caption("key of each head", "rotated part shared by all heads", formula)
         case ops.Scores():
             title = f"q·kᵀ {_scale(operation.scale, operation.query_dim)}"
-            return Words(title, _shared(operation.heads, operation.kv_heads), title)
+            return Caption(title, _shared(operation.heads, operation.kv_heads), title)
         case ops.Alibi():
             (scores,) = (others[name] for name in operation.inputs)
             scale = _scale(operation.scale, scores.query_dim) if isinstance(scores, ops.Scores) else ""
             bias = "slope(head) · s" + (f" {scale}" if operation.alibi.scaled else "")
-            return Words("+ ALiBi", bias, f"scores + {bias}, s the key's position")
+            return Caption("+ ALiBi", bias, f"scores + {bias}, s the key's position")
         case ops.Cap(limit=limit):
-            return Words("soft cap", f"{limit:g}", f"{limit:g} · tanh(x / {limit:g})")
+            return Caption("soft cap", f"{limit:g}", f"{limit:g} · tanh(x / {limit:g})")
         case ops.Softmax(window=window):
             sight = "causal" if window is None else f"causal, last {window:,}"
             first = "0" if window is None else f"t − {window - 1:,}"
-            return Words("softmax", sight, f"softmax over the keys {first} … t of query t")
+            return Caption("softmax", sight, f"softmax over the keys {first} … t of query t")
         case ops.Mix():
-            return Words("weights · v", formula="Σ weight(t, s) · v(s)")
+            return Caption("weights · v", formula="Σ weight(t, s) · v(s)")
         case ops.Scan():
-            return Words(operation.title, f"state {sizes(operation.state)}", operation.formula)
+            return Caption(operation.title, f"state {sizes(operation.state)}", operation.formula)
         case ops.Convolve(width=width):
-            return Words("convolution", f"{width} tokens, {_matrix(operation)}", "Σ w(i) · x(t − i)")
+            return Caption("convolution", f"{width} tokens, {_matrix(operation)}", "Σ w(i) · x(t − i)")
         case ops.Activation(function=function):
-            return Words(function)
+            return Caption(function)
         case ops.Product():
             return _product(*(others[name] for name in operation.inputs))
         case ops.Scale(factor=factor):
-            return Words(f"× {factor:.4g}", formula=f"{factor:.4g} · x")
+            return Caption(f"× {factor:.4g}", formula=f"{factor:.4g} · x")
         case ops.Add():
             return _sum(operation, others)
         case ops.Choose(top_k=top_k, normalise=normalise):
             normalised = ", divided by their sum" if normalise else ""
-            return Words(
+            return Caption(
                 f"top {top_k} of {operation.experts}",
                 "softmax, renormalised" if normalise else "softmax",
                 f"largest {top_k} of softmax{normalised}",
             )
         case ops.Combine():
-            return Words("weighted sum", formula="Σ weight(e) · expert e(x)")
+            return Caption("weighted sum", formula="Σ weight(e) · expert e(x)")
         case ops.Gather():
-            return Words("tokens by expert")
+            return Caption("tokens by expert")
         case _:
             raise ops.unknown(operation, "the drawing")
 
@@ -154,20 +154,20 @@ def _with_bias(operation: ops.Linear) -> str:
     return " + bias" if operation.bias else ""
 
 
-def _product(one: ops.AnyOperation, other: ops.AnyOperation) -> Words:
+def _product(one: ops.AnyOperation, other: ops.AnyOperation) -> Caption:
     if isinstance(one, ops.Activation):
-        return Words("gate · up", formula=f"{one.function}(gate) · up")
-    return Words("·", formula=f"{one.id} · {other.id}")
+        return Caption("gate · up", formula=f"{one.function}(gate) · up")
+    return Caption("·", formula=f"{one.id} · {other.id}")
 
 
-def _sum(operation: ops.Add, others: Mapping[str, ops.AnyOperation]) -> Words:
+def _sum(operation: ops.Add, others: Mapping[str, ops.AnyOperation]) -> Caption:
     past, branch = operation.inputs
     if operation.residual is None:
-        return Words("+", "both branches", "attention + feed-forward")
+        return Caption("+", "both branches", "attention + feed-forward")
     if isinstance(others.get(branch), ops.Positions):
-        return Words("+", "positions added")
+        return Caption("+", "positions added")
     stream = "the norm's output" if isinstance(others.get(past), ops.Norm) else "the stream"
-    return Words("+", stream, f"{stream} + {branch}")
+    return Caption("+", stream, f"{stream} + {branch}")
 
 
 def _scale(scale: float, size: int) -> str:

@@ -320,7 +320,7 @@ def _what(label: str, spec: ModelSpec, words: Mapping[str, str]) -> str:
         return "tied to the embedding, counted once; bias" if spec.head.tied else _head(spec)
     if label == "router":
         return "a row for each expert"
-    told = words["norm" if label == "norms" else label]
+    told = words.get("norm" if label == "norms" else label, "")
     return "layers differ" if told.startswith("layers differ") else told
 
 

@@ -114,7 +114,7 @@ def _group(depth: int, path: str, nodes: Sequence[Node], words: Mapping[str, str
     if path.endswith("experts"):
         name = f"experts.0–{copies - 1}" if copies > 1 else "experts.0"
         return Row(depth, name, "each", sum(node.parameters for node in nodes) // copies, copies)
-    return Row(depth, path, words[path.replace("_", "-")], sum(node.parameters for node in nodes), group=True)
+    return Row(depth, path, words.get(path.replace("_", "-"), ""), sum(node.parameters for node in nodes), group=True)
 
 
 def _layers(layers: Sequence[int]) -> str:

@@ -1,6 +1,8 @@
 """Components that gptkit does not have, made of operations that it knows: every walk knows what they do."""
 
+import json
 from collections.abc import Callable
+from io import StringIO
 from typing import Any
 
 import msgspec
@@ -9,20 +11,39 @@ import torch
 from helpers.families import CONFIGS, spec_of
 from helpers.storages import drawn_ids, kept_bytes, prefill_peak
 from helpers.trees import TREES, filled, random_weights
+from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gptkit.analysis.activations import Pass, kept, kept_by_checkpointing, ways
+from gptkit.analysis.aspects import aspects
+from gptkit.analysis.compare import comparison
 from gptkit.analysis.costs import cache_bytes, costs, forward_flops
+from gptkit.analysis.figures import Asked
 from gptkit.analysis.memory import memory, training_memory
-from gptkit.analysis.parameters import count
+from gptkit.analysis.parameters import count, describe
+from gptkit.analysis.params import ModelCount
 from gptkit.analysis.prefill import peak
-from gptkit.components import Attention, Component, Gain, LayerNorm, Mixer, ModelSpec, Norm, RMSNorm, Weight
+from gptkit.components import (
+    Attention,
+    Component,
+    Gain,
+    LayerNorm,
+    Mixer,
+    ModelSpec,
+    Norm,
+    Position,
+    RMSNorm,
+    Weight,
+    without_rounding,
+)
 from gptkit.components import operations as ops
 from gptkit.errors import ConfigError
 from gptkit.modules import Decoder
 from gptkit.report.drawing import path_lines
+from gptkit.report.show import ModelDrawing
 from gptkit.report.structure import structure
+from gptkit.report.tables import parameter_table
 
 replace = msgspec.structs.replace
 
@@ -347,3 +368,127 @@ def test_other_arrangements(name: str, dtype: torch.dtype, size: int, monkeypatc
     assert peak(spec, Pass(128, 2, size)) == pytest.approx(measured, rel=0.06)
     graph = structure(spec)
     assert list(path_lines(graph, graph.kinds[0], 100))
+
+
+# --- words ---
+
+
+class Spiral(Position, Component, frozen=True):
+    """Positions that nobody wrote words for."""
+
+    turns: int
+    inward: bool = False
+
+
+class Memory(Mixer, Component, frozen=True):
+    slot = "memory"
+    hidden_size: int
+    cells: int
+
+
+class Louder(RMSNorm, frozen=True):
+    """A norm with a field that its parent's words do not know."""
+
+    loudness: float = 1.0
+
+
+def printed(renderable: Any, width: int = 160) -> str:
+    console = Console(width=width, file=StringIO(), record=True)
+    console.print(renderable)
+    return console.export_text()
+
+
+def said(spec: ModelSpec) -> dict[str, tuple[str, str]]:
+    return {each.name: (each.words, json.dumps(each.data, sort_keys=True)) for each in aspects(spec)}
+
+
+def spiral(**fields: Any) -> ModelSpec:
+    """Every attention of `SPEC` with such positions."""
+    blocks = (
+        block.replaced(attention=replace(block.attention, position=Spiral(**fields))) if layer % 2 else block
+        for layer, block in enumerate(SPEC.blocks)
+    )
+    return replace(SPEC, blocks=tuple(blocks))
+
+
+def test_what_nobody_wrote_words_for_is_told_by_its_name_and_fields() -> None:
+    spec = spiral(turns=3)
+    words, told = describe(spec), said(spec)
+    assert words["norm"].startswith("ScaledNorm, pre-norm") and told["norm"][0] == "ScaledNorm, pre"
+    for found in (words["attention"], told["attention"][0]):
+        assert "LinearRecurrence, width 40 in 0" in found
+    assert "Spiral, turns 3 in 1" in words["positions"] and "Spiral, turns 3 in 1" in told["position"][0]
+    assert json.loads(told["position"][1])["in_attention"]["layers_differ"][1]["value"] == {
+        "kind": "Spiral",
+        "turns": 3,
+    }
+    assert told["head dim"][0].startswith("– in 0") and told["window"][0] == words["window"] == "none"
+    assert told["final norm"][0] == "as in the layers" and "at the end" not in words["norm"]
+    for other in (spiral(turns=4), spiral(turns=3, inward=True), SPEC, LLAMA):
+        assert said(other)["position"] != told["position"]
+    assert "Spiral, turns 3, inward in 1" in said(spiral(turns=3, inward=True))["position"][0]
+
+    models = [ModelCount("strange", "", spec), ModelCount("llama", "llama", LLAMA)]
+    table = comparison(models, Asked(context=16))
+    differing = {row.name for row in table.rows if row.differs}
+    assert {"position", "norm", "attention"} <= differing and "feed-forward" not in differing
+    shown = printed(parameter_table([("strange", "", spec, count(spec))]))
+    assert "positions: layers differ" in shown and "ScaledNorm, pre-norm" in shown
+    graph = structure(spec)
+    drawn = printed(ModelDrawing(models[0], graph, graph.kinds[0], None))
+    for name in ("ScaleNorm", "LinearRecurrence, width 40", "Spiral, turns 3"):
+        assert name in drawn
+
+
+def test_a_layer_of_one_mixer_and_a_mixer_of_a_slot_of_its_own() -> None:
+    block = LLAMA.blocks[0]
+    mixer: Any = Memory(hidden_size=LLAMA.hidden_size, cells=9)
+    alone = replace(block, sublayers=block.sublayers[:1])
+    more = replace(block, sublayers=(*block.sublayers, replace(block.sublayers[0], mixer=mixer)))
+    spec = replace(LLAMA, blocks=(alone, more))
+    words, told = describe(spec), said(spec)
+    assert words["feed-forward"].startswith("layers differ: none in 0; gated") and told["feed-forward"][0][0] == "–"
+    assert told["memory"][0] == "– in 0; Memory, cells 9 in 1"
+    assert words["memory"] == "layers differ: none in 0; Memory, cells 9 in 1"
+    one, two = [replace(spec, blocks=(each,)) for each in (alone, more)]
+    assert "memory" not in said(one) and said(two)["memory"][0] == "Memory, cells 9"
+    assert said(two)["bias"][0] == "q, k, v, attention out, gate, up, down"  # what the memory has is not known
+
+
+CHANGED = {
+    **ARRANGED,
+    "multiplier": arranged(multiplier=2.0),
+    "louder": arranged(norm=Louder(size=HIDDEN, eps=1e-6, loudness=2.0)),
+    "louder-as-by-default": arranged(norm=Louder(size=HIDDEN, eps=1e-6)),
+    "other-eps": arranged(output_norm=RMSNorm(size=HIDDEN, eps=1e-3)),
+    "other-output-norm": arranged(output_norm=LayerNorm(size=HIDDEN, eps=1e-6)),
+    "head-norms": replace(
+        LLAMA,
+        blocks=tuple(
+            block.replaced(
+                attention=replace(
+                    block.attention,
+                    q_norm=RMSNorm(size=block.attention.head_dim, eps=1e-6, gain="1 + weight"),
+                    k_norm=RMSNorm(size=block.attention.head_dim, eps=1e-6),
+                )
+            )
+            for block in LLAMA.blocks
+        ),
+    ),
+}
+
+
+def test_no_field_is_silent() -> None:
+    seen: dict[str, Any] = {}
+    for spec in (LLAMA, *CHANGED.values()):
+        key = json.dumps([(each.name, each.data) for each in aspects(spec)])
+        assert without_rounding(seen.setdefault(key, spec)) == without_rounding(spec)
+    assert len(seen) > len(CHANGED) - 2  # two round in their own ways
+    assert said(CHANGED["multiplier"])["block"][0] == "serial, attention multiplier 2, feed_forward multiplier 2"
+    assert said(CHANGED["louder"])["norm"][0] == "Louder, eps 1e-06, loudness 2, pre"
+    assert said(CHANGED["sandwich"])["norm"][0] == "RMSNorm, pre and output"
+    assert said(CHANGED["post-norm"])["norm"][0] == "LayerNorm, post"
+    assert said(CHANGED["one-more"])["norm"][0] == "RMSNorm, gain 1 + weight, pre"
+    assert describe(CHANGED["one-more"])["norm"].startswith("RMSNorm, eps 1e-06, gain 1 + weight, pre-norm")
+    assert said(CHANGED["head-norms"])["q/k norm"][0] == "RMSNorm, gain 1 + weight and RMSNorm"
+    assert all(describe(spec) != describe(LLAMA) for spec in CHANGED.values())
