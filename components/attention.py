@@ -90,7 +90,7 @@ class Attention(Mixer, Component, frozen=True):
         kind = "MHA" if self.group == 1 else "MQA" if self.kv_heads == 1 else "GQA"
         heads = f"{self.heads}" if kind == "MHA" else f"{self.heads}/{self.kv_heads}"
         told = f"{self.heads} heads" if kind == "MHA" else f"{self.heads} q, {self.kv_heads} kv"
-        scale, dims = scale_words(self.scale, self.head_dim)
+        scale = scale_words(self.scale, self.head_dim)
         on = ALL_OF_IT
         if isinstance(self.position, Rotary) and self.position.dim != self.head_dim:
             dim = self.position.dim
@@ -101,7 +101,7 @@ class Attention(Mixer, Component, frozen=True):
             "attention": Words(
                 f"{kind} {heads}",
                 {"kind": kind, "heads": self.heads, "kv_heads": self.kv_heads},
-                f"{kind}, {told}, head dim {self.head_dim}{dims}",
+                f"{kind}, {told}, head dim {self.head_dim}{scale.whole}",
             ),
             "head dim": Words(f"{self.head_dim:,}", self.head_dim),
             "scale": scale,
@@ -109,9 +109,9 @@ class Attention(Mixer, Component, frozen=True):
             **shared_words(self.window, self.position, on),
         }
 
-    def biases(self) -> dict[str, tuple[str, str, bool]]:
-        out = ("attention out", "attention output", self.output_bias)
-        return {"qkv": ("q, k, v", "q, k, v", self.qkv_bias), "output": out}
+    def biases(self) -> dict[str, Words]:
+        out = Words("attention out", self.output_bias, "attention output")
+        return {"qkv": Words("q, k, v", self.qkv_bias), "output": out}
 
     def alike(self) -> Self:
         return msgspec.structs.replace(super().alike(), scale=plain_scale(self.scale))
@@ -173,17 +173,18 @@ def plain_scale(scale: float) -> float:
     return float(f"{scale:.14g}")
 
 
-def scale_words(scale: float, dim: int) -> tuple[Words, str]:
-    """What scores are multiplied by, to the digits in which one family divides and another takes a power; and what a
-    description says of it.
+def scale_words(scale: float, dim: int) -> Words:
+    """What scores are multiplied by, to the digits in which one family divides and another takes a power; the whole
+    words are what a description adds where it is unusual.
     """
-    usual = plain_scale(scale) == plain_scale(dim**-0.5)
-    words = Words("1/sqrt(head dim)", "1/sqrt(head_dim)") if usual else Words(f"{scale:.4g}", plain_scale(scale))
-    return words, "" if math.isclose(scale, dim**-0.5, rel_tol=1e-6) else f", scale {scale:.4g}"
+    whole = "" if math.isclose(scale, dim**-0.5, rel_tol=1e-6) else f", scale {scale:.4g}"
+    if plain_scale(scale) == plain_scale(dim**-0.5):
+        return Words("1/sqrt(head dim)", "1/sqrt(head_dim)", whole)
+    return Words(f"{scale:.4g}", plain_scale(scale), whole)
 
 
 def shared_words(window: int | None, position: Position | None, on: Words) -> dict[str, Words]:
     """Of what any attention has: which tokens it sees, and its positions."""
-    sight = Words("none" if window is None else f"{window:,}", window)
     none = {"position": Words("none", None), "rope pairs": NOT_THERE}
+    sight = Words("none" if window is None else f"{window:,}", window)
     return {"window": sight, **(none if position is None else position.aspects_on(on))}

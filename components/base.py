@@ -275,8 +275,8 @@ class Mixer(Open, frozen=True):
     def aspect(self) -> str:
         return self.slot.replace("_", "-")
 
-    def biases(self) -> dict[str, tuple[str, str, bool]]:
-        """Of its linears which have a bias, by a name in data: in short words, in whole ones, and whether."""
+    def biases(self) -> dict[str, Words]:
+        """Its linears that may have a bias, by a name in data; the data of each is whether it has."""
         return {}
 
 

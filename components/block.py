@@ -179,11 +179,13 @@ class Block(Component, frozen=True):
     def _biases(self) -> Words:
         """Which linears have one; the norms' are told with the norms."""
         by_mixer = [each.mixer.biases() for each in self.sublayers]
-        there = {name: words for biases in by_mixer for name, words in biases.items() if words[2]}
+        there = {name: words for each in by_mixer for name, words in each.items() if words.data}
         if all(by_mixer) and len(there) == sum(map(len, by_mixer)):
             return Words("all linears", list(there), "every linear")
-        short, whole = (", ".join(words[index] for words in there.values()) for index in (0, 1))
-        return Words(short or "none", list(there), whole or "none")
+        words = there.values()
+        return Words(
+            ", ".join(w.short for w in words) or "none", list(there), ", ".join(w.long for w in words) or "none"
+        )
 
     def mixer(self, slot: str) -> Mixer | None:
         """The mixer of a slot, where there is one."""

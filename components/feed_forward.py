@@ -44,8 +44,8 @@ class FeedForward(Mixer, Component, frozen=True):
     def words(self) -> dict[str, Words]:
         return _words(self, "plain", "plain")
 
-    def biases(self) -> dict[str, tuple[str, str, bool]]:
-        return {"up": ("up", "up", self.up_bias), "down": ("down", "down", self.down_bias)}
+    def biases(self) -> dict[str, Words]:
+        return {"up": Words("up", self.up_bias), "down": Words("down", self.down_bias)}
 
     def alike(self) -> Self:
         return msgspec.structs.replace(super().alike(), activation=function_of(self.activation))
@@ -103,8 +103,8 @@ class GatedFeedForward(Mixer, Component, frozen=True):
     def words(self) -> dict[str, Words]:
         return _words(self, "gated", FACTS[self.activation].gated)
 
-    def biases(self) -> dict[str, tuple[str, str, bool]]:
-        return {"up": ("gate, up", "gate and up", self.up_bias), "down": ("down", "down", self.down_bias)}
+    def biases(self) -> dict[str, Words]:
+        return {"up": Words("gate, up", self.up_bias, "gate and up"), "down": Words("down", self.down_bias)}
 
     def alike(self) -> Self:
         return msgspec.structs.replace(super().alike(), activation=function_of(self.activation))

@@ -91,14 +91,14 @@ class LatentAttention(Mixer, Component, frozen=True):
         return found
 
     def words(self) -> dict[str, Words]:
-        scale, dims = scale_words(self.scale, self.query_dim)
+        scale = scale_words(self.scale, self.query_dim)
         keys = f", {self.rope_heads} rope keys" if self.rope_heads > 1 else ""
         on = ALL_OF_IT
         if isinstance(self.position, Rotary):
             turned = f"{self.rope_heads} {'key' if self.rope_heads == 1 else 'keys'} of {self.position.dim} dimensions"
             on = Words("", None, f", on {turned} for all heads")
         data = {"kind": "MLA", "heads": self.heads, "kv_rank": self.kv_rank, "rope_heads": self.rope_heads}
-        wide = f"query dim {self.query_dim}, value dim {self.value_dim}{dims}"
+        wide = f"query dim {self.query_dim}, value dim {self.value_dim}{scale.whole}"
         return {
             "attention": Words(
                 f"MLA {self.heads}, latent {self.kv_rank:,}{keys}",
@@ -114,9 +114,9 @@ class LatentAttention(Mixer, Component, frozen=True):
             **shared_words(self.window, self.position, on),
         }
 
-    def biases(self) -> dict[str, tuple[str, str, bool]]:
-        out = ("attention out", "attention output", self.output_bias)
-        return {"qkv": ("q, latent", "q and latent", self.qkv_bias), "output": out}
+    def biases(self) -> dict[str, Words]:
+        out = Words("attention out", self.output_bias, "attention output")
+        return {"qkv": Words("q, latent", self.qkv_bias, "q and latent"), "output": out}
 
     def alike(self) -> Self:
         return msgspec.structs.replace(super().alike(), scale=plain_scale(self.scale))

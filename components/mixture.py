@@ -60,7 +60,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         routed, given = ("", "") if self.normalise else (", weights as routed", ", weights as the router gives them")
         return one | {name: Words(f"{short}, {few}{routed}", data, f"{few}{given}, each {whole}")}
 
-    def biases(self) -> dict[str, tuple[str, str, bool]]:
+    def biases(self) -> dict[str, Words]:
         return self.expert.biases()
 
     def share(self, devices: int) -> Self:
