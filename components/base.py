@@ -156,8 +156,7 @@ class Component(
 
     def words(self) -> dict[str, Words]:
         """What it is, by aspect, the one that it is as a whole first; a kind without words of its own is its name."""
-        name = type(self).__name__
-        return {self.aspect: Words(name, {"kind": name})}
+        return {self.aspect: _kind(self)}
 
     def aspects(self) -> dict[str, Words]:
         """Its `words`, with every field that they do not tell appended to the first."""
@@ -172,7 +171,7 @@ class Component(
         default, changes the function, and is neither in `tells` or `given` nor a name in the data of the first.
         """
         if "words" not in vars(type(self)):  # words that are inherited are those of another kind
-            words = Component.words(self)
+            words = {next(iter(words)): _kind(self)}
         first, said = next(iter(words.items()))
         data = said.data if isinstance(said.data, dict) else {}
         return words | {first: said.also({n: v for n, v in self.untold().items() if (n, v[1]) not in data.items()})}
@@ -214,6 +213,10 @@ class Component(
             raise ConfigError(f"{type(self).__name__} does not say how {devices} devices share it")
         fields = {name: _shared(getattr(self, name), devices) for name in self.__struct_fields__}
         return msgspec.structs.replace(self, **fields)
+
+
+def _kind(node: Component) -> Words:
+    return Words(type(node).__name__, {"kind": type(node).__name__})
 
 
 def _field(name: str, value: Any) -> tuple[str, Any]:

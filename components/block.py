@@ -178,9 +178,12 @@ class Block(Component, frozen=True):
 
     def _biases(self) -> Words:
         """Which linears have one; the norms' are told with the norms."""
-        by_mixer = [each.mixer.biases() for each in self.sublayers]
-        there = {name: words for each in by_mixer for name, words in each.items() if words.data}
-        if all(by_mixer) and len(there) == sum(map(len, by_mixer)):
+        mixers, every = [each.mixer for each in self.sublayers], dict[str, Words]()
+        for mixer in mixers:
+            linears = mixer.biases()
+            every |= {f"{mixer.slot} {name}" if name in every else name: words for name, words in linears.items()}
+        there = {name: words for name, words in every.items() if words.data}
+        if len(there) == len(every) and all(mixer.biases() for mixer in mixers):
             return Words("all linears", list(there), "every linear")
         words = there.values()
         return Words(

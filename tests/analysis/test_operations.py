@@ -27,6 +27,7 @@ from gptkit.analysis.prefill import peak
 from gptkit.components import (
     Attention,
     Component,
+    Embedding,
     Gain,
     LayerNorm,
     Mixer,
@@ -35,6 +36,7 @@ from gptkit.components import (
     Position,
     RMSNorm,
     Weight,
+    recast,
     without_rounding,
 )
 from gptkit.components import operations as ops
@@ -386,6 +388,12 @@ class Memory(Mixer, Component, frozen=True):
     cells: int
 
 
+class Lifted(Embedding, frozen=True):
+    """A table with a field that no aspect is about."""
+
+    lift: float = 1.0
+
+
 class Louder(RMSNorm, frozen=True):
     """A norm with a field that its parent's words do not know."""
 
@@ -462,6 +470,8 @@ CHANGED = {
     "louder-as-by-default": arranged(norm=Louder(size=HIDDEN, eps=1e-6)),
     "other-eps": arranged(output_norm=RMSNorm(size=HIDDEN, eps=1e-3)),
     "other-output-norm": arranged(output_norm=LayerNorm(size=HIDDEN, eps=1e-6)),
+    "lifted": replace(LLAMA, embedding=recast(LLAMA.embedding, Lifted, lift=3.0)),
+    "lifted-as-by-default": replace(LLAMA, embedding=recast(LLAMA.embedding, Lifted)),
     "head-norms": replace(
         LLAMA,
         blocks=tuple(
@@ -485,6 +495,7 @@ def test_no_field_is_silent() -> None:
         assert without_rounding(seen.setdefault(key, spec)) == without_rounding(spec)
     assert len(seen) > len(CHANGED) - 2  # two round in their own ways
     assert said(CHANGED["multiplier"])["block"][0] == "serial, attention multiplier 2, feed_forward multiplier 2"
+    assert said(CHANGED["lifted"])["embedding"][0].endswith(", lift 3") and "embedding" not in said(LLAMA)
     assert said(CHANGED["louder"])["norm"][0] == "Louder, eps 1e-06, loudness 2, pre"
     assert said(CHANGED["sandwich"])["norm"][0] == "RMSNorm, pre and output"
     assert said(CHANGED["post-norm"])["norm"][0] == "LayerNorm, post"
