@@ -229,7 +229,8 @@ class Block(Component, frozen=True):
         found: list[AnyOperation] = [Stream(source, (source,), shape, "norms", held=end)]
 
         def run(name: str, node: Component, read: str, held: str = end) -> str:
-            *first, last = node.operations(f"{path}{name}", read, shape)
+            program: Program = node.operations(f"{path}{name}", read, shape)
+            *first, last = program
             found.extend([*first, msgspec.structs.replace(last, held=held)])
             return last.id
 
