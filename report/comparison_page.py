@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from ..version import __version__
 from .charts import bars, cache_chart, short
 from .comparison import conditions, cost_lines
 from .counts_page import APART, MOST_DIAGRAMS
 from .diagram import block_diagram
-from .pages import Figure, Lines, Page, Section, Table, counted
+from .pages import Figure, Lines, Page, Section, Table, counted, noted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,17 +38,13 @@ def comparison_page(found: Comparison, rows: Sequence[Row]) -> Page:
     return Page(
         title=many if len(models) > MOST_NAMES else ", ".join(model.name for model in found.models),
         subtitle=f"{many} side by side, {size} parameters",
-        verdict="",
-        good=None,
-        facts=(),
         sections=(
             Section("Components", (_aspects(found, rows),)),
             Section("Costs", (Lines((conditions(found),)), _costs(found), *_bars(found))),
             Section("Key-value cache", (cache_chart(models, found.cached),)),
             Section("Layers", tuple(chain(*map(_layers, found.models[:MOST_DRAWN]))), beside=True),
-            *((Section("Notes", (Lines(notes, listed=True),)),) if notes else ()),
+            *noted(notes),
         ),
-        footer=f"Made by gptkit {__version__}. This page asks no server for anything.",
     )
 
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console, Group, RenderableType
+
 from ..terminal import printable, status
 from .sheets import Sheet, nbytes
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from ..analysis.params import ModelCount
 
 __all__ = ["html", "progress"]
@@ -33,8 +33,6 @@ BLOCK = '<pre style="white-space: pre; overflow-x: auto; line-height: 1.3; font-
 
 def html(value: Any) -> str:
     """A value of `display.Shown` as HTML; text in it is escaped."""
-    from rich.console import Console, Group
-
     console = Console(file=io.StringIO(), record=True, width=WIDTH, highlight=False, markup=False, emoji=False)
     kind = next(kind.__name__ for kind in type(value).__mro__ if kind.__name__ in DRAWN)
     console.print(Group(*DRAWN[kind](value)), crop=False)
@@ -43,9 +41,9 @@ def html(value: Any) -> str:
 
 def _tree(spec: Any) -> Iterator[RenderableType]:
     from .structure import structure
-    from .tree import TreeDrawing
+    from .tree import tree_drawing
 
-    yield TreeDrawing(structure(spec))
+    yield tree_drawing(structure(spec))
 
 
 def _counts(counts: list[ModelCount]) -> Iterator[RenderableType]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from ..analysis.parameters import count, describe
 from ..converter.outline import Outline
 from .summaries import human_bytes, plain_table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 __all__ = ["RandomModel"]
 
@@ -52,9 +52,6 @@ class RandomModel:
 
     def summary(self) -> RenderableType:
         """For a terminal."""
-        from rich.console import Group
-        from rich.text import Text
-
         spec = self.tree.spec
         table = plain_table(("", "left"), ("", "left"))
         table.show_header = False

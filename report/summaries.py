@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from ..analysis.parameters import count, describe
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-
     from ..analysis.params import ModelCount
     from ..converter.checkpoint import Checkpoint
     from ..converter.convert import Conversion
@@ -53,8 +54,6 @@ def human_bytes(nbytes: float) -> str:
 
 def plain_table(*columns: tuple[str, str]) -> Table:
     """A table of (heading, justification) columns without frames, as all of ours."""
-    from rich.table import Table
-
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
     for heading, justify in columns:
         table.add_column(heading, justify="right" if justify == "right" else "left", no_wrap=justify == "right")
@@ -63,9 +62,6 @@ def plain_table(*columns: tuple[str, str]) -> Table:
 
 def load_summary(checkpoint: Checkpoint) -> RenderableType:
     """Family, components, dtypes, files, and anything unexpected."""
-    from rich.console import Group
-    from rich.text import Text
-
     spec = checkpoint.spec
     table = plain_table(("", "left"), ("", "left"))
     table.show_header = False
@@ -199,9 +195,6 @@ def number(value: float) -> str:
 
 def verification_report(result: Verification) -> RenderableType:
     """A row a prompt, then the two verdicts."""
-    from rich.console import Group
-    from rich.text import Text
-
     parts: list[RenderableType] = [
         prompt_table(result.prompts),
         Text(),
@@ -222,8 +215,6 @@ def under_its_label(line: str) -> list[str]:
 
 def prompt_table(prompts: Sequence[Difference]) -> Table:
     """A row a prompt: how far the logits are apart."""
-    from rich.text import Text
-
     table = plain_table(
         ("probe", "left"),
         ("tokens", "right"),
@@ -247,9 +238,6 @@ def prompt_table(prompts: Sequence[Difference]) -> Table:
 
 def port_report(result: PortVerification) -> RenderableType:
     """A port's verdict: a row a prompt, then where it leaves the reference."""
-    from rich.console import Group
-    from rich.text import Text
-
     words = {"identical": "identical to the last bit", "equal": "the same", "different": "DIFFERENT"}
     lines = [
         f"function  {words[result.verdict]}: {result.against} against transformers",

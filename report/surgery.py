@@ -6,6 +6,10 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from ..analysis.costs import Costs, costs
 from ..analysis.parameters import count
 from ..surgery.synonyms import guarantee_in_words
@@ -13,9 +17,6 @@ from .summaries import human_bytes, number, plain_table, wrap
 from .tables import parameter_table
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-
     from ..surgery.listing import Listed, Listing
     from ..surgery.recipe import Recipe
     from ..surgery.registry import Swap
@@ -77,9 +78,6 @@ def short(text: str, most: int) -> str:
 
 def listing_report(found: Listing) -> RenderableType:
     """Every swap on a model, by what it would guarantee, with its costs."""
-    from rich.console import Group
-    from rich.text import Text
-
     before = found.before
     parts: list[RenderableType] = [
         Text(found.reference, style="bold"),
@@ -98,8 +96,6 @@ def listing_report(found: Listing) -> RenderableType:
 
 def possible(entries: Sequence[Listed], before: Costs) -> Table:
     """A row a swap: what it gives, and how its costs change."""
-    from rich.text import Text
-
     table = plain_table(("", "left"), ("", "left"), ("params", "right"), ("FLOPs", "right"), ("KV", "right"))
     for entry in entries:
         cells = ["?"] * 3
@@ -119,8 +115,6 @@ def possible(entries: Sequence[Listed], before: Costs) -> Table:
 
 def refusals(entries: Sequence[Listed]) -> Table:
     """A row a reason: which swaps it stops, and what would be possible."""
-    from rich.text import Text
-
     table = plain_table(("", "left"), ("", "left"))
     table.show_header = False
     reasons: dict[tuple[str, str], list[str]] = {}
@@ -136,8 +130,6 @@ def refusals(entries: Sequence[Listed]) -> Table:
 
 def sources(entries: Sequence[Listed]) -> Table:
     """Papers and code, by option."""
-    from rich.text import Text
-
     table = plain_table(("", "left"), ("", "left"))
     table.show_header = False
     known: dict[str, dict[str, None]] = {}
@@ -154,9 +146,6 @@ def registry_report(swaps: Sequence[Swap], groups: Mapping[str, str]) -> Rendera
 
     `groups` has the heading of each option.
     """
-    from rich.console import Group
-    from rich.text import Text
-
     parts: list[RenderableType] = []
     for heading in dict.fromkeys(groups.values()):
         chosen = [swap for swap in swaps if groups.get(swap.option) == heading]
@@ -183,8 +172,6 @@ def needed(swap: Swap) -> str:
 
 def recipes_report(recipes: Sequence[Recipe]) -> RenderableType:
     """A row a recipe, with its steps."""
-    from rich.text import Text
-
     table = plain_table(("recipe", "left"), ("what it does", "left"))
     for recipe in recipes:
         what = Text(recipe.description.strip())
@@ -254,8 +241,6 @@ def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, str], ...], list[t
 
 def steps_table(result: SwapResult) -> Table:
     """`steps_cells` for the terminal."""
-    from rich.text import Text
-
     columns, rows = steps_cells(result)
     table = plain_table(*columns)
     for row in rows:
@@ -272,9 +257,6 @@ def steps_words(result: SwapResult) -> str:
 
 def steps_report(result: SwapResult) -> RenderableType:
     """The steps of a chain, and what their figures mean."""
-    from rich.console import Group
-    from rich.text import Text
-
     if not result.each:
         return steps_table(result)
     return Group(Text(f"{steps_words(result)}:", style="dim"), steps_table(result))
@@ -282,9 +264,6 @@ def steps_report(result: SwapResult) -> RenderableType:
 
 def dry_run_report(result: SwapResult) -> RenderableType:
     """The tree that would come out, its costs, and what each step guarantees."""
-    from rich.console import Group
-    from rich.text import Text
-
     before, spec = costs(result.source.spec), result.spec
     family = "as it would be"
     parts: list[RenderableType] = [
