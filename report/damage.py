@@ -70,7 +70,7 @@ def _steps(result: SwapResult) -> tuple[Section, ...]:
     if len(result.chain.steps) < 2:
         return ()
     columns, rows = steps_cells(result)
-    table = Table("Steps", tuple((heading, side == "right") for heading, side in columns), tuple(rows))
+    table = Table("Steps", columns, tuple(rows))
     words = (Lines((f"{steps_words(result)[0].upper()}{steps_words(result)[1:]}.",)),) if result.each else ()
     return (Section("Step by step", (*words, table)),)
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ..components.operations import Scores
 from .graph import Kind, Node, Structure, layers_label, shape_words
-from .placement import Box, Frame, Metrics, Placement, Wire, folded, place
+from .placement import Box, Frame, Metrics, Placement, Wire, boxed, experts_words, folded, place
 
 __all__ = ["path_lines"]
 
@@ -69,18 +69,9 @@ def metrics(ascii_only: bool) -> Metrics:
         return tuple(lines), wide + (4 if boxed(node) else 2), len(lines) + (2 if boxed(node) else more)
 
     def least(copies: int) -> int:
-        return 2 * (len(_experts(copies)) + 4)
+        return 2 * (len(experts_words(copies)) + 4)
 
     return Metrics(measure, least, STREAM, TRUNK, LEFT, BESIDE, gap=0, track=1, around=(2, 1))
-
-
-def boxed(node: Node) -> bool:
-    """Whether it has weights, its own or another's, and so a border."""
-    return bool(node.weights) or node.tied is not None
-
-
-def _experts(copies: int) -> str:
-    return "1 expert" if copies == 1 else f"{copies:,} experts"
 
 
 def _lines(node: Node, room: int, ascii_only: bool) -> list[str]:
@@ -201,7 +192,7 @@ class _Canvas:
         for y in range(frame.top + 1, bottom):
             for x in (frame.left, right):
                 self.letters.setdefault((x, y), (along, "dim"))
-        words = f" {_experts(frame.copies)} "
+        words = f" {experts_words(frame.copies)} "
         self.write(right - len(words), bottom, words, "")
 
     def box(self, box: Box) -> None:

@@ -9,7 +9,7 @@ import importlib
 import io
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -70,54 +70,28 @@ def _comparison(found: Any) -> Iterator[RenderableType]:
     yield comparison_table(found, found.shown())
 
 
-def _recommendation(found: Any) -> Iterator[RenderableType]:
-    from .recommendation import recommendation_table
+def _by(module: str, function: str) -> Callable[[Any], Iterable[RenderableType]]:
+    """Whatever a function of `report` makes of a value: something to print, or lines."""
 
-    yield recommendation_table(found)
+    def drawn(value: Any) -> Iterable[RenderableType]:
+        made = getattr(importlib.import_module(f".{module}", __package__), function)(value)
+        return map(printable, made) if isinstance(made, list) else [made]
 
-
-def _diff(found: Any) -> Iterator[RenderableType]:
-    from .diff import diff_report
-
-    yield diff_report(found)
+    return drawn
 
 
-def _verification(found: Any) -> Iterator[RenderableType]:
-    from .summaries import verification_report
-
-    yield verification_report(found)
-
-
-def _checkpoint(found: Any) -> Iterator[RenderableType]:
-    from .summaries import load_summary
-
-    yield load_summary(found)
-
-
-def _conversion(found: Any) -> Iterator[RenderableType]:
-    from .summaries import conversion_lines
-
-    yield from map(printable, conversion_lines(found))
-
-
-def _swapped(found: Any) -> Iterator[RenderableType]:
-    from .summaries import swap_lines
-
-    yield from map(printable, swap_lines(found))
-
-
-DRAWN: dict[str, Callable[[Any], Iterator[RenderableType]]] = {
+DRAWN: dict[str, Callable[[Any], Iterable[RenderableType]]] = {
     "ModelSpec": _tree,
     "ModelCount": lambda count: _counts([count]),
     "Counts": _counts,
     "ParameterCount": _count,
     "Comparison": _comparison,
-    "Recommendation": _recommendation,
-    "Diff": _diff,
-    "Verification": _verification,
-    "Checkpoint": _checkpoint,
-    "Conversion": _conversion,
-    "SwapResult": _swapped,
+    "Recommendation": _by("recommendation", "recommendation_table"),
+    "Diff": _by("diff", "diff_report"),
+    "Verification": _by("summaries", "verification_report"),
+    "Checkpoint": _by("summaries", "load_summary"),
+    "Conversion": _by("summaries", "conversion_lines"),
+    "SwapResult": _by("summaries", "swap_lines"),
 }
 """By the name of a value's class, so that none of them is imported for the sake of another."""
 

@@ -96,7 +96,7 @@ def listing_report(found: Listing) -> RenderableType:
 
 def possible(entries: Sequence[Listed], before: Costs) -> Table:
     """A row a swap: what it gives, and how its costs change."""
-    table = plain_table(("", "left"), ("", "left"), ("params", "right"), ("FLOPs", "right"), ("KV", "right"))
+    table = plain_table(("", False), ("", False), ("params", True), ("FLOPs", True), ("KV", True))
     for entry in entries:
         cells = ["?"] * 3
         if entry.costs is not None:
@@ -115,8 +115,7 @@ def possible(entries: Sequence[Listed], before: Costs) -> Table:
 
 def refusals(entries: Sequence[Listed]) -> Table:
     """A row a reason: which swaps it stops, and what would be possible."""
-    table = plain_table(("", "left"), ("", "left"))
-    table.show_header = False
+    table = plain_table(("", False), ("", False))
     reasons: dict[tuple[str, str], list[str]] = {}
     for entry in entries:
         reasons.setdefault((entry.said, entry.hint), []).append(entry.asked)
@@ -130,8 +129,7 @@ def refusals(entries: Sequence[Listed]) -> Table:
 
 def sources(entries: Sequence[Listed]) -> Table:
     """Papers and code, by option."""
-    table = plain_table(("", "left"), ("", "left"))
-    table.show_header = False
+    table = plain_table(("", False), ("", False))
     known: dict[str, dict[str, None]] = {}
     for entry in entries:
         if entry.verdict != "refused":
@@ -151,8 +149,7 @@ def registry_report(swaps: Sequence[Swap], groups: Mapping[str, str]) -> Rendera
         chosen = [swap for swap in swaps if groups.get(swap.option) == heading]
         if not chosen:
             continue
-        table = plain_table(("", "left"), ("", "left"), ("guarantee", "left"))
-        table.show_header = False
+        table = plain_table(("", False), ("", False), ("", False))
         for swap in chosen:
             asked = f"--{swap.option.replace('_', '-')} {swap.form}".strip()
             what = Text(swap.title)
@@ -172,7 +169,7 @@ def needed(swap: Swap) -> str:
 
 def recipes_report(recipes: Sequence[Recipe]) -> RenderableType:
     """A row a recipe, with its steps."""
-    table = plain_table(("recipe", "left"), ("what it does", "left"))
+    table = plain_table(("recipe", False), ("what it does", False))
     for recipe in recipes:
         what = Text(recipe.description.strip())
         for index, step in enumerate(recipe.steps, 1):
@@ -198,7 +195,7 @@ def recipes_json(recipes: Sequence[Recipe]) -> dict[str, Any]:
 
 def costs_table(before: Costs, after: Costs) -> Table:
     """Costs before and after."""
-    table = plain_table(("", "left"), ("before", "right"), ("after", "right"), ("", "right"))
+    table = plain_table(("", False), ("before", True), ("after", True), ("", True))
     size = before.cache_bytes() or after.cache_bytes()
     rows: list[tuple[str, float, float, Any]] = [("parameters", before.parameters, after.parameters, "{:,}".format)]
     if (before.active, after.active) != (before.parameters, after.parameters):
@@ -214,15 +211,15 @@ def costs_table(before: Costs, after: Costs) -> Table:
     return table
 
 
-def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, str], ...], list[tuple[str, ...]]]:
+def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, bool], ...], list[tuple[str, ...]]]:
     """A row a step: what it guarantees and what it costs by itself, where that was measured; behind the columns'
-    headings and sides.
+    headings, and whether they hold figures.
     """
     measured = result.each
     text = [each.perplexity for each in measured if each.perplexity is not None]
-    columns = [("step", "left"), ("", "left"), ("guarantee", "left"), ("params", "right")]
-    columns += [("KL", "right"), ("top-1", "right")] if measured else []
-    columns += [("perplexity", "right")] if text else []
+    columns = [("step", False), ("", False), ("guarantee", False), ("params", True)]
+    columns += [("KL", True), ("top-1", True)] if measured else []
+    columns += [("perplexity", True)] if text else []
     models, rows = result.chain.models, []
     for index, (step, swapped) in enumerate(zip(result.chain.steps, result.chain.swapped, strict=True)):
         before, after = count(models[index].spec).total, count(models[index + 1].spec).total

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .damage import damage_sections
 from .heatmap import Cell, heatmap
 from .pages import Code, Figure, Lines, Page, Section, Table, counted, listing, noted
-from .summaries import number, port_causes, some
+from .summaries import PROBE, number, port_causes, prompt_cells, some
 
 if TYPE_CHECKING:
     from ..parity.bisect import Divergence, Part
@@ -211,11 +211,7 @@ def _places_table(places: Sequence[Part], modules: Sequence[str] | None = None) 
 
 
 def _probe(prompts: Sequence[Difference]) -> Section:
-    columns = (("probe", False), ("tokens", True), ("max Δ", True), ("mean Δ", True), ("KL", True), ("top-1", True))
-    rows = tuple(
-        (p.name, f"{p.positions:,}", number(p.maximum), number(p.mean), number(p.kl), f"{p.top1:.1%}") for p in prompts
-    )
-    table = Table("Logits by input", columns, rows)
+    table = Table("Logits by input", PROBE, tuple(map(prompt_cells, prompts)))
     words = "Largest and mean absolute difference of logits, KL divergence in nats per token, same likeliest token."
     return Section("Probe", (Lines((words,)), table))
 
