@@ -1,5 +1,6 @@
-"""Charts of what trees hold and cost: parameters of models side by side, the key-value cache by context, and what
-`treemap` draws of one. Every figure comes from the trees' shapes.
+"""Charts of what trees hold and cost: parameters of models side by side, and the key-value cache by context.
+
+Every figure comes from the trees' shapes.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from ..analysis.costs import CONTEXT, cache_bytes, stated_context, usual_context
 from ..components import ModelSpec
 from .pages import Figure, Key, Table, plain
 from .plots import COLOURS, PALETTE, drawn, held, safe, share, short
-from .treemap import treemap
 
-__all__ = ["bars", "cache_chart", "held", "parameter_bars", "short", "treemap"]
+__all__ = ["bars", "cache_chart", "parameter_bars"]
 
 DASHES = ("solid", "dash", "dot")
 """Lines differ in more than colour."""

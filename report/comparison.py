@@ -41,9 +41,9 @@ class Line:
     cost: bool = False
 
 
-def comparison_table(found: Comparison, rows: Sequence[Row]) -> Drawing:
+def comparison_table(found: Comparison, rows: Sequence[Row] | None = None) -> Drawing:
     """What rich prints: a column a model where they fit, else a list of aspects with the models that have each."""
-    return Drawing(partial(_table, found, rows))
+    return Drawing(partial(_table, found, found.shown() if rows is None else rows))
 
 
 def lines(found: Comparison, rows: Sequence[Row]) -> list[Line]:

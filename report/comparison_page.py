@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from .charts import bars, cache_chart, parameter_bars, short
+from .charts import bars, cache_chart, parameter_bars
 from .comparison import conditions, cost_lines
 from .counts_page import MOST_DIAGRAMS
 from .diagram import block_diagram
 from .pages import Figure, Lines, Page, Section, Table, counted, noted
+from .plots import short
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..analysis.costs import stated_context, usual_context, windows
-from ..analysis.figures import SCALES, Asked, Figures, fits
+from ..analysis.figures import Asked, Figures, fits
+from ..analysis.formats import SCALES
 from ..analysis.parameters import count, layer_ranges, range_label
 from ..components import ModelSpec
 from .sheets import Row, Sheet, binary, change, decimal, difference, whole_bytes

@@ -9,10 +9,11 @@ from ..analysis.figures import Asked, common_context, fits
 from ..analysis.formats import weighed
 from ..analysis.parameters import describe
 from ..analysis.params import ModelCount
-from .charts import bars, cache_chart, parameter_bars, treemap
+from .charts import bars, cache_chart, parameter_bars
 from .diagram import block_diagram
 from .pages import Figure, Lines, Page, Section, Table, counted, noted
 from .plots import held, share, short
+from .treemap import treemap
 
 __all__ = ["counts_page"]
 

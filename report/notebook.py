@@ -64,12 +64,6 @@ def _count(count: Any) -> Iterator[RenderableType]:
     yield Sheet("", ("parameters",), (*rows, Row("total", (f"{count.total:,}",), "bold", ruled=True)))
 
 
-def _comparison(found: Any) -> Iterator[RenderableType]:
-    from .comparison import comparison_table
-
-    yield comparison_table(found, found.shown())
-
-
 def _by(module: str, function: str) -> Callable[[Any], Iterable[RenderableType]]:
     """Whatever a function of `report` makes of a value: something to print, or lines."""
 
@@ -85,7 +79,7 @@ DRAWN: dict[str, Callable[[Any], Iterable[RenderableType]]] = {
     "ModelCount": lambda count: _counts([count]),
     "Counts": _counts,
     "ParameterCount": _count,
-    "Comparison": _comparison,
+    "Comparison": _by("comparison", "comparison_table"),
     "Recommendation": _by("recommendation", "recommendation_table"),
     "Diff": _by("diff", "diff_report"),
     "Verification": _by("summaries", "verification_report"),

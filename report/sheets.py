@@ -47,10 +47,7 @@ def decimal(number: int, unit: str) -> str:
     """Four digits with a prefix of a thousand's power: 16.38 GB, 7.568 GFLOP; 128 bytes."""
     if number < 1000:
         return f"{number:,} {'bytes' if unit == 'B' else unit}"
-    value, power = float(number), 0
-    while value >= 999.95 and power < len(DECIMAL) - 1:
-        value, power = value / 1000, power + 1
-    return f"{_four(value)} {DECIMAL[power]}{unit}"
+    return f"{_prefixed(number, 1000, DECIMAL)}{unit}"
 
 
 def nbytes(number: int) -> str:
@@ -62,10 +59,16 @@ def binary(nbytes: int) -> str:
     """Four digits with a prefix of 1024's power, named as such: 15.26 GiB."""
     if nbytes < 1024:
         return f"{nbytes:,} bytes"
-    value, power = float(nbytes), 0
-    while value >= 1023.95 and power < len(BINARY) - 1:
-        value, power = value / 1024, power + 1
-    return f"{_four(value)} {BINARY[power]}"
+    return _prefixed(nbytes, 1024, BINARY)
+
+
+def _prefixed(number: int, base: int, units: Sequence[str]) -> str:
+    """Four digits of what is at least the base, and the unit."""
+    value, power = float(number), 0
+    while value >= base - 0.05 and power < len(units) - 1:
+        value, power = value / base, power + 1
+    digits = 3 if value < 9.9995 else 2 if value < 99.995 else 1
+    return f"{value:,.{digits}f} {units[power]}"
 
 
 def percentage(number: int, total: int) -> str:
@@ -90,11 +93,6 @@ def change(before: int, after: int) -> str:
         return ""
     share = 100 * (after - before) / before
     return f"{share:+.1f} %".replace("-", "−") if abs(share) >= 0.05 else f"{share:+.1g} %".replace("-", "−")
-
-
-def _four(value: float) -> str:
-    digits = 3 if value < 9.9995 else 2 if value < 99.995 else 1
-    return f"{value:,.{digits}f}"
 
 
 @dataclass(frozen=True)
@@ -164,7 +162,7 @@ class Sheet:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         layout = Layout(options.max_width, options.ascii_only)
         if self.title:
-            yield layout.heading(self.title)
+            yield Text(layout.clean(self.title), style="bold")
         for index, part in enumerate(self.parts(options.max_width) if self.rows else ()):
             if index:
                 yield ""
@@ -203,10 +201,6 @@ class Layout:
         for title in numbers:
             table.add_column(self.folded(title), justify="right", no_wrap=True)
         return table
-
-    def heading(self, words: str) -> Any:
-        """What stands above a table."""
-        return Text(self.clean(words), style="bold")
 
     def note(self, words: str) -> Any:
         """A sentence below a table."""

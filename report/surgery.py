@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -65,12 +64,6 @@ def flops(value: float) -> str:
             return f"{value:,.0f}" if not unit else f"{value:,.2f}{unit}"
         value /= 1000
     raise AssertionError
-
-
-def short(text: str, most: int) -> str:
-    """The first sentence of a text, cut at a word if need be."""
-    first = text.split(". ")[0].split(";")[0].strip()
-    return textwrap.shorten(first, most, placeholder=" …")
 
 
 # --- what can be swapped ----------------------------------------------------------------------------------------------

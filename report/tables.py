@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import RenderResult
@@ -245,11 +245,16 @@ def _side_by_side(models: Sequence[Model], dtype: str | None, compared: bool) ->
     labels += [] if "head" in labels else ["head"]  # tied in all of them, so that no count has it
     rows: list[Row] = []
 
-    def row(label: str, numbers: Sequence[int | None], style: str | None = None, empty: str = "–") -> None:
-        cells = [empty if number is None else f"{number:,}" for number in numbers]
+    def row(
+        label: str,
+        numbers: Sequence[int | None],
+        style: str | None = None,
+        told: Callable[[int], str] = "{:,}".format,
+    ) -> None:
+        cells = ["–" if number is None else told(number) for number in numbers]
         if compared:
             before, after = (number or 0 for number in numbers)
-            cells += [difference(before, after, "{:,}".format), change(before, after)]
+            cells += [difference(before, after, told), change(before, after)]
         rows.append(Row(label, tuple(cells), style, ruled=label == "total"))
 
     families = [family or "–" for _, family, _, _ in models]
@@ -265,12 +270,8 @@ def _side_by_side(models: Sequence[Model], dtype: str | None, compared: bool) ->
     row("total", [count.total for count in counts], "bold")
     if dtype is not None:
         nbytes = [weighed(spec, dtype, family).total for _, family, spec, _ in models]
-        for label, told in ((dtype, in_bytes), ("", binary)):
-            cells = [told(each) for each in nbytes]
-            if compared:
-                before, after = nbytes
-                cells += [difference(before, after, told), change(before, after)]
-            rows.append(Row(label, tuple(cells)))
+        row(dtype, nbytes, told=in_bytes)
+        row("", nbytes, told=binary)
     row("no embedding", [count.non_embedding for count in counts], "dim")
     if any(count.active != count.total for count in counts):
         row("active", [count.active for count in counts], "dim")
