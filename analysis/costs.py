@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from .sizes import check_number, check_sizes, full_dtype, itemsize
 
 # fmt: off
 __all__ = [
-    "CONTEXT", "CacheSize", "Costs", "Flops", "TrainingFlops", "cache_bytes", "cache_curve", "cached", "costs",
+    "CONTEXT", "CacheSize", "Costs", "Flops", "TrainingFlops", "cache_bytes", "cached", "costs",
     "forward_flops", "stated_context", "training_flops", "usual_context", "windows",
 ]
 # fmt: on
@@ -435,17 +435,3 @@ def cache_bytes(spec: ModelSpec, context: int, dtype: str = "bfloat16", batch: i
         buffer=size * batch * sum(each.buffered(context) * number for each, number in left),
         in_transformers=size * batch * sum(theirs) if len(theirs) == len(left) else None,
     )
-
-
-def cache_curve(
-    spec: ModelSpec, contexts: Iterable[int], dtype: str = "bfloat16", batch: int = 1
-) -> tuple[CacheSize, ...]:
-    """The cache at each of several contexts, for charts. Those beyond the tree's table of positions are left out.
-
-    Raises:
-        UsageError: a context below 1, no sequences, or an unknown dtype.
-
-    """
-    table = spec.positions
-    within = [each for each in contexts if table is None or each <= table.length]
-    return tuple(cache_bytes(spec, context, dtype, batch) for context in within)

@@ -20,7 +20,7 @@ from .costs import (
     training_flops,
     usual_context,
 )
-from .formats import GGUF, NAMES, SCALES, in_formats, weighed, weight_bytes, weight_dtype
+from .formats import GGUF, NAMES, in_formats, weighed, weight_dtype
 from .sizes import DTYPES, MOST, full_dtype, itemsize
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .memory import Memory, TrainingMemory
     from .parallel import Split
 
-__all__ = ["SCALES", "Asked", "Figures", "common_context", "figures_of", "fits", "weight_bytes", "weight_dtype"]
+__all__ = ["Asked", "Figures", "common_context", "figures_of", "fits"]
 
 SERVED = 8192
 """Tokens of the sequences of which the most are told, where nobody asked for others and the models are for as many."""

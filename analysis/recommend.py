@@ -432,9 +432,10 @@ def _notes(design: Design, shape: Shape, family: str | None, spec: ModelSpec, fo
         f" weakly ({PAPERS['scaling']})."
     )
     tokens = TOKENS_EACH * found.parameters
+    billions = f"{tokens / 1e9:,.0f}" if tokens >= 10**10 else f"{tokens / 1e9:.2g}"
     flops = f"{6.0 * found.parameters * tokens:.1e}".replace("e+", "e")
     notes.append(
-        f"Trained on {_billions(tokens)} billion tokens, {TOKENS_EACH} per parameter ({PAPERS['chinchilla']}), it takes"
+        f"Trained on {billions} billion tokens, {TOKENS_EACH} per parameter ({PAPERS['chinchilla']}), it takes"
         f" {flops} FLOPs, 6 per parameter and token."
     )
     if design.positions == "alibi":
@@ -469,7 +470,3 @@ def _only_here(design: Design, near: Step | None, spec: ModelSpec, found: Costs)
         f" {more:+,} parameters ({more / found.parameters:+.1%}), {flops:+.1%} FLOPs per token and {kept}. --loadable"
         " takes it, at the size that was asked for."
     )
-
-
-def _billions(number: int) -> str:
-    return f"{number / 1e9:,.0f}" if number >= 10**10 else f"{number / 1e9:.2g}"

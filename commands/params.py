@@ -185,7 +185,7 @@ def _promise(swap: Mapping[str, Any]) -> str:
 
 def _print(counts: list[ModelCount], asked: Asked, by: By, pairs: bool) -> None:
     """Tables: of all models side by side, or of each beside what it becomes."""
-    from ..report.sheets import Notes
+    from ..report.sheets import sentences
     from ..report.tables import parameter_table
 
     out, size = console(), 2 if pairs else len(counts)
@@ -207,7 +207,7 @@ def _print(counts: list[ModelCount], asked: Asked, by: By, pairs: bool) -> None:
         for each in some:
             if each.swap is not None:
                 out.print()
-                out.print(Notes((f"guarantee: {_promise(each.swap)}", *each.swap["notes"])))
+                out.print(sentences((f"guarantee: {_promise(each.swap)}", *each.swap["notes"])))
     if any(each.revision or each.notes or each.stored for each in counts):
         from ..report.summaries import source_lines
 

@@ -27,7 +27,7 @@ def show(
 ) -> None:
     """Draw a model's tree with shapes, and the data's path through a layer."""
     from ..analysis.params import params
-    from ..report.show import ModelDrawing, show_json, show_page
+    from ..report.show import model_drawing, show_json, show_page
     from ..report.structure import structure
 
     (found,) = params(model, **opening)
@@ -36,7 +36,7 @@ def show(
         raise UsageError(f"there is no layer {layer}", f"{model} has {layers:,}, 0 to {layers - 1:,}")
     graph = structure(found.spec)
     kinds = graph.kinds if layer is None else (graph.kind_of(layer),)
-    answer(json, lambda: show_json(found, graph, kinds), lambda: ModelDrawing(found, graph, kinds[0], layer))
+    answer(json, lambda: show_json(found, graph, kinds), lambda: model_drawing(found, graph, kinds[0], layer))
     if not json and (found.revision or found.notes):
         from ..report.summaries import source_lines
 

@@ -19,7 +19,7 @@ from ..errors import GptkitError, UsageError
 from .cache import Cache
 from .decoder import Decoder
 
-__all__ = ["Sampling", "generate", "generate_ids", "outside_vocabulary"]
+__all__ = ["Sampling", "generate", "outside_vocabulary"]
 
 _SMALLEST_TEMPERATURE = 1e-6  # below it, logits divided by it may leave fp32's range
 
@@ -138,18 +138,6 @@ def rotary_context(spec: ModelSpec) -> int | None:
     rotaries = [each for block in spec.blocks if isinstance(each := block.attention.position, Rotary)]
     grows = any(isinstance(each.scaling, DynamicScaling) for each in rotaries)
     return spec.context_length if rotaries and not grows else None
-
-
-def generate_ids(
-    model: Decoder,
-    input_ids: Sequence[int] | Tensor,
-    max_new_tokens: int,
-    *,
-    sampling: Sampling = GREEDY,
-    stop: Collection[int] = (),
-) -> list[int]:
-    """All of `generate`'s new ids at once; same arguments, same errors."""
-    return list(generate(model, input_ids, max_new_tokens, sampling=sampling, stop=stop))
 
 
 def _prompt(model: Decoder, input_ids: Sequence[int] | Tensor) -> Tensor:

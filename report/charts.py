@@ -1,5 +1,6 @@
-"""Charts of what trees hold and cost: parameters of models side by side, the key-value cache by context, and what
-`treemap` draws of one. Every figure comes from the trees' shapes.
+"""Charts of what trees hold and cost: parameters of models side by side, and the key-value cache by context.
+
+Every figure comes from the trees' shapes.
 """
 
 from __future__ import annotations
@@ -8,16 +9,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..analysis.costs import CONTEXT, cache_bytes, cache_curve, stated_context, usual_context, windows
+from ..analysis.costs import CONTEXT, cache_bytes, stated_context, usual_context, windows
 from ..components import ModelSpec
 from .pages import Figure, Key, Table, plain
 from .plots import COLOURS, PALETTE, drawn, held, safe, share, short
-from .treemap import treemap
 
-__all__ = ["bars", "cache_chart", "held", "short", "treemap"]
+__all__ = ["bars", "cache_chart", "parameter_bars"]
 
 DASHES = ("solid", "dash", "dot")
 """Lines differ in more than colour."""
+APART = 3
+"""Models that differ in size by more than this are drawn by their shares too."""
 NAME = 22
 """Characters of a model's name on a line beside its bar."""
 FROM = 128
@@ -108,6 +110,16 @@ def bars(
     )
 
 
+def parameter_bars(models: Sequence[tuple[str, Mapping[str, int]]]) -> list[Figure]:
+    """Parameters by component, and where small models would be lost beside large ones, their shares too."""
+    totals = [sum(numbers.values()) for _, numbers in models]
+    figures = [bars(models, title="Parameters by component", what="parameters")]
+    if max(totals) > APART * min(totals):
+        words = "The same, each bar as long as the others: shares of each model's own parameters."
+        figures.append(bars(models, title="Shares by component", what="parameters", summary=words, shares=True))
+    return figures
+
+
 UNITS = {"parameters": "KMBT"}
 """A billion parameters is a B, of all else it is a G."""
 
@@ -192,7 +204,7 @@ def cache_chart(
     """
     ends = [_end(spec, up_to, at) for _, spec in models]
     lines = [
-        [(each.context, each.held) for each in cache_curve(spec, _lengths(spec, end, at), dtype, batch)]
+        [(length, cache_bytes(spec, length, dtype, batch).held) for length in _lengths(spec, end, at)]
         for (_, spec), end in zip(models, ends, strict=True)
     ]
     under = [min(sum(_one_line(line, other) for other in lines[index + 1 :]), 2) for index, line in enumerate(lines)]

@@ -1,7 +1,6 @@
 """What `compare` prints: models side by side in the terminal, as Markdown, as CSV, and as a page.
 
-Rows that differ are marked with a star, and bold where there are such letters. rich and plotly are imported inside
-functions alone.
+Rows that differ are marked with a star, and bold where there are such letters.
 """
 
 from __future__ import annotations
@@ -10,18 +9,20 @@ import csv
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rich.console import RenderResult
+from rich.table import Table
+from rich.text import Text
+
 from .pages import counted
-from .sheets import Layout, decimal, nbytes
+from .sheets import Drawing, Layout, decimal, nbytes
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
-    from rich.table import Table
-
     from ..analysis.compare import Comparison, Row
 
-__all__ = ["ComparisonTable", "comparison_csv", "comparison_markdown", "comparison_table", "conditions", "cost_lines"]
+__all__ = ["comparison_csv", "comparison_markdown", "comparison_table", "conditions", "cost_lines"]
 
 MARK = "*"
 GAP = 2
@@ -40,9 +41,9 @@ class Line:
     cost: bool = False
 
 
-def comparison_table(found: Comparison, rows: Sequence[Row]) -> ComparisonTable:
+def comparison_table(found: Comparison, rows: Sequence[Row] | None = None) -> Drawing:
     """What rich prints: a column a model where they fit, else a list of aspects with the models that have each."""
-    return ComparisonTable(found, tuple(rows))
+    return Drawing(partial(_table, found, found.shown() if rows is None else rows))
 
 
 def lines(found: Comparison, rows: Sequence[Row]) -> list[Line]:
@@ -80,35 +81,28 @@ def conditions(found: Comparison) -> str:
     return f"{stored}; forward FLOPs for a token that sees {found.context:,}."
 
 
-@dataclass(frozen=True)
-class ComparisonTable:
-    """A renderable that chooses its form when it learns how wide the terminal is."""
+def _table(found: Comparison, rows: Sequence[Row], layout: Layout) -> RenderResult:
+    page = _Page(layout.width, layout.ascii_only)
+    names = [model.name for model in found.models]
+    shown = lines(found, rows)
+    table = page.side_by_side(names, shown)
+    if table is not None:
+        yield table
+    else:
+        yield from page.one_below_the_other(names, shown)
+    yield ""
+    yield page.note(conditions(found))
+    if len(names) > 1:
+        yield page.note(_marks(found, rows))
+    yield from map(page.note, found.told())
 
-    found: Comparison
-    rows: tuple[Row, ...]
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        page = _Page(options.max_width, options.ascii_only)
-        names = [model.name for model in self.found.models]
-        shown = lines(self.found, self.rows)
-        table = page.side_by_side(names, shown)
-        if table is not None:
-            yield table
-        else:
-            yield from page.one_below_the_other(names, shown)
-        yield ""
-        yield page.note(conditions(self.found))
-        if len(names) > 1:
-            yield page.note(self.marks())
-        for note in self.found.told():
-            yield page.note(note)
-
-    def marks(self) -> str:
-        """What the marks mean, and how much is left out."""
-        differ = any(row.differs for row in self.rows)
-        told = f"{MARK} marks what differs." if differ else "The models are alike in these rows."
-        left = len(self.found.rows) - len(self.rows)
-        return f"{told} --all adds {counted(left, 'row')} in which they are alike." if left else told
+def _marks(found: Comparison, rows: Sequence[Row]) -> str:
+    """What the marks mean, and how much is left out."""
+    differ = any(row.differs for row in rows)
+    told = f"{MARK} marks what differs." if differ else "The models are alike in these rows."
+    left = len(found.rows) - len(rows)
+    return f"{told} --all adds {counted(left, 'row')} in which they are alike." if left else told
 
 
 @dataclass(frozen=True)
@@ -117,8 +111,6 @@ class _Page(Layout):
 
     def side_by_side(self, names: Sequence[str], shown: Sequence[Line]) -> Table | None:
         """A column a model; None where a word would have to be broken, or a cell is more lines than can be read."""
-        from rich.table import Table
-
         columns = list(zip(names, *(line.cells for line in shown), strict=True))
         first = max(len(line.label) for line in shown) + len(MARK) + 1
         room = self.width - first - GAP * len(names)
@@ -139,9 +131,6 @@ class _Page(Layout):
 
     def one_below_the_other(self, names: Sequence[str], shown: Sequence[Line]) -> RenderResult:
         """An aspect, and below it each value with the models that have it."""
-        from rich.table import Table
-        from rich.text import Text
-
         for index, line in enumerate(shown):
             if line.cost and not shown[index - 1].cost:
                 yield ""

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from ..version import __version__
-from .charts import bars, cache_chart, short
+from .charts import bars, cache_chart, parameter_bars
 from .comparison import conditions, cost_lines
-from .counts_page import APART, MOST_DIAGRAMS
+from .counts_page import MOST_DIAGRAMS
 from .diagram import block_diagram
-from .pages import Figure, Lines, Page, Section, Table, counted
+from .pages import Figure, Lines, Page, Section, Table, counted, noted
+from .plots import short
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,17 +39,13 @@ def comparison_page(found: Comparison, rows: Sequence[Row]) -> Page:
     return Page(
         title=many if len(models) > MOST_NAMES else ", ".join(model.name for model in found.models),
         subtitle=f"{many} side by side, {size} parameters",
-        verdict="",
-        good=None,
-        facts=(),
         sections=(
             Section("Components", (_aspects(found, rows),)),
             Section("Costs", (Lines((conditions(found),)), _costs(found), *_bars(found))),
             Section("Key-value cache", (cache_chart(models, found.cached),)),
             Section("Layers", tuple(chain(*map(_layers, found.models[:MOST_DRAWN]))), beside=True),
-            *((Section("Notes", (Lines(notes, listed=True),)),) if notes else ()),
+            *noted(notes),
         ),
-        footer=f"Made by gptkit {__version__}. This page asks no server for anything.",
     )
 
 
@@ -69,12 +65,7 @@ def _bars(found: Comparison) -> Iterator[Figure]:
     """Parameters and FLOPs by component; where a table of positions is shorter than the context, there are none."""
     from ..analysis.parameters import count
 
-    parameters = [(model.name, count(model.spec).by_component) for model in found.models]
-    totals = [model.costs.parameters for model in found.models]
-    yield bars(parameters, title="Parameters by component", what="parameters")
-    if max(totals) > APART * min(totals):  # the small ones would be lost beside the large ones
-        words = "The same, each bar as long as the others: shares of each model's own parameters."
-        yield bars(parameters, title="Shares by component", what="parameters", summary=words, shares=True)
+    yield from parameter_bars([(model.name, count(model.spec).by_component) for model in found.models])
     able = [(model.name, model.costs.flops) for model in found.models if model.sees]
     if able:
         yield bars(able, title=f"FLOPs of a token that sees {found.context:,}, by component", what="FLOPs")

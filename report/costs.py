@@ -8,7 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..analysis.costs import stated_context, usual_context, windows
-from ..analysis.figures import SCALES, Asked, Figures, fits
+from ..analysis.figures import Asked, Figures, fits
+from ..analysis.formats import SCALES
 from ..analysis.parameters import count, layer_ranges, range_label
 from ..components import ModelSpec
 from .sheets import Row, Sheet, binary, change, decimal, difference, whole_bytes
@@ -129,6 +130,26 @@ def _sheet(title: str, columns: Sequence[_Column], compared: bool, notes: Sequen
     return Sheet(title, tuple(names), tuple(rows), tuple(notes))
 
 
+def _by_kind(
+    title: str,
+    kinds: Sequence[tuple[str, str, Callable[[Figures], Mapping[str, int]], Sequence[str]]],
+    models: Sequence[Told],
+    told: Callable[[str, int], str],
+    compared: bool,
+) -> list[Sheet]:
+    """Of one model a sheet with a column a kind; of several a sheet a kind, whose own title it has, a column a model.
+
+    kinds: what each is called, its own title, its figures, and its notes.
+    """
+    if len(models) == 1:
+        columns = [_Column(kind, cells(models[0][2]), told) for kind, _, cells, _ in kinds]
+        return [_sheet(title, columns, False, [note for *_, notes in kinds for note in notes], empty="")]
+    return [
+        _sheet(title, [_Column(name, cells(figures), told) for name, _, figures in models], compared, notes)
+        for _, title, cells, notes in kinds
+    ]
+
+
 def _changed(label: str, columns: Sequence[_Column]) -> list[str]:
     """What the second column has more or less. Of a component that one side lacks it has none; else nobody knows."""
     before, after = (column.cells.get(label) for column in columns)
@@ -190,17 +211,12 @@ def _flops(models: Sequence[Told], asked: Asked, compared: bool) -> list[Sheet]:
         " token with each, as kernels compute that skip nothing.",
         "6N: 6 × parameters used per token × tokens, the usual estimate of a training step.",
     ]
-    kinds = {"next token": _token, "prefill": _prefill, "training step": _training}
-    if len(models) == 1:
-        columns = [_Column(kind, cells(models[0][2]), _flop) for kind, cells in kinds.items()]
-        return [_sheet(f"FLOPs for {where}", columns, False, notes, empty="")]
-    titles = ("the next token", f"a prefill of {where}", f"a training step on {where}")
-    return [
-        _sheet(
-            f"FLOPs of {title}", [_Column(name, cells(figures), _flop) for name, _, figures in models], compared, told
-        )
-        for title, cells, told in zip(titles, kinds.values(), (notes[:1], (), notes[1:]), strict=True)
-    ]
+    kinds = (
+        ("next token", "FLOPs of the next token", _token, notes[:1]),
+        ("prefill", f"FLOPs of a prefill of {where}", _prefill, ()),
+        ("training step", f"FLOPs of a training step on {where}", _training, notes[1:]),
+    )
+    return _by_kind(f"FLOPs for {where}", kinds, models, _flop, compared)
 
 
 def _flop(_: str, number: int) -> str:
@@ -233,23 +249,20 @@ def _training(figures: Figures) -> dict[str, int]:
 
 def _memory(models: Sequence[Told], asked: Asked, compared: bool) -> list[Sheet]:
     where = _sequences(asked.batch, models[0][2].context)
-    kinds = {"inference": _inference, "training": _adam}
-    notes: dict[str, tuple[str, ...]] = dict.fromkeys(kinds, ())
+    running: tuple[str, ...] = ()
+    training: tuple[str, ...] = ()
     for _, _, figures in models:
         if figures.inference_memory is not None and figures.training_memory is not None:
-            notes["inference"] = (f"Inference: {'; '.join(figures.inference_memory.assumed)}.",)
-            notes["training"] = (
+            running = (f"Inference: {'; '.join(figures.inference_memory.assumed)}.",)
+            training = (
                 f"Training: {'; '.join(figures.training_memory.assumed)}.",
                 "Checkpointed: every layer's activations are made again for the backward pass, not kept.",
             )
-    if len(models) == 1:
-        columns = [_Column(kind, cells(models[0][2]), _bytes) for kind, cells in kinds.items()]
-        return [_sheet(f"Memory for {where}", columns, False, [*notes["inference"], *notes["training"]], empty="")]
-    titles = (f"Memory to run on {where}", f"Memory to train with Adam on {where}")
-    return [
-        _sheet(title, [_Column(name, cells(figures), _bytes) for name, _, figures in models], compared, notes[kind])
-        for title, (kind, cells) in zip(titles, kinds.items(), strict=True)
-    ]
+    kinds = (
+        ("inference", f"Memory to run on {where}", _inference, running),
+        ("training", f"Memory to train with Adam on {where}", _adam, training),
+    )
+    return _by_kind(f"Memory for {where}", kinds, models, _bytes, compared)
 
 
 FORMAT_NOTES = (

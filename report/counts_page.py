@@ -9,16 +9,14 @@ from ..analysis.figures import Asked, common_context, fits
 from ..analysis.formats import weighed
 from ..analysis.parameters import describe
 from ..analysis.params import ModelCount
-from ..version import __version__
-from .charts import bars, cache_chart, treemap
+from .charts import bars, cache_chart, parameter_bars
 from .diagram import block_diagram
-from .pages import Figure, Lines, Page, Section, Table, counted
+from .pages import Figure, Lines, Page, Section, Table, counted, noted
 from .plots import held, share, short
+from .treemap import treemap
 
 __all__ = ["counts_page"]
 
-APART = 3
-"""Models that differ in size by more than this are drawn by their shares too."""
 MOST_NAMES = 6
 """Models whose names make a title."""
 MOST_DIAGRAMS = 4
@@ -48,12 +46,9 @@ def _one(counts: Sequence[ModelCount], dtype: str, more: Sequence[Section]) -> P
         ("context", describe(spec)["context"]),
         (f"KV cache per token, {dtype}", held(cache_bytes(spec, 1, dtype).a_token)),
     ]
-    notes = (Section("Notes", (Lines(model.notes, listed=True),)),) if model.notes else ()
     return Page(
         title=model.name,
         subtitle=f"{model.family or 'of no family'}, {short(count.total)} parameters",
-        verdict="",
-        good=None,
         facts=tuple(facts),
         sections=(
             Section("Parameters", (treemap(model.name, spec), _components(counts), *_weights(counts))),
@@ -61,49 +56,37 @@ def _one(counts: Sequence[ModelCount], dtype: str, more: Sequence[Section]) -> P
             Section("Key-value cache", (_cache(counts, dtype), *_memory(counts))),
             Section("FLOPs", (*_flops(counts),)),
             *more,
-            *notes,
+            *noted(model.notes),
         ),
-        footer=_footer(),
     )
 
 
 def _several(counts: Sequence[ModelCount], dtype: str, more: Sequence[Section]) -> Page:
     notes = [f"{each.name}: {note}" for each in counts for note in each.notes]
+    parameters = [(each.name, each.count.by_component) for each in counts]
     least, most = (pick(counts, key=lambda each: each.count.total) for pick in (min, max))
     return Page(
         title=", ".join(each.name for each in counts) if len(counts) <= MOST_NAMES else f"{len(counts)} models",
         subtitle=f"{counted(len(counts), 'model')} side by side, from {short(least.count.total)} to "
         f"{short(most.count.total)} parameters",
-        verdict="",
-        good=None,
-        facts=(),
         sections=(
-            Section("Parameters", (*_side_by_side(counts), _components(counts), *_weights(counts))),
+            Section(
+                "Parameters",
+                (
+                    *parameter_bars(parameters),
+                    _components(counts),
+                    *_weights(counts),
+                ),
+            ),
             Section("What they are", (_aspects(counts),)),
             Section("Key-value cache", (_cache(counts, dtype), *_memory(counts))),
             Section("FLOPs", (*_flops(counts),)),
             *more,
             *(Section(each.name, (treemap(each.name, each.spec),)) for each in counts),
             Section("Layers", tuple(figure for each in counts for figure in _diagrams(each, each.name)), beside=True),
-            *((Section("Notes", (Lines(tuple(notes), listed=True),)),) if notes else ()),
+            *noted(notes),
         ),
-        footer=_footer(),
     )
-
-
-def _footer() -> str:
-    return f"Made by gptkit {__version__}. This page asks no server for anything."
-
-
-def _side_by_side(counts: Sequence[ModelCount]) -> tuple[Figure, ...]:
-    """Bars, and where the small models would be lost beside the large ones, their shares too."""
-    models = [(each.name, each.count.by_component) for each in counts]
-    totals = [each.count.total for each in counts]
-    figures = [bars(models, title="Parameters by component", what="parameters")]
-    if max(totals) > APART * min(totals):
-        words = "The same, each bar as long as the others: shares of each model's own parameters."
-        figures.append(bars(models, title="Shares by component", what="parameters", summary=words, shares=True))
-    return tuple(figures)
 
 
 def _asked(counts: Sequence[ModelCount]) -> Asked:

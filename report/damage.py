@@ -11,7 +11,7 @@ from ..errors import UsageError
 from ..surgery.synonyms import guarantee_in_words
 from ..version import __version__
 from .heatmap import Cell, heatmap
-from .pages import Figure, Lines, Page, Section, Table, counted, ready, write_page
+from .pages import Figure, Lines, Page, Section, Table, counted, noted, ready, write_page
 from .summaries import damage_or_change, number
 from .surgery import steps_cells, steps_words
 
@@ -38,9 +38,7 @@ def damage_sections(found: Damage) -> tuple[Section, ...]:
         sections.append(Section(f"{what} by layer", (Lines((lens,)), _lens_figure(found), _layer_table(found.layers))))
     if found.places:
         sections.append(Section("Where it begins", (Lines((_born_words(found),)), _places_figure(found.places))))
-    if found.notes:
-        sections.append(Section("What was not measured", (Lines(found.notes, listed=True),)))
-    return tuple(sections)
+    return (*sections, *noted(found.notes, "What was not measured"))
 
 
 def swap_page(result: SwapResult, found: Damage) -> Page:
@@ -64,7 +62,6 @@ def swap_page(result: SwapResult, found: Damage) -> Page:
         good=True if exact else None,  # what is not exact is what was asked for, and no failure
         facts=(*facts, ("gptkit", __version__)),
         sections=(*_steps(result), *damage_sections(found)),
-        footer=f"Made by gptkit {__version__}. This page asks no server for anything.",
     )
 
 
@@ -73,7 +70,7 @@ def _steps(result: SwapResult) -> tuple[Section, ...]:
     if len(result.chain.steps) < 2:
         return ()
     columns, rows = steps_cells(result)
-    table = Table("Steps", tuple((heading, side == "right") for heading, side in columns), tuple(rows))
+    table = Table("Steps", columns, tuple(rows))
     words = (Lines((f"{steps_words(result)[0].upper()}{steps_words(result)[1:]}.",)),) if result.each else ()
     return (Section("Step by step", (*words, table)),)
 

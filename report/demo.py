@@ -5,7 +5,8 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from ..analysis.params import params
 from ..converter.checkpoint import open_checkpoint
@@ -17,9 +18,6 @@ from ..parity.verify import Verification, verify
 from ..surgery.swap import swap
 from .summaries import conversion_lines, number, swap_lines, verification_report
 from .tables import parameter_table
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 __all__ = ["tour"]
 

@@ -14,7 +14,7 @@ from ..components import ModelSpec
 from ..components.operations import Scores
 from .graph import SYMBOLS, Kind, Node, Structure, layers_label, shape_words, sizes
 from .pages import Figure, Table, plain
-from .placement import Box, Frame, Metrics, Placement, Wire, folded, place
+from .placement import Box, Frame, Metrics, Placement, Wire, boxed, experts_words, folded, place
 from .structure import structure
 
 __all__ = ["block_diagram"]
@@ -156,7 +156,7 @@ FILLS = {"attention": "var(--zero)", "feed_forward": "var(--cell-0)", "norm": "v
 def _fill(node: Node) -> str:
     if node.op == "norm":
         return FILLS["norm"]
-    if not node.weights and node.tied is None:
+    if not boxed(node):
         return "var(--ground)"
     return FILLS.get(node.id.partition(".")[0], "var(--raised)")
 
@@ -174,9 +174,9 @@ def _border(box: Box) -> list[dict[str, Any]]:
         line = {"color": "var(--mark)" if box.trunk else "var(--quiet)", "width": 2 if box.trunk else 1.5}
         plus = f"M{cx - 5},{cy}L{cx + 5},{cy}M{cx},{cy - 5}L{cx},{cy + 5}"
         return [{**circle, "line": line, "fillcolor": "var(--ground)"}, {"type": "path", "path": plus, "line": line}]
-    weights = bool(node.weights) or node.tied is not None
     path = rounded(box.left, box.top, box.width, box.height, 5)
-    line = {"color": "var(--quiet)" if weights else "var(--line)", "width": 1, "dash": "dot" if node.tied else "solid"}
+    colour, dash = "var(--quiet)" if boxed(node) else "var(--line)", "dot" if node.tied else "solid"
+    line = {"color": colour, "width": 1, "dash": dash}
     return [{"type": "path", "path": path, "line": line, "fillcolor": _fill(node)}]
 
 
@@ -311,11 +311,7 @@ def _experts_frame(frame: Frame) -> dict[str, Any]:
 
 def _experts_words(frame: Frame) -> dict[str, Any]:
     where = frame.left + frame.width - PAD, frame.top + frame.height - LINE // 2 - 2
-    return _note(*where, _experts(frame.copies), False, "right", "var(--text)")
-
-
-def _experts(copies: int) -> str:
-    return "1 expert" if copies == 1 else f"{copies:,} experts"
+    return _note(*where, experts_words(frame.copies), False, "right", "var(--text)")
 
 
 def _block_ends(placed: Placement) -> tuple[int, int]:
@@ -399,7 +395,7 @@ def _layout(width: int, height: int, shapes: list[dict[str, Any]], notes: list[d
 
 def _least(copies: int) -> int:
     """A frame's width: its words stand right of a line through its middle."""
-    return 2 * (text_width(_experts(copies)) + 2 * PAD)
+    return 2 * (text_width(experts_words(copies)) + 2 * PAD)
 
 
 METRICS = Metrics(_measure, _least, stream=24, trunk=8, left=42, beside=8, gap=14, track=16, around=(8, 18))

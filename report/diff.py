@@ -1,14 +1,14 @@
-"""What `diff` prints: a verdict, what it rests on, a table by component or layer, and the tensors that changed most.
-
-rich is imported inside functions alone.
-"""
+"""What `diff` prints: a verdict, what it rests on, a table by component or layer, and the tensors that changed most."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from rich.console import RenderResult
+from rich.text import Text
 
 from .diff_words import (
     HEADINGS,
@@ -23,12 +23,10 @@ from .diff_words import (
     tree_told,
     verdict,
 )
-from .sheets import Layout, Row, Sheet
-from .tables import By
+from .rows import By
+from .sheets import Drawing, Layout, Row, Sheet
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-
     from ..parity.changes import Diff, Group, TensorDiff
 
 __all__ = ["COLUMNS", "diff_report", "group_cells", "label"]
@@ -40,61 +38,52 @@ SOME = 5
 INDENT = 2
 
 
-def diff_report(found: Diff, by: By = "component", everything: bool = False) -> RenderableType:
+def diff_report(found: Diff, by: By = "component", everything: bool = False) -> Drawing:
     """What rich prints. `everything` lists all tensors that differ, and all that is told of trees and files."""
-    return _Report(found, by, everything or by == "tensor")
+    return Drawing(partial(_report, found, by, everything or by == "tensor"))
 
 
-@dataclass(frozen=True)
-class _Report:
-    found: Diff
-    by: By
-    everything: bool
+def _report(found: Diff, by: By, everything: bool, layout: Layout) -> RenderResult:
+    for line in sides(found):
+        yield from _wrapped(layout, line, 0, "dim")
+    yield from _wrapped(layout, verdict(found), 0, "bold")
+    for line in readings(found):
+        yield from _wrapped(layout, line, INDENT)
+    for heading, lines in _sections(found, by, everything):
+        yield ""
+        yield from _wrapped(layout, heading, 0, "bold")
+        for each in lines:
+            if isinstance(each, Sheet):
+                yield each
+            else:
+                yield from _wrapped(layout, each, INDENT)
+    if found.notes:
+        yield ""
+    for line in found.notes:
+        yield from _wrapped(layout, f"note: {line}", 0, "dim")
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        found, layout = self.found, Layout(options.max_width, options.ascii_only)
-        for line in sides(found):
-            yield from _wrapped(layout, line, 0, "dim")
-        yield from _wrapped(layout, verdict(found), 0, "bold")
-        for line in readings(found):
-            yield from _wrapped(layout, line, INDENT)
-        for heading, lines in self.sections():
-            yield ""
-            yield from _wrapped(layout, heading, 0, "bold")
-            for each in lines:
-                if isinstance(each, Sheet):
-                    yield each
-                else:
-                    yield from _wrapped(layout, each, INDENT)
-        if found.notes:
-            yield ""
-        for line in found.notes:
-            yield from _wrapped(layout, f"note: {line}", 0, "dim")
 
-    def sections(self) -> Iterator[tuple[str, Sequence[str | Sheet]]]:
-        """What stands under which heading."""
-        found = self.found
-        if found.changed and self.by != "tensor":
-            groups = found.by_layer() if self.by == "layer" else found.by_module()
-            yield f"Changed values{FIGURES}", (_sheet(groups), *_unchanged(groups), *_layers(found, self.by))
-        shown = most_changed(found) if self.everything else most_changed(found)[:SOME]
-        if shown:
-            part = f" ({len(shown)} of {len(found.changed)}, most changed first; --all lists all)"
-            yield f"Tensors{part if len(shown) < len(found.changed) else ''}", [*_tensors(shown)]
-        for status, heading in HEADINGS.items():
-            lines = listed([each for each in found.tensors if each.status == status])
-            if lines:
-                yield heading, lines
-        if found.tree:
-            yield "The trees differ (A → B)", tree_told(found, self.everything)
-        if found.files:
-            yield "Files beside the weights (A → B)", files_told(found, None if self.everything else SOME)
+def _sections(found: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence[str | Sheet]]]:
+    """What stands under which heading."""
+    if found.changed and by != "tensor":
+        groups = found.by_layer() if by == "layer" else found.by_module()
+        yield f"Changed values{FIGURES}", (_sheet(groups), *_unchanged(groups), *_layers(found, by))
+    shown = most_changed(found) if everything else most_changed(found)[:SOME]
+    if shown:
+        part = f" ({len(shown)} of {len(found.changed)}, most changed first; --all lists all)"
+        yield f"Tensors{part if len(shown) < len(found.changed) else ''}", [*_tensors(shown)]
+    for status, heading in HEADINGS.items():
+        lines = listed([each for each in found.tensors if each.status == status])
+        if lines:
+            yield heading, lines
+    if found.tree:
+        yield "The trees differ (A → B)", tree_told(found, everything)
+    if found.files:
+        yield "Files beside the weights (A → B)", files_told(found, None if everything else SOME)
 
 
 def _wrapped(layout: Layout, text: str, indent: int, style: str = "") -> Iterator[Any]:
     """Lines that fit, broken between words alone; a second line of the text and what is broken off stand further in."""
-    from rich.text import Text
-
     for number, line in enumerate(text.split("\n")):
         first = indent + 2 * INDENT * (number > 0)
         rest = " " * (first + (INDENT if indent else 3))

@@ -8,9 +8,21 @@ from typing import TYPE_CHECKING
 from ..parity.changes import STATUSES
 from ..version import __version__
 from .diff import COLUMNS, group_cells, label
-from .diff_words import DTYPES, HEADINGS, figure, files_told, listed, most_changed, readings, remarks, sides, verdict
+from .diff_words import (
+    DTYPES,
+    HEADINGS,
+    figure,
+    files_told,
+    listed,
+    most_changed,
+    readings,
+    relative,
+    remarks,
+    sides,
+    verdict,
+)
 from .heatmap import Cell, heatmap
-from .pages import Figure, Lines, Page, Section, Table, counted
+from .pages import Figure, Lines, Page, Section, Table, counted, noted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +52,6 @@ def diff_page(found: Diff) -> Page:
         good=True if found.same else None,
         facts=(*facts, ("gptkit", __version__)),
         sections=tuple(_sections(found)),
-        footer=f"Made by gptkit {__version__}. This page asks no server for anything.",
     )
 
 
@@ -63,8 +74,7 @@ def _sections(found: Diff) -> Iterator[Section]:
         yield Section("Trees", (_tree(found),))
     if found.files:
         yield Section("Files beside the weights", (Lines(tuple(files_told(found)), listed=True),))
-    if found.notes:
-        yield Section("Notes", (Lines(found.notes, listed=True),))
+    yield from noted(found.notes)
 
 
 def _compared(group: Group) -> bool:
@@ -128,13 +138,9 @@ def _groups(caption: str, groups: Sequence[Group]) -> Table:
 
 
 def _tensors(changed: Sequence[TensorDiff]) -> Table:
-    rows = tuple((each.name, figure(_relative(each)), _dtypes(each), ", ".join(remarks(each))) for each in changed)
+    rows = tuple((each.name, figure(relative(each)), _dtypes(each), ", ".join(remarks(each))) for each in changed)
     columns = (("tensor", False), ("relative", True), ("stored as", False), ("", False))
     return Table(f"{counted(len(rows), 'tensor')} of other values, most changed first", columns, rows, folded=True)
-
-
-def _relative(each: TensorDiff) -> float | None:
-    return None if each.figures is None else each.figures.relative
 
 
 def _dtypes(each: TensorDiff) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ __all__ = [
     "listed",
     "most_changed",
     "readings",
+    "relative",
     "remarks",
     "sides",
     "some",
@@ -216,12 +218,12 @@ def _rows(each: TensorDiff) -> str:
 
 def most_changed(found: Diff) -> list[TensorDiff]:
     """Tensors of other values, what cannot be told of first, then by relative change."""
+    return sorted(found.changed, key=lambda each: -math.inf if (size := relative(each)) is None else -size)
 
-    def key(each: TensorDiff) -> float:
-        relative = None if each.figures is None else each.figures.relative
-        return float("-inf") if relative is None else -relative
 
-    return sorted(found.changed, key=key)
+def relative(each: TensorDiff) -> float | None:
+    """A tensor's relative change, where there is one."""
+    return None if each.figures is None else each.figures.relative
 
 
 def listed(tensors: Sequence[TensorDiff]) -> list[str]:

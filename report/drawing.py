@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING
+
+from rich.text import Text
 
 from ..components.operations import Scores
 from .graph import Kind, Node, Structure, layers_label, shape_words
-from .placement import Box, Frame, Metrics, Placement, Wire, folded, place
+from .placement import Box, Frame, Metrics, Placement, Wire, boxed, experts_words, folded, place
 
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
-    from rich.text import Text
-
-__all__ = ["PathDrawing", "path_lines"]
+__all__ = ["path_lines"]
 
 STREAM, TRUNK, LEFT, BESIDE = 2, 0, 6, 2
 """Columns: of the residual stream, of boxes on it, of what stands beside it; and the blank between two boxes."""
@@ -38,17 +35,6 @@ def plain_words(text: str, ascii_only: bool) -> str:
     if not ascii_only:
         return text
     return "".join(WORDS.get(letter, letter) for letter in text).encode("ascii", "replace").decode()
-
-
-@dataclass(frozen=True)
-class PathDrawing:
-    """A renderable: the path through one kind of layer, as wide as the terminal allows."""
-
-    graph: Structure
-    kind: Kind
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from path_lines(self.graph, self.kind, options.max_width, options.ascii_only)
 
 
 def path_lines(graph: Structure, kind: Kind, width: int, ascii_only: bool = False) -> Iterator[Text]:
@@ -83,18 +69,9 @@ def metrics(ascii_only: bool) -> Metrics:
         return tuple(lines), wide + (4 if boxed(node) else 2), len(lines) + (2 if boxed(node) else more)
 
     def least(copies: int) -> int:
-        return 2 * (len(_experts(copies)) + 4)
+        return 2 * (len(experts_words(copies)) + 4)
 
     return Metrics(measure, least, STREAM, TRUNK, LEFT, BESIDE, gap=0, track=1, around=(2, 1))
-
-
-def boxed(node: Node) -> bool:
-    """Whether it has weights, its own or another's, and so a border."""
-    return bool(node.weights) or node.tied is not None
-
-
-def _experts(copies: int) -> str:
-    return "1 expert" if copies == 1 else f"{copies:,} experts"
 
 
 def _lines(node: Node, room: int, ascii_only: bool) -> list[str]:
@@ -215,7 +192,7 @@ class _Canvas:
         for y in range(frame.top + 1, bottom):
             for x in (frame.left, right):
                 self.letters.setdefault((x, y), (along, "dim"))
-        words = f" {_experts(frame.copies)} "
+        words = f" {experts_words(frame.copies)} "
         self.write(right - len(words), bottom, words, "")
 
     def box(self, box: Box) -> None:
@@ -280,8 +257,6 @@ class _Canvas:
 
     def lines(self) -> Iterator[Text]:
         """Row by row, without blanks at the end."""
-        from rich.text import Text
-
         for y in range(self.height):
             cells = [self.cell(x, y) for x in range(self.width)]
             line = Text(no_wrap=True, overflow="ignore")
@@ -296,7 +271,6 @@ class _Canvas:
 
 def _listed(nodes: Sequence[Node], label: str, width: int, ascii_only: bool) -> Iterator[Text]:
     """The nodes one below the other, each with what it is made of, for terminals too narrow for a drawing."""
-    from rich.text import Text
 
     def lines(parts: Iterable[tuple[str, str]]) -> Iterator[Text]:
         for words, style in parts:

@@ -114,7 +114,7 @@ def _trace(
 ) -> dict[str, Any]:
     """The cells of one kind; `grid` has a row a component, a column a layer."""
     mine = [[cell if cell is not None and cell.kind == kind else None for cell in line] for line in grid]
-    scaled = kind == "counts"
+    scaled, one = kind == "counts", [[at, f"var(--{kind})"] for at in (0, 1)]
     return {
         "z": [[None if cell is None else _log(cell.value, ends) if scaled else 0 for cell in line] for line in mine],
         "hovertext": [["" if cell is None else _hover(cell) for cell in line] for line in mine],
@@ -124,13 +124,8 @@ def _trace(
         "hoverongaps": False,
         "xgap": 2,
         "ygap": 2,
-        **(_scale(measure, ends) if scaled else {"colorscale": _plain(kind), "showscale": False}),
+        **(_scale(measure, ends) if scaled else {"colorscale": one, "showscale": False}),
     }
-
-
-def _plain(kind: str) -> list[list[Any]]:
-    """One colour, as a scale."""
-    return [[at, f"var(--{kind})"] for at in (0, 1)]
 
 
 def _ends(cells: Sequence[Cell]) -> tuple[float, float]:

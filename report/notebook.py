@@ -9,16 +9,16 @@ import importlib
 import io
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
 
 from ..terminal import printable, status
 from .sheets import Sheet, nbytes
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from ..analysis.params import ModelCount
 
 __all__ = ["html", "progress"]
@@ -33,8 +33,6 @@ BLOCK = '<pre style="white-space: pre; overflow-x: auto; line-height: 1.3; font-
 
 def html(value: Any) -> str:
     """A value of `display.Shown` as HTML; text in it is escaped."""
-    from rich.console import Console, Group
-
     console = Console(file=io.StringIO(), record=True, width=WIDTH, highlight=False, markup=False, emoji=False)
     kind = next(kind.__name__ for kind in type(value).__mro__ if kind.__name__ in DRAWN)
     console.print(Group(*DRAWN[kind](value)), crop=False)
@@ -43,9 +41,9 @@ def html(value: Any) -> str:
 
 def _tree(spec: Any) -> Iterator[RenderableType]:
     from .structure import structure
-    from .tree import TreeDrawing
+    from .tree import tree_drawing
 
-    yield TreeDrawing(structure(spec))
+    yield tree_drawing(structure(spec))
 
 
 def _counts(counts: list[ModelCount]) -> Iterator[RenderableType]:
@@ -66,60 +64,28 @@ def _count(count: Any) -> Iterator[RenderableType]:
     yield Sheet("", ("parameters",), (*rows, Row("total", (f"{count.total:,}",), "bold", ruled=True)))
 
 
-def _comparison(found: Any) -> Iterator[RenderableType]:
-    from .comparison import comparison_table
+def _by(module: str, function: str) -> Callable[[Any], Iterable[RenderableType]]:
+    """Whatever a function of `report` makes of a value: something to print, or lines."""
 
-    yield comparison_table(found, found.shown())
+    def drawn(value: Any) -> Iterable[RenderableType]:
+        made = getattr(importlib.import_module(f".{module}", __package__), function)(value)
+        return map(printable, made) if isinstance(made, list) else [made]
 
-
-def _recommendation(found: Any) -> Iterator[RenderableType]:
-    from .recommendation import recommendation_table
-
-    yield recommendation_table(found)
+    return drawn
 
 
-def _diff(found: Any) -> Iterator[RenderableType]:
-    from .diff import diff_report
-
-    yield diff_report(found)
-
-
-def _verification(found: Any) -> Iterator[RenderableType]:
-    from .summaries import verification_report
-
-    yield verification_report(found)
-
-
-def _checkpoint(found: Any) -> Iterator[RenderableType]:
-    from .summaries import load_summary
-
-    yield load_summary(found)
-
-
-def _conversion(found: Any) -> Iterator[RenderableType]:
-    from .summaries import conversion_lines
-
-    yield from map(printable, conversion_lines(found))
-
-
-def _swapped(found: Any) -> Iterator[RenderableType]:
-    from .summaries import swap_lines
-
-    yield from map(printable, swap_lines(found))
-
-
-DRAWN: dict[str, Callable[[Any], Iterator[RenderableType]]] = {
+DRAWN: dict[str, Callable[[Any], Iterable[RenderableType]]] = {
     "ModelSpec": _tree,
     "ModelCount": lambda count: _counts([count]),
     "Counts": _counts,
     "ParameterCount": _count,
-    "Comparison": _comparison,
-    "Recommendation": _recommendation,
-    "Diff": _diff,
-    "Verification": _verification,
-    "Checkpoint": _checkpoint,
-    "Conversion": _conversion,
-    "SwapResult": _swapped,
+    "Comparison": _by("comparison", "comparison_table"),
+    "Recommendation": _by("recommendation", "recommendation_table"),
+    "Diff": _by("diff", "diff_report"),
+    "Verification": _by("summaries", "verification_report"),
+    "Checkpoint": _by("summaries", "load_summary"),
+    "Conversion": _by("summaries", "conversion_lines"),
+    "SwapResult": _by("summaries", "swap_lines"),
 }
 """By the name of a value's class, so that none of them is imported for the sake of another."""
 

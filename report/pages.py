@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..errors import UsageError
+from ..version import __version__
 
 __all__ = [
     "Code",
@@ -34,6 +35,7 @@ __all__ = [
     "Table",
     "counted",
     "listing",
+    "noted",
     "plain",
     "put",
     "ready",
@@ -118,11 +120,11 @@ class Page:
 
     title: str
     subtitle: str
-    verdict: str
-    good: bool | None
-    facts: tuple[tuple[str, str], ...]
-    sections: tuple[Section, ...]
-    footer: str = ""
+    verdict: str = ""
+    good: bool | None = None
+    facts: tuple[tuple[str, str], ...] = ()
+    sections: tuple[Section, ...] = ()
+    footer: str = f"Made by gptkit {__version__}. This page asks no server for anything."
 
     def figures(self) -> list[Figure]:
         """All of them, in the order of the page."""
@@ -233,3 +235,8 @@ def counted(number: int, what: str, many: str | None = None) -> str:
 def listing(words: Sequence[str], caption: str) -> Table:
     """Names one below the other, folded away."""
     return Table(caption, ((caption, False),), tuple((word,) for word in words), folded=True)
+
+
+def noted(notes: Sequence[str], title: str = "Notes") -> tuple[Section, ...]:
+    """A section of sentences, where there are any."""
+    return (Section(title, (Lines(tuple(notes), listed=True),)),) if notes else ()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from .graph import EdgeKind, Node
 from .lanes import Lanes, Span, ways
 
-__all__ = ["Box", "Frame", "Metrics", "Placement", "Wire", "folded", "place"]
+__all__ = ["Box", "Frame", "Metrics", "Placement", "Wire", "boxed", "experts_words", "folded", "place"]
 
 Point = tuple[int, int]
 
@@ -228,7 +228,7 @@ class _Placing:
         node = self.graph.nodes[name]
         if node.op == "add":
             return self.metrics.stream - self.sizes[name][1] // 2
-        return self.metrics.trunk if _boxed(node) else self.metrics.stream
+        return self.metrics.trunk if boxed(node) else self.metrics.stream
 
     def _port(self, name: str) -> int:
         if name in self.graph.trunk:
@@ -367,9 +367,14 @@ class _Placing:
         return found
 
 
-def _boxed(node: Node) -> bool:
-    """Whether it has weights, its own or another's."""
+def boxed(node: Node) -> bool:
+    """Whether it has weights, its own or another's, and so a border."""
     return bool(node.weights) or node.tied is not None
+
+
+def experts_words(copies: int) -> str:
+    """What a frame's words are."""
+    return "1 expert" if copies == 1 else f"{copies:,} experts"
 
 
 def _expert(graph: Lanes, node: Node) -> str:

@@ -45,24 +45,18 @@ def safe(text: str) -> str:
     return html.escape(plain(text), quote=False)
 
 
-def short(number: int, units: str = "KMBT") -> str:
+def short(number: int, units: Sequence[str] = "KMBT", one: str = "") -> str:
     """Three digits of a number of parameters: 982, 12.3M, 1.24B, 405B; of anything else with units "kMGT"."""
     for power, unit in zip((12, 9, 6, 3), reversed(units), strict=True):
         if number >= 10**power:
-            return f"{_three(number / 10**power)}{unit}"
-    return f"{number:,}"
+            value = number / 10**power
+            return f"{value:,.0f}{unit}" if value >= 99.95 else f"{value:.3g}{unit}"
+    return f"{number:,}{one}"
 
 
 def held(nbytes: int) -> str:
     """Bytes in units of 1,000, as in the tables, in three digits: 37.7 MB, 1.5 GB."""
-    for power, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
-        if nbytes >= 10**power:
-            return f"{_three(nbytes / 10**power)} {unit}"
-    return f"{nbytes:,} B"
-
-
-def _three(value: float) -> str:
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+    return short(nbytes, (" kB", " MB", " GB", " TB"), " B")
 
 
 def share(number: int, total: int) -> str:

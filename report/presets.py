@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
+
+from rich.console import RenderResult
+from rich.table import Table
 
 from ..analysis.parameters import count
 from ..architectures import architecture_of
 from ..architectures.presets import Preset
-from .sheets import GAP, Layout
+from .sheets import GAP, Drawing, Layout
 
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
-
-__all__ = ["PresetTable", "preset_json", "preset_table"]
+__all__ = ["preset_json", "preset_table"]
 
 
 def preset_json(preset: Preset) -> dict[str, Any]:
@@ -29,39 +30,34 @@ def preset_json(preset: Preset) -> dict[str, Any]:
     }
 
 
-def preset_table(presets: Sequence[Preset]) -> PresetTable:
-    """A row a preset: its name, its parameters, and where it lies on the hub (other spellings are in the JSON)."""
-    rows = []
-    for preset in presets:
-        told = preset_json(preset)
-        rows.append((preset.name, str(told["family"]), f"{told['parameters']:,}", preset.repo or "not published"))
-    return PresetTable(tuple(rows))
+def preset_table(presets: Sequence[Preset]) -> Drawing:
+    """A row a preset: its name, its parameters, and where it lies on the hub (other spellings are in the JSON).
+
+    Columns are left out where the terminal has no room for them.
+    """
+    told = ((preset, preset_json(preset)) for preset in presets)
+    rows = [
+        (preset.name, str(each["family"]), f"{each['parameters']:,}", preset.repo or "not published")
+        for preset, each in told
+    ]
+    return Drawing(partial(_table, rows))
 
 
-class PresetTable:
-    """A renderable that leaves out columns where the terminal has no room for them."""
+def _table(rows: Sequence[tuple[str, str, str, str]], layout: Layout) -> RenderResult:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    gap = GAP - 1  # the longest repository just fits 80 columns
 
-    def __init__(self, rows: tuple[tuple[str, str, str, str], ...]) -> None:
-        self.rows = rows
+    def fits(columns: Sequence[int]) -> bool:
+        return sum(widths[column] + gap for column in columns) - gap <= layout.width
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.table import Table
-
-        layout = Layout(options.max_width, options.ascii_only)
-        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
-        gap = GAP - 1  # the longest repository just fits 80 columns
-
-        def fits(columns: Sequence[int]) -> bool:
-            return sum(widths[column] + gap for column in columns) - gap <= options.max_width
-
-        columns = next((each for each in ((0, 1, 2, 3), (0, 2, 3), (0, 2)) if fits(each)), (0, 2))
-        titles = ("preset", "family", "parameters", "repository")
-        table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
-        for column in columns:
-            right = titles[column] == "parameters"
-            table.add_column(
-                layout.text(titles[column]), justify="right" if right else "left", no_wrap=right, overflow="fold"
-            )
-        for row in self.rows:
-            table.add_row(*(layout.text(row[column]) for column in columns))
-        yield table
+    columns = next((each for each in ((0, 1, 2, 3), (0, 2, 3), (0, 2)) if fits(each)), (0, 2))
+    titles = ("preset", "family", "parameters", "repository")
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
+    for column in columns:
+        right = titles[column] == "parameters"
+        table.add_column(
+            layout.text(titles[column]), justify="right" if right else "left", no_wrap=right, overflow="fold"
+        )
+    for row in rows:
+        table.add_row(*(layout.text(row[column]) for column in columns))
+    yield table

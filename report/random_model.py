@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import RenderableType
 
 from ..analysis.parameters import count, describe
 from ..converter.outline import Outline
-from .summaries import human_bytes, plain_table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from .summaries import component_facts, facts_report, human_bytes
 
 __all__ = ["RandomModel"]
 
@@ -52,22 +51,15 @@ class RandomModel:
 
     def summary(self) -> RenderableType:
         """For a terminal."""
-        from rich.console import Group
-        from rich.text import Text
-
         spec = self.tree.spec
-        table = plain_table(("", "left"), ("", "left"))
-        table.show_header = False
-        table.add_row("family", self.tree.origin.family or "none")
-        table.add_row("parameters", f"{count(spec).total:,} as {self.dtype}")
-        for aspect, words in describe(spec).items():
-            if words not in ("none", ""):
-                table.add_row(aspect, words)
-        table.add_row("weights", self.initialisation)
-        table.add_row("seed", str(self.seed))
         told = {True: "logits are finite", False: "logits are NaN or infinite", None: "none"}[self.finite]
-        table.add_row("forward pass", told)
-        if self.out is not None:
-            table.add_row("written", f"{human_bytes(self.nbytes)} of weights")
-        lines = [Text(f"note: {note}") for note in self.notes]
-        return Group(Text(f"{self.reference}, random weights", style="bold"), table, *lines)
+        facts = [
+            ("family", self.tree.origin.family or "none"),
+            ("parameters", f"{count(spec).total:,} as {self.dtype}"),
+            *component_facts(spec),
+            ("weights", self.initialisation),
+            ("seed", str(self.seed)),
+            ("forward pass", told),
+            *([("written", f"{human_bytes(self.nbytes)} of weights")] if self.out is not None else []),
+        ]
+        return facts_report(f"{self.reference}, random weights", facts, self.notes)

@@ -3,60 +3,55 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from rich.console import RenderResult
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
 from .comparison import flops
 from .pages import counted
-from .sheets import Layout, Row, Sheet, nbytes
+from .sheets import Drawing, Layout, Row, Sheet, nbytes
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
-    from rich.table import Table
-
     from ..analysis.recommend import Choice, Recommendation
 
-__all__ = ["RecommendationTable", "recommendation_table"]
+__all__ = ["recommendation_table"]
 
 NARROWEST = 72
 """Characters below which a choice is told in lines one below the other."""
 BETWEEN = 2
 
 
-def recommendation_table(found: Recommendation) -> RecommendationTable:
+def recommendation_table(found: Recommendation) -> Drawing:
     """What rich prints."""
-    return RecommendationTable(found)
+    return Drawing(partial(_table, found))
 
 
-@dataclass(frozen=True)
-class RecommendationTable:
-    """A renderable that chooses its form when it learns how wide the terminal is."""
-
-    found: Recommendation
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.text import Text
-
-        page, found = _Page(options.max_width, options.ascii_only), self.found
-        off = 100 * (found.parameters / found.budget - 1)
-        contrary = any(finding.against for finding in found.findings)
-        size = f"{found.parameters:,} parameters, {off:+.1f}% of what was asked for"
-        yield Text.assemble((page.clean(found.goal), "bold"), page.clean(f"  {size}"))
-        yield page.note(shape_words(found))
-        yield ""
-        yield Text("Components, in the order of their effect", style="bold")
-        told = " The costs disagree: see below." if contrary else ""
-        yield page.note(f"As usually advised for {found.goal}: {found.way}.{told}")
-        yield from page.choices(found.choices)
-        yield ""
-        yield costs_sheet(found)
-        yield ""
-        for title, against in (("Where the costs disagree with the advice", True), ("What the costs say", False)):
-            said = [finding.words for finding in found.findings if finding.against == against]
-            if said:
-                yield Text(title, style="bold")
-                yield from (page.item(words) for words in said)
-                yield ""
-        yield from (page.note(note) for note in found.notes)
+def _table(found: Recommendation, layout: Layout) -> RenderResult:
+    page = _Page(layout.width, layout.ascii_only)
+    off = 100 * (found.parameters / found.budget - 1)
+    contrary = any(finding.against for finding in found.findings)
+    size = f"{found.parameters:,} parameters, {off:+.1f}% of what was asked for"
+    yield Text.assemble((page.clean(found.goal), "bold"), page.clean(f"  {size}"))
+    yield page.note(shape_words(found))
+    yield ""
+    yield Text("Components, in the order of their effect", style="bold")
+    told = " The costs disagree: see below." if contrary else ""
+    yield page.note(f"As usually advised for {found.goal}: {found.way}.{told}")
+    yield from page.choices(found.choices)
+    yield ""
+    yield costs_sheet(found)
+    yield ""
+    for title, against in (("Where the costs disagree with the advice", True), ("What the costs say", False)):
+        said = [finding.words for finding in found.findings if finding.against == against]
+        if said:
+            yield Text(title, style="bold")
+            yield from (page.item(words) for words in said)
+            yield ""
+    yield from (page.note(note) for note in found.notes)
 
 
 def shape_words(found: Recommendation) -> str:
@@ -123,8 +118,6 @@ class _Page(Layout):
 
     def beside(self, choices: tuple[Choice, ...]) -> Table:
         """What, why, and where it is written."""
-        from rich.table import Table
-
         table = Table(box=None, show_edge=False, show_header=False, padding=(0, BETWEEN, 0, 0), pad_edge=False)
         table.add_column(no_wrap=True, width=max(len(choice.words) for choice in choices), style="bold")
         table.add_column(overflow="fold")
@@ -135,9 +128,6 @@ class _Page(Layout):
 
     def item(self, words: str, before: str = "- ") -> Any:
         """A line that is set in where it goes on."""
-        from rich.padding import Padding
-        from rich.table import Table
-
         table = Table(box=None, show_edge=False, show_header=False, padding=0, pad_edge=False)
         table.add_column(no_wrap=True, width=len(before))
         table.add_column(overflow="fold")

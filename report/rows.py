@@ -9,17 +9,18 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from ..analysis.formats import sizer, weighed
 from ..analysis.parameters import ParameterCount
 from ..analysis.params import ModelCount
 from ..terminal import printable
-from .tables import By
 
-__all__ = ["count_rows", "model_rows", "write_csv"]
+__all__ = ["By", "count_rows", "model_rows", "write_csv"]
 
 FORMULA = ("=", "+", "-", "@")
+
+By = Literal["component", "layer", "tensor"]
 
 Row = dict[str, str | int]
 """A cell for each heading; a heading that it lacks is an empty cell."""

@@ -1,25 +1,23 @@
-"""Tables of figures for the terminal: columns that fit its width, numbers that are never wrapped or cut.
-
-rich is imported inside functions alone: `gptkit --help` does not need it.
-"""
+"""Tables of figures for the terminal: columns that fit its width, numbers that are never wrapped or cut."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
-    from rich.table import Table
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
 
-    from . import pages as page
+from . import pages as page
 
 __all__ = [
     "GAP",
+    "Drawing",
     "Layout",
-    "Notes",
     "Row",
     "Sheet",
     "binary",
@@ -28,6 +26,7 @@ __all__ = [
     "difference",
     "nbytes",
     "percentage",
+    "sentences",
     "whole_bytes",
 ]
 
@@ -48,10 +47,7 @@ def decimal(number: int, unit: str) -> str:
     """Four digits with a prefix of a thousand's power: 16.38 GB, 7.568 GFLOP; 128 bytes."""
     if number < 1000:
         return f"{number:,} {'bytes' if unit == 'B' else unit}"
-    value, power = float(number), 0
-    while value >= 999.95 and power < len(DECIMAL) - 1:
-        value, power = value / 1000, power + 1
-    return f"{_four(value)} {DECIMAL[power]}{unit}"
+    return f"{_prefixed(number, 1000, DECIMAL)}{unit}"
 
 
 def nbytes(number: int) -> str:
@@ -63,10 +59,16 @@ def binary(nbytes: int) -> str:
     """Four digits with a prefix of 1024's power, named as such: 15.26 GiB."""
     if nbytes < 1024:
         return f"{nbytes:,} bytes"
-    value, power = float(nbytes), 0
-    while value >= 1023.95 and power < len(BINARY) - 1:
-        value, power = value / 1024, power + 1
-    return f"{_four(value)} {BINARY[power]}"
+    return _prefixed(nbytes, 1024, BINARY)
+
+
+def _prefixed(number: int, base: int, units: Sequence[str]) -> str:
+    """Four digits of what is at least the base, and the unit."""
+    value, power = float(number), 0
+    while value >= base - 0.05 and power < len(units) - 1:
+        value, power = value / base, power + 1
+    digits = 3 if value < 9.9995 else 2 if value < 99.995 else 1
+    return f"{value:,.{digits}f} {units[power]}"
 
 
 def percentage(number: int, total: int) -> str:
@@ -91,11 +93,6 @@ def change(before: int, after: int) -> str:
         return ""
     share = 100 * (after - before) / before
     return f"{share:+.1f} %".replace("-", "−") if abs(share) >= 0.05 else f"{share:+.1g} %".replace("-", "−")
-
-
-def _four(value: float) -> str:
-    digits = 3 if value < 9.9995 else 2 if value < 99.995 else 1
-    return f"{value:,.{digits}f}"
 
 
 @dataclass(frozen=True)
@@ -158,8 +155,6 @@ class Sheet:
 
     def as_table(self) -> page.Table:
         """For a page."""
-        from . import pages as page
-
         columns = (("", False), *((name, index >= self.words) for index, name in enumerate(self.columns)))
         lit = frozenset(index for index, row in enumerate(self.rows) if row.ruled and row.style != "dim")
         return page.Table(self.title, columns, tuple((row.label, *row.cells) for row in self.rows), lit, bold="totals")
@@ -167,23 +162,17 @@ class Sheet:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         layout = Layout(options.max_width, options.ascii_only)
         if self.title:
-            yield layout.heading(self.title)
+            yield Text(layout.clean(self.title), style="bold")
         for index, part in enumerate(self.parts(options.max_width) if self.rows else ()):
             if index:
                 yield ""
             yield layout.sheet(part)
-        yield Notes(self.notes)
+        yield from map(layout.note, self.notes)
 
 
-@dataclass(frozen=True)
-class Notes:
+def sentences(lines: Sequence[str]) -> Drawing:
     """Sentences below tables."""
-
-    lines: tuple[str, ...]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        layout = Layout(options.max_width, options.ascii_only)
-        yield from map(layout.note, self.lines)
+    return Drawing(lambda layout: map(layout.note, lines))
 
 
 @dataclass(frozen=True)
@@ -204,9 +193,6 @@ class Layout:
 
     def table(self, words: Sequence[str], numbers: Sequence[str]) -> Table:
         """An empty table: columns of words that may wrap, then right-aligned columns that do not."""
-        from rich import box
-        from rich.table import Table
-
         table = Table(
             box=box.SIMPLE_HEAD, show_edge=False, padding=(0, GAP - 1, 0, 0), pad_edge=False, header_style="bold"
         )
@@ -216,28 +202,16 @@ class Layout:
             table.add_column(self.folded(title), justify="right", no_wrap=True)
         return table
 
-    def heading(self, words: str) -> Any:
-        """What stands above a table."""
-        from rich.text import Text
-
-        return Text(self.clean(words), style="bold")
-
     def note(self, words: str) -> Any:
         """A sentence below a table."""
-        from rich.text import Text
-
         return Text(self.clean(words), style="dim")
 
     def text(self, words: str) -> Any:
         """A cell: its brackets are no markup."""
-        from rich.text import Text
-
         return Text(self.clean(words))
 
     def folded(self, name: str) -> Any:
         """A heading, in lines where it is long."""
-        from rich.text import Text
-
         pieces = [name[first : first + WIDEST_NAME] for first in range(0, len(name), WIDEST_NAME)]
         return Text("\n").join(map(self.text, pieces or [""]))
 
@@ -247,3 +221,13 @@ class Layout:
         # In a formula, 2d·k, the dot is a product; elsewhere it stands between words.
         words = re.sub(r"(?<=\w)·(?=\w)", "*", words) if self.ascii_only else words
         return words.translate(ASCII).encode("ascii", "replace").decode() if self.ascii_only else words
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What chooses its form when it learns how wide the terminal is: `draw` yields it for a page."""
+
+    draw: Callable[[Layout], RenderResult]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from self.draw(Layout(options.max_width, options.ascii_only))

@@ -3,62 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import msgspec
+from rich.console import RenderResult
+from rich.text import Text
 
 from ..analysis.parameters import describe
 from ..analysis.params import ModelCount
 from ..components import differences
-from ..version import __version__
 from .drawing import path_lines, plain_words
 from .graph import SYMBOLS, Kind, Structure, layers_label
-from .pages import Figure, Lines, Page, Section, Table
+from .pages import Figure, Lines, Page, Section, Table, noted
 from .placement import folded
+from .sheets import Drawing, Layout
 from .tree import tree_json, tree_lines, tree_table
 
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
-
-__all__ = ["ModelDrawing", "kinds_differ", "show_json", "show_page"]
+__all__ = ["kinds_differ", "model_drawing", "show_json", "show_page"]
 
 MOST_KINDS = 8
 """Kinds of layers that a page draws, and that a terminal tells apart in words."""
 
 
-@dataclass(frozen=True)
-class ModelDrawing:
-    """A renderable: the model's name, its tree, the path through a kind of layer, and how other kinds differ."""
+def model_drawing(model: ModelCount, graph: Structure, kind: Kind, layer: int | None) -> Drawing:
+    """The model's name, its tree, the path through a kind of layer, and how other kinds differ."""
+    return Drawing(partial(_drawing, model, graph, kind, layer))
 
-    model: ModelCount
-    graph: Structure
-    kind: Kind
-    layer: int | None
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.text import Text
+def _drawing(model: ModelCount, graph: Structure, kind: Kind, layer: int | None, page: Layout) -> RenderResult:
+    width, ascii_only = page.width, page.ascii_only
 
-        width, ascii_only = options.max_width, options.ascii_only
+    def line(words: str, style: str = "dim") -> list[Text]:
+        cleaned = plain_words("".join(c if c.isprintable() else "?" for c in words), ascii_only)
+        return [Text(each, style=style, no_wrap=True, overflow="ignore") for each in folded(cleaned, width)]
 
-        def line(words: str, style: str = "dim") -> list[Text]:
-            cleaned = plain_words("".join(c if c.isprintable() else "?" for c in words), ascii_only)
-            return [Text(each, style=style, no_wrap=True, overflow="ignore") for each in folded(cleaned, width)]
-
-        yield from line(self.model.name, "bold")
-        yield from line(" · ".join(filter(None, [self.model.family, *_facts(self.model)])))
+    yield from line(model.name, "bold")
+    yield from line(" · ".join(filter(None, [model.family, *_facts(model)])))
+    yield ""
+    if layer is None:
+        yield from tree_lines(graph, width, ascii_only)
         yield ""
-        if self.layer is None:
-            yield from tree_lines(self.graph, width, ascii_only)
-            yield ""
-        yield from path_lines(self.graph, self.kind, width, ascii_only)
-        yield ""
-        yield from line(f"{SYMBOLS}; weights are [out × in]")
-        others = kinds_differ(self.graph) if self.layer is None else ()
-        for kind, words in others[1:]:
-            yield from line(f"{layers_label(self.graph, kind)}: {words} (--layer {kind.layers[0]})", "")
-        if others and len(self.graph.kinds) > len(others):
-            yield from line(f"{len(self.graph.kinds) - len(others):,} more kinds of layers: --layer N draws any", "")
+    yield from path_lines(graph, kind, width, ascii_only)
+    yield ""
+    yield from line(f"{SYMBOLS}; weights are [out × in]")
+    others = kinds_differ(graph) if layer is None else ()
+    for kind, words in others[1:]:
+        yield from line(f"{layers_label(graph, kind)}: {words} (--layer {kind.layers[0]})", "")
+    if others and len(graph.kinds) > len(others):
+        yield from line(f"{len(graph.kinds) - len(others):,} more kinds of layers: --layer N draws any", "")
 
 
 def _facts(model: ModelCount) -> list[str]:
@@ -129,17 +122,12 @@ def show_page(model: ModelCount, graph: Structure, kinds: Sequence[Kind]) -> Pag
         more = f"{len(kinds) - MOST_KINDS:,} more kinds of layers are not drawn here: --layer N draws any."
         sections.append(Section("More layers", (Lines((more,)),)))
     aspects = Table("What it is", (("aspect", False), ("of this model", False)), tuple(words.items()))
-    sections += [Section("The tree", (tree_table(graph),)), Section("What it is", (aspects,))]
-    if model.notes:
-        sections.append(Section("Notes", (Lines(model.notes, listed=True),)))
+    sections += [Section("The tree", (tree_table(graph),)), Section("What it is", (aspects,)), *noted(model.notes)]
     facts = [("parameters", f"{model.count.total:,}")]
     facts += [(name, words[name]) for name in ("layers", "hidden size", "attention", "context")]
     return Page(
         title=model.name,
         subtitle=f"{model.family or 'of no family'}: how it is built",
-        verdict="",
-        good=None,
         facts=tuple(facts),
         sections=tuple(sections),
-        footer=f"Made by gptkit {__version__}. This page asks no server for anything.",
     )

@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from ..analysis.parameters import count, describe
+from ..components import ModelSpec
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-
     from ..analysis.params import ModelCount
     from ..converter.checkpoint import Checkpoint
     from ..converter.convert import Conversion
@@ -51,39 +53,43 @@ def human_bytes(nbytes: float) -> str:
     raise AssertionError
 
 
-def plain_table(*columns: tuple[str, str]) -> Table:
-    """A table of (heading, justification) columns without frames, as all of ours."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
-    for heading, justify in columns:
-        table.add_column(heading, justify="right" if justify == "right" else "left", no_wrap=justify == "right")
+def plain_table(*columns: tuple[str, bool]) -> Table:
+    """A table of (heading, whether it holds figures) columns without frames, as all of ours; of no heading, none."""
+    header = any(heading for heading, _ in columns)
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold", show_header=header)
+    for heading, figures in columns:
+        table.add_column(heading, justify="right" if figures else "left", no_wrap=figures)
     return table
+
+
+def facts_report(title: str, facts: Iterable[tuple[str, str]], notes: Iterable[str]) -> RenderableType:
+    """What is known of a model, a row a fact, and notes below."""
+    table = plain_table(("", False), ("", False))
+    for fact in facts:
+        table.add_row(*fact)
+    return Group(Text(title, style="bold"), table, *(Text(f"note: {note}") for note in notes))
+
+
+def component_facts(spec: ModelSpec) -> list[tuple[str, str]]:
+    """What a tree is in words, without what it has not."""
+    return [(aspect, words) for aspect, words in describe(spec).items() if words not in ("none", "")]
 
 
 def load_summary(checkpoint: Checkpoint) -> RenderableType:
     """Family, components, dtypes, files, and anything unexpected."""
-    from rich.console import Group
-    from rich.text import Text
-
-    spec = checkpoint.spec
-    table = plain_table(("", "left"), ("", "left"))
-    table.show_header = False
+    spec, files, history = checkpoint.spec, checkpoint.files, checkpoint.origin.history
     stored = sorted({checkpoint.stored_of(leaf)[0] for leaf in checkpoint.leaves})
-    total = sum(path.stat().st_size for path in checkpoint.files)
-    where = f"{len(checkpoint.files)} file{'s' if len(checkpoint.files) > 1 else ''}, {human_bytes(total)}"
-    table.add_row("family", f"{checkpoint.origin.family or 'none'} ({checkpoint.format} format)")
-    if checkpoint.revision:
-        table.add_row("revision", checkpoint.revision)
-    table.add_row("parameters", f"{count(spec).total:,}")
-    table.add_row("stored as", f"{', '.join(stored)}, {len(checkpoint.leaves)} tensors in {where}")
-    for aspect, words in describe(spec).items():
-        if words not in ("none", ""):
-            table.add_row(aspect, words)
-    for record in checkpoint.origin.history:
-        table.add_row("history", ", ".join(f"{key} {value}" for key, value in record.items()))
-    notes = [Text(f"note: {note}") for note in checkpoint.notes]
-    return Group(Text(str(checkpoint.reference), style="bold"), table, *notes)
+    total = sum(path.stat().st_size for path in files)
+    where = f"{len(files)} file{'s' if len(files) > 1 else ''}, {human_bytes(total)}"
+    facts = [
+        ("family", f"{checkpoint.origin.family or 'none'} ({checkpoint.format} format)"),
+        *([("revision", checkpoint.revision)] if checkpoint.revision else []),
+        ("parameters", f"{count(spec).total:,}"),
+        ("stored as", f"{', '.join(stored)}, {len(checkpoint.leaves)} tensors in {where}"),
+        *component_facts(spec),
+        *(("history", ", ".join(f"{key} {value}" for key, value in each.items())) for each in history),
+    ]
+    return facts_report(str(checkpoint.reference), facts, checkpoint.notes)
 
 
 def load_json(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -199,9 +205,6 @@ def number(value: float) -> str:
 
 def verification_report(result: Verification) -> RenderableType:
     """A row a prompt, then the two verdicts."""
-    from rich.console import Group
-    from rich.text import Text
-
     parts: list[RenderableType] = [
         prompt_table(result.prompts),
         Text(),
@@ -220,36 +223,27 @@ def under_its_label(line: str) -> list[str]:
     return textwrap.wrap(line, 80, subsequent_indent=" " * 10, **kept) or [line]  # type: ignore[arg-type]
 
 
-def prompt_table(prompts: Sequence[Difference]) -> Table:
-    """A row a prompt: how far the logits are apart."""
-    from rich.text import Text
+PROBE = (("probe", False), ("tokens", True), ("max Δ", True), ("mean Δ", True), ("KL", True), ("top-1", True))
+"""Columns of a row a prompt: how far the logits are apart."""
 
-    table = plain_table(
-        ("probe", "left"),
-        ("tokens", "right"),
-        ("max Δ", "right"),
-        ("mean Δ", "right"),
-        ("KL", "right"),
-        ("top-1", "right"),
-    )
-    for prompt in prompts:
-        name = prompt.name if prompt.name.isprintable() else repr(prompt.name)
-        table.add_row(
-            Text(name if len(name) <= 30 else name[:29] + "…"),
-            f"{prompt.positions:,}",
-            number(prompt.maximum),
-            number(prompt.mean),
-            number(prompt.kl),
-            f"{prompt.top1:.1%}",
-        )
+
+def prompt_cells(prompt: Difference) -> tuple[str, ...]:
+    """The cells below `PROBE`."""
+    errors = (prompt.maximum, prompt.mean, prompt.kl)
+    return (prompt.name, f"{prompt.positions:,}", *map(number, errors), f"{prompt.top1:.1%}")
+
+
+def prompt_table(prompts: Sequence[Difference]) -> Table:
+    """A row a prompt, of long names the beginning."""
+    table = plain_table(*PROBE)
+    for name, *figures in map(prompt_cells, prompts):
+        name = name if name.isprintable() else repr(name)
+        table.add_row(Text(name if len(name) <= 30 else name[:29] + "…"), *figures)
     return table
 
 
 def port_report(result: PortVerification) -> RenderableType:
     """A port's verdict: a row a prompt, then where it leaves the reference."""
-    from rich.console import Group
-    from rich.text import Text
-
     words = {"identical": "identical to the last bit", "equal": "the same", "different": "DIFFERENT"}
     lines = [
         f"function  {words[result.verdict]}: {result.against} against transformers",
@@ -268,7 +262,7 @@ def port_report(result: PortVerification) -> RenderableType:
         told = wrap(made, indent=10, width=80)
         lines += [f"cause     {told[0].strip()}", *told[1:]]
     lines += [f"note: {note}" for note in result.notes]
-    table = plain_table(("component", "left"), ("relative Δ", "right"), ("your module", "left"))
+    table = plain_table(("component", False), ("relative Δ", True), ("your module", False))
     start = max(next((i for i, m in enumerate(result.matches) if m.place.parts), 0) - 4, 0)
     for match in result.matches[start : start + 9]:
         table.add_row(match.place.name, number(match.place.relative), Text(match.module or "-"))
@@ -291,7 +285,7 @@ def port_causes(result: PortVerification) -> list[str]:
 
 def divergence_table(divergence: Divergence) -> Table:
     """The components around the first that parts, in the order of computation."""
-    table = plain_table(("component", "left"), ("relative Δ", "right"), ("rounding there", "right"), ("", "left"))
+    table = plain_table(("component", False), ("relative Δ", True), ("rounding there", True), ("", False))
     first = next(index for index, place in enumerate(divergence.places) if place.parts)
     for place in divergence.places[max(first - 3, 0) : first + 6]:
         mark = "<- parts here" if place is divergence.first else "differs" if place.parts else "equal"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from ..analysis.costs import Costs, costs
 from ..analysis.parameters import count
@@ -13,9 +16,6 @@ from .summaries import human_bytes, number, plain_table, wrap
 from .tables import parameter_table
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-
     from ..surgery.listing import Listed, Listing
     from ..surgery.recipe import Recipe
     from ..surgery.registry import Swap
@@ -66,20 +66,11 @@ def flops(value: float) -> str:
     raise AssertionError
 
 
-def short(text: str, most: int) -> str:
-    """The first sentence of a text, cut at a word if need be."""
-    first = text.split(". ")[0].split(";")[0].strip()
-    return textwrap.shorten(first, most, placeholder=" …")
-
-
 # --- what can be swapped ----------------------------------------------------------------------------------------------
 
 
 def listing_report(found: Listing) -> RenderableType:
     """Every swap on a model, by what it would guarantee, with its costs."""
-    from rich.console import Group
-    from rich.text import Text
-
     before = found.before
     parts: list[RenderableType] = [
         Text(found.reference, style="bold"),
@@ -98,9 +89,7 @@ def listing_report(found: Listing) -> RenderableType:
 
 def possible(entries: Sequence[Listed], before: Costs) -> Table:
     """A row a swap: what it gives, and how its costs change."""
-    from rich.text import Text
-
-    table = plain_table(("", "left"), ("", "left"), ("params", "right"), ("FLOPs", "right"), ("KV", "right"))
+    table = plain_table(("", False), ("", False), ("params", True), ("FLOPs", True), ("KV", True))
     for entry in entries:
         cells = ["?"] * 3
         if entry.costs is not None:
@@ -119,10 +108,7 @@ def possible(entries: Sequence[Listed], before: Costs) -> Table:
 
 def refusals(entries: Sequence[Listed]) -> Table:
     """A row a reason: which swaps it stops, and what would be possible."""
-    from rich.text import Text
-
-    table = plain_table(("", "left"), ("", "left"))
-    table.show_header = False
+    table = plain_table(("", False), ("", False))
     reasons: dict[tuple[str, str], list[str]] = {}
     for entry in entries:
         reasons.setdefault((entry.said, entry.hint), []).append(entry.asked)
@@ -136,10 +122,7 @@ def refusals(entries: Sequence[Listed]) -> Table:
 
 def sources(entries: Sequence[Listed]) -> Table:
     """Papers and code, by option."""
-    from rich.text import Text
-
-    table = plain_table(("", "left"), ("", "left"))
-    table.show_header = False
+    table = plain_table(("", False), ("", False))
     known: dict[str, dict[str, None]] = {}
     for entry in entries:
         if entry.verdict != "refused":
@@ -154,16 +137,12 @@ def registry_report(swaps: Sequence[Swap], groups: Mapping[str, str]) -> Rendera
 
     `groups` has the heading of each option.
     """
-    from rich.console import Group
-    from rich.text import Text
-
     parts: list[RenderableType] = []
     for heading in dict.fromkeys(groups.values()):
         chosen = [swap for swap in swaps if groups.get(swap.option) == heading]
         if not chosen:
             continue
-        table = plain_table(("", "left"), ("", "left"), ("guarantee", "left"))
-        table.show_header = False
+        table = plain_table(("", False), ("", False), ("", False))
         for swap in chosen:
             asked = f"--{swap.option.replace('_', '-')} {swap.form}".strip()
             what = Text(swap.title)
@@ -183,9 +162,7 @@ def needed(swap: Swap) -> str:
 
 def recipes_report(recipes: Sequence[Recipe]) -> RenderableType:
     """A row a recipe, with its steps."""
-    from rich.text import Text
-
-    table = plain_table(("recipe", "left"), ("what it does", "left"))
+    table = plain_table(("recipe", False), ("what it does", False))
     for recipe in recipes:
         what = Text(recipe.description.strip())
         for index, step in enumerate(recipe.steps, 1):
@@ -211,7 +188,7 @@ def recipes_json(recipes: Sequence[Recipe]) -> dict[str, Any]:
 
 def costs_table(before: Costs, after: Costs) -> Table:
     """Costs before and after."""
-    table = plain_table(("", "left"), ("before", "right"), ("after", "right"), ("", "right"))
+    table = plain_table(("", False), ("before", True), ("after", True), ("", True))
     size = before.cache_bytes() or after.cache_bytes()
     rows: list[tuple[str, float, float, Any]] = [("parameters", before.parameters, after.parameters, "{:,}".format)]
     if (before.active, after.active) != (before.parameters, after.parameters):
@@ -227,15 +204,15 @@ def costs_table(before: Costs, after: Costs) -> Table:
     return table
 
 
-def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, str], ...], list[tuple[str, ...]]]:
+def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, bool], ...], list[tuple[str, ...]]]:
     """A row a step: what it guarantees and what it costs by itself, where that was measured; behind the columns'
-    headings and sides.
+    headings, and whether they hold figures.
     """
     measured = result.each
     text = [each.perplexity for each in measured if each.perplexity is not None]
-    columns = [("step", "left"), ("", "left"), ("guarantee", "left"), ("params", "right")]
-    columns += [("KL", "right"), ("top-1", "right")] if measured else []
-    columns += [("perplexity", "right")] if text else []
+    columns = [("step", False), ("", False), ("guarantee", False), ("params", True)]
+    columns += [("KL", True), ("top-1", True)] if measured else []
+    columns += [("perplexity", True)] if text else []
     models, rows = result.chain.models, []
     for index, (step, swapped) in enumerate(zip(result.chain.steps, result.chain.swapped, strict=True)):
         before, after = count(models[index].spec).total, count(models[index + 1].spec).total
@@ -254,8 +231,6 @@ def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, str], ...], list[t
 
 def steps_table(result: SwapResult) -> Table:
     """`steps_cells` for the terminal."""
-    from rich.text import Text
-
     columns, rows = steps_cells(result)
     table = plain_table(*columns)
     for row in rows:
@@ -272,9 +247,6 @@ def steps_words(result: SwapResult) -> str:
 
 def steps_report(result: SwapResult) -> RenderableType:
     """The steps of a chain, and what their figures mean."""
-    from rich.console import Group
-    from rich.text import Text
-
     if not result.each:
         return steps_table(result)
     return Group(Text(f"{steps_words(result)}:", style="dim"), steps_table(result))
@@ -282,9 +254,6 @@ def steps_report(result: SwapResult) -> RenderableType:
 
 def dry_run_report(result: SwapResult) -> RenderableType:
     """The tree that would come out, its costs, and what each step guarantees."""
-    from rich.console import Group
-    from rich.text import Text
-
     before, spec = costs(result.source.spec), result.spec
     family = "as it would be"
     parts: list[RenderableType] = [

@@ -1,32 +1,27 @@
-"""Tables for the terminal. They fit the width they are given, and numbers are never wrapped or cut.
-
-rich is imported inside functions alone: `gptkit --help` does not need it.
-"""
+"""Tables for the terminal. They fit the width they are given, and numbers are never wrapped or cut."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+
+from rich.console import RenderResult
+from rich.table import Table
+from rich.text import Text
 
 from ..analysis.formats import sizer, weighed
 from ..analysis.parameters import ParameterCount, describe, layer_ranges, range_label
 from ..analysis.tensors import tensor_groups
 from ..components import ModelSpec
-from .sheets import GAP, Layout, Row, Sheet, binary, change, difference, percentage
+from .rows import By
+from .sheets import GAP, Drawing, Layout, Row, Sheet, binary, change, difference, percentage
 from .sheets import nbytes as in_bytes
 
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
-    from rich.table import Table
-
-__all__ = ["By", "Model", "ParameterTable", "parameter_table"]
+__all__ = ["Model", "parameter_table"]
 
 Model = tuple[str, str, ModelSpec, ParameterCount]
 """A name, its family, its tree, and the tree's count."""
-
-By = Literal["component", "layer", "tensor"]
 
 NARROWEST_WORDS = 20
 """A column of words that would be narrower than this is left out."""
@@ -40,40 +35,31 @@ MOST_RUNS = 8
 
 def parameter_table(
     models: Sequence[Model], by: By = "component", dtype: str | None = None, compared: bool = False
-) -> ParameterTable:
+) -> Drawing:
     """What rich prints for `params`.
 
     One model: its components, what each is, and its share. Several: a column a model where they fit, else a row a
     model. `by` "layer" adds each model's layers, neighbours alike folded into one row, "tensor" its tensors. `dtype`
     adds the bytes that the weights take in it; `compared` what the second model has more or less than the first.
     """
-    return ParameterTable(tuple(models), by, dtype, compared)
 
-
-@dataclass(frozen=True)
-class ParameterTable:
-    """A renderable that chooses its columns when it learns how wide the terminal is."""
-
-    models: tuple[Model, ...]
-    by: By = "component"
-    dtype: str | None = None
-    compared: bool = False
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        page = _Page(options.max_width, options.ascii_only, self.dtype)
-        if len(self.models) == 1:
-            yield from page.one(self.models[0])
-        elif self.models:
-            sheet = _side_by_side(self.models, self.dtype, self.compared)
-            beside = self.compared or sheet.width() <= page.width
-            yield sheet if beside else page.one_below_the_other(self.models)
-        for model in self.models if self.by != "component" else ():
+    def draw(layout: Layout) -> RenderResult:
+        page = _Page(layout.width, layout.ascii_only, dtype)
+        if len(models) == 1:
+            yield from page.one(models[0])
+        elif models:
+            sheet = _side_by_side(models, dtype, compared)
+            beside = compared or sheet.width() <= page.width
+            yield sheet if beside else page.one_below_the_other(models)
+        for model in models if by != "component" else ():
             name, _, _, count = model
             yield ""
-            if len(self.models) > 1:
+            if len(models) > 1:
                 yield page.text(name)
             weights = page.weights(model)
-            yield page.layers(count, weights) if self.by == "layer" else page.tensors(model, weights)
+            yield page.layers(count, weights) if by == "layer" else page.tensors(model, weights)
+
+    return Drawing(draw)
 
 
 @dataclass(frozen=True)
@@ -85,8 +71,6 @@ class _Page(Layout):
     # --- one model ---
 
     def one(self, model: Model) -> RenderResult:
-        from rich.text import Text
-
         name, family, spec, count = model
         words = describe(spec)
         layers = len(spec.blocks)
@@ -230,8 +214,6 @@ class _Page(Layout):
 
     def tensors(self, model: Model, weights: ParameterCount | None) -> Table:
         """A row a tensor, those of layers alike folded; shapes below the names where there is no room beside."""
-        from rich.text import Text
-
         _, family, spec, count = model
         groups = tensor_groups(spec, None if self.dtype is None else sizer(spec, self.dtype, family))
         shapes = [_shape(group.shape) for group in groups]
@@ -263,11 +245,16 @@ def _side_by_side(models: Sequence[Model], dtype: str | None, compared: bool) ->
     labels += [] if "head" in labels else ["head"]  # tied in all of them, so that no count has it
     rows: list[Row] = []
 
-    def row(label: str, numbers: Sequence[int | None], style: str | None = None, empty: str = "–") -> None:
-        cells = [empty if number is None else f"{number:,}" for number in numbers]
+    def row(
+        label: str,
+        numbers: Sequence[int | None],
+        style: str | None = None,
+        told: Callable[[int], str] = "{:,}".format,
+    ) -> None:
+        cells = ["–" if number is None else told(number) for number in numbers]
         if compared:
             before, after = (number or 0 for number in numbers)
-            cells += [difference(before, after, "{:,}".format), change(before, after)]
+            cells += [difference(before, after, told), change(before, after)]
         rows.append(Row(label, tuple(cells), style, ruled=label == "total"))
 
     families = [family or "–" for _, family, _, _ in models]
@@ -283,12 +270,8 @@ def _side_by_side(models: Sequence[Model], dtype: str | None, compared: bool) ->
     row("total", [count.total for count in counts], "bold")
     if dtype is not None:
         nbytes = [weighed(spec, dtype, family).total for _, family, spec, _ in models]
-        for label, told in ((dtype, in_bytes), ("", binary)):
-            cells = [told(each) for each in nbytes]
-            if compared:
-                before, after = nbytes
-                cells += [difference(before, after, told), change(before, after)]
-            rows.append(Row(label, tuple(cells)))
+        row(dtype, nbytes, told=in_bytes)
+        row("", nbytes, told=binary)
     row("no embedding", [count.non_embedding for count in counts], "dim")
     if any(count.active != count.total for count in counts):
         row("active", [count.active for count in counts], "dim")

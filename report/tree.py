@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+from rich.text import Text
 
 from ..analysis.parameters import count, describe
 from ..components.operations import Norm
 from .graph import Kind, Node, Structure, sizes
 from .pages import Table
 from .placement import folded
+from .sheets import Drawing
 
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
-    from rich.text import Text
-
-__all__ = ["Row", "TreeDrawing", "tree_json", "tree_rows", "tree_table"]
+__all__ = ["Row", "tree_drawing", "tree_json", "tree_rows", "tree_table"]
 
 NARROWEST = 18
 """A column of words is at least so wide."""
@@ -142,19 +140,13 @@ def guided(rows: Sequence[Row]) -> list[str]:
     return found[::-1]
 
 
-@dataclass(frozen=True)
-class TreeDrawing:
-    """A renderable: a row a module in columns; where they do not fit, what a module is stands below its name."""
-
-    graph: Structure
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from tree_lines(self.graph, options.max_width, options.ascii_only)
+def tree_drawing(graph: Structure) -> Drawing:
+    """A row a module in columns; where they do not fit, what a module is stands below its name."""
+    return Drawing(lambda layout: tree_lines(graph, layout.width, layout.ascii_only))
 
 
 def tree_lines(graph: Structure, width: int, ascii_only: bool = False) -> Iterator[Text]:
     """The lines of the tree; words are folded, figures never."""
-    from rich.text import Text
 
     def words(text: str) -> str:
         return "".join(GUIDES.get(letter, letter) for letter in text) if ascii_only else text

@@ -63,7 +63,7 @@ def treemap(name: str, spec: ModelSpec) -> Figure:
     runs = _runs(spec)
     cells = [_Cell("/", "", name, total, "", (counted(len(spec.blocks), "layer"),)), *_cells(spec, counted_, runs)]
     largest = max(counted_.by_component.items(), key=lambda item: item[1])
-    colour = [_colour(cell.component) for cell in cells]
+    colour = [COLOURS.get(cell.component) for cell in cells]
     trace = {
         "type": "treemap",
         "ids": [cell.place for cell in cells],
@@ -96,13 +96,9 @@ def treemap(name: str, spec: ModelSpec) -> Figure:
         ),
         height=height,
         width=280,
-        keys=tuple(Key(f"c{_colour(label)}", label) for label in counted_.by_component),
+        keys=tuple(Key(f"c{COLOURS.get(label)}", label) for label in counted_.by_component),
         table=_tensor_table(spec, total),
     )
-
-
-def _colour(component: str) -> int | None:
-    return COLOURS.get(component)
 
 
 def _told(cell: _Cell, total: int) -> str:

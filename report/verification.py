@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from ..version import __version__
 from .damage import damage_sections
 from .heatmap import Cell, heatmap
-from .pages import Code, Figure, Lines, Page, Section, Table, counted, listing
-from .summaries import number, port_causes, some
+from .pages import Code, Figure, Lines, Page, Section, Table, counted, listing, noted
+from .summaries import PROBE, number, port_causes, prompt_cells, some
 
 if TYPE_CHECKING:
     from ..parity.bisect import Divergence, Part
@@ -53,10 +52,7 @@ def verification_page(result: Verification) -> Page:
         sections.append(_rounding(result.noise))
     if result.score is not None:
         sections.append(_mistakes(result.score))
-    if result.limited:
-        sections.append(Section("Not looked at", (Lines(result.limited, listed=True),)))
-    if result.notes:
-        sections.append(Section("Notes", (Lines(result.notes, listed=True),)))
+    sections += [*noted(result.limited, "Not looked at"), *noted(result.notes)]
     return Page(
         title=result.other or result.model,
         subtitle=f"verified against {result.model if result.other is not None else 'itself'} in transformers",
@@ -69,7 +65,6 @@ def verification_page(result: Verification) -> Page:
             *_versions(),
         ),
         sections=(*sections, Section("Repeat it", (Code(command(result)),))),
-        footer=f"Made by gptkit {__version__}. This page asks no server for anything.",
     )
 
 
@@ -106,9 +101,6 @@ def port_page(result: PortVerification) -> Page:
             Lines(tuple(causes), listed=True),
             *blocks,
         )
-    notes = (
-        (Section("Notes", (Lines(tuple(f"{note}." for note in result.notes), listed=True),)),) if result.notes else ()
-    )
     return Page(
         title=result.against,
         subtitle=f"a port, verified against {result.model} in transformers",
@@ -124,10 +116,9 @@ def port_page(result: PortVerification) -> Page:
         sections=(
             Section("By component and layer", blocks),
             _probe(result.prompts),
-            *notes,
+            *noted([f"{note}." for note in result.notes]),
             Section("Repeat it", (Code(shlex.join(["gptkit", "verify", result.model, "--against", result.against])),)),
         ),
-        footer=f"Made by gptkit {__version__}. This page asks no server for anything.",
     )
 
 
@@ -220,11 +211,7 @@ def _places_table(places: Sequence[Part], modules: Sequence[str] | None = None) 
 
 
 def _probe(prompts: Sequence[Difference]) -> Section:
-    columns = (("probe", False), ("tokens", True), ("max Δ", True), ("mean Δ", True), ("KL", True), ("top-1", True))
-    rows = tuple(
-        (p.name, f"{p.positions:,}", number(p.maximum), number(p.mean), number(p.kl), f"{p.top1:.1%}") for p in prompts
-    )
-    table = Table("Logits by input", columns, rows)
+    table = Table("Logits by input", PROBE, tuple(map(prompt_cells, prompts)))
     words = "Largest and mean absolute difference of logits, KL divergence in nats per token, same likeliest token."
     return Section("Probe", (Lines((words,)), table))
 

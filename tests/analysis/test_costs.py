@@ -21,7 +21,6 @@ from gptkit.analysis.activations import ways
 from gptkit.analysis.costs import (
     CONTEXT,
     cache_bytes,
-    cache_curve,
     costs,
     forward_flops,
     pairs_in_sight,
@@ -332,7 +331,7 @@ def test_cache_bytes_of_latents(name: str, dtype: str) -> None:
 
 def test_windows_roll() -> None:
     spec = ALL["mistral"]
-    sizes = cache_curve(spec, [1, 15, 16, 17, 1000], "float16")
+    sizes = [cache_bytes(spec, tokens, "float16") for tokens in (1, 15, 16, 17, 1000)]
     a_token = sizes[0].held
     assert [size.held // a_token for size in sizes] == [1, 15, 15, 15, 15]
     assert [size.buffer // a_token for size in sizes] == [1, 15, 16, 16, 16]
@@ -340,11 +339,6 @@ def test_windows_roll() -> None:
     assert preset("mistral-7b").blocks[0].attention.window == 4096
     # The published figure: windows of 4,096 tokens of 128 KiB.
     assert cache_bytes(preset("mistral-7b"), 32768).buffer == 4096 * 131_072
-
-
-def test_a_curve_ends_with_the_table_of_positions() -> None:
-    spec = preset("gpt2")
-    assert [size.context for size in cache_curve(spec, [512, 1024, 1025, 4096])] == [512, 1024]
 
 
 @pytest.mark.parametrize(
@@ -356,7 +350,7 @@ def test_a_curve_ends_with_the_table_of_positions() -> None:
         (lambda: training_flops(preset("gpt2"), 1025), "table of 1,024 positions"),
         (lambda: cache_bytes(preset("llama-3-8b"), 2**31), "tokens: expected 1 to"),
         (lambda: cache_bytes(preset("llama-3-8b"), 8, "float7"), "unknown dtype 'float7'"),
-        (lambda: cache_curve(preset("llama-3-8b"), [8, 0]), "0 tokens"),
+        (lambda: cache_bytes(preset("llama-3-8b"), 0), "0 tokens"),
     ],
 )
 def test_what_cannot_be_asked(asked: Any, message: str) -> None:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptkit.analysis.costs import cache_bytes, forward_flops, training_flops
-from gptkit.analysis.figures import Asked, common_context, figures_of, weight_bytes, weight_dtype
+from gptkit.analysis.figures import Asked, common_context, figures_of
+from gptkit.analysis.formats import weight_bytes, weight_dtype
 from gptkit.analysis.memory import memory, training_memory
 from gptkit.analysis.params import params
 from gptkit.errors import UsageError

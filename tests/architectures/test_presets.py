@@ -166,4 +166,4 @@ def test_nearest_may_find_nothing(name: str) -> None:
 
 
 def test_counting_imports_nothing_heavy() -> None:
-    assert not imported("import gptkit.architectures.presets, gptkit.analysis.parameters, gptkit.report.tables")
+    assert not imported("import gptkit.architectures.presets, gptkit.analysis.parameters, gptkit.report.rows")

@@ -20,7 +20,7 @@ import gptkit
 from gptkit.analysis.params import ModelCount
 from gptkit.components import ModelSpec, to_json
 from gptkit.report.pages import render
-from gptkit.report.show import ModelDrawing, kinds_differ, show_json, show_page
+from gptkit.report.show import kinds_differ, model_drawing, show_json, show_page
 from gptkit.report.structure import structure
 
 ATTACK = '<script>document.title="taken"</script><img src=x onerror=alert(1)>'
@@ -112,7 +112,7 @@ def test_names_out_of_files_are_text() -> None:
     graph = structure(model.spec)
     hostile = ModelCount("a\x1b[31m\u202e[b]", ATTACK, model.spec, None, (ATTACK,))
     file = io.StringIO()
-    Console(file=file, width=80).print(ModelDrawing(hostile, graph, graph.kinds[0], None))
+    Console(file=file, width=80).print(model_drawing(hostile, graph, graph.kinds[0], None))
     assert "a?[31m?[b]" in file.getvalue() and "\x1b" not in file.getvalue()
     pytest.importorskip("plotly", reason='pages need pip install "gptkit[html]"')
     page = render(show_page(hostile, graph, graph.kinds))

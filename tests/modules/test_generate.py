@@ -24,6 +24,7 @@ from helpers.families import (
     shared_weights,
     spec_of,
 )
+from helpers.generation import generate_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -32,7 +33,7 @@ from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, T
 from gptkit.architectures import architecture_of
 from gptkit.errors import GptkitError, UsageError
 from gptkit.modules import Decoder
-from gptkit.modules.generate import Sampling, generate, generate_ids
+from gptkit.modules.generate import Sampling, generate
 
 SHARED = Path(__file__).parents[2].parent / "shared"
 STORIES = SHARED / "checkpoints" / "stories260K-llama"

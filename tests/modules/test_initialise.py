@@ -10,6 +10,7 @@ import torch
 from helpers.command import call
 from helpers.covering import few
 from helpers.families import CONFIGS, spec_of
+from helpers.generation import generate_ids
 from helpers.hubserver import Hub
 from helpers.trees import TREES
 from typer.testing import Result
@@ -21,7 +22,6 @@ from gptkit.converter.publish import check_manifest
 from gptkit.converter.tree import write_spec
 from gptkit.errors import CheckpointError, GptkitError, UsageError
 from gptkit.modules import Decoder, initialise
-from gptkit.modules.generate import generate_ids
 from gptkit.modules.initialise import DEVIATION, finite_logits, initialised, write_random
 
 SPECS: dict[str, ModelSpec] = {**{name: spec_of(config) for name, config in CONFIGS.items()}, **TREES}

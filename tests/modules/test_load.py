@@ -8,12 +8,12 @@ import pytest
 import torch
 from helpers.covering import covered
 from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, save_hf
+from helpers.generation import generate_ids
 from torch import Tensor, nn
 
 import gptkit
 from gptkit.architectures import ARCHITECTURES
 from gptkit.errors import UsageError
-from gptkit.modules.generate import generate_ids
 from gptkit.modules.load import as_torch, build, load_checkpoint, torch_dtype
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4]])

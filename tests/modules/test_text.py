@@ -10,13 +10,14 @@ import torch
 from helpers.command import call
 from helpers.covering import covered
 from helpers.families import CONFIGS, save_hf
+from helpers.generation import generate_ids
 
 import gptkit
 from gptkit.converter.resolve import SAMPLES
 from gptkit.converter.tokenizer import load_tokenizer
 from gptkit.errors import UsageError
 from gptkit.modules import Decoder
-from gptkit.modules.generate import Sampling, generate_ids
+from gptkit.modules.generate import Sampling
 from gptkit.modules.text import generate
 
 PROMPT = "ROMEO:\n"

@@ -18,8 +18,10 @@ from gptkit.architectures.presets import find
 from gptkit.components import ModelSpec
 from gptkit.errors import UsageError
 from gptkit.report import pages
-from gptkit.report.charts import DASHES, bars, cache_chart, held, short, treemap
+from gptkit.report.charts import DASHES, bars, cache_chart
 from gptkit.report.pages import Figure
+from gptkit.report.plots import held, short
+from gptkit.report.treemap import treemap
 
 pytest.importorskip("plotly", reason='the pages need pip install "gptkit[html]"')
 

@@ -20,11 +20,12 @@ from gptkit.architectures.presets import presets
 from gptkit.components import ModelSpec
 from gptkit.report import diagram, drawing
 from gptkit.report.diagram import block_diagram, text_width, title_lines
-from gptkit.report.drawing import PathDrawing, path_lines
+from gptkit.report.drawing import path_lines
 from gptkit.report.graph import Structure
 from gptkit.report.placement import Box, Metrics, Placement, Wire, folded, place
+from gptkit.report.sheets import Drawing
 from gptkit.report.structure import structure
-from gptkit.report.tree import TreeDrawing, tree_lines, tree_rows
+from gptkit.report.tree import tree_drawing, tree_lines, tree_rows
 
 ALL: dict[str, ModelSpec] = {**{name: spec_of(config) for name, config in CONFIGS.items()}, **TREES}
 SOME = (
@@ -212,7 +213,9 @@ def test_drawings_fit_the_terminal_with_every_part_and_number(name: str, width: 
     spec = preset(name)
     graph = structure(spec)
     for encoding in ("utf-8", "ascii"):
-        text = shown(PathDrawing(graph, graph.kinds[0]), width, encoding)
+        text = shown(
+            Drawing(lambda page: path_lines(graph, graph.kinds[0], page.width, page.ascii_only)), width, encoding
+        )
         assert max(map(cell_len, text.splitlines())) <= width
         together = text.replace("\n", " ")
         for node in graph.path(graph.kinds[0]):
@@ -221,7 +224,7 @@ def test_drawings_fit_the_terminal_with_every_part_and_number(name: str, width: 
                     assert f"{size:,}" in together, node.id
         for part in ("attention_norm", "q_proj", "k_proj", "v_proj", "o_proj", "softmax", "final_norm", "head"):
             assert all(piece in together for piece in re.findall("[^_]*_|[^_]+$", part)), part
-        tree = shown(TreeDrawing(graph), width, encoding)
+        tree = shown(tree_drawing(graph), width, encoding)
         figures = [row.number for row in tree_rows(graph)] + [count(spec).total]
         assert max(map(cell_len, tree.splitlines())) <= max(width, 24)
         for number in figures:

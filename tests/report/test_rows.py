@@ -9,8 +9,7 @@ import pytest
 
 from gptkit.analysis.figures import Asked
 from gptkit.analysis.params import ModelCount, params
-from gptkit.report.rows import Row, count_rows, model_rows, write_csv
-from gptkit.report.tables import By
+from gptkit.report.rows import By, Row, count_rows, model_rows, write_csv
 
 
 def read(rows: list[Row]) -> list[dict[str, str]]:

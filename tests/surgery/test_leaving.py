@@ -12,6 +12,7 @@ import transformers
 from helpers.covering import few
 from helpers.exactness import saved
 from helpers.families import CONFIGS, spec_of
+from helpers.generation import generate_ids
 
 import gptkit
 from gptkit.architectures import ARCHITECTURES, named
@@ -19,7 +20,6 @@ from gptkit.architectures.obstacles import Obstacle, by_layers, express
 from gptkit.converter.publish import check_manifest
 from gptkit.converter.resolve import SAMPLES_DIR
 from gptkit.errors import CannotExpress, GptkitError, UnknownFamily
-from gptkit.modules.generate import generate_ids
 from gptkit.parity.probe import probe
 from gptkit.surgery import family, guarantee
 from gptkit.surgery import remedies as ways
