@@ -82,11 +82,13 @@ class Component(
     label: the row of a parameter table under which its parameters are counted; None where it has none.
     rounds: the fields that say how it rounds, and nothing of what function it is.
     rows: the letter of its tables' rows, where it has tables (see `letters`).
+    computed_in: the module that has to be imported for what computes it, by its full name; a plugin's kinds say it.
     """
 
     label: ClassVar[str | None] = None
     rounds: ClassVar[tuple[str, ...]] = ()
     rows: ClassVar[str] = ""
+    computed_in: ClassVar[str] = ""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, TypeVar
 
 from torch import nn
@@ -31,6 +32,8 @@ def computes(kind: type[Component]) -> Callable[[Made], Made]:
 
 def module_of(node: Component) -> Any:
     """The class that computes a component; raises MissingComponent where there is none for its kind."""
+    if type(node) not in MODULES and node.computed_in:
+        import_module(node.computed_in)
     found = MODULES.get(type(node))
     if found is None:
         raise MissingComponent(f"there is no module that computes a {type(node).__name__}")
