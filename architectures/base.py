@@ -138,8 +138,8 @@ class Architecture:
     token_ids: what transformers' config class takes for `TOKEN_IDS` that config.json does not state, None where absent.
     reference: transformers' attention paths that compute this family rightly, all unless `reference_quirk` says why.
     model: what computes the family where transformers has no class of it, as "package.module:callable": of config.json
-        and the attention path a torch module whose parameters have the checkpoint's names, whose `forward` takes
-        `input_ids` and `attention_mask`, and returns what has `logits`.
+        and the attention path a torch module whose parameters have the checkpoint's names and are each used by the
+        module that has it alone, whose `forward` takes `input_ids` and `attention_mask`, and returns what has `logits`.
     irrelevant, refused: config fields beside the common ones; see ConfigReader.
     """
 

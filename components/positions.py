@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -11,6 +11,7 @@ from .base import Component, Open, Positive, Size, Turns, Weight
 
 __all__ = [
     "ALiBi",
+    "Biasing",
     "DynamicScaling",
     "LearnedPositions",
     "LinearScaling",
@@ -20,6 +21,7 @@ __all__ = [
     "ProportionalScaling",
     "RopeScaling",
     "Rotary",
+    "Turning",
     "YarnScaling",
 ]
 
@@ -97,12 +99,34 @@ class Position(Open, frozen=True):
     __slots__ = ()
 
 
-class Rotary(Position, Component, frozen=True):
+class Turning(Position, frozen=True):
+    """Positions that turn the first `dim` elements of every query and key; title: what a drawing calls that."""
+
+    __slots__ = ()
+    title: ClassVar[str]
+    dim: int
+
+
+class Biasing(Position, frozen=True):
+    """Positions that add to the scores, of each head and key; title and formula: what a drawing says of it.
+
+    scaled: the bias is multiplied by the attention scale together with q·k, or stands outside it.
+    """
+
+    __slots__ = ()
+    title: ClassVar[str]
+    formula: ClassVar[str]
+    scaled: bool
+
+
+class Rotary(Turning, Component, frozen=True):
     """Rotary positions (Su et al. 2104.09864) on the first `dim` elements of a head.
 
     `pairs`: which elements turn together, i and i + dim/2 (GPT-NeoX, llama) or 2i and 2i + 1 (the paper, GPT-J). The
     frequencies are the same.
     """
+
+    title = "RoPE"
 
     dim: Size
     base: Positive
@@ -125,13 +149,15 @@ class Rotary(Position, Component, frozen=True):
                     raise ConfigError(f"longrope {name} has {length} values, the rotary needs {self.dim // 2}")
 
 
-class ALiBi(Position, Component, frozen=True):
+class ALiBi(Biasing, Component, frozen=True):
     """A bias of slope(head) · position of the key (Press et al. 2108.12409).
 
     `scaled`: the bias is multiplied by the attention scale together with q·k (Falcon), or stands outside it (BLOOM).
     `rounding`: the dtype in which slopes and products are rounded before they join the scores.
     """
 
+    title = "ALiBi"
+    formula = "slope(head) · s"
     rounds = ("rounding",)
 
     scaled: bool = False

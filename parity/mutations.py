@@ -37,7 +37,8 @@ from ..components import (
     function_of,
 )
 from ..modules.attention import AttentionModule, Turn
-from ..modules.positions import RotaryTables, alibi_slopes, apply_rotary
+from ..modules.positions import RotaryTables, RotaryTurn, alibi_slopes, apply_rotary
+from ..modules.registry import computes
 
 __all__ = ["MUTATIONS", "Mutant", "Mutation", "Weights", "applicable", "make_in_code", "of_ports"]
 
@@ -392,6 +393,7 @@ class MistakenRotary(Rotary, frozen=True, kw_only=True):
 
 
 del KINDS[MistakenRotary.__name__]  # no file says it
+computes(MistakenRotary)(RotaryTurn)
 
 
 def _in_code(turn: Literal["queries", "keys", "added"]) -> Callable[[ModelSpec, Weights], Mutant | None]:

@@ -94,13 +94,11 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
 
     config = json.loads((folder / "config.json").read_text("utf-8"))
     if (own := own_reference(config, dtype, attention)) is not None:
-        stored = {
-            name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()
-        }
-        try:
-            own.load_state_dict({name: value.to(dtype) for name, value in stored.items()})
-        except RuntimeError as error:
-            raise CheckpointError(f"the family's own model does not fit {folder.name}: {error}") from error
+        stored = {name: each for file in sorted(folder.glob("*.safetensors")) for name, each in load_file(file).items()}
+        unexpected = own.load_state_dict(stored, strict=False).unexpected_keys
+        missing = [name for name, _ in own.named_parameters() if name not in stored]  # a tied one has one name here
+        if missing or unexpected:
+            raise CheckpointError(f"the family's own model and {folder.name} differ in {(missing + unexpected)[:5]}")
         return own.eval()
     try:
         with quiet():

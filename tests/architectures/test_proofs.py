@@ -277,7 +277,7 @@ def test_the_config_that_is_written_computes_the_same(variant):
     before = randomised_reference(variant.config, torch.float32, attention)
     after = randomised_reference(architecture.config_for(spec), torch.float32, attention)
     after.load_state_dict(before.state_dict())
-    ids = next(probes(200, 1, ())).input_ids
+    ids = next(probes(200, 1, (), VOCAB)).input_ids
     with torch.inference_mode():
         assert torch.equal(before(input_ids=ids).logits, after(input_ids=ids).logits)
 

@@ -58,7 +58,7 @@ class Attention(nn.Module):
         if real is not None:
             allowed = allowed & real[:, None, None, :]
         mask = torch.where(allowed, torch.zeros((), dtype=x.dtype), torch.finfo(x.dtype).min)
-        scores = q @ k.transpose(-1, -2).contiguous() * dim**-0.5 + mask
+        scores = q @ k.contiguous().transpose(-1, -2) * dim**-0.5 + mask
         mixed = F.softmax(scores, dim=-1, dtype=wide).to(x.dtype) @ v.contiguous()
         return self.o(mixed.transpose(1, 2).reshape(batch, steps, hidden))
 
@@ -118,15 +118,16 @@ class Tidal(nn.Module):
         self.embed = nn.Embedding(vocab, hidden)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config["num_hidden_layers"]))
         self.norm = ScaleNorm(config["norm_eps"])
-        self.lm_head = None if config["tie_word_embeddings"] else nn.Linear(hidden, vocab, bias=False)
+        self.lm_head = nn.Linear(hidden, vocab, bias=False)
+        if config["tie_word_embeddings"]:
+            self.lm_head.weight = self.embed.weight
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Output:
         real = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
         x = self.embed(input_ids)
         for layer in self.layers:
             x = layer(x, real)
-        x = self.norm(x)
-        return Output(F.linear(x, self.embed.weight if self.lm_head is None else self.lm_head.weight))
+        return Output(self.lm_head(self.norm(x)))
 
 
 def build(config: Mapping[str, Any], attention: str) -> Tidal:
