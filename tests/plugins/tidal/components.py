@@ -6,12 +6,12 @@ from typing import Self
 
 import msgspec
 
-from gptkit.components import Component, Mixer, Norm
+from gptkit.components import Biasing, Component, Mixer, Norm
 from gptkit.components.base import Positive, Size, Weight, divided
 from gptkit.components.norms import Gain
 from gptkit.components.operations import Activation, Program, Scan, Sizes, linear
 
-__all__ = ["GatedRecurrence", "ScaleNorm"]
+__all__ = ["GatedRecurrence", "OneSlope", "ScaleNorm"]
 
 
 class ScaleNorm(Norm, Component, frozen=True):
@@ -64,3 +64,14 @@ class GatedRecurrence(Mixer, Component, frozen=True):
         words = {"title": "gated recurrence", "formula": "h ← a ⊙ h + (1 − a) ⊙ u"}
         scan = Scan(f"{path}.state", (opened.id, value.id), inner, "recurrence", state=(self.width,), **words)
         return (gate, opened, value, scan, linear(self, "out_proj", path, scan.id, shape, "recurrence"))
+
+
+class OneSlope(Biasing, Component, frozen=True):
+    """A bias of slope · position of the key, the same slope for every head."""
+
+    title = "one slope"
+    formula = "slope · s"
+    computed_in = "tidal.modules"
+
+    slope: Positive
+    scaled: bool = True

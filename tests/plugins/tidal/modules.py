@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from gptkit.modules.registry import computes
 
-from .components import GatedRecurrence, ScaleNorm
+from .components import GatedRecurrence, OneSlope, ScaleNorm
 
-__all__ = ["GatedRecurrenceModule", "ScaleNormModule", "State"]
+__all__ = ["GatedRecurrenceModule", "OneSlopeBias", "ScaleNormModule", "State"]
 
 
 @computes(ScaleNorm)
@@ -63,3 +63,14 @@ class GatedRecurrenceModule(nn.Module):
             cache.h = h
         out: Tensor = self.out_proj(torch.stack(states, dim=1))
         return out
+
+
+@computes(OneSlope)
+class OneSlopeBias:
+    """The bias of scores."""
+
+    @staticmethod
+    def bias(spec: OneSlope, heads: int, key_mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """(B, heads, 1, S); the position counts real tokens."""
+        positions = (key_mask.cumsum(dim=-1) - 1) * key_mask  # (B, S)
+        return (spec.slope * positions)[:, None, None, :].expand(-1, heads, -1, -1).to(dtype)
