@@ -24,4 +24,4 @@ def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
     """Its tree, where it comes from, and the fields that nobody knows."""
     config = json.loads(path.read_text())
     spec, unknown = TIDAL.spec_and_unknown(config)
-    return spec, Origin(family="tidal", config={"model_type": "tidal", **config}), unknown
+    return spec, Origin("tidal", json.dumps({"model_type": "tidal", **config})), unknown
