@@ -23,6 +23,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .display import Shown
+from .plugins import load as load_plugins
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ Shown._repr_html_ = _table
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
+        load_plugins()
         return getattr(importlib.import_module(_HOMES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -22,19 +22,35 @@ from .obstacles import first_of
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
 
-__all__ = ["ARCHITECTURES", "Architecture", "BoundLeaf", "Leaf", "architecture_of", "expressed", "named"]
+__all__ = ["ARCHITECTURES", "Architecture", "BoundLeaf", "Leaf", "architecture_of", "expressed", "named", "register"]
 
-ARCHITECTURES: dict[str, Architecture] = {
-    architecture.name: architecture for architecture in (GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, BLOOM, FALCON)
-}
+ARCHITECTURES: dict[str, Architecture] = {}
+"""The families by name, those of plugins included."""
+BY_MODEL_TYPE: dict[str, Architecture] = {}
+
+
+def register(family: Architecture) -> None:
+    """Make a family known.
+
+    Raises:
+        ConfigError: another has its name, or one of its model types.
+
+    """
+    taken = [kind for kind in (family.name, *family.model_types) if kind in {*ARCHITECTURES, *BY_MODEL_TYPE}]
+    if taken:
+        raise ConfigError(f"there is a family {taken[0]} already")
+    ARCHITECTURES[family.name] = family
+    BY_MODEL_TYPE.update(dict.fromkeys(family.model_types, family))
+
+
+for _family in (GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, BLOOM, FALCON):
+    register(_family)
 
 NEAR = 0.75
 """How alike a model_type must be to a known one to be taken for a typo of it: mamba and llama are at 0.6."""
 
 LISTS = ("auto_mappings.py", "configuration_auto.py")
 """transformers' files that name its model types, in releases from 5 on and before."""
-
-BY_MODEL_TYPE = {kind: architecture for architecture in ARCHITECTURES.values() for kind in architecture.model_types}
 
 
 def named(name: str) -> Architecture:

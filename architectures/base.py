@@ -92,8 +92,9 @@ class Stacked:
     def bound(self, spec: ModelSpec) -> Iterator[tuple[str, list[list[str]]]]:
         """Of each layer that has experts: the parameter, and the names of its parts, those of an expert together."""
         for layer, block in enumerate(spec.blocks):
-            if isinstance(block.feed_forward, MixtureOfExperts):
-                experts = range(block.feed_forward.experts if self.of_experts else 1)
+            mixture = block.mixer("feed_forward")
+            if isinstance(mixture, MixtureOfExperts):
+                experts = range(mixture.experts if self.of_experts else 1)
                 names = [[each.format(layer=layer, expert=expert) for each in self.checkpoint] for expert in experts]
                 yield self.parameter.format(layer=layer), names
 
@@ -136,6 +137,9 @@ class Architecture:
     stacked: what transformers' modules hold otherwise than their checkpoints.
     token_ids: what transformers' config class takes for `TOKEN_IDS` that config.json does not state, None where absent.
     reference: transformers' attention paths that compute this family rightly, all unless `reference_quirk` says why.
+    model: what computes the family where transformers has no class of it, as "package.module:callable": of config.json
+        and the attention path a torch module whose parameters have the checkpoint's names and are each used by the
+        module that has it alone, whose `forward` takes `input_ids` and `attention_mask`, and returns what has `logits`.
     irrelevant, refused: config fields beside the common ones; see ConfigReader.
     """
 
@@ -162,6 +166,7 @@ class Architecture:
     refused: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
     reference: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ("sdpa", "eager")
     reference_quirk: str = ""
+    model: str = ""
 
     # --- config.json <-> tree ---
 
@@ -185,7 +190,7 @@ class Architecture:
         for each in dict.fromkeys((whole, reader)):
             each.refuse({**COMMON_REFUSED, **self.refused})
         spec = self.read(reader)
-        reader.refuse_other_windows([block.attention.window for block in spec.blocks])
+        reader.refuse_other_windows([getattr(block.mixer("attention"), "window", None) for block in spec.blocks])
         return spec, whole.unknown({**COMMON_IRRELEVANT, **self.irrelevant})
 
     def assumed(self, config: Mapping[str, Any]) -> dict[str, int]:
@@ -326,25 +331,20 @@ def _bound(owner: str, leaves: Sequence[Leaf], spec: ModelSpec, shapes: Mapping[
             yield from _bind_one(owner, leaf, {}, shapes, ends)
 
 
-HEAD_AXES = ("heads", "kv_heads", "group", "head_dim")
-LATENT_AXES = ("kv_rank", "nope_dim", "value_dim", "rope_heads", "rope_dim", "query_dim")
-"""What layouts may call the sizes of an attention, as its record does; `half` is that of a head."""
+MADE_AXES = ("group", "query_dim", "rope_dim", "experts", "intermediate_size")
+"""What layouts may call sizes that some records have as properties; `half` is that of a head."""
 
 
 def _sizes(spec: ModelSpec, block: Block) -> dict[str, int]:
-    """The axes of layouts in a block."""
-    found = {
-        name: getattr(block.attention, name) for name in (*HEAD_AXES, *LATENT_AXES) if hasattr(block.attention, name)
-    }
+    """The axes of layouts in a block: the sizes of its mixers, by the names of their fields."""
+    found = {"experts": 0, "two": 2}
+    for sublayer in block.sublayers:
+        for name in (*sublayer.mixer.__struct_fields__, *MADE_AXES):
+            size = getattr(sublayer.mixer, name, None)
+            if type(size) is int:
+                found[name.removesuffix("_size")] = size
     found |= {"half": found["head_dim"] // 2} if "head_dim" in found else {}
-    experts = getattr(block.feed_forward, "experts", 0)
-    return {
-        **found,
-        "hidden": spec.hidden_size,
-        "intermediate": block.feed_forward.intermediate_size,
-        "experts": experts,
-        "two": 2,
-    }
+    return found | {"hidden": spec.hidden_size}
 
 
 def _bind_one(

@@ -43,7 +43,7 @@ def gguf_types(spec: ModelSpec, family: str, kind: str) -> list[tuple[Parameter,
 
     """
     name = next((each.name for each in GGUF.values() if family in each.written), "llama" if family == "mixtral" else "")
-    latent = any(isinstance(block.attention, LatentAttention) for block in spec.blocks)
+    latent = any(isinstance(node, LatentAttention) for node in spec.components())
     if not name or latent:
         what = "latent attention" if latent else family or "a tree of no family"
         raise CannotExpress(

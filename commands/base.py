@@ -17,6 +17,7 @@ import typer
 import typer.core
 
 from ..errors import Elsewhere, GptkitError, UsageError
+from ..plugins import load as load_plugins
 from ..process import INTERRUPTED, TERMINATED, Terminated
 from ..terminal import complain, fail, give_up_stdout
 from ..version import __version__
@@ -257,11 +258,15 @@ def version(value: bool) -> None:
 
 @app.callback()
 def root(
-    show_version: Annotated[
+    show_version: Annotated[  # noqa: ARG001 - its callback answers
         bool, option("--version", "Show the version and exit.", callback=version, is_eager=True)
     ] = False,
+    plugin: Annotated[
+        list[str] | None, option("--plugin MODULE", "Import this module, which registers components, families, …")
+    ] = None,
 ) -> None:
-    """The group itself does nothing."""
+    """The group itself imports plugins, and does nothing else."""
+    load_plugins(plugin or ())
 
 
 UNITS = {"": 1, "B": 1} | {

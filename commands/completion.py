@@ -77,10 +77,10 @@ def forms(metavar: str) -> tuple[str, ...]:
 def complete_target(incomplete: str) -> list[str]:
     """What `--to` takes."""
     from ..architectures import ARCHITECTURES
-    from ..converter.targets import TARGETS
+    from ..converter.targets import targets
 
     families = [f"hf:{family}" for family in ARCHITECTURES]
-    return one_of((*(target for target in TARGETS if target != "hf:FAMILY"), *families))(incomplete)
+    return one_of((*(target for target in targets() if target != "hf:FAMILY"), *families))(incomplete)
 
 
 @contextmanager

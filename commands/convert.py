@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..converter.targets import TARGETS
+from ..converter.targets import targets
 from ..errors import GptkitError, UsageError
 from ..terminal import answer, console, progress_bar, say
 from .base import Force, ForWeights, Json, ModelArgument, Quiet, app, examples, guarded, option, parse_size
@@ -128,7 +128,7 @@ def convert(
         str,
         option(
             "FORMAT",
-            f"The format to write: one of {', '.join(TARGETS)}; local is gptkit's own.",
+            f"The format to write: one of {', '.join(targets())}; local is gptkit's own.",
             complete=complete_target,
         ),
     ] = "local",

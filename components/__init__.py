@@ -25,6 +25,7 @@ from .model import ModelSpec, differences, without_rounding
 from .norms import Gain, LayerNorm, Norm, RMSNorm
 from .positions import (
     ALiBi,
+    Biasing,
     DynamicScaling,
     LearnedPositions,
     LinearScaling,
@@ -34,6 +35,7 @@ from .positions import (
     ProportionalScaling,
     RopeScaling,
     Rotary,
+    Turning,
     YarnScaling,
 )
 from .serialise import SCHEMA_VERSION, from_json, to_json
@@ -46,6 +48,7 @@ __all__ = [
     "Activation",
     "Arithmetic",
     "Attention",
+    "Biasing",
     "Block",
     "Component",
     "DynamicScaling",
@@ -74,6 +77,7 @@ __all__ = [
     "Rotary",
     "Shape",
     "SubLayer",
+    "Turning",
     "Weight",
     "YarnScaling",
     "differences",

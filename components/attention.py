@@ -11,7 +11,7 @@ from ..errors import ConfigError, UsageError
 from .base import Arithmetic, Component, Mixer, Scale, Size, Weight, bias, divided
 from .norms import Norm, inside
 from .operations import AnyOperation, Cache, Program, Rotate, Sizes, attend, linear, out_of
-from .positions import ALL_OF_IT, ALiBi, Position, Rotary
+from .positions import ALL_OF_IT, Biasing, Position, Turning
 from .words import NOT_THERE, Words
 
 __all__ = ["Attention"]
@@ -54,14 +54,16 @@ class Attention(Mixer, Component, frozen=True):
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise ConfigError(f"{self.heads} query heads cannot be shared out over {self.kv_heads} key-value heads")
-        if isinstance(self.position, Rotary) and self.position.dim > self.head_dim:
+        if isinstance(self.position, Turning) and self.position.dim > self.head_dim:
             raise ConfigError(f"rotary dimension {self.position.dim} exceeds the head dimension {self.head_dim}")
-        if isinstance(self.position, ALiBi) and self.scores == "float32":
-            raise ConfigError("scores with an ALiBi bias are computed in the dtype of their input, not in float32")
+        if isinstance(self.position, Biasing) and self.scores == "float32":
+            raise ConfigError(
+                "scores with a bias of positions are computed in the dtype of their input, not in float32"
+            )
         if self.kv_expansion == "broadcast" and self.group > 1:
             if self.kv_heads > 1:
                 raise ConfigError(f"kv_expansion broadcast is of one key-value head, not of {self.kv_heads}")
-            if self.scores == "float32" or (isinstance(self.position, ALiBi) and not self.position.scaled):
+            if self.scores == "float32" or (isinstance(self.position, Biasing) and not self.position.scaled):
                 raise ConfigError("kv_expansion broadcast has no product with the scale, or a bias, inside it")
         for norm in (self.q_norm, self.k_norm):
             if norm is not None and norm.size != self.head_dim:
@@ -92,7 +94,7 @@ class Attention(Mixer, Component, frozen=True):
         told = f"{self.heads} heads" if kind == "MHA" else f"{self.heads} q, {self.kv_heads} kv"
         scale = scale_words(self.scale, self.head_dim)
         on = ALL_OF_IT
-        if isinstance(self.position, Rotary) and self.position.dim != self.head_dim:
+        if isinstance(self.position, Turning) and self.position.dim != self.head_dim:
             dim = self.position.dim
             on = Words(f" on {dim} dims", dim, f", on {dim} of {self.head_dim} dimensions")
         norms = {"q": self.q_norm, "k": self.k_norm}
@@ -146,7 +148,7 @@ class Attention(Mixer, Component, frozen=True):
             if norm is not None:
                 normed = out_of(row, norm.operations(f"{path}.{part}_norm", found[-1].id, inner))
                 found += (msgspec.structs.replace(each, held=f"{path}.k_rotated") for each in normed)
-            if isinstance(self.position, Rotary) and part != "v":
+            if isinstance(self.position, Turning) and part != "v":
                 found.append(Rotate(f"{path}.{part}_rotated", (found[-1].id,), inner, row, rotary=self.position))
             if part == "q":
                 found[-1] = msgspec.structs.replace(found[-1], held=end)

@@ -85,6 +85,7 @@ class Component(
     rows: the letter of its tables' rows, where it has tables (see `letters`).
     tells: the fields that its `words` tell under another name than their own.
     given: those that need no words of their own, as how wide the stream is.
+    computed_in: the module that has to be imported for what computes it, by its full name; a plugin's kinds say it.
     """
 
     label: ClassVar[str | None] = None
@@ -92,6 +93,7 @@ class Component(
     rows: ClassVar[str] = ""
     tells: ClassVar[tuple[str, ...]] = ()
     given: ClassVar[tuple[str, ...]] = ()
+    computed_in: ClassVar[str] = ""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

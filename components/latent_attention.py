@@ -12,7 +12,7 @@ from .attention import plain_scale, scale_words, shared_words
 from .base import Arithmetic, Component, Mixer, Scale, Size, Weight, bias, divided
 from .norms import Norm, inside
 from .operations import AnyOperation, Cache, Concat, Program, Rotate, Sizes, attend, linear, out_of
-from .positions import ALL_OF_IT, Position, Rotary
+from .positions import ALL_OF_IT, Position, Turning
 from .words import Words
 
 __all__ = ["LatentAttention"]
@@ -53,7 +53,7 @@ class LatentAttention(Mixer, Component, frozen=True):
     arithmetic: Arithmetic = "linear"
 
     def __post_init__(self) -> None:
-        if isinstance(self.position, Rotary) != (self.rope_heads > 0):
+        if isinstance(self.position, Turning) != (self.rope_heads > 0):
             raise ConfigError(f"{self.rope_heads} rotary keys with positions {type(self.position).__name__}")
         if not self.query_dim:
             raise ConfigError("a query of latent attention needs elements: nope_dim is 0 and there is no rotary key")
@@ -63,7 +63,7 @@ class LatentAttention(Mixer, Component, frozen=True):
     @property
     def rope_dim(self) -> int:
         """Rotated elements of a query head, or of the shared keys together: rope_heads · position.dim."""
-        return self.rope_heads * self.position.dim if isinstance(self.position, Rotary) else 0
+        return self.rope_heads * self.position.dim if isinstance(self.position, Turning) else 0
 
     @property
     def query_dim(self) -> int:
@@ -94,7 +94,7 @@ class LatentAttention(Mixer, Component, frozen=True):
         scale = scale_words(self.scale, self.query_dim)
         keys = f", {self.rope_heads} rope keys" if self.rope_heads > 1 else ""
         on = ALL_OF_IT
-        if isinstance(self.position, Rotary):
+        if isinstance(self.position, Turning):
             turned = f"{self.rope_heads} {'key' if self.rope_heads == 1 else 'keys'} of {self.position.dim} dimensions"
             on = Words("", None, f", on {turned} for all heads")
         data = {"kind": "MLA", "heads": self.heads, "kv_rank": self.kv_rank, "rope_heads": self.rope_heads}
@@ -140,7 +140,7 @@ class LatentAttention(Mixer, Component, frozen=True):
             found.append(linear(self, name, path, source, inner, row, held, window=window))
             return found[-1].id
 
-        def rotate(name: str, rotary: Rotary, start: int, parts: int, held: str = "") -> str:
+        def rotate(name: str, rotary: Turning, start: int, parts: int, held: str = "") -> str:
             fields: dict[str, Any] = {"rotary": rotary, "start": start, "parts": parts, "held": held}
             found.append(Rotate(f"{path}.{name}", (found[-1].id,), found[-1].shape, row, **fields))
             return found[-1].id
@@ -151,7 +151,7 @@ class LatentAttention(Mixer, Component, frozen=True):
 
         whole: Sizes = ("B", "T", heads, self.query_dim)
         q = project("q_proj", source, whole, "" if self.rope_dim else end)
-        if isinstance(self.position, Rotary):
+        if isinstance(self.position, Turning):
             q = rotate("q_rotated", self.position, self.nope_dim, self.rope_heads, end)
             project("k_rope_proj", source, ("B", "T", self.rope_heads, self.position.dim))
             rotate("k_rope_rotated", self.position, 0, 1)

@@ -78,6 +78,11 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
     def vocab_size(self) -> int:
         return self.embedding.vocab_size
 
+    def components(self) -> Iterator[Component]:
+        """Every component of the tree, those that can hold no parameters too, depth first."""
+        for _, root, top in self._roots():
+            yield from (node for _, node in walk(top, root))
+
     def nodes(self) -> Iterator[tuple[str, Component]]:
         """Every component that may hold parameters, depth first in the order of computation: (path, node)."""
         for _, root, top in self._roots():

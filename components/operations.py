@@ -19,7 +19,7 @@ import msgspec
 from ..errors import ConfigError
 from .activations import Activation as Function
 from .base import Arithmetic, Shape, Sizes
-from .positions import ALiBi, Rotary
+from .positions import Biasing, Turning
 
 if TYPE_CHECKING:
     from .base import Component
@@ -125,7 +125,7 @@ class Linear(Operation, frozen=True, kw_only=True):
 class Rotate(Operation, frozen=True, kw_only=True):
     """Rotary positions on `parts` parts of a head, one behind the other, the first from its element `start` on."""
 
-    rotary: Rotary
+    rotary: Turning
     start: int = 0
     parts: int = 1
 
@@ -173,7 +173,7 @@ class Scores(Operation, frozen=True, kw_only=True):
 class Alibi(Operation, frozen=True, kw_only=True):
     """Scores + slope(head) · position of the key, times the scores' scale where the bias is `scaled`."""
 
-    alibi: ALiBi
+    alibi: Biasing
     scale: float
 
 
@@ -310,7 +310,7 @@ def attend(
     seen: Sizes = ("B", heads, "T", "S")
     last = f"{path}.scores"
     yield Scores(last, (q, k), seen, "scores", window=window, **scores)
-    if isinstance(position, ALiBi):
+    if isinstance(position, Biasing):
         yield Alibi(f"{path}.alibi", (last,), seen, "scores", alibi=position, scale=scores["scale"])
         last = f"{path}.alibi"
     if cap is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -13,6 +13,7 @@ from .words import Words, plain_number
 
 __all__ = [
     "ALiBi",
+    "Biasing",
     "DynamicScaling",
     "LearnedPositions",
     "LinearScaling",
@@ -22,6 +23,7 @@ __all__ = [
     "ProportionalScaling",
     "RopeScaling",
     "Rotary",
+    "Turning",
     "YarnScaling",
 ]
 
@@ -142,13 +144,34 @@ class Position(Open, frozen=True):
         return self.aspects()
 
 
-class Rotary(Position, Component, frozen=True):
+class Turning(Position, frozen=True):
+    """Positions that turn the first `dim` elements of every query and key; title: what a drawing calls that."""
+
+    __slots__ = ()
+    title: ClassVar[str]
+    dim: int
+
+
+class Biasing(Position, frozen=True):
+    """Positions that add to the scores, of each head and key; title and formula: what a drawing says of it.
+
+    scaled: the bias is multiplied by the attention scale together with q·k, or stands outside it.
+    """
+
+    __slots__ = ()
+    title: ClassVar[str]
+    formula: ClassVar[str]
+    scaled: bool
+
+
+class Rotary(Turning, Component, frozen=True):
     """Rotary positions (Su et al. 2104.09864) on the first `dim` elements of a head.
 
     `pairs`: which elements turn together, i and i + dim/2 (GPT-NeoX, llama) or 2i and 2i + 1 (the paper, GPT-J). The
     frequencies are the same.
     """
 
+    title = "RoPE"
     tells = ("dim", "scaling", "pairs")
 
     dim: Size
@@ -184,13 +207,15 @@ class Rotary(Position, Component, frozen=True):
         return self.whole(self.words(on))
 
 
-class ALiBi(Position, Component, frozen=True):
+class ALiBi(Biasing, Component, frozen=True):
     """A bias of slope(head) · position of the key (Press et al. 2108.12409).
 
     `scaled`: the bias is multiplied by the attention scale together with q·k (Falcon), or stands outside it (BLOOM).
     `rounding`: the dtype in which slopes and products are rounded before they join the scores.
     """
 
+    title = "ALiBi"
+    formula = "slope(head) · s"
     rounds = ("rounding",)
 
     scaled: bool = False

@@ -137,7 +137,7 @@ def _format(path: Path, names: frozenset[str] | None) -> tuple[str, Path]:
     own = LOCAL_CONFIG in names if names is not None else (folder / LOCAL_CONFIG).is_file()
     # The one kind of folder that has a config.json beside is torch's distributed one.
     described = names is not None and (own or CONFIG in names)
-    others = () if names is None and path.suffix == ".safetensors" else ("dcp",) if described else FORMATS
+    others = () if names is None and path.suffix == ".safetensors" else ("dcp",) if described else tuple(FORMATS)
     for name in others:
         finds = format_named(name).finds
         found = None if finds is None else finds(path, names)

@@ -10,16 +10,29 @@ from dataclasses import dataclass
 
 from ..errors import UsageError
 
-__all__ = ["FORMATS", "TARGETS", "Target", "target"]
+__all__ = ["FOLDERS", "FORMATS", "Target", "register", "target", "targets"]
 
-FORMATS = ("gguf", "llama2c", "llama2c_v1", "nanogpt", "nanogpt_tanh", "dcp")
-"""The modules of `formats`."""
+FORMATS = {
+    name: f"gptkit.converter.formats.{name}"
+    for name in ("gguf", "llama2c", "llama2c_v1", "nanogpt", "nanogpt_tanh", "dcp")
+}
+"""The module of each format (see `formats.Format`), those of plugins included."""
+
+
+def register(format_: str, module: str) -> None:
+    """Make a format known, with the full name of its module; raises UsageError where there is one of its name."""
+    if format_ in FORMATS or format_ in ("local", "hf", "tree"):
+        raise UsageError(f"there is a format {format_} already")
+    FORMATS[format_] = module
+
 
 FOLDERS = ("local", "hf", "hf:FAMILY", "hf:auto")
 """gptkit's own format and Hugging Face files, which a tree is written as that is not in files yet."""
 
-TARGETS = (*FOLDERS, *FORMATS)
-"""Every value of `--to`."""
+
+def targets() -> tuple[str, ...]:
+    """Every value of `--to`."""
+    return (*FOLDERS, *FORMATS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +50,8 @@ class Target:
         return self.kind if self.family is None else f"{self.kind}:{self.family}"
 
 
-def target(to: str | Target, known: Sequence[str] = TARGETS) -> Target:
-    """What a word stands for, of those that are `known`; what is parsed already comes back as it is.
+def target(to: str | Target, known: Sequence[str] | None = None) -> Target:
+    """What a word stands for, of those that are `known`, or of all; what is parsed already comes back as it is.
 
     Raises:
         UsageError: it is none of them; UnknownFamily: "hf:" and a family that there is not.
@@ -48,6 +61,7 @@ def target(to: str | Target, known: Sequence[str] = TARGETS) -> Target:
         return to
     from ..architectures import ARCHITECTURES, named
 
+    known = targets() if known is None else known
     kind, _, family = to.partition(":")
     if kind == "hf" and family:
         return Target("hf", family if family == "auto" else named(family).name)

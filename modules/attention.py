@@ -9,23 +9,23 @@ paths do, and each follows its counterpart there to the bit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..components import ALiBi, Attention, LatentAttention, Rotary
+from ..components import Attention, Biasing, LatentAttention, Turning
 from .cache import LayerCache
 from .context import Context
 from .layers import FusedLinears, Linear
-from .positions import RotaryTables, apply_rotary
-from .registry import build_module, computes
+from .registry import build_module, computes, module_of
 
 __all__ = ["AttentionModule", "Kernel", "LatentAttentionModule", "Turn"]
 
 Kernel = Literal["sdpa", "eager"]
-Turn = Callable[[Tensor, Tensor, RotaryTables], tuple[Tensor, Tensor]]
+Turn = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
 """q (B, H, T, hd) and k (B, KV, T, hd) -> the same with positions applied."""
 
 
@@ -35,7 +35,7 @@ class Mixing:
     def __init__(self, spec: Attention, kernel: Kernel) -> None:
         self.spec = spec
         # An ALiBi bias outside the scale has no fused kernel that rounds like BLOOM's baddbmm (2.7 logits in bf16).
-        outside = isinstance(spec.position, ALiBi) and not spec.position.scaled
+        outside = isinstance(spec.position, Biasing) and not spec.position.scaled
         self.kernel: Kernel = "eager" if outside else kernel
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
@@ -60,8 +60,8 @@ class Mixing:
     def _scores(self, q: Tensor, k: Tensor, context: Context) -> Tensor:
         """q·kᵀ · scale, with the ALiBi bias inside the scale or outside it: (B, H, T, S)."""
         spec = self.spec
-        if isinstance(spec.position, ALiBi):
-            bias = context.alibi(spec.position, spec.heads, spec.window)  # (B, H, 1, S)
+        if isinstance(spec.position, Biasing):
+            bias = context.bias(spec.position, spec.heads, spec.window)  # (B, H, 1, S)
             return self._scaled(q @ k.transpose(-1, -2) + bias) if spec.position.scaled else self._product(q, k, bias)
         if spec.scores == "float32":
             wide = torch.promote_types(q.dtype, torch.float32)
@@ -84,8 +84,8 @@ class Mixing:
         spec, (batch, heads, steps, _) = self.spec, q.shape
         group = heads // k.shape[1]
         mask: Tensor | None
-        if isinstance(spec.position, ALiBi):
-            bias = self._scaled(context.alibi(spec.position, heads, spec.window))
+        if isinstance(spec.position, Biasing):
+            bias = self._scaled(context.bias(spec.position, heads, spec.window))
             allowed = context.allowed(spec.window)
             mask = bias if allowed is None else bias.masked_fill(~allowed, torch.finfo(q.dtype).min)
         else:
@@ -124,7 +124,7 @@ class AttentionModule(nn.Module):
         self.fused = FusedLinears(1 if spec.arithmetic == "conv1d" else spec.kv_heads) if spec.fused else None
         self.q_norm = build_module(spec.q_norm) if spec.q_norm else None
         self.k_norm = build_module(spec.k_norm) if spec.k_norm else None
-        self.turn: Turn = turned
+        self.turn: Turn = partial(turned, spec.position)
         """How positions turn q and k, for `parity.mutations` to do it wrongly."""
 
     @staticmethod
@@ -145,8 +145,8 @@ class AttentionModule(nn.Module):
         if spec.kv_expansion == "projection" and cache is None:
             k, v = k.repeat_interleave(spec.group, dim=2), v.repeat_interleave(spec.group, dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, hd)
-        if isinstance(spec.position, Rotary):
-            q, k = self.turn(q, k, context.rotary(spec.position))
+        if isinstance(spec.position, Turning):
+            q, k = self.turn(q, k, context.tables(spec.position))
         if cache is None:
             # As after a cache, which is what transformers' products run on by default: they sum in memory's order.
             k, v = k.contiguous(), v.contiguous()
@@ -193,12 +193,12 @@ class LatentAttentionModule(nn.Module):
         else:
             rope = _heads(self.k_rope_proj(x), spec.rope_heads)  # (B, R, T, dim)
         q = _heads(self.q_proj(x), heads)  # (B, H, T, nope + R·dim)
-        if isinstance(spec.position, Rotary):
-            tables = context.rotary(spec.position)
-            rope = apply_rotary(rope, tables)
+        if isinstance(spec.position, Turning):
+            tables, turn = context.tables(spec.position), module_of(spec.position).turn
+            rope = turn(rope, tables)
             turned = torch.unflatten(q[..., spec.nope_dim :], -1, (spec.rope_heads, -1))  # (B, H, T, R, dim)
             turned = turned.transpose(2, 3)
-            turned = torch.unflatten(apply_rotary(turned.flatten(1, 2), tables), 1, (heads, -1)).transpose(2, 3)
+            turned = torch.unflatten(turn(turned.flatten(1, 2), tables), 1, (heads, -1)).transpose(2, 3)
             q = torch.cat((q[..., : spec.nope_dim], turned.flatten(-2)), dim=-1)
         if cache is not None:
             rope, kept = cache.append(rope, latent[:, None])
@@ -210,9 +210,10 @@ class LatentAttentionModule(nn.Module):
         return out
 
 
-def turned(q: Tensor, k: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
-    """Both rotated, as they should be."""
-    return apply_rotary(q, tables), apply_rotary(k, tables)
+def turned(position: Turning, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
+    """Both turned, as they should be."""
+    turn = module_of(position).turn
+    return turn(q, tables), turn(k, tables)
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
@@ -228,7 +229,7 @@ def _of_every_head(spec: LatentAttention) -> Attention:
         kv_heads=spec.heads,
         head_dim=spec.query_dim,
         scale=spec.scale,
-        position=spec.position if isinstance(spec.position, ALiBi) else None,
+        position=spec.position if isinstance(spec.position, Biasing) else None,
         window=spec.window,
     )
 

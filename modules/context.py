@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..components import ALiBi, Rotary
-from .positions import RotaryTables, alibi_bias, rotary_tables
+from ..components import Biasing, Turning
+from .registry import module_of
 
 __all__ = ["Context"]
 
@@ -36,16 +38,16 @@ class Context:
         self.position_ids, self.dtype = position_ids, dtype
         self.padded = attention_mask is not None and not bool(attention_mask.all())
         self.attention_mask = attention_mask
-        self._rotary: dict[Rotary, RotaryTables] = {}
-        self._alibi: dict[tuple[ALiBi, int, int], Tensor] = {}
+        self._tables: dict[Turning, Any] = {}
+        self._biases: dict[tuple[Biasing, int, int], Tensor] = {}
         self._allowed: dict[int | None, Tensor] = {}
         self._additive: dict[int | None, Tensor] = {}
 
-    def rotary(self, spec: Rotary) -> RotaryTables:
-        """The tables, cos and sin, for the new tokens."""
-        if spec not in self._rotary:
-            self._rotary[spec] = rotary_tables(spec, self.position_ids, self.dtype)
-        return self._rotary[spec]
+    def tables(self, spec: Turning) -> Any:
+        """What positions turn the new tokens by: of rotary ones cos and sin."""
+        if spec not in self._tables:
+            self._tables[spec] = module_of(spec).tables(spec, self.position_ids, self.dtype)
+        return self._tables[spec]
 
     def first_key(self, window: int | None) -> int:
         """The position of the first key there: a windowed layer's cache forgets the ones before."""
@@ -55,17 +57,17 @@ class Context:
         """S, the number of keys a layer sees."""
         return self.past + self.steps - self.first_key(window)
 
-    def alibi(self, spec: ALiBi, heads: int, window: int | None) -> Tensor:
+    def bias(self, spec: Biasing, heads: int, window: int | None) -> Tensor:
         """The bias (B, heads, 1, S)."""
         first = self.first_key(window)
         key = (spec, heads, first)
-        if key not in self._alibi:
+        if key not in self._biases:
             mask = self.attention_mask
             if mask is None:
                 shape = (self.batch, self.past + self.steps)
                 mask = torch.ones(shape, dtype=torch.long, device=self.position_ids.device)
-            self._alibi[key] = alibi_bias(spec, heads, mask.long(), self.dtype)[..., first:]
-        return self._alibi[key]
+            self._biases[key] = module_of(spec).bias(spec, heads, mask.long(), self.dtype)[..., first:]
+        return self._biases[key]
 
     def _unmasked(self, window: int | None) -> bool:
         """Whether every new token may look at every key."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..components import Block, Embedding, Head, LearnedPositions, Mixer, ModelSpec, Norm, SubLayer
 from ..converter.outline import Outline
 from ..errors import UsageError
-from . import feed_forward, layers  # noqa: F401 - their modules register themselves
+from . import feed_forward, layers, positions  # noqa: F401 - their modules register themselves
 from .attention import Kernel
 from .cache import Cache
 from .context import Context

@@ -135,7 +135,7 @@ def generate(
 
 def rotary_context(spec: ModelSpec) -> int | None:
     """The tokens that a rotary model was made for, None where that is not known or its scaling grows with the text."""
-    rotaries = [each for block in spec.blocks if isinstance(each := block.attention.position, Rotary)]
+    rotaries = [each for each in spec.components() if isinstance(each, Rotary)]
     grows = any(isinstance(each.scaling, DynamicScaling) for each in rotaries)
     return spec.context_length if rotaries and not grows else None
 

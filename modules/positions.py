@@ -22,8 +22,18 @@ from ..components import (
     Rotary,
     YarnScaling,
 )
+from .registry import computes
 
-__all__ = ["RotaryTables", "alibi_bias", "alibi_slopes", "apply_rotary", "inverse_frequencies", "rotary_tables"]
+__all__ = [
+    "AlibiBias",
+    "RotaryTables",
+    "RotaryTurn",
+    "alibi_bias",
+    "alibi_slopes",
+    "apply_rotary",
+    "inverse_frequencies",
+    "rotary_tables",
+]
 
 
 class RotaryTables(NamedTuple):
@@ -119,6 +129,14 @@ def apply_rotary(x: Tensor, tables: RotaryTables) -> Tensor:
     return turned if dim == head_dim else torch.cat((turned, x[..., dim:]), dim=-1)
 
 
+@computes(Rotary)
+class RotaryTurn:
+    """What `Rotary` does: tables, made once for all layers of a pass, and how they turn queries and keys."""
+
+    tables = staticmethod(rotary_tables)
+    turn = staticmethod(apply_rotary)
+
+
 def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
     """One slope a head (heads,), fp32: 2^(-8i/n) for a power of two n, and the odd ones of 2n for the rest.
 
@@ -147,3 +165,10 @@ def alibi_bias(alibi: ALiBi, heads: int, key_mask: Tensor, dtype: torch.dtype) -
         slopes = slopes.bfloat16()
     positions = ((key_mask.cumsum(dim=-1) - 1) * key_mask)[:, None, :]  # (B, 1, S)
     return (slopes[..., None] * positions)[:, :, None, :].to(dtype)
+
+
+@computes(ALiBi)
+class AlibiBias:
+    """What `ALiBi` does: the bias of scores."""
+
+    bias = staticmethod(alibi_bias)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, TypeVar
-
-from torch import nn
 
 from ..components import Component
 from ..errors import MissingComponent
 
 __all__ = ["build_module", "computes", "module_of"]
 
-MODULES: dict[type[Component], type[nn.Module]] = {}
-Made = TypeVar("Made", bound=type[nn.Module])
+MODULES: dict[type[Component], type[Any]] = {}
+Made = TypeVar("Made", bound=type[Any])
 
 
 def computes(kind: type[Component]) -> Callable[[Made], Made]:
-    """Register the decorated class as what computes components of a kind; it is made of the record.
+    """Register the decorated class as what computes components of a kind.
 
-    Norms take the record alone, and x; mixers take the record and a kernel, and x, a `Context` and a cache.
+    A norm's and a mixer's is a module, which is made of the record: a norm of it alone, for x; a mixer of it and a
+    kernel, for x, a `Context` and a cache. What keeps something of earlier tokens has a static `cache(record)`.
+    Positions that turn have the static `tables(record, position_ids, dtype)` and `turn(x, tables)`, those that bias
+    `bias(record, heads, key_mask, dtype)`, (B, heads, 1, S).
     """
 
     def registered(module: Made) -> Made:
@@ -31,6 +33,8 @@ def computes(kind: type[Component]) -> Callable[[Made], Made]:
 
 def module_of(node: Component) -> Any:
     """The class that computes a component; raises MissingComponent where there is none for its kind."""
+    if type(node) not in MODULES and node.computed_in:
+        import_module(node.computed_in)
     found = MODULES.get(type(node))
     if found is None:
         raise MissingComponent(f"there is no module that computes a {type(node).__name__}")

@@ -145,10 +145,11 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
     rank = {label: index for index, label in enumerate(LABELS)}
     held = architecture.parameters(spec)
     moved = {part: name for name, (_, each) in held.items() for parts in each for part in parts}
-    for leaf in architecture.bind(spec):
-        if not leaf.checkpoint.endswith(".weight"):
+    writes = {parameter.name for parameter in spec.parameters() if parameter.role == "writes"}
+    for index, leaf in enumerate(architecture.bind(spec)):
+        if not leaf.shared[0].endswith(".weight"):
             continue
-        theirs = moved.get(leaf.checkpoint, leaf.checkpoint).removesuffix(".weight")
+        theirs = moved.get(leaf.checkpoint) or leaf.checkpoint.rpartition(".")[0]
         if ".experts." in leaf.shared[0]:
             # Experts see some tokens each, in an order of their own: what can be laid side by side is their sum.
             ours, _, inside = leaf.shared[0].partition(".experts.")
@@ -163,14 +164,20 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
             short, layer = _within_block(ours)
             rows = None if len(leaf.shared) == 1 else _rows(leaf, part)
             node = ours if ours in order else ours.rsplit(".", 1)[0]
-            place = order[node] + rank[short] / 100
-            if short in MIXED:
-                found.append((place - 0.005, Tap(MIXED[short], layer, (ours, "input"), (theirs, "input"))))
+            place = order[node] + rank.get(short, len(rank) + index / 1e5) / 100
+            mixed = MIXED.get(short, f"{_label(short)} input" if name in writes and short not in rank else None)
+            if mixed is not None:
+                found.append((place - 0.005, Tap(mixed, layer, (ours, "input"), (theirs, "input"))))
             # Our embedding applies its norm itself; the table's own rows are what goes into that norm.
             normed = short == "embedding" and spec.embedding.norm is not None
             here: tuple[str, Side] = ("embedding.norm", "input") if normed else (ours, "output")
-            found.append((place, Tap(LABELS[short], layer, here, (theirs, "output"), rows)))
+            found.append((place, Tap(_label(short), layer, here, (theirs, "output"), rows)))
     return [tap for _, tap in sorted(found, key=lambda pair: pair[0])]
+
+
+def _label(short: str) -> str:
+    """What a component is called; one that has no words here by its own name."""
+    return LABELS.get(short, short.removesuffix("_proj").replace(".", " ").replace("_", " "))
 
 
 def _within_block(path: str) -> tuple[str, int | None]:

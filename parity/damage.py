@@ -495,7 +495,7 @@ def _other_basis(before: ModelSpec, after: ModelSpec, tables: float) -> str | No
         return f"it is {before.hidden_size} wide, the other's {after.hidden_size}"
     if tables <= SAME:
         return None
-    norms = [{type(block.attention_norm) for block in spec.blocks} for spec in (before, after)]
+    norms = [{type(block.sublayers[0].norm) for block in spec.blocks} for spec in (before, after)]
     if norms[0] == norms[1] and not tables > ALIKE:
         return None
     return f"the embeddings differ by {tables:.1e}, so the streams may have another basis"

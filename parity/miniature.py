@@ -15,11 +15,24 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ..components import ALiBi, Attention, Block, LatentAttention, MixtureOfExperts, ModelSpec, Norm
+from ..components import (
+    ALiBi,
+    Attention,
+    Block,
+    FeedForward,
+    GatedFeedForward,
+    LatentAttention,
+    Mixer,
+    MixtureOfExperts,
+    ModelSpec,
+    Norm,
+)
 from .probe import Batch
 from .score import random_parameter
 
 __all__ = ["miniature", "narrow_batches", "random_weights"]
+
+HEADED = (Attention, LatentAttention)
 
 HEADS = 2
 """Heads, key-value heads, and query heads a key-value head, where there are more."""
@@ -37,9 +50,11 @@ replace = msgspec.structs.replace
 def miniature(spec: ModelSpec, tokens: int) -> ModelSpec:
     """The small copy, for rows of at most `tokens` tokens."""
     blocks = _layers(spec)
-    heads = [_heads(block.attention) for block in blocks]
-    square = blocks[0].attention.heads * _mixed_dim(blocks[0].attention) == spec.hidden_size
-    width = max(count * _mixed_dim(block.attention) for (count, _), block in zip(heads, blocks, strict=True))
+    heads = [_heads(block.mixer("attention")) for block in blocks]
+    wide = [(block.mixer("attention"), few) for block, few in zip(blocks, heads, strict=True)]
+    mixed = [(mixer.heads, few, _mixed_dim(mixer)) for mixer, (few, _) in wide if isinstance(mixer, HEADED)]
+    square = not mixed or mixed[0][0] * mixed[0][2] == spec.hidden_size
+    width = max((few * dim for _, few, dim in mixed), default=min(spec.hidden_size, RANK))
     hidden = width if square else width + 16
     vocab = min(spec.vocab_size, TOKENS)
     positions = spec.positions
@@ -60,9 +75,13 @@ def _layers(spec: ModelSpec) -> list[Block]:
     """The first two layers, and the first of every other kind; a scale of its own makes none (gpt2's by layer)."""
     kinds: dict[Block, Block] = {}
     for block in spec.blocks:
-        kinds.setdefault(block.replaced(attention=replace(block.attention, scale=1.0)), block)
+        kinds.setdefault(block.mapped(_unscaled), block)
     first = list(spec.blocks[:2])
     return first + [block for block in kinds.values() if block not in first]
+
+
+def _unscaled(node: Any, _: str) -> Any:
+    return replace(node, scale=1.0) if isinstance(node, HEADED) else node
 
 
 def _mixed_dim(attention: Attention | LatentAttention) -> int:
@@ -70,8 +89,10 @@ def _mixed_dim(attention: Attention | LatentAttention) -> int:
     return attention.value_dim if isinstance(attention, LatentAttention) else attention.head_dim
 
 
-def _heads(attention: Attention | LatentAttention) -> tuple[int, int]:
-    """(heads, key-value heads): one, all or a few for several, as they were."""
+def _heads(attention: Mixer | None) -> tuple[int, int]:
+    """(heads, key-value heads): one, all or a few for several, as they were; none of what has no heads."""
+    if not isinstance(attention, HEADED):
+        return 0, 0
     heads = attention.heads
     if isinstance(attention, LatentAttention):
         most = (4 if heads & (heads - 1) == 0 else 6) if isinstance(attention.position, ALiBi) else HEADS
@@ -86,12 +107,14 @@ def _heads(attention: Attention | LatentAttention) -> tuple[int, int]:
 
 
 def _block(block: Block, hidden: int, heads: int, kv_heads: int) -> Block:
-    return block.replaced(
-        attention_norm=_norm(block.attention_norm, hidden),
-        attention=_attention(block.attention, hidden, heads, kv_heads),
-        feed_forward_norm=_norm(block.feed_forward_norm, hidden),
-        feed_forward=_feed_forward(block.feed_forward, hidden),
-    )
+    def narrowed(part: Any) -> Any:
+        if isinstance(part, Norm):
+            return _norm(part, hidden)
+        if isinstance(part, HEADED):
+            return _attention(part, hidden, heads, kv_heads)
+        return _mixer(part, hidden) if isinstance(part, Mixer) else part
+
+    return block.replaced(**{name: narrowed(part) for name, part in block.entries().items()})
 
 
 def _attention(attention: Attention | LatentAttention, hidden: int, heads: int, kv_heads: int) -> Any:
@@ -101,7 +124,7 @@ def _attention(attention: Attention | LatentAttention, hidden: int, heads: int, 
     return replace(attention, hidden_size=hidden, heads=heads, kv_heads=kv_heads)
 
 
-def _feed_forward(node: Any, hidden: int) -> Any:
+def _mixer(node: Any, hidden: int) -> Any:
     if isinstance(node, MixtureOfExperts):
         top_k = min(node.top_k, EXPERTS - 1)
         # All experts where all were, one more than are taken where there are more.
@@ -109,7 +132,10 @@ def _feed_forward(node: Any, hidden: int) -> Any:
         # Narrower than a feed-forward that is alone, since there are several.
         expert = replace(node.expert, hidden_size=hidden, intermediate_size=3 * hidden // 2)
         return replace(node, hidden_size=hidden, experts=experts, top_k=top_k, expert=expert)
-    return replace(node, hidden_size=hidden, intermediate_size=2 * hidden)
+    if isinstance(node, FeedForward | GatedFeedForward):
+        return replace(node, hidden_size=hidden, intermediate_size=2 * hidden)
+    # Of another kind every other size stays: it does not hang on the stream's.
+    return replace(node, hidden_size=hidden)
 
 
 def _norm(norm: Norm | None, size: int) -> Any:

@@ -37,7 +37,8 @@ from ..components import (
     function_of,
 )
 from ..modules.attention import AttentionModule, Turn
-from ..modules.positions import RotaryTables, alibi_slopes, apply_rotary
+from ..modules.positions import RotaryTables, RotaryTurn, alibi_slopes, apply_rotary
+from ..modules.registry import computes
 
 __all__ = ["MUTATIONS", "Mutant", "Mutation", "Weights", "applicable", "make_in_code", "of_ports"]
 
@@ -123,24 +124,26 @@ def _exchange(first: str, second: str, kind: type[Component]) -> Callable[[Model
 def _norms_exchanged(spec: ModelSpec, weights: Weights) -> Mutant | None:
     new = dict(weights)
     for layer, block in enumerate(spec.blocks):
-        if block.feed_forward_norm is None:
+        norms = [f"{each.mixer.slot}_norm" for each in block.sublayers if each.norm is not None]
+        if len(norms) < 2:
             continue
         for suffix in ("weight", "bias"):
-            a, b = (f"blocks.{layer}.{norm}.{suffix}" for norm in ("attention_norm", "feed_forward_norm"))
+            a, b = (f"blocks.{layer}.{norm}.{suffix}" for norm in norms[:2])
             if a in weights and b in weights:
                 new[a], new[b] = weights[b], weights[a]
     return spec, new
 
 
 def _other_layer(spec: ModelSpec, weights: Weights) -> Mutant | None:
-    if len(spec.blocks) < 2:
+    """The first layer's matrix that writes the stream exchanged with that of the next layer that has such a one."""
+    found: dict[str, list[str]] = {}
+    for parameter in spec.parameters():
+        if parameter.layer is not None and parameter.role == "writes":
+            found.setdefault(parameter.name.removeprefix(f"blocks.{parameter.layer}."), []).append(parameter.name)
+    a, b = next((names[:2] for names in found.values() if len(names) > 1), ("", ""))
+    if not a or weights[a].shape != weights[b].shape:
         return None
-    name = "blocks.{}.attention.o_proj.weight"
-    new = dict(weights)
-    if weights[name.format(0)].shape != weights[name.format(1)].shape:
-        return None
-    new[name.format(0)], new[name.format(1)] = weights[name.format(1)], weights[name.format(0)]
-    return spec, new
+    return spec, {**weights, a: weights[b], b: weights[a]}
 
 
 def _square_transposed(spec: ModelSpec, weights: Weights) -> Mutant | None:
@@ -367,7 +370,7 @@ def _weights_of_experts(node: Any) -> Any:
 
 
 def _serial_for_parallel(node: Any) -> Any:
-    if isinstance(node, Block) and node.parallel and node.feed_forward_norm is not None:
+    if isinstance(node, Block) and node.parallel and all(each.norm is not None for each in node.sublayers):
         return replace(node, parallel=False)
     return node
 
@@ -390,6 +393,7 @@ class MistakenRotary(Rotary, frozen=True, kw_only=True):
 
 
 del KINDS[MistakenRotary.__name__]  # no file says it
+computes(MistakenRotary)(RotaryTurn)
 
 
 def _in_code(turn: Literal["queries", "keys", "added"]) -> Callable[[ModelSpec, Weights], Mutant | None]:

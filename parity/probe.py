@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..components import DynamicScaling, Llama3Scaling, LongRopeScaling, ModelSpec, Rotary, YarnScaling
+from ..components import DynamicScaling, Llama3Scaling, LongRopeScaling, ModelSpec, YarnScaling
 from ..errors import UsageError
 
 __all__ = ["RUNNING", "Batch", "Limit", "limits", "longest", "passed", "probe", "running", "text_batch"]
@@ -82,11 +82,11 @@ class Limit:
 def limits(*specs: ModelSpec) -> list[Limit]:
     """Every limit of any of the trees, the shortest first."""
     found = set()
-    for block in (block for spec in specs for block in spec.blocks):
-        if block.attention.window is not None:
-            found.add(Limit("window", block.attention.window))
-        position = block.attention.position
-        scaling = position.scaling if isinstance(position, Rotary) else None
+    for node in (node for spec in specs for node in spec.components()):
+        window = getattr(node, "window", None)
+        if window is not None:
+            found.add(Limit("window", window))
+        scaling = getattr(node, "scaling", None)
         if isinstance(scaling, DynamicScaling | Llama3Scaling | LongRopeScaling | YarnScaling):
             found.add(Limit("original context", scaling.original_context))
     return sorted(found, key=lambda limit: (limit.tokens, limit.name))

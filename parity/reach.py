@@ -96,10 +96,10 @@ def limited_to(a: ModelSpec, b: ModelSpec, probed: int, up_to: int | None) -> tu
 
 
 def _counterparts(a: ModelSpec, b: ModelSpec) -> list[tuple[Any, Any]]:
-    """Attention of one tree and of the other in the same layer; where there are not as many layers, every kind that
-    one alone has with every kind of the other.
+    """The first mixer of one tree and of the other in the same layer; where there are not as many layers, every kind
+    that one alone has with every kind of the other.
     """
-    first, second = ([block.attention for block in tree.blocks] for tree in (a, b))
+    first, second = ([block.sublayers[0].mixer for block in tree.blocks] for tree in (a, b))
     if len(first) == len(second):
         return list(dict.fromkeys(zip(first, second, strict=True)))
     kinds = [dict.fromkeys(each) for each in (first, second)]

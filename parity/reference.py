@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from ..architectures import BY_MODEL_TYPE
 from ..converter.checkpoint import Checkpoint
 from ..converter.convert import plan_conversion
 from ..converter.publish import Staging
@@ -88,6 +92,14 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
     """
     import transformers
 
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    if (own := own_reference(config, dtype, attention)) is not None:
+        stored = {name: each for file in sorted(folder.glob("*.safetensors")) for name, each in load_file(file).items()}
+        unexpected = own.load_state_dict(stored, strict=False).unexpected_keys
+        missing = [name for name, _ in own.named_parameters() if name not in stored]  # a tied one has one name here
+        if missing or unexpected:
+            raise CheckpointError(f"the family's own model and {folder.name} differ in {(missing + unexpected)[:5]}")
+        return own.eval()
     try:
         with quiet():
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -114,6 +126,20 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
     return _in_own_memory(model).eval()
 
 
+def own_reference(config: Mapping[str, Any], dtype: torch.dtype, attention: str) -> Any:
+    """The model of a family that brings its own (`Architecture.model`), its weights not filled; None of any other."""
+    family = BY_MODEL_TYPE.get(str(config.get("model_type")))
+    if family is None or not family.model:
+        return None
+    module, _, name = family.model.partition(":")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return getattr(import_module(module), name)(config, attention)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def experts_path(dtype: torch.dtype) -> str | None:
     """transformers' way to compute a mixture of experts: its default, which has no fp64."""
     return "eager" if dtype == torch.float64 else None
@@ -132,7 +158,7 @@ def forget_lengths(model: Any) -> None:
     """Let a model with dynamic rotary scaling forget how long the sequences before were: it keeps the base that the
     longest of them needed until one shorter than the original context comes.
     """
-    if "dynamic" in str(getattr(model.config, "rope_parameters", None)):
+    if "dynamic" in str(getattr(getattr(model, "config", None), "rope_parameters", None)):
         with torch.inference_mode():
             model(input_ids=torch.zeros(1, 1, dtype=torch.long))
 

@@ -25,7 +25,7 @@ from ..modules.attention import Kernel
 from ..modules.decoder import Decoder
 from ..modules.load import view_as_torch
 from .probe import Batch, running
-from .reference import compute_experts_plainly, experts_path, quiet
+from .reference import compute_experts_plainly, experts_path, own_reference, quiet
 
 __all__ = ["Stream", "Tree", "stream_candidate", "stream_reference", "tree_of"]
 
@@ -256,13 +256,16 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
     leaves = {leaf.checkpoint: leaf for leaf in architecture.bind(checkpoint.spec)}
     table = next(leaf for leaf in leaves.values() if leaf.shared == ("embedding.weight",))
     with quiet(), _parameters_on_meta():
-        model = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.for_model(**dict(config or {})),
-            dtype=dtype,
-            attn_implementation=attention,
-            experts_implementation=experts_path(dtype),
-        ).eval()
-    compute_experts_plainly(model)
+        model = own_reference(config or {}, dtype, attention)
+        if model is None:
+            model = transformers.AutoModelForCausalLM.from_config(
+                transformers.AutoConfig.for_model(**dict(config or {})),
+                dtype=dtype,
+                attn_implementation=attention,
+                experts_implementation=experts_path(dtype),
+            )
+            compute_experts_plainly(model)
+    model.eval()
     stacked = architecture.parameters(checkpoint.spec)
 
     def read(name: str) -> Tensor:

@@ -89,12 +89,15 @@ def same_layers(a: Checkpoint, b: Checkpoint) -> list[int | None] | None:
 
 
 def _rows_of(checkpoint: Checkpoint) -> list[bytes]:
-    """The first row of each layer's attention output, as fp64; nothing where a layer has none."""
+    """The first row of each layer's first matrix that writes the stream, as fp64; nothing where a layer has none."""
+    names = {}
+    for parameter in checkpoint.spec.parameters():
+        if parameter.layer is not None and parameter.role == "writes":
+            names.setdefault(parameter.layer, parameter.name)
+    if len(names) < len(checkpoint.spec.blocks) or any(name in checkpoint.missing for name in names.values()):
+        return []
     found = []
-    for layer in range(len(checkpoint.spec.blocks)):
-        name = f"blocks.{layer}.attention.o_proj.weight"
-        if name in checkpoint.missing:
-            return []
+    for name in names.values():
         array, dtype = checkpoint.tensor(name)
         found.append(to_float64(array[0], dtype).tobytes())
         checkpoint.release()

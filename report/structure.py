@@ -92,7 +92,7 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             return Caption(_last(operation), _matrix(operation) + _with_bias(operation), f"x·Wᵀ{bias}")
         case ops.Rotate(turned=turned):
             size = operation.shape[-1]
-            return Caption("RoPE", "" if turned == size else f"{turned} of {size} dims", positions)
+            return Caption(operation.rotary.title, "" if turned == size else f"{turned} of {size} dims", positions)
         case ops.Cache(window=window, shape=shape):
             kept = "all tokens so far" if window is None else f"the last {window:,} tokens"
             return Caption("cache", "" if window is None else f"last {window:,}", f"{kept}, {sizes(shape[2:])} each")
@@ -105,8 +105,8 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
         case ops.Alibi():
             (scores,) = (others[name] for name in operation.inputs)
             scale = _scale(operation.scale, scores.query_dim) if isinstance(scores, ops.Scores) else ""
-            bias = "slope(head) · s" + (f" {scale}" if operation.alibi.scaled else "")
-            return Caption("+ ALiBi", bias, f"scores + {bias}, s the key's position")
+            bias = operation.alibi.formula + (f" {scale}" if operation.alibi.scaled else "")
+            return Caption(f"+ {operation.alibi.title}", bias, f"scores + {bias}, s the key's position")
         case ops.Cap(limit=limit):
             return Caption("soft cap", f"{limit:g}", f"{limit:g} · tanh(x / {limit:g})")
         case ops.Softmax(window=window):

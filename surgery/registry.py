@@ -1,8 +1,8 @@
 """The list of swaps: how each is asked for, what it needs, what it guarantees, where it comes from.
 
 A swap is asked for as OPTION = VALUE: `--attention gqa:4` on the command line, `attention = "gqa:4"` in a recipe,
-`attention="gqa:4"` in Python. Each file of swaps/ lists its own in its `SWAPS`; `all_swaps` has them
-in the order in which several that are asked for at once are carried out.
+`attention="gqa:4"` in Python. Each file of swaps/ lists its own in its `SWAPS`, and says by its `ORDER` when they are
+carried out where several are asked for at once; `all_swaps` has them in that order.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from fnmatch import fnmatchcase
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 from ..components import ModelSpec
 from ..errors import MissingComponent, SwapRefused, UsageError
+from . import swaps
 from .facts import Assumed, Weights
 from .synonyms import TWO_STEPS, nearest, understood
 
@@ -36,35 +38,21 @@ __all__ = [
     "apply",
     "layers_in",
     "options",
+    "register",
     "reshape",
     "steps_named",
     "steps_of",
     "swap_for",
 ]
 
-MODULES = (
-    "lora",
-    "tying",
-    "vocabulary",
-    "layers",
-    "norm",
-    "positions",
-    "rope",
-    "attention_heads",
-    "kv_heads",
-    "latent",
-    "head_dim",
-    "mlp",
-    "experts",
-    "activation",
-    "width",
-    "parallel",
-    "hidden",
-    "biases",
-    "folds",
-    "quantise",
-)
-"""The files with swaps, in the order of execution: what an earlier one leaves is what a later one finds."""
+PLUGINS: list[str] = []
+"""The modules with swaps that plugins have registered, by their full names."""
+
+
+def register(module: str) -> None:
+    """Make the swaps of a plugin's module known, by its full name; it has `SWAPS` and `ORDER` as our own do."""
+    PLUGINS.append(module)
+    all_swaps.cache_clear()
 
 
 LARGEST = 1_000_000
@@ -249,8 +237,10 @@ def _pattern(form: str) -> re.Pattern[str]:
 
 @cache
 def all_swaps() -> tuple[Swap, ...]:
-    """Every swap, in the order of execution."""
-    return tuple(swap for name in MODULES for swap in import_module(f".swaps.{name}", __package__).SWAPS)
+    """Every swap, in the order of execution: what an earlier one leaves is what a later one finds."""
+    own = [f"{swaps.__name__}.{module.name}" for module in iter_modules(swaps.__path__)]
+    found = [module for module in map(import_module, [*own, *PLUGINS]) if hasattr(module, "SWAPS")]
+    return tuple(swap for module in sorted(found, key=lambda module: module.ORDER) for swap in module.SWAPS)
 
 
 def options() -> dict[str, tuple[Swap, ...]]:

@@ -80,6 +80,5 @@ class Format(Protocol):
 
 def format_named(name: str) -> Format:
     """A format by its name, which is one of `targets.FORMATS`."""
-    assert name in FORMATS, name
-    module: Format = importlib.import_module(f"{__name__}.{name}")
+    module: Format = importlib.import_module(FORMATS[name])
     return module

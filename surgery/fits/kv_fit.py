@@ -283,12 +283,12 @@ def _weights(
     """Scores and softmax of q and k, (B, n, T, d) each, positions not yet applied; `readers` says which heads."""
     position = spec.position
     if isinstance(position, Rotary):
-        tables = context.rotary(position)
+        tables = context.tables(position)
         q, k = apply_rotary(q, tables), apply_rotary(k, tables)
     scores = q @ k.transpose(-1, -2) * spec.scale
     biased = scores
     if isinstance(position, ALiBi):
-        bias = context.alibi(position, spec.heads, spec.window)
+        bias = context.bias(position, spec.heads, spec.window)
         bias = bias if readers is None else bias[:, list(readers)]
         biased = scores + (bias * spec.scale if position.scaled else bias)
     mask = context.additive_mask(spec.window)

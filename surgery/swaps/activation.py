@@ -304,6 +304,7 @@ EXACT_FROM: dict[Activation, str] = {
 FITTED: tuple[Activation, ...] = ("silu", "gelu", "gelu_new", "gelu_tanh", "quick_gelu")
 DOUBLED: tuple[Activation, ...] = ("silu", "gelu", "gelu_new", "gelu_tanh")
 
+ORDER = 140
 SWAPS = (
     *(entry(name, name, to_other, EXACT_FROM[name]) for name in TARGETS),
     *(entry(name, f"{name}:2", to_two_units, "a feed-forward of twice the width") for name in DOUBLED),

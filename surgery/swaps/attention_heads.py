@@ -275,6 +275,7 @@ def examples(spec: ModelSpec) -> tuple[str, ...]:
     return (str(heads + step), *([str(heads - step)] if heads > step else []))
 
 
+ORDER = 80
 SWAPS: tuple[Swap, ...] = (
     Swap(
         option="heads",

@@ -98,6 +98,7 @@ def examples(spec: ModelSpec) -> list[str]:
     return [name for name in NAMES if name != "biases" and biases_of(spec, name)]
 
 
+ORDER = 180
 SWAPS: tuple[Swap, ...] = (
     Swap(
         option="drop",

@@ -307,6 +307,7 @@ def parts_worth_trying(spec: ModelSpec) -> tuple[str, ...]:
     return ("moe:2x2:split",) if widths and not any(width % 2 for width in widths) else ()
 
 
+ORDER = 130
 SWAPS = (
     Swap(
         option="mlp",

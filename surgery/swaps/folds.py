@@ -216,6 +216,7 @@ def folds(
 
 NORM_BIAS, SCALE, HEAD_SCALE = Clears("*norm.bias"), Clears("*.scale"), Clears("*.scale", "fold=scale:head")
 
+ORDER = 190
 SWAPS: tuple[Swap, ...] = (
     folds(
         "norm",

@@ -269,6 +269,7 @@ def undone(before: ModelSpec, asked: Asked) -> Step | None:
     return smaller_again("head_dim", asked, (getattr(block.attention, "head_dim", 0) for block in before.blocks))
 
 
+ORDER = 110
 SWAPS: tuple[Swap, ...] = (
     Swap(
         option="head_dim",

@@ -366,6 +366,7 @@ def undone(before: ModelSpec, asked: Asked) -> Step | None:
     return smaller_again("hidden", asked, [before.hidden_size])
 
 
+ORDER = 170
 SWAPS: tuple[Swap, ...] = (
     Swap(
         option="hidden",

@@ -202,6 +202,7 @@ def entry(form: str, gives: str, examples: Callable[[ModelSpec], Iterable[str]],
 
 LATENT = Clears("*.attention", ours=LatentAttention, theirs=Attention)
 
+ORDER = 90
 SWAPS: tuple[Swap, ...] = (
     entry("mha", "one a query head (MHA)", lambda spec: ("mha",), Clears("*.kv_heads"), LATENT),
     entry("mqa", "one for all (MQA)", lambda spec: ("mqa",)),

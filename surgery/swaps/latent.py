@@ -214,6 +214,7 @@ def entry(form: str, gives: str, guarantee: Any, reshape: Callable[[ModelSpec, A
     )
 
 
+ORDER = 100
 SWAPS: tuple[Swap, ...] = (
     entry("mla:full", "a latent that holds all of them", "exact", to_whole, lambda spec: ("mla:full",)),
     entry("mla:R", "a latent of R numbers, one rotary key", "approximate", to_rank, half),

@@ -172,6 +172,7 @@ def pick_examples(spec: ModelSpec) -> list[str]:
     return [f"0-{last - 2},{last}"] if last > 2 else []
 
 
+ORDER = 40
 SWAPS: tuple[Swap, ...] = (
     Swap(
         option="layers",

@@ -419,6 +419,7 @@ def _summary(adapter: Adapter) -> dict[str, Any]:
     }
 
 
+ORDER = 10
 SWAPS = (
     Swap(
         option="merge_lora",

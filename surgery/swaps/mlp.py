@@ -174,6 +174,7 @@ def refitted(spec: ModelSpec, layers: list[int], asked: Asked) -> Scratch:
     return Scratch.by("gates.refits", asked.calibration(), set(layers))
 
 
+ORDER = 120
 SWAPS = (
     Swap(
         option="mlp",

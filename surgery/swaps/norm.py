@@ -275,6 +275,7 @@ def to_rmsnorm(spec: ModelSpec, asked: Asked) -> Swapped:
     return layernorm_to_rmsnorm(spec, asked.layers)
 
 
+ORDER = 50
 SWAPS = (
     Swap(
         option="norm",

@@ -147,6 +147,7 @@ def may_be_parallel(spec: ModelSpec) -> bool:
     return any(not b.parallel for b in spec.blocks) and all(b.residual == "stream" for b in spec.blocks)
 
 
+ORDER = 160
 SWAPS = (
     Swap(
         option="block",

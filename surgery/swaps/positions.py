@@ -344,6 +344,7 @@ TO_ROPE = tuple(
 )
 """Where both cost as much, RoPE that turns comes first."""
 
+ORDER = 60
 SWAPS: tuple[Swap, ...] = (
     entry(
         form="rope:neutral",

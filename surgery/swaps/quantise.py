@@ -75,6 +75,7 @@ def quantise(spec: ModelSpec, asked: Asked) -> Swapped:
     return Swapped(spec, "approximate", {name: rounded(name) for name in names}, summary)
 
 
+ORDER = 200
 SWAPS: tuple[Swap, ...] = (
     Swap(
         option="quantize",

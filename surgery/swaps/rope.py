@@ -279,6 +279,7 @@ def _parts(spec: ModelSpec) -> Sequence[str]:
     return (f"{half}", f"{half}:fastest") if half else ()
 
 
+ORDER = 70
 SWAPS: tuple[Swap, ...] = (
     *(
         Swap(

@@ -71,6 +71,7 @@ def summary(spec: ModelSpec) -> dict[str, Any]:
     return {"from": "tied" if spec.head.tied else "untied", "to": "untied" if spec.head.tied else "tied"}
 
 
+ORDER = 20
 SWAPS = (
     Swap(
         option="tie",

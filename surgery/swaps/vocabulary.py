@@ -262,6 +262,7 @@ def _unpadded(before: ModelSpec, asked: Asked) -> Step | None:
 PRUNED = "a tokenizer; special tokens, single characters and what tokens are merged from stay"
 entry = partial(Swap, option="vocab", takes="vocabulary", guarantee="exact")
 
+ORDER = 30
 SWAPS = (
     entry(
         form="multiple:N",

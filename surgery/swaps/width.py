@@ -150,6 +150,7 @@ def examples(spec: ModelSpec) -> tuple[str, ...]:
     return (str(width + 16), *([str(width * 3 // 4)] if width >= 4 else []))
 
 
+ORDER = 150
 SWAPS: tuple[Swap, ...] = (
     Swap(
         option="intermediate",

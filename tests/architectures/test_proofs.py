@@ -31,10 +31,18 @@ from helpers.families import (
 )
 
 from gptkit.architectures import ARCHITECTURES, architecture_of
-from gptkit.architectures.config import COMMON_IRRELEVANT, COMMON_REFUSED
 from gptkit.components import ModelSpec, Rotary
 from gptkit.errors import CannotExpress
-from gptkit.modules import Cache, Decoder
+from gptkit.modules import Cache
+from gptkit.testing import (
+    Probe,
+    elements_land_once,
+    fields_are_accounted_for,
+    largest_difference,
+    logits_agree,
+    names_and_shapes_agree,
+    probes,
+)
 
 families = pytest.mark.parametrize("family", ARCHITECTURES)
 variants = pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -61,30 +69,11 @@ def test_every_model_type_has_a_variant(family):
 # --- 1: every field of the config class ------------------------------------------------------------------------------
 
 
-def fields_read(family: str) -> set[str]:
-    """What `read` asks for over all of a family's variants."""
-    architecture = ARCHITECTURES[family]
-    used: set[str] = set()
-    for variant in variants_of(family):
-        reader = architecture.reader(variant.config)
-        architecture.read(reader)
-        used |= reader.used
-    return used
-
-
 @families
 def test_every_field_of_transformers_config_is_accounted_for(family):
-    architecture = ARCHITECTURES[family]
-    config_class = getattr(transformers, architecture.hf_config)
+    config_class = getattr(transformers, ARCHITECTURES[family].hf_config)
     theirs = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
-    ours = (
-        fields_read(family)
-        | COMMON_IRRELEVANT.keys()
-        | COMMON_REFUSED.keys()
-        | architecture.irrelevant.keys()
-        | architecture.refused.keys()
-    )
-    assert sorted(theirs - ours) == [], "read these in the family's file, or declare them irrelevant or refused"
+    fields_are_accounted_for(ARCHITECTURES[family], [variant.config for variant in variants_of(family)], theirs)
 
 
 @families
@@ -94,29 +83,6 @@ def test_what_a_saved_config_holds_is_accounted_for(family):
     config = json.loads(getattr(transformers, architecture.hf_config)().to_json_string(use_diff=False))
     _, unknown = architecture.spec_and_unknown(config)
     assert unknown == []
-
-
-@families
-def test_what_is_declared_irrelevant_is_not_read(family):
-    architecture = ARCHITECTURES[family]
-    read = fields_read(family)
-    assert sorted(read & COMMON_IRRELEVANT.keys()) == []
-    assert sorted(read & architecture.irrelevant.keys()) == []
-
-
-@families
-def test_what_is_refused_is_neither_read_nor_irrelevant(family):
-    architecture = ARCHITECTURES[family]
-    refused = COMMON_REFUSED.keys() | architecture.refused.keys()
-    assert sorted(refused & fields_read(family)) == []
-    assert sorted(refused & (COMMON_IRRELEVANT.keys() | architecture.irrelevant.keys())) == []
-
-
-@families
-def test_every_declaration_has_a_reason(family):
-    architecture = ARCHITECTURES[family]
-    reasons = [*architecture.irrelevant.values(), *(reason for _, reason in architecture.refused.values())]
-    assert all(len(reason.split()) >= 2 or reason in ("generation", "tokenizer") for reason in reasons)
 
 
 @families
@@ -139,24 +105,7 @@ def test_a_variant_has_no_unknown_fields(variant):
 
 @variants
 def test_every_element_lands_once_and_comes_back(variant):
-    architecture, spec = ARCHITECTURES[variant.family], spec_of(variant.config)
-    landed: dict[str, np.ndarray] = {}
-    start = 0
-    for leaf in architecture.bind(spec):
-        count = int(np.prod(leaf.shape))
-        source = np.arange(start, start + count, dtype=np.int64).reshape(leaf.shape)
-        start += count
-        shared = leaf.to_shared(source)
-        assert tuple(array.shape for array in shared) == leaf.shared_shapes
-        back = leaf.to_checkpoint(shared)
-        assert (back.shape, back.dtype) == (source.shape, source.dtype)
-        assert back.tobytes() == source.tobytes(), leaf.checkpoint
-        assert not landed.keys() & set(leaf.shared)
-        landed.update(zip(leaf.shared, shared, strict=True))
-    everything = np.concatenate([array.reshape(-1) for array in landed.values()])
-    assert np.array_equal(np.sort(everything), np.arange(start))
-    assert {name: array.shape for name, array in landed.items()} == {p.name: p.shape for p in spec.parameters()}
-    assert start == sum(parameter.count for parameter in spec.parameters())
+    elements_land_once(ARCHITECTURES[variant.family], variant.config)
 
 
 @variants
@@ -185,19 +134,8 @@ def hf_shapes(config: transformers.PreTrainedConfig, drop: str | None) -> dict[s
 
 
 @variants
-def test_checkpoint_names_and_shapes_are_transformers_own(variant):
-    architecture, spec = ARCHITECTURES[variant.family], spec_of(variant.config)
-    ours = {leaf.checkpoint: leaf.shape for leaf in architecture.bind(spec)}
-    assert ours == hf_shapes(hf_config(variant.config), architecture.head if spec.head.tied else None)
-
-
-@variants
-def test_module_names_and_shapes_are_the_trees(variant):
-    spec = spec_of(variant.config)
-    with torch.device("meta"):
-        decoder = Decoder(spec)
-    modules = {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
-    assert modules == {parameter.name: parameter.shape for parameter in spec.parameters()}
+def test_names_and_shapes_are_transformers_own(variant):
+    names_and_shapes_agree(ARCHITECTURES[variant.family], variant.config, hf_shapes(hf_config(variant.config), None))
 
 
 @families
@@ -215,45 +153,12 @@ def test_the_default_config_counts_what_transformers_counts(family):
 LENGTHS = (1, 7, 64, 200)
 
 
-@dataclasses.dataclass(frozen=True)
-class Probe:
-    """Input ids (B, T) and, for a padded batch, their mask."""
-
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor | None
-    name: str
-
-
-def probes(length: int, batch: int, paddings: tuple[str, ...]) -> Iterator[Probe]:
-    """A batch of `length` tokens, plain and padded: the first row stays whole, later ones lose more and more."""
-    generator = torch.Generator().manual_seed(length)
-    ids = torch.randint(0, VOCAB, (batch, length), generator=generator)
-    yield Probe(ids, None, f"T={length} B={batch}")
-    for side in paddings if batch > 1 and length > 1 else ():
-        mask = torch.ones_like(ids)
-        for row in range(1, batch):
-            padding = row * length // 4
-            if side == "left":
-                mask[row, :padding] = 0
-            else:
-                mask[row, length - padding :] = 0
-        yield Probe(ids, mask, f"T={length} B={batch} padded {side}")
-
-
 def grid(representative: bool) -> Iterator[Probe]:
     """Every length for a family's representative; past every window and context for all. Lengths grow, because
     transformers' dynamic rope remembers the longest sequence it saw."""
     for length in LENGTHS if representative else (7, 200):
         for batch in (1, 3) if representative else (3,):
-            yield from probes(length, batch, ("left", "right"))
-
-
-def largest_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """max |Δ|, and never zero where one side is not finite."""
-    assert ours.dtype == theirs.dtype
-    assert ours.shape == theirs.shape
-    assert bool(theirs.isfinite().all())
-    return (ours.double() - theirs.double()).abs().max().item()
+            yield from probes(length, batch, ("left", "right"), VOCAB)
 
 
 def attention_paths(variant: Variant) -> tuple[str, ...]:
@@ -273,15 +178,7 @@ LOGIT_CASES = [
 def test_logits_are_transformers_to_the_bit(variant, dtype, attention):
     reference = randomised_reference(variant.config, dtype, attention)
     decoder = decoder_from(reference, variant.config, attention)
-    worst = {}
-    with torch.inference_mode():
-        for probe in grid(variant.representative):
-            theirs = reference(input_ids=probe.input_ids, attention_mask=probe.attention_mask).logits
-            ours = decoder(probe.input_ids, probe.attention_mask)
-            if probe.attention_mask is not None:
-                ours, theirs = (logits[probe.attention_mask.bool()] for logits in (ours, theirs))
-            worst[probe.name] = largest_difference(ours, theirs)
-    assert {name: difference for name, difference in worst.items() if difference != 0} == {}
+    logits_agree(reference, decoder, grid(variant.representative))
 
 
 @covered(
@@ -294,7 +191,7 @@ def test_greedy_decode_is_transformers_to_the_bit(variant, dtype, attention):
     reference = randomised_reference(variant.config, dtype, attention, seed=1)
     decoder = decoder_from(reference, variant.config, attention)
     cache = Cache(decoder.spec)
-    ids = next(probes(10, 1, ())).input_ids
+    ids = next(probes(10, 1, (), VOCAB)).input_ids
     worst = []
     with torch.inference_mode():
         theirs = reference(input_ids=ids, use_cache=True)
@@ -314,7 +211,7 @@ def test_padded_decode_is_transformers_to_the_bit(variant, dtype):
     reference = randomised_reference(variant.config, dtype, attention, seed=2)
     decoder = decoder_from(reference, variant.config, attention)
     cache = Cache(decoder.spec)
-    *_, probe = probes(12, 3, ("left",))
+    *_, probe = probes(12, 3, ("left",), VOCAB)
     ids, mask = probe.input_ids, probe.attention_mask
     worst, past = [], None
     with torch.inference_mode():
@@ -333,7 +230,7 @@ def test_a_wrong_weight_shows(variant):
     attention = attention_paths(variant)[0]
     reference = randomised_reference(variant.config, torch.float32, attention)
     decoder = decoder_from(reference, variant.config, attention)
-    ids = next(probes(32, 1, ())).input_ids
+    ids = next(probes(32, 1, (), VOCAB)).input_ids
     blind = []
     with torch.inference_mode():
         right = decoder(ids)
@@ -380,7 +277,7 @@ def test_the_config_that_is_written_computes_the_same(variant):
     before = randomised_reference(variant.config, torch.float32, attention)
     after = randomised_reference(architecture.config_for(spec), torch.float32, attention)
     after.load_state_dict(before.state_dict())
-    ids = next(probes(200, 1, ())).input_ids
+    ids = next(probes(200, 1, (), VOCAB)).input_ids
     with torch.inference_mode():
         assert torch.equal(before(input_ids=ids).logits, after(input_ids=ids).logits)
 

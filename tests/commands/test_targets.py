@@ -9,7 +9,7 @@ from helpers.command import call
 import gptkit
 from gptkit.commands.completion import complete_target
 from gptkit.converter.formats import format_named
-from gptkit.converter.targets import FOLDERS, FORMATS, TARGETS, target
+from gptkit.converter.targets import FOLDERS, FORMATS, target, targets
 from gptkit.errors import UnknownFamily, UsageError
 
 
@@ -18,16 +18,16 @@ def test_help_error_shell_and_readme_have_the_same(tmp_path: Path, monkeypatch: 
     with pytest.raises(UsageError) as error:
         gptkit.convert("sample:gpt2", tmp_path / "out", to="onnx")
     told = (error.value.hint or "").removeprefix("known: ").split(", ")
-    assert tuple(told) == TARGETS
+    assert tuple(told) == targets()
     printed = call("convert", "--help").output
     words = " ".join(re.sub(r"[│\n]", " ", printed).split())
-    assert f"one of {', '.join(TARGETS)};" in words
-    assert {each for each in TARGETS if each != "hf:FAMILY"} <= set(complete_target(""))
+    assert f"one of {', '.join(targets())};" in words
+    assert {each for each in targets() if each != "hf:FAMILY"} <= set(complete_target(""))
     table = (
         Path(gptkit.__file__).parent.joinpath("README.md").read_text().partition("| `--to` |")[2].partition("\n\n")[0]
     )
     rows = re.findall(r"^\| (`[^|]*`) \|", table, re.MULTILINE)
-    assert tuple(name for row in rows for name in re.findall(r"`([^`]+)`", row)) == TARGETS
+    assert tuple(name for row in rows for name in re.findall(r"`([^`]+)`", row)) == targets()
 
 
 def test_every_one_is_written() -> None:

@@ -1,0 +1,59 @@
+"""Definitions from outside: modules of other packages that register families, components, swaps and formats.
+
+A plugin is a module, and importing it registers what it has: a component by its class alone, which names the module
+that computes it (`Component.computed_in`), a family by `architectures.register`, swaps by `surgery.registry.register`,
+a format by `converter.targets.register`. It is found by an entry point of the group `gptkit.plugins`, or named by
+`--plugin MODULE` or in GPTKIT_PLUGINS (several by commas). Each is imported once, before anything else is done.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+from .terminal import complain
+
+__all__ = ["load"]
+
+GROUP = "gptkit.plugins"
+
+
+def load(named: Iterable[str] = ()) -> None:
+    """Import the plugins that are named, those of GPTKIT_PLUGINS, and those that are installed.
+
+    One that cannot be imported is told on stderr in a line, and ignored.
+    """
+    for name in (*_installed(), *os.environ.get("GPTKIT_PLUGINS", "").split(","), *named):
+        if name.strip():
+            _import(name.strip())
+
+
+@cache
+def _import(name: str) -> None:
+    try:
+        import_module(name)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        complain(f"the plugin {name} is ignored: {type(error).__name__}: {reason}".rstrip(": "))
+
+
+@cache
+def _installed() -> tuple[str, ...]:
+    """The modules of entry points. Who reads these takes 20 ms to import, and waits until one names the group."""
+    if not any(GROUP.encode() in path.read_bytes() for path in _entry_points()):
+        return ()
+    from importlib.metadata import entry_points
+
+    return tuple(dict.fromkeys(each.value for each in sorted(entry_points(group=GROUP), key=lambda each: each.name)))
+
+
+def _entry_points() -> Iterator[Path]:
+    """The files of installed packages that hold their entry points."""
+    for folder in map(Path, dict.fromkeys(sys.path)):
+        if folder.is_dir():
+            for suffix in (".dist-info", ".egg-info"):
+                yield from folder.glob(f"*{suffix}/entry_points.txt")

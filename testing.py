@@ -1,0 +1,198 @@
+"""The four proofs of a family, for its own tests: they hold a plugin's family as they hold ours.
+
+1. `fields_are_accounted_for`: every field of the reference's config is read, irrelevant with a reason, or refused;
+2. `elements_land_once`: every checkpoint element lands in exactly one place, and comes back;
+3. `names_and_shapes_agree`: the tree, gptkit's modules and the reference have the same names and shapes;
+4. `logits_agree`: on random parameters they are the reference's, to the last bit.
+
+Each raises AssertionError where it does not hold. A reference is a torch module whose parameters have the checkpoint's
+names, and which returns what has `logits`; that of a family which names its own (`Architecture.model`) is `reference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .architectures import Architecture
+from .architectures.config import COMMON_IRRELEVANT, COMMON_REFUSED
+from .components import ModelSpec
+from .modules.decoder import Decoder
+from .parity.reference import own_reference
+
+__all__ = [
+    "Probe",
+    "decoder_of",
+    "elements_land_once",
+    "fields_are_accounted_for",
+    "largest_difference",
+    "logits_agree",
+    "names_and_shapes_agree",
+    "probes",
+    "randomised",
+    "reference",
+]
+
+Config = Mapping[str, Any]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+# --- 1: every field of the config ------------------------------------------------------------------------------------
+
+
+def fields_are_accounted_for(family: Architecture, configs: Iterable[Config], fields: Iterable[str]) -> None:
+    """Every one of the reference's config fields is read in one of the configs, or declared; none is both."""
+    read: set[str] = set()
+    for config in configs:
+        reader = family.reader(config)
+        family.read(reader)
+        read |= reader.used
+    irrelevant, refused = {**COMMON_IRRELEVANT, **family.irrelevant}, {**COMMON_REFUSED, **family.refused}
+    left = sorted(set(fields) - read - irrelevant.keys() - refused.keys())
+    assert not left, f"read these in the family's file, or declare them irrelevant or refused: {left}"
+    assert not read & irrelevant.keys(), f"read, and declared irrelevant: {sorted(read & irrelevant.keys())}"
+    both = refused.keys() & (read | irrelevant.keys())
+    assert not both, f"refused, and read or irrelevant: {sorted(both)}"
+    reasons = [*family.irrelevant.values(), *(reason for _, reason in family.refused.values())]
+    short = [each for each in reasons if len(each.split()) < 2 and each not in ("generation", "tokenizer")]
+    assert not short, f"no reasons: {short}"
+
+
+# --- 2: every element once, and back ---------------------------------------------------------------------------------
+
+
+def elements_land_once(family: Architecture, config: Config) -> None:
+    """Every element of a checkpoint lands in one place of the tree, and comes back to the bit."""
+    spec = family.spec(config)
+    landed: dict[str, np.ndarray[Any, Any]] = {}
+    start = 0
+    for leaf in family.bind(spec):
+        count = int(np.prod(leaf.shape))
+        source = np.arange(start, start + count, dtype=np.int64).reshape(leaf.shape)
+        start += count
+        shared = leaf.to_shared(source)
+        assert tuple(array.shape for array in shared) == leaf.shared_shapes
+        back = leaf.to_checkpoint(shared)
+        assert (back.shape, back.dtype) == (source.shape, source.dtype)
+        assert back.tobytes() == source.tobytes(), leaf.checkpoint
+        assert not landed.keys() & set(leaf.shared)
+        landed.update(zip(leaf.shared, shared, strict=True))
+    everything = np.concatenate([array.reshape(-1) for array in landed.values()])
+    assert np.array_equal(np.sort(everything), np.arange(start))
+    assert {name: array.shape for name, array in landed.items()} == {p.name: p.shape for p in spec.parameters()}
+    assert start == sum(parameter.count for parameter in spec.parameters())
+
+
+# --- 3: names and shapes ---------------------------------------------------------------------------------------------
+
+
+def names_and_shapes_agree(family: Architecture, config: Config, theirs: Shapes) -> None:
+    """The tree's checkpoint names and shapes are the reference's, and the modules' those of the tree.
+
+    Args:
+        family: the family.
+        config: a config.json.
+        theirs: the tensors of the reference's checkpoint by name; a tied head's may be among them.
+
+    """
+    spec = family.spec(config)
+    ours = {leaf.checkpoint: leaf.shape for leaf in family.bind(spec)}
+    drop = family.head if spec.head.tied else None
+    assert ours == {name: shape for name, shape in theirs.items() if name != drop}
+    modules_have_the_names_of(spec)
+
+
+def modules_have_the_names_of(spec: ModelSpec) -> None:
+    """What torch modules of the tree hold is what the tree says."""
+    with torch.device("meta"):
+        decoder = Decoder(spec)
+    modules = {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
+    assert modules == {parameter.name: parameter.shape for parameter in spec.parameters()}
+
+
+# --- 4: logits -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Input ids (B, T) and, for a padded batch, their mask."""
+
+    input_ids: Tensor
+    attention_mask: Tensor | None
+    name: str
+
+
+def probes(length: int, batch: int, paddings: tuple[str, ...], vocabulary: int) -> Iterator[Probe]:
+    """A batch of `length` tokens, plain and padded: the first row stays whole, later ones lose more and more."""
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(0, vocabulary, (batch, length), generator=generator)
+    yield Probe(ids, None, f"T={length} B={batch}")
+    for side in paddings if batch > 1 and length > 1 else ():
+        mask = torch.ones_like(ids)
+        for row in range(1, batch):
+            padding = row * length // 4
+            if side == "left":
+                mask[row, :padding] = 0
+            else:
+                mask[row, length - padding :] = 0
+        yield Probe(ids, mask, f"T={length} B={batch} padded {side}")
+
+
+def reference(
+    family: Architecture, config: Config, dtype: torch.dtype = torch.float32, attention: str = "eager"
+) -> Any:
+    """The model that a family names as its own, its weights not filled."""
+    found = own_reference({**config, "model_type": family.model_types[0]}, dtype, attention)
+    assert found is not None, f"{family.name} names no model of its own"
+    return found.eval()
+
+
+def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
+    """The model with every parameter random: fresh initialisation hides whole tensors (norms at 1, biases at 0)."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else noise / parameter.shape[-1] ** 0.5)
+    return model
+
+
+def decoder_of(
+    family: Architecture, config: Config, weights: Mapping[str, Tensor], attention: str = "eager"
+) -> Decoder:
+    """gptkit's modules of a config, with the weights of a checkpoint and their dtype."""
+    spec = family.spec(config)
+    shared: dict[str, Tensor] = {}
+    for leaf in family.bind(spec):
+        shared.update(zip(leaf.shared, leaf.to_shared(weights[leaf.checkpoint]), strict=True))
+    decoder = Decoder(spec, attention=attention)  # type: ignore[arg-type]
+    decoder = decoder.to(next(iter(weights.values())).dtype).eval()
+    decoder.load_state_dict(shared)
+    return decoder
+
+
+def largest_difference(ours: Tensor, theirs: Tensor) -> float:
+    """max |Δ|, and never zero where one side is not finite."""
+    assert ours.dtype == theirs.dtype
+    assert ours.shape == theirs.shape
+    assert bool(theirs.isfinite().all())
+    return (ours.double() - theirs.double()).abs().max().item()
+
+
+def logits_agree(model: Callable[..., Any], decoder: Decoder, batches: Iterable[Probe]) -> None:
+    """The decoder's logits of real tokens are the reference's, to the last bit."""
+    worst = {}
+    with torch.inference_mode():
+        for probe in batches:
+            theirs = model(input_ids=probe.input_ids, attention_mask=probe.attention_mask).logits
+            ours = decoder(probe.input_ids, probe.attention_mask)
+            if probe.attention_mask is not None:
+                ours, theirs = (logits[probe.attention_mask.bool()] for logits in (ours, theirs))
+            worst[probe.name] = largest_difference(ours, theirs)
+    assert worst, "nothing was probed"
+    assert {name: difference for name, difference in worst.items() if difference != 0} == {}
