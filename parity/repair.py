@@ -27,6 +27,7 @@ from ..converter.dtypes import to_float64
 from ..modules.attention import Kernel
 from ..modules.context import Context
 from ..modules.decoder import BlockModule, EmbeddingModule, HeadModule, PositionsModule
+from ..modules.load import filled
 from ..modules.registry import build_module
 from .bisect import Cause, Part
 from .compare import largest_gap
@@ -153,44 +154,36 @@ def run_unit(tree: Repaired, unit: Unit, inputs: Seen, batches: Sequence[Batch],
         path: the attention to compute with.
 
     """
-    module = _Front(tree) if unit == "front" else _Back(tree) if unit == "back" else _layer(tree, unit, path)
+    dtype = next(iter(inputs.values())).dtype
+    if unit == "front":
+        module: nn.Module = filled(partial(_Front, tree.spec), tree.read, dtype)
+    elif unit == "back":
+        module = filled(partial(_Back, tree.spec), tree.read, dtype)
+    else:
+        module = filled(partial(BlockModule, tree.spec.blocks[unit], path), tree.read, dtype, f"blocks.{unit}")
     for batch in batches:
         given = inputs[id(batch)]
         shape = batch.input_ids.shape
         positions = torch.arange(shape[1])[None]
         with torch.inference_mode():
             if unit == "front":
-                out = module.to(given.dtype)(batch.input_ids, positions)
+                out = module(batch.input_ids, positions)
             elif unit == "back":
-                out = module.to(given.dtype)(given)
+                out = module(given)
             else:
-                context = Context(shape[0], shape[1], 0, False, positions, batch.attention_mask, given.dtype)
-                out = module.to(given.dtype)(given, context)
+                context = Context(shape[0], shape[1], 0, False, positions, batch.attention_mask, dtype)
+                out = module(given, context)
             rows = batch.valid(out).double()
         yield rows
-
-
-def _fill(module: nn.Module, tree: Repaired, prefix: str) -> nn.Module:
-    names = [name for name, _ in module.named_parameters()]
-    module.load_state_dict({name: tree.read(prefix + name) for name in names}, assign=True)
-    return module.eval()
-
-
-def _layer(tree: Repaired, layer: int, path: Kernel) -> nn.Module:
-    with torch.device("meta"):
-        module = BlockModule(tree.spec.blocks[layer], path)
-    return _fill(module, tree, f"blocks.{layer}.")
 
 
 class _Front(nn.Module):
     """Token ids (B, T) -> what goes into the first layer."""
 
-    def __init__(self, tree: Repaired) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        with torch.device("meta"):
-            self.embedding = EmbeddingModule(tree.spec.embedding)
-            self.positions = None if tree.spec.positions is None else PositionsModule(tree.spec.positions)
-        _fill(self, tree, "")
+        self.embedding = EmbeddingModule(spec.embedding)
+        self.positions = None if spec.positions is None else PositionsModule(spec.positions)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         x: Tensor = self.embedding(input_ids)
@@ -200,17 +193,16 @@ class _Front(nn.Module):
 class _Back(nn.Module):
     """What comes out of the last layer -> logits."""
 
-    def __init__(self, tree: Repaired) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        with torch.device("meta"):
-            self.final_norm = build_module(tree.spec.final_norm)
-            self.head = HeadModule(tree.spec.head)
-        _fill(self, tree, "")
-        self.table = nn.Parameter(tree.read("embedding.weight"), False) if tree.spec.head.tied else None
+        self.final_norm = build_module(spec.final_norm)
+        self.head = HeadModule(spec.head)
+        table = msgspec.structs.replace(spec.embedding, norm=None)
+        self.embedding = EmbeddingModule(table) if spec.head.tied else None
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.final_norm(x)
-        logits: Tensor = self.head(normed, normed if self.table is None else self.table)
+        logits: Tensor = self.head(normed, normed if self.embedding is None else self.embedding.weight)
         return logits
 
 

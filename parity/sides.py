@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from ..converter.checkpoint import Checkpoint
 from ..modules.attention import Kernel
 from ..modules.decoder import Decoder
-from ..modules.load import load_checkpoint
+from ..modules.load import filled, load_checkpoint
 from .probe import Batch, running
 from .reference import forget_lengths, load_reference, quiet, reference_folder
 from .stream import Tree, stream_candidate, stream_reference
@@ -64,24 +65,16 @@ class Sides:
             stream = stream_candidate(self.target, dtype, path, tree)
             with watch(stream.model):
                 return stream.run(batches)
-        model = load_checkpoint(self.target, dtype, path) if tree is None else _filled(tree, dtype, path)
+        if tree is None:
+            model = load_checkpoint(self.target, dtype, path)
+        else:
+            model = filled(partial(Decoder, tree.spec, path), tree.read, dtype)
         found = []
         with watch(model), torch.inference_mode():
             for batch in batches:
                 with running(batch):
                     found.append(batch.valid(model(batch.input_ids, batch.attention_mask)))
         return found
-
-
-def _filled(tree: Tree, dtype: torch.dtype, path: Kernel) -> Decoder:
-    """The tree as a module in eval mode."""
-    with torch.device("meta"):
-        model = Decoder(tree.spec, path).to(dtype)
-    model = model.to_empty(device="cpu")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(tree.read(name))
-    return model.eval()
 
 
 @contextmanager
