@@ -15,6 +15,7 @@ from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.convert import companions
 from ..converter.dtypes import HF_NAMES, parse_dtype
 from ..converter.outline import Outline, outline
+from ..converter.tensors import Tree
 from ..errors import UsageError
 from .attention import Kernel
 from .decoder import Decoder
@@ -177,6 +178,17 @@ def _fill(module: M, tensors: Iterable[tuple[str, Tensor]]) -> M:
 def as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
     """A tensor of its own from an array in its carrier dtype (bf16 as uint16)."""
     return view_as_torch(np.array(array), dtype)  # the file's pages are read-only, and torch has no such tensors
+
+
+def tensor_of(tree: Tree, name: str) -> Tensor:
+    """A tensor of a tree by its shared name, to be read only: it may be the file's own memory."""
+    return view_as_torch(*tree.tensor(name))
+
+
+def as_array(tensor: Tensor) -> tuple[np.ndarray, str]:
+    """A tensor's values in their carrier dtype (bf16 as uint16), laid out as they are, and its dtype."""
+    values, dtype = tensor.detach().cpu(), parse_dtype(str(tensor.dtype))
+    return (values.view(torch.int16).numpy().view(np.uint16) if dtype == "BF16" else values.numpy()), dtype
 
 
 def view_as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:

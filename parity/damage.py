@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from ..components import ModelSpec
-from ..modules.load import filled
+from ..converter.tensors import Tree
+from ..modules.load import filled, tensor_of
 from ..modules.registry import build_module
 from .bisect import Kept
 from .heads import Compared, Tokens, compare_heads, perplexity, require_same_tokens
 from .probe import RUNNING, Batch
 from .rows import states
 from .scope import Scope, inputs
-from .stream import Tree
 
 __all__ = ["Bin", "Damage", "Layer", "Place", "damage"]
 
@@ -369,7 +369,8 @@ class _Lens:
     ) -> None:
         self.trees, self.given, self.streams, self.dtype, self.tokens = (before, after), given, streams, dtype, tokens
         self.norms = [
-            filled(partial(build_module, tree.spec.final_norm), tree.read, dtype, "final_norm") for tree in self.trees
+            filled(partial(build_module, tree.spec.final_norm), partial(tensor_of, tree), dtype, "final_norm")
+            for tree in self.trees
         ]
         specs = before.spec, after.spec
         row = max(len(spec.blocks) * spec.vocab_size * spec.hidden_size for spec in specs)

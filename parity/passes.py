@@ -26,7 +26,7 @@ is closed once all have gone on to their next stop.
 """
 
 
-class _Pass(greenlet):
+class _Pass(greenlet):  # type: ignore[misc]
     """One batch's forward pass."""
 
     def __init__(self, call: Callable[[Batch], Tensor], batch: Batch) -> None:
@@ -58,8 +58,8 @@ def ask(place: int, brought: Any = None) -> Any:
     return here.empty()
 
 
-def run_together(call: Callable[[Batch], Tensor], batches: Sequence[Batch], serve: Serve) -> list[Tensor]:
-    """What each batch's pass gives, computed without gradients.
+def run_together(call: Callable[[Batch], Tensor], batches: Sequence[Batch], serve: Serve | None = None) -> list[Tensor]:
+    """What each batch's pass gives, computed without gradients; one after the other where none of them stops.
 
     Raises:
         BaseException: what one of the passes, or `serve`, failed with; the other passes end where they are.
@@ -71,6 +71,7 @@ def run_together(call: Callable[[Batch], Tensor], batches: Sequence[Batch], serv
             for each in passes:
                 each.switch()
             while stopped := [each for each in passes if not each.dead]:
+                assert serve is not None, "a pass waits for what nobody gives"
                 place = min(each.place for each in stopped)
                 here = [each for each in stopped if each.place == place]
                 with closing(serve(place, [each.empty() for each in here])) as answers:

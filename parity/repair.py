@@ -27,7 +27,7 @@ from ..converter.dtypes import to_float64
 from ..modules.attention import Kernel
 from ..modules.context import Context
 from ..modules.decoder import BlockModule, EmbeddingModule, HeadModule, PositionsModule
-from ..modules.load import filled
+from ..modules.load import as_array, filled, tensor_of
 from ..modules.registry import build_module
 from .bisect import Cause, Part
 from .compare import largest_gap
@@ -81,31 +81,25 @@ class Repaired:
         """Whether there is anything to repair, as far as trees and shapes tell."""
         return self.spec != self.target.spec or bool(self.touched)
 
-    def read(self, name: str) -> Tensor:
-        """A parameter's values."""
-        if name in self.repair.values and name in self.touched:
-            return wide(self.source, name)
-        if name not in self.touched:
-            return wide(self.target, name)
+    def tensor(self, name: str) -> tuple[np.ndarray, str]:
+        """A parameter's values, and that they are in fp64."""
+        if name in self.repair.values or name not in self.touched:
+            side = self.source if name in self.touched else self.target
+            return to_float64(*side.tensor(name)), "F64"
         unit, changed = unit_of(name), self._changed
         # A tensor gets values from others that change with it: of its own layer, or of the few there are.
         group = changed if len(changed) <= FEW else {each for each in changed if unit_of(each) == unit}
         if self._made[0] != group:
-            real = {each: wide(self.target, each) for each in group}
+            real = {each: torch.from_numpy(to_float64(*self.target.tensor(each))) for each in group}
             mutant = self.repair.apply(self.target.spec, {**self._shapes, **real})
             assert mutant is not None
             self._made = frozenset(group), {each: mutant[1][each] for each in group}
-        return self._made[1][name]
+        return as_array(self._made[1][name])
 
     def release(self) -> None:
         """Let go of pages that were read."""
         self.target.release()
         self.source.release()
-
-
-def wide(checkpoint: Checkpoint, name: str) -> Tensor:
-    """A parameter's values in fp64."""
-    return torch.from_numpy(to_float64(*checkpoint.tensor(name)))
 
 
 def _on_meta(spec: ModelSpec) -> dict[str, Tensor]:
@@ -154,13 +148,13 @@ def run_unit(tree: Repaired, unit: Unit, inputs: Seen, batches: Sequence[Batch],
         path: the attention to compute with.
 
     """
-    dtype = next(iter(inputs.values())).dtype
+    dtype, read = next(iter(inputs.values())).dtype, partial(tensor_of, tree)
     if unit == "front":
-        module: nn.Module = filled(partial(_Front, tree.spec), tree.read, dtype)
+        module: nn.Module = filled(partial(_Front, tree.spec), read, dtype)
     elif unit == "back":
-        module = filled(partial(_Back, tree.spec), tree.read, dtype)
+        module = filled(partial(_Back, tree.spec), read, dtype)
     else:
-        module = filled(partial(BlockModule, tree.spec.blocks[unit], path), tree.read, dtype, f"blocks.{unit}")
+        module = filled(partial(BlockModule, tree.spec.blocks[unit], path), read, dtype, f"blocks.{unit}")
     for batch in batches:
         given = inputs[id(batch)]
         shape = batch.input_ids.shape

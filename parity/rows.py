@@ -9,8 +9,7 @@ their outputs alone, so that each sum is made as in the whole product, as far as
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,11 +17,13 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from ..converter.tensors import Tree
 from ..modules.decoder import Decoder, EmbeddingModule, HeadModule, PositionsModule
 from ..modules.layers import Linear, multiply
+from ..modules.load import tensor_of
 from .passes import ask, run_together
 from .probe import Batch
-from .stream import Tree, trim_heaps
+from .stream import trim_heaps
 
 __all__ = ["Feed", "See", "head_rows", "states"]
 
@@ -75,7 +76,7 @@ def states(
             hooks += _gathered(table, tree, f"{name}.weight", dtype)
     linears = [module for module in model.modules() if isinstance(module, _Rows)]
 
-    def serve(place: int, brought: list[Tensor]) -> Iterator[Tensor]:
+    def serve(place: int, brought: list[Tensor]) -> Generator[Tensor]:
         sizes, together = [len(x) for x in brought], torch.cat(brought)
         del brought
         parts = list(torch.split(linears[place].product(together, tree.release, progress), sizes))
@@ -98,10 +99,8 @@ def head_rows(
     (N, hidden) to the logits (N, tokens) of these. To be used before the next is asked for.
     """
     head = tree.spec.head
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of memory that cannot be written
-        weight = tree.read("embedding.weight" if head.tied else "head.weight")
-        bias = tree.read("head.bias") if head.bias else None
+    weight = tensor_of(tree, "embedding.weight" if head.tied else "head.weight")
+    bias = tensor_of(tree, "head.bias") if head.bias else None
     for each in columns:
         rows = weight[each].to(dtype)
         with torch.device("meta"):
@@ -120,7 +119,7 @@ class _Rows(nn.Module):
         super().__init__()
         self.order, self.outputs, self.arithmetic = order, linear.weight.shape[0], linear.arithmetic
         self.bias = linear.bias
-        self._read = partial(_read, tree, f"{name}.weight")
+        self._read = partial(tensor_of, tree, f"{name}.weight")
         self._dtype = dtype
 
     @property
@@ -156,12 +155,6 @@ class _Rows(nn.Module):
         return out
 
 
-def _read(tree: Tree, name: str) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of memory that cannot be written
-        return tree.read(name)
-
-
 def _model(tree: Tree, dtype: torch.dtype) -> Decoder:
     """The decoder with its linear maps exchanged for `_Rows`, its tables on the meta device, and without its head."""
     with torch.device("meta"):
@@ -175,7 +168,7 @@ def _model(tree: Tree, dtype: torch.dtype) -> Decoder:
         if name in ("embedding.weight", "positions.weight"):
             continue
         path, _, own = name.rpartition(".")
-        value = _read(tree, name).to(dtype, copy=True)
+        value = tensor_of(tree, name).to(dtype, copy=True)
         assert value.shape == parameter.shape, f"{name} is {tuple(value.shape)}, expected {tuple(parameter.shape)}"
         model.get_submodule(path)._parameters[own] = nn.Parameter(value, requires_grad=False)
     tree.release()
@@ -204,7 +197,7 @@ def _gathered(module: EmbeddingModule | PositionsModule, tree: Tree, name: str, 
 
     def before(_: nn.Module, inputs: Any) -> Any:
         used, ids = inputs[0].unique(return_inverse=True)
-        module.weight = nn.Parameter(_read(tree, name)[used].to(dtype), requires_grad=False)
+        module.weight = nn.Parameter(tensor_of(tree, name)[used].to(dtype), requires_grad=False)
         return (ids.reshape(inputs[0].shape), *inputs[1:])
 
     def after(*_: Any) -> None:

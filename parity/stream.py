@@ -11,25 +11,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint
+from ..converter.tensors import Tree
 from ..errors import CannotExpress
 from ..modules.attention import Kernel
 from ..modules.decoder import Decoder
-from ..modules.load import view_as_torch
+from ..modules.load import tensor_of, view_as_torch
 from .passes import ask, run_together
 from .probe import Batch
-from .reference import compute_experts_plainly, experts_path, quiet
+from .reference import compute_experts_plainly, experts_path, forget_lengths, quiet, reference_logits
 
-__all__ = ["Stream", "Tree", "stream_candidate", "stream_reference", "tree_of"]
+__all__ = ["Stream", "stream_candidate", "stream_reference"]
 
 KEPT_BYTES = 256 * 2**20
 """Parameters up to this size leave their memory to the next of their shape."""
@@ -72,7 +71,7 @@ class Stream:
             unit.register_forward_pre_hook(lambda *_, place=place: ask(place)) for place, (unit, _) in enumerate(units)
         ]
 
-        def serve(place: int, brought: list[Any]) -> Iterator[None]:
+        def serve(place: int, brought: list[Any]) -> Generator[Any]:
             owners = list(_owners(*units[place]))
             try:
                 self._fill(owners)
@@ -81,8 +80,7 @@ class Stream:
                 self._drop(owners)
 
         try:
-            with quiet():
-                return run_together(lambda batch: batch.valid(self.call(self.model, batch)), batches, serve)
+            return run_together(lambda batch: batch.valid(self.call(self.model, batch)), batches, serve)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -147,56 +145,19 @@ def units_of(model: nn.Module) -> list[tuple[nn.Module, dict[str, str]]]:
     return found
 
 
-def stream_candidate(checkpoint: Checkpoint, dtype: torch.dtype, attention: Kernel, tree: Tree | None = None) -> Stream:
-    """gptkit's decoder, fed from the checkpoint's files, or computing another tree that is read from them."""
-    spec = checkpoint.spec if tree is None else tree.spec
+def stream_candidate(tree: Tree, dtype: torch.dtype, attention: Kernel) -> Stream:
+    """gptkit's decoder of a tree, fed from where its tensors lie."""
+    spec = tree.spec
     with torch.device("meta"):
         model = Decoder(spec, attention).to(dtype).eval()
     if spec.head.tied:
         # The head computes with the embedding's table; it gets the same values when its turn comes.
         model.head.weight = nn.Parameter(torch.empty_like(model.embedding.weight), requires_grad=False)
-    values = partial(_stored, checkpoint) if tree is None else tree.read
 
     def read(name: str) -> Tensor:
-        return values("embedding.weight" if name == "head.weight" and spec.head.tied else name)
+        return tensor_of(tree, "embedding.weight" if name == "head.weight" and spec.head.tied else name)
 
-    return Stream(model, read, dtype, lambda m, batch: m(batch.input_ids, batch.attention_mask), checkpoint.release)
-
-
-class Tree(Protocol):
-    """A tree whose parameters are read one at a time, by shared name."""
-
-    spec: ModelSpec
-
-    def read(self, name: str) -> Tensor:
-        """A parameter's values, to be read only."""
-        ...
-
-    def release(self) -> None:
-        """Let go of what reading brought into memory (pages of mapped files)."""
-        ...
-
-
-class _Opened:
-    """A checkpoint's tree."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.spec, self.release = checkpoint.spec, checkpoint.release
-        self._checkpoint = checkpoint
-
-    def read(self, name: str) -> Tensor:
-        return _stored(self._checkpoint, name)
-
-
-def tree_of(checkpoint: Checkpoint) -> Tree:
-    """A checkpoint's own tree, read from its files."""
-    return _Opened(checkpoint)
-
-
-def _stored(checkpoint: Checkpoint, name: str) -> Tensor:
-    """A parameter's values as they lie in the checkpoint's file, to be read only."""
-    array, dtype = checkpoint.tensor(name)
-    return view_as_torch(array, dtype)
+    return Stream(model, read, dtype, lambda m, batch: m(batch.input_ids, batch.attention_mask), tree.release)
 
 
 def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str) -> Stream:
@@ -223,6 +184,7 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
             experts_implementation=experts_path(dtype),
         ).eval()
     compute_experts_plainly(model)
+    forget_lengths(model)
     stacked = architecture.parameters(checkpoint.spec)
 
     def read(name: str) -> Tensor:
@@ -237,20 +199,13 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
         parts = [checkpoint.tensor(shared) for shared in leaf.shared]
         return view_as_torch(leaf.to_checkpoint([array for array, _ in parts]), parts[0][1])
 
-    def call(model: Any, batch: Batch) -> Tensor:
-        logits: Tensor = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
-        return logits
-
-    for module in model.modules():
-        if hasattr(module, "original_inv_freq") and "dynamic" in str(getattr(module, "rope_type", "")):
-            module.register_forward_pre_hook(_forget_length)
-    return Stream(model, read, dtype, call, checkpoint.release)
-
-
-def _forget_length(module: Any, *_: Any) -> None:
-    """Dynamic rotary scaling keeps the base that the longest sequence so far needed; every pass is a first one."""
-    module.inv_freq = module.original_inv_freq.clone()
-    module.max_seq_len_cached = module.original_max_seq_len
+    return Stream(
+        model,
+        read,
+        dtype,
+        lambda m, batch: reference_logits(m, batch.input_ids, batch.attention_mask),
+        checkpoint.release,
+    )
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from ...converter.tokenizer import load_tokenizer
 from ...errors import InvalidInput, UsageError
 from ...modules.context import Context
 from ...modules.decoder import BlockModule, EmbeddingModule, PositionsModule
-from ...modules.load import filled
+from ...modules.load import filled, tensor_of
 from ..base import Exactly, Model, Promise
 
 __all__ = ["Calibration", "Layer", "Text", "block_of", "embed", "read_text", "walk"]
@@ -183,7 +183,7 @@ def context_of(ids: Tensor, dtype: torch.dtype) -> Context:
 
 def embed(model: Model, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """What comes to the first layer, (rows, tokens, hidden)."""
-    spec, read = model.spec, Exactly(model).read
+    spec, read = model.spec, partial(tensor_of, Exactly(model))
     with torch.no_grad():
         x: Tensor = filled(partial(EmbeddingModule, spec.embedding), read, dtype, "embedding")(ids)
         if spec.positions is not None:
@@ -194,4 +194,5 @@ def embed(model: Model, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tens
 
 def block_of(model: Model, index: int, dtype: torch.dtype = torch.float32) -> BlockModule:
     """A layer of a tree as a module, filled."""
-    return filled(partial(BlockModule, model.spec.blocks[index]), Exactly(model).read, dtype, f"blocks.{index}")
+    read = partial(tensor_of, Exactly(model))
+    return filled(partial(BlockModule, model.spec.blocks[index]), read, dtype, f"blocks.{index}")
