@@ -28,7 +28,7 @@ from gptkit.architectures import ARCHITECTURES, architecture_of  # noqa: E402
 from gptkit.modules import Cache, Decoder  # noqa: E402
 from gptkit.parity.diagnose import unprobed  # noqa: E402
 from gptkit.parity.probe import probe  # noqa: E402
-from gptkit.parity.reference import reference_logits  # noqa: E402
+from gptkit.parity.reference import forget_lengths, reference_logits  # noqa: E402
 from gptkit.parity.score import score  # noqa: E402
 
 LENGTHS, BATCHES, PADDINGS = (1, 7, 64, 200), (1, 3), ("none", "left", "right")
@@ -123,6 +123,7 @@ def rows(variants: list[Variant]) -> dict[tuple[str, str, str], Row]:
         for dtype in (torch.float32, torch.bfloat16):
             for attention in architecture_of(variant.config).reference(spec_of(variant.config)):
                 reference = randomised_reference(variant.config, dtype, attention)
+                forget_lengths(reference)
                 model = decoder_from(reference, variant.config, attention)
                 row = found.setdefault((variant.family, str(dtype).removeprefix("torch."), attention), Row())
                 with torch.inference_mode():

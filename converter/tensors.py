@@ -24,7 +24,21 @@ from .index import WeightFiles
 from .safetensors import DTYPES, SafetensorsFile
 from .tree import Origin
 
-__all__ = ["Checkpoint", "HeaderWeights", "SafetensorsWeights", "Weights", "identity_leaves"]
+__all__ = ["Checkpoint", "HeaderWeights", "SafetensorsWeights", "Tree", "Weights", "identity_leaves"]
+
+
+class Tree(Protocol):
+    """A tree and its tensors by shared name, whether they lie in files (a `Checkpoint`) or are made when asked for."""
+
+    spec: ModelSpec
+
+    def tensor(self, name: str) -> tuple[np.ndarray, str]:
+        """A tensor to be read only: (array in its carrier dtype, dtype)."""
+        ...
+
+    def release(self) -> None:
+        """Let go of what reading brought into memory (pages of mapped files)."""
+        ...
 
 
 class Weights(Protocol):

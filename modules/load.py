@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.convert import companions
 from ..converter.dtypes import HF_NAMES, parse_dtype
 from ..converter.outline import Outline, outline
+from ..converter.tensors import Tree
 from ..errors import UsageError
 from .attention import Kernel
 from .decoder import Decoder
 
-__all__ = ["build", "load", "load_checkpoint", "load_random", "torch_dtype"]
+__all__ = ["build", "filled", "load", "load_checkpoint", "load_random", "torch_dtype"]
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def torch_dtype(dtype: torch.dtype | str | None, default: str = "F32") -> torch.dtype:
@@ -125,25 +130,65 @@ def build(
     progress: Callable[[int], None] | None = None,
 ) -> Decoder:
     """A tree as a module in eval mode, filled with all of its tensors: (shared name, array in its carrier, dtype)."""
-    with torch.device("meta"):
-        model = Decoder(spec, attention).to(dtype)
-    try:
-        model = model.to_empty(device=device)
-    except (RuntimeError, AssertionError) as error:  # no such device, or no memory for the model on it
-        raise UsageError(f"cannot place the model on {device}: {str(error).splitlines()[0]}") from error
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
+
+    def values() -> Iterator[tuple[str, Tensor]]:
         for name, array, stored in tensors:
-            parameters.pop(name).copy_(as_torch(array, stored))
+            yield name, as_torch(array, stored)
             if progress is not None:
                 progress(array.nbytes)
+
+    try:
+        model = _empty(lambda: Decoder(spec, attention), dtype, device)
+    except (RuntimeError, AssertionError) as error:  # no such device, or no memory for the model on it
+        raise UsageError(f"cannot place the model on {device}: {str(error).splitlines()[0]}") from error
+    return _fill(model, values())
+
+
+def filled(make: Callable[[], M], read: Callable[[str], Tensor], dtype: torch.dtype, path: str = "") -> M:
+    """A part of a tree as a module in eval mode, with its parameters in `dtype`.
+
+    Args:
+        make: the module, which is made on the meta device.
+        read: a parameter's values by its shared name.
+        dtype: what is computed in.
+        path: the module's own name in the tree ("blocks.0"); by default its parameters have shared names themselves.
+
+    """
+    module, prefix = _empty(make, dtype, "cpu"), f"{path}." if path else ""
+    return _fill(module, ((name, read(prefix + name)) for name, _ in module.named_parameters()))
+
+
+def _empty(make: Callable[[], M], dtype: torch.dtype, device: str | torch.device) -> M:
+    """A module with memory for its parameters, which hold nothing yet."""
+    with torch.device("meta"):
+        module = make().to(dtype)
+    return module.to_empty(device=device)
+
+
+def _fill(module: M, tensors: Iterable[tuple[str, Tensor]]) -> M:
+    """Give a module all of its parameters by name, one after the other, rounded to their dtype."""
+    parameters = dict(module.named_parameters())
+    with torch.no_grad():
+        for name, values in tensors:
+            parameters.pop(name).copy_(values)
     assert not parameters, f"never filled: {list(parameters)[:4]}"
-    return model.eval()
+    return module.eval()
 
 
 def as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
     """A tensor of its own from an array in its carrier dtype (bf16 as uint16)."""
     return view_as_torch(np.array(array), dtype)  # the file's pages are read-only, and torch has no such tensors
+
+
+def tensor_of(tree: Tree, name: str) -> Tensor:
+    """A tensor of a tree by its shared name, to be read only: it may be the file's own memory."""
+    return view_as_torch(*tree.tensor(name))
+
+
+def as_array(tensor: Tensor) -> tuple[np.ndarray, str]:
+    """A tensor's values in their carrier dtype (bf16 as uint16), laid out as they are, and its dtype."""
+    values, dtype = tensor.detach().cpu(), parse_dtype(str(tensor.dtype))
+    return (values.view(torch.int16).numpy().view(np.uint16) if dtype == "BF16" else values.numpy()), dtype
 
 
 def view_as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:

@@ -23,6 +23,7 @@ from ..converter.tree import Origin
 from ..errors import InvalidInput, UsageError
 from ..version import __version__
 from .decoder import Decoder
+from .load import as_array
 
 __all__ = ["save"]
 
@@ -138,11 +139,7 @@ class _Parameters:
 
     def read(self, name: str) -> np.ndarray[Any, Any]:
         """A tensor in its carrier dtype (bf16 as uint16)."""
-        value = self._parameters[name].detach().cpu().contiguous()
-        found: np.ndarray[Any, Any] = (
-            value.view(torch.int16).numpy().view(np.uint16) if value.dtype == torch.bfloat16 else value.numpy()
-        )
-        return found
+        return as_array(self._parameters[name].contiguous())[0]
 
     def span(self, _name: str) -> None:
         """No file holds it."""

@@ -16,20 +16,21 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..components import ModelSpec
+from ..converter.tensors import Tree
+from ..modules.load import filled, tensor_of
 from ..modules.registry import build_module
 from .bisect import Kept
 from .heads import Compared, Tokens, compare_heads, perplexity, require_same_tokens
 from .probe import RUNNING, Batch
 from .rows import states
 from .scope import Scope, inputs
-from .stream import Tree
 
 __all__ = ["Bin", "Damage", "Layer", "Place", "damage"]
 
@@ -353,15 +354,6 @@ def _relative(a: Tensor, b: Tensor) -> float:
     return gap / size if size else gap
 
 
-def _final_norm(tree: Tree, dtype: torch.dtype) -> nn.Module:
-    """The last norm, filled."""
-    norm: nn.Module = build_module(tree.spec.final_norm).to(dtype).eval()
-    with torch.no_grad():
-        for name, parameter in norm.named_parameters():
-            parameter.copy_(tree.read(f"final_norm.{name}"))
-    return norm
-
-
 class _Lens:
     """What both models would say if they ended after a layer."""
 
@@ -376,7 +368,10 @@ class _Lens:
         notes: list[str],
     ) -> None:
         self.trees, self.given, self.streams, self.dtype, self.tokens = (before, after), given, streams, dtype, tokens
-        self.norms = [_final_norm(tree, dtype) for tree in self.trees]
+        self.norms = [
+            filled(partial(build_module, tree.spec.final_norm), partial(tensor_of, tree), dtype, "final_norm")
+            for tree in self.trees
+        ]
         specs = before.spec, after.spec
         row = max(len(spec.blocks) * spec.vocab_size * spec.hidden_size for spec in specs)
         count = len(given.positions)

@@ -21,7 +21,6 @@ from .probe import Batch, limits
 from .repair import find_causes
 from .score import Score, score
 from .sides import Sides
-from .stream import tree_of
 
 __all__ = ["assess", "diagnose", "try_mistakes", "unprobed", "where_they_differ", "wide_weights"]
 
@@ -131,7 +130,7 @@ def assess(
         notes.append(f"damage by position and layer left out, at {size:,} parameters: --damage")
         return None
     ids = text(source)
-    return damage(tree_of(source), tree_of(target), text=ids, progress=lambda words: say(f"the damage: {words}"))
+    return damage(source, target, text=ids, progress=lambda words: say(f"the damage: {words}"))
 
 
 def _row_bytes(checkpoint: Checkpoint) -> int:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..converter.tensors import Tree
 from ..errors import GptkitError
 from .rows import head_rows
-from .stream import Tree, trim_heaps
+from .stream import trim_heaps
 
 __all__ = ["Compared", "Tokens", "compare_heads", "perplexity", "require_same_tokens"]
 

@@ -73,9 +73,8 @@ def quiet() -> Iterator[None]:
 
 
 def reference_logits(model: Any, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """The logits (B, T, V) of transformers' model, as if it had seen no sequence before."""
+    """The logits (B, T, V) of transformers' model."""
     with quiet():
-        forget_lengths(model)
         logits: Tensor = model(input_ids=input_ids, attention_mask=attention_mask).logits
     return logits
 
@@ -123,6 +122,7 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
             names = ", ".join(str(name) for name in list(info[kind])[:5])
             raise CheckpointError(f"transformers {what}: {names}")
     compute_experts_plainly(model)
+    forget_lengths(model)
     return _in_own_memory(model).eval()
 
 
@@ -155,12 +155,17 @@ def compute_experts_plainly(model: Any) -> None:
 
 
 def forget_lengths(model: Any) -> None:
-    """Let a model with dynamic rotary scaling forget how long the sequences before were: it keeps the base that the
-    longest of them needed until one shorter than the original context comes.
+    """Have every pass of a model with dynamic rotary scaling be as its first: it keeps the base that the longest of the
+    sequences before needed.
     """
-    if "dynamic" in str(getattr(getattr(model, "config", None), "rope_parameters", None)):
-        with torch.inference_mode():
-            model(input_ids=torch.zeros(1, 1, dtype=torch.long))
+
+    def forget(module: Any, *_: Any) -> None:
+        module.inv_freq = module.original_inv_freq.clone()
+        module.max_seq_len_cached = module.original_max_seq_len
+
+    for module in model.modules():
+        if hasattr(module, "original_inv_freq") and "dynamic" in str(getattr(module, "rope_type", "")):
+            module.register_forward_pre_hook(forget)
 
 
 def _in_own_memory(model: Any) -> Any:

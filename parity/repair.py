@@ -27,6 +27,7 @@ from ..converter.dtypes import to_float64
 from ..modules.attention import Kernel
 from ..modules.context import Context
 from ..modules.decoder import BlockModule, EmbeddingModule, HeadModule, PositionsModule
+from ..modules.load import as_array, filled, tensor_of
 from ..modules.registry import build_module
 from .bisect import Cause, Part
 from .compare import largest_gap
@@ -80,31 +81,25 @@ class Repaired:
         """Whether there is anything to repair, as far as trees and shapes tell."""
         return self.spec != self.target.spec or bool(self.touched)
 
-    def read(self, name: str) -> Tensor:
-        """A parameter's values."""
-        if name in self.repair.values and name in self.touched:
-            return wide(self.source, name)
-        if name not in self.touched:
-            return wide(self.target, name)
+    def tensor(self, name: str) -> tuple[np.ndarray, str]:
+        """A parameter's values, and that they are in fp64."""
+        if name in self.repair.values or name not in self.touched:
+            side = self.source if name in self.touched else self.target
+            return to_float64(*side.tensor(name)), "F64"
         unit, changed = unit_of(name), self._changed
         # A tensor gets values from others that change with it: of its own layer, or of the few there are.
         group = changed if len(changed) <= FEW else {each for each in changed if unit_of(each) == unit}
         if self._made[0] != group:
-            real = {each: wide(self.target, each) for each in group}
+            real = {each: torch.from_numpy(to_float64(*self.target.tensor(each))) for each in group}
             mutant = self.repair.apply(self.target.spec, {**self._shapes, **real})
             assert mutant is not None
             self._made = frozenset(group), {each: mutant[1][each] for each in group}
-        return self._made[1][name]
+        return as_array(self._made[1][name])
 
     def release(self) -> None:
         """Let go of pages that were read."""
         self.target.release()
         self.source.release()
-
-
-def wide(checkpoint: Checkpoint, name: str) -> Tensor:
-    """A parameter's values in fp64."""
-    return torch.from_numpy(to_float64(*checkpoint.tensor(name)))
 
 
 def _on_meta(spec: ModelSpec) -> dict[str, Tensor]:
@@ -153,44 +148,36 @@ def run_unit(tree: Repaired, unit: Unit, inputs: Seen, batches: Sequence[Batch],
         path: the attention to compute with.
 
     """
-    module = _Front(tree) if unit == "front" else _Back(tree) if unit == "back" else _layer(tree, unit, path)
+    dtype, read = next(iter(inputs.values())).dtype, partial(tensor_of, tree)
+    if unit == "front":
+        module: nn.Module = filled(partial(_Front, tree.spec), read, dtype)
+    elif unit == "back":
+        module = filled(partial(_Back, tree.spec), read, dtype)
+    else:
+        module = filled(partial(BlockModule, tree.spec.blocks[unit], path), read, dtype, f"blocks.{unit}")
     for batch in batches:
         given = inputs[id(batch)]
         shape = batch.input_ids.shape
         positions = torch.arange(shape[1])[None]
         with torch.inference_mode():
             if unit == "front":
-                out = module.to(given.dtype)(batch.input_ids, positions)
+                out = module(batch.input_ids, positions)
             elif unit == "back":
-                out = module.to(given.dtype)(given)
+                out = module(given)
             else:
-                context = Context(shape[0], shape[1], 0, False, positions, batch.attention_mask, given.dtype)
-                out = module.to(given.dtype)(given, context)
+                context = Context(shape[0], shape[1], 0, False, positions, batch.attention_mask, dtype)
+                out = module(given, context)
             rows = batch.valid(out).double()
         yield rows
-
-
-def _fill(module: nn.Module, tree: Repaired, prefix: str) -> nn.Module:
-    names = [name for name, _ in module.named_parameters()]
-    module.load_state_dict({name: tree.read(prefix + name) for name in names}, assign=True)
-    return module.eval()
-
-
-def _layer(tree: Repaired, layer: int, path: Kernel) -> nn.Module:
-    with torch.device("meta"):
-        module = BlockModule(tree.spec.blocks[layer], path)
-    return _fill(module, tree, f"blocks.{layer}.")
 
 
 class _Front(nn.Module):
     """Token ids (B, T) -> what goes into the first layer."""
 
-    def __init__(self, tree: Repaired) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        with torch.device("meta"):
-            self.embedding = EmbeddingModule(tree.spec.embedding)
-            self.positions = None if tree.spec.positions is None else PositionsModule(tree.spec.positions)
-        _fill(self, tree, "")
+        self.embedding = EmbeddingModule(spec.embedding)
+        self.positions = None if spec.positions is None else PositionsModule(spec.positions)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         x: Tensor = self.embedding(input_ids)
@@ -200,17 +187,16 @@ class _Front(nn.Module):
 class _Back(nn.Module):
     """What comes out of the last layer -> logits."""
 
-    def __init__(self, tree: Repaired) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        with torch.device("meta"):
-            self.final_norm = build_module(tree.spec.final_norm)
-            self.head = HeadModule(tree.spec.head)
-        _fill(self, tree, "")
-        self.table = nn.Parameter(tree.read("embedding.weight"), False) if tree.spec.head.tied else None
+        self.final_norm = build_module(spec.final_norm)
+        self.head = HeadModule(spec.head)
+        table = msgspec.structs.replace(spec.embedding, norm=None)
+        self.embedding = EmbeddingModule(table) if spec.head.tied else None
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.final_norm(x)
-        logits: Tensor = self.head(normed, normed if self.table is None else self.table)
+        logits: Tensor = self.head(normed, normed if self.embedding is None else self.embedding.weight)
         return logits
 
 

@@ -2,19 +2,14 @@
 multiply, and let them go.
 
 gptkit's decoder runs unchanged with its parameters on the meta device, but for norms and biases. Linear maps and tables
-are read when they are called. All batches go through together, so that each weight is read once: a batch's pass is a
-coroutine (a thread, of which one runs at a time) that stops at every linear map; once all have stopped, the first of
-the maps that they stopped at is multiplied with what was brought to it. Passes need not come to the same maps: a token
-that no router sends to an expert does not wait for it. Matrix products are cut along their outputs alone, so that each
-sum is made as in the whole product, as far as the kernel's own blocks allow.
+are read when they are called. All batches go through together, so that each weight is read once: a pass stops at every
+linear map (see `passes`), which is multiplied with what all that stopped there brought. Matrix products are cut along
+their outputs alone, so that each sum is made as in the whole product, as far as the kernel's own blocks allow.
 """
 
 from __future__ import annotations
 
-import threading
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,10 +17,13 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from ..converter.tensors import Tree
 from ..modules.decoder import Decoder, EmbeddingModule, HeadModule, PositionsModule
 from ..modules.layers import Linear, multiply
-from .probe import Batch, running
-from .stream import Tree, trim_heaps
+from ..modules.load import tensor_of
+from .passes import ask, run_together
+from .probe import Batch
+from .stream import trim_heaps
 
 __all__ = ["Feed", "See", "head_rows", "states"]
 
@@ -76,17 +74,22 @@ def states(
         table = getattr(model, name)
         if isinstance(table, EmbeddingModule | PositionsModule):
             hooks += _gathered(table, tree, f"{name}.weight", dtype)
-    passes = [_Pass(model, batch) for batch in batches]
+    linears = [module for module in model.modules() if isinstance(module, _Rows)]
+
+    def serve(place: int, brought: list[Tensor]) -> Generator[Tensor]:
+        sizes, together = [len(x) for x in brought], torch.cat(brought)
+        del brought
+        parts = list(torch.split(linears[place].product(together, tree.release, progress), sizes))
+        del together
+        while parts:
+            yield parts.pop(0)
+
     try:
-        with torch.inference_mode():
-            _run(passes, tree, progress)
+        return run_together(lambda batch: model(batch.input_ids, batch.attention_mask), batches, serve)
     finally:
-        for each in passes:
-            each.abandon()
         for hook in hooks:
             hook.remove()
         trim_heaps()
-    return [each.found for each in passes if each.found is not None]
 
 
 def head_rows(
@@ -96,10 +99,8 @@ def head_rows(
     (N, hidden) to the logits (N, tokens) of these. To be used before the next is asked for.
     """
     head = tree.spec.head
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of memory that cannot be written
-        weight = tree.read("embedding.weight" if head.tied else "head.weight")
-        bias = tree.read("head.bias") if head.bias else None
+    weight = tensor_of(tree, "embedding.weight" if head.tied else "head.weight")
+    bias = tensor_of(tree, "head.bias") if head.bias else None
     for each in columns:
         rows = weight[each].to(dtype)
         with torch.device("meta"):
@@ -118,7 +119,7 @@ class _Rows(nn.Module):
         super().__init__()
         self.order, self.outputs, self.arithmetic = order, linear.weight.shape[0], linear.arithmetic
         self.bias = linear.bias
-        self._read = partial(_read, tree, f"{name}.weight")
+        self._read = partial(tensor_of, tree, f"{name}.weight")
         self._dtype = dtype
 
     @property
@@ -127,7 +128,7 @@ class _Rows(nn.Module):
         return self._read().to(self._dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # (…, in) -> (…, out)
-        flat = _CURRENT.get().ask(self, x.reshape(-1, x.shape[-1]))
+        flat: Tensor = ask(self.order, x.reshape(-1, x.shape[-1]))
         return flat.reshape(*x.shape[:-1], self.outputs)
 
     def product(self, x: Tensor, release: Callable[[], None], progress: Callable[[int], None] | None) -> Tensor:
@@ -154,12 +155,6 @@ class _Rows(nn.Module):
         return out
 
 
-def _read(tree: Tree, name: str) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of memory that cannot be written
-        return tree.read(name)
-
-
 def _model(tree: Tree, dtype: torch.dtype) -> Decoder:
     """The decoder with its linear maps exchanged for `_Rows`, its tables on the meta device, and without its head."""
     with torch.device("meta"):
@@ -173,7 +168,7 @@ def _model(tree: Tree, dtype: torch.dtype) -> Decoder:
         if name in ("embedding.weight", "positions.weight"):
             continue
         path, _, own = name.rpartition(".")
-        value = _read(tree, name).to(dtype, copy=True)
+        value = tensor_of(tree, name).to(dtype, copy=True)
         assert value.shape == parameter.shape, f"{name} is {tuple(value.shape)}, expected {tuple(parameter.shape)}"
         model.get_submodule(path)._parameters[own] = nn.Parameter(value, requires_grad=False)
     tree.release()
@@ -202,7 +197,7 @@ def _gathered(module: EmbeddingModule | PositionsModule, tree: Tree, name: str, 
 
     def before(_: nn.Module, inputs: Any) -> Any:
         used, ids = inputs[0].unique(return_inverse=True)
-        module.weight = nn.Parameter(_read(tree, name)[used].to(dtype), requires_grad=False)
+        module.weight = nn.Parameter(tensor_of(tree, name)[used].to(dtype), requires_grad=False)
         return (ids.reshape(inputs[0].shape), *inputs[1:])
 
     def after(*_: Any) -> None:
@@ -210,95 +205,3 @@ def _gathered(module: EmbeddingModule | PositionsModule, tree: Tree, name: str, 
         tree.release()
 
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
-
-
-# --- passes as coroutines ---------------------------------------------------------------------------------------------
-
-
-class _Abandoned(BaseException):
-    """Raised in a pass that nobody waits for any more."""
-
-
-class _Pass:
-    """One batch's forward pass, which stops where it asks for a product."""
-
-    def __init__(self, model: Decoder, batch: Batch) -> None:
-        self.model, self.batch = model, batch
-        self.asked: tuple[_Rows, Tensor] | None = None
-        """Where it has stopped, and what it brought; None before the first and after the last."""
-        self.found: Tensor | None = None
-        self.error: BaseException | None = None
-        self._answer: Tensor | None = None
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._work, daemon=True)
-
-    def resume(self, answer: Tensor | None) -> None:
-        """Go on to the next stop, or to the end.
-
-        Raises:
-            BaseException: what the pass failed with.
-
-        """
-        self.asked, self._answer = None, answer
-        if answer is None:
-            self._thread.start()
-        else:
-            self._go.release()
-        del answer
-        self._back.acquire()
-        if self.error is not None:
-            raise self.error
-
-    def ask(self, rows: _Rows, x: Tensor) -> Tensor:
-        """In the pass's own thread: wait for a product."""
-        self.asked = (rows, x)
-        del x
-        self._back.release()
-        self._go.acquire()
-        answer, self._answer = self._answer, None
-        if answer is None:
-            raise _Abandoned
-        return answer
-
-    def abandon(self) -> None:
-        """End the thread: where it has stopped, or at its next stop. Nothing where it is at its end."""
-        self._answer = None
-        self._go.release()
-        if self._thread.ident is not None:
-            self._thread.join()
-
-    def _work(self) -> None:
-        _CURRENT.set(self)
-        try:
-            with torch.inference_mode(), running(self.batch):
-                self.found = self.model(self.batch.input_ids, self.batch.attention_mask)
-        except _Abandoned:
-            return
-        except BaseException as error:
-            self.error = error
-        self._back.release()
-
-
-_CURRENT: ContextVar[_Pass] = ContextVar("_CURRENT")
-
-
-def _run(passes: Sequence[_Pass], tree: Tree, progress: Callable[[int], None] | None) -> None:
-    """All passes to their ends."""
-    for each in passes:
-        each.resume(None)
-    while True:
-        stopped = [(each, each.asked) for each in passes if each.asked is not None]
-        if not stopped:
-            return
-        first = min((asked[0] for _, asked in stopped), key=lambda rows: rows.order)
-        here = [(each, asked[1]) for each, asked in stopped if asked[0] is first]
-        sizes = [len(x) for _, x in here]
-        brought = torch.cat([x for _, x in here])
-        for each, _ in here:
-            each.asked = None
-        waiting = [each for each, _ in here]
-        del stopped, here
-        parts = list(torch.split(first.product(brought, tree.release, progress), sizes))
-        del brought
-        for each in waiting:
-            each.resume(parts.pop(0))

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..converter.checkpoint import Checkpoint
+from ..converter.tensors import Tree
 from ..modules.attention import Kernel
 from ..modules.decoder import Decoder
-from ..modules.load import load_checkpoint
-from .probe import Batch, running
-from .reference import forget_lengths, load_reference, quiet, reference_folder
-from .stream import Tree, stream_candidate, stream_reference
+from ..modules.load import filled, load_checkpoint, tensor_of
+from .passes import run_together
+from .probe import Batch
+from .reference import load_reference, reference_folder, reference_logits
+from .stream import stream_candidate, stream_reference
 
-__all__ = ["Sides", "Watch", "reference_run", "sides"]
+__all__ = ["Sides", "Watch", "sides"]
 
 
 Watch = Callable[[nn.Module], AbstractContextManager[object]]
@@ -49,7 +51,9 @@ class Sides:
                 return stream.run(batches)
         model = load_reference(self.folder, dtype, path)
         with watch(model):
-            return reference_run(model, batches)
+            return run_together(
+                lambda batch: batch.valid(reference_logits(model, batch.input_ids, batch.attention_mask)), batches
+            )
 
     def candidate(
         self,
@@ -61,27 +65,15 @@ class Sides:
     ) -> list[Tensor]:
         """gptkit's logits of real tokens, (N, V) a batch: the target's, or those of a tree that is read from it."""
         if self.folder is None:
-            stream = stream_candidate(self.target, dtype, path, tree)
+            stream = stream_candidate(tree or self.target, dtype, path)
             with watch(stream.model):
                 return stream.run(batches)
-        model = load_checkpoint(self.target, dtype, path) if tree is None else _filled(tree, dtype, path)
-        found = []
-        with watch(model), torch.inference_mode():
-            for batch in batches:
-                with running(batch):
-                    found.append(batch.valid(model(batch.input_ids, batch.attention_mask)))
-        return found
-
-
-def _filled(tree: Tree, dtype: torch.dtype, path: Kernel) -> Decoder:
-    """The tree as a module in eval mode."""
-    with torch.device("meta"):
-        model = Decoder(tree.spec, path).to(dtype)
-    model = model.to_empty(device="cpu")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(tree.read(name))
-    return model.eval()
+        if tree is None:
+            model = load_checkpoint(self.target, dtype, path)
+        else:
+            model = filled(partial(Decoder, tree.spec, path), partial(tensor_of, tree), dtype)
+        with watch(model):
+            return run_together(lambda batch: batch.valid(model(batch.input_ids, batch.attention_mask)), batches)
 
 
 @contextmanager
@@ -97,14 +89,3 @@ def sides(source: Checkpoint, target: Checkpoint, stream: bool) -> Iterator[Side
         return
     with reference_folder(source) as folder:
         yield Sides(source, target, folder)
-
-
-def reference_run(model: Any, batches: Sequence[Batch]) -> list[Tensor]:
-    """The logits of real tokens, (N, V) a batch, of transformers' model."""
-    found = []
-    with torch.inference_mode(), quiet():
-        for batch in batches:
-            forget_lengths(model)
-            with running(batch):
-                found.append(batch.valid(model(batch.input_ids, attention_mask=batch.attention_mask).logits))
-    return found

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from ..converter.dtypes import to_float64
 from ..converter.publish import MANIFEST, check_manifest
 from ..errors import CheckpointError
 from ..modules.decoder import EmbeddingModule, HeadModule, PositionsModule
+from ..modules.load import filled
 from ..modules.registry import build_module
 from .probe import AFFORDABLE, Batch, longest
 
@@ -270,19 +271,14 @@ def front_to_back(checkpoint: Checkpoint, name: str, rows: Tensor, columns: Tens
     """The logits (N, columns) of a tree without its layers, for rows (N,) of one of its tables."""
     spec, every, first = checkpoint.spec, torch.arange(len(rows)), torch.zeros_like(rows)
 
-    def filled(module: nn.Module, path: str, taken: Tensor | None = None) -> Any:
-        """The module with its parameters in `dtype`; where rows are taken, only these of its own."""
-        values = {}
-        for key in module.state_dict():
-            array, stored = checkpoint.tensor(f"{path}.{key}")
-            part = array if taken is None or "." in key else array[taken.numpy()]
-            values[key] = torch.from_numpy(to_float64(part, stored))
-        module.to(torch.float64).load_state_dict(values)
-        return module.to(dtype)
+    def read(name: str, taken: Tensor | None = None) -> Tensor:
+        """A parameter; where rows are taken, these alone of what is not a norm's."""
+        array, stored = checkpoint.tensor(name)
+        return torch.from_numpy(to_float64(array if taken is None or "norm" in name else array[taken.numpy()], stored))
 
     def embedded(taken: Tensor) -> Tensor:
-        table = EmbeddingModule(replace(spec.embedding, vocab_size=len(taken)))
-        found: Tensor = filled(table, "embedding", taken)(torch.arange(len(taken)))
+        few = partial(EmbeddingModule, replace(spec.embedding, vocab_size=len(taken)))
+        found: Tensor = filled(few, partial(read, taken=taken), dtype, "embedding")(torch.arange(len(taken)))
         return found
 
     with torch.inference_mode():
@@ -290,12 +286,11 @@ def front_to_back(checkpoint: Checkpoint, name: str, rows: Tensor, columns: Tens
         if name == EMBEDDING:
             x = x + embedded(rows)
         if spec.positions is not None:
-            table = PositionsModule(replace(spec.positions, length=len(rows)))
-            x = x + filled(table, "positions", rows if name == POSITIONS else first)(every)
-        x = filled(build_module(spec.final_norm), "final_norm")(x)
-        head = filled(HeadModule(replace(spec.head, vocab_size=len(columns))), "head", columns)
-        array, stored = checkpoint.tensor(EMBEDDING)
-        tied = torch.from_numpy(to_float64(array[columns.numpy()], stored)).to(dtype)
-        logits: Tensor = head(x, tied)
+            few = partial(PositionsModule, replace(spec.positions, length=len(rows)))
+            x = x + filled(few, partial(read, taken=rows if name == POSITIONS else first), dtype, "positions")(every)
+        x = filled(partial(build_module, spec.final_norm), read, dtype, "final_norm")(x)
+        last = partial(HeadModule, replace(spec.head, vocab_size=len(columns)))
+        head = filled(last, partial(read, taken=columns), dtype, "head")
+        logits: Tensor = head(x, read(EMBEDDING, columns).to(dtype))
     checkpoint.release()
     return logits

@@ -2,8 +2,8 @@
 
 Both sides run their own, unchanged forward: parameters are on the meta device, and just before a layer (or the
 embedding, the last norm, the head) is called its weights are read from the files, and dropped right after. All batches
-go through a layer before the next is read: each batch's pass runs in a thread of its own, the threads meet at every
-layer, and one at a time computes. Memory is the largest layer's, twice while it is converted, and the activations.
+go through a layer before the next is read (see `passes`). Memory is the largest layer's, twice while it is converted,
+and the activations.
 """
 
 from __future__ import annotations
@@ -11,23 +11,31 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint
+from ..converter.tensors import Tree
 from ..errors import CannotExpress
 from ..modules.attention import Kernel
 from ..modules.decoder import Decoder
-from ..modules.load import view_as_torch
-from .probe import Batch, running
-from .reference import compute_experts_plainly, experts_path, own_reference, quiet
+from ..modules.load import tensor_of, view_as_torch
+from .passes import ask, run_together
+from .probe import Batch
+from .reference import (
+    compute_experts_plainly,
+    experts_path,
+    forget_lengths,
+    own_reference,
+    quiet,
+    reference_logits,
+)
 
-__all__ = ["Stream", "Tree", "stream_candidate", "stream_reference", "tree_of"]
+__all__ = ["Stream", "stream_candidate", "stream_reference"]
 
 KEPT_BYTES = 256 * 2**20
 """Parameters up to this size leave their memory to the next of their shape."""
@@ -65,104 +73,61 @@ class Stream:
 
     def run(self, batches: Sequence[Batch]) -> list[Tensor]:
         """The logits of real tokens, (N, V) a batch."""
-        results: list[Tensor | None] = [None] * len(batches)
-        errors: list[BaseException] = []
-        turn = threading.Lock()
-        gates = [_Gate(self, unit, names, len(batches)) for unit, names in units_of(self.model)]
-        hooks = [hook for gate in gates for hook in gate.hooks(turn)]
+        units = units_of(self.model)
+        hooks = [
+            unit.register_forward_pre_hook(lambda *_, place=place: ask(place)) for place, (unit, _) in enumerate(units)
+        ]
 
-        def pass_(index: int) -> None:
+        def serve(place: int, brought: list[Any]) -> Generator[Any]:
+            owners = list(_owners(*units[place]))
             try:
-                with turn, torch.inference_mode():
-                    batch = batches[index]
-                    with running(batch):
-                        results[index] = batch.valid(self.call(self.model, batch))
-            except threading.BrokenBarrierError:
-                return  # another pass failed, and says why
-            except BaseException as error:
-                errors.append(error)
-                for gate in gates:
-                    gate.abort()
+                self._fill(owners)
+                yield from brought
+            finally:
+                self._drop(owners)
 
-        threads = [threading.Thread(target=pass_, args=(index,), daemon=True) for index in range(len(batches))]
         try:
-            with quiet():
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
+            return run_together(lambda batch: batch.valid(self.call(self.model, batch)), batches, serve)
         finally:
             for hook in hooks:
                 hook.remove()
-        if errors:
-            raise errors[0]
-        return [logits for logits in results if logits is not None]
 
-
-class _Gate:
-    """One unit: all passes wait before it, its weights come, each computes in turn, its weights go."""
-
-    def __init__(self, stream: Stream, unit: nn.Module, names: dict[str, str], passes: int) -> None:
-        self.stream, self.unit, self.names = stream, unit, names
-        self.entry = threading.Barrier(passes, action=self._fill)
-        self.exit = threading.Barrier(passes, action=self._drop)
-
-    def hooks(self, turn: threading.Lock) -> list[Any]:
-        """Pre- and post-forward hooks; `turn` is held by whoever computes and given up while waiting."""
-
-        def meet(barrier: threading.Barrier) -> None:
-            turn.release()
-            try:
-                barrier.wait()
-            finally:
-                turn.acquire()
-
-        def before(*_: Any) -> None:
-            meet(self.entry)
-
-        def after(*_: Any) -> None:
-            meet(self.exit)
-
-        return [self.unit.register_forward_pre_hook(before), self.unit.register_forward_hook(after)]
-
-    def abort(self) -> None:
-        self.entry.abort()
-        self.exit.abort()
-
-    def _owners(self) -> Iterator[tuple[nn.Module, str, str]]:
-        """(module, the parameter's name in it, its full name)."""
-        for local, full in self.names.items():
-            path, _, name = local.rpartition(".")
-            yield self.unit.get_submodule(path), name, full
-
-    def _fill(self) -> None:
+    def _fill(self, owners: Sequence[Owner]) -> None:
         total = 0
         with torch.inference_mode(False):
-            for module, name, full in self._owners():
+            for module, name, full in owners:
                 held = module._parameters[name]
                 assert held is not None
-                value = self.stream.take(held)
-                value.copy_(self.stream.read(full))
+                value = self.take(held)
+                value.copy_(self.read(full))
                 module._parameters[name] = nn.Parameter(value, requires_grad=False)
                 total += value.nbytes
-        self.stream.release()
-        self.stream.peak = max(self.stream.peak, total)
+        self.release()
+        self.peak = max(self.peak, total)
 
-    def _drop(self) -> None:
-        for module, name, _ in self._owners():
+    def _drop(self, owners: Sequence[Owner]) -> None:
+        for module, name, _ in owners:
             held = module._parameters[name]
             assert held is not None
             if held.device.type != "meta":
-                self.stream.give_back(held.data)
+                self.give_back(held.data)
             empty = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="meta")
             module._parameters[name] = nn.Parameter(empty, requires_grad=False)
         trim_heaps()
 
 
+Owner = tuple[nn.Module, str, str]
+"""A module, the name in it of a parameter, and that one's full name."""
+
+
+def _owners(unit: nn.Module, names: dict[str, str]) -> Iterator[Owner]:
+    for local, full in names.items():
+        path, _, name = local.rpartition(".")
+        yield unit.get_submodule(path), name, full
+
+
 def trim_heaps() -> None:
-    """Let glibc give freed memory back to the system: every thread has a heap of its own, and keeps what it frees there
-    (8 GB, for a model of which 300 MB were in use at once). Elsewhere this does nothing.
-    """
+    """Let glibc give freed memory back to the system, of which its heaps keep much. Elsewhere this does nothing."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -187,56 +152,19 @@ def units_of(model: nn.Module) -> list[tuple[nn.Module, dict[str, str]]]:
     return found
 
 
-def stream_candidate(checkpoint: Checkpoint, dtype: torch.dtype, attention: Kernel, tree: Tree | None = None) -> Stream:
-    """gptkit's decoder, fed from the checkpoint's files, or computing another tree that is read from them."""
-    spec = checkpoint.spec if tree is None else tree.spec
+def stream_candidate(tree: Tree, dtype: torch.dtype, attention: Kernel) -> Stream:
+    """gptkit's decoder of a tree, fed from where its tensors lie."""
+    spec = tree.spec
     with torch.device("meta"):
         model = Decoder(spec, attention).to(dtype).eval()
     if spec.head.tied:
         # The head computes with the embedding's table; it gets the same values when its turn comes.
         model.head.weight = nn.Parameter(torch.empty_like(model.embedding.weight), requires_grad=False)
-    values = partial(_stored, checkpoint) if tree is None else tree.read
 
     def read(name: str) -> Tensor:
-        return values("embedding.weight" if name == "head.weight" and spec.head.tied else name)
+        return tensor_of(tree, "embedding.weight" if name == "head.weight" and spec.head.tied else name)
 
-    return Stream(model, read, dtype, lambda m, batch: m(batch.input_ids, batch.attention_mask), checkpoint.release)
-
-
-class Tree(Protocol):
-    """A tree whose parameters are read one at a time, by shared name."""
-
-    spec: ModelSpec
-
-    def read(self, name: str) -> Tensor:
-        """A parameter's values, to be read only."""
-        ...
-
-    def release(self) -> None:
-        """Let go of what reading brought into memory (pages of mapped files)."""
-        ...
-
-
-class _Opened:
-    """A checkpoint's tree."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.spec, self.release = checkpoint.spec, checkpoint.release
-        self._checkpoint = checkpoint
-
-    def read(self, name: str) -> Tensor:
-        return _stored(self._checkpoint, name)
-
-
-def tree_of(checkpoint: Checkpoint) -> Tree:
-    """A checkpoint's own tree, read from its files."""
-    return _Opened(checkpoint)
-
-
-def _stored(checkpoint: Checkpoint, name: str) -> Tensor:
-    """A parameter's values as they lie in the checkpoint's file, to be read only."""
-    array, dtype = checkpoint.tensor(name)
-    return view_as_torch(array, dtype)
+    return Stream(model, read, dtype, lambda m, batch: m(batch.input_ids, batch.attention_mask), tree.release)
 
 
 def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str) -> Stream:
@@ -266,6 +194,7 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
             )
             compute_experts_plainly(model)
     model.eval()
+    forget_lengths(model)
     stacked = architecture.parameters(checkpoint.spec)
 
     def read(name: str) -> Tensor:
@@ -280,34 +209,29 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
         parts = [checkpoint.tensor(shared) for shared in leaf.shared]
         return view_as_torch(leaf.to_checkpoint([array for array, _ in parts]), parts[0][1])
 
-    def call(model: Any, batch: Batch) -> Tensor:
-        logits: Tensor = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
-        return logits
-
-    for module in model.modules():
-        if hasattr(module, "original_inv_freq") and "dynamic" in str(getattr(module, "rope_type", "")):
-            module.register_forward_pre_hook(_forget_length)
-    return Stream(model, read, dtype, call, checkpoint.release)
-
-
-def _forget_length(module: Any, *_: Any) -> None:
-    """Dynamic rotary scaling keeps the base that the longest sequence so far needed; every pass is a first one."""
-    module.inv_freq = module.original_inv_freq.clone()
-    module.max_seq_len_cached = module.original_max_seq_len
+    return Stream(
+        model,
+        read,
+        dtype,
+        lambda m, batch: reference_logits(m, batch.input_ids, batch.attention_mask),
+        checkpoint.release,
+    )
 
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Models built here have their parameters on the meta device and their buffers (rotary frequencies) in memory."""
-    register = nn.Module.register_parameter
+    """Models that this thread builds while it is open have their parameters on the meta device and their buffers
+    (rotary frequencies) in memory.
+    """
+    builder = threading.get_ident()
 
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and parameter.device.type != "meta":
-            parameter = nn.Parameter(parameter.data.to("meta"), requires_grad=False)
-        register(module, name, parameter)
+    def on_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.device.type == "meta" or threading.get_ident() != builder:
+            return None  # which leaves it as it is
+        return nn.Parameter(parameter.data.to("meta"), requires_grad=False)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        hook.remove()

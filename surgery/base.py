@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +25,9 @@ from numpy.typing import NDArray
 from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint
 from ..converter.dtypes import cast, from_float64, to_float64, widest
+from ..converter.tensors import Tree
 from ..converter.tree import Origin
 from ..errors import GptkitError, InvalidInput
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = [
     "Computed",
@@ -44,7 +42,6 @@ __all__ = [
     "SwappedModel",
     "Tensor",
     "Wide",
-    "as_torch",
     "comparable",
     "in_pieces",
     "origin_of",
@@ -71,10 +68,8 @@ def weakest(guarantees: Iterable[Guarantee]) -> Guarantee:
 # --- a tree with weights ----------------------------------------------------------------------------------------------
 
 
-class Model(Protocol):
-    """A tree and its tensors by shared name, whether they lie in a file or are computed when asked for."""
-
-    spec: ModelSpec
+class Model(Tree, Protocol):
+    """A tree whose tensors swaps are made of."""
 
     @property
     def reference(self) -> str:
@@ -83,10 +78,6 @@ class Model(Protocol):
 
     def dtype(self, name: str) -> str:
         """The dtype that a tensor is stored in, or would be."""
-        ...
-
-    def raw(self, name: str) -> tuple[Array, str]:
-        """As stored: (array in its carrier dtype, dtype)."""
         ...
 
     def wide(self, name: str) -> Wide:
@@ -98,44 +89,29 @@ class Model(Protocol):
         """
         ...
 
-    def read(self, name: str) -> torch.Tensor:
-        """As a torch tensor, to be read only; see `parity.stream.Tree`."""
-        ...
-
-    def release(self) -> None:
-        """Let go of what reading brought into memory."""
-        ...
-
 
 class Stored:
     """The tensors of an opened checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint, self.spec = checkpoint, checkpoint.spec
+        self.checkpoint, self.spec, self.reference = checkpoint, checkpoint.spec, checkpoint.reference
         self._dtypes = checkpoint.shared_dtypes()
-
-    @property
-    def reference(self) -> str:
-        return self.checkpoint.reference
 
     def dtype(self, name: str) -> str:
         return self._dtypes[name]
 
-    def raw(self, name: str) -> tuple[Array, str]:
+    def tensor(self, name: str) -> tuple[Array, str]:
         return self.checkpoint.tensor(name)
 
+    def release(self) -> None:
+        self.checkpoint.release()
+
     def wide(self, name: str) -> Wide:
-        values = to_float64(*self.raw(name))
+        values = to_float64(*self.tensor(name))
         bad = int((~np.isfinite(values)).sum())
         if bad:
             raise InvalidInput(f"{self.reference}: weights are not finite: {name} ({bad:,} values)")
         return values
-
-    def read(self, name: str) -> torch.Tensor:
-        return as_torch(self, name)
-
-    def release(self) -> None:
-        self.checkpoint.release()
 
 
 class Read:
@@ -188,7 +164,7 @@ def comparable(model: Model, one: str, other: str) -> tuple[Array, Array]:
     """
     computed = isinstance(model, SwappedModel) and (model.computed(one) or model.computed(other))
     if model.dtype(one) == model.dtype(other) and not computed:
-        return model.raw(one)[0], model.raw(other)[0]
+        return model.tensor(one)[0], model.tensor(other)[0]
     return model.wide(one), model.wide(other)
 
 
@@ -199,13 +175,6 @@ def origin_of(model: Model) -> tuple[Origin, bool]:
     if not isinstance(model, Stored):
         return Origin(), True
     return model.checkpoint.origin, model.checkpoint.format in ("hf", "local", "dcp")
-
-
-def as_torch(model: Model, name: str) -> torch.Tensor:
-    """A tensor as stored, to be read only."""
-    from ..modules.load import view_as_torch
-
-    return view_as_torch(*model.raw(name))
 
 
 # --- what a swap says -------------------------------------------------------------------------------------------------
@@ -328,13 +297,13 @@ class SwappedModel:
         names = how.names if isinstance(how, Moved) else (how.like,)
         return widest([self.before.dtype(each) for each in names])
 
-    def raw(self, name: str) -> tuple[Array, str]:
+    def tensor(self, name: str) -> tuple[Array, str]:
         how, dtype = self._how(name), self.dtype(name)
         if isinstance(how, Computed):
             return from_float64(self.wide(name), dtype), dtype
         if isinstance(how, Filled):
             return from_float64(how.wide(), dtype), dtype
-        arrays = [cast(*self.before.raw(each), dtype) for each in how.names]
+        arrays = [cast(*self.before.tensor(each), dtype) for each in how.names]
         return self._checked(name, arrays[0] if how.move is None else how.move(*arrays)), dtype
 
     def wide(self, name: str) -> Wide:
@@ -366,9 +335,6 @@ class SwappedModel:
         while len(self._made) > 1 and sum(each.nbytes for each in self._made.values()) > KEPT_BYTES:
             self._made.popitem(last=False)
 
-    def read(self, name: str) -> torch.Tensor:
-        return as_torch(self, name)
-
     def release(self) -> None:
         self.before.release()
 
@@ -377,12 +343,7 @@ class Exactly:
     """A tree whose computed tensors are read as they were computed, in fp64, before any rounding for storage."""
 
     def __init__(self, model: Model) -> None:
-        self.model, self.spec = model, model.spec
+        self.model, self.spec, self.release = model, model.spec, model.release
 
-    def read(self, name: str) -> torch.Tensor:
-        import torch
-
-        return torch.from_numpy(np.array(self.model.wide(name)))
-
-    def release(self) -> None:
-        self.model.release()
+    def tensor(self, name: str) -> tuple[Array, str]:
+        return np.array(self.model.wide(name)), "F64"

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from ..components import ModelSpec
+from ..converter.tensors import Tree
 from ..parity.heads import Compared, compare_heads, perplexity, require_same_tokens
 from ..parity.probe import Batch
 from ..parity.rows import states
 from ..parity.scope import Scope, inputs
-from ..parity.stream import Tree
 from .base import Promise
 
 __all__ = ["Measurement", "affordable", "measure"]

@@ -235,5 +235,5 @@ def _plan(source: Checkpoint, done: Chain, records: Sequence[Mapping[str, Any]],
 def _tensors(model: Model) -> Iterator[tuple[str, np.ndarray, str]]:
     """The output's tensors, one at a time."""
     for parameter in model.spec.parameters():
-        yield parameter.name, *model.raw(parameter.name)
+        yield parameter.name, *model.tensor(parameter.name)
         model.release()

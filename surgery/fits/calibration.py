@@ -10,9 +10,9 @@ import codecs
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +22,8 @@ from ...converter.tokenizer import load_tokenizer
 from ...errors import InvalidInput, UsageError
 from ...modules.context import Context
 from ...modules.decoder import BlockModule, EmbeddingModule, PositionsModule
-from ..base import Model, Promise
+from ...modules.load import filled, tensor_of
+from ..base import Exactly, Model, Promise
 
 __all__ = ["Calibration", "Layer", "Text", "block_of", "embed", "read_text", "walk"]
 
@@ -182,26 +183,16 @@ def context_of(ids: Tensor, dtype: torch.dtype) -> Context:
 
 def embed(model: Model, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """What comes to the first layer, (rows, tokens, hidden)."""
-    spec = model.spec
+    spec, read = model.spec, partial(tensor_of, Exactly(model))
     with torch.no_grad():
-        x: Tensor = filled(EmbeddingModule(spec.embedding), model, "embedding", dtype)(ids)
+        x: Tensor = filled(partial(EmbeddingModule, spec.embedding), read, dtype, "embedding")(ids)
         if spec.positions is not None:
-            positions = filled(PositionsModule(spec.positions), model, "positions", dtype)
+            positions = filled(partial(PositionsModule, spec.positions), read, dtype, "positions")
             x = x + positions(torch.arange(ids.shape[1])[None])
     return x
 
 
 def block_of(model: Model, index: int, dtype: torch.dtype = torch.float32) -> BlockModule:
     """A layer of a tree as a module, filled."""
-    module = filled(BlockModule(model.spec.blocks[index]), model, f"blocks.{index}", dtype)
-    assert isinstance(module, BlockModule)
-    return module
-
-
-def filled(module: nn.Module, model: Model, path: str, dtype: torch.dtype) -> nn.Module:
-    """A module of the tree with its weights, in eval mode."""
-    module = module.to(dtype).eval()
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            parameter.copy_(torch.from_numpy(np.array(model.wide(f"{path}.{name}"))))
-    return module
+    read = partial(tensor_of, Exactly(model))
+    return filled(partial(BlockModule, model.spec.blocks[index]), read, dtype, f"blocks.{index}")

@@ -83,7 +83,7 @@ def equal_in_groups(model: Model, path: str, attention: Attention, wanted: int) 
         return False
     group = attention.kv_heads // wanted
     for name in projections(attention):
-        tensor, _ = model.raw(f"{path}.{name}")
+        tensor, _ = model.tensor(f"{path}.{name}")
         heads = tensor.reshape(wanted, group, -1)
         equal = bool((heads == heads[:, :1]).all())
         model.release()

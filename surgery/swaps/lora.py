@@ -31,7 +31,7 @@ from ...architectures.layout import IDENTITY, parse
 from ...components import ModelSpec
 from ...converter.tree import Origin
 from ...errors import CannotExpress, SwapRefused
-from ..base import Computed, Model, Moved, Swapped, Tensor, Wide, as_torch
+from ..base import Computed, Model, Moved, Swapped, Tensor, Wide
 from ..registry import Asked, Swap
 from .adapter import Adapter, read_adapter
 
@@ -155,11 +155,8 @@ class Unmerged:
     def dtype(self, name: str) -> str:  # noqa: ARG002
         return "F64"
 
-    def raw(self, name: str) -> tuple[NDArray[Any], str]:
+    def tensor(self, name: str) -> tuple[NDArray[Any], str]:
         return self.wide(name), "F64"
-
-    def read(self, name: str) -> torch.Tensor:
-        return as_torch(self, name)
 
     def release(self) -> None:
         self.before.release()

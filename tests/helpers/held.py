@@ -3,12 +3,14 @@
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
 from gptkit.architectures import architecture_of
 from gptkit.components import ModelSpec
 from gptkit.modules import Decoder
+from gptkit.modules.load import as_array
 from helpers.families import CONFIGS, randomised_reference, shared_weights, spec_of
 
 
@@ -18,9 +20,9 @@ class Held:
     def __init__(self, spec: ModelSpec, weights: dict[str, Tensor]) -> None:
         self.spec, self.weights, self.reads, self.releases = spec, weights, list[str](), 0
 
-    def read(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> tuple[np.ndarray, str]:
         self.reads.append(name)
-        return self.weights[name]
+        return as_array(self.weights[name])
 
     def release(self) -> None:
         self.releases += 1

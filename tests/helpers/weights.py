@@ -36,7 +36,7 @@ class Weights(Held):
     def dtype(self, _name: str) -> str:
         return "F64"
 
-    def raw(self, name: str) -> tuple[np.ndarray, str]:
+    def tensor(self, name: str) -> tuple[np.ndarray, str]:
         return self.values[name], "F64"
 
     def wide(self, name: str) -> np.ndarray:

@@ -12,6 +12,7 @@ from helpers.families import REPRESENTATIVES, save_hf
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert
 from gptkit.modules import layers
+from gptkit.modules.load import tensor_of
 from gptkit.parity import diagnose, repair
 from gptkit.parity.bisect import Kept, bisect
 from gptkit.parity.diagnose import where_they_differ
@@ -244,7 +245,7 @@ def test_a_repair_read_by_name_is_the_mutation(sample, mutation):
         return  # makes a tensor, and is no repair
     assert tree.spec == mutant[0]
     for parameter in tree.spec.parameters():
-        assert torch.equal(tree.read(parameter.name), mutant[1][parameter.name]), parameter.name
+        assert torch.equal(tensor_of(tree, parameter.name), mutant[1][parameter.name]), parameter.name
     alone = Repaired(checkpoint, checkpoint, Repair("", mutation.apply), 1)
     assert {unit_of(name) for name in alone.touched} <= {1}
     for layer, block in enumerate(alone.spec.blocks):

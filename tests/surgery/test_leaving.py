@@ -373,9 +373,9 @@ def test_little_is_read_of_a_large_model(folder: Path, monkeypatch: pytest.Monke
     names: list[str] = []
 
     class Watched(Stored):
-        def raw(self, name: str) -> Any:
+        def tensor(self, name: str) -> Any:
             names.append(name)
-            return super().raw(name)
+            return super().tensor(name)
 
     monkeypatch.setattr(ways, "SMALL", 10)
     found, _ = way("llama", Watched(gptkit.open_checkpoint(source("bloom", folder))))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.errors import GptkitError
+from gptkit.modules.load import as_array, tensor_of
 from gptkit.parity import heads, rows, scope
 from gptkit.parity.compare import kl_divergence
 from gptkit.parity.heads import perplexity
@@ -320,12 +322,12 @@ def test_a_failure_ends_every_pass() -> None:
     with pytest.raises(IndexError):
         states(tree, [*probe(tree.spec), wrong], torch.float32)
 
-    def broken(name: str) -> Tensor:
+    def broken(name: str) -> tuple[np.ndarray, str]:
         if name == "blocks.1.attention.q_proj.weight":
             raise OSError(f"{name} went away")
-        return tree.weights[name]
+        return as_array(tree.weights[name])
 
-    tree.read = broken  # type: ignore[method-assign]
+    tree.tensor = broken  # type: ignore[method-assign]
     with pytest.raises(OSError, match="went away"):
         states(tree, probe(tree.spec), torch.float32)
     assert threading.active_count() == there
@@ -334,5 +336,5 @@ def test_a_failure_ends_every_pass() -> None:
 def test_files_are_measured_as_memory_is(tmp_path: Path) -> None:
     save_hf(CONFIGS["gpt2"], tmp_path / "hf", torch.bfloat16)
     stored = Stored(open_checkpoint(tmp_path / "hf"))
-    weights = {p.name: stored.read(p.name).clone() for p in stored.spec.parameters()}
+    weights = {p.name: tensor_of(stored, p.name).clone() for p in stored.spec.parameters()}
     assert measure(stored, Held(stored.spec, weights)).maximum == {"float32": 0.0, "float64": 0.0}

@@ -1,0 +1,84 @@
+"""Forward passes that go through a model together, so that each weight is read once for all of them.
+
+A model's own forward runs unchanged, and hooks or modules in it `ask` for what they lack. A pass is a coroutine that
+stops there (a greenlet, since a forward is made of plain calls): once all passes have stopped, the first of the places
+that they stopped at is served, and those that stopped there go on. Passes need not come to the same places: a token
+that no router sends to an expert does not wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from typing import Any
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import Tensor
+
+from .probe import Batch, running
+
+__all__ = ["Serve", "ask", "run_together"]
+
+Serve = Callable[[int, list[Any]], Generator[Any]]
+"""Of a place, by its number in the order of computation, and what each pass brought there, what each of them gets. It
+is closed once all have gone on to their next stop.
+"""
+
+
+class _Pass(greenlet):  # type: ignore[misc]
+    """One batch's forward pass."""
+
+    def __init__(self, call: Callable[[Batch], Tensor], batch: Batch) -> None:
+        super().__init__()
+        self.call, self.batch = call, batch
+        self.place = -1
+        """Where it has stopped."""
+        self.parcel: Any = None
+        """What it brought there, and then what it gets: nothing else refers to that, so it goes when it is used."""
+        self.result: Tensor | None = None
+
+    def run(self) -> None:
+        with running(self.batch):
+            self.result = self.call(self.batch)
+
+    def empty(self) -> Any:
+        """Take what it carries."""
+        parcel, self.parcel = self.parcel, None
+        return parcel
+
+
+def ask(place: int, brought: Any = None) -> Any:
+    """In a pass: wait at a place, and get what it gives."""
+    here = getcurrent()
+    assert isinstance(here, _Pass) and here.parent is not None, "no pass that others could wait for"
+    here.place, here.parcel = place, brought
+    del brought
+    here.parent.switch()
+    return here.empty()
+
+
+def run_together(call: Callable[[Batch], Tensor], batches: Sequence[Batch], serve: Serve | None = None) -> list[Tensor]:
+    """What each batch's pass gives, computed without gradients; one after the other where none of them stops.
+
+    Raises:
+        BaseException: what one of the passes, or `serve`, failed with; the other passes end where they are.
+
+    """
+    passes = [_Pass(call, batch) for batch in batches]
+    try:
+        with torch.inference_mode():
+            for each in passes:
+                each.switch()
+            while stopped := [each for each in passes if not each.dead]:
+                assert serve is not None, "a pass waits for what nobody gives"
+                place = min(each.place for each in stopped)
+                here = [each for each in stopped if each.place == place]
+                with closing(serve(place, [each.empty() for each in here])) as answers:
+                    for each in here:
+                        each.parcel = next(answers)
+                        each.switch()
+    finally:
+        for each in passes:
+            each.throw()
+    return [each.result for each in passes if each.result is not None]
