@@ -210,8 +210,8 @@ class LatentAttentionModule(nn.Module):
         return out
 
 
-def turned(position: Turning, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
-    """Both turned, as they should be."""
+def turned(position: Any, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
+    """Both turned by positions that turn, as they should be."""
     turn = module_of(position).turn
     return turn(q, tables), turn(k, tables)
 

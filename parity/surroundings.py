@@ -90,7 +90,7 @@ def same_layers(a: Checkpoint, b: Checkpoint) -> list[int | None] | None:
 
 def _rows_of(checkpoint: Checkpoint) -> list[bytes]:
     """The first row of each layer's first matrix that writes the stream, as fp64; nothing where a layer has none."""
-    names = {}
+    names: dict[int, str] = {}
     for parameter in checkpoint.spec.parameters():
         if parameter.layer is not None and parameter.role == "writes":
             names.setdefault(parameter.layer, parameter.name)
