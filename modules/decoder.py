@@ -48,6 +48,19 @@ class PositionsModule(nn.Module):
         return F.embedding(position_ids, self.weight)
 
 
+class Front(nn.Module):
+    """What stands before the layers of a tree: token ids (B, T), position ids (1 or B, T) -> (B, T, hidden)."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.embedding = EmbeddingModule(spec.embedding)
+        self.positions = None if spec.positions is None else PositionsModule(spec.positions)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x: Tensor = self.embedding(input_ids)
+        return x if self.positions is None else x + self.positions(position_ids)
+
+
 class BlockModule(nn.Module):
     """One layer; see `components.Block` for the formula. Its modules have the names of the block's parts."""
 

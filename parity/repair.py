@@ -26,7 +26,7 @@ from ..converter.checkpoint import Checkpoint
 from ..converter.dtypes import to_float64
 from ..modules.attention import Kernel
 from ..modules.context import Context
-from ..modules.decoder import BlockModule, EmbeddingModule, HeadModule, PositionsModule
+from ..modules.decoder import BlockModule, EmbeddingModule, Front, HeadModule
 from ..modules.load import as_array, filled, tensor_of
 from ..modules.registry import build_module
 from .bisect import Cause, Part
@@ -150,7 +150,7 @@ def run_unit(tree: Repaired, unit: Unit, inputs: Seen, batches: Sequence[Batch],
     """
     dtype, read = next(iter(inputs.values())).dtype, partial(tensor_of, tree)
     if unit == "front":
-        module: nn.Module = filled(partial(_Front, tree.spec), read, dtype)
+        module: nn.Module = filled(partial(Front, tree.spec), read, dtype)
     elif unit == "back":
         module = filled(partial(_Back, tree.spec), read, dtype)
     else:
@@ -169,19 +169,6 @@ def run_unit(tree: Repaired, unit: Unit, inputs: Seen, batches: Sequence[Batch],
                 out = module(given, context)
             rows = batch.valid(out).double()
         yield rows
-
-
-class _Front(nn.Module):
-    """Token ids (B, T) -> what goes into the first layer."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self.embedding = EmbeddingModule(spec.embedding)
-        self.positions = None if spec.positions is None else PositionsModule(spec.positions)
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        x: Tensor = self.embedding(input_ids)
-        return x if self.positions is None else x + self.positions(position_ids)
 
 
 class _Back(nn.Module):

@@ -21,7 +21,7 @@ from ...converter.checkpoint import Checkpoint
 from ...converter.tokenizer import load_tokenizer
 from ...errors import InvalidInput, UsageError
 from ...modules.context import Context
-from ...modules.decoder import BlockModule, EmbeddingModule, PositionsModule
+from ...modules.decoder import BlockModule, Front
 from ...modules.load import filled, tensor_of
 from ..base import Exactly, Model, Promise
 
@@ -183,12 +183,9 @@ def context_of(ids: Tensor, dtype: torch.dtype) -> Context:
 
 def embed(model: Model, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """What comes to the first layer, (rows, tokens, hidden)."""
-    spec, read = model.spec, partial(tensor_of, Exactly(model))
+    front = filled(partial(Front, model.spec), partial(tensor_of, Exactly(model)), dtype)
     with torch.no_grad():
-        x: Tensor = filled(partial(EmbeddingModule, spec.embedding), read, dtype, "embedding")(ids)
-        if spec.positions is not None:
-            positions = filled(partial(PositionsModule, spec.positions), read, dtype, "positions")
-            x = x + positions(torch.arange(ids.shape[1])[None])
+        x: Tensor = front(ids, torch.arange(ids.shape[1])[None])
     return x
 
 

@@ -11,9 +11,10 @@ from helpers.families import REPRESENTATIVES, save_hf
 
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert
+from gptkit.converter.dtypes import to_float64
 from gptkit.modules import layers
 from gptkit.modules.load import tensor_of
-from gptkit.parity import diagnose, repair
+from gptkit.parity import diagnose
 from gptkit.parity.bisect import Kept, bisect
 from gptkit.parity.diagnose import where_they_differ
 from gptkit.parity.mutations import MUTATIONS
@@ -235,7 +236,8 @@ def test_kept_tensors_come_back():
 def test_a_repair_read_by_name_is_the_mutation(sample, mutation):
     """Made on shapes and then a layer at a time, it is what it makes of the whole model."""
     checkpoint = open_checkpoint(f"sample:{sample}")
-    weights = {parameter.name: repair.wide(checkpoint, parameter.name) for parameter in checkpoint.spec.parameters()}
+    names = [parameter.name for parameter in checkpoint.spec.parameters()]
+    weights = {name: torch.from_numpy(to_float64(*checkpoint.tensor(name))) for name in names}
     mutant = mutation.apply(checkpoint.spec, weights)
     tree = Repaired(checkpoint, checkpoint, Repair("", mutation.apply))
     if mutant is None:
