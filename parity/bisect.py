@@ -149,7 +149,8 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
     for index, leaf in enumerate(architecture.bind(spec)):
         if not leaf.shared[0].endswith(".weight"):
             continue
-        theirs = moved.get(leaf.checkpoint) or leaf.checkpoint.rpartition(".")[0]
+        stacked = moved.get(leaf.checkpoint)
+        theirs = leaf.checkpoint.rpartition(".")[0] if stacked is None else stacked.removesuffix(".weight")
         if ".experts." in leaf.shared[0]:
             # Experts see some tokens each, in an order of their own: what can be laid side by side is their sum.
             ours, _, inside = leaf.shared[0].partition(".experts.")
