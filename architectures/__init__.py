@@ -14,6 +14,9 @@ from ..errors import ConfigError, UnknownFamily
 from .base import Architecture, BoundLeaf, Leaf
 from .bloom import BLOOM
 from .falcon import FALCON
+from .gemma import GEMMA
+from .gemma2 import GEMMA2
+from .gemma3 import GEMMA3
 from .gpt2 import GPT2
 from .llama import LLAMA
 from .mistral import MISTRAL
@@ -25,7 +28,8 @@ from .qwen3 import QWEN3
 __all__ = ["ARCHITECTURES", "Architecture", "BoundLeaf", "Leaf", "architecture_of", "expressed", "named"]
 
 ARCHITECTURES: dict[str, Architecture] = {
-    architecture.name: architecture for architecture in (GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, BLOOM, FALCON)
+    architecture.name: architecture
+    for architecture in (GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, BLOOM, FALCON, GEMMA, GEMMA2, GEMMA3)
 }
 
 NEAR = 0.75
