@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import msgspec
 
@@ -30,6 +30,15 @@ class Attention(Mixer, Component, frozen=True):
     label = "attention"
     slot = "attention"
     rounds = ("arithmetic", "scaling", "kv_expansion", "fused", "softmax", "scores")
+    forgotten: ClassVar[dict[str, str]] = {
+        "position": "no positions in attention",
+        "window": "window ignored",
+        "q_norm": "norm of queries left out",
+        "k_norm": "norm of keys left out",
+        "qkv_bias": "QKV bias dropped",
+        "output_bias": "output bias of attention dropped",
+        "cap": "cap on scores dropped",
+    }
 
     hidden_size: Size
     heads: Size

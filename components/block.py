@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -27,6 +27,13 @@ class SubLayer(Component, frozen=True):
     Norms that are None are left out: pre-norm has `norm` alone, a sandwich (Gemma 2) `norm` and `output_norm`, OLMo 2
     `output_norm`, and post-norm (Vaswani et al. 2017) `sum_norm`. `multiplier` scales the branch (Granite).
     """
+
+    forgotten: ClassVar[dict[str, str]] = {
+        "norm": "norms before sub-layers left out",
+        "output_norm": "norms of sub-layers' outputs left out",
+        "sum_norm": "norms of sums left out",
+        "multiplier": "branches not scaled",
+    }
 
     mixer: Mixer
     norm: Norm | None = None
@@ -58,6 +65,11 @@ class Block(Component, frozen=True):
 
     A sub-layer's parts go by its mixer's slot: `blocks.3.attention_norm`, `blocks.3.attention`.
     """
+
+    forgotten: ClassVar[dict[str, str]] = {
+        "parallel": "parallel block run in series",
+        "residual": "residual taken from the stream, not from the norm",
+    }
 
     sublayers: tuple[SubLayer, ...]
     parallel: bool = False

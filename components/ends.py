@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from .base import Component, Positive, Size, Weight, bias
 from .norms import Norm
@@ -21,6 +21,10 @@ class Embedding(Component, frozen=True):
     label = "embedding"
     rows = "V"
     rounds = ("scaling",)
+    forgotten: ClassVar[dict[str, str]] = {
+        "norm": "norm of the embedding left out",
+        "multiplier": "embedding not scaled",
+    }
 
     vocab_size: Size
     hidden_size: Size
@@ -47,6 +51,11 @@ class Head(Component, frozen=True):
     """
 
     label = "head"
+    forgotten: ClassVar[dict[str, str]] = {
+        "tied": "tied head ignored",
+        "bias": "head bias dropped",
+        "cap": "cap on logits dropped",
+    }
     rows = "V"
 
     vocab_size: Size

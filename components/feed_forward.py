@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import msgspec
 
@@ -20,6 +20,10 @@ class FeedForward(Mixer, Component, frozen=True):
     label = "feed-forward"
     slot = "feed_forward"
     rounds = ("arithmetic",)
+    forgotten: ClassVar[dict[str, str]] = {
+        "up_bias": "biases into the feed-forward dropped",
+        "down_bias": "bias out of the feed-forward dropped",
+    }
 
     hidden_size: Size
     intermediate_size: Size
@@ -69,6 +73,10 @@ class GatedFeedForward(Mixer, Component, frozen=True):
     label = "feed-forward"
     slot = "feed_forward"
     rounds = ("arithmetic", "fused")
+    forgotten: ClassVar[dict[str, str]] = {
+        "up_bias": "biases into the feed-forward dropped",
+        "down_bias": "bias out of the feed-forward dropped",
+    }
 
     hidden_size: Size
     intermediate_size: Size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
 from msgspec import Meta
@@ -35,6 +35,14 @@ class LatentAttention(Mixer, Component, frozen=True):
     label = "attention"
     slot = "attention"
     rounds = ("arithmetic",)
+    forgotten: ClassVar[dict[str, str]] = {
+        "rope_heads": "rotary keys of latent attention left out",
+        "position": "no positions in attention",
+        "window": "window ignored",
+        "kv_norm": "latent not normed",
+        "qkv_bias": "QKV bias dropped",
+        "output_bias": "output bias of attention dropped",
+    }
 
     hidden_size: Size
     heads: Size

@@ -50,6 +50,10 @@ class LayerNorm(Norm, Component, frozen=True):
 
     label = "norms"
     centred = True
+    forgotten: ClassVar[dict[str, str]] = {
+        "bias": "bias of norms dropped",
+        "gain": "weight of norms taken for their factor",
+    }
 
     size: Size
     eps: Positive
@@ -75,6 +79,9 @@ class RMSNorm(Norm, Component, frozen=True):
     label = "norms"
     centred = False
     rounds = ("cast",)
+    forgotten: ClassVar[dict[str, str]] = {
+        "gain": "weight of norms taken for their factor",
+    }
 
     size: Size
     eps: Positive

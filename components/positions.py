@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -52,6 +52,12 @@ class DynamicScaling(Component, frozen=True):
 
 class YarnScaling(Component, frozen=True):
     """YaRN (Peng et al. 2309.00071): interpolate slow pairs, keep fast ones, a ramp between; cos and sin scaled."""
+
+    forgotten: ClassVar[dict[str, str]] = {
+        "beta_fast": "YaRN's beta_fast forgotten",
+        "beta_slow": "YaRN's beta_slow forgotten",
+        "truncate": "YaRN's ramp truncated",
+    }
 
     factor: Positive
     original_context: Size
@@ -104,6 +110,11 @@ class Rotary(Position, Component, frozen=True):
     frequencies are the same.
     """
 
+    forgotten: ClassVar[dict[str, str]] = {
+        "scaling": "rope scaling dropped",
+        "pairs": "RoPE in the other pairs",
+    }
+
     dim: Size
     base: Positive
     scaling: RopeScaling | None = None
@@ -133,6 +144,7 @@ class ALiBi(Position, Component, frozen=True):
     """
 
     rounds = ("rounding",)
+    forgotten: ClassVar[dict[str, str]] = {"scaled": "ALiBi's bias not scaled"}
 
     scaled: bool = False
     rounding: Literal["float32", "bfloat16"] = "float32"

@@ -187,8 +187,13 @@ class RMSNormModule(nn.Module):
 
 
 def capped(x: Tensor, limit: float | None) -> Tensor:
-    """limit · tanh(x / limit), as transformers' Gemma 2 writes it; x where there is no limit."""
-    return x if limit is None else torch.tanh(x / limit) * limit
+    """limit · tanh(x / limit), as transformers' Gemma 2 writes it; x where there is no limit.
+
+    Where no gradient is wanted it is made in the place of x, which nobody else may hold.
+    """
+    if limit is None:
+        return x
+    return torch.tanh(x / limit) * limit if torch.is_grad_enabled() else x.div_(limit).tanh_().mul_(limit)
 
 
 def gelu_new(x: Tensor) -> Tensor:

@@ -351,7 +351,7 @@ def randomised_reference(
 ) -> transformers.PreTrainedModel:
     """transformers' model of a config with every parameter random, at scales such as training leaves behind.
 
-    Norms vary around one and biases around zero, so that a tensor that is dropped or put elsewhere shows.
+    Norms' factors vary around one and biases around zero, so that a tensor that is dropped or put elsewhere shows.
     """
     model = transformers.AutoModelForCausalLM.from_config(
         hf_config(config), dtype=dtype, attn_implementation=attention
@@ -361,8 +361,7 @@ def randomised_reference(
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim == 1:
-                is_norm_weight = name.endswith("weight")
-                parameter.copy_(1 + 0.3 * noise if is_norm_weight else 0.3 * noise)
+                parameter.add_(0.3 * noise)  # from where transformers starts it: Gemma adds 1 to a norm's weight itself
             elif any(part in name for part in ("wte", "wpe", "embed")):
                 parameter.copy_(0.8 * noise)
             else:
