@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..analysis.costs import Costs, costs, usual_context
 from ..components import ModelSpec
-from ..errors import GptkitError, InvalidInput, UsageError
+from ..errors import GptkitError, InvalidInput, MissingComponent, UsageError
 from .options import spelled
 from .registry import Step, Swap, all_swaps, apply
 
@@ -98,7 +98,10 @@ def values_of(swap: Swap, spec: ModelSpec) -> Iterator[str]:
     """What to try: a swap's examples for a tree; where it has none, its form if that is a value by itself, and no
     variant of another ("silu:2"), so that it can say why not.
     """
-    found = list(dict.fromkeys(swap.examples(spec)))
+    try:
+        found = list(dict.fromkeys(swap.examples(spec)))
+    except MissingComponent:  # which the swap refuses by its name
+        found = []
     fixed = not any(letter.isupper() or letter == ":" for letter in swap.form)
     yield from found or ([swap.form] if fixed else [])
 
