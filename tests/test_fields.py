@@ -1,5 +1,5 @@
-"""No field of a record can be forgotten: what changes the function moves the logits of some tree, and has a mistake that
-the verifier makes.
+"""No field of a record can be forgotten: what changes the function moves the logits of some tree, and has a mistake
+that the verifier makes.
 """
 
 from typing import Any
