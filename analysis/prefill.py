@@ -141,7 +141,7 @@ class Following:
             case ops.Scores() | ops.Alibi() | ops.Softmax():
                 return Step()  # with the mix, which kernels compute together with them
             case ops.Cap():
-                return Step() if operation.row == "scores" else Step(size, size)
+                return Step() if operation.row == "scores" else Step(onto=operation.inputs[0])
             case ops.Mix():
                 return self.mixed(operation, self.mixings[operation.id])
             case ops.Scan(state=state):

@@ -14,6 +14,9 @@ from ..errors import ConfigError, UnknownFamily
 from .base import Architecture, BoundLeaf, Leaf
 from .bloom import BLOOM
 from .falcon import FALCON
+from .gemma import GEMMA
+from .gemma2 import GEMMA2
+from .gemma3 import GEMMA3
 from .gpt2 import GPT2
 from .llama import LLAMA
 from .mistral import MISTRAL
@@ -43,7 +46,7 @@ def register(family: Architecture) -> None:
     BY_MODEL_TYPE.update(dict.fromkeys(family.model_types, family))
 
 
-for _family in (GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, BLOOM, FALCON):
+for _family in (GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, BLOOM, FALCON, GEMMA, GEMMA2, GEMMA3):
     register(_family)
 
 NEAR = 0.75

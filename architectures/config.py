@@ -279,6 +279,10 @@ class ConfigReader:
             raise self.fail(name, value, "a finite number above zero")
         return number
 
+    def optional_number(self, name: str, default: float | None = None) -> float | None:
+        """A finite number above zero, or None where it is null or absent (and has no default)."""
+        return None if self.raw(name, default) is None else self.number(name, default)
+
     def boolean(self, name: str, default: bool) -> bool:
         """True or false; null counts as absent."""
         value = self.raw(name, default)

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from ..components import (
+    Activation,
     Attention,
     Block,
     Embedding,
@@ -53,7 +54,13 @@ def read_llama_like(
     windows: Sequence[int | None] | None = None,
     rotary: Sequence[Rotary] | None = None,
     activation: str = "hidden_act",
+    activations: Mapping[str, Activation] = ACTIVATIONS,
     mixture: Callable[[GatedFeedForward], MixtureOfExperts] | None = None,
+    norms: Mapping[str, Any] | None = None,
+    output_norms: bool = False,
+    cap: float | None = None,
+    embedding: Mapping[str, Any] | None = None,
+    logit_cap: float | None = None,
 ) -> ModelSpec:
     """The tree of a llama-like config.
 
@@ -69,7 +76,13 @@ def read_llama_like(
         windows: each layer's; None for none at all.
         rotary: each layer's positions; None reads those of a family whose layers all turn alike.
         activation: the field that names the activation.
+        activations: what its names mean.
         mixture: makes experts of the feed-forward that the fields say.
+        norms: fields of every norm beside its size and eps.
+        output_norms: whether what a sub-layer gives is normed too.
+        cap: of the scores.
+        embedding: fields of the embedding beside its sizes.
+        logit_cap: of the logits.
 
     """
     usual = {**USUAL, activation: USUAL["hidden_act"], **defaults}
@@ -85,12 +98,12 @@ def read_llama_like(
             raise config.fail("hidden_size", hidden, f"a multiple of num_attention_heads ({heads})")
         head_dim = hidden // heads
     positions = rotary or (read_rotary(config, head_dim, context, usual["rope_theta"]),) * layers
-    norm = RMSNorm(size=hidden, eps=eps)
-    head_norm = RMSNorm(size=head_dim, eps=eps) if qk_norm else None
+    norm = RMSNorm(size=hidden, eps=eps, **(norms or {}))
+    head_norm = RMSNorm(size=head_dim, eps=eps, **(norms or {})) if qk_norm else None
     dense = GatedFeedForward(
         hidden_size=hidden,
         intermediate_size=config.integer("intermediate_size", usual["intermediate_size"]),
-        activation=config.choice(activation, usual[activation], ACTIVATIONS),
+        activation=config.choice(activation, usual[activation], activations),
         up_bias=mlp_bias,
         down_bias=mlp_bias,
     )
@@ -113,14 +126,16 @@ def read_llama_like(
             k_norm=head_norm,
             qkv_bias=qkv_bias,
             output_bias=output_bias,
+            cap=cap,
         )
-        return layer(norm, attention, norm, feed_forward)
+        found = layer(norm, attention, norm, feed_forward)
+        return found.replaced(attention_output_norm=norm, feed_forward_output_norm=norm) if output_norms else found
 
     return ModelSpec(
-        embedding=Embedding(vocab_size=vocab, hidden_size=hidden),
+        embedding=Embedding(vocab_size=vocab, hidden_size=hidden, **(embedding or {})),
         blocks=tuple(map(block, windows or (None,) * layers, positions)),
         final_norm=norm,
-        head=Head(vocab_size=vocab, hidden_size=hidden, tied=tied),
+        head=Head(vocab_size=vocab, hidden_size=hidden, tied=tied, cap=logit_cap),
         context_length=context,
     )
 

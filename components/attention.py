@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import msgspec
 
 from ..errors import ConfigError, UsageError
-from .base import Arithmetic, Component, Mixer, Scale, Size, Weight, bias, divided
+from .base import Arithmetic, Component, Mixer, Positive, Scale, Size, Weight, bias, divided
 from .norms import Norm, inside
 from .operations import AnyOperation, Cache, Program, Rotate, Sizes, attend, linear, out_of
 from .positions import ALL_OF_IT, Biasing, Position, Turning
@@ -21,17 +21,27 @@ class Attention(Mixer, Component, frozen=True):
     """Causal self-attention with `heads` query heads and `kv_heads` key and value heads (MHA, GQA, MQA).
 
     `scale` multiplies q·k; with `scaling` "divide" the scores are divided by its inverse instead. `window` w lets
-    position t see t-w+1 … t. `kv_expansion` says when a key head becomes one a query head: "repeat" after the cache,
-    "broadcast" inside the matrix product, "projection" before positions are applied. `fused` computes q, k and v in
-    one matrix product, a key-value head's queries, its key and its value together (with "conv1d" all queries, all keys,
-    all values); `softmax` runs in fp32 at least, or in the dtype of its input. Where the scores are written out
-    (not in a fused kernel), `scores` "float32" makes them of q and k in fp32 at least, the scale inside their product.
+    position t see t-w+1 … t. `cap` c makes c · tanh(s / c) of every score s, before the mask (Gemma 2). `kv_expansion`
+    says when a key head becomes one a query head: "repeat" after the cache, "broadcast" inside the matrix product,
+    "projection" before positions are applied. `fused` computes q, k and v in one matrix product, a key-value head's
+    queries, its key and its value together (with "conv1d" all queries, all keys, all values); `softmax` runs in fp32 at
+    least, or in the dtype of its input. Where the scores are written out (not in a fused kernel), `scores` "float32"
+    makes them of q and k in fp32 at least, the scale inside their product.
     """
 
     label = "attention"
     slot = "attention"
     rounds = ("arithmetic", "scaling", "kv_expansion", "fused", "softmax", "scores")
     tells = ("head_dim", "scale", "position", "window", "q_norm", "k_norm", "qkv_bias", "output_bias")
+    forgotten: ClassVar[dict[str, str]] = {
+        "position": "no positions in attention",
+        "window": "window ignored",
+        "q_norm": "norm of queries left out",
+        "k_norm": "norm of keys left out",
+        "qkv_bias": "QKV bias dropped",
+        "output_bias": "output bias of attention dropped",
+        "cap": "cap on scores dropped",
+    }
 
     hidden_size: Size
     heads: Size
@@ -44,6 +54,7 @@ class Attention(Mixer, Component, frozen=True):
     k_norm: Norm | None = None
     qkv_bias: bool = False
     output_bias: bool = False
+    cap: Positive | None = None
     arithmetic: Arithmetic = "linear"
     scaling: Literal["multiply", "divide"] = "multiply"
     kv_expansion: Literal["repeat", "broadcast", "projection"] = "repeat"
@@ -164,7 +175,12 @@ class Attention(Mixer, Component, frozen=True):
             "wide": self.scores == "float32",
             "broadcast": self.kv_expansion == "broadcast",
         }
-        rest: dict[str, Any] = {"position": self.position, "window": self.window, "wide": self.softmax == "float32"}
+        rest: dict[str, Any] = {
+            "position": self.position,
+            "cap": self.cap,
+            "window": self.window,
+            "wide": self.softmax == "float32",
+        }
         q, k, v = inputs
         found += attend(path, (q, k, v), scores, self.heads, self.head_dim, **rest)
         return (*found, linear(self, "o_proj", path, f"{path}.mixed", shape, row))

@@ -82,6 +82,8 @@ class Component(
 
     label: the row of a parameter table under which its parameters are counted; None where it has none.
     rounds: the fields that say how it rounds, and nothing of what function it is.
+    notes: the fields that are said of it, and change nothing that it computes.
+    forgotten: of each other field that need not be given, the mistake of who leaves it as it is by default, in words.
     rows: the letter of its tables' rows, where it has tables (see `letters`).
     tells: the fields that its `words` tell under another name than their own.
     given: those that need no words of their own, as how wide the stream is.
@@ -90,6 +92,8 @@ class Component(
 
     label: ClassVar[str | None] = None
     rounds: ClassVar[tuple[str, ...]] = ()
+    notes: ClassVar[tuple[str, ...]] = ()
+    forgotten: ClassVar[Mapping[str, str]] = {}
     rows: ClassVar[str] = ""
     tells: ClassVar[tuple[str, ...]] = ()
     given: ClassVar[tuple[str, ...]] = ()
@@ -141,10 +145,16 @@ class Component(
                 )
         return msgspec.structs.replace(self, **fields) if fields else self
 
-    def defaults(self) -> dict[str, Any]:
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
         """The fields that need not be given, with their values then."""
-        names = self.__struct_fields__
-        return dict(zip(reversed(names), reversed(self.__struct_defaults__), strict=False))
+        found = zip(reversed(cls.__struct_fields__), reversed(cls.__struct_defaults__), strict=False)
+        return {name: value for name, value in found if value is not msgspec.NODEFAULT}
+
+    @classmethod
+    def choices(cls) -> dict[str, Any]:
+        """The fields that change its function and need not be given, with their values then."""
+        return {name: value for name, value in cls.defaults().items() if name not in (*cls.rounds, *cls.notes)}
 
     def alike(self) -> Self:
         """The component that stands for all which compute its function: the fields that round are as by default."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -32,6 +32,12 @@ class SubLayer(Component, frozen=True):
     """
 
     tells = ("mixer", *NORMS)
+    forgotten: ClassVar[dict[str, str]] = {
+        "norm": "norms before sub-layers left out",
+        "output_norm": "norms of sub-layers' outputs left out",
+        "sum_norm": "norms of sums left out",
+        "multiplier": "branches not scaled",
+    }
 
     mixer: Mixer
     norm: Norm | None = None
@@ -72,6 +78,10 @@ class Block(Component, frozen=True):
     """
 
     tells = ("sublayers",)
+    forgotten: ClassVar[dict[str, str]] = {
+        "parallel": "parallel block run in series",
+        "residual": "residual taken from the stream, not from the norm",
+    }
 
     sublayers: tuple[SubLayer, ...]
     parallel: bool = False

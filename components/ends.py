@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from .base import Component, Size, Weight, bias
+from typing import ClassVar, Literal
+
+from .base import Component, Positive, Size, Weight, bias
 from .norms import Norm
-from .operations import Embed, Linear, Program, Sizes
+from .operations import AnyOperation, Cap, Embed, Linear, Program, Scale, Sizes
 from .words import Words
 
 __all__ = ["Embedding", "Head"]
 
 
 class Embedding(Component, frozen=True):
-    """The token table; `norm` is applied to its rows before the first block (BLOOM)."""
+    """The token table; its rows are multiplied by `multiplier` (√hidden in Gemma), and `norm` is applied to them before
+    the first block (BLOOM).
+
+    `scaling` "rounded" rounds the multiplier to the dtype of the rows before it multiplies them.
+    """
 
     label = "embedding"
     rows = "V"
+    rounds = ("scaling",)
+    forgotten: ClassVar[dict[str, str]] = {
+        "norm": "norm of the embedding left out",
+        "multiplier": "embedding not scaled",
+    }
 
     tells = ("vocab_size", "hidden_size", "norm")
 
     vocab_size: Size
     hidden_size: Size
     norm: Norm | None = None
+    multiplier: Positive = 1.0
+    scaling: Literal["exact", "rounded"] = "exact"
 
     def words(self) -> dict[str, Words]:
         return {"embedding": Words("of tokens", {})}
@@ -30,14 +43,25 @@ class Embedding(Component, frozen=True):
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         wide: Sizes = (*shape, self.hidden_size)
-        rows = Embed(path, (source,), wide, "embedding", tuple(self.shapes().items()))
-        return (rows, *(() if self.norm is None else self.norm.operations(f"{path}.norm", path, wide)))
+        found: list[AnyOperation] = [Embed(path, (source,), wide, "embedding", tuple(self.shapes().items()))]
+        if self.multiplier != 1:
+            found.append(Scale(f"{path}.scaled", (path,), wide, "embedding", factor=self.multiplier))
+        if self.norm is not None:
+            found += self.norm.operations(f"{path}.norm", found[-1].id, wide)
+        return tuple(found)
 
 
 class Head(Component, frozen=True):
-    """Logits from hidden states. `tied`: its weight is the embedding's, and is stored once."""
+    """Logits from hidden states. `tied`: its weight is the embedding's, and is stored once. `cap` c makes
+    c · tanh(x / c) of every logit x (Gemma 2).
+    """
 
     label = "head"
+    forgotten: ClassVar[dict[str, str]] = {
+        "tied": "tied head ignored",
+        "bias": "head bias dropped",
+        "cap": "cap on logits dropped",
+    }
     rows = "V"
 
     given = ("vocab_size", "hidden_size")
@@ -46,6 +70,7 @@ class Head(Component, frozen=True):
     hidden_size: Size
     tied: bool = False
     bias: bool = False
+    cap: Positive | None = None
 
     def words(self) -> dict[str, Words]:
         short = ("tied" if self.tied else "own weight") + (", bias" if self.bias else "")
@@ -59,4 +84,6 @@ class Head(Component, frozen=True):
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         wide: Sizes = (*shape[:-1], self.vocab_size)
         tied, weights = "embedding" if self.tied else None, tuple(self.shapes().items())
-        return (Linear(path, (source,), wide, "head", weights, inputs_wide=self.hidden_size, tied=tied),)
+        logits = Linear(path, (source,), wide, "head", weights, inputs_wide=self.hidden_size, tied=tied)
+        capped = () if self.cap is None else (Cap(f"{path}.capped", (path,), wide, "head", limit=self.cap),)
+        return (logits, *capped)

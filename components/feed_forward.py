@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import msgspec
 
@@ -22,6 +22,10 @@ class FeedForward(Mixer, Component, frozen=True):
     slot = "feed_forward"
     rounds = ("arithmetic",)
     tells = ("intermediate_size", "activation", "up_bias", "down_bias")
+    forgotten: ClassVar[dict[str, str]] = {
+        "up_bias": "biases into the feed-forward dropped",
+        "down_bias": "bias out of the feed-forward dropped",
+    }
 
     hidden_size: Size
     intermediate_size: Size
@@ -78,6 +82,10 @@ class GatedFeedForward(Mixer, Component, frozen=True):
     slot = "feed_forward"
     rounds = ("arithmetic", "fused")
     tells = ("intermediate_size", "activation", "up_bias", "down_bias")
+    forgotten: ClassVar[dict[str, str]] = {
+        "up_bias": "biases into the feed-forward dropped",
+        "down_bias": "bias out of the feed-forward dropped",
+    }
 
     hidden_size: Size
     intermediate_size: Size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
 from msgspec import Meta
@@ -37,6 +37,14 @@ class LatentAttention(Mixer, Component, frozen=True):
     slot = "attention"
     rounds = ("arithmetic",)
     tells = ("nope_dim", "value_dim", "scale", "position", "window", "kv_norm", "qkv_bias", "output_bias")
+    forgotten: ClassVar[dict[str, str]] = {
+        "rope_heads": "rotary keys of latent attention left out",
+        "position": "no positions in attention",
+        "window": "window ignored",
+        "kv_norm": "latent not normed",
+        "qkv_bias": "QKV bias dropped",
+        "output_bias": "output bias of attention dropped",
+    }
 
     hidden_size: Size
     heads: Size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
 from msgspec import Meta
@@ -26,6 +26,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     """
 
     label = "router"
+    forgotten: ClassVar[dict[str, str]] = {"normalise": "weights of experts normalised or not"}
     rows = "E"
     slot = "feed_forward"
     tells = ("expert",)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 
 from ..display import Shown
 from ..errors import ConfigError
@@ -24,6 +24,8 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
     """A decoder-only language model. `context_length` is the longest sequence it was trained for, where known."""
 
     tells = ("embedding", "positions", "blocks", "final_norm", "head", "context_length")
+    notes = ("context_length",)
+    forgotten: ClassVar[dict[str, str]] = {"positions": "table of positions left out"}
 
     embedding: Embedding
     positions: LearnedPositions | None = None

@@ -58,6 +58,10 @@ class LayerNorm(Norm, Component, frozen=True):
     label = "norms"
     centred = True
     tells = ("eps", "bias")
+    forgotten: ClassVar[dict[str, str]] = {
+        "bias": "bias of norms dropped",
+        "gain": "weight of norms taken for their factor",
+    }
 
     size: Size
     eps: Positive
@@ -88,6 +92,9 @@ class RMSNorm(Norm, Component, frozen=True):
     centred = False
     rounds = ("cast",)
     tells = ("eps",)
+    forgotten: ClassVar[dict[str, str]] = {
+        "gain": "weight of norms taken for their factor",
+    }
 
     size: Size
     eps: Positive

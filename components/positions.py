@@ -67,6 +67,12 @@ class DynamicScaling(Component, frozen=True):
 class YarnScaling(Component, frozen=True):
     """YaRN (Peng et al. 2309.00071): interpolate slow pairs, keep fast ones, a ramp between; cos and sin scaled."""
 
+    forgotten: ClassVar[dict[str, str]] = {
+        "beta_fast": "YaRN's beta_fast forgotten",
+        "beta_slow": "YaRN's beta_slow forgotten",
+        "truncate": "YaRN's ramp truncated",
+    }
+
     factor: Positive
     original_context: Size
     attention_factor: Positive
@@ -173,6 +179,10 @@ class Rotary(Turning, Component, frozen=True):
 
     title = "RoPE"
     tells = ("dim", "scaling", "pairs")
+    forgotten: ClassVar[dict[str, str]] = {
+        "scaling": "rope scaling dropped",
+        "pairs": "RoPE in the other pairs",
+    }
 
     dim: Size
     base: Positive
@@ -217,6 +227,7 @@ class ALiBi(Biasing, Component, frozen=True):
     title = "ALiBi"
     formula = "slope(head) · s"
     rounds = ("rounding",)
+    forgotten: ClassVar[dict[str, str]] = {"scaled": "ALiBi's bias not scaled"}
 
     scaled: bool = False
     rounding: Literal["float32", "bfloat16"] = "float32"

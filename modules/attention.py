@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..components import Attention, Biasing, LatentAttention, Turning
 from .cache import LayerCache
 from .context import Context
-from .layers import FusedLinears, Linear
+from .layers import FusedLinears, Linear, capped
 from .registry import build_module, computes, module_of
 
 __all__ = ["AttentionModule", "Kernel", "LatentAttentionModule", "Turn"]
@@ -36,7 +36,8 @@ class Mixing:
         self.spec = spec
         # An ALiBi bias outside the scale has no fused kernel that rounds like BLOOM's baddbmm (2.7 logits in bf16).
         outside = isinstance(spec.position, Biasing) and not spec.position.scaled
-        self.kernel: Kernel = "eager" if outside else kernel
+        # Nor has any that caps scores.
+        self.kernel: Kernel = "eager" if outside or spec.cap is not None else kernel
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """q (B, H, T, d), k (B, KV, S, d) and v (B, KV, S, e) -> (B, T, H·e)."""
@@ -50,7 +51,7 @@ class Mixing:
         spec, group = self.spec, q.shape[1] // k.shape[1]
         if spec.kv_expansion == "repeat" and group > 1:
             k, v = repeat_heads(k, group), repeat_heads(v, group)
-        scores = self._scores(q, k, context)
+        scores = capped(self._scores(q, k, context), spec.cap)
         mask = context.additive_mask(spec.window)  # (B or 1, 1, T, S)
         if mask is not None:
             scores = scores + mask

@@ -19,6 +19,7 @@ from . import feed_forward, layers, positions  # noqa: F401 - their modules regi
 from .attention import Kernel
 from .cache import Cache
 from .context import Context
+from .layers import capped
 from .registry import build_module
 
 __all__ = ["BlockModule", "Decoder"]
@@ -29,11 +30,15 @@ class EmbeddingModule(nn.Module):
 
     def __init__(self, spec: Embedding) -> None:
         super().__init__()
+        self.spec = spec
         self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
         self.norm = build_module(spec.norm) if spec.norm is not None else None
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = F.embedding(input_ids, self.weight)
+        if self.spec.multiplier != 1:
+            rounded = self.spec.scaling == "rounded"
+            x = x * (x.new_tensor(self.spec.multiplier) if rounded else self.spec.multiplier)
         return x if self.norm is None else self.norm(x)
 
 
@@ -117,11 +122,12 @@ class HeadModule(nn.Module):
 
     def __init__(self, spec: Head) -> None:
         super().__init__()
+        self.cap = spec.cap
         self.weight = None if spec.tied else nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
         self.bias = nn.Parameter(torch.empty(spec.vocab_size)) if spec.bias else None
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
-        return F.linear(x, embedding if self.weight is None else self.weight, self.bias)
+        return capped(F.linear(x, embedding if self.weight is None else self.weight, self.bias), self.cap)
 
 
 class Decoder(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..components import Activation, Arithmetic, LayerNorm, RMSNorm
 from .registry import computes
 
-__all__ = ["ACTIVATIONS", "FusedLinears", "LayerNormModule", "Linear", "RMSNormModule"]
+__all__ = ["ACTIVATIONS", "FusedLinears", "LayerNormModule", "Linear", "RMSNormModule", "capped"]
 
 VECTOR = 16
 """Bytes. Where rows begin between multiples of it, a product may sum them in another order (in fp32 an odd head's)."""
@@ -184,6 +184,16 @@ class RMSNormModule(nn.Module):
         if not torch.is_grad_enabled():  # in place, which a gradient of the weight would not survive
             return normed.mul_(factor).to(x.dtype)
         return (factor * normed).to(x.dtype)
+
+
+def capped(x: Tensor, limit: float | None) -> Tensor:
+    """limit · tanh(x / limit), as transformers' Gemma 2 writes it; x where there is no limit.
+
+    Where no gradient is wanted it is made in the place of x, which nobody else may hold.
+    """
+    if limit is None:
+        return x
+    return torch.tanh(x / limit) * limit if torch.is_grad_enabled() else x.div_(limit).tanh_().mul_(limit)
 
 
 def gelu_new(x: Tensor) -> Tensor:

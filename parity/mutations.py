@@ -36,11 +36,12 @@ from ..components import (
     Rotary,
     function_of,
 )
+from ..errors import ConfigError
 from ..modules.attention import AttentionModule, Turn
 from ..modules.positions import RotaryTables, RotaryTurn, alibi_slopes, apply_rotary
 from ..modules.registry import computes
 
-__all__ = ["MUTATIONS", "Mutant", "Mutation", "Weights", "applicable", "make_in_code", "of_ports"]
+__all__ = ["MUTATIONS", "Mutant", "Mutation", "Weights", "applicable", "forgotten", "make_in_code", "of_ports"]
 
 Weights = Mapping[str, Tensor]
 """Every parameter of a tree by shared name."""
@@ -55,10 +56,10 @@ class Mutation:
     """One mistake.
 
     name: in the words of who makes it. component: where its effect is first seen, as the beginning of a label in
-    `parity.bisect`; "norm" is whichever norm comes first. repair: what undoes it, for a diagnosis. apply: the changed
-    tree and weights; None where it has no object. undo: the same the other way; None where making the mistake again
-    does it, or where what it lost can only come from the reference. in_code: no checkpoint can hold it, so that there
-    is nothing to repair in one.
+    `parity.bisect`; "norm" is whichever norm comes first, and "" says nothing. repair: what undoes it, for a diagnosis.
+    apply: the changed tree and weights; None where it has no object. undo: the same the other way; None where making
+    the mistake again does it, or where what it lost can only come from the reference. in_code: no checkpoint can hold
+    it, so that there is nothing to repair in one.
     """
 
     name: str
@@ -75,7 +76,7 @@ class Mutation:
 
 def applicable(spec: ModelSpec, weights: Weights) -> Iterator[tuple[Mutation, Mutant]]:
     """The mutations that change this tree or these weights, each with its mutant."""
-    for mutation in MUTATIONS:
+    for mutation in (*MUTATIONS, *forgotten()):
         mutant = mutation.apply(spec, weights)
         if mutant is not None and _changed(spec, weights, mutant):
             yield mutation, mutant
@@ -85,7 +86,7 @@ def of_ports(spec: ModelSpec, weights: Weights) -> Iterator[tuple[str, Mutant]]:
     """Every mistake that a port may have made, in words, each with its mutant: the usual wrong values, those that have
     a form in code, and those of checkpoints in either direction. Of two that come to the same the plainer one first.
     """
-    tried = [(mutation.name, mutation.apply) for mutation in (*_usual_values(), *IN_PORTS, *MUTATIONS)]
+    tried = [(mutation.name, mutation.apply) for mutation in (*_usual_values(), *IN_PORTS, *MUTATIONS, *forgotten())]
     tried += [(f"{each.name}, the other way round", each.undo) for each in MUTATIONS if each.undo is not None]
     for name, apply in tried:
         mutant = apply(spec, weights)
@@ -375,10 +376,66 @@ def _serial_for_parallel(node: Any) -> Any:
     return node
 
 
+def _other_kinds(back: bool) -> Callable[[ModelSpec, Weights], Mutant | None]:
+    """Each layer's window and positions are those of the layer before it, the first one's of the last."""
+
+    def apply(spec: ModelSpec, weights: Weights) -> Mutant | None:
+        inner = [block.mixer("attention") for block in spec.blocks]
+        attentions = [each for each in inner if isinstance(each, Attention | LatentAttention)]
+        if len({(type(each), each.position is None) for each in attentions}) != 1 or len(attentions) < len(inner):
+            return None
+        others = attentions[1:] + attentions[:1] if back else attentions[-1:] + attentions[:-1]
+        blocks = tuple(
+            block.replaced(attention=replace(own, window=other.window, position=other.position))
+            for block, own, other in zip(spec.blocks, attentions, others, strict=True)
+        )
+        return replace(spec, blocks=blocks), dict(weights)
+
+    return apply
+
+
 def _head_bias_dropped(spec: ModelSpec, weights: Weights) -> Mutant | None:
     if not isinstance(spec.head, Head) or not spec.head.bias:
         return None
     return spec, {**weights, "head.bias": torch.zeros_like(weights["head.bias"])}
+
+
+# --- any field -------------------------------------------------------------------------------------------------------
+
+
+def forgotten() -> list[Mutation]:
+    """A mistake for every field of every kind that changes what it computes, as its record says it in words: that the
+    field is as by default. What is written out in `MUTATIONS` under the same words is left out here.
+    """
+    fields: dict[str, dict[type[Component], str]] = {}
+    written = {mutation.name for mutation in MUTATIONS}
+    for kind in KINDS.values():
+        for name in kind.choices():
+            words = kind.forgotten.get(name, f"{name} of {kind.__name__} forgotten")
+            fields.setdefault(words, {})[kind] = name
+    return [
+        Mutation(words, "", "the reference's " + " or ".join(sorted(set(found.values()))), _as_by_default(found))
+        for words, found in fields.items()
+        if words not in written
+    ]
+
+
+def _as_by_default(fields: Mapping[type[Component], str]) -> Callable[[ModelSpec, Weights], Mutant | None]:
+    def change(node: Any, _: str) -> Any:
+        name = fields.get(type(node))
+        return node if name is None else replace(node, **{name: node.defaults()[name]})
+
+    def apply(spec: ModelSpec, weights: Weights) -> Mutant | None:
+        try:
+            tree = spec.mapped(change)
+            shapes = {each.name: each.shape for each in tree.parameters()}
+        except ConfigError:  # without it there is no such tree
+            return None
+        if any(name not in weights or weights[name].shape != shape for name, shape in shapes.items()):
+            return None
+        return tree, {name: weights[name] for name in shapes}
+
+    return apply
 
 
 # --- code ------------------------------------------------------------------------------------------------------------
@@ -518,6 +575,13 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("eps ten times as small", "norm", "norms' eps ten times larger", _field(_eps(0.1)), _field(_eps(10.0))),
     Mutation("another activation", "feed-forward activation", "another activation", _field(_activation)),
     Mutation("window ignored", "attention mix", "the sliding window", _field(_no_window)),
+    Mutation(
+        "kinds of layers shifted by one",
+        "attention mix",
+        "shifting the kinds of layers by one",
+        _other_kinds(back=False),
+        _other_kinds(back=True),
+    ),
     Mutation("scores not scaled", "attention mix", "the scale of the scores", _field(_no_scale)),
     Mutation(
         "ALiBi slopes in descending order",

@@ -28,7 +28,7 @@ from ...modules.attention import AttentionModule
 from ...modules.context import Context
 from ...modules.decoder import BlockModule
 from ...modules.feed_forward import MixtureOfExpertsModule
-from ...modules.layers import Linear
+from ...modules.layers import Linear, capped
 from ...modules.positions import apply_rotary, inverse_frequencies
 from ..base import Model, Wide
 from ..layerwise import replaced
@@ -286,11 +286,12 @@ def _weights(
         tables = context.tables(position)
         q, k = apply_rotary(q, tables), apply_rotary(k, tables)
     scores = q @ k.transpose(-1, -2) * spec.scale
-    biased = scores
+    biased = scores  # and then capped, which the fit of scores themselves is not
     if isinstance(position, ALiBi):
         bias = context.bias(position, spec.heads, spec.window)
         bias = bias if readers is None else bias[:, list(readers)]
         biased = scores + (bias * spec.scale if position.scaled else bias)
+    biased = capped(biased, spec.cap)
     mask = context.additive_mask(spec.window)
     return scores, torch.softmax(biased if mask is None else biased + mask, dim=-1)
 

@@ -72,6 +72,10 @@ def grouped(spec: ModelSpec, asked: Asked) -> dict[int, Attention]:
                 f"layer {layer} normalises queries and keys head by head, which a shared key has no heads for",
                 "Possible here: fewer key-value heads, --attention gqa:N or mqa.",
             )
+        if attention.cap is not None:
+            raise SwapRefused(
+                f"layer {layer} has a cap on its scores ({attention.cap:g}), which latent attention has not"
+            )
     return found
 
 

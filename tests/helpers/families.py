@@ -52,6 +52,11 @@ FALCON_40B = {**FALCON, "num_kv_heads": 2, "new_decoder_architecture": True, "bi
 FALCON_RW = {**FALCON, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True}
 REFINED_WEB = {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 3, "n_head": 6, "hidden_dropout": 0.0}
 
+GEMMA = {**LLAMA, "model_type": "gemma", "num_key_value_heads": 2, "head_dim": 16}
+GEMMA2 = {**GEMMA, "model_type": "gemma2", "num_hidden_layers": 3, "sliding_window": 16}
+GEMMA2 |= {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
+GEMMA3 = {**GEMMA, "model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window": 16}
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -196,6 +201,55 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "multi_query": True,
         "parallel_attn": True,
     },
+    "gemma": GEMMA,
+    "gemma-legacy": {
+        **GEMMA,
+        "hidden_act": "gelu",
+        "attention_bias": True,
+        "num_key_value_heads": 6,
+        "rope_theta": 5e4,
+    },
+    "gemma2": GEMMA2,
+    "gemma2-no-caps": {
+        **GEMMA2,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "query_pre_attn_scalar": 16,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "hidden_activation": "gelu",
+    },
+    "gemma2-layer-types": {
+        **GEMMA2,
+        "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+        "num_key_value_heads": 1,
+        "rope_scaling": LLAMA3_ROPE,
+    },
+    "gemma3_text": {**GEMMA3, "sliding_window_pattern": 2, "rope_local_base_freq": 5e3, "rope_theta": 2e5},
+    "gemma3_text-v5": {
+        **GEMMA3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
+        "query_pre_attn_scalar": 20,
+        "final_logit_softcapping": 3.0,
+        "attention_bias": True,
+    },
+    "gemma3_text-scaled": {
+        **GEMMA3,
+        "num_hidden_layers": 7,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        "tie_word_embeddings": False,
+    },
+    "gemma3_text-composite": {
+        "model_type": "gemma3",
+        "text_config": {**GEMMA3, "sliding_window_pattern": 2},
+        "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 24},
+        "mm_tokens_per_image": 4,
+        "tie_word_embeddings": True,
+    },
     "falcon-RefinedWebModel-rw": {
         **{key: value for key, value in REFINED_WEB.items() if key != "hidden_size"},
         "n_embed": 48,
@@ -252,6 +306,9 @@ DISTINCT = (
     "falcon-40b",
     "falcon-11b",
     "falcon-rw",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
 )
 """The variants that differ in which mistakes can be made in them, and in what code of transformers sees them."""
 
@@ -275,6 +332,7 @@ def variants_of(family: str) -> list[Variant]:
 def modern(config: Mapping[str, Any]) -> dict[str, Any]:
     """`config` in words that transformers understands; its own copy, since transformers writes into nested ones."""
     config = copy.deepcopy(dict(config))
+    config = config.get("text_config", config)  # of a composite model the language model alone
     if config["model_type"] in ("RefinedWeb", "RefinedWebModel"):
         config["new_decoder_architecture"] = config["model_type"] == "RefinedWeb"
         config["model_type"] = "falcon"
@@ -293,7 +351,7 @@ def randomised_reference(
 ) -> transformers.PreTrainedModel:
     """transformers' model of a config with every parameter random, at scales such as training leaves behind.
 
-    Norms vary around one and biases around zero, so that a tensor that is dropped or put elsewhere shows.
+    Norms' factors vary around one and biases around zero, so that a tensor that is dropped or put elsewhere shows.
     """
     model = transformers.AutoModelForCausalLM.from_config(
         hf_config(config), dtype=dtype, attn_implementation=attention
@@ -303,8 +361,7 @@ def randomised_reference(
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim == 1:
-                is_norm_weight = name.endswith("weight")
-                parameter.copy_(1 + 0.3 * noise if is_norm_weight else 0.3 * noise)
+                parameter.add_(0.3 * noise)  # from where transformers starts it: Gemma adds 1 to a norm's weight itself
             elif any(part in name for part in ("wte", "wpe", "embed")):
                 parameter.copy_(0.8 * noise)
             else:

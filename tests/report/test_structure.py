@@ -141,6 +141,13 @@ class Following:
     def activation(self, node: Node, path: str, x: Tensor) -> Tensor:
         return ACTIVATIONS[node.title](x.clone())  # type: ignore[index]
 
+    def scale(self, node: Node, path: str, x: Tensor) -> Tensor:
+        return x * node.operation.factor  # type: ignore[union-attr]
+
+    def cap(self, node: Node, path: str, x: Tensor) -> Tensor:
+        limit = node.operation.limit  # type: ignore[union-attr]
+        return torch.tanh(x / limit) * limit
+
     def product(self, node: Node, path: str, one: Tensor, other: Tensor) -> Tensor:
         return one * other
 

@@ -1,0 +1,151 @@
+"""No field of a record can be forgotten: what changes the function moves the logits of some tree, and has a mistake
+that the verifier makes.
+"""
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from helpers.families import CONFIGS, spec_of
+from helpers.trees import TREES, random_weights
+
+from gptkit.components import KINDS, Block, Component, ModelSpec, SubLayer, YarnScaling
+from gptkit.parity.mutations import MUTATIONS, applicable, forgotten
+from gptkit.parity.probe import probe
+from gptkit.parity.score import run_tree, tree_gap
+
+replace = msgspec.structs.replace
+
+OURS = {kind.__name__: kind for kind in KINDS.values() if kind.__module__.startswith("gptkit.components.")}
+FIELDS = sorted((name, field) for name, kind in OURS.items() for field in kind.choices())
+SPECS: dict[str, ModelSpec] = {**{name: spec_of(config) for name, config in CONFIGS.items()}, **TREES}
+MISTAKES = {each.name: each for each in (*MUTATIONS, *forgotten())}
+
+
+def has(spec: ModelSpec, kind: str, field: str) -> bool:
+    """Whether a field stands in a tree at another value than its default."""
+    found = False
+
+    def look(node: Component, _: str) -> Component:
+        nonlocal found
+        found |= type(node).__name__ == kind and getattr(node, field) != node.choices()[field]
+        return node
+
+    spec.mapped(look)
+    return found
+
+
+def changed(spec: ModelSpec, kind: str, **fields: Any) -> ModelSpec:
+    """The tree with fields of all components of a kind at other values."""
+    tree: ModelSpec = spec.mapped(lambda node, _: replace(node, **fields) if type(node).__name__ == kind else node)
+    return tree
+
+
+def post_normed(block: Block) -> Block:
+    sublayers = (replace(each, norm=None, sum_norm=each.norm) for each in block.sublayers)
+    return replace(block, sublayers=tuple(sublayers))
+
+
+def yarn(**fields: Any) -> ModelSpec:
+    scaling = YarnScaling(factor=4.0, original_context=40, attention_factor=1.2, **fields)
+    return changed(SPECS["llama-yarn"], "Rotary", scaling=scaling)
+
+
+def made() -> dict[tuple[str, str], ModelSpec]:
+    """Trees with fields that no family here has."""
+    post = SPECS["gpt2"]
+    post = replace(post, blocks=tuple(map(post_normed, post.blocks)))
+    return {
+        ("SubLayer", "sum_norm"): post,
+        ("SubLayer", "multiplier"): changed(SPECS["llama"], "SubLayer", multiplier=0.3),
+        ("Head", "bias"): changed(SPECS["llama"], "Head", bias=True),
+        ("LayerNorm", "bias"): changed(SPECS["gpt2"], "LayerNorm", bias=False),
+        ("LayerNorm", "gain"): changed(SPECS["gpt2"], "LayerNorm", gain="1 + weight"),
+        ("Rotary", "pairs"): changed(SPECS["llama"], "Rotary", pairs="adjacent"),
+        ("YarnScaling", "beta_fast"): yarn(beta_fast=4.0),
+        ("YarnScaling", "beta_slow"): yarn(beta_slow=3.0),
+        ("YarnScaling", "truncate"): yarn(truncate=False),
+        ("Block", "parallel"): SPECS["falcon-40b"],
+        ("MixtureOfExperts", "normalise"): SPECS["experts-plain"],
+    }
+
+
+MADE = made()
+
+
+def tree_with(kind: str, field: str) -> ModelSpec:
+    return MADE.get((kind, field)) or next(spec for spec in SPECS.values() if has(spec, kind, field))
+
+
+@pytest.mark.parametrize(("kind", "field"), FIELDS)
+def test_a_field_moves_logits_and_has_a_mistake_that_is_caught(kind: str, field: str) -> None:
+    spec = tree_with(kind, field)
+    assert has(spec, kind, field)
+    weights, batches = random_weights(spec), probe(spec)
+    exact = run_tree(spec, weights, batches)
+    rounded = run_tree(spec, {name: each.float() for name, each in weights.items()}, batches)
+    noise = max(float((a - b).abs().max()) for a, b in zip(exact, rounded, strict=True))
+    words = OURS[kind].forgotten[field]
+    mutants = {mutation.name: mutant for mutation, mutant in applicable(spec, weights)}
+    if (kind, field) == ("LayerNorm", "bias"):  # forgotten, it asks for tensors that are not there
+        assert words not in mutants
+        return
+    assert tree_gap(*mutants[words], batches, exact, 0.0) > 2 * noise
+
+
+@pytest.mark.parametrize(("kind", "field"), FIELDS)
+def test_a_mistake_has_one_name_that_says_what_it_is(kind: str, field: str) -> None:
+    words = OURS[kind].forgotten[field]
+    assert words in MISTAKES and 2 <= len(words.split()) < 10
+    assert set(OURS[kind].forgotten) == set(OURS[kind].choices())
+
+
+def test_a_kind_that_says_nothing_has_mistakes_all_the_same() -> None:
+    """As a plugin's may be."""
+
+    class Unsaid(Component, frozen=True):
+        size: int
+        offset: float = 0.0
+
+    try:
+        assert "offset of Unsaid forgotten" in {each.name for each in forgotten()}
+    finally:
+        del KINDS["Unsaid"]
+
+
+@pytest.mark.parametrize(
+    ("name", "mistakes"),
+    [
+        ("gemma", {"embedding not scaled", "weight of norms taken for their factor"}),
+        (
+            "gemma2",
+            {
+                "embedding not scaled",
+                "weight of norms taken for their factor",
+                "norms of sub-layers' outputs left out",
+                "cap on scores dropped",
+                "cap on logits dropped",
+                "kinds of layers shifted by one",
+            },
+        ),
+        ("gemma3_text", {"norm of queries left out", "norm of keys left out", "kinds of layers shifted by one"}),
+    ],
+)
+def test_the_mistakes_of_a_gemma_are_among_those_that_verify_makes(name: str, mistakes: set[str]) -> None:
+    spec = SPECS[name]
+    assert mistakes <= {mutation.name for mutation, _ in applicable(spec, random_weights(spec))}
+
+
+def test_random_weights_start_a_norm_where_its_factor_is_one() -> None:
+    from gptkit.modules.initialise import initialised
+
+    spec = SPECS["gemma2"]
+    weights = {name: torch.from_numpy(values) for name, values, _ in initialised(spec)}
+    norms = {name: each for name, each in weights.items() if name.endswith("norm.weight")}
+    assert len(norms) == 4 * len(spec.blocks) + 1
+    assert all(bool((spec.final_norm.factor(each) == 1).all() and (each == 0).all()) for each in norms.values())
+
+
+def test_a_sublayers_defaults_are_all_mistakes() -> None:
+    assert set(SubLayer.choices()) == {"norm", "output_norm", "sum_norm", "multiplier"}
