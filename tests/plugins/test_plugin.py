@@ -222,8 +222,9 @@ def test_diff_finds_one_number(plugged, folder, tmp_path) -> None:
 
 def test_a_state_is_carried(here, folder) -> None:
     model = gptkit.load(str(folder), attention="eager")
+    from helpers.generation import generate_ids
+
     from gptkit.modules import Cache
-    from gptkit.modules.generate import generate_ids
 
     ids = torch.randint(0, 97, (1, 40), generator=torch.Generator().manual_seed(0))
     cache = Cache(model.spec)
