@@ -210,7 +210,7 @@ class LatentAttentionModule(nn.Module):
         return out
 
 
-def turned(position: Turning, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
+def turned(position: Any, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
     """Both turned, as they should be."""
     turn = module_of(position).turn
     return turn(q, tables), turn(k, tables)
