@@ -23,7 +23,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .display import Shown
-from .plugins import load as load_plugins
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -84,6 +83,8 @@ Shown._repr_html_ = _table
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
+        from .plugins import load as load_plugins  # what it complains with is a library, and signals come first
+
         load_plugins()
         return getattr(importlib.import_module(_HOMES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -302,7 +302,8 @@ def bind(owner: str, leaves: Sequence[Leaf], spec: ModelSpec) -> list[BoundLeaf]
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
     bound = list(_bound(owner, leaves, spec, shapes))
     covered = [name for leaf in bound for name in leaf.shared]
-    missing = [name for name in shapes if name not in set(covered)]
+    found = set(covered)
+    missing = [name for name in shapes if name not in found]
     if missing:
         raise CannotExpress(
             f"{owner} checkpoints have no name for {len(missing)} tensors: {', '.join(missing[:8])}",

@@ -43,7 +43,7 @@ from gptkit.components import operations as ops
 from gptkit.errors import ConfigError
 from gptkit.modules import Decoder
 from gptkit.report.drawing import path_lines
-from gptkit.report.show import ModelDrawing
+from gptkit.report.show import model_drawing
 from gptkit.report.structure import structure
 from gptkit.report.tables import parameter_table
 
@@ -443,7 +443,7 @@ def test_what_nobody_wrote_words_for_is_told_by_its_name_and_fields() -> None:
     shown = printed(parameter_table([("strange", "", spec, count(spec))]))
     assert "positions: layers differ" in shown and "ScaledNorm, pre-norm" in shown
     graph = structure(spec)
-    drawn = printed(ModelDrawing(models[0], graph, graph.kinds[0], None))
+    drawn = printed(model_drawing(models[0], graph, graph.kinds[0], None))
     for name in ("ScaleNorm", "LinearRecurrence, width 40", "Spiral, turns 3"):
         assert name in drawn
 

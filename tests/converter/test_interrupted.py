@@ -341,7 +341,7 @@ go_on = sys.argv.pop(1)
 def held(self, name):
     finish(self, name)
     print("finished", name, flush=True)
-    while not (self.stopped or Path(go_on).exists()):
+    while not (self.scheduler.stopped or Path(go_on).exists()):
         time.sleep(0.01)
 if go_on:
     _Carrier._finish = held

@@ -130,7 +130,7 @@ def test_samples_compute_no_tensor(sample: str, monkeypatch: pytest.MonkeyPatch)
     def computed(*_: Any) -> None:
         pytest.fail("a tensor was computed")
 
-    monkeypatch.setattr(SwappedModel, "raw", computed)
+    monkeypatch.setattr(SwappedModel, "tensor", computed)
     monkeypatch.setattr(SwappedModel, "wide", computed)
     found = listing(gptkit.open_checkpoint(f"sample:{sample}"))
     for verdict in ("exact", "approximate", "refused"):
