@@ -92,9 +92,9 @@ class Stacked:
     def bound(self, spec: ModelSpec) -> Iterator[tuple[str, list[list[str]]]]:
         """Of each layer that has experts: the parameter, and the names of its parts, those of an expert together."""
         for layer, block in enumerate(spec.blocks):
-            mixture = block.mixer("feed_forward")
-            if isinstance(mixture, MixtureOfExperts):
-                experts = range(mixture.experts if self.of_experts else 1)
+            count = getattr(block.mixer("feed_forward"), "experts", None)
+            if count is not None:
+                experts = range(count if self.of_experts else 1)
                 names = [[each.format(layer=layer, expert=expert) for each in self.checkpoint] for expert in experts]
                 yield self.parameter.format(layer=layer), names
 
@@ -389,9 +389,4 @@ def usual_layer(spec: ModelSpec) -> tuple[Block, Attention, FeedForward | GatedF
 
     """
     first = spec.blocks[0]
-    dense: FeedForward | GatedFeedForward
-    if isinstance(first.feed_forward, FeedForward):
-        dense = first.feed_forward
-    else:
-        dense = of_kind(first.feed_forward, GatedFeedForward)
-    return first, of_kind(first.attention, Attention), dense
+    return first, of_kind(first.attention, Attention), of_kind(first.feed_forward, FeedForward, GatedFeedForward)

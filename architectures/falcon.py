@@ -14,6 +14,7 @@ from typing import Any
 from ..components import (
     ALiBi,
     Attention,
+    Biasing,
     Block,
     Embedding,
     FeedForward,
@@ -26,6 +27,7 @@ from .base import Architecture, Leaf, layer, qkv, usual_layer
 from .bloom import GROUPED_BIAS, GROUPED_WEIGHT
 from .config import ConfigReader
 from .gpt2 import ACTIVATIONS, name_of
+from .obstacles import of_kind
 from .rope import ROTARY, read_rotary, write_rotary
 
 
@@ -103,7 +105,7 @@ def write(spec: ModelSpec) -> dict[str, Any]:
     """Tree -> the config.json fields that describe it."""
     first, attention, feed_forward = usual_layer(spec)
     grouped = attention.kv_expansion == "projection" or attention.kv_heads not in (1, attention.heads)
-    rotary = attention.position
+    alibi = isinstance(attention.position, Biasing)
     return {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
@@ -114,14 +116,14 @@ def write(spec: ModelSpec) -> dict[str, Any]:
         "multi_query": not grouped and attention.kv_heads == 1,
         "parallel_attn": first.parallel or grouped,
         "num_ln_in_parallel_attn": (2 if first.feed_forward_norm is not None else 1) if grouped else None,
-        "alibi": not isinstance(rotary, Rotary),
+        "alibi": alibi,
         "bias": attention.qkv_bias,
         "ffn_hidden_size": feed_forward.intermediate_size,
         "activation": name_of(feed_forward.activation),
         "layer_norm_epsilon": first.attention_norm.eps,
         "max_position_embeddings": spec.context_length,
         "tie_word_embeddings": spec.head.tied,
-        **(write_rotary(rotary) if isinstance(rotary, Rotary) else {}),
+        **({} if alibi else write_rotary(of_kind(attention.position, Rotary))),
     }
 
 
@@ -186,6 +188,6 @@ FALCON = Architecture(
     irrelevant={
         "apply_residual_connection_post_layernorm": "not read by transformers",
     },
-    reference=lambda spec: ("sdpa",) if isinstance(spec.blocks[0].attention.position, ALiBi) else ("sdpa", "eager"),
+    reference=lambda spec: ("sdpa",) if isinstance(spec.blocks[0].attention.position, Biasing) else ("sdpa", "eager"),
     reference_quirk="transformers' eager falcon adds ALiBi twice (transformers issues 29067 and 29946)",
 )

@@ -72,7 +72,14 @@ GEMMA3 = Architecture(
         "hidden_act": "transformers goes by hidden_activation",
         "_sliding_window_pattern": "transformers' note; it goes by layer_types",
         **dict.fromkeys(
-            ("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"),
+            (
+                "vision_config",
+                "mm_tokens_per_image",
+                "boi_token_index",
+                "eoi_token_index",
+                "image_token_id",
+                "image_token_index",
+            ),
             "about images, which the language model does not read",
         ),
     },

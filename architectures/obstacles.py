@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 
 import msgspec
 
@@ -44,6 +44,7 @@ REFUSED = (CannotExpress, ConfigError, MissingComponent)
 """What a target says of a tree that it cannot write, or of what it has written. Anything else is a mistake in it."""
 
 Some = TypeVar("Some", bound=Component)
+Other = TypeVar("Other", bound=Component)
 Zero = Callable[[str], bool]
 Remedy = Literal["rounding", "zeros"]
 
@@ -220,17 +221,20 @@ def first_of(
     return None, refused
 
 
-def of_kind(node: Any, kind: type[Some]) -> Some:
-    """The component, which a target's `write` wants to be of this kind.
+@overload
+def of_kind(node: Any, kind: type[Some]) -> Some: ...
+@overload
+def of_kind(node: Any, kind: type[Some], other: type[Other]) -> Some | Other: ...
+def of_kind(node: Any, *kinds: type[Component]) -> Any:
+    """The component, which a target's `write` wants to be of this kind, or of one of two.
 
     Raises:
         CannotExpress: it is another, or there is none.
 
     """
-    if not isinstance(node, kind):
-        raise CannotExpress(
-            f"there is no {kind.__name__} where one should be, but {short(node) if node else 'nothing'}"
-        )
+    if not isinstance(node, kinds):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise CannotExpress(f"there is no {names} where one should be, but {short(node) if node else 'nothing'}")
     return node
 
 

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple, get_args
 
+import msgspec
+
 from ..components import (
     DynamicScaling,
     LinearScaling,
@@ -151,7 +153,7 @@ def is_number(value: Any) -> bool:
 
 
 def _read_scaling(kind: str, rope: ConfigReader, dim: int, base: float, context_length: int) -> RopeScaling | None:
-    original = rope.integer("original_max_position_embeddings", context_length)
+    original = rope.integer(ORIGINAL, context_length)
     if kind == "default":
         return None
     if kind == "linear":
@@ -182,7 +184,7 @@ def _read_scaling(kind: str, rope: ConfigReader, dim: int, base: float, context_
     if kind == "longrope":
         factor = _number_or(rope, "factor", context_length / original)
         if factor > 1.0 and original == 1 and rope.raw("attention_factor") is None:
-            raise rope.fail("original_max_position_embeddings", original, "more than 1 for longrope")
+            raise rope.fail(ORIGINAL, original, "more than 1 for longrope")
         inferred = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(max(original, 2)))
         return LongRopeScaling(
             short_factor=_numbers(rope, "short_factor", dim // 2),
@@ -261,44 +263,32 @@ def _part(turned: int, head_dim: int) -> float:
     return part if int(head_dim * part) == turned else (turned + 0.5) / head_dim
 
 
+ORIGINAL = "original_max_position_embeddings"
+TYPES: Mapping[type[RopeScaling], str] = {
+    LinearScaling: "linear",
+    DynamicScaling: "dynamic",
+    Llama3Scaling: "llama3",
+    YarnScaling: "yarn",
+    LongRopeScaling: "longrope",
+    ProportionalScaling: "proportional",
+}
+"""What transformers calls each scaling, and `_read_scaling` reads."""
+
+
 def _scaling(rotary: Rotary) -> dict[str, Any] | None:
-    scaling: dict[str, Any] | None
-    match rotary.scaling:
-        case None:
-            scaling = None
-        case LinearScaling(factor=factor):
-            scaling = {"rope_type": "linear", "factor": factor}
-        case DynamicScaling(factor=factor):
-            scaling = {"rope_type": "dynamic", "factor": factor}
-        case Llama3Scaling() as llama3:
-            scaling = {
-                "rope_type": "llama3",
-                "factor": llama3.factor,
-                "low_freq_factor": llama3.low_freq_factor,
-                "high_freq_factor": llama3.high_freq_factor,
-                "original_max_position_embeddings": llama3.original_context,
-            }
-        case YarnScaling() as yarn:
-            scaling = {
-                "rope_type": "yarn",
-                "factor": yarn.factor,
-                "original_max_position_embeddings": yarn.original_context,
-                "attention_factor": yarn.attention_factor,
-                "beta_fast": yarn.beta_fast,
-                "beta_slow": yarn.beta_slow,
-                "truncate": yarn.truncate,
-            }
-        case LongRopeScaling() as longrope:
-            scaling = {
-                "rope_type": "longrope",
-                "short_factor": list(longrope.short_factor),
-                "long_factor": list(longrope.long_factor),
-                "original_max_position_embeddings": longrope.original_context,
-                "attention_factor": longrope.attention_factor,
-            }
-        case ProportionalScaling(factor=factor, turning=turning):
-            part = 2 * turning / rotary.dim
-            if int(part * rotary.dim // 2) != turning:  # the quotient was rounded down
-                part = (2 * turning + 1) / rotary.dim
-            scaling = {"rope_type": "proportional", "factor": factor, "partial_rotary_factor": part}
-    return scaling
+    if rotary.scaling is None:
+        return None
+    kind = TYPES[type(rotary.scaling)]
+    fields = {
+        ORIGINAL if name == "original_context" else name: list(value) if isinstance(value, tuple) else value
+        for name, value in msgspec.structs.asdict(rotary.scaling).items()
+    }
+    if kind == "dynamic":  # it goes by the context
+        del fields[ORIGINAL]
+    turning = fields.pop("turning", None)
+    if turning is not None:
+        part = 2 * turning / rotary.dim
+        if int(part * rotary.dim // 2) != turning:  # the quotient was rounded down
+            part = (2 * turning + 1) / rotary.dim
+        fields["partial_rotary_factor"] = part
+    return {"rope_type": kind, **fields}

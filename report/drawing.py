@@ -223,7 +223,7 @@ class _Canvas:
             self.join(x, bottom, UP)
             self.down(x, box.top + 1, bottom)
         self.join(box.port, box.top, UP)
-        if box.node.id != "head":
+        if box.bottom < self.height:
             self.join(box.port, bottom, DOWN)
         if box.trunk:
             self.heavy |= {(box.port, box.top), (box.port, bottom)}

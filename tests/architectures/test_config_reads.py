@@ -30,6 +30,7 @@ NOT_OF_A_FILE = {
     "moe_intermediate_size": "of expert classes that no family here uses",
     "n_routed_experts": "of expert classes that no family here uses",
     "number_of_conv_states": "of layers of types that are refused",
+    "text_config": "which makes the file one of a composite model",
 }
 
 
@@ -58,9 +59,10 @@ def names_read(path: Path) -> Iterator[str]:
 
 
 def read_by_transformers(family: str) -> list[str]:
-    modeling = SOURCE / f"models/{family}/modeling_{family}.py"
-    shared = (*SHARED, ROPE) if "ROPE_INIT_FUNCTIONS" in modeling.read_text() else SHARED
     config_class = getattr(transformers, ARCHITECTURES[family].hf_config)
+    folder = config_class.__module__.split(".")[-2]
+    modeling = SOURCE / f"models/{folder}/modeling_{folder}.py"
+    shared = (*SHARED, ROPE) if "ROPE_INIT_FUNCTIONS" in modeling.read_text() else SHARED
     found = {name for path in (modeling, *(SOURCE / name for name in shared)) for name in names_read(path)}
     methods = {name for name in found if callable(getattr(config_class, name, None))}
     return sorted(found - methods - NOT_OF_A_FILE.keys())
@@ -91,7 +93,17 @@ def test_what_was_taken_for_irrelevant_is_of_training_or_output(family: str) -> 
     """
     reasons = {**COMMON_IRRELEVANT, **ARCHITECTURES[family].irrelevant}
     given = {name: reasons[name] for name in read_by_transformers(family) if name in reasons}
-    known = ("training", "generation", "output", "classification", "heads other", "label", "stored dtype", "slices")
+    known = (
+        "training",
+        "generation",
+        "output",
+        "classification",
+        "heads other",
+        "label",
+        "stored dtype",
+        "slices",
+        "images",
+    )
     assert {name: reason for name, reason in given.items() if not any(word in reason for word in known)} == {}
 
 

@@ -25,8 +25,8 @@ def sometimes(chosen: random.Random, fields: Config) -> Config:
     return {name: value for name, value in fields.items() if chosen.random() < 0.5}
 
 
-def rope(chosen: random.Random, head_dim: int, context: int) -> Config:
-    """Rotary fields in the form of transformers 4 or 5, of any type."""
+def scaling(chosen: random.Random, head_dim: int) -> Config:
+    """Rotary positions of any type."""
     pick = chosen.choice
     pairs = head_dim // 2
     kinds: dict[str, Config] = {
@@ -47,11 +47,16 @@ def rope(chosen: random.Random, head_dim: int, context: int) -> Config:
         "proportional": {"partial_rotary_factor": pick(PARTS)} | sometimes(chosen, {"factor": 2.0}),
     }
     kind = pick([each for each in kinds if each != "dynamic" or head_dim > 2])
-    theta = pick((1e4, 5e5, 37.5))
+    return {"rope_type": kind, **kinds[kind]}
+
+
+def rope(chosen: random.Random, head_dim: int) -> Config:
+    """Rotary fields in the form of transformers 4 or 5, of any type."""
+    fields, theta = scaling(chosen, head_dim), chosen.choice((1e4, 5e5, 37.5))
     if chosen.random() < 0.5:
-        return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **kinds[kind]}}
-    plain = kind == "default" and chosen.random() < 0.5
-    return {"rope_theta": theta, "rope_scaling": None if plain else {"rope_type": kind, **kinds[kind]}}
+        return {"rope_parameters": {**fields, "rope_theta": theta}}
+    plain = fields["rope_type"] == "default" and chosen.random() < 0.5
+    return {"rope_theta": theta, "rope_scaling": None if plain else fields}
 
 
 def activation(chosen: random.Random) -> str:
@@ -93,7 +98,7 @@ def llama_like(chosen: random.Random, own_dim: bool = True) -> Config:
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "max_position_embeddings": context,
-        **rope(chosen, head_dim, context),
+        **rope(chosen, head_dim),
     }
     return {
         **found,
@@ -187,7 +192,7 @@ def falcon(chosen: random.Random) -> Config:
     else:
         found |= {"multi_query": form == "one", "parallel_attn": chosen.choice((True, False))}
     if not alibi:
-        found |= rope(chosen, head_dim, context)
+        found |= rope(chosen, head_dim)
     return found | sometimes(
         chosen,
         {
@@ -200,6 +205,47 @@ def falcon(chosen: random.Random) -> Config:
     )
 
 
+def gemma(chosen: random.Random) -> Config:
+    """A width that the heads share out, as transformers wants it, and heads of another."""
+    found = llama_like(chosen, own_dim=False)
+    heads = found["num_attention_heads"]
+    found |= {"head_dim": found["hidden_size"] // heads, "hidden_size": heads * chosen.choice(ODD)}
+    return found | sometimes(chosen, {"attention_bias": True, "tie_word_embeddings": False})
+
+
+def gemma2(chosen: random.Random) -> Config:
+    found = gemma(chosen)
+    if "hidden_act" in found:
+        found["hidden_activation"] = found.pop("hidden_act")
+    kinds = ("full_attention", "sliding_attention")
+    return found | sometimes(
+        chosen,
+        {
+            "layer_types": [chosen.choice(kinds) for _ in range(found["num_hidden_layers"])],
+            "sliding_window": chosen.choice((1, 2, 3, 8, 17, 300)),
+            "query_pre_attn_scalar": chosen.choice((1, 16, 24, 144)),
+            "attn_logit_softcapping": chosen.choice((None, 0.7, 5.0, 50)),
+            "final_logit_softcapping": chosen.choice((None, 0.5, 3.0, 30)),
+        },
+    )
+
+
+def gemma3(chosen: random.Random) -> Config:
+    """Rotary positions by kind of layer, or those of all layers and the base of local ones."""
+    found = gemma2(chosen)
+    for name in ("rope_parameters", "rope_scaling", "rope_theta", "attn_logit_softcapping"):
+        found.pop(name, None)
+    head_dim = found["head_dim"]
+    if chosen.random() < 0.5:
+        bases = {"full_attention": 5e4, "sliding_attention": 37.5}
+        by_kind = {kind: {**scaling(chosen, head_dim), "rope_theta": base} for kind, base in bases.items()}
+        found["rope_parameters"] = by_kind
+    else:
+        found |= {"rope_scaling": scaling(chosen, head_dim)}
+        found |= sometimes(chosen, {"rope_theta": 5e4, "rope_local_base_freq": 37.5})
+    return found | ({} if "layer_types" in found else sometimes(chosen, {"sliding_window_pattern": 2}))
+
+
 DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "gpt2": gpt2,
     "llama": llama,
@@ -209,6 +255,9 @@ DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "qwen3": qwen3,
     "bloom": bloom,
     "falcon": falcon,
+    "gemma": gemma,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3,
 }
 
 

@@ -46,6 +46,8 @@ WIDTHS = ("intermediate_size", "ffn_hidden_size")
 
 def resized(config: Mapping[str, Any], choose: Choose) -> dict[str, Any]:
     """A config of any family in other sizes, under whichever names it has them."""
+    if "text_config" in config:
+        return {**config, "text_config": resized(config["text_config"], choose)}
     found = dict(config)
     name = {names: next((n for n in names if n in config), "") for names in (LAYERS, HEADS, HIDDEN, KV_HEADS, WIDTHS)}
     own = config[name[HIDDEN]] // config[name[HEADS]]

@@ -15,6 +15,7 @@ from helpers.trees import random_weights
 from torch import Tensor, nn
 
 import gptkit
+from gptkit.architectures import ARCHITECTURES
 from gptkit.converter.resolve import read_spec
 from gptkit.converter.tokenizer import load_tokenizer
 from gptkit.errors import CannotExpress, CheckpointError, InvalidInput, UsageError
@@ -69,7 +70,7 @@ def test_transformers_loads_what_was_trained(variant: Variant, tmp_path: Path) -
     save_hf(variant.config, tmp_path / "hf")
     model = trained(gptkit.load(tmp_path / "hf", dtype="float32"))
     gptkit.save(model, tmp_path / "out", "hf")
-    path = "eager" if variant.family == "bloom" else "sdpa"
+    path = ARCHITECTURES[variant.family].reference(model.spec)[0]
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.float32, attn_implementation=path
     )
