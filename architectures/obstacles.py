@@ -225,15 +225,16 @@ def first_of(
 def of_kind(node: Any, kind: type[Some]) -> Some: ...
 @overload
 def of_kind(node: Any, kind: type[Some], other: type[Other]) -> Some | Other: ...
-def of_kind(node: Any, *kinds: type[Component]) -> Any:
+def of_kind(node: Any, kind: type[Component], other: type[Component] | None = None) -> Any:
     """The component, which a target's `write` wants to be of this kind, or of one of two.
 
     Raises:
         CannotExpress: it is another, or there is none.
 
     """
+    kinds = (kind,) if other is None else (kind, other)
     if not isinstance(node, kinds):
-        names = " or ".join(kind.__name__ for kind in kinds)
+        names = " or ".join(each.__name__ for each in kinds)
         raise CannotExpress(f"there is no {names} where one should be, but {short(node) if node else 'nothing'}")
     return node
 

@@ -279,7 +279,7 @@ def _scaling(rotary: Rotary) -> dict[str, Any] | None:
     if rotary.scaling is None:
         return None
     kind = TYPES[type(rotary.scaling)]
-    fields = {
+    fields: dict[str, Any] = {
         ORIGINAL if name == "original_context" else name: list(value) if isinstance(value, tuple) else value
         for name, value in msgspec.structs.asdict(rotary.scaling).items()
     }
