@@ -22,7 +22,7 @@ from ..components import Component, ModelSpec, Rotary
 from ..errors import CannotExpress, ConfigError, UnknownFamily
 from . import ARCHITECTURES, Architecture
 from .base import BoundLeaf, Leaf, bind, qkv, usual_layer
-from .falcon import other_norms, two_parallel_norms
+from .families.falcon import other_norms, two_parallel_norms
 from .gguf_facts import Facts, Value, fp32, is_close
 from .gguf_rope import read_rope, refitted, rope_tensors, write_rope
 from .layout import Layout, Shape

@@ -17,8 +17,8 @@ from typing import Any
 from ..components import Attention, GatedFeedForward, ModelSpec, RMSNorm, Rotary
 from ..errors import CannotExpress
 from .base import BoundLeaf, Leaf, bind, usual_layer
+from .families.llama import LLAMA
 from .layout import Layout, Shape
-from .llama import LLAMA
 from .obstacles import Kinds, express
 
 __all__ = [

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..components import Activation, ModelSpec
 from .base import BoundLeaf, Leaf, bind, qkv, usual_layer
-from .gpt2 import FUSED_BIAS, GPT2, name_of
+from .families.gpt2 import FUSED_BIAS, GPT2, name_of
 from .layout import Layout
 from .obstacles import express, without_biases
 

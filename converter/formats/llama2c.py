@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...architectures.base import bind
+from ...architectures.families.llama import LLAMA
 from ...architectures.layout import Shape
-from ...architectures.llama import LLAMA
 from ...architectures.llama2c import BASE, LEAVES, QUANTISED, TABLES, Place, Sizes, config_of, expressed, places
 from ...components import ModelSpec
 from ...errors import CheckpointError, UsageError

@@ -129,9 +129,7 @@ def extras() -> str:
 # --- the tree ---------------------------------------------------------------------------------------------------------
 
 COMPONENTS: tuple[type[tree.Component], ...] = tuple(
-    each
-    for name, each in vars(tree).items()
-    if name in tree.__all__ and isinstance(each, type) and issubclass(each, tree.Component)
+    each for each in vars(tree).values() if isinstance(each, type) and issubclass(each, tree.Component)
 )
 """In the order of `components`."""
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from gptkit.architectures import ARCHITECTURES
 from gptkit.architectures.base import Leaf, bind
+from gptkit.architectures.families.llama import LLAMA
 from gptkit.architectures.layout import IDENTITY, Layout
-from gptkit.architectures.llama import LLAMA
 
 AXES = ("a", "b", "c", "d", "e")
 DECLARED = sorted(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gptkit.architectures.base import TOKEN_IDS, Architecture
 from gptkit.architectures.config import ConfigReader
-from gptkit.architectures.llama import LLAMA, read_llama_like, write_llama_like
+from gptkit.architectures.families.llama import LLAMA, read_llama_like, write_llama_like
 from gptkit.architectures.rope import RotaryKind, read_rotaries, read_rotary, write_rotaries, write_rotary
 from gptkit.components import LinearScaling, ModelSpec, Rotary, YarnScaling
 from gptkit.errors import ConfigError

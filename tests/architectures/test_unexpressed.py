@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from gptkit.analysis.parameters import count, describe
 from gptkit.architectures import ARCHITECTURES, expressed, gguf, llama2c, nanogpt
-from gptkit.architectures.llama import LLAMA
+from gptkit.architectures.families.llama import LLAMA
 from gptkit.cli import app
 from gptkit.components import ALiBi, Embedding, Head, LatentAttention, ModelSpec
 from gptkit.errors import CannotExpress

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..components import ALiBi, Attention, Embedding, FeedForward, Head, LayerNorm, ModelSpec
-from .base import Architecture, Leaf, layer, qkv, usual_layer
-from .config import ConfigReader
-from .layout import Layout
+from ...components import ALiBi, Attention, Embedding, FeedForward, Head, LayerNorm, ModelSpec
+from ..base import Architecture, Leaf, layer, qkv, usual_layer
+from ..config import ConfigReader
+from ..layout import Layout
 
 __all__ = ["BLOOM", "GROUPED_BIAS", "GROUPED_WEIGHT"]
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..components import Attention, GatedFeedForward, ModelSpec, Rotary
-from .base import Architecture, Leaf
-from .config import ConfigReader
+from ...components import Attention, GatedFeedForward, ModelSpec, Rotary
+from ..base import Architecture, Leaf
+from ..config import ConfigReader
+from ..obstacles import of_kind
 from .gemma import BIDIRECTIONAL, GEMMA_DEFAULTS, GEMMA_IDS, read_gemma_like, require_whole_heads
 from .gpt2 import name_of
 from .llama import LEAVES, LLAMA_DROPPED, LLAMA_KINDS, B, T, write_llama_like
-from .obstacles import of_kind
 
 __all__ = ["GEMMA2", "SANDWICH_LEAVES", "read_sandwich", "write_sandwich"]
 

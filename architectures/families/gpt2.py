@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, get_args
 
-from ..components import (
+from ...components import (
     Activation,
     Attention,
     Block,
@@ -20,10 +20,10 @@ from ..components import (
     LearnedPositions,
     ModelSpec,
 )
-from ..errors import CannotExpress
-from .base import Architecture, Leaf, layer, qkv, usual_layer
-from .config import ConfigReader
-from .layout import Layout
+from ...errors import CannotExpress
+from ..base import Architecture, Leaf, layer, qkv, usual_layer
+from ..config import ConfigReader
+from ..layout import Layout
 
 ACTIVATIONS: dict[str, Activation] = {
     **{name: name for name in get_args(Activation) if name not in ("gelu_tanh", "gelu_bloom")},

@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from ..components import GatedFeedForward, MixtureOfExperts, ModelSpec
+from ...components import GatedFeedForward, MixtureOfExperts, ModelSpec
+from ..base import Architecture, Leaf, Stacked
+from ..config import ConfigReader
+from ..obstacles import of_kind
 from . import mistral
-from .base import Architecture, Leaf, Stacked
-from .config import ConfigReader
 from .llama import LLAMA_DROPPED, LLAMA_KINDS, B, T, read_llama_like, write_llama_like
-from .obstacles import of_kind
 
 DEFAULTS = {**mistral.DEFAULTS, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 MOST_EXPERTS = 1024

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..components import ModelSpec
-from .base import Architecture
-from .config import ConfigReader
+from ...components import ModelSpec
+from ..base import Architecture
+from ..config import ConfigReader
 from .llama import LEAVES, LLAMA_DROPPED, LLAMA_KINDS, read_llama_like, write_llama_like
 
 __all__ = ["QWEN2", "read_windows", "write_windows"]

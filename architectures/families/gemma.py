@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..components import ModelSpec
-from ..errors import CannotExpress
-from .base import Architecture
-from .config import ConfigReader
+from ...components import ModelSpec
+from ...errors import CannotExpress
+from ..base import Architecture
+from ..config import ConfigReader
 from .gpt2 import ACTIVATIONS
 from .llama import LEAVES, LLAMA_DROPPED, LLAMA_KINDS, read_llama_like, write_llama_like
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from ..components import (
+from ...components import (
     Activation,
     Attention,
     Block,
@@ -21,12 +21,12 @@ from ..components import (
     RMSNorm,
     Rotary,
 )
-from ..errors import CannotExpress
-from .base import Architecture, Leaf, layer, usual_layer
-from .config import ConfigReader
+from ...errors import CannotExpress
+from ..base import Architecture, Leaf, layer, usual_layer
+from ..config import ConfigReader
+from ..obstacles import Kinds, of_kind
+from ..rope import DEFAULT_BASE, ROTARY, read_rotary, write_rotary
 from .gpt2 import ACTIVATIONS, name_of
-from .obstacles import Kinds, of_kind
-from .rope import DEFAULT_BASE, ROTARY, read_rotary, write_rotary
 
 __all__ = ["LEAVES", "LLAMA", "LLAMA_DROPPED", "LLAMA_KINDS", "read_llama_like", "write_llama_like"]
 

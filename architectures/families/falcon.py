@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..components import (
+from ...components import (
     ALiBi,
     Attention,
     Biasing,
@@ -23,12 +23,12 @@ from ..components import (
     ModelSpec,
     Rotary,
 )
-from .base import Architecture, Leaf, layer, qkv, usual_layer
+from ..base import Architecture, Leaf, layer, qkv, usual_layer
+from ..config import ConfigReader
+from ..obstacles import of_kind
+from ..rope import ROTARY, read_rotary, write_rotary
 from .bloom import GROUPED_BIAS, GROUPED_WEIGHT
-from .config import ConfigReader
 from .gpt2 import ACTIVATIONS, name_of
-from .obstacles import of_kind
-from .rope import ROTARY, read_rotary, write_rotary
 
 
 def read(config: ConfigReader) -> ModelSpec:

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..components import Attention, ModelSpec, Rotary
-from .base import Architecture
-from .config import ConfigReader
+from ...components import Attention, ModelSpec, Rotary
+from ..base import Architecture
+from ..config import ConfigReader
+from ..obstacles import of_kind
+from ..rope import RotaryKind, read_rotaries, write_rotaries
 from .gemma import BIDIRECTIONAL, GEMMA_IDS
 from .gemma2 import DEFAULTS as GEMMA2_DEFAULTS
 from .gemma2 import SANDWICH_LEAVES, read_sandwich, write_sandwich
 from .llama import LLAMA_DROPPED, LLAMA_KINDS
-from .obstacles import of_kind
-from .rope import RotaryKind, read_rotaries, write_rotaries
 
 __all__ = ["GEMMA3"]
 
