@@ -9,20 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..components import (
-    Attention,
-    FeedForward,
-    GatedFeedForward,
-    LatentAttention,
-    MixtureOfExperts,
-    ModelSpec,
-    Parameter,
-)
+from ..components import ModelSpec, Parameter
 from ..errors import CannotExpress
 from .ggml import TYPES
 from .gguf import GGUF
-
-__all__ = ["BLOCKS", "FILE_TYPES", "gguf_types"]
 
 FILE_TYPES = {"q8_0": "Q8_0", "q4_k_m": "Q4_K", "q4_0": "Q4_0"}
 """llama-quantize's names, each with the type that most of its tensors have."""
@@ -38,12 +28,10 @@ def gguf_types(spec: ModelSpec, family: str, kind: str) -> list[tuple[Parameter,
     """The type of each of a tree's parameters in a file of `FILE_TYPES`. Queries, keys and values are apart here, which
     a file may hold in one tensor, of one type and as many bytes.
 
-    Raises:
-        CannotExpress: llama.cpp has no architecture for the family, or gives a tensor of such a shape no type.
-
+    Raises CannotExpress: llama.cpp has no architecture for the family, or gives a tensor of such a shape no type.
     """
     name = next((each.name for each in GGUF.values() if family in each.written), "llama" if family == "mixtral" else "")
-    latent = any(isinstance(node, LatentAttention) for node in spec.components())
+    latent = any(hasattr(node, "kv_rank") for node in spec.components())
     if not name or latent:
         what = "latent attention" if latent else family or "a tree of no family"
         raise CannotExpress(
@@ -55,8 +43,9 @@ def gguf_types(spec: ModelSpec, family: str, kind: str) -> list[tuple[Parameter,
         layers=len(spec.blocks),
         tied=spec.head.tied,
         fused=any(leaf.checkpoint.endswith("attn_qkv.weight") for leaf in GGUF[name].leaves),
-        eight=tuple(isinstance(each, MixtureOfExperts) and each.experts == 8 for each in _feed_forwards(spec)),
-        is_70b=len(spec.blocks) == 80 and (name == "qwen2" or (name == "llama" and _is_grouped(spec))),
+        eight=tuple(getattr(block.feed_forward, "experts", 1) == 8 for block in spec.blocks),
+        is_70b=len(spec.blocks) == 80
+        and (name == "qwen2" or (name == "llama" and getattr(spec.blocks[0].attention, "group", 1) > 1)),
     )
     return [(each, _type(each, tree)) for each in spec.parameters()]
 
@@ -76,15 +65,6 @@ class _Tree:
     fused: bool
     eight: tuple[bool, ...]
     is_70b: bool
-
-
-def _feed_forwards(spec: ModelSpec) -> list[FeedForward | GatedFeedForward | MixtureOfExperts]:
-    return [block.feed_forward for block in spec.blocks]
-
-
-def _is_grouped(spec: ModelSpec) -> bool:
-    attention = spec.blocks[0].attention
-    return isinstance(attention, Attention) and attention.group > 1
 
 
 def _type(parameter: Parameter, tree: _Tree) -> str:

@@ -19,8 +19,6 @@ from .gpt2 import FUSED_BIAS, GPT2, name_of
 from .layout import Layout
 from .obstacles import express, without_biases
 
-__all__ = ["ARGUMENTS", "HEAD", "LEAVES", "config_of", "expressed", "is_buffer", "spec_of"]
-
 HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 """The head, which a checkpoint stores beside the embedding it is tied to."""
 
@@ -117,9 +115,7 @@ class NanoGPT:
 def expressed(spec: ModelSpec, activation: Activation) -> tuple[dict[str, Any], list[BoundLeaf]]:
     """A tree as `model_args` and the tensors of a checkpoint, for a model.py with that GELU.
 
-    Raises:
-        CannotExpress: nanoGPT's model is no such tree; the components in the way are listed.
-
+    Raises CannotExpress: nanoGPT's model is no such tree; the components in the way are listed.
     """
     target = NanoGPT(activation)
     found = express(target, spec, clear=("rounding",))

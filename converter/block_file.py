@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,6 @@ import xxhash
 
 from ..errors import CheckpointError, GptkitError
 from .publish import FileRecord, TensorRecord, write_all
-
-__all__ = ["Block", "BlockFile"]
 
 CHUNK = 1 << 19
 """Bytes read back and hashed at a time: few enough to stay in the processor's cache between the steps."""
@@ -79,7 +76,7 @@ class BlockFile:
                 os.ftruncate(fd, self._size)
                 write_all(fd, header, 0)
         except BaseException:
-            self._release()
+            self.release()
             raise
 
     @property
@@ -169,7 +166,7 @@ class BlockFile:
                     self._advance(self._size)
                 self._sha256 = self._hash.hexdigest()
         finally:
-            self._release()
+            self.release()
 
     @contextlib.contextmanager
     def _fill(self, name: str) -> Iterator[_Filling]:
@@ -187,8 +184,11 @@ class BlockFile:
             if filling.at != block.end:
                 filled = filling.at - block.start
                 raise CheckpointError(f"{self.path}: {filled} of the {block.nbytes} bytes of {name} were given")
-            with self._disk() as fd:
-                _start_writeback(fd, block.start, block.nbytes)
+            # Have the kernel (Linux's) begin to write, so that the fsync at the end finds little to do. It is a hint:
+            # what fails here fails again, and is reported, in the fsync.
+            if hasattr(_LIBC, "sync_file_range"):
+                with self._disk() as fd:
+                    _LIBC.sync_file_range(fd, ctypes.c_int64(block.start), ctypes.c_int64(block.nbytes), 2)
             with self._mutex:
                 self._digests[name] = filling.digest.hexdigest()
                 self._whole.add(name)
@@ -248,7 +248,8 @@ class BlockFile:
         except OSError as error:
             raise GptkitError(f"could not write {self.path}: {error.strerror}") from error
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Let go of the file, which is complete only where `close` came before."""
         if self._fd is not None:
             fd, self._fd = self._fd, None
             os.close(fd)
@@ -256,13 +257,11 @@ class BlockFile:
     def __enter__(self) -> BlockFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, _error: object, _traceback: object) -> None:
         if kind is None:
             self.close()
         else:
-            self._release()
+            self.release()
 
 
 class _Filling:
@@ -308,23 +307,6 @@ def _read(fd: int, into: np.ndarray, offset: int) -> None:
         if done == 0:
             raise OSError(errno.EIO, "the file ends early")
         view, offset = view[done:], offset + done
-
-
-_SYNC_FILE_RANGE_WRITE = 2
-
-
-def _start_writeback(fd: int, start: int, nbytes: int) -> None:
-    """Have the kernel begin to write these bytes to the disk (Linux), so that the fsync at the end finds little to do.
-
-    It is a hint: what fails here fails again, and is reported, in the fsync.
-    """
-    call = _sync_file_range()
-    if call is not None:
-        call(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
-
-
-def _sync_file_range() -> Callable[..., int] | None:
-    return getattr(_LIBC, "sync_file_range", None)
 
 
 _LIBC = ctypes.CDLL(None)

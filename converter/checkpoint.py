@@ -23,13 +23,13 @@ from .dtypes import FLOATS, HF_NAMES, INTEGERS, widest
 from .formats import Opened
 from .index import WeightFiles, weight_files
 from .names import INDEX
-from .pickles import PickleWeights
+from .pickles import pickle_weights
 from .remote import weight_headers
 from .resolve import Reference, quantised, read_spec, resolve
-from .tensors import Checkpoint, HeaderWeights, SafetensorsWeights, Weights, identity_leaves
+from .tensors import Checkpoint as Checkpoint
+from .tensors import identity_leaves as identity_leaves
 from .tree import Origin, Quantised
-
-__all__ = ["Checkpoint", "identity_leaves", "open_checkpoint", "stated_dtype", "weight_headers_of"]
+from .weights import Weights
 
 
 def open_checkpoint(
@@ -49,11 +49,9 @@ def open_checkpoint(
     place in the model are there under their own names unless `allow_extra` leaves them out: for whoever compares
     files, not for whoever runs a model.
 
-    Raises:
-        InvalidInput: files or config broken, family unknown, tensors missing, extra (unless `allow_extra`, or both
-            with `partial`), mis-shaped or not floating point; all tensors at fault are listed.
-        Offline: it is not here and there is no network.
-
+    Raises InvalidInput: files or config broken, family unknown, tensors missing, extra (unless `allow_extra`, or both
+    with `partial`), mis-shaped or not floating point; all tensors at fault are listed. Offline: it is not here and
+    there is no network.
     """
     found, remote = _find(reference, offline, allow_pickle, headers_only, _usable)
     assert found.path is not None
@@ -142,11 +140,8 @@ def _read(found: Reference, remote: WeightFiles | None, allow_pickle: bool) -> t
         )
     spec, origin, unknown = _usable(found)
     files = remote or weight_files(found.path, allow_pickle, found.names)
-    weights: Weights
-    if remote is not None:
-        weights = HeaderWeights(remote)
-    else:
-        weights = SafetensorsWeights(files) if files.format == "safetensors" else PickleWeights(files.files)
+    pickled = files.format == "pickle"
+    weights = pickle_weights(files.files) if pickled else Weights.of(files, fetched=remote is None)
     if len(spec.blocks) > len(weights.info):
         raise CheckpointError(
             f"{found.path} has {len(weights.info)} tensors for {len(spec.blocks)} layers: config and weights differ"

@@ -14,8 +14,6 @@ import sys
 import types
 from pathlib import Path
 
-__all__ = ["MEMORY", "command", "confine", "limit_memory", "limit_time"]
-
 MEMORY = 256 * 2**20
 """Bytes of address space for a small file; the interpreter takes a tenth of it."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,53 +9,13 @@ from typing import Any
 
 from ..architectures.namings import whose
 from ..errors import CheckpointError
-
-__all__ = ["Stored", "Unplain", "not_as_it_is", "renamed"]
+from .weights import Stored
 
 SHOWN = 3
 """Tensors named, and twice as many other entries."""
 DEPTH = 3
 OTHERS = {"litgpt": "`litgpt convert_from_litgpt` writes the family's own."}
 """The way on from names that no family has."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor in a file: a view of the `nbytes` from byte `start` on; strides and offset in elements."""
-
-    path: Path
-    dtype: str
-    itemsize: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    start: int
-    nbytes: int
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def place(self) -> int:
-        """The first element's byte in the file."""
-        return self.start + self.offset * self.itemsize
-
-    @property
-    def reach(self) -> int:
-        """Elements from the first to behind the last one."""
-        steps = ((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        return 1 + sum(steps) if self.count else 0
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether the elements lie one after the other."""
-        step = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != step:
-                return self.count == 0
-            step *= size
-        return True
 
 
 @dataclass(frozen=True, slots=True)

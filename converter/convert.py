@@ -32,17 +32,6 @@ from .transfer import Transferred, jobs_of, memory_of
 from .tree import Origin, described_tree
 from .write import DEFAULT_SHARD_BYTES, Plan, as_it_was, json_bytes, plan
 
-__all__ = [
-    "Conversion",
-    "adapted",
-    "companions",
-    "convert",
-    "default_output",
-    "main_dtype",
-    "plan_conversion",
-    "plan_output",
-]
-
 
 @dataclass(frozen=True)
 class Conversion(Shown):
@@ -84,9 +73,7 @@ ENDINGS = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
 def _is_file(target: Path, to: Target) -> bool:
     """Whether OUT names the file itself: a .gguf, which holds all that there is to a model.
 
-    Raises:
-        UsageError: the name is a file's, and the format has files beside (a tokenizer.bin, a config.json).
-
+    Raises UsageError: the name is a file's, and the format has files beside (a tokenizer.bin, a config.json).
     """
     if target.suffix not in ENDINGS:
         return False
@@ -119,10 +106,8 @@ def plan_output(
     files by name and content, `max_shard_bytes` by default as the original was sharded (for "local" as `homes` says,
     the file that each tensor comes from), or else 5 GB.
 
-    Raises:
-        CannotExpress: the family has no place for some components.
-        UsageError: `to` is no known format, or "hf" for a tree that never had a family.
-
+    Raises CannotExpress: the family has no place for some components. UsageError: `to` is no known format, or "hf" for
+    a tree that never had a family.
     """
     to = parsed(to)
     companions = token_files(folder) if folder is not None else []
@@ -302,7 +287,6 @@ def convert(
         CannotExpress: the family or format cannot hold the tree; nothing was written.
         UsageError: `out` exists, its parent does not, or it is a weight file's name where a folder is made; an unknown
             format or dtype; too little memory allowed.
-
     """
     found, form = identify(model), parsed(to)
     target = Path(out) if out is not None else default_output(found.text, form)

@@ -40,8 +40,6 @@ from .threads import available_cores
 from .transfer import Transferred, transfer
 from .write import Plan, Shard, prepare
 
-__all__ = ["deal_out", "leads", "team", "together"]
-
 FOREVER = timedelta(days=30)
 """How long a message may take to come: a conversion. That the other side is gone is known without it."""
 MEETING = timedelta(minutes=5)

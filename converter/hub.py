@@ -28,18 +28,6 @@ from ..errors import CheckpointError, GptkitError, InvalidInput, Offline
 from .names import CONFIG, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE
 from .tokenizer_process import MAX_BYTES
 
-__all__ = [
-    "File",
-    "NoConfig",
-    "NoModel",
-    "Repository",
-    "Sibling",
-    "gather",
-    "offline_by_environment",
-    "streamed",
-    "typed_errors",
-]
-
 _log = logging.getLogger(__name__)
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -69,12 +57,27 @@ class NoModel(InvalidInput):
     """The hub knows no model of that name, or does not show it."""
 
 
-@dataclass(frozen=True, slots=True)
-class File:
-    """What a repository's listing says of a file: its bytes, and the name of its blob in the cache."""
+class _Lfs(msgspec.Struct):
+    sha256: str | None = None
 
+
+class File(msgspec.Struct):
+    """What a repository's listing says of a file, of which no more is read."""
+
+    rfilename: str = ""
     size: int | None = None
-    blob: str | None = None
+    blobId: str | None = None  # noqa: N815, its name there
+    lfs: _Lfs | None = None
+
+    @property
+    def blob(self) -> str | None:
+        """The name that it has in the cache, as far as one can be meant."""
+        name = self.blobId if self.lfs is None else self.lfs.sha256
+        return name if name is not None and _BLOB.fullmatch(name) else None
+
+
+class _Answer(msgspec.Struct):
+    siblings: list[File] = []
 
 
 @dataclass(slots=True)
@@ -89,7 +92,6 @@ class Repository:
         cache: the hub cache's folder (None: the hub library's own).
         notes: what a person should know.
         why_offline: what an error says of the network.
-
     """
 
     repo: str
@@ -113,11 +115,8 @@ class Repository:
         asked = cls(repo, revision, "", online=not offline, cache=cache)
         if offline:
             return asked.as_cached()
-        if revision is not None and _COMMIT.fullmatch(revision):
-            asked.commit = revision
-            return asked
         try:
-            asked.commit = asked._ask_commit()
+            asked.settle()
         except Offline as error:
             try:
                 cached = asked.as_cached()
@@ -150,12 +149,9 @@ class Repository:
         if not self.online or self.files is not None:
             return
         try:
-            found = {
-                each.rfilename: _file(each.size, each.blobId if each.lfs is None else each.lfs.sha256)
-                for each in self.siblings()
-                # Names are somebody else's text, and become file names: only plain ones count.
-                if each.rfilename.isprintable() and not set(each.rfilename) & set("/\\:")
-            }
+            # Names are somebody else's text, and become file names: only plain ones count.
+            plain = (x for x in self.siblings() if x.rfilename.isprintable() and not set(x.rfilename) & set("/\\:"))
+            found = {each.rfilename: each for each in plain}
         except Offline:
             raise
         except Exception as error:  # a mirror may answer anything at an address that it does not have
@@ -163,8 +159,8 @@ class Repository:
             return
         self.files = found if CONFIG in found else None
 
-    def siblings(self) -> list[Sibling]:
-        """What the hub's API says of the repository's files.
+    def siblings(self) -> list[File]:
+        """What the hub's API says of the repository's files, read up to a size: a server may send more without an end.
 
         Raises InvalidInput, Offline: it refuses, says something else, or says more than it has to.
         """
@@ -172,24 +168,19 @@ class Repository:
 
         revision = self.commit or self.revision or "main"
         url = f"{constants.ENDPOINT}/api/models/{self.repo}/revision/{quote(revision, safe='')}?blobs=true"
-        try:
-            answer = msgspec.json.decode(self._answer(url), type=_Answer)
-        except msgspec.DecodeError as error:
-            raise InvalidInput(f"{self}: what answers for the hub does not list files: {error!s:.80}") from error
-        return answer.siblings
-
-    def _answer(self, url: str) -> bytes:
-        """The body of the API's answer, which is read up to a size: a server may send one without an end."""
+        answer = bytearray()
         with typed_errors(self), streamed(self, url, {}) as response:
-            told = bytearray()
             for chunk in response.iter_raw():
-                told += chunk
-                if len(told) > _MAX_ANSWER:
+                answer += chunk
+                if len(answer) > _MAX_ANSWER:
                     raise InvalidInput(
                         f"{self}: what answers for the hub lists its files in more than {_MAX_ANSWER:,} bytes",
                         "The address in HF_ENDPOINT is no hub.",
                     )
-            return bytes(told)
+        try:
+            return msgspec.json.decode(answer, type=_Answer).siblings
+        except msgspec.DecodeError as error:
+            raise InvalidInput(f"{self}: what answers for the hub does not list files: {error!s:.80}") from error
 
     def has(self, name: str) -> bool:
         """Whether it has a file of that name at its top level."""
@@ -217,9 +208,13 @@ class Repository:
         """The file in the cache, if it is there as a whole; at another revision than the commit, where one is given
         (None: the default branch).
         """
-        path = self._cached(name, revision)
-        size = (self.files or {}).get(name, File()).size
+        path, size = self._cached(name, revision), self.size(name)
         return None if path is None or (size is not None and path.stat().st_size != size) else path
+
+    def size(self, name: str) -> int | None:
+        """The bytes of a file, as far as the listing says."""
+        size = (self.files or {}).get(name, File()).size
+        return size if size is not None and size >= 0 else None
 
     def fetch(self, name: str) -> Path | None:
         """The local copy of a file, fetched where the cache lacks it; None where the repository has no such file."""
@@ -248,12 +243,16 @@ class Repository:
                 if isinstance(error, LocalEntryNotFoundError):  # "no connection", in spite of its name
                     raise
                 return None
-        if path.parent.name != self.commit:
+        self.require_commit(name, path.parent.name)
+        return path
+
+    def require_commit(self, name: str, commit: str) -> None:
+        """Raise InvalidInput where a file came from another commit than it was asked for at."""
+        if commit != self.commit:
             raise InvalidInput(
-                f"{self}: the hub was asked for {name} at commit {self.commit} and gave it at {path.parent.name}",
+                f"{self}: the hub was asked for {name} at commit {self.commit} and gave it at {commit}",
                 "Try again; if it persists, the server at HF_ENDPOINT is at fault.",
             )
-        return path
 
     def config(self) -> Path:
         """The local config.json. Raises InvalidInput where there is none."""
@@ -309,11 +308,11 @@ class Repository:
         blobs = None if config is None else config.parent.parent.parent / "blobs"
         needed = 0
         for name in names:
-            file = self.files.get(name, File())
+            size, blob = self.size(name), self.files.get(name, File()).blob
             # A commit that changed another file: the bytes are there, under the blob's name.
-            shared = blobs is not None and file.blob is not None and (blobs / file.blob).exists()
-            if file.size is not None and not shared and self.cached(name) is None:
-                needed += file.size
+            shared = blobs is not None and blob is not None and (blobs / blob).exists()
+            if size is not None and not shared and self.cached(name) is None:
+                needed += size
         folder = Path(self.cache or constants.HF_HUB_CACHE)
         where = next((each for each in (folder, *folder.parents) if each.is_dir()), folder)
         try:
@@ -341,17 +340,14 @@ class Repository:
         with suppress(GptkitError), typed_errors(self):
             hf_hub_download(self.repo, CONFIG, revision=self.revision, cache_dir=self.cache)
 
-    def settle_by(self, name: str) -> None:
-        """Settle the commit by a file that is there, in a repository that may have no config.json.
+    def settle(self, name: str = CONFIG) -> None:
+        """Settle the commit, by a file that is there.
 
         Raises InvalidInput where it is not there, Offline where the hub cannot be reached.
         """
         if self.revision is not None and _COMMIT.fullmatch(self.revision):
             self.commit = self.revision
-        else:
-            self.commit = self._ask_commit(name)
-
-    def _ask_commit(self, name: str = CONFIG) -> str:
+            return
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
         from huggingface_hub.errors import EntryNotFoundError
 
@@ -364,7 +360,7 @@ class Repository:
                 raise NoConfig(str(self), self.repo, self.revision) from None
         if commit is None or not _COMMIT.fullmatch(commit):
             raise Offline(f"{self}: what answers for the hub does not name a commit", WAY_ON)
-        return commit
+        self.commit = commit
 
     def _cached(self, name: str, revision: str | None = "") -> Path | None:
         """The file as the cache has it, at the commit unless told otherwise (None: the default branch)."""
@@ -380,31 +376,13 @@ class Repository:
         return Offline(f"the weights of {self} are not in the local cache, and {self.why_offline}", WAY_ON)
 
 
-class _Lfs(msgspec.Struct):
-    sha256: str | None = None
-
-
-class Sibling(msgspec.Struct):
-    """What the API says of a file, of which no more is read."""
-
-    rfilename: str
-    size: int | None = None
-    blobId: str | None = None  # noqa: N815, its name there
-    lfs: _Lfs | None = None
-
-
-class _Answer(msgspec.Struct):
-    siblings: list[Sibling] = []
-
-
 def _counting(repository: Repository, name: str) -> Any:
     """A progress bar that ends a download without end: it is told of every piece before that is written."""
     from huggingface_hub import utils
 
     library: Any = utils  # its documented names, which its stubs leave out
-    listed = (repository.files or {}).get(name, File()).size
     kind = next((most for ending, most in _MOST.items() if name.endswith(ending)), None)
-    most = min((each for each in (listed, kind) if each is not None), default=None)
+    most = min((each for each in (repository.size(name), kind) if each is not None), default=None)
 
     class Counting(library.tqdm):  # type: ignore[misc]
         taken = 0
@@ -464,14 +442,6 @@ def streamed(repository: Repository, url: str, headers: Mapping[str, str]) -> It
                 raise _refused(repository, response.status_code, "", None)  # the library would read it all
             library.hf_raise_for_status(response)
         yield response
-
-
-def _file(size: object, blob: object) -> File:
-    """What a listing says of a file, as far as it can be meant."""
-    return File(
-        size if isinstance(size, int) and size >= 0 else None,
-        blob if isinstance(blob, str) and _BLOB.fullmatch(blob) else None,
-    )
 
 
 def gather(
@@ -551,12 +521,14 @@ def typed_errors(repository: Repository, fetching: str | None = None) -> Iterato
         if isinstance(answer, errors.HfHubHTTPError):  # asked again and again, to no avail
             raise _refused(repository, answer.response.status_code, str(answer), answer.server_message) from error
         if fetching is not None and not isinstance(error, errors.LocalEntryNotFoundError):
-            reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-            raise Offline(f"fetching {fetching} of {repository} broke off: {reason:.200}", _AGAIN) from error
+            raise Offline(f"fetching {fetching} of {repository} broke off: {_reason(error)}", _AGAIN) from error
         raise Offline(f"{repository} is not in the local cache, and the hub could not be reached", WAY_ON) from error
     except ValueError as error:  # a file of more than 50 GB, which it fetches by a package of its own alone
-        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-        raise InvalidInput(f"{repository}: {fetching or 'it'} cannot be fetched: {reason:.200}") from error
+        raise InvalidInput(f"{repository}: {fetching or 'it'} cannot be fetched: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return f"{next(iter(str(error).strip().splitlines()), '') or type(error).__name__:.200}"
 
 
 def _refused(repository: Repository, status: int, text: str, told: str | None) -> GptkitError:

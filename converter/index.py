@@ -25,8 +25,6 @@ from .safetensors import (
     read_header,
 )
 
-__all__ = ["WeightFiles", "assembled", "index_of", "read_index", "single", "weight_files"]
-
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _MAX_INDEX = 32 * 2**20  # bytes; the index of a model of 10^12 parameters in 140,000 tensors has 13 MB
 _MAX_REST = 2**16  # bytes of all that is in an index beside its weight_map
@@ -158,7 +156,13 @@ def read_index(path: Path) -> dict[str, str]:
     if len(names) > _MAX_SHARDS:
         raise CheckpointError(f"{path} names {len(names):,} weight files, and more than {_MAX_SHARDS:,} are not read")
     for name in names:
-        _check_plain(path, name, suffix)
+        if not is_plain(name):
+            raise UntrustedInput(
+                f"{path} names a file outside of its folder: {name[:80]!r}",
+                "Do not use this checkpoint: no tool writes that.",
+            )
+        if not name.endswith(suffix):
+            raise UntrustedInput(f"{path} names {name[:80]!r}, which is not a {suffix} file")
     return mapping
 
 
@@ -201,15 +205,9 @@ def _explain(path: Path, raw: bytes, error: Exception) -> NoReturn:
     raise cannot_be_read(str(path), error)
 
 
-def _check_plain(index: Path, name: str, suffix: str) -> None:
-    # Only the name is judged: a plain name may be a symlink, as all files are in the hub's cache.
-    if not name or name in (".", "..") or any(sign in name for sign in "/\\\0:") or not name.isprintable():
-        raise UntrustedInput(
-            f"{index} names a file outside of its folder: {name[:80]!r}",
-            "Do not use this checkpoint: no tool writes that.",
-        )
-    if not name.endswith(suffix):
-        raise UntrustedInput(f"{index} names {name[:80]!r}, which is not a {suffix} file")
+def is_plain(name: str) -> bool:
+    """Whether this names a file within a folder; it may be a symlink, as all files are in the hub's cache."""
+    return name not in ("", ".", "..") and name.isprintable() and not set(name) & set("/\\:")
 
 
 def _require(folder: Path, names: Collection[str], shards: Sequence[str]) -> None:

@@ -19,20 +19,6 @@ import xxhash
 
 from .files import read_small, sha256_file
 
-__all__ = [
-    "JOURNAL",
-    "MANIFEST",
-    "SCHEMA_VERSION",
-    "FileRecord",
-    "TensorRecord",
-    "check_manifest",
-    "file_entry",
-    "is_ours",
-    "read_entry",
-    "read_manifest",
-    "walk",
-]
-
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 2
 """1 had the tensors' sha256 by name alone, with nothing to say where they lie."""
@@ -67,11 +53,17 @@ class FileRecord:
 
 def is_ours(folder: Path) -> bool:
     """Whether gptkit wrote this folder (a GGUF's has nothing but the manifest to tell)."""
+    record = manifest_of(folder)
+    return "gptkit" in record and isinstance(record.get("files"), dict)
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """The object in a folder's manifest, empty where there is none."""
     try:
         record = read_manifest(folder / MANIFEST)
     except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(record, dict) and "gptkit" in record and isinstance(record.get("files"), dict)
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def read_manifest(path: Path) -> Any:
@@ -169,7 +161,12 @@ def _check_file(folder: Path, name: str, entry: object) -> list[str]:
         found = sha256_file(path)
         if found == record.sha256:
             return []
-        changed = _changed_tensors(path, record)
+        with path.open("rb") as file:
+            changed = [
+                (name, tensor)
+                for name, tensor in sorted(record.tensors.items(), key=lambda item: item[1].start)
+                if _hash_of_range(file.fileno(), tensor.start, tensor.end) != tensor.xxh3
+            ]
     except FileNotFoundError:
         return [f"{name} is missing"]
     except OSError as error:
@@ -180,16 +177,6 @@ def _check_file(folder: Path, name: str, entry: object) -> list[str]:
     if record.tensors:
         return [f"{name}: its header or padding changed; its {len(record.tensors)} tensors' own bytes did not"]
     return [f"{name}: its bytes changed (sha256 {record.sha256[:12]}… expected, {found[:12]}… found)"]
-
-
-def _changed_tensors(path: Path, record: FileRecord) -> list[tuple[str, TensorRecord]]:
-    """The tensors whose bytes are no longer what they were, in the order of the file. Raises OSError."""
-    with path.open("rb") as file:
-        return [
-            (name, tensor)
-            for name, tensor in sorted(record.tensors.items(), key=lambda item: item[1].start)
-            if _hash_of_range(file.fileno(), tensor.start, tensor.end) != tensor.xxh3
-        ]
 
 
 def _hash_of_range(fd: int, start: int, end: int) -> str:

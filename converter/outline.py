@@ -16,8 +16,6 @@ from .names import INDEX, SINGLE
 from .resolve import Reference, identify, quantised, read_spec, resolve
 from .tree import Origin, Quantised
 
-__all__ = ["Outline", "outline"]
-
 
 @dataclass(frozen=True)
 class Outline:
@@ -57,7 +55,6 @@ def outline(
     Raises:
         InvalidInput: nothing of that name, or what is there is broken; UntrustedInput: a pickle that is not allowed.
         Offline: the network is needed, and there is none.
-
     """
     found = identify(reference)
     if found.preset is not None:

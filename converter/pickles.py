@@ -9,96 +9,37 @@ read from where they lie, memory-mapped, without torch, and copied by the kernel
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..errors import CheckpointError
 from .confinement import command
-from .contents import Stored, Unplain, not_as_it_is
+from .contents import Unplain, not_as_it_is
 from .names import refuse_pointer
-from .safetensors import DTYPES
-
-__all__ = ["PickleWeights", "StoredWeights", "answers", "named_tensors", "unpickled"]
+from .weights import Stored, Weights
 
 TIMEOUT = 120.0
 """Seconds for all files of a checkpoint; a real one takes a fraction of one."""
 HINT = "Do not use this file: it is damaged, or holds more than tensors."
 
 
-class StoredWeights:
-    """Tensors of files by name, read from where they lie."""
+def pickle_weights(files: Sequence[Path]) -> Weights:
+    """The tensors of one or several pickled state dictionaries.
 
-    def __init__(self, tensors: Mapping[str, Stored]) -> None:
-        """Raises CheckpointError for one that claims more than its file has."""
-        self._tensors = dict(tensors)
-        self._maps: dict[Path, mmap.mmap] = {}
-        self.info = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
-            self._check(name, tensor)
-
-    def _check(self, name: str, tensor: Stored) -> None:
-        where = f"{tensor.path}: {name!r:.80}"
-        if tensor.count * tensor.itemsize > tensor.nbytes:
-            raise CheckpointError(f"{where} claims {tensor.count:,} elements that are not in the file")
-        if tensor.count and (tensor.offset + tensor.reach) * tensor.itemsize > tensor.nbytes:
-            raise CheckpointError(f"{where} reaches beyond the bytes that are its")
-        if tensor.start + tensor.nbytes > len(self._mapped(tensor.path)):
-            raise CheckpointError(f"{where} lies beyond the end of the file")
-
-    def _mapped(self, path: Path) -> mmap.mmap:
-        if path not in self._maps:
-            try:
-                with path.open("rb") as file:
-                    self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"cannot map {path}: {error}") from error
-        return self._maps[path]
-
-    def span(self, name: str) -> tuple[Path, int] | None:
-        """The file and where the tensor begins in it; None for one whose elements lie in another order."""
-        tensor = self._tensors[name]
-        return (tensor.path, tensor.place) if tensor.contiguous else None
-
-    def read(self, name: str) -> np.ndarray:
-        """The tensor in its carrier dtype (bf16 as uint16): a read-only view of the file, copied if not contiguous."""
-        tensor = self._tensors[name]
-        carrier = DTYPES[tensor.dtype].carrier
-        if not tensor.count:
-            return np.empty(tensor.shape, carrier)
-        flat = np.frombuffer(self._maps[tensor.path], carrier, tensor.reach, tensor.place)
-        flat.flags.writeable = False
-        if tensor.contiguous:
-            return flat.reshape(tensor.shape)
-        strides = [stride * tensor.itemsize for stride in tensor.strides]
-        return np.ascontiguousarray(np.lib.stride_tricks.as_strided(flat, tensor.shape, strides, writeable=False))
-
-    def release(self) -> None:
-        """Give the pages that were read back to the system; views stay valid and read them again."""
-        for mapped in self._maps.values():
-            if hasattr(mapped, "madvise"):
-                mapped.madvise(mmap.MADV_DONTNEED)
-
-
-class PickleWeights(StoredWeights):
-    """The tensors of one or several pickled state dictionaries."""
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        """Raises CheckpointError for a file that is not a torch archive of tensors by name, or claims more than it
-        has.
-        """
-        found: dict[str, Stored] = {}
-        for path, state in zip(files, unpickled(files), strict=True):
-            for name, tensor in named_tensors(path, state):
-                if name in found:
-                    raise CheckpointError(f"{name!r:.80} is in two of the files")
-                found[name] = tensor
-        super().__init__(found)
+    Raises CheckpointError for a file that is not one of tensors by name, or claims more than it has.
+    """
+    found: dict[str, Stored] = {}
+    for path, state in zip(files, unpickled(files), strict=True):
+        for name, tensor in named_tensors(path, state):
+            if name in found:
+                raise CheckpointError(f"{name!r:.80} is in two of the files")
+            found[name] = tensor
+    weights = Weights(found)
+    weights.check()
+    return weights
 
 
 def named_tensors(path: Path, state: Any) -> Iterator[tuple[str, Stored]]:
@@ -179,6 +120,6 @@ def _value(path: Path, value: Any) -> Any:
     if kind == "list":
         return [_value(path, item) for item in content]
     if kind == "tensor":
-        dtype, itemsize, shape, strides, offset, start, nbytes = content
-        return Stored(path, dtype, itemsize, tuple(shape), tuple(strides), offset, start, nbytes)
+        dtype, shape, strides, offset, start, nbytes = content
+        return Stored(path, dtype, tuple(shape), start, nbytes, tuple(strides), offset)
     return Unplain(content)

@@ -12,12 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from ..errors import CheckpointError, InvalidInput, Offline
-from .hub import WAY_ON, File, Repository, streamed, typed_errors
+from .hub import WAY_ON, Repository, streamed, typed_errors
 from .index import WeightFiles, assembled, index_of, read_index, single
 from .names import INDEX, SINGLE
 from .safetensors import Header, header_length, parse_header, read_header
-
-__all__ = ["Part", "read_range", "weight_headers"]
 
 _FIRST = 100_000  # bytes: the whole of nearly every header, in one question
 _AT_ONCE = 8
@@ -30,10 +28,8 @@ def weight_headers(repository: Repository, allow_pickle: bool = False) -> Weight
 
     None where there are only pickles, which are allowed, and have no headers.
 
-    Raises:
-        InvalidInput: no safetensors weights, headers that are broken or do not agree.
-        Offline: a file is not in the cache, and there is no network.
-
+    Raises InvalidInput: no safetensors weights, headers that are broken or do not agree. Offline: a file is not in the
+    cache, and there is no network.
     """
     folder = repository.config().parent
     repository.list_files()
@@ -50,15 +46,6 @@ def weight_headers(repository: Repository, allow_pickle: bool = False) -> Weight
     return assembled(folder, read_index(folder / INDEX), read)
 
 
-def _header(repository: Repository, name: str) -> Header:
-    path = repository.cached(name)
-    if path is not None:
-        return read_header(path)
-    if not repository.online:
-        raise Offline(f"{name} of {repository} is not in the local cache, and {repository.why_offline}", WAY_ON)
-    return _remote_header(repository, name)
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """Bytes of a remote file, and what the answer says of the whole."""
@@ -68,10 +55,14 @@ class Part:
     etag: str | None
 
 
-def _remote_header(repository: Repository, name: str) -> Header:
-    where = f"hf://{repository}/{name}"
+def _header(repository: Repository, name: str) -> Header:
+    path, where = repository.cached(name), f"hf://{repository}/{name}"
+    if path is not None:
+        return read_header(path)
+    if not repository.online:
+        raise Offline(f"{name} of {repository} is not in the local cache, and {repository.why_offline}", WAY_ON)
     first = read_range(repository, name, 0, _FIRST)
-    listed = (repository.files or {}).get(name, File()).size
+    listed = repository.size(name)
     size = first.size if first.size is not None else listed
     if size is None:
         raise InvalidInput(f"the server does not say how long {where} is", "Fetch it: try without --dry-run.")
@@ -103,8 +94,9 @@ def read_range(repository: Repository, name: str, begin: int, end: int) -> Part:
         if response.status_code == 416:  # nothing at `begin`
             total = told.get("Content-Range", "").rpartition("/")[2]
             return Part(b"", int(total) if total.isdecimal() else None, told.get("ETag"))
-        _check_commit(repository, name, [answer.headers.get("X-Repo-Commit") for answer in response.history])
-        _check_commit(repository, name, [told.get("X-Repo-Commit")])
+        for commit in [answer.headers.get("X-Repo-Commit") for answer in (*response.history, response)]:
+            if commit is not None:
+                repository.require_commit(name, commit)
         if told.get("Content-Encoding", "identity").lower() != "identity":
             raise InvalidInput(f"{repository}: the server compresses {name}", "The address in HF_ENDPOINT is no hub.")
         length = told.get("Content-Length", "")
@@ -123,12 +115,3 @@ def read_range(repository: Repository, name: str, begin: int, end: int) -> Part:
             if len(data) >= wanted:
                 break
     return Part(bytes(data[skip:wanted]), size, told.get("ETag"))
-
-
-def _check_commit(repository: Repository, name: str, told: list[str | None]) -> None:
-    for commit in told:
-        if commit is not None and commit != repository.commit:
-            raise InvalidInput(
-                f"{repository}: the hub was asked for {name} at commit {repository.commit} and gave it at {commit}",
-                "Try again; if it persists, the server at HF_ENDPOINT is at fault.",
-            )

@@ -8,8 +8,6 @@ each, which a note says.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import NoReturn
 
 from ..components import ModelSpec
 from ..errors import CheckpointError, InvalidInput, Offline
@@ -19,8 +17,6 @@ from .hub import WAY_ON, Repository, offline_by_environment
 from .names import ADAPTER_CONFIG
 from .remote import read_range
 from .tree import Origin
-
-__all__ = ["only_gguf", "read_gguf"]
 
 FIRST = 2**20
 MOST = 2**27
@@ -32,9 +28,7 @@ SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 def only_gguf(repo: str, revision: str | None, why: InvalidInput) -> str:
     """The one GGUF file of a repository that has no config.json.
 
-    Raises:
-        InvalidInput: `why`, where it has none; it has several, and the message says how to name one.
-
+    Raises InvalidInput: `why`, where it has none; it has several, and the message says how to name one.
     """
     names = [each.rfilename for each in Repository(repo, revision, "", True).siblings()]
     found = sorted(name for name in names if name.endswith(".gguf") and name.isprintable())
@@ -58,10 +52,8 @@ def read_gguf(
 
     What the cache has is read there.
 
-    Raises:
-        InvalidInput: no such repository or file, or no header that can be read.
-        Offline: it is not in the cache, and there is no network.
-
+    Raises InvalidInput: no such repository or file, or no header that can be read. Offline: it is not in the cache, and
+    there is no network.
     """
     name = f"hf://{repo}{f'@{revision}' if revision is not None else ''}/{file}"
     if any(part in ("", ".", "..") for part in file.split("/")) or not file.isprintable():
@@ -73,7 +65,7 @@ def read_gguf(
     alone = offline or offline_by_environment()
     repository = Repository(repo, revision, "", not alone)
     if not alone:
-        repository.settle_by(file)
+        repository.settle(file)
     path = repository.cached(file, revision if alone else None)
     if path is not None:
         spec, origin, notes = describe(path)
@@ -87,13 +79,11 @@ def read_gguf(
     return spec, origin, repository.commit, notes
 
 
-@dataclass
 class _Ranges:
-    """Reads parts of tensors."""
+    """Reads parts of a file's tensors."""
 
-    repository: Repository
-    file: str
-    used: bool = field(default=False)
+    def __init__(self, repository: Repository, file: str) -> None:
+        self.repository, self.file, self.used = repository, file, False
 
     def __call__(self, start: int, end: int) -> bytes:
         self.used = True
@@ -104,25 +94,21 @@ class _Ranges:
 
 
 def _header(repository: Repository, file: str, name: str) -> tuple[Header, _Ranges]:
-    data, wanted, size, etag = b"", FIRST, None, None
+    data, wanted, first = b"", FIRST, None
     read = _Ranges(repository, file)
     while True:
         part = read_range(repository, file, len(data), wanted)
-        if size is not None and (part.size, part.etag) != (size, etag):
+        if first is not None and (part.size, part.etag) != (first.size, first.etag):
             raise Offline(f"{name} changed while it was read", "Run the same again.")
-        size, etag = part.size, part.etag
-        if size is None:
-            _refuse(f"the server does not say how long {name} is")
+        first = part
+        if part.size is None:
+            raise InvalidInput(f"the server does not say how long {name} is", "Fetch the file, and name it.")
         data += part.data
-        if len(data) < min(wanted, size):
+        if len(data) < min(wanted, part.size):
             raise Offline(f"{name}: the connection broke off after {len(data)} bytes", "Run the same again.")
         try:
-            return parse_header(name, data, size, read), read
+            return parse_header(name, data, part.size, read), read
         except Incomplete as error:
             if error.needed > MOST:
                 raise CheckpointError(f"{name} claims a header of more than {MOST:,} bytes") from error
-            wanted = min(max(error.needed + FIRST, 2 * len(data)), MOST, size)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise InvalidInput(message, "Fetch the file, and name it.")
+            wanted = min(max(error.needed + FIRST, 2 * len(data)), MOST, part.size)

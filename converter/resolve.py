@@ -34,8 +34,6 @@ from .tree import Origin, holds_tree, read_description
 if TYPE_CHECKING:
     from .hub import Repository
 
-__all__ = ["Reference", "identify", "located", "quantised", "read_spec", "resolve"]
-
 SAMPLES = ("gpt2", "llama", "bloom", "falcon")
 SAMPLES_DIR = Path(__file__).parent.parent / "samples"
 
@@ -60,7 +58,6 @@ class Reference:
             branch, and the commit once the reference is resolved.
         notes: what a person should know.
         repository: what was resolved on the hub, to ask more of.
-
     """
 
     text: str

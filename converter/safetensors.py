@@ -13,41 +13,18 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
-import stat
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, NoReturn, cast
 
 import msgspec
 import numpy as np
 
 from ..errors import CheckpointError
-from .names import POINTER, pointer
-
-__all__ = [
-    "DTYPES",
-    "EXPLAINED",
-    "MALFORMED",
-    "MEMBERS",
-    "Dtype",
-    "Header",
-    "SafetensorsFile",
-    "TensorInfo",
-    "build_header",
-    "cannot_be_read",
-    "check_keys",
-    "colons",
-    "has_keys",
-    "header_length",
-    "parse_header",
-    "parse_json_object",
-    "read_header",
-]
+from .names import POINTER, plain_file, pointer
 
 MAX_HEADER = 32 * 2**20
 """Bytes. The library takes 100 MB: a million and a half tensors, half a minute and 2 GB of objects. Real headers have
@@ -138,17 +115,10 @@ class Header:
 
 def read_header(path: Path) -> Header:
     """Read and check the header of a safetensors file. Raises CheckpointError, whatever the bytes are."""
-    try:
-        # stat first: opening a pipe would wait for its other end.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise CheckpointError(f"{path} is not a file")
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            prefix = file.read(8)
-            length = header_length(path, prefix, size)
-            raw = file.read(length)
-    except (OSError, ValueError) as error:  # ValueError: a path with a NUL in it
-        raise CheckpointError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    with plain_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = header_length(path, file.read(8), size)
+        raw = file.read(length)
     if len(raw) < length:
         raise CheckpointError(f"{path} is truncated: its header has {length} bytes, {len(raw)} found")
     return parse_header(path, raw, size)
@@ -402,61 +372,6 @@ def _short(value: object) -> str:
         value = value[:100]  # of a name of megabytes not all is written out
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-class SafetensorsFile:
-    """An open safetensors file, memory-mapped read-only.
-
-    The views that `read` gives stay valid after `close`. The file must not be truncated while they are in use: the
-    system answers a read past its end with SIGBUS.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Raises CheckpointError, as read_header does."""
-        header = read_header(path)
-        self.path = path
-        self.tensors = header.tensors
-        self.metadata = header.metadata
-        self._end = max((info.end for info in self.tensors.values()), default=8)
-        try:
-            with path.open("rb") as file:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"cannot map {path}: {error}") from error
-        if len(mapped) < self._end:
-            raise CheckpointError(f"{path} is truncated: {self._end} bytes expected, {len(mapped)} found")
-        self._map: mmap.mmap | None = mapped
-
-    def read(self, name: str) -> np.ndarray:
-        """A read-only view of the tensor's bytes, with its shape, in the carrier dtype (DTYPES): nothing is copied.
-
-        Raises KeyError for a name the file does not hold, CheckpointError for a packed dtype.
-        """
-        if self._map is None:
-            raise ValueError(f"{self.path} is closed")
-        info = self.tensors[name]
-        dtype = DTYPES[info.dtype]
-        count = info.nbytes // dtype.itemsize
-        flat = np.frombuffer(self._map, dtype.carrier, count, info.start) if count else np.empty(0, dtype.carrier)
-        flat.flags.writeable = False
-        return flat.reshape(info.shape)
-
-    def release(self) -> None:
-        """Give the pages that were read back to the system; views stay valid and read them again."""
-        if self._map is not None and hasattr(self._map, "madvise"):
-            self._map.madvise(mmap.MADV_DONTNEED)
-
-    def close(self) -> None:
-        # Not mmap.close(), which refuses while a view lives: the mapping goes with the last of them.
-        self._map = None
-
-    def __enter__(self) -> SafetensorsFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def build_header(

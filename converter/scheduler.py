@@ -12,8 +12,6 @@ import numpy as np
 from ..architectures import BoundLeaf
 from .checkpoint import Checkpoint
 
-__all__ = ["IN_FLIGHT", "Scheduler", "StoppedError", "dependents", "shared_tensors"]
-
 IN_FLIGHT = 128 * 2**20
 """Bytes of tensors held at once by all workers together, unless a single job needs more."""
 

@@ -17,8 +17,6 @@ from types import ModuleType
 
 from ..components import ModelSpec
 
-__all__ = ["as_before", "available_cores", "free_cores", "quota", "suit", "worth"]
-
 PARAMETERS = 16_000_000
 """Of a model, a thread: smaller matrices are computed before other threads have woken up."""
 SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -38,7 +36,6 @@ def free_cores(available: int, quota: float | None, cores: int, load: float) -> 
         quota: how many cores' time its control group has, None for all.
         cores: those of the machine.
         load: how many processes want one of them.
-
     """
     found = min(available, cores - load, available if quota is None else quota)
     return max(1, int(found))

@@ -33,8 +33,6 @@ from ..errors import InvalidInput, UsageError
 from .confinement import command
 from .tokenizer_process import MAX_BYTES, receive, send
 
-__all__ = ["TOKEN_FILES", "StreamDecoder", "Tokenizer", "eos_ids", "load_tokenizer", "token_files", "travels"]
-
 TOKEN_FILES = (
     # the tokenizer: its one-file form with its settings, then the older forms
     "tokenizer.json",
@@ -80,7 +78,6 @@ class Tokenizer:
 
     Raises:
         InvalidInput: it cannot be read, or not within the time and memory that a tokenizer takes. Any method may.
-
     """
 
     def __init__(self, path: Path, text: bytes | None = None, folder: Path | None = None) -> None:
@@ -150,9 +147,7 @@ class Tokenizer:
     def encode(self, text: str, special: bool = True) -> list[int]:
         """The ids of a text, with the special tokens (such as "<s>" in front) that the tokenizer itself adds.
 
-        Raises:
-            UsageError: half a surrogate pair, which is no text.
-
+        Raises UsageError: half a surrogate pair, which is no text.
         """
         try:
             text.encode()
@@ -254,9 +249,7 @@ def load_tokenizer(folder: Path, texts: Mapping[str, bytes] | None = None) -> To
     `texts` are files by name that the weight file holds inside (a GGUF does): where there is a tokenizer among them,
     the folder is not looked at.
 
-    Raises:
-        InvalidInput: files of a tokenizer that cannot be read; the message names the file.
-
+    Raises InvalidInput: files of a tokenizer that cannot be read; the message names the file.
     """
     path, text, older = folder / "tokenizer.json", None, None
     if texts and path.name in texts:
@@ -283,9 +276,7 @@ def eos_ids(
     `tokenizer` looks up the `eos_token`, which tokenizer_config.json gives as text; without one, ids alone count. The
     files are those of `texts` where there are any, else the folder's.
 
-    Raises:
-        InvalidInput: one of these files is not JSON, or its `eos_token_id` is not an id or a list of ids.
-
+    Raises InvalidInput: one of these files is not JSON, or its `eos_token_id` is not an id or a list of ids.
     """
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name, texts).get("eos_token_id")
@@ -301,9 +292,7 @@ def eos_ids(
 def token_files(folder: Path) -> list[Path]:
     """The files that travel with a checkpoint beside config.json and weights, `TOKEN_FILES`, in the order of names.
 
-    Raises:
-        InvalidInput: the folder cannot be read.
-
+    Raises InvalidInput: the folder cannot be read.
     """
     try:
         entries = sorted(folder.iterdir())

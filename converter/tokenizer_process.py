@@ -17,8 +17,6 @@ from typing import Any, BinaryIO
 
 from .confinement import limit_memory, limit_time
 
-__all__ = ["MAX_BYTES", "receive", "send", "serve"]
-
 MAX_BYTES = 2**28
 """Of a tokenizer's files: the largest in use has 33 MB."""
 LOADING = (2**28, 32, 4.0, 1 / 2**21)

@@ -26,16 +26,6 @@ from ..errors import ConfigError, InvalidInput, UsageError
 from ..version import __version__
 from .names import ADAPTER_CONFIG, CONFIG, LOCAL_CONFIG, refuse_pointer
 
-__all__ = [
-    "LOCAL_SCHEMA",
-    "Origin",
-    "Quantised",
-    "described_tree",
-    "holds_tree",
-    "read_description",
-    "write_spec",
-]
-
 LOCAL_SCHEMA = 1
 
 
@@ -72,7 +62,6 @@ def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec
 
     Raises:
         InvalidInput: it is not there or broken; UnknownFamily for a family that has no file.
-
     """
     if not file.is_file() or file.name == ADAPTER_CONFIG:
         refuse_pointer(path)
@@ -167,9 +156,7 @@ def _require_plain(data: dict[str, Any], path: Path) -> None:
 def holds_tree(path: Path) -> bool:
     """Whether a .json file is a tree by itself, as `write_spec` writes it: there are no weights to it.
 
-    Raises:
-        InvalidInput: it cannot be read.
-
+    Raises InvalidInput: it cannot be read.
     """
     return path.is_file() and _is_tree(path, read_config_file(path)[0])
 
@@ -215,7 +202,6 @@ def write_spec(
         UsageError: the name does not end in .json, or is one that means something else beside weights; the file exists
             already, or its folder does not.
         GptkitError: it cannot be written.
-
     """
     from .files import failed, fsync, write_bytes  # here, because it imports hashlib
 

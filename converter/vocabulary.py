@@ -32,8 +32,6 @@ from ..errors import InvalidInput
 from .names import CONFIG
 from .tokenizer import Tokenizer, load_tokenizer, token_files
 
-__all__ = ["Vocabulary", "read_vocabulary"]
-
 TOKENIZER, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 OTHER_FORMS = ("tokenizer.model*", "spiece.model", "tekken.json", "*.tiktoken", "token_mappings.json")
 """Files that say the same in a form that is not written, or stand for ids: they would contradict the rewritten ones."""
@@ -162,9 +160,7 @@ class Vocabulary:
     def cut(self, table: Table) -> dict[str, bytes | None]:
         """The files that change when the tokens of `table` alone are kept, under their new ids; None removes one.
 
-        Raises:
-            InvalidInput: the tokenizers library gives other ids to the result than the table has.
-
+        Raises InvalidInput: the tokenizers library gives other ids to the result than the table has.
         """
         files: dict[str, bytes | None] = {TOKENIZER: _text(self._tokenizer(table))}
         self._check(files[TOKENIZER], table)
@@ -235,9 +231,7 @@ def read_vocabulary(folder: Path | None, texts: Mapping[str, bytes], config: str
     """The vocabulary of a tokenizer in a folder, files of the same name among `texts` taken instead; None if there is
     none.
 
-    Raises:
-        InvalidInput: the tokenizer cannot be read.
-
+    Raises InvalidInput: the tokenizer cannot be read.
     """
     files = {} if folder is None else {path.name: path.read_bytes() for path in token_files(folder)}
     files |= {name: text for name, text in texts.items() if name != CONFIG}

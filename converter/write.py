@@ -21,23 +21,10 @@ from ..architectures import BoundLeaf
 from ..errors import CheckpointError
 from .block_file import Block, BlockFile
 from .dtypes import cast, widest
+from .index import is_plain
 from .names import INDEX
 from .publish import FileRecord, Staging, copy_file, write_bytes
 from .safetensors import DTYPES, build_header, parse_header
-
-__all__ = [
-    "DEFAULT_SHARD_BYTES",
-    "Constant",
-    "Encode",
-    "Output",
-    "Plan",
-    "Shard",
-    "execute",
-    "lay_out",
-    "plan",
-    "prepare",
-    "writer",
-]
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 METADATA = {"format": "pt"}
@@ -50,14 +37,12 @@ Decode = Callable[[np.ndarray], np.ndarray]
 
 
 class Around(Protocol):
-    """A record that a tensor is wrapped in."""
+    """A record that a tensor is wrapped in: what stands before its bytes, and what behind bytes of this crc32."""
 
     @property
     def head(self) -> bytes: ...
 
-    def tail(self, crc: int) -> bytes:
-        """What stands behind bytes that have this crc32."""
-        ...
+    def tail(self, crc: int) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -156,27 +141,25 @@ def plan(
     """
     tensors = [(leaf, widest([dtypes[name] for name in leaf.shared])) for leaf in leaves]
     groups: list[list[tuple[BoundLeaf, str]]] = []
-    group: list[tuple[BoundLeaf, str]] = []
-    filled = 0
     if homes is not None:
         by_file: dict[Path, list[tuple[BoundLeaf, str]]] = {}
         for leaf, dtype in tensors:
             by_file.setdefault(homes[leaf.shared[0]], []).append((leaf, dtype))
-        groups, tensors_left = list(by_file.values()), []
+        groups = list(by_file.values())
     else:
-        tensors_left = tensors
-    for leaf, dtype in tensors_left:
-        nbytes = math.prod(leaf.shape) * DTYPES[dtype].itemsize
-        if nbytes > max_shard_bytes:
-            groups.append([(leaf, dtype)])
-            continue
-        if filled + nbytes > max_shard_bytes:
-            groups.append(group)
-            group, filled = [], 0
-        group.append((leaf, dtype))
-        filled += nbytes
-    if group:
-        groups.append(group)
+        group: list[tuple[BoundLeaf, str]] = []
+        filled = 0
+        for leaf, dtype in tensors:
+            nbytes = math.prod(leaf.shape) * DTYPES[dtype].itemsize
+            if nbytes > max_shard_bytes:
+                groups.append([(leaf, dtype)])
+                continue
+            if filled + nbytes > max_shard_bytes:
+                groups.append(group)
+                group, filled = [], 0
+            group.append((leaf, dtype))
+            filled += nbytes
+        groups += [group] if group else []
     count = len(groups)
     if count == 1:
         return Plan((lay_out("model.safetensors", groups[0]),), texts, tuple(companions))
@@ -212,14 +195,16 @@ def as_it_was(
     for name, text in files.items():
         if name in index:
             continue
-        if not _is_weight_file(name):
-            return None
         raw = text.encode()
         try:
-            header = parse_header(name, raw)
+            # A plain name, as `index` would take it, that nothing else in a checkpoint's folder has.
+            infos = (
+                parse_header(name, raw).tensors.values() if is_plain(name) and name.endswith(".safetensors") else None
+            )
         except CheckpointError:
+            infos = None
+        if infos is None:
             return None
-        infos = header.tensors.values()
         outputs: list[Output] = []
         for info in infos:
             known = canonical(info.name, here)
@@ -233,11 +218,6 @@ def as_it_was(
     # Parsed one by one, so that a name in two files is only seen here.
     whole = len(seen) == len(here) == len(set(seen))
     return (tuple(shards), index) if whole and (len(shards) == 1 or index) else None
-
-
-def _is_weight_file(name: str) -> bool:
-    """A plain name, as `index` would take it, that nothing else in a checkpoint's folder has."""
-    return name.endswith(".safetensors") and name.isprintable() and not any(sign in name for sign in "/\\:")
 
 
 def prepare(plan: Plan, staging: Staging) -> None:
@@ -261,8 +241,8 @@ def writer(shard: Shard, staging: Staging) -> BlockFile:
     try:
         for constant in shard.constants:
             file.write(constant.name, constant.data)
-    except BaseException as error:
-        file.__exit__(type(error), error, error.__traceback__)
+    except BaseException:
+        file.release()
         raise
     return file
 
@@ -281,7 +261,6 @@ def execute(
     Raises:
         CheckpointError: a value does not fit the output's dtype.
         GptkitError: the disk is too small or a write fails; nothing is published.
-
     """
     prepare(plan, staging)
     writers = [writer(shard, staging) for shard in plan.shards]
@@ -303,9 +282,9 @@ def execute(
                     progress(output.nbytes)
         for file in writers:
             file.close()
-    except BaseException as error:
+    except BaseException:
         for file in writers:
-            file.__exit__(type(error), error, error.__traceback__)
+            file.release()
         raise
     return {shard.name: file.record for shard, file in zip(plan.shards, writers, strict=True)}
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ..tree import Origin
     from ..write import Plan
 
-__all__ = ["Format", "Opened", "Request", "format_named"]
-
 
 @dataclass(frozen=True)
 class Opened:
@@ -80,5 +78,7 @@ class Format(Protocol):
 
 def format_named(name: str) -> Format:
     """A format by its name, which is one of `targets.FORMATS`."""
-    module: Format = importlib.import_module(FORMATS[name])
-    return module
+    module, _, inside = FORMATS[name].partition(":")
+    found = importlib.import_module(module)
+    format_: Format = getattr(found, inside) if inside else found
+    return format_

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from . import Opened, Request
     from .dcp_read import Chunked
 
-__all__ = ["describe", "finds", "plan", "read"]
-
 METADATA = ".metadata"
 SHARDS = "shard-*-model-*-of-*.safetensors"
 """What torch's Hugging Face writer calls its files while tensors are in parts."""

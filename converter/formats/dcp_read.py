@@ -16,19 +16,18 @@ import io
 import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from ...errors import CheckpointError, UntrustedInput
-from ..contents import Stored
+from ..index import is_plain
 from ..pickle_process import ELEMENTS, KNOWN, Known, Part, RefusedError, SlowReader, Tensor, archived, load
-from ..pickles import StoredWeights
 from ..safetensors import DTYPES, parse_json_object, read_header
-
-__all__ = ["Chunk", "Chunked", "ChunkedWeights", "hugging_face", "located", "metadata"]
+from ..weights import Stored, Weights
 
 MAX_METADATA = 2**28
 """Bytes. A thousand tensors in a thousand chunks each take a third of it."""
@@ -82,25 +81,7 @@ class _Stand:
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
-class _Metadata(_Stand): ...
-
-
-class _Tensor(_Stand): ...
-
-
-class _Bytes(_Stand): ...
-
-
-class _Box(_Stand): ...
-
-
-class _Properties(_Stand): ...
-
-
-class _Index(_Stand): ...
-
-
-class _Place(_Stand): ...
+_Metadata, _Tensor, _Bytes, _Box, _Properties, _Index, _Place = (type("_Stand", (_Stand,), {}) for _ in range(7))
 
 
 def _size(*args: Any) -> tuple[Any, ...]:
@@ -138,10 +119,9 @@ class _MetadataReader(pickle._Unpickler):
     """pickle's own interpreter in Python: the one in C can be made to take any memory by one opcode."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = NAMES.get((module, name))
-        if found is None:
+        if (module, name) not in NAMES:
             raise RefusedError(f"it asks for {f'{module}.{name}'!r:.120}, which is no part of a checkpoint's metadata")
-        return found
+        return NAMES[module, name]
 
     def get_extension(self, code: int) -> Any:
         raise RefusedError(f"it asks for extension {code}")
@@ -182,21 +162,21 @@ def _tensors(folder: Path, found: Any) -> tuple[dict[str, Chunked], list[str]]:
     entries, places = found.get("state_dict_metadata"), found.get("storage_data")
     if not isinstance(entries, dict) or not isinstance(places, dict):
         raise RefusedError("its tensors or their places are missing")
-    at: dict[tuple[str, tuple[int, ...]], _Place] = {}
+    at: dict[tuple[str, tuple[int, ...]], _Stand] = {}
     for index, place in places.items():
         if not isinstance(index, _Index) or not isinstance(place, _Place):
             raise RefusedError("the place of something is not told as torch tells it")
         name, offset = index.get("fqn"), index.get("offset")
         if isinstance(name, str) and offset is not None:
             at[name, _numbers(offset)] = place
-    files = _Files(folder)
+    files: dict[str, int] = {}
     tensors: dict[str, Chunked] = {}
     others: list[str] = []
     for name, entry in entries.items():
         if not isinstance(name, str):
             raise RefusedError("a name is not text")
         if isinstance(entry, _Tensor):
-            tensors[name] = _tensor(name, entry, at, files)
+            tensors[name] = _tensor(folder, name, entry, at, files)
         elif isinstance(entry, _Bytes):
             others.append(name)
         else:
@@ -204,11 +184,13 @@ def _tensors(folder: Path, found: Any) -> tuple[dict[str, Chunked], list[str]]:
     return tensors, others
 
 
-def _tensor(name: str, entry: _Tensor, at: Mapping[tuple[str, tuple[int, ...]], _Place], files: _Files) -> Chunked:
+def _tensor(
+    folder: Path, name: str, entry: _Stand, at: Mapping[tuple[str, tuple[int, ...]], _Stand], files: dict[str, int]
+) -> Chunked:
     properties, boxes = entry.get("properties"), entry.get("chunks")
     state = properties.state if isinstance(properties, _Properties) else None
     kind = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
-    if not isinstance(kind, Known) or kind.value is None or not isinstance(boxes, list):
+    if not isinstance(kind, Known) or not kind.element or not isinstance(boxes, list):
         raise RefusedError(f"{name!r:.80} has no dtype or no chunks")
     shape = _numbers(entry.get("size"))
     chunks = []
@@ -221,38 +203,31 @@ def _tensor(name: str, entry: _Tensor, at: Mapping[tuple[str, tuple[int, ...]], 
             raise RefusedError(f"{name!r:.80}: nothing says where its chunk at {list(offsets)} lies")
         if place.get("transform_descriptors"):
             raise RefusedError(f"{name!r:.80} was written through an extension ({place.get('transform_descriptors')})")
-        path, start, nbytes = files.place(place)
-        chunks.append(Chunk(offsets, sizes, path, start, nbytes))
-    return Chunked(kind.value[0], shape, _filling(name, shape, chunks))
+        chunks.append(Chunk(offsets, sizes, *_placed(folder, place, files)))
+    return Chunked(kind.element, shape, _filling(name, shape, chunks))
 
 
-class _Files:
-    """The .distcp files of a folder, each looked at once."""
+def _placed(folder: Path, place: _Stand, sizes: dict[str, int]) -> tuple[Path, int, int]:
+    """File, first byte and bytes of a chunk; `sizes` has those of the files that were looked at.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._sizes = folder, dict[str, int]()
-
-    def place(self, place: _Place) -> tuple[Path, int, int]:
-        """File, first byte and bytes. Raises RefusedError, UntrustedInput, CheckpointError."""
-        name, start, nbytes = place.get("relative_path"), place.get("offset"), place.get("length")
-        if not isinstance(name, str) or type(start) is not int or type(nbytes) is not int or min(start, nbytes) < 0:
-            raise RefusedError("the place of a chunk is no place")
-        if name not in self._sizes:
-            self._sizes[name] = self._size(name)
-        if start + nbytes > self._sizes[name]:
-            raise CheckpointError(
-                f"{self._folder / name} is truncated: {start + nbytes:,} bytes expected, {self._sizes[name]:,} found",
-                "Fetch or save it again.",
-            )
-        return self._folder / name, start, nbytes
-
-    def _size(self, name: str) -> int:
-        if not name or name in (".", "..") or any(sign in name for sign in "/\\\0:") or not name.isprintable():
-            raise UntrustedInput(f"{self._folder / '.metadata'} names a file outside of its folder: {name!r:.80}", HINT)
-        path = self._folder / name
+    Raises RefusedError, UntrustedInput, CheckpointError.
+    """
+    name, start, nbytes = place.get("relative_path"), place.get("offset"), place.get("length")
+    if not isinstance(name, str) or type(start) is not int or type(nbytes) is not int or min(start, nbytes) < 0:
+        raise RefusedError("the place of a chunk is no place")
+    path = folder / name
+    if name not in sizes:
+        if not is_plain(name):
+            raise UntrustedInput(f"{folder / '.metadata'} names a file outside of its folder: {name!r:.80}", HINT)
         if not path.is_file():
             raise CheckpointError(f"{path} is missing", "Fetch or save it again, with all files of all ranks.")
-        return path.stat().st_size
+        sizes[name] = path.stat().st_size
+    if start + nbytes > sizes[name]:
+        raise CheckpointError(
+            f"{path} is truncated: {start + nbytes:,} bytes expected, {sizes[name]:,} found",
+            "Fetch or save it again.",
+        )
+    return path, start, nbytes
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
@@ -313,26 +288,19 @@ def _located(name: str, tensor: Chunked, opened: dict[Path, BinaryIO]) -> Chunke
         if chunk.path not in opened:
             opened[chunk.path] = chunk.path.open("rb")
         where = f"{chunk.path}: {name!r:.80}, at byte {chunk.start:,},"
-        found = _archived(Part(opened[chunk.path], chunk.start, chunk.start + chunk.nbytes), chunk.nbytes, where)
-        if (found.element[0], tuple(found.shape)) != (tensor.dtype, chunk.sizes):
+        part = Part(opened[chunk.path], chunk.start, chunk.start + chunk.nbytes)
+        found = _read(partial(archived, part, chunk.nbytes, SlowReader, _allow), where)
+        if not isinstance(found, Tensor):
+            raise CheckpointError(f"{where} holds more, or something else, than a plain tensor", HINT)
+        if (found.element, tuple(found.shape)) != (tensor.dtype, chunk.sizes):
             raise CheckpointError(
-                f"{where} is {found.element[0]} of shape {found.shape}, "
+                f"{where} is {found.element} of shape {found.shape}, "
                 f"the metadata says {tensor.dtype} of shape {list(chunk.sizes)}",
                 HINT,
             )
-        storage, (dtype, itemsize) = found.storage, found.element
-        numbers = (tuple(found.shape), tuple(found.strides), found.offset, chunk.start + storage.start, storage.nbytes)
-        stored = Stored(chunk.path, dtype, itemsize, *numbers)
-        chunks.append(Chunk(chunk.offsets, chunk.sizes, chunk.path, chunk.start, chunk.nbytes, stored))
-    return Chunked(tensor.dtype, tensor.shape, tuple(chunks))
-
-
-def _archived(part: Part, nbytes: int, where: str) -> Tensor:
-    """The tensor of an archive, its places counted from the archive's beginning."""
-    found = _read(lambda: archived(part, nbytes, SlowReader, _allow), where)
-    if not isinstance(found, Tensor):
-        raise CheckpointError(f"{where} holds more, or something else, than a plain tensor", HINT)
-    return found
+        at = (chunk.start + found.storage.start, found.storage.nbytes, tuple(found.strides), found.offset)
+        chunks.append(replace(chunk, stored=Stored(chunk.path, found.element, chunk.sizes, *at)))
+    return replace(tensor, chunks=tuple(chunks))
 
 
 def _allow(nbytes: int) -> None:
@@ -360,15 +328,12 @@ def hugging_face(files: Sequence[Path]) -> dict[str, Chunked]:
                     raise RefusedError("another dtype, or other dimensions, than in another file")
             except RefusedError as error:
                 raise CheckpointError(f"{path}: {name!r:.80}: {error}", HINT) from error
-            strides = tuple(math.prod(info.shape[i + 1 :]) for i in range(len(info.shape)))
-            itemsize = DTYPES[info.dtype].itemsize
-            stored = Stored(path, info.dtype, itemsize, info.shape, strides, 0, info.start, info.nbytes)
+            stored = Stored(path, info.dtype, info.shape, info.start, info.nbytes)
             boxes.setdefault(name, []).append(Chunk(offset, info.shape, path, info.start, info.nbytes, stored))
     found: dict[str, Chunked] = {}
     for name, chunks in boxes.items():
-        shape = tuple(
-            max(chunk.offsets[i] + chunk.sizes[i] for chunk in chunks) for i in range(len(chunks[0].sizes))
-        )  # the headers know no more than that
+        ends = [[o + s for o, s in zip(chunk.offsets, chunk.sizes, strict=True)] for chunk in chunks]
+        shape = tuple(map(max, *ends)) if len(ends) > 1 else tuple(ends[0])  # the headers know no more than that
         try:
             found[name] = Chunked(dtypes[name], shape, _filling(name, shape, chunks))
         except RefusedError as error:
@@ -381,37 +346,29 @@ def hugging_face(files: Sequence[Path]) -> dict[str, Chunked]:
 # --- the tensors -----------------------------------------------------------------------------------------------------
 
 
-class ChunkedWeights:
+class ChunkedWeights(Weights):
     """Tensors by name, each in one chunk, which is read where it lies, or in several, which are put together."""
 
     def __init__(self, tensors: Mapping[str, Chunked]) -> None:
         """Raises CheckpointError for a chunk that claims more than its file has."""
-        self._tensors = dict(tensors)
-        self._stored = StoredWeights(
-            {
-                f"{i}#{name}": chunk.stored
-                for name, t in tensors.items()
-                for i, chunk in enumerate(t.chunks)
-                if chunk.stored
-            }
-        )
+        pieces = ((f"{i}#{name}", each.stored) for name, t in tensors.items() for i, each in enumerate(t.chunks))
+        super().__init__({name: stored for name, stored in pieces if stored is not None})
+        self.check()
+        self._chunked = tensors
         self.info = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
     def read(self, name: str) -> np.ndarray:
         """The tensor in its carrier dtype: a read-only view of the file where it lies in one piece."""
-        tensor = self._tensors[name]
-        if len(tensor.chunks) == 1:
-            return self._stored.read(f"0#{name}")
+        tensor = self._chunked.get(name)
+        if tensor is None or len(tensor.chunks) == 1:
+            return super().read(name if tensor is None else f"0#{name}")
         whole = np.empty(tensor.shape, DTYPES[tensor.dtype].carrier)
         for i, chunk in enumerate(tensor.chunks):
             box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
-            whole[box] = self._stored.read(f"{i}#{name}")
+            whole[box] = super().read(f"{i}#{name}")
         return whole
 
     def span(self, name: str) -> tuple[Path, int] | None:
         """Where the tensor begins in its file; None for one that is put together."""
-        return self._stored.span(f"0#{name}") if len(self._tensors[name].chunks) == 1 else None
-
-    def release(self) -> None:
-        """Give pages that were read back to the system."""
-        self._stored.release()
+        tensor = self._chunked.get(name)
+        return super().span(f"0#{name}") if tensor is not None and len(tensor.chunks) == 1 else None

@@ -12,8 +12,6 @@ from typing import Any
 
 from ...errors import InvalidInput
 
-__all__ = ["BPE", "UNIGRAM", "SentencePieceModel", "parse_sentencepiece"]
-
 UNIGRAM, BPE = 1, 2
 """TrainerSpec.ModelType."""
 
@@ -42,7 +40,11 @@ def parse_sentencepiece(data: bytes, where: str) -> SentencePieceModel:
     try:
         for number, value in _fields(data):
             if number == 1:
-                model.pieces.append(_piece(dict(_fields(value))))
+                piece = dict(_fields(value))
+                score, kind = struct.unpack("<f", piece.get(2, bytes(4)))[0], piece.get(3, 1)
+                if kind not in range(1, 7):
+                    raise ValueError(f"a piece of type {kind!r:.20}")
+                model.pieces.append((piece[1].decode(), score, kind))
             elif number == 2:
                 trainer = dict(_fields(value))
             elif number == 3:
@@ -59,14 +61,6 @@ def parse_sentencepiece(data: bytes, where: str) -> SentencePieceModel:
     if not model.pieces:
         raise InvalidInput(f"{where} is not a SentencePiece model: it holds no pieces")
     return model
-
-
-def _piece(fields: dict[int, Any]) -> tuple[str, float, int]:
-    score = struct.unpack("<f", fields[2])[0] if 2 in fields else 0.0
-    kind = fields.get(3, 1)
-    if kind not in range(1, 7):
-        raise ValueError(f"a piece of type {kind!r:.20}")
-    return fields[1].decode(), score, kind
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:

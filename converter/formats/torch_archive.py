@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-__all__ = ["ALIGNMENT", "Archive", "Member", "archive_of", "pickled", "pickled_tensor", "program"]
-
 ALIGNMENT = 64
 STORAGES = {"F64": "DoubleStorage", "F32": "FloatStorage", "F16": "HalfStorage", "BF16": "BFloat16Storage"}
 UTF8, CRC_BEHIND = 0x800, 0x8
