@@ -318,10 +318,7 @@ GGUF: dict[str, GgufArchitecture] = {
             dropped=ROPE_BUFFERS,
         ),
         GgufArchitecture(
-            "gpt2",
-            (*ENDS, Leaf(POSITIONS, "positions.weight"), *NORMS, *FUSED, *PLAIN),
-            _read_gpt2,
-            write_normed,
+            "gpt2", (*ENDS, Leaf(POSITIONS, "positions.weight"), *NORMS, *FUSED, *PLAIN), _read_gpt2, write_normed
         ),
         GgufArchitecture(
             "bloom",

@@ -1,8 +1,7 @@
 """A file whose every byte has its place before the first is written: a header, then blocks, each at its position.
 
-safetensors, GGUF and llama2.c files are all of this kind. Blocks are written in any order, from any thread; each is
-read back and compared with what it was made of, hashed, and looked through for values that are not finite. The file's
-own sha256 follows behind the blocks as they become whole from the front, so that it costs no pass of its own.
+Blocks are written in any order, from any thread; each is read back, compared with what it was made of, and hashed. The
+file's own sha256 follows behind the blocks as they become whole from the front, so that it costs no pass of its own.
 """
 
 from __future__ import annotations
@@ -43,9 +42,10 @@ class Block:
 
 class BlockFile:
     """Writes one new file. After the last block `close()` finishes its hash and fsyncs it; `record` then describes it.
+    What no block covers (padding) is zero.
 
-    As a context manager it closes on success; after an exception it only lets go of the file, which then is incomplete
-    and stays for its caller to remove (Staging does). What no block covers (padding) is zero.
+    As a context manager it closes on success; after an exception it only lets go of the file, which stays incomplete
+    for its caller to remove (Staging does).
     """
 
     def __init__(self, path: Path, header: bytes, blocks: Sequence[Block], nbytes: int | None = None) -> None:
@@ -122,13 +122,13 @@ class BlockFile:
             yield piece
 
     def copy(self, name: str, source: int, start: int, look: Callable[[np.ndarray], None] = lambda chunk: None) -> None:
-        """Fill a block with the bytes from `start` on of the open file `source`.
+        """Fill a block with the bytes from `start` on of the open file `source`; `look` sees every chunk (uint8).
 
         Not with copy_file_range(2): to be compared and hashed a chunk has to be read anyway, and once it lies in the
         processor's cache, writing it from there takes half as long as the kernel's own copy (measured on ext4 and
-        tmpfs; nothing is shared by reference either, since a block's place in the two files differs by their headers).
+        tmpfs).
 
-        `look` sees every chunk (uint8). Raises as `pieces`, and where the source ends early.
+        Raises as `pieces`, and where the source ends early.
         """
         with self._fill(name) as filling:
             block = filling.block

@@ -38,10 +38,9 @@ def parse_dtype(name: str) -> str:
 
 def widest(dtypes: list[str]) -> str:
     """The narrowest type that holds every value of all of them."""
-    found = set(dtypes)
-    if found == {"BF16", "F16"}:
-        return "F32"
-    return max(found, key=FLOATS.index)
+    if len(set(dtypes)) == 1:
+        return dtypes[0]
+    return "F32" if set(dtypes) == {"BF16", "F16"} else max(dtypes, key=FLOATS.index)
 
 
 def to_float64(array: Array, dtype: str) -> NDArray[np.float64]:
@@ -90,7 +89,11 @@ def cast(array: Array, dtype: str, target: str) -> Array:
         return array
     if dtype in ("F64", "I32", "U32"):
         return from_float64(to_float64(array, dtype), target)
-    single = _to_float32(array, dtype)
+    if dtype == "BF16":
+        single = (array.astype(np.uint32) << 16).view(np.float32)
+    else:
+        with np.errstate(invalid="ignore"):
+            single = array.astype(np.float32, copy=False)
     if target == "F32":
         return single
     if target == "F64":
@@ -114,16 +117,6 @@ def cast(array: Array, dtype: str, target: str) -> Array:
     if overflow.any():
         raise CheckpointError(f"{int(overflow.sum())} values do not fit {HF_NAMES[target]}")
     return narrow
-
-
-def _to_float32(array: Array, dtype: str) -> Array:
-    """The values, exactly: of all types but F64 and the 32-bit integers."""
-    if dtype == "F32":
-        return array
-    if dtype == "BF16":
-        return (array.astype(np.uint32) << 16).view(np.float32)
-    with np.errstate(invalid="ignore"):
-        return array.astype(np.float32)
 
 
 _EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000), "F64": ("<u8", 0x7FF << 52)}

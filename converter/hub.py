@@ -22,11 +22,22 @@ from typing import Any, cast
 from urllib.parse import quote
 
 import msgspec
+from huggingface_hub import (
+    constants,
+    errors,
+    get_hf_file_metadata,
+    hf_hub_download,
+    hf_hub_url,
+    try_to_load_from_cache,
+    utils,
+)
 
 from ..architectures.config import MAX_CONFIG_BYTES
 from ..errors import CheckpointError, GptkitError, InvalidInput, Offline
 from .names import CONFIG, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE
 from .tokenizer_process import MAX_BYTES
+
+library: Any = utils  # its documented names, which its stubs leave out
 
 _log = logging.getLogger(__name__)
 
@@ -44,13 +55,12 @@ _AGAIN = "Files that were complete are kept: run the same again to go on from th
 class NoConfig(InvalidInput):
     """A repository without config.json, which may hold another kind of file."""
 
-    def __init__(self, where: str, repo: str, revision: str | None) -> None:
+    def __init__(self, repository: Repository) -> None:
         super().__init__(
-            f"{where} has no config.json",
+            f"{repository} has no config.json",
             "It may hold a GGUF, of which gptkit params tells the tree, or an adapter: gptkit swap BASE OUT"
-            f" --merge-lora {repo}",
+            f" --merge-lora {repository.repo}",
         )
-        self.repo, self.revision = repo, revision
 
 
 class NoModel(InvalidInput):
@@ -119,10 +129,9 @@ class Repository:
             asked.settle()
         except Offline as error:
             try:
-                cached = asked.as_cached()
+                return asked.as_cached()
             except (Offline, InvalidInput):
                 raise error from None
-            return cached
         except InvalidInput as error:
             if asked._cached(CONFIG, revision) is None:
                 raise
@@ -164,8 +173,6 @@ class Repository:
 
         Raises InvalidInput, Offline: it refuses, says something else, or says more than it has to.
         """
-        from huggingface_hub import constants
-
         revision = self.commit or self.revision or "main"
         url = f"{constants.ENDPOINT}/api/models/{self.repo}/revision/{quote(revision, safe='')}?blobs=true"
         answer = bytearray()
@@ -188,21 +195,13 @@ class Repository:
             return name in self.files
         if self._cached(name) is not None:
             return True
-        from huggingface_hub import get_hf_file_metadata
-        from huggingface_hub.errors import EntryNotFoundError
 
         with typed_errors(self):
             try:
-                get_hf_file_metadata(self.url(name))
-            except EntryNotFoundError:
+                get_hf_file_metadata(hf_hub_url(self.repo, name, revision=self.commit))
+            except errors.EntryNotFoundError:
                 return False
         return True
-
-    def url(self, name: str) -> str:
-        """Where a file is, at the commit."""
-        from huggingface_hub import hf_hub_url
-
-        return hf_hub_url(self.repo, name, revision=self.commit)
 
     def cached(self, name: str, revision: str | None = "") -> Path | None:
         """The file in the cache, if it is there as a whole; at another revision than the commit, where one is given
@@ -221,26 +220,16 @@ class Repository:
         path = self.cached(name)
         if path is not None or not self.online:
             return path
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
         # The library takes what lies in the cache for whole; here it was found too short, or is not there.
         broken = self._cached(name) is not None
         with typed_errors(self, name), _short_refusals(self), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a full disk it warns and goes on; see `require_space`
             try:
-                path = Path(
-                    hf_hub_download(
-                        self.repo,
-                        name,
-                        revision=self.commit,
-                        cache_dir=self.cache,
-                        force_download=broken,
-                        tqdm_class=_counting(self, name),
-                    )
-                )
-            except EntryNotFoundError as error:
-                if isinstance(error, LocalEntryNotFoundError):  # "no connection", in spite of its name
+                options: dict[str, Any] = {"force_download": broken, "tqdm_class": _counting(self, name)}
+                path = Path(hf_hub_download(self.repo, name, revision=self.commit, cache_dir=self.cache, **options))
+            except errors.EntryNotFoundError as error:
+                if isinstance(error, errors.LocalEntryNotFoundError):  # "no connection", in spite of its name
                     raise
                 return None
         self.require_commit(name, path.parent.name)
@@ -255,10 +244,9 @@ class Repository:
             )
 
     def config(self) -> Path:
-        """The local config.json. Raises InvalidInput where there is none."""
-        path = self.fetch(CONFIG)
-        if path is None:
-            raise NoConfig(str(self), self.repo, self.revision)
+        """The local config.json. Raises NoConfig."""
+        if (path := self.fetch(CONFIG)) is None:
+            raise NoConfig(self)
         return path
 
     def weight_names(self, allow_pickle: bool = False) -> list[str]:
@@ -302,7 +290,6 @@ class Repository:
         """Raise GptkitError where the disk cannot hold what is still to be fetched."""
         if not self.online or self.files is None:
             return
-        from huggingface_hub import constants
 
         config = self._cached(CONFIG)
         blobs = None if config is None else config.parent.parent.parent / "blobs"
@@ -335,7 +322,6 @@ class Repository:
         config = self._cached(CONFIG, self.revision)
         if config is not None and config.parent.name == self.commit:
             return
-        from huggingface_hub import hf_hub_download
 
         with suppress(GptkitError), typed_errors(self):
             hf_hub_download(self.repo, CONFIG, revision=self.revision, cache_dir=self.cache)
@@ -348,24 +334,20 @@ class Repository:
         if self.revision is not None and _COMMIT.fullmatch(self.revision):
             self.commit = self.revision
             return
-        from huggingface_hub import get_hf_file_metadata, hf_hub_url
-        from huggingface_hub.errors import EntryNotFoundError
 
         with typed_errors(self):
             try:
                 commit = get_hf_file_metadata(hf_hub_url(self.repo, name, revision=self.revision)).commit_hash
-            except EntryNotFoundError:
+            except errors.EntryNotFoundError:
                 if name != CONFIG:
                     raise InvalidInput(f"{self} has no file {name}", "Check its name.") from None
-                raise NoConfig(str(self), self.repo, self.revision) from None
+                raise NoConfig(self) from None
         if commit is None or not _COMMIT.fullmatch(commit):
             raise Offline(f"{self}: what answers for the hub does not name a commit", WAY_ON)
         self.commit = commit
 
     def _cached(self, name: str, revision: str | None = "") -> Path | None:
         """The file as the cache has it, at the commit unless told otherwise (None: the default branch)."""
-        from huggingface_hub import try_to_load_from_cache
-
         try:
             found = try_to_load_from_cache(self.repo, name, self.cache, self.commit if revision == "" else revision)
         except (OSError, ValueError) as error:  # a name the library refuses, a cache that cannot be read
@@ -378,9 +360,6 @@ class Repository:
 
 def _counting(repository: Repository, name: str) -> Any:
     """A progress bar that ends a download without end: it is told of every piece before that is written."""
-    from huggingface_hub import utils
-
-    library: Any = utils  # its documented names, which its stubs leave out
     kind = next((most for ending, most in _MOST.items() if name.endswith(ending)), None)
     most = min((each for each in (repository.size(name), kind) if each is not None), default=None)
 
@@ -402,13 +381,12 @@ def _counting(repository: Repository, name: str) -> Any:
 @contextmanager
 def _short_refusals(repository: Repository) -> Iterator[None]:
     """Let the library read no long answer that is a refusal: it would have all of it in memory."""
-    from huggingface_hub import utils
 
     def refuse(response: Any) -> None:
         length = response.headers.get("Content-Length", "")
         long = length.isdecimal() and int(length) >= _MAX_REFUSAL
         if response.status_code >= 400 and long and response.request.method != "HEAD":
-            raise _refused(repository, response.status_code, "", None)
+            raise _refused(repository, response.status_code)
 
     library: Any = utils
     hooks = library.get_session().event_hooks["response"]
@@ -422,9 +400,6 @@ def _short_refusals(repository: Repository) -> Iterator[None]:
 @contextmanager
 def streamed(repository: Repository, url: str, headers: Mapping[str, str]) -> Iterator[Any]:
     """The answer to a GET, of which nothing is read yet and nothing is compressed. Raises as `typed_errors` turns."""
-    from huggingface_hub import utils
-
-    library: Any = utils  # its documented names, which its stubs leave out
     with library.http_stream_backoff(
         "GET",
         url,
@@ -439,7 +414,7 @@ def streamed(repository: Repository, url: str, headers: Mapping[str, str]) -> It
         if response.status_code != 416:
             length = response.headers.get("Content-Length", "")
             if response.status_code >= 400 and not (length.isdecimal() and int(length) < _MAX_REFUSAL):
-                raise _refused(repository, response.status_code, "", None)  # the library would read it all
+                raise _refused(repository, response.status_code)  # the library would read it all
             library.hf_raise_for_status(response)
         yield response
 
@@ -485,8 +460,6 @@ def offline_by_environment() -> bool:
 @contextmanager
 def typed_errors(repository: Repository, fetching: str | None = None) -> Iterator[None]:
     """Turn what the hub library and the network raise into gptkit's errors; `fetching` names the file on its way."""
-    from huggingface_hub import errors
-
     # The base of the HTTP library's errors, connection failures included; the hub has changed that library twice.
     transport = cast("type[Exception]", errors.HfHubHTTPError.__bases__[0])
     repo = repository.repo
@@ -500,23 +473,19 @@ def typed_errors(repository: Repository, fetching: str | None = None) -> Iterato
             f"Ask at https://huggingface.co/{repo}, then log in with `hf auth login`.",
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise InvalidInput(
-            f"{repo} has no revision {repository.revision}",
-            "Give a branch, a tag or a full commit, as in org/name@main.",
-        ) from error
+        hint = "Give a branch, a tag or a full commit, as in org/name@main."
+        raise InvalidInput(f"{repo} has no revision {repository.revision}", hint) from error
     except errors.RemoteEntryNotFoundError as error:
         raise CheckpointError(f"{repository} lacks {fetching or CONFIG}") from error
     except errors.HFValidationError as error:
-        raise InvalidInput(
-            f"not a model reference: {repository}", "Give org/name, a folder, or sample:gpt2."
-        ) from error
+        hint = "Give org/name, a folder, or sample:gpt2."
+        raise InvalidInput(f"not a model reference: {repository}", hint) from error
     except errors.HfHubHTTPError as error:
         raise _refused(repository, error.response.status_code, str(error), error.server_message) from error
     except (transport, OSError, RuntimeError, errors.XetDownloadError) as error:
         if isinstance(error, OSError) and (error.filename or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)):
-            raise GptkitError(
-                f"could not write {repository} to the cache: {error.strerror}", "Set HF_HOME to another disk."
-            ) from error
+            hint = "Set HF_HOME to another disk."
+            raise GptkitError(f"could not write {repository} to the cache: {error.strerror}", hint) from error
         answer = error.__cause__
         if isinstance(answer, errors.HfHubHTTPError):  # asked again and again, to no avail
             raise _refused(repository, answer.response.status_code, str(answer), answer.server_message) from error
@@ -531,7 +500,7 @@ def _reason(error: Exception) -> str:
     return f"{next(iter(str(error).strip().splitlines()), '') or type(error).__name__:.200}"
 
 
-def _refused(repository: Repository, status: int, text: str, told: str | None) -> GptkitError:
+def _refused(repository: Repository, status: int, text: str = "", told: str | None = None) -> GptkitError:
     """What an answer that is no success means."""
     if status >= 500 or status in (408, 429):
         return Offline(f"{repository}: the hub answered {status}, try again later", WAY_ON)

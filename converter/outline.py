@@ -85,7 +85,12 @@ def _outline(found: Reference) -> Outline:
     method = quantised(found, origin)
     if method is not None:
         notes.append(f"its weights are quantised ({method[0]}): this is the model that they stand for")
-    return Outline(spec, origin, found.path, found.revision, tuple(notes), assumed=_assumed(found, origin))
+    assumed: dict[str, int] = {}  # sizes that a config.json does not state
+    if origin.config is not None and found.format == "hf":
+        assumed = architecture_of(origin.config).assumed(origin.config)
+    told = ", ".join(f"{name} {size:,}" for name, size in assumed.items())
+    about = (f"not in config.json, so transformers' defaults: {told}",) if told else ()
+    return Outline(spec, origin, found.path, found.revision, tuple(notes), assumed=about)
 
 
 def _of_hub(found: Reference, offline: bool, companions: bool) -> Outline:
@@ -101,15 +106,6 @@ def _of_hub(found: Reference, offline: bool, companions: bool) -> Outline:
             file = only_gguf(repo, revision, error)
     spec, origin, commit, notes = read_gguf(repo, revision, file, offline=offline)
     return Outline(spec, origin, None, commit, tuple(notes))
-
-
-def _assumed(found: Reference, origin: Origin) -> tuple[str, ...]:
-    """What was taken for sizes that a config.json does not state."""
-    if origin.config is None or found.format != "hf":
-        return ()
-    sizes = architecture_of(origin.config).assumed(origin.config)
-    told = ", ".join(f"{name} {size:,}" for name, size in sizes.items())
-    return (f"not in config.json, so transformers' defaults: {told}",) if told else ()
 
 
 def _unfit(found: Reference) -> tuple[str, ...]:

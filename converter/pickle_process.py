@@ -1,21 +1,14 @@
 """What torch.save wrote, read without torch and without running any of it: a worker of `confinement`.
 
 Two formats are read: the archives of torch 1.6 and later, whose storages are members of a zip, and the stream before
-them, in which the storages follow the pickle.
-
-Not by torch.load(weights_only=True, mmap=True), which takes two seconds to begin and keeps fewer promises
-(tests/converter/test_pickles.py, "what torch's own reader lacks", and `BAD`): of the older stream it does not say where
-a tensor lies; of the archive it says so and holds that against nothing, neither against the storage's member, nor
-against the file, nor a compressed member's bytes against those that it stands for.
+them, in which the storages follow the pickle. Not by torch.load(weights_only=True, mmap=True), which takes two seconds
+to begin and keeps fewer promises (tests/converter/test_pickles.py, "what torch's own reader lacks", and `BAD`): of the
+stream it does not say where a tensor lies; of the archive it says so and holds that against nothing.
 
 Started by `pickles`, with the paths of files as a JSON list on stdin; answers a line of JSON for each, {"value": …} or
-{"error": …}. It holds no tensor: of each it tells the dtype, shape, strides, and where its bytes lie. Nothing that a
-pickle names is ever imported: a fixed list of names stands for objects made here, and every other name is refused. The
-process may take little memory, write no file and start no other, so that a hostile file takes down this process at the
-most.
-
-The answer's values are JSON's own but for objects of one key: {"dict": pairs}, {"list": items}, {"tensor": …},
-{"other": name} for what is neither plain data nor a plain tensor.
+{"error": …}. Of a tensor it tells the dtype, shape, strides, and where its bytes lie. Nothing that a pickle names is
+ever imported: a fixed list of names stands for objects made here, and every other name is refused. The answer's values
+are JSON's own but for objects of one key: {"dict": pairs}, {"list": items}, {"tensor": …}, {"other": name}.
 """
 
 from __future__ import annotations

@@ -12,7 +12,9 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from ..errors import CheckpointError
@@ -73,23 +75,22 @@ def answers(files: Sequence[Path]) -> Iterator[Any]:
     for path in left:
         refuse_pointer(path)
     while left:
-        lines = _ask(left)
-        for line in lines:
+        for line in _ask(left):
             path = left.pop(0)
-            yield _value(path, line["value"]) if "value" in line else _refusal(path, str(line["error"]))
+            answer = json.loads(line, object_hook=partial(_value, path))
+            if "value" in answer:
+                yield answer["value"]
+                continue
+            told = "".join(sign if sign.isprintable() else " " for sign in answer["error"])
+            if told.split(" ")[0] not in ("is", "has", "holds", "claims", "was", "needs", "cannot"):
+                told = f"cannot be read as plain weights: {told}"
+            yield CheckpointError(f"{path} {told}", HINT)
         if left:
             path = left.pop(0)
             yield CheckpointError(f"{path} cannot be read: what unpickles it died, or took too long", HINT)
 
 
-def _refusal(path: Path, reason: str) -> CheckpointError:
-    told = "".join(sign if sign.isprintable() else " " for sign in reason)
-    if told.split(" ")[0] not in ("is", "has", "holds", "claims", "was", "needs", "cannot"):
-        told = f"cannot be read as plain weights: {told}"
-    return CheckpointError(f"{path} {told}", HINT)
-
-
-def _ask(files: Sequence[Path]) -> list[dict[str, Any]]:
+def _ask(files: Sequence[Path]) -> list[bytes]:
     """The answers of a new process, as many as it gave."""
     paths = json.dumps([str(path.absolute()) for path in files])
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
@@ -107,19 +108,18 @@ def _ask(files: Sequence[Path]) -> list[dict[str, Any]]:
     except OSError as error:
         raise CheckpointError(f"cannot start a process that unpickles {files[0]}: {error}") from error
     # A line that does not end is what it died over.
-    return [json.loads(line) for line in told.splitlines(keepends=True) if line.endswith(b"\n")]
+    return [line for line in told.splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def _value(path: Path, value: Any) -> Any:
-    """An answer's value as it was."""
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
+def _value(path: Path, answer: dict[str, Any]) -> Any:
+    """What an object of an answer stands for."""
+    ((kind, content),) = answer.items()
     if kind == "dict":
-        return {Unplain("key") if isinstance(key, dict) else key: _value(path, item) for key, item in content}
+        plain = (str, int, float, NoneType)
+        return {key if isinstance(key, plain) else Unplain("key"): value for key, value in content}
     if kind == "list":
-        return [_value(path, item) for item in content]
+        return content
     if kind == "tensor":
         dtype, shape, strides, offset, start, nbytes = content
         return Stored(path, dtype, tuple(shape), start, nbytes, tuple(strides), offset)
-    return Unplain(content)
+    return Unplain(content) if kind == "other" else answer

@@ -1,17 +1,10 @@
 """A folder that appears complete or not at all.
 
 Everything is written into a sibling `.<name>.partial-<pid>-<random>` and fsynced, the manifest last; one rename then
-makes it the target. Whatever stops the process before that rename (an exception, Ctrl-C, kill -9, a full disk) leaves
-the target as it was: absent, or the old one complete.
-
-A sibling `.<name>.lock`, held by flock, keeps two writers of one target apart. Who holds it knows that every partial
-folder of the target is an orphan: one of the same work is taken over, with the files that its journal says are finished
-and that still have their sha256; any other is swept. A folder is ours by what is in it, not by its name: a journal
-from the first moment on, or the manifest at the last. What a new folder replaces is put into a sibling
-`.<name>.old-<pid>-<random>` with a journal of its own.
-
-A target that is one file (a GGUF) is made in the same way: in such a sibling folder, from which the file is renamed. It
-has no manifest.
+makes it the target. Whatever stops the process before that leaves the target as it was: absent, or the old one
+complete. Who holds the target's lock knows that every partial folder of it is an orphan: one of the same work is taken
+over, with what its journal says is finished and still has its sha256; any other is swept. A target that is one file (a
+GGUF) is made in such a folder too, without a manifest.
 """
 
 from __future__ import annotations
@@ -54,20 +47,17 @@ class Staging:
     """A context manager that makes the folder `target` out of what is written into `.path`, at `commit()`, not before.
 
     `force` lets an existing checkpoint folder (one that holds config.json or gptkit.json, or is empty) be replaced in
-    one step. `key` names the work, so that only the same work from the same source has the same key: with one, a run
-    takes over what an interrupted run of that key has finished. Without, nothing is ever taken over.
-
-    Leaving the `with` block without a commit removes what was written: after an error, so that it does not fill the
-    disk that may have caused it. After an interruption (KeyboardInterrupt, and a signal turned into one) with a key the
-    finished files stay, and a note on the exception says so.
+    one step. `key` names the work: with one, a run takes over what an interrupted run of that key has finished;
+    without, nothing is ever taken over. Leaving the `with` block without a commit removes what was written; after an
+    interruption (KeyboardInterrupt, and a signal turned into one) with a key the finished files stay, and a note on the
+    exception says so.
 
     Entering raises UsageError for a target that exists (or may not be replaced) and for a parent that is missing or
-    read-only, GptkitError where the target is being written by another process or the folder cannot be made.
+    read-only, GptkitError where another process writes the target or the folder cannot be made.
 
     Attributes:
         single: None for a folder. For a target that is one file, whether a file that stands there may be replaced.
-        finished: what was taken over: records by file name, each file hashed again and still right. What else lay in
-            the folder is gone.
+        finished: what was taken over: records by file name, each file hashed again and still right.
     """
 
     def __init__(self, target: Path, force: bool = False, key: str | None = None) -> None:
@@ -93,7 +83,7 @@ class Staging:
     def reserved(self) -> Iterator[None]:
         """Hold the target for this process while the work is being prepared (a download), and `key` may still change.
 
-        Refuses what entering the Staging itself would refuse, which is then done inside. Changes nothing on the disk.
+        Refuses what entering the Staging itself would refuse. Changes nothing on the disk.
         """
         self._claim()
         try:
@@ -151,10 +141,8 @@ class Staging:
     def commit(self, manifest: Mapping[str, object], *, files: Mapping[str, FileRecord] | None = None) -> None:
         """Publish the folder: fsync all of it, write manifest.json last, rename it to the target, fsync the parent.
 
-        Where the target is one file, that is published, without a manifest.
-
         `manifest` holds the caller's own entries (JSON values). `files` gives what is known of files by name, relative
-        to the folder: every other file that was not finished or taken over is read and hashed here. Raises GptkitError
+        to the folder; every other file that was not finished or taken over is read and hashed here. Raises GptkitError
         where a step fails, or UsageError where the target appeared meanwhile: the target then is as it was (or new and
         complete, where the fsync after the rename is what failed).
         """
@@ -398,9 +386,7 @@ def _renameat2(src: Path, dst: Path, flags: int) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder of ours, its mark last. A failure is only logged: no result depends on it, and the next Staging
-    sweeps.
-    """
+    """Remove a folder of ours, its mark last. A failure is only logged: the next Staging sweeps."""
     try:
         for entry in folder.iterdir():
             if entry.is_dir() and not entry.is_symlink():

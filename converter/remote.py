@@ -11,6 +11,8 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from huggingface_hub import hf_hub_url
+
 from ..errors import CheckpointError, InvalidInput, Offline
 from .hub import WAY_ON, Repository, streamed, typed_errors
 from .index import WeightFiles, assembled, index_of, read_index, single
@@ -89,7 +91,8 @@ def read_range(repository: Repository, name: str, begin: int, end: int) -> Part:
     enough of it has come.
     """
     asked = {"Range": f"bytes={begin}-{end - 1}"}
-    with typed_errors(repository, name), streamed(repository, repository.url(name), asked) as response:
+    url = hf_hub_url(repository.repo, name, revision=repository.commit)
+    with typed_errors(repository, name), streamed(repository, url, asked) as response:
         told = response.headers
         if response.status_code == 416:  # nothing at `begin`
             total = told.get("Content-Range", "").rpartition("/")[2]

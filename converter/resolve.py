@@ -210,7 +210,11 @@ def resolve(
     except (Offline, NoModel) as error:
         name = found.text.partition("@")[0]
         if "/" not in found.repo and not name.startswith("hf://"):
-            raise _called_nothing(name, isinstance(error, NoModel)) from error
+            asked = ", nor a model on the hub" if isinstance(error, NoModel) else ""
+            raise InvalidInput(
+                f"no preset, file or folder is called {name!r}{asked}",
+                "gptkit presets lists the presets; a hub repository is written org/name.",
+            ) from error
         if isinstance(error, Offline):
             _refuse_path(name.removeprefix("hf://"), error)
         raise
@@ -294,14 +298,6 @@ def _config_alone(name: str) -> InvalidInput:
     return InvalidInput(
         f"the preset {name} is a config alone: its weights were not published",
         f"gptkit load --random {name} draws some; params, compare and show need none.",
-    )
-
-
-def _called_nothing(name: str, asked: bool) -> InvalidInput:
-    """The error for a name without an organisation that the hub does not know, or could not be `asked` for."""
-    return InvalidInput(
-        f"no preset, file or folder is called {name!r}{', nor a model on the hub' if asked else ''}",
-        "gptkit presets lists the presets; a hub repository is written org/name.",
     )
 
 

@@ -4,9 +4,8 @@
     N bytes   JSON: {"__metadata__": {str: str}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}, padded
     the rest  the tensors' bytes, little-endian, row-major, without holes
 
-A header is somebody else's data: every number in it is checked against the file's size before anything is allocated,
-and nothing but CheckpointError comes out of a bad one, within a second and 512 MB whatever it holds.
-https://github.com/huggingface/safetensors#format
+A header is somebody else's data: nothing but CheckpointError comes out of a bad one, within a second and 512 MB
+whatever it holds. https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -377,12 +376,12 @@ def _short(value: object) -> str:
 def build_header(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[TensorInfo]]:
-    """The first bytes of a file (length and header) for tensors given as (name, dtype, shape), and each tensor's place.
+    """The first bytes of a file (length and header) for tensors given as (name, dtype, shape), and each tensor's place
+    in the order of the file.
 
     Byte for byte what safetensors 0.8 writes: tensors by dtype (DTYPES from its end), then by name; compact JSON,
-    padded with spaces to 8 bytes. `metadata` keeps its order (the library's is random for more than one key); None
-    leaves it out. The places are in the order of the file. Raises CheckpointError for a name given twice or that JSON
-    cannot hold, an unknown dtype, a shape that overflows, a header that is too long.
+    padded with spaces to 8 bytes. `metadata` keeps its order; None leaves it out. Raises CheckpointError for a name
+    given twice or that JSON cannot hold, an unknown dtype, a shape that overflows, a header that is too long.
     """
     for name, dtype, shape in tensors:
         if dtype not in DTYPES or not _is_sizes(shape) or len(shape) > MAX_DIMS:

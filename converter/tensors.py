@@ -1,9 +1,4 @@
-"""A checkpoint: a tree, and where in its files every shared tensor lies. Opening one is `checkpoint.open_checkpoint`.
-
-An HF folder, gptkit's own format and files of others are the same thing here, a ModelSpec and a list of bound leaves
-whose layouts lead from the files' tensors to the shared ones. Everything after that (loading, converting, swapping) is
-a walk over the leaves.
-"""
+"""A checkpoint: a tree, and where in its files every shared tensor lies (`checkpoint.open_checkpoint` opens one)."""
 
 from __future__ import annotations
 

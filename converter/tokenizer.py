@@ -1,21 +1,16 @@
 """A checkpoint's tokenizer: text to ids and back, and the files it is made of.
 
-tokenizer.json is read by the `tokenizers` library, without torch or transformers. It says all there is to say: since
-version 5 transformers itself ignores `add_bos_token` and `add_eos_token` of a tokenizer_config.json beside it, and the
-file's own post-processor decides which special tokens are added. Ids are those of transformers.AutoTokenizer but for
-one case: for a llama tokenizer it rebuilds the file's pipeline, and puts no "▁" before text that directly follows a
-special token written out in the prompt ("<s>Once"), whatever the file says; here the file is followed.
-
-Older forms (tokenizer.model, vocab.json with merges.txt) are read by AutoTokenizer, from local files alone and never
-with a repository's own code.
-
-All of this runs in a process of its own (`tokenizer_process`), which may take little time and memory.
+tokenizer.json is read by the `tokenizers` library. Since version 5 transformers itself ignores `add_bos_token` and
+`add_eos_token` of a tokenizer_config.json beside it: the file's own post-processor decides. Ids are those of
+AutoTokenizer but for one case: for a llama tokenizer it puts no "▁" before text that directly follows a special token
+written out in the prompt ("<s>Once"), whatever the file says; here the file is followed. Older forms (tokenizer.model,
+vocab.json with merges.txt) are read by AutoTokenizer, from local files alone and never with a repository's own code.
+All of this runs in a process of its own (`tokenizer_process`).
 """
 
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import os
 import re
 import subprocess
@@ -83,7 +78,8 @@ class Tokenizer:
     def __init__(self, path: Path, text: bytes | None = None, folder: Path | None = None) -> None:
         self.path = path
         self.eos_ids: tuple[int, ...] = ()
-        nbytes = _bytes_of([path] if folder is None else token_files(folder)) if text is None else len(text)
+        files = [path] if folder is None else token_files(folder)
+        nbytes = sum(file.stat().st_size for file in files) if text is None else len(text)
         if nbytes > MAX_BYTES:
             raise InvalidInput(f"{path} has {nbytes:,} bytes, which is more than a tokenizer takes")
         # One thread: a thread's stack and heap count for memory, and nothing here takes long enough to share.
@@ -184,10 +180,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _bytes_of(files: Iterable[Path]) -> int:
-    return sum(file.stat().st_size for file in files)
-
-
 class StreamDecoder:
     """Ids to text as they come: the pieces, with `finish`'s, joined are the decoding of all ids at once.
 
@@ -239,8 +231,8 @@ def _after(given: str, text: str) -> str:
 
     Such a prompt ends within a character, whose other bytes came now.
     """
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(given, text, strict=False))
-    return text[sum(1 for _ in same) :]
+    same = next((at for at, (a, b) in enumerate(zip(given, text, strict=False)) if a != b), min(len(given), len(text)))
+    return text[same:]
 
 
 def load_tokenizer(folder: Path, texts: Mapping[str, bytes] | None = None) -> Tokenizer | None:
@@ -259,7 +251,13 @@ def load_tokenizer(folder: Path, texts: Mapping[str, bytes] | None = None) -> To
     else:
         model = next((folder / name for name in _SENTENCEPIECE if (folder / name).is_file()), None)
         if model is not None:
-            _require_sentencepiece(model)
+            # Asked first: without it transformers takes the file for another kind, and its error names that.
+            if importlib.util.find_spec("sentencepiece") is None:
+                raise InvalidInput(
+                    f"{model} is a SentencePiece model, and there is no tokenizer.json beside it",
+                    "pip install sentencepiece protobuf, or add the tokenizer.json that transformers' save_pretrained"
+                    " writes",
+                )
         elif not all((folder / name).is_file() for name in ("vocab.json", "merges.txt")):
             return None
         path, older, texts = model or folder / "vocab.json", folder, None
@@ -281,7 +279,12 @@ def eos_ids(
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name, texts).get("eos_token_id")
         if value is not None:
-            return _ids(value, folder / name)
+            values = value if isinstance(value, list) else [value]
+            if not all(isinstance(each, int) and not isinstance(each, bool) for each in values):
+                raise InvalidInput(
+                    f"{folder / name}: eos_token_id is {value!r:.60}, expected a token id or a list of them"
+                )
+            return tuple(values)
     token = _read_json(folder / "tokenizer_config.json", texts).get("eos_token")
     if isinstance(token, dict):  # an AddedToken, written out
         token = token.get("content")
@@ -308,24 +311,8 @@ def travels(name: str) -> bool:
     )
 
 
-def _require_sentencepiece(model: Path) -> None:
-    """Asked first: without it transformers takes the file for another kind, and its error names that."""
-    if importlib.util.find_spec("sentencepiece") is None:
-        raise InvalidInput(
-            f"{model} is a SentencePiece model, and there is no tokenizer.json beside it",
-            "pip install sentencepiece protobuf, or add the tokenizer.json that transformers' save_pretrained writes",
-        )
-
-
 def _read_json(path: Path, texts: Mapping[str, bytes] | None = None) -> dict[str, Any]:
     """The file's object, empty where there is no such file; looked for among `texts` where there are any."""
     if texts:
         return parse_config_text(texts[path.name], path.name) if path.name in texts else {}
     return read_config_file(path)[0] if path.is_file() else {}
-
-
-def _ids(value: object, path: Path) -> tuple[int, ...]:
-    values = value if isinstance(value, list) else [value]
-    if not all(isinstance(each, int) and not isinstance(each, bool) for each in values):
-        raise InvalidInput(f"{path}: eos_token_id is {value!r:.60}, expected a token id or a list of them")
-    return tuple(values)

@@ -88,15 +88,11 @@ class Loaded:
             allow(len(given), RUNNING)
             return self.backend.decode(given, skip_special_tokens=flag)
         if what == "special":
-            found = self.backend.get_added_tokens_decoder()
-            return [token_id for token_id, token in found.items() if token.special]
-        if what == "id_to_token":
-            return self.backend.id_to_token(given)
+            added = self.backend.get_added_tokens_decoder()
+            return [token_id for token_id, token in added.items() if token.special]
         if what == "token_to_id":
             return [self.backend.token_to_id(token) for token in given]
-        if what == "get_vocab_size":
-            return self.backend.get_vocab_size(with_added_tokens=True)
-        return self.backend.to_str()
+        return getattr(self.backend, what)(*([] if given is None else [given]))  # the other questions
 
 
 def older(folder: str, nbytes: int) -> Any:

@@ -1,9 +1,8 @@
 """The tree of a checkpoint, from its config alone: gptkit.json of our own format, or config.json. No numpy.
 
-gptkit.json holds the tree as JSON with a schema version, the dtype to compute in, where the checkpoint came from
-(family, reference, commit, the text of its config.json, so that converting back restores it byte for byte) and what
-was done to it since. The same by itself, in a .json file of any name, is a tree to look at or to start from
-(`write_spec`, which `gptkit recommend --out` uses): every command that needs no weights takes it.
+gptkit.json holds the tree as JSON with a schema version, the dtype to compute in, where the checkpoint came from (with
+the text of its config.json, so that converting back restores it byte for byte) and what was done to it since. The same
+in a .json file of any name is a tree by itself (`write_spec`): every command that needs no weights takes it.
 """
 
 from __future__ import annotations
@@ -122,7 +121,10 @@ def _is_tree(path: Path, data: Mapping[str, Any]) -> bool:
 
 
 def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[str]]:
-    _require_plain(data, path)
+    try:  # what Python's parser takes and JSON has not: NaN, numbers beyond fp64, half a surrogate pair
+        json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} holds what JSON cannot: {error}") from error
     if data.get("schema_version") != LOCAL_SCHEMA:
         raise ConfigError(
             f"{path} has schema version {data.get('schema_version')!r:.40}, this gptkit reads {LOCAL_SCHEMA}",
@@ -143,14 +145,6 @@ def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[st
             return from_json(data.get("spec")), found, []
     except (OverflowError, RecursionError) as error:  # an integer that no float holds
         raise ConfigError(f"{path} is not a gptkit model spec: {error}") from error
-
-
-def _require_plain(data: dict[str, Any], path: Path) -> None:
-    """Refuse what Python's parser takes and JSON has not: NaN, numbers beyond fp64, half a surrogate pair."""
-    try:
-        json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} holds what JSON cannot: {error}") from error
 
 
 def holds_tree(path: Path) -> bool:
@@ -180,12 +174,7 @@ def described_tree(spec: ModelSpec, origin: Origin, dtype: str) -> dict[str, Any
 
 
 def write_spec(
-    spec: ModelSpec,
-    path: str | Path,
-    *,
-    origin: Origin | None = None,
-    dtype: str = "float32",
-    force: bool = False,
+    spec: ModelSpec, path: str | Path, *, origin: Origin | None = None, dtype: str = "float32", force: bool = False
 ) -> Path:
     """Write a tree by itself to a .json file, which `params`, `compare`, `show` and `load --random` take as a model.
 

@@ -1,12 +1,13 @@
 """What a conversion writes: a plan made from shapes alone, and the plain walk that fills it.
 
-`plan` says every file, tensor, dtype and byte position without reading a weight; it is what --dry-run prints.
-`transfer` carries a checkpoint's tensors over by it; `execute` here takes tensors that somebody computes (a swap), as
-they come, and holds a part only until the output tensor it belongs to is whole.
+`plan` says every file, tensor, dtype and byte position without reading a weight. `transfer` carries a checkpoint's
+tensors over by it; `execute` here takes tensors that somebody computes (a swap), and holds a part only until its output
+is whole.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import struct
@@ -19,6 +20,7 @@ import numpy as np
 
 from ..architectures import BoundLeaf
 from ..errors import CheckpointError
+from ..version import __version__
 from .block_file import Block, BlockFile
 from .dtypes import cast, widest
 from .index import is_plain
@@ -106,6 +108,13 @@ class Plan:
         files = sum(path.stat().st_size for path in self.companions)
         return sum(s.size for s in self.shards) + sum(len(t) for t in self.texts.values()) + files
 
+    def digest(self, *about: object) -> str:
+        """What tells this work from any other: every byte planned, and what there is to say of its source."""
+        digest = hashlib.sha256(f"{__version__} {about!r}".encode())
+        for shard in self.shards:
+            digest.update(repr((shard.name, shard.size)).encode() + shard.header)
+        return digest.hexdigest()
+
     @property
     def tensors(self) -> int:
         return sum(len(shard.outputs) for shard in self.shards)
@@ -183,10 +192,8 @@ def as_it_was(
 ) -> tuple[tuple[Shard, ...], dict[str, bytes]] | None:
     """The shards and the index that `files` (see Origin) describe, None where these are not their tensors any more.
 
-    `canonical` tells under which of the leaves' names a tensor of the files goes: those of a base model have no prefix,
-    and old ones have old names. They are written under the names that they had.
-
-    Every header comes from a folder that anybody may have edited: it is checked as if it were read from a file.
+    `canonical` tells under which of the leaves' names a tensor of the files goes; it is written under the name that it
+    had. Every header comes from a folder that anybody may have edited: it is checked as if it were read from a file.
     """
     here = {leaf.checkpoint: (leaf, widest([dtypes[name] for name in leaf.shared])) for leaf in leaves}
     index = {name: text.encode() for name, text in files.items() if name == INDEX}
@@ -253,14 +260,11 @@ def execute(
     staging: Staging,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, FileRecord]:
-    """Write the plan into an open staging folder, `tensors` being (shared name, array, dtype) in any order.
+    """Write the plan into an open staging folder, `tensors` being (shared name, array, dtype) in any order; returns the
+    hashes of every weight file, for the manifest.
 
-    Returns:
-        The hashes of every weight file, for the manifest.
-
-    Raises:
-        CheckpointError: a value does not fit the output's dtype.
-        GptkitError: the disk is too small or a write fails; nothing is published.
+    Raises CheckpointError: a value does not fit the output's dtype. GptkitError: the disk is too small or a write
+    fails.
     """
     prepare(plan, staging)
     writers = [writer(shard, staging) for shard in plan.shards]

@@ -46,19 +46,13 @@ class Opened:
 class Request:
     """What a format is asked to write.
 
-    dtypes: each shared tensor's stored dtype as safetensors names it; asked: --dtype in the user's words, which may be
-    one that only this format knows (q8_0); dtype: what the model is to be computed in.
-    companions: tokenizer files and the like that lie beside the source; texts: such files that the source held inside.
+    asked: --dtype in the user's words, which may be one that only this format knows (q8_0).
+    companions: tokenizer files and the like that lie beside the source; others it may hold inside (`source.texts`).
     """
 
     source: Checkpoint
-    spec: ModelSpec
-    origin: Origin
-    dtypes: Mapping[str, str]
-    dtype: str
     asked: str | None
     companions: tuple[Path, ...]
-    texts: Mapping[str, bytes]
     max_shard_bytes: int
 
 

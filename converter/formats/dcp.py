@@ -143,17 +143,17 @@ def plan(request: Request) -> Plan:
     from ..convert import plan_output
     from ..dtypes import parse_dtype
 
-    dtypes, compute = request.dtypes, request.dtype
+    dtypes, compute = request.source.shared_dtypes(), request.source.dtype
     if request.asked is not None:
         compute = parse_dtype(request.asked)
         dtypes = dict.fromkeys(dtypes, compute)
-    to = "local" if request.origin.family is None else "hf"
-    spec, origin = request.spec, replace(request.origin, files={})
-    like = plan_output(spec, origin, to, dtypes, compute, None, request.max_shard_bytes, request.texts)
+    to = "local" if request.source.origin.family is None else "hf"
+    spec, origin = request.source.spec, replace(request.source.origin, files={})
+    like = plan_output(spec, origin, to, dtypes, compute, None, request.max_shard_bytes, request.source.texts)
     shards = tuple(_lay_out(f"__0_{i}.distcp", shard.outputs) for i, shard in enumerate(like.shards))
     tied = {}
     if to == "hf" and spec.head.tied:
-        tied[named(str(request.origin.family)).head] = "embedding.weight"
+        tied[named(str(request.source.origin.family)).head] = "embedding.weight"
     texts = {name: text for name, text in like.texts.items() if name != INDEX}
     return replace(
         like, shards=shards, texts={**texts, METADATA: _metadata(shards, tied)}, companions=request.companions

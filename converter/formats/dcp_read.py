@@ -224,8 +224,7 @@ def _placed(folder: Path, place: _Stand, sizes: dict[str, int]) -> tuple[Path, i
         sizes[name] = path.stat().st_size
     if start + nbytes > sizes[name]:
         raise CheckpointError(
-            f"{path} is truncated: {start + nbytes:,} bytes expected, {sizes[name]:,} found",
-            "Fetch or save it again.",
+            f"{path} is truncated: {start + nbytes:,} bytes expected, {sizes[name]:,} found", "Fetch or save it again."
         )
     return path, start, nbytes
 

@@ -149,8 +149,7 @@ def _kind(path: Path | str, header: Header) -> GgufArchitecture:
     parts = header.metadata.get("split.count", 1)
     if parts not in (0, 1):
         raise InvalidInput(
-            f"{path} is one of {parts!r:.20} parts of a model",
-            "Join them with llama.cpp's llama-gguf-split --merge.",
+            f"{path} is one of {parts!r:.20} parts of a model", "Join them with llama.cpp's llama-gguf-split --merge."
         )
     try:
         return gguf_architecture(header.metadata.get("general.architecture"))

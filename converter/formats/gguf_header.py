@@ -128,10 +128,7 @@ def open_header(path: Path) -> Header:
 
 
 def parse_header(
-    where: Path | str,
-    buffer: Buffer,
-    size: int | None = None,
-    elsewhere: Callable[[int, int], bytes] | None = None,
+    where: Path | str, buffer: Buffer, size: int | None = None, elsewhere: Callable[[int, int], bytes] | None = None
 ) -> Header:
     """Check the header at the beginning of a file's bytes against all of them.
 

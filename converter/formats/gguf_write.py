@@ -49,8 +49,9 @@ def plan(request: Request) -> Plan:
     tokenizer's files are broken. UsageError: a dtype that GGUF files are not written in.
     """
     asked = _parse(request.asked)
-    tree = expressed(request.spec, request.origin.family)
-    tensors = [(leaf, _type_of(leaf, request.dtypes, asked)) for leaf in tree.leaves]
+    tree = expressed(request.source.spec, request.source.origin.family)
+    dtypes = request.source.shared_dtypes()
+    tensors = [(leaf, _type_of(leaf, dtypes, asked)) for leaf in tree.leaves]
     stored = _most(tensors)
     notes = []
     narrow = sum(asked == "Q8_0" and kind == "F16" for _, kind in tensors)
@@ -58,14 +59,14 @@ def plan(request: Request) -> Plan:
         notes.append(f"{narrow} tensors whose rows are no multiple of {BLOCK} values are stored as F16, not Q8_0")
     if LONG in tree.extras:
         notes.append("llama.cpp chooses LongRoPE's divisors by the context it is given, not by how long the text is")
-    vocab = vocabulary(_token_files(request), request.spec.vocab_size, _numbered(request))
-    name = _name(request.origin.reference or request.source.path.name)
+    vocab = vocabulary(_token_files(request), request.source.spec.vocab_size, _numbered(request))
+    name = _name(request.source.origin.reference or request.source.path.name)
     metadata: dict[str, Value] = {
         "general.architecture": tree.architecture.name,
         "general.type": "model",
         "general.name": name,
         **tree.metadata,
-        f"{tree.architecture.name}.vocab_size": request.spec.vocab_size,
+        f"{tree.architecture.name}.vocab_size": request.source.spec.vocab_size,
         "general.file_type": FILE_TYPES[stored],
         "general.quantization_version": 2,  # ggml's, of the block formats
         **vocab.metadata,
@@ -230,7 +231,7 @@ def _token_files(request: Request) -> dict[str, bytes]:
     """The files that say how text is tokenized, by name; those that the source held inside are the model's for sure."""
     wanted = re.compile(r"(tokenizer|tokenizer_config|special_tokens_map|chat_template|spiece)\.(json|model|jinja)")
     files = {path.name: path.read_bytes() for path in request.companions if wanted.fullmatch(path.name)}
-    files |= {name: text for name, text in request.texts.items() if wanted.fullmatch(name)}
+    files |= {name: text for name, text in request.source.texts.items() if wanted.fullmatch(name)}
     if not any(name in files for name in ("tokenizer.json", "tokenizer.model", "spiece.model")) and request.companions:
         # vocab.json and merges.txt say nothing of how text is split: transformers knows it for each class.
         tokenizer = load_tokenizer(request.companions[0].parent)
@@ -241,9 +242,9 @@ def _token_files(request: Request) -> dict[str, bytes]:
 
 def _numbered(request: Request) -> dict[str, Any]:
     """Special tokens by id: config.json's, over it generation_config.json's."""
-    found = dict(request.origin.config or {})
+    found = dict(request.source.origin.config or {})
     beside = {path.name: path for path in request.companions}
-    text = request.texts.get("generation_config.json")
+    text = request.source.texts.get("generation_config.json")
     if text is None and "generation_config.json" in beside:
         text = beside["generation_config.json"].read_bytes()
     if text is not None:

@@ -102,14 +102,14 @@ def plan(request: Request, version: int = 0) -> Plan:
     from ..write import Constant, Output, Plan, Shard
     from .llama2c_tokenizer import TOKENIZER, tokenizer_bin
 
-    wide = sorted(name for name, dtype in request.dtypes.items() if dtype == "F64")
+    wide = sorted(name for name, dtype in request.source.shared_dtypes().items() if dtype == "F64")
     if request.asked is not None and parse_dtype(request.asked) != "F32":
         raise UsageError(f"llama2.c's files hold float32, not {request.asked}", "Leave --dtype out.")
     if wide and request.asked is None:
         raise UsageError(
             f"llama2.c's files hold float32, and {wide[0]} is float64", "Pass --dtype float32 to round it."
         )
-    sizes, bound = expressed(request.spec)
+    sizes, bound = expressed(request.source.spec)
     leaves = {leaf.checkpoint: leaf for leaf in bound}
     vocab = sizes.vocab_size if version or sizes.shared else -sizes.vocab_size
     header = _SIZES.pack(*astuple(sizes)[:5], vocab, sizes.max_seq_len)

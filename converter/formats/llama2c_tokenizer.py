@@ -108,7 +108,7 @@ def tokenizer_bin(request: Request, sizes: Sizes) -> tuple[bytes | None, list[st
     Raises InvalidInput where the tokenizer's files are broken.
     """
     files = {path.name: path.read_bytes() for path in request.companions if path.name in _FILES}
-    files |= {name: request.texts[name] for name in request.texts if name in _FILES}
+    files |= {name: request.source.texts[name] for name in request.source.texts if name in _FILES}
     if "tokenizer.model" in files:
         files.pop("tokenizer.json", None)  # it has the scores, the other only an order
     if "tokenizer.model" not in files and "tokenizer.json" not in files:

@@ -16,16 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ...architectures.base import BoundLeaf, bind
-from ...architectures.nanogpt import (
-    ARGUMENTS,
-    EMBEDDING,
-    HEAD,
-    LEAVES,
-    config_of,
-    expressed,
-    is_buffer,
-    spec_of,
-)
+from ...architectures.nanogpt import ARGUMENTS, EMBEDDING, HEAD, LEAVES, config_of, expressed, is_buffer, spec_of
 from ...components import Activation, ModelSpec
 from ...errors import CheckpointError, UntrustedInput
 from ..names import CONFIG, LOCAL_CONFIG, refuse_pointer
@@ -177,11 +168,12 @@ def plan(request: Request, activation: Activation = "gelu") -> Plan:
     from ..safetensors import DTYPES
     from ..write import Output, Plan, Shard
 
-    arguments, leaves = expressed(request.spec, activation)
+    arguments, leaves = expressed(request.source.spec, activation)
     # As model.py lists them: the embeddings, the blocks, the last norm.
     leaves.sort(key=lambda leaf: leaf.checkpoint.startswith("transformer.ln_f."))
     asked = None if request.asked is None else parse_dtype(request.asked)
-    tensors = [(leaf, asked or widest([request.dtypes[name] for name in leaf.shared])) for leaf in leaves]
+    dtypes = request.source.shared_dtypes()
+    tensors = [(leaf, asked or widest([dtypes[name] for name in leaf.shared])) for leaf in leaves]
     files = {"data.pkl": _program(arguments, tensors, activation), "byteorder": b"little", "version": b"3\n"}
     archive = archive_of("ckpt", files, [math.prod(leaf.shape) * DTYPES[dtype].itemsize for leaf, dtype in tensors])
     outputs = tuple(

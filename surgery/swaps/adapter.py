@@ -20,7 +20,6 @@ import numpy as np
 from ...architectures.config import read_config_file
 from ...converter.dtypes import to_float64
 from ...converter.files import sha256_file
-from ...converter.hub import Repository
 from ...converter.index import single
 from ...converter.safetensors import read_header
 from ...converter.weights import Weights
@@ -242,6 +241,8 @@ def _refuse_without_weights(reference: str, pickled: bool) -> None:
 
 def _fetched(repo: str, revision: str | None, name: str, offline: bool) -> Path | None:
     from huggingface_hub import constants, try_to_load_from_cache
+
+    from ...converter.hub import Repository
 
     if not offline and not constants.HF_HUB_OFFLINE:
         return Repository.open(repo, revision).fetch(name)

@@ -28,7 +28,7 @@ from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.contents import Unplain
 from gptkit.converter.convert import convert
 from gptkit.converter.pickles import answers, pickle_weights, unpickled
-from gptkit.converter.weights import Stored
+from gptkit.converter.weights import Stored, Weights
 from gptkit.errors import CheckpointError
 
 Edit = Callable[[dict[str, torch.Tensor]], Any]
@@ -235,7 +235,8 @@ def test_what_is_wrong_with_a_file_from_before_1_6(tmp_path: Path) -> None:
             assert file.name in str(answer) and len(str(answer)) < 600
             continue
         try:
-            weights = pickles.StoredWeights(dict(pickles.named_tensors(file, answer)))
+            weights = Weights(dict(pickles.named_tensors(file, answer)))
+            weights.check()
             for name, (dtype, _) in weights.info.items():
                 if dtype == "F32":
                     weights.read(name).sum()
@@ -516,7 +517,8 @@ def test_mutated_files_raise_nothing_else(folder: Path, tmp_path: Path) -> None:
             assert path.name in str(answer) and len(str(answer)) < 600
             continue
         try:
-            weights = pickles.StoredWeights(dict(pickles.named_tensors(path, answer)))
+            weights = Weights(dict(pickles.named_tensors(path, answer)))
+            weights.check()
             for name, (dtype, _) in weights.info.items():
                 if dtype in ("F32", "BF16"):
                     weights.read(name).sum()
