@@ -18,12 +18,11 @@ from ..architectures import Architecture, BoundLeaf, named
 from ..architectures.layout import IDENTITY
 from ..components import ModelSpec
 from ..errors import CheckpointError, InvalidInput
-from .contents import renamed
 from .dtypes import FLOATS, HF_NAMES, INTEGERS, widest
 from .formats import Opened
 from .index import WeightFiles, weight_files
 from .names import INDEX
-from .pickles import pickle_weights
+from .pickles import pickle_weights, renamed
 from .resolve import Reference, quantised, read_spec, resolve
 from .tensors import Checkpoint as Checkpoint
 from .tensors import identity_leaves as identity_leaves

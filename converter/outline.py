@@ -96,7 +96,7 @@ def _outline(found: Reference) -> Outline:
 def _of_hub(found: Reference, offline: bool, companions: bool) -> Outline:
     """The tree of a repository, by its config.json or by the header of the GGUF in it."""
     from .hub import NoConfig
-    from .remote_gguf import only_gguf, read_gguf
+    from .remote import only_gguf, read_gguf
 
     repo, revision, file = str(found.repo), found.revision, found.file
     if file is None:

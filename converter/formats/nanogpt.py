@@ -61,8 +61,7 @@ def _untrusted(path: Path, hint: str) -> UntrustedInput:
 
 def read(file: Path, allow_pickle: bool) -> Opened:
     """Open the file. Raises UntrustedInput unless allowed, CheckpointError for anything but nanoGPT's own."""
-    from ..contents import not_as_it_is
-    from ..pickles import unpickled
+    from ..pickles import not_as_it_is, unpickled
     from ..tree import Origin
     from . import Opened
 

@@ -25,9 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gptkit.converter import pickles
 from gptkit.converter.checkpoint import open_checkpoint
-from gptkit.converter.contents import Unplain
 from gptkit.converter.convert import convert
-from gptkit.converter.pickles import answers, pickle_weights, unpickled
+from gptkit.converter.pickles import Unplain, answers, pickle_weights, unpickled
 from gptkit.converter.weights import Stored, Weights
 from gptkit.errors import CheckpointError
 
