@@ -379,9 +379,8 @@ class Expressed:
 
 
 def expressed(spec: ModelSpec, family: str | None = None) -> Expressed:
-    """A tree as llama.cpp reads it, `family`'s architecture tried before the others.
-
-    Raises CannotExpress: none of llama.cpp's architectures here computes this tree; says what is in the way.
+    """A tree as llama.cpp reads it, `family`'s architecture tried before the others. Raises CannotExpress: none of
+    llama.cpp's architectures here computes this tree; says what is in the way.
     """
     kinds = sorted(GGUF.values(), key=lambda kind: family not in kind.written)
     found, refused = first_of(kinds, spec, clear=("rounding",))

@@ -23,9 +23,8 @@ MAX_PAIRS = 2**16
 
 
 def read_rope(facts: Facts, head_dim: int, context: int) -> dict[str, Any]:
-    """config.json's rope_theta and rope_scaling.
-
-    Raises ConfigError: a scaling that is not known, or a tensor that is none.
+    """config.json's rope_theta and rope_scaling. Raises ConfigError: a scaling that is not known, or a tensor that is
+    none.
     """
     base = facts.number("rope.freq_base", 10_000.0)
     return {"rope_theta": base, "rope_scaling": _read_scaling(facts, head_dim, base, context)}
@@ -148,10 +147,7 @@ def llama3_divisors(scaling: Llama3Scaling, base: float, pairs: int) -> list[flo
 
 
 def fit_llama3(divisors: list[float], base: float) -> Llama3Scaling | None:
-    """The scaling that gives these divisors, None where all are 1.
-
-    Raises ConfigError: there is none.
-    """
+    """The scaling that gives these divisors, None where all are 1. Raises ConfigError: there is none."""
     factor = shortest(max(divisors, default=1.0))
     if all(value == 1 for value in divisors):
         return None

@@ -26,9 +26,8 @@ NARROWER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 def gguf_types(spec: ModelSpec, family: str, kind: str) -> list[tuple[Parameter, str]]:
     """The type of each of a tree's parameters in a file of `FILE_TYPES`. Queries, keys and values are apart here, which
-    a file may hold in one tensor, of one type and as many bytes.
-
-    Raises CannotExpress: llama.cpp has no architecture for the family, or gives a tensor of such a shape no type.
+    a file may hold in one tensor, of one type and as many bytes. Raises CannotExpress: llama.cpp has no architecture
+    for the family, or gives a tensor of such a shape no type.
     """
     name = next((each.name for each in GGUF.values() if family in each.written), "llama" if family == "mixtral" else "")
     latent = any(hasattr(node, "kv_rank") for node in spec.components())

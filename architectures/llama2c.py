@@ -176,9 +176,8 @@ class Llama2c:
 
 
 def expressed(spec: ModelSpec) -> tuple[Sizes, list[BoundLeaf]]:
-    """A tree as a header's sizes and the tensors of a file.
-
-    Raises CannotExpress: llama2.c computes no such tree; the components in the way are listed.
+    """A tree as a header's sizes and the tensors of a file. Raises CannotExpress: llama2.c computes no such tree; the
+    components in the way are listed.
     """
     found = express(Llama2c(), spec, clear=("rounding",))
     if found.found is None:

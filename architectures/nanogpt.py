@@ -102,9 +102,8 @@ class NanoGPT:
 
 
 def expressed(spec: ModelSpec, activation: Activation) -> tuple[dict[str, Any], list[BoundLeaf]]:
-    """A tree as `model_args` and the tensors of a checkpoint, for a model.py with that GELU.
-
-    Raises CannotExpress: nanoGPT's model is no such tree; the components in the way are listed.
+    """A tree as `model_args` and the tensors of a checkpoint, for a model.py with that GELU. Raises CannotExpress:
+    nanoGPT's model is no such tree; the components in the way are listed.
     """
     target = NanoGPT(activation)
     found = express(target, spec, clear=("rounding",))

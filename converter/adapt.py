@@ -21,9 +21,8 @@ from .tensors import Checkpoint
 
 
 def adapt(source: Checkpoint, architecture: Architecture) -> Checkpoint:
-    """The checkpoint with the nearest tree that the family expresses and that computes the same.
-
-    Raises CannotExpress: there is none; the components in the way are listed.
+    """The checkpoint with the nearest tree that the family expresses and that computes the same. Raises CannotExpress:
+    there is none; the components in the way are listed.
     """
     found = express(architecture, source.spec, _zero(source))
     if found.found is None:
@@ -41,9 +40,8 @@ def any_family(origin: str | None) -> list[Architecture]:
 
 
 def adapt_to_any(source: Checkpoint) -> tuple[Architecture, Checkpoint]:
-    """The first family that expresses the checkpoint's tree, its own before others, and the checkpoint so.
-
-    Raises CannotExpress: there is none; what is in the way of the nearest one is listed.
+    """The first family that expresses the checkpoint's tree, its own before others, and the checkpoint so. Raises
+    CannotExpress: there is none; what is in the way of the nearest one is listed.
     """
     families = any_family(source.origin.family)
     found, refused = first_of(families, source.spec, _zero(source))

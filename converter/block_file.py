@@ -49,9 +49,8 @@ class BlockFile:
     """
 
     def __init__(self, path: Path, header: bytes, blocks: Sequence[Block], nbytes: int | None = None) -> None:
-        """`blocks` in the order of the file; `nbytes` the file's size, by default up to the last block's end.
-
-        Raises GptkitError where the file exists or cannot be written.
+        """`blocks` in the order of the file; `nbytes` the file's size, by default up to the last block's end. Raises
+        GptkitError where the file exists or cannot be written.
         """
         self.path = path
         self.blocks = {block.name: block for block in blocks}
@@ -100,10 +99,9 @@ class BlockFile:
 
     @contextlib.contextmanager
     def pieces(self, name: str) -> Iterator[Callable[[Any], None]]:
-        """Gives a function that takes the block's bytes piece after piece; on leaving, all must have come.
-
-        Raises CheckpointError for a block that was not declared, was begun before, or is not filled exactly;
-        GptkitError where the disk refuses.
+        """Gives a function that takes the block's bytes piece after piece; on leaving, all must have come. Raises
+        CheckpointError for a block that was not declared, was begun before, or is not filled exactly; GptkitError where
+        the disk refuses.
         """
         with self._fill(name) as filling:
 
@@ -126,9 +124,7 @@ class BlockFile:
 
         Not with copy_file_range(2): to be compared and hashed a chunk has to be read anyway, and once it lies in the
         processor's cache, writing it from there takes half as long as the kernel's own copy (measured on ext4 and
-        tmpfs).
-
-        Raises as `pieces`, and where the source ends early.
+        tmpfs). Raises as `pieces`, and where the source ends early.
         """
         with self._fill(name) as filling:
             block = filling.block
@@ -144,9 +140,8 @@ class BlockFile:
                 look(chunk)
 
     def close(self, ending: bytes = b"") -> None:
-        """Check that every block was written, write what ends the file, finish the hash, fsync.
-
-        Raises CheckpointError, GptkitError.
+        """Check that every block was written, write what ends the file, finish the hash, fsync. Raises CheckpointError,
+        GptkitError.
         """
         if self._fd is None:
             return

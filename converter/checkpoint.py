@@ -44,12 +44,12 @@ def open_checkpoint(
 
     With `headers_only` the weights of a hub repository are not fetched, and nothing can be read from the checkpoint.
     With `integers` weights may be stored as integers too. With `partial` tensors may be missing, and those without a
-    place in the model are there under their own names unless `allow_extra` leaves them out: for whoever compares
-    files, not for whoever runs a model.
+    place in the model are there under their own names unless `allow_extra` leaves them out: for whoever compares files,
+    not for whoever runs a model.
 
-    Raises InvalidInput: files or config broken, family unknown, tensors missing, extra (unless `allow_extra`, or both
-    with `partial`), mis-shaped or not floating point; all tensors at fault are listed. Offline: it is not here and
-    there is no network.
+    Raises InvalidInput for files or a config that are broken, a family that is unknown, and tensors that are missing,
+    extra (unless `allow_extra`, or both with `partial`), mis-shaped or not floating point, all of which are listed;
+    Offline where it is not here and there is no network.
     """
     found, remote = _find(reference, offline, allow_pickle, headers_only, _usable)
     assert found.path is not None

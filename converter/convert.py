@@ -70,9 +70,8 @@ ENDINGS = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
 
 
 def _is_file(target: Path, to: Target) -> bool:
-    """Whether OUT names the file itself: a .gguf, which holds all that there is to a model.
-
-    Raises UsageError: the name is a file's, and the format has files beside (a tokenizer.bin, a config.json).
+    """Whether OUT names the file itself: a .gguf, which holds all that there is to a model. Raises UsageError: the name
+    is a file's, and the format has files beside (a tokenizer.bin, a config.json).
     """
     if target.suffix not in ENDINGS:
         return False
@@ -97,10 +96,8 @@ def plan_output(
 
     `dtypes` by shared name, `compute_dtype` what it is to be run in, `folder` where tokenizer files lie, `texts` such
     files by name and content, `max_shard_bytes` by default as the original was sharded (for "local" as `homes` says,
-    the file that each tensor comes from), or else 5 GB.
-
-    Raises CannotExpress: the family has no place for some components. UsageError: `to` is no known format, or "hf" for
-    a tree that never had a family.
+    the file that each tensor comes from), or else 5 GB. Raises CannotExpress: the family has no place for some
+    components. UsageError: `to` is no known format, or "hf" for a tree that never had a family.
     """
     to = parsed(to)
     companions = token_files(folder) if folder is not None else []
@@ -140,9 +137,8 @@ def main_dtype(spec: ModelSpec, dtypes: Mapping[str, str]) -> str:
 
 
 def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:
-    """The checkpoint as a tree of the family that it is to be written as, and which that is.
-
-    Raises CannotExpress where it cannot hold the tree.
+    """The checkpoint as a tree of the family that it is to be written as, and which that is. Raises CannotExpress where
+    it cannot hold the tree.
     """
     if to.family is None:
         return source, to
@@ -175,9 +171,8 @@ def _hf_config(architecture: Architecture, spec: ModelSpec, origin: Origin, stor
 def plan_conversion(
     source: Checkpoint, to: str | Target, dtype: str | None = None, max_shard_bytes: int | None = None
 ) -> Plan:
-    """The plan for an opened checkpoint in the format `to`, every tensor as `dtype` (see `convert`) or as it is.
-
-    Raises as `plan_output`.
+    """The plan for an opened checkpoint in the format `to`, every tensor as `dtype` (see `convert`) or as it is. Raises
+    as `plan_output`.
     """
     to, folder = parsed(to), companions(source)
     if to.kind in FORMATS:

@@ -371,9 +371,8 @@ class Guest(Team):
         return _Shared(self, target, force)
 
     def opened(self) -> tuple[str, list[str], str]:
-        """What the host offers once it has a folder: its path, the files finished in it, the digest of the work.
-
-        Raises Elsewhere where it never will.
+        """What the host offers once it has a folder: its path, the files finished in it, the digest of the work. Raises
+        Elsewhere where it never will.
         """
         self.wait(lambda: self.offer or self.stop.is_set() or self.ended)
         if self.offer is None or self.stop.is_set():

@@ -42,7 +42,6 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 def copy_file(src: Path, dst: Path) -> None:
     """Copy the bytes of `src` into a new file `dst`, inside the kernel where it can; mode by the umask, not src's.
-
     Raises GptkitError where that fails or `dst` exists.
     """
     try:
@@ -72,7 +71,6 @@ def sha256_file(path: Path) -> str:
 
 def read_small(path: Path, most: int) -> bytes:
     """A plain file's bytes, which are at most `most`: a pipe is not waited for, and a file without end not begun.
-
     Raises OSError: it cannot be read, is no plain file, or is larger.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

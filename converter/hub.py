@@ -118,9 +118,8 @@ class Repository:
 
     @classmethod
     def open(cls, repo: str, revision: str | None, *, offline: bool = False, cache: Path | None = None) -> Repository:
-        """Settle the commit: the hub's where it can be asked, else the cache's, which a note says.
-
-        Raises InvalidInput for what is not there or not for this user, Offline where neither can tell.
+        """Settle the commit: the hub's where it can be asked, else the cache's, which a note says. Raises InvalidInput
+        for what is not there or not for this user, Offline where neither can tell.
         """
         asked = cls(repo, revision, "", online=not offline, cache=cache)
         if offline:
@@ -151,9 +150,8 @@ class Repository:
         return Repository(self.repo, self.revision, commit, False, files, self.cache, [*notes], why)
 
     def list_files(self) -> None:
-        """Ask once for the names of all files; where the hub does not tell, `has` asks for each name by itself.
-
-        Raises Offline where it cannot be reached.
+        """Ask once for the names of all files; where the hub does not tell, `has` asks for each name by itself. Raises
+        Offline where it cannot be reached.
         """
         if not self.online or self.files is not None:
             return
@@ -170,7 +168,6 @@ class Repository:
 
     def siblings(self) -> list[File]:
         """What the hub's API says of the repository's files, read up to a size: a server may send more without an end.
-
         Raises InvalidInput, Offline: it refuses, says something else, or says more than it has to.
         """
         revision = self.commit or self.revision or "main"
@@ -327,9 +324,8 @@ class Repository:
             hf_hub_download(self.repo, CONFIG, revision=self.revision, cache_dir=self.cache)
 
     def settle(self, name: str = CONFIG) -> None:
-        """Settle the commit, by a file that is there.
-
-        Raises InvalidInput where it is not there, Offline where the hub cannot be reached.
+        """Settle the commit, by a file that is there. Raises InvalidInput where it is not there, Offline where the hub
+        cannot be reached.
         """
         if self.revision is not None and _COMMIT.fullmatch(self.revision):
             self.commit = self.revision

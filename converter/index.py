@@ -58,11 +58,9 @@ class WeightFiles:
 
 def weight_files(path: Path, allow_pickle: bool = False, names: frozenset[str] | None = None) -> WeightFiles:
     """Find and check the weights of `path`: a checkpoint's folder (`names`: its files, where they are known), or one
-    weight file. Reads headers only.
-
-    Raises UntrustedInput for pickles (unless allowed) and for an index that reaches outside of the folder,
-    CheckpointError for files that are missing, damaged or do not agree with their index, InvalidInput for a path that
-    is neither.
+    weight file. Reads headers only. Raises UntrustedInput for pickles (unless allowed) and for an index that reaches
+    outside of the folder, CheckpointError for files that are missing, damaged or do not agree with their index,
+    InvalidInput for a path that is neither.
     """
     try:
         found = listing(path) if names is None else names
@@ -139,9 +137,8 @@ def _pickles(paths: Sequence[Path], allow_pickle: bool) -> WeightFiles:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The `weight_map` of an index file: tensor name to the plain name of a file beside the index.
-
-    Raises UntrustedInput for a file name that leads out of the folder, CheckpointError for anything else that is wrong.
+    """The `weight_map` of an index file: tensor name to the plain name of a file beside the index. Raises
+    UntrustedInput for a file name that leads out of the folder, CheckpointError for anything else that is wrong.
     """
     try:
         size = path.stat().st_size

@@ -36,9 +36,8 @@ class Lock:
         self._depth = 0
 
     def acquire(self) -> None:
-        """Take the lock, or go on without (`held` stays False) where the file system has none.
-
-        Raises GptkitError where another process holds it, OSError.
+        """Take the lock, or go on without (`held` stays False) where the file system has none. Raises GptkitError where
+        another process holds it, OSError.
         """
         while self._fd is None:
             # Neither through a planted link, nor waiting for the other end of a planted pipe.

@@ -26,10 +26,8 @@ POINTER = b"version https://git-lfs"
 
 
 def listing(path: Path) -> frozenset[str] | None:
-    """The names of a folder's files, found with one call; None for a path that is a file itself.
-
-    Raises OSError: nothing is there (FileNotFoundError), or it cannot be read. InvalidInput: it is neither a file nor a
-    folder.
+    """The names of a folder's files, found with one call; None for a path that is a file itself. Raises OSError:
+    nothing is there (FileNotFoundError), or it cannot be read. InvalidInput: it is neither a file nor a folder.
     """
     try:
         with os.scandir(path) as entries:

@@ -37,9 +37,8 @@ class Unplain:
 
 
 def pickle_weights(files: Sequence[Path]) -> Weights:
-    """The tensors of one or several pickled state dictionaries.
-
-    Raises CheckpointError for a file that is not one of tensors by name, or claims more than it has.
+    """The tensors of one or several pickled state dictionaries. Raises CheckpointError for a file that is not one of
+    tensors by name, or claims more than it has.
     """
     found: dict[str, Stored] = {}
     for path, state in zip(files, unpickled(files), strict=True):
@@ -66,7 +65,6 @@ def named_tensors(path: Path, state: Any) -> Iterator[tuple[str, Stored]]:
 
 def unpickled(files: Sequence[Path]) -> Iterator[Any]:
     """What the files hold, in their order: plain data, with `Stored` for tensors and `Unplain` for anything else.
-
     Raises CheckpointError where `answers` has one, after what came before it.
     """
     for answer in answers(files):

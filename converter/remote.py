@@ -15,7 +15,7 @@ from huggingface_hub import hf_hub_url
 
 from ..components import ModelSpec
 from ..errors import CheckpointError, InvalidInput, Offline
-from .formats.gguf import describe
+from .formats.gguf import describe, describe_header
 from .formats.gguf_header import Header as GgufHeader
 from .formats.gguf_header import Incomplete
 from .formats.gguf_header import parse_header as parse_gguf_header
@@ -34,10 +34,8 @@ def weight_headers(repository: Repository, allow_pickle: bool = False) -> Weight
     """Every tensor of a repository whose commit is settled: its dtype, shape, file and place, by range requests where
     the cache has no file; the files are named as if it had them.
 
-    None where there are only pickles, which are allowed, and have no headers.
-
-    Raises InvalidInput: no safetensors weights, headers that are broken or do not agree. Offline: a file is not in the
-    cache, and there is no network.
+    None where there are only pickles, which are allowed, and have no headers. Raises InvalidInput: no safetensors
+    weights, headers that are broken or do not agree. Offline: a file is not in the cache, and there is no network.
     """
     folder = repository.config().parent
     repository.list_files()
@@ -138,9 +136,8 @@ SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
 def only_gguf(repo: str, revision: str | None, why: InvalidInput) -> str:
-    """The one GGUF file of a repository that has no config.json.
-
-    Raises InvalidInput: `why`, where it has none; it has several, and the message says how to name one.
+    """The one GGUF file of a repository that has no config.json. Raises InvalidInput: `why`, where it has none; it has
+    several, and the message says how to name one.
     """
     names = [each.rfilename for each in Repository(repo, revision, "", True).siblings()]
     found = sorted(name for name in names if name.endswith(".gguf") and name.isprintable())
@@ -162,10 +159,8 @@ def read_gguf(
 ) -> tuple[ModelSpec, Origin, str, list[str]]:
     """The tree of a GGUF file in a repository: (spec, origin, commit, notes).
 
-    What the cache has is read there.
-
-    Raises InvalidInput: no such repository or file, or no header that can be read. Offline: it is not in the cache, and
-    there is no network.
+    What the cache has is read there. Raises InvalidInput: no such repository or file, or no header that can be read.
+    Offline: it is not in the cache, and there is no network.
     """
     name = f"hf://{repo}{f'@{revision}' if revision is not None else ''}/{file}"
     if any(part in ("", ".", "..") for part in file.split("/")) or not file.isprintable():

@@ -86,7 +86,6 @@ class Reference:
 
 def identify(reference: str | Path | Reference) -> Reference:
     """What a reference is, from its text and the local file system alone; one that is identified comes back as it is.
-
     Raises InvalidInput for a reference that means nothing, a name that resembles a preset's, a sample that is not
     there, a local path that cannot be read, and a .json file that is none.
     """
@@ -115,9 +114,8 @@ def identify(reference: str | Path | Reference) -> Reference:
 
 
 def located(path: Path, text: str | None = None, kind: Literal["sample", "path", "hub"] = "path") -> Reference:
-    """What lies at a local path.
-
-    Raises OSError for a path that is not there or cannot be read, InvalidInput as `identify`.
+    """What lies at a local path. Raises OSError for a path that is not there or cannot be read, InvalidInput as
+    `identify`.
     """
     names = listing(path)
     form, source = _format(path, names)
@@ -144,10 +142,9 @@ def _format(path: Path, names: frozenset[str] | None) -> tuple[str, Path]:
 
 
 def read_spec(where: Reference | Path) -> tuple[ModelSpec, Origin, list[str]]:
-    """The tree of what was identified, or lies at a local path: (spec, origin, unknown config fields).
-
-    Raises InvalidInput: what is there says no tree, or what it says is broken; UnknownFamily for a family that has no
-    file; UntrustedInput for a pickle, of which nothing can be told without reading it.
+    """The tree of what was identified, or lies at a local path: (spec, origin, unknown config fields). Raises
+    InvalidInput: what is there says no tree, or what it says is broken; UnknownFamily for a family that has no file;
+    UntrustedInput for a pickle, of which nothing can be told without reading it.
     """
     found = located(where) if isinstance(where, Path) else where
     assert found.path is not None
@@ -180,11 +177,9 @@ def resolve(
     `weights=False` is content with config.json, and with `companions` the tokenizer's files beside it. `allow_pickle`
     also fetches .bin weights, from a repository without safetensors. `cache` is the hub cache's folder (None: the hub
     library's own). `check` gets a repository's folder, identified, when config.json is in it and no weight yet: what it
-    raises costs no download.
-
-    Raises InvalidInput as `identify`, and for a repository, revision or file that is not there or not for this user;
-    Offline where the network is needed and missing or forbidden (`offline`, HF_HUB_OFFLINE=1), or breaks off;
-    GptkitError where the cache's disk is too small.
+    raises costs no download. Raises InvalidInput as `identify`, and for a repository, revision or file that is not
+    there or not for this user; Offline where the network is needed and missing or forbidden (`offline`,
+    HF_HUB_OFFLINE=1), or breaks off; GptkitError where the cache's disk is too small.
     """
     found = identify(reference)
     if found.path is not None:

@@ -54,38 +54,17 @@ class Dtype:
         return self.bits // 8
 
 
-def _dtype(name: str, bits: int, carrier: str | None) -> Dtype:
-    return Dtype(name, bits, None if carrier is None else np.dtype(carrier))
-
-
 # In the order of the library's own enum: save_file writes the types of this table from its end to its start.
 DTYPES: dict[str, Dtype] = {
-    dtype.name: dtype
-    for dtype in (
-        _dtype("BOOL", 8, "?"),
-        _dtype("F4", 4, None),
-        _dtype("F6_E2M3", 6, None),
-        _dtype("F6_E3M2", 6, None),
-        _dtype("U8", 8, "u1"),
-        _dtype("I8", 8, "i1"),
-        _dtype("F8_E5M2", 8, "u1"),
-        _dtype("F8_E4M3", 8, "u1"),
-        _dtype("F8_E8M0", 8, "u1"),
-        _dtype("F8_E4M3FNUZ", 8, "u1"),
-        _dtype("F8_E5M2FNUZ", 8, "u1"),
-        _dtype("I16", 16, "<i2"),
-        _dtype("U16", 16, "<u2"),
-        _dtype("F16", 16, "<f2"),
-        _dtype("BF16", 16, "<u2"),
-        _dtype("I32", 32, "<i4"),
-        _dtype("U32", 32, "<u4"),
-        _dtype("F32", 32, "<f4"),
-        _dtype("C64", 64, "<c8"),
-        _dtype("F64", 64, "<f8"),
-        _dtype("I64", 64, "<i8"),
-        _dtype("U64", 64, "<u8"),
+    name: Dtype(name, bits, None if carrier is None else np.dtype(carrier))
+    for name, bits, carrier in (
+        ("BOOL", 8, "?"), ("F4", 4, None), ("F6_E2M3", 6, None), ("F6_E3M2", 6, None), ("U8", 8, "u1"), ("I8", 8, "i1"),
+        ("F8_E5M2", 8, "u1"), ("F8_E4M3", 8, "u1"), ("F8_E8M0", 8, "u1"), ("F8_E4M3FNUZ", 8, "u1"),
+        ("F8_E5M2FNUZ", 8, "u1"), ("I16", 16, "<i2"), ("U16", 16, "<u2"), ("F16", 16, "<f2"), ("BF16", 16, "<u2"),
+        ("I32", 32, "<i4"), ("U32", 32, "<u4"), ("F32", 32, "<f4"), ("C64", 64, "<c8"), ("F64", 64, "<f8"),
+        ("I64", 64, "<i8"), ("U64", 64, "<u8"),
     )
-}
+}  # fmt: skip
 _RANK = {name: rank for rank, name in enumerate(DTYPES)}
 
 
@@ -124,9 +103,8 @@ def read_header(path: Path) -> Header:
 
 
 def parse_header(where: Path | str, raw: bytes, size: int | None = None) -> Header:
-    """Check a header's bytes, `raw` (what follows the first 8), against the file's size, where there is a file.
-
-    Raises CheckpointError.
+    """Check a header's bytes, `raw` (what follows the first 8), against the file's size, where there is a file. Raises
+    CheckpointError.
     """
     if not raw.startswith(b"{"):
         raise CheckpointError(f"{where} is not a safetensors file: its header does not start with '{{'")
@@ -165,8 +143,9 @@ def _read_entries(where: Path | str, raw: bytes) -> tuple[list[TensorInfo], dict
         members = MEMBERS.decode(raw)
         stated = members.pop("__metadata__", None)
         metadata = None if stated is None else _METADATA.decode(stated)
-        if len(raw) > _LONG_ENTRY:
-            _check_lengths(where, members)
+        for name, text in members.items() if len(raw) > _LONG_ENTRY else ():
+            if memoryview(text).nbytes > _LONG_ENTRY:
+                _check_entry(where, name, None)
         texts = b",".join(members.values())
         entries = _ENTRIES.decode(b"[" + texts + b"]")
     except MALFORMED as error:
@@ -177,18 +156,17 @@ def _read_entries(where: Path | str, raw: bytes) -> tuple[list[TensorInfo], dict
             parse_json_object(raw, what)  # says which
         raise CheckpointError(f"{what} cannot be read: a key is there twice")
     data = 8 + len(raw)
-    infos = [_tensor(where, name, entry, data) for name, entry in zip(members, entries, strict=True)]
+    infos = []
+    for name, entry in zip(members, entries, strict=True):
+        start, end = entry.data_offsets
+        shape, dtype = entry.shape, DTYPES.get(entry.dtype)
+        # Briefly, for there may be very many; the long way says what is wrong.
+        if dtype is None or not _fits(shape, dtype.bits, end - start):
+            _check_entry(where, name, {"dtype": entry.dtype, "shape": list(shape), "data_offsets": [start, end]})
+        infos.append(TensorInfo(name, entry.dtype, shape, data + start, data + end))
     if b"-" in texts:  # all sizes are 0 or more, and no dtype has this sign
         raise CheckpointError(f"{where}: a size is written as -0, which other readers take for a fraction")
     return infos, metadata or {}
-
-
-def _check_lengths(where: Path | str, members: Mapping[str, msgspec.Raw]) -> None:
-    for name, text in members.items():
-        if memoryview(text).nbytes > _LONG_ENTRY:
-            raise CheckpointError(
-                f"{where}: tensor {_short(name)}: dtype, shape and data_offsets expected, and nothing else"
-            )
 
 
 def check_keys(raw: bytes, what: str) -> None:
@@ -218,17 +196,20 @@ def colons(raw: bytes) -> int:
 def _explain(where: Path | str, raw: bytes, members: Mapping[str, msgspec.Raw], error: Exception) -> NoReturn:
     """Raise CheckpointError with what is wrong with a header that did not decode."""
     what = f"the header of {where}"
-    if len(raw) <= EXPLAINED:
-        parsed = parse_json_object(raw, what)
-        _metadata(where, parsed.pop("__metadata__", None))
-        for name, entry in parsed.items():
-            _check_entry(f"{where}: tensor {_short(name)}", entry)
+    parsed = parse_json_object(raw, what) if len(raw) <= EXPLAINED else {}
+    metadata = parsed.pop("__metadata__", None)
+    if metadata is not None and not (
+        isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())
+    ):
+        raise CheckpointError(f"{where}: __metadata__ is not an object of strings")
+    for name, entry in parsed.items():
+        _check_entry(where, name, entry)
     for name, text in members.items():
         try:
             _ENTRY.decode(text)
         except MALFORMED:
-            tensor = f"{where}: tensor {_short(name)}"
-            _check_entry(tensor, parse_json_object(b'{"":' + bytes(text) + b"}", tensor)[""])
+            alone = b'{"":' + bytes(text) + b"}"
+            _check_entry(where, name, parse_json_object(alone, f"{where}: tensor {_short(name)}")[""])
             break
     raise cannot_be_read(what, error)
 
@@ -289,25 +270,6 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _metadata(where: Path | str, value: object) -> dict[str, str]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise CheckpointError(f"{where}: __metadata__ is not an object of strings")
-    return cast("dict[str, str]", value)
-
-
-def _tensor(file: Path | str, name: str, entry: _Entry, data: int) -> TensorInfo:
-    """Check one entry of the header; `data` is where the tensors' bytes begin in the file."""
-    start, end = entry.data_offsets
-    shape, dtype = entry.shape, DTYPES.get(entry.dtype)
-    # Briefly, for there may be very many; the long way says what is wrong.
-    if dtype is None or not _fits(shape, dtype.bits, end - start):
-        listed = {"dtype": entry.dtype, "shape": list(shape), "data_offsets": [start, end]}
-        _check_entry(f"{file}: tensor {_short(name)}", listed)
-    return TensorInfo(name, entry.dtype, shape, data + start, data + end)
-
-
 def _fits(shape: tuple[int, ...], bits: int, nbytes: int) -> bool:
     """Whether a tensor of this shape has so many bytes; `_nbytes` says why not."""
     if bits * math.prod(shape) != 8 * nbytes or len(shape) > MAX_DIMS:
@@ -315,8 +277,9 @@ def _fits(shape: tuple[int, ...], bits: int, nbytes: int) -> bool:
     return bits * (math.prod(shape) or math.prod(filter(None, shape))) <= _MAX_BYTES
 
 
-def _check_entry(where: str, entry: object) -> None:
+def _check_entry(file: Path | str, name: str, entry: object) -> None:
     """Raise CheckpointError where an entry of the header, as parsed, is not a tensor."""
+    where = f"{file}: tensor {_short(name)}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{where}: dtype, shape and data_offsets expected, and nothing else")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

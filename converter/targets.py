@@ -57,9 +57,8 @@ class Target:
 
 
 def target(to: str | Target, known: Sequence[str] | None = None) -> Target:
-    """What a word stands for, of those that are `known`, or of all; what is parsed already comes back as it is.
-
-    Raises UsageError: it is none of them; UnknownFamily: "hf:" and a family that there is not.
+    """What a word stands for, of those that are `known`, or of all; what is parsed already comes back as it is. Raises
+    UsageError: it is none of them; UnknownFamily: "hf:" and a family that there is not.
     """
     if isinstance(to, Target):
         return to

@@ -141,9 +141,8 @@ class Tokenizer:
         return int(self._ask("get_vocab_size"))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """The ids of a text, with the special tokens (such as "<s>" in front) that the tokenizer itself adds.
-
-        Raises UsageError: half a surrogate pair, which is no text.
+        """The ids of a text, with the special tokens (such as "<s>" in front) that the tokenizer itself adds. Raises
+        UsageError: half a surrogate pair, which is no text.
         """
         try:
             text.encode()
@@ -239,9 +238,8 @@ def load_tokenizer(folder: Path, texts: Mapping[str, bytes] | None = None) -> To
     """The tokenizer of a checkpoint's folder, or None where it has none.
 
     `texts` are files by name that the weight file holds inside (a GGUF does): where there is a tokenizer among them,
-    the folder is not looked at.
-
-    Raises InvalidInput: files of a tokenizer that cannot be read; the message names the file.
+    the folder is not looked at. Raises InvalidInput: files of a tokenizer that cannot be read; the message names the
+    file.
     """
     path, text, older = folder / "tokenizer.json", None, None
     if texts and path.name in texts:
@@ -272,9 +270,8 @@ def eos_ids(
     """The ids that end a text: from generation_config.json, else config.json, else the tokenizer's `eos_token`.
 
     `tokenizer` looks up the `eos_token`, which tokenizer_config.json gives as text; without one, ids alone count. The
-    files are those of `texts` where there are any, else the folder's.
-
-    Raises InvalidInput: one of these files is not JSON, or its `eos_token_id` is not an id or a list of ids.
+    files are those of `texts` where there are any, else the folder's. Raises InvalidInput: one of these files is not
+    JSON, or its `eos_token_id` is not an id or a list of ids.
     """
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name, texts).get("eos_token_id")
@@ -294,7 +291,6 @@ def eos_ids(
 
 def token_files(folder: Path) -> list[Path]:
     """The files that travel with a checkpoint beside config.json and weights, `TOKEN_FILES`, in the order of names.
-
     Raises InvalidInput: the folder cannot be read.
     """
     try:

@@ -100,10 +100,7 @@ def _same_bytes(source: Checkpoint, leaf: BoundLeaf, output: Output) -> bool:
 
 
 def memory_of(jobs: Sequence[Job], max_memory: int | None = None) -> int:
-    """The bytes of tensors that a transfer holds at once.
-
-    Raises UsageError: a single job needs more than `max_memory`.
-    """
+    """The bytes of tensors that a transfer holds at once. Raises UsageError: one job needs more than `max_memory`."""
     worst = max(jobs, key=lambda job: job.memory)
     if max_memory is not None and worst.memory > max_memory:
         names = ", ".join(output.leaf.checkpoint for _, output in worst.outputs[:3])

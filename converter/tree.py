@@ -148,9 +148,8 @@ def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[st
 
 
 def holds_tree(path: Path) -> bool:
-    """Whether a .json file is a tree by itself, as `write_spec` writes it: there are no weights to it.
-
-    Raises InvalidInput: it cannot be read.
+    """Whether a .json file is a tree by itself, as `write_spec` writes it: there are no weights to it. Raises
+    InvalidInput: it cannot be read.
     """
     return path.is_file() and _is_tree(path, read_config_file(path)[0])
 

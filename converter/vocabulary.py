@@ -147,7 +147,6 @@ class Vocabulary:
 
     def cut(self, table: Table) -> dict[str, bytes | None]:
         """The files that change when the tokens of `table` alone are kept, under their new ids; None removes one.
-
         Raises InvalidInput: the tokenizers library gives other ids to the result than the table has.
         """
         files: dict[str, bytes | None] = {TOKENIZER: _text(self._tokenizer(table))}
@@ -213,9 +212,7 @@ class Vocabulary:
 
 def read_vocabulary(folder: Path | None, texts: Mapping[str, bytes], config: str | None = None) -> Vocabulary | None:
     """The vocabulary of a tokenizer in a folder, files of the same name among `texts` taken instead; None if there is
-    none.
-
-    Raises InvalidInput: the tokenizer cannot be read.
+    none. Raises InvalidInput: the tokenizer cannot be read.
     """
     files = {} if folder is None else {path.name: path.read_bytes() for path in token_files(folder)}
     files |= {name: text for name, text in texts.items() if name != CONFIG}

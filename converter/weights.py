@@ -84,6 +84,10 @@ class Weights:
         self.blocks = {name: (each.kind, each.nbytes) for name, each in tensors.items() if each.decode is not None}
         self._tensors = dict(tensors)
         self._maps: dict[Path, mmap.mmap] = {}
+        self._ends: dict[Path, int] = {}  # what each file has at least
+        for each in tensors.values():
+            if each.path is not None:
+                self._ends[each.path] = max(self._ends.get(each.path, 0), each.start + each.nbytes)
 
     @classmethod
     def of(cls, files: WeightFiles, fetched: bool = True) -> Weights:
@@ -116,9 +120,8 @@ class Weights:
         return (tensor.path, tensor.place) if tensor.path is not None and plain else None
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor in its carrier dtype (bf16 as uint16): a read-only view of its file where it can be.
-
-        Raises KeyError for a name that is not there, CheckpointError for a packed dtype or a file that has changed.
+        """The tensor in its carrier dtype (bf16 as uint16): a read-only view of its file where it can be. Raises
+        KeyError for a name that is not there, CheckpointError for a packed dtype or a file that has changed.
         """
         if not self.fetched:
             raise RuntimeError(f"{name}: only the headers of this checkpoint were fetched")
@@ -146,9 +149,8 @@ class Weights:
                     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"cannot map {path}: {error}") from error
-            end = max(each.start + each.nbytes for each in self._tensors.values() if each.path == path)
-            if len(mapped) < end:
-                raise CheckpointError(f"{path} is truncated: {end} bytes expected, {len(mapped)} found")
+            if len(mapped) < self._ends[path]:
+                raise CheckpointError(f"{path} is truncated: {self._ends[path]} bytes expected, {len(mapped)} found")
             self._maps[path] = mapped
         return self._maps[path]
 

@@ -261,10 +261,8 @@ def execute(
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, FileRecord]:
     """Write the plan into an open staging folder, `tensors` being (shared name, array, dtype) in any order; returns the
-    hashes of every weight file, for the manifest.
-
-    Raises CheckpointError: a value does not fit the output's dtype. GptkitError: the disk is too small or a write
-    fails.
+    hashes of every weight file, for the manifest. Raises CheckpointError: a value does not fit the output's dtype.
+    GptkitError: the disk is too small or a write fails.
     """
     prepare(plan, staging)
     writers = [writer(shard, staging) for shard in plan.shards]

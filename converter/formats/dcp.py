@@ -94,7 +94,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:
         notes.append(f"{len(beside)} entries beside the model's weights left out: {some}")
     if pickled.is_file():
         kept = located(kept)
-    files = {chunk.path for tensor in kept.values() for chunk in tensor.chunks}
+    files = {chunk.stored.path for tensor in kept.values() for chunk in tensor.chunks if chunk.stored.path is not None}
     return Opened(
         spec,
         origin,
@@ -128,7 +128,7 @@ def _in_file_order(
     for name, tensor in tensors.items():
         ours = name if architecture is None else architecture.canonical_name(name, known, layers)
         if ours in known and tensor.chunks:
-            places[ours] = (str(tensor.chunks[0].path), tensor.chunks[0].start)
+            places[ours] = (str(tensor.chunks[0].stored.path), tensor.chunks[0].stored.start)
     return sorted(leaves, key=lambda leaf: places.get(leaf.checkpoint, ("", 0)))
 
 

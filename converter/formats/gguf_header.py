@@ -89,9 +89,8 @@ class Header:
         return self.buffer[start:end] if self.elsewhere is None else self.elsewhere(start, end)
 
     def values(self, key: str, most: int) -> list[Any] | None:
-        """The array at `key`, None where there is none.
-
-        Raises CheckpointError: it is no array, has more than `most` values (which are then not read), or is not UTF-8.
+        """The array at `key`, None where there is none. Raises CheckpointError: it is no array, has more than `most`
+        values (which are then not read), or is not UTF-8.
         """
         value = self.metadata.get(key)
         if value is None:
@@ -132,9 +131,8 @@ def parse_header(
 ) -> Header:
     """Check the header at the beginning of a file's bytes against all of them.
 
-    Of a file that is `elsewhere`, `buffer` is the beginning alone and `size` the bytes of the whole.
-
-    Raises CheckpointError: it is no header, or does not fit the file. Incomplete: more of the file is needed.
+    Of a file that is `elsewhere`, `buffer` is the beginning alone and `size` the bytes of the whole. Raises
+    CheckpointError: it is no header, or does not fit the file. Incomplete: more of the file is needed.
     """
     where = str(where)
     size = len(buffer) if size is None else size

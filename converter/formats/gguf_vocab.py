@@ -99,9 +99,8 @@ def vocabulary(files: Mapping[str, bytes], rows: int, config: Mapping[str, Any] 
     """The metadata for the tokenizer that these files (by name) are, `rows` being the embedding's.
 
     `config` is a config.json, asked last for the ids of special tokens. Without a tokenizer that llama.cpp has, the
-    result says "none", and a note tells so.
-
-    Raises InvalidInput: a file is broken. CannotExpress: two tokens are written the same, which llama.cpp refuses.
+    result says "none", and a note tells so. Raises InvalidInput: a file is broken. CannotExpress: two tokens are
+    written the same, which llama.cpp refuses.
     """
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):

@@ -93,10 +93,9 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
 
 
 def plan(request: Request, version: int = 0) -> Plan:
-    """A file of version 0, the one that run.c reads, or 1, and a tokenizer.bin beside it.
-
-    Raises CannotExpress: llama2.c computes no such tree; the components in the way are listed. UsageError: a dtype
-    other than float32, or one to be narrowed unasked.
+    """A file of version 0, the one that run.c reads, or 1, and a tokenizer.bin beside it. Raises CannotExpress:
+    llama2.c computes no such tree; the components in the way are listed. UsageError: a dtype other than float32, or one
+    to be narrowed unasked.
     """
     from ..dtypes import parse_dtype
     from ..write import Constant, Output, Plan, Shard

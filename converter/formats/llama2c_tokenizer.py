@@ -103,9 +103,8 @@ def _as_header(path: Path, pieces: list[tuple[str, float]]) -> Header:
 
 
 def tokenizer_bin(request: Request, sizes: Sizes) -> tuple[bytes | None, list[str]]:
-    """The file for a checkpoint's tokenizer, with notes; None where llama2.c would not tokenize as that does.
-
-    Raises InvalidInput where the tokenizer's files are broken.
+    """The file for a checkpoint's tokenizer, with notes; None where llama2.c would not tokenize as that does. Raises
+    InvalidInput where the tokenizer's files are broken.
     """
     files = {path.name: path.read_bytes() for path in request.companions if path.name in _FILES}
     files |= {name: request.source.texts[name] for name in request.source.texts if name in _FILES}

@@ -158,10 +158,8 @@ def _arguments(file: Path, given: Mapping[Any, Any], weights: Weights) -> tuple[
 
 
 def plan(request: Request, activation: Activation = "gelu") -> Plan:
-    """A checkpoint for nanoGPT's model.py as it is today, or for one with another GELU.
-
-    Raises CannotExpress: nanoGPT's model is no such tree; the components in the way are listed. UsageError: an unknown
-    dtype.
+    """A checkpoint for nanoGPT's model.py as it is today, or for one with another GELU. Raises CannotExpress: nanoGPT's
+    model is no such tree; the components in the way are listed. UsageError: an unknown dtype.
     """
     from ..dtypes import parse_dtype, widest
     from ..safetensors import DTYPES
