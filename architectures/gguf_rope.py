@@ -51,7 +51,7 @@ def _read_scaling(facts: Facts, head_dim: int, base: float, context: int) -> dic
         divisors = _values(facts, FREQS, head_dim)
         if kind == "yarn" or (kind == "linear" and factor != 1.0):
             raise ConfigError(f"GGUF: {FREQS} beside a rope.scaling.type of {kind} is not understood")
-        return write_rotary(Rotary(dim=head_dim, base=base, scaling=fit_llama3(divisors, base)))["rope_scaling"]
+        return _said(Rotary(dim=head_dim, base=base, scaling=fit_llama3(divisors, base))) or None
     if kind == "yarn":
         return _read_yarn(facts, factor, original)
     if kind == "none" or factor == 1.0:

@@ -22,10 +22,10 @@ from .safetensors import DTYPES
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file (None: zeros that no file holds): a view of the `nbytes` from byte `start` on.
+    """A tensor in a file: a view of the `nbytes` from byte `start` on; one that no file holds (None) is zeros.
 
     strides, offset: of the view, in elements; without strides its elements lie one after the other.
-    decode, kind: where the bytes are no plain values (quantised): what makes fp32 values of them, and what they are.
+    decode: where the bytes are no plain values (quantised), or in no file, what makes the values; kind: what they are.
     """
 
     path: Path | None
@@ -81,7 +81,7 @@ class Weights:
     def __init__(self, tensors: Mapping[str, Stored], fetched: bool = True) -> None:
         self.fetched = fetched
         self.info = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-        self.blocks = {name: (each.kind, each.nbytes) for name, each in tensors.items() if each.decode is not None}
+        self.blocks = {name: (each.kind, each.nbytes) for name, each in tensors.items() if each.kind}
         self._tensors = dict(tensors)
         self._maps: dict[Path, mmap.mmap] = {}
         self._ends: dict[Path, int] = {}  # what each file has at least
@@ -127,6 +127,8 @@ class Weights:
             raise RuntimeError(f"{name}: only the headers of this checkpoint were fetched")
         tensor = self._tensors[name]
         carrier, itemsize = DTYPES[tensor.dtype].carrier, tensor.itemsize
+        if tensor.path is None and tensor.decode is not None:
+            return tensor.decode(np.empty(0, np.uint8))
         if tensor.path is None or not tensor.count:
             zeros = np.zeros(tensor.shape, carrier)
             zeros.flags.writeable = False

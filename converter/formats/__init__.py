@@ -18,8 +18,9 @@ from ...components import ModelSpec
 from ..targets import FORMATS
 
 if TYPE_CHECKING:
-    from ..tensors import Checkpoint, Weights
+    from ..tensors import Checkpoint
     from ..tree import Origin
+    from ..weights import Weights
     from ..write import Plan
 
 

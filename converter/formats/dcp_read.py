@@ -73,7 +73,8 @@ class _Stand:
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
-_Metadata, _Tensor, _Bytes, _Box, _Properties, _Index, _Place = (type("_Stand", (_Stand,), {}) for _ in range(7))
+_STANDS: tuple[type[_Stand], ...] = tuple(type("_Stand", (_Stand,), {}) for _ in range(7))
+_Metadata, _Tensor, _Bytes, _Box, _Properties, _Index, _Place = _STANDS
 
 
 def _size(*args: Any) -> tuple[Any, ...]:

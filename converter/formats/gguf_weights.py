@@ -25,8 +25,8 @@ def gguf_weights(path: Path, tensors: Iterable[GgufTensor]) -> Weights:
     for tensor in tensors:
         kind, nbytes = tensor.type, tensor.end - tensor.start
         decode = partial(dequantised, kind=kind) if kind.block > 1 else None
-        dtype = kind.name if decode is None else "F32"
-        found[tensor.name] = Stored(path, dtype, tensor.shape, tensor.start, nbytes, decode=decode, kind=kind.name)
+        dtype, label = (kind.name, "") if decode is None else ("F32", kind.name)
+        found[tensor.name] = Stored(path, dtype, tensor.shape, tensor.start, nbytes, decode=decode, kind=label)
     return Weights(found)
 
 

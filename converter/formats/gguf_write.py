@@ -25,6 +25,7 @@ from ...architectures import BoundLeaf
 from ...architectures.ggml import TYPES
 from ...architectures.gguf import ALWAYS_FP32, expressed
 from ...architectures.gguf_rope import LONG
+from ...architectures.layout import Shape
 from ...errors import CheckpointError, InvalidInput, UsageError
 from ..dtypes import HF_NAMES, cast, not_finite, parse_dtype, widest
 from ..tokenizer import load_tokenizer
@@ -163,7 +164,7 @@ def _lay_out(
         block = TYPES[CODES[kind]]
         sizes.append(math.prod(leaf.shape) // block.block * block.nbytes)
     places = [0, *accumulate(map(_padded, sizes))]
-    entries = [(extra, (len(values),), "F32") for extra, values in extras.items()]
+    entries: list[tuple[str, Shape, str]] = [(extra, (len(values),), "F32") for extra, values in extras.items()]
     entries += [(leaf.checkpoint, leaf.shape, kind) for leaf, kind in tensors]
     parts = [b"GGUF" + struct.pack("<IQQ", 3, len(entries), len(metadata))]
     parts += [_string(key) + _value(value) for key, value in metadata.items()]

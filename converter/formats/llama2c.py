@@ -15,7 +15,7 @@ import math
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,9 +76,10 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
     decode = partial(dequantised, group=header.group)
     tensors = {}
     for name, shape, start, nbytes in header.places():
-        quantised = nbytes != 4 * math.prod(shape)
-        kind = f"I8 in groups of {header.group}"
-        tensors[name] = Stored(path, "F32", shape, start, nbytes, decode=decode if quantised else None, kind=kind)
+        tensors[name] = Stored(path, "F32", shape, start, nbytes)
+        if nbytes != 4 * math.prod(shape):
+            kind = f"I8 in groups of {header.group}"
+            tensors[name] = replace(tensors[name], decode=decode, kind=kind)
     weights, notes = Weights(tensors), []
     if header.version == 0:
         _check_tables(path, weights, header.sizes)
@@ -169,7 +170,7 @@ class _Header:
             self.version, shared = struct.unpack_from("<i", head, 4)[0], head[36]
             if self.version not in (1, 2):
                 raise CheckpointError(f"{path} is a llama2.c file of version {self.version}; gptkit reads 0, 1 and 2")
-            self.sizes = Sizes(*_SIZES.unpack_from(head, 8), bool(shared))
+            self.sizes = Sizes(*_SIZES.unpack_from(head, 8), shared=bool(shared))
             self.group = struct.unpack_from("<i", head, 37)[0] if self.version == 2 else 1
             if shared > 1 or not self.sizes.plausible or not 1 <= self.group <= MAX_GROUP:
                 raise CheckpointError(f"{path}: its header's sizes are no model's: {self.sizes}")
@@ -209,7 +210,7 @@ def _head(path: Path) -> bytes:
 def _legacy(head: bytes) -> Sizes:
     """A header of version 0."""
     *sizes, vocab, context = _SIZES.unpack_from(head)
-    return Sizes(*sizes, abs(vocab), context, vocab > 0)
+    return Sizes(*sizes, vocab_size=abs(vocab), max_seq_len=context, shared=vocab > 0)
 
 
 # --- what it holds ---------------------------------------------------------------------------------------------------
