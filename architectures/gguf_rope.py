@@ -122,9 +122,6 @@ def yarn_mscale(factor: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
 
 
-# --- Llama 3.1 ---
-
-
 def wavelengths(base: float, pairs: int) -> list[float]:
     """Each pair's wavelength, in tokens."""
     return [2 * math.pi * base ** (pair / pairs) for pair in range(pairs)]

@@ -80,15 +80,9 @@ def open_checkpoint(
         _weights=opened.weights,
     )
     _match(checkpoint, opened.architecture, allow_extra, integers and files is not None, partial)
-    if files is not None:  # as their bytes lie, so that a walk over them reads each file from front to back
-        order = {name: index for index, name in enumerate(files.tensors)}  # of pickles none is known
-
-        def place(leaf: BoundLeaf) -> tuple[Path, int]:
-            return (
-                (Path(), order[checkpoint._found[leaf.checkpoint]]) if order else checkpoint.span(leaf) or (Path(), 0)
-            )
-
-        checkpoint.leaves = sorted(checkpoint.leaves, key=place)
+    # As their bytes lie, so that a walk over them reads each file from front to back.
+    place = opened.weights.place
+    checkpoint.leaves = sorted(checkpoint.leaves, key=lambda leaf: place(checkpoint._found[leaf.checkpoint]))
     # A converted or swapped folder says it itself, since a swap stores some tensors wider than anybody computes in.
     config = json.loads(found.source.read_bytes()) if found.is_own else checkpoint.origin.config
     # What transformers would compute in: config.json's dtype, else the stored one.

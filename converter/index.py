@@ -10,7 +10,7 @@ from typing import Literal, NoReturn
 import msgspec
 
 from ..errors import CheckpointError, InvalidInput, UntrustedInput
-from .names import ADAPTER_WEIGHTS, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE, listing, refuse_pointer
+from .names import ADAPTER_WEIGHTS, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE, listing, refuse_pointer, untrusted
 from .safetensors import (
     EXPLAINED,
     MALFORMED,
@@ -129,10 +129,8 @@ def _pickles(paths: Sequence[Path], allow_pickle: bool) -> WeightFiles:
     for path in paths:
         refuse_pointer(path)
     if not allow_pickle:
-        raise UntrustedInput(
-            f"{paths[0]} is a pickle: loading it can run any code that its author put in",
-            "Use a safetensors version of this model, or pass --allow-pickle if you trust where it comes from.",
-        )
+        hint = "Use a safetensors version of this model, or pass --allow-pickle if you trust where it comes from."
+        raise untrusted(paths[0], hint)
     return WeightFiles("pickle", tuple(paths), {}, {})
 
 

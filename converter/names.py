@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from ..errors import CheckpointError, InvalidInput
+from ..errors import CheckpointError, InvalidInput, UntrustedInput
 
 CONFIG = "config.json"
 LOCAL_CONFIG = "gptkit.json"
@@ -65,6 +65,11 @@ def plain_file(path: Path) -> Iterator[BinaryIO]:
 def pointer(where: Path | str) -> CheckpointError:
     """The error for such a text in a weight file's place, to be raised by the caller."""
     return CheckpointError(f"{where} is a git-lfs pointer, not the file itself", "Fetch the file with `git lfs pull`.")
+
+
+def untrusted(path: Path, hint: str) -> UntrustedInput:
+    """The error for a pickle that was not allowed, to be raised by the caller."""
+    return UntrustedInput(f"{path} is a pickle: loading it can run any code that its author put in", hint)
 
 
 def refuse_pointer(path: Path) -> None:

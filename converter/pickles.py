@@ -131,8 +131,6 @@ def _value(path: Path, answer: dict[str, Any]) -> Any:
     return Unplain(content) if kind == "other" else answer
 
 
-# --- of one that is no checkpoint as it is, the way to one ------------------------------------------------------------
-
 SHOWN = 3
 """Tensors named, and twice as many other entries."""
 DEPTH = 3

@@ -124,9 +124,8 @@ def read_range(repository: Repository, name: str, begin: int, end: int) -> Part:
     return Part(bytes(data[skip:wanted]), size, told.get("ETag"))
 
 
-# --- the tree of a GGUF ---------------------------------------------------------------------------------------------
-# What a header leaves to two tensors' values (whether the head repeats the embedding) is told from a few kilobytes of
-# each, which a note says.
+# What a GGUF's header leaves to two tensors' values (whether the head repeats the embedding) is told from a few
+# kilobytes of each, which a note says.
 
 GGUF_FIRST = 2**20
 GGUF_MOST = 2**27

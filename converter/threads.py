@@ -83,9 +83,6 @@ def load() -> float:
         return 0.0
 
 
-# --- what is set ------------------------------------------------------------------------------------------------------
-
-
 def suit(spec: ModelSpec) -> None:
     """Set the threads of torch and BLAS for a model, unless a person has: by an environment variable, or by
     `torch.set_num_threads`.

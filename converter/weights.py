@@ -113,11 +113,16 @@ class Weights:
         more.info = {**self.info, **zeros}
         return more
 
-    def span(self, name: str) -> tuple[Path, int] | None:
-        """The file that holds the tensor's bytes as `info` says they are, and where; None where none does."""
+    def place(self, name: str) -> tuple[Path, int]:
+        """The file that holds the tensor, and where in it the tensor begins; of what lies nowhere no file."""
         tensor = self._tensors[name]
-        plain = tensor.decode is None and tensor.contiguous
-        return (tensor.path, tensor.place) if tensor.path is not None and plain else None
+        return tensor.path or Path(), tensor.place
+
+    def span(self, name: str) -> tuple[Path, int] | None:
+        """The same of a tensor whose bytes lie there as `info` says they are, None for any other."""
+        tensor = self._tensors[name]
+        plain = tensor.path is not None and tensor.decode is None and tensor.contiguous
+        return self.place(name) if plain else None
 
     def read(self, name: str) -> np.ndarray:
         """The tensor in its carrier dtype (bf16 as uint16): a read-only view of its file where it can be. Raises

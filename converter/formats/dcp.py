@@ -18,16 +18,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...architectures import Architecture, BoundLeaf, named
+from ...architectures import BoundLeaf, named
 from ...components import ModelSpec
-from ...errors import CheckpointError, InvalidInput, UntrustedInput
-from ..names import CONFIG, INDEX, LOCAL_CONFIG, SINGLE
+from ...errors import CheckpointError, InvalidInput
+from ..names import CONFIG, INDEX, LOCAL_CONFIG, SINGLE, untrusted
 
 if TYPE_CHECKING:
     from ..tree import Origin
     from ..write import Output, Plan, Shard
     from . import Opened, Request
-    from .dcp_read import Chunked
 
 METADATA = ".metadata"
 SHARDS = "shard-*-model-*-of-*.safetensors"
@@ -58,9 +57,6 @@ def _description(path: Path) -> Path:
     )
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
 def read(path: Path, allow_pickle: bool) -> Opened:
     """Open the folder. Raises UntrustedInput for `.metadata` unless pickles are allowed, InvalidInput."""
     from ..tensors import identity_leaves
@@ -72,10 +68,8 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     pickled = path / METADATA
     if pickled.is_file():
         if not allow_pickle:
-            raise UntrustedInput(
-                f"{pickled} is a pickle: loading it can run any code that its author put in",
-                "Pass --allow-pickle if you trust where it comes from: names and sizes alone are read from it.",
-            )
+            hint = "Pass --allow-pickle if you trust where it comes from: names and sizes alone are read from it."
+            raise untrusted(pickled, hint)
         tensors, others = metadata(path)
     else:
         tensors, others = hugging_face(sorted(path.glob(SHARDS))), []
@@ -98,7 +92,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     return Opened(
         spec,
         origin,
-        _in_file_order(leaves, kept, architecture, len(spec.blocks)),
+        leaves,
         ChunkedWeights(kept),
         (*sorted(files), *([pickled] if pickled.is_file() else [])),
         notes=notes,
@@ -117,22 +111,6 @@ def _prefix(path: Path, names: Iterable[str], leaves: Sequence[BoundLeaf]) -> st
     if len(found) > 1:
         raise CheckpointError(f"{path} holds {len(found)} models: {', '.join(map(repr, found[:5]))}")
     return found[0] if found else ""
-
-
-def _in_file_order(
-    leaves: Sequence[BoundLeaf], tensors: Mapping[str, Chunked], architecture: Architecture | None, layers: int
-) -> list[BoundLeaf]:
-    """The leaves as their bytes lie, so that a walk over them reads each file from front to back."""
-    known = {leaf.checkpoint: leaf for leaf in leaves}
-    places: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        ours = name if architecture is None else architecture.canonical_name(name, known, layers)
-        if ours in known and tensor.chunks:
-            places[ours] = (str(tensor.chunks[0].stored.path), tensor.chunks[0].stored.start)
-    return sorted(leaves, key=lambda leaf: places.get(leaf.checkpoint, ("", 0)))
-
-
-# --- writing ---------------------------------------------------------------------------------------------------------
 
 
 def plan(request: Request) -> Plan:

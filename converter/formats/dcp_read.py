@@ -56,9 +56,6 @@ class Chunked(NamedTuple):
     chunks: tuple[Chunk, ...]
 
 
-# --- torch's .metadata -----------------------------------------------------------------------------------------------
-
-
 class _Stand:
     """What stands for an object of one of torch's classes: the arguments and the state it was pickled with."""
 
@@ -243,9 +240,6 @@ def _filling(name: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> tupl
     return tuple(full)
 
 
-# --- the archives in .distcp files -----------------------------------------------------------------------------------
-
-
 def located(tensors: Mapping[str, Chunked]) -> dict[str, Chunked]:
     """The tensors with every chunk's archive looked into. Raises CheckpointError for one that holds anything else."""
     opened: dict[Path, BinaryIO] = {}
@@ -286,9 +280,6 @@ def _allow(nbytes: int) -> None:
         raise RefusedError("is not what torch.save writes for one tensor")
 
 
-# --- safetensors files of torch's Hugging Face writer ----------------------------------------------------------------
-
-
 def hugging_face(files: Sequence[Path]) -> dict[str, Chunked]:
     """The tensors of sharded safetensors files. Raises CheckpointError."""
     boxes: dict[str, list[Chunk]] = {}
@@ -318,9 +309,6 @@ def hugging_face(files: Sequence[Path]) -> dict[str, Chunked]:
     return found
 
 
-# --- the tensors -----------------------------------------------------------------------------------------------------
-
-
 class ChunkedWeights(Weights):
     """Tensors by name, each in one chunk, which is read where it lies, or in several, which are put together."""
 
@@ -341,6 +329,12 @@ class ChunkedWeights(Weights):
             box = tuple(slice(o, o + s) for o, s in zip(offsets, stored.shape, strict=True))
             whole[box] = super().read(f"{i}#{name}")
         return whole
+
+    def place(self, name: str) -> tuple[Path, int]:
+        tensor = self._chunked.get(name)
+        if tensor is not None and not tensor.chunks:
+            return Path(), 0
+        return super().place(name if tensor is None else f"0#{name}")
 
     def span(self, name: str) -> tuple[Path, int] | None:
         """Where the tensor begins in its file; None for one that is put together."""

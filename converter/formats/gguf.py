@@ -83,8 +83,6 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
         bound = found.kind.bind(found.spec)
     except CannotExpress as error:  # biases on some projections and not on others
         raise CheckpointError(f"{path}: its tensors make no model: {error.message}") from error
-    starts = {name: tensor.start for name, tensor in tensors.items()}
-    leaves = sorted(bound, key=lambda leaf: starts.get(leaf.checkpoint, 0))
     kept = {name: tensor for name, tensor in tensors.items() if name not in found.dropped}
     quantised = Counter(tensor.type.name for tensor in kept.values() if tensor.type.name not in PLAIN)
     unread = sorted(set(quantised) - READABLE)
@@ -101,7 +99,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
         notes.append(f"{sum(quantised.values())} of {len(kept)} tensors are quantised ({told}): dequantised to F32")
     notes += without_tokenizer(found.header)
     texts = Texts(found.header, found.spec.vocab_size, found.spec.context_length, special_ids(found.header))
-    return Opened(found.spec, found.origin, leaves, gguf_weights(path, kept.values()), (path,), texts, notes)
+    return Opened(found.spec, found.origin, bound, gguf_weights(path, kept.values()), (path,), texts, notes)
 
 
 def plan(request: Request) -> Plan:

@@ -76,9 +76,6 @@ def plan(request: Request) -> Plan:
     return Plan((_lay_out(f"{name}-{stored}.gguf", metadata, tree.extras, tensors),), {}, request.companions)
 
 
-# --- element types ---------------------------------------------------------------------------------------------------
-
-
 def _parse(asked: str | None) -> str | None:
     """--dtype as a tensor type. Raises UsageError."""
     if asked is None:
@@ -148,9 +145,6 @@ def q8_0(name: str) -> Encode:
     return encode
 
 
-# --- the file --------------------------------------------------------------------------------------------------------
-
-
 def _lay_out(
     name: str,
     metadata: Mapping[str, Value],
@@ -213,9 +207,6 @@ def _value(value: Value) -> bytes:
     if value and isinstance(value[0], float):
         return head + struct.pack(f"<IQ{len(value)}f", 6, len(value), *value)
     return head + struct.pack("<IQ", 8, len(value)) + b"".join(_string(str(text)) for text in value)
-
-
-# --- what the file is called, and the files that it takes up ---------------------------------------------------------
 
 
 def _name(reference: str) -> str:

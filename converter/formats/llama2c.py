@@ -86,11 +86,10 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
         notes.append("freqs_cos and freqs_sin are tables that follow from the sizes: checked and left out")
     if count := len(weights.blocks):
         notes.append(f"{count} of {len(tensors)} tensors are quantised in groups of {header.group}: dequantised to F32")
-    leaves = sorted(bind("llama2.c", LEAVES, spec), key=lambda leaf: tensors[leaf.checkpoint].start)
     texts, more = texts_beside(path, header.sizes)
     for table in TABLES:
         weights.info.pop(table, None)
-    return Opened(spec, origin, leaves, weights, (path,), texts, notes + more)
+    return Opened(spec, origin, bind("llama2.c", LEAVES, spec), weights, (path,), texts, notes + more)
 
 
 def plan(request: Request, version: int = 0) -> Plan:
@@ -134,9 +133,6 @@ def plan(request: Request, version: int = 0) -> Plan:
 
 VERSION_1 = SimpleNamespace(finds=None, describe=None, read=None, plan=partial(plan, version=1))
 """The files with a proper header, as a format to write."""
-
-
-# --- the header ------------------------------------------------------------------------------------------------------
 
 
 def places(sizes: Sizes, version: int, start: int, group: int = 1) -> Iterator[tuple[str, Shape, int, int]]:
@@ -211,9 +207,6 @@ def _legacy(head: bytes) -> Sizes:
     """A header of version 0."""
     *sizes, vocab, context = _SIZES.unpack_from(head)
     return Sizes(*sizes, vocab_size=abs(vocab), max_seq_len=context, shared=vocab > 0)
-
-
-# --- what it holds ---------------------------------------------------------------------------------------------------
 
 
 def dequantised(data: np.ndarray, group: int) -> np.ndarray:

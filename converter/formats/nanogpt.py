@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from ...architectures.base import BoundLeaf, bind
 from ...architectures.nanogpt import ARGUMENTS, EMBEDDING, HEAD, LEAVES, config_of, expressed, is_buffer, spec_of
 from ...components import Activation, ModelSpec
-from ...errors import CheckpointError, UntrustedInput
-from ..names import CONFIG, LOCAL_CONFIG, refuse_pointer
+from ...errors import CheckpointError
+from ..names import CONFIG, LOCAL_CONFIG, refuse_pointer, untrusted
 from .torch_archive import archive_of, pickled_tensor, program
 
 if TYPE_CHECKING:
@@ -48,15 +48,8 @@ def finds(path: Path, names: frozenset[str] | None) -> Path | None:
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
     """Raises UntrustedInput: nothing of it can be told without reading the pickle."""
-    raise _untrusted(path, f"Convert it first: gptkit convert {path} --allow-pickle")
-
-
-def _untrusted(path: Path, hint: str) -> UntrustedInput:
     refuse_pointer(path)
-    return UntrustedInput(f"{path} is a pickle: loading it can run any code that its author put in", hint)
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
+    raise untrusted(path, f"Convert it first: gptkit convert {path} --allow-pickle")
 
 
 def read(file: Path, allow_pickle: bool) -> Opened:
@@ -66,7 +59,8 @@ def read(file: Path, allow_pickle: bool) -> Opened:
     from . import Opened
 
     if not allow_pickle:
-        raise _untrusted(file, "Pass --allow-pickle if you trust where it comes from.")
+        refuse_pointer(file)
+        raise untrusted(file, "Pass --allow-pickle if you trust where it comes from.")
     (content,) = unpickled([file])
     if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("model", "model_args")):
         raise not_as_it_is(file, content)
@@ -90,12 +84,7 @@ def read(file: Path, allow_pickle: bool) -> Opened:
         notes.append("it has no biases, which transformers' gpt2 has: --to hf:gpt2 gives it some that are zero")
     text = json.dumps(config_of(arguments, activation), indent=2) + "\n"
     origin = Origin(family="gpt2", config_text=text) if bias else Origin()
-
-    def place(leaf: BoundLeaf) -> tuple[Path, int]:
-        return (weights.span(leaf.checkpoint) if leaf.checkpoint in weights.info else None) or (Path(), 0)
-
-    leaves = sorted(bind("nanoGPT", LEAVES, spec), key=place)
-    return Opened(spec, origin, leaves, weights, (file,), {}, notes)
+    return Opened(spec, origin, bind("nanoGPT", LEAVES, spec), weights, (file,), {}, notes)
 
 
 def _weights(file: Path, state: Mapping[Any, Any]) -> tuple[Weights, list[str]]:
@@ -152,9 +141,6 @@ def _arguments(file: Path, given: Mapping[Any, Any], weights: Weights) -> tuple[
     if not isinstance(bias, bool):
         raise CheckpointError(f"{file}: model_args say bias={bias!r:.40}")
     return {key: given[key] for key in ARGUMENTS}, bias
-
-
-# --- writing ---------------------------------------------------------------------------------------------------------
 
 
 def plan(request: Request, activation: Activation = "gelu") -> Plan:

@@ -126,9 +126,6 @@ def archive_of(prefix: str, files: Mapping[str, bytes], tensors: Sequence[int]) 
     return Archive(header, tuple(members), tuple(storages))
 
 
-# --- the pickle ------------------------------------------------------------------------------------------------------
-
-
 def program(value: Any) -> bytes:
     """A whole pickle of protocol 2, as torch.save's are."""
     return b"\x80\x02" + pickled(value) + b"."
