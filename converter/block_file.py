@@ -79,11 +79,6 @@ class BlockFile:
             raise
 
     @property
-    def done(self) -> bool:
-        """Whether every block was written."""
-        return len(self._whole) == len(self.blocks)
-
-    @property
     def record(self) -> FileRecord:
         """The hashes of the file and of its blocks, after close()."""
         if self._sha256 is None:
@@ -103,21 +98,66 @@ class BlockFile:
         CheckpointError for a block that was not declared, was begun before, or is not filled exactly; GptkitError where
         the disk refuses.
         """
-        with self._fill(name) as filling:
+        block = self.blocks.get(name)
+        if block is None:
+            raise CheckpointError(f"{self.path}: tensor {name!r} was not declared")
+        with self._mutex:
+            if name in self._begun:
+                raise CheckpointError(f"{self.path}: tensor {name!r} was written already")
+            self._begun.add(name)
+        at, digest = block.start, xxhash.xxh3_128()
+        front = self._at_front(block)  # then the file's own hash goes along
 
-            def piece(data: Any) -> None:
-                view = memoryview(data).cast("B")
-                if filling.at + view.nbytes > filling.block.end:
-                    raise CheckpointError(
-                        f"{self.path}: more than the {filling.block.nbytes} bytes of {name} were given"
+        def piece(data: Any) -> None:
+            nonlocal at
+            view = memoryview(data).cast("B")
+            if at + view.nbytes > block.end:
+                raise CheckpointError(f"{self.path}: more than the {block.nbytes} bytes of {name} were given")
+            for begin in range(0, view.nbytes, CHUNK):
+                chunk = np.frombuffer(view[begin : begin + CHUNK], np.uint8)
+                found = _buffer("file")[: chunk.nbytes]
+                with self._disk() as fd:
+                    write_all(fd, chunk.data, at)
+                    _read(fd, found, at)
+                if _LIBC.memcmp(
+                    *(each.ctypes.data_as(_VOID) for each in (found, chunk)), ctypes.c_size_t(found.nbytes)
+                ):
+                    raise GptkitError(
+                        f"{self.path} does not hold what was written to it, from byte {at} on",
+                        "The disk or the memory of this machine may be failing.",
                     )
-                for begin in range(0, view.nbytes, CHUNK):
-                    chunk = np.frombuffer(view[begin : begin + CHUNK], np.uint8)
-                    with self._disk() as fd:
-                        write_all(fd, chunk.data, filling.at)
-                    filling.check(chunk)
+                digest.update(found.data)
+                if front:
+                    self._see(found)
+                at += found.nbytes
 
+        try:
             yield piece
+            if at != block.end:
+                raise CheckpointError(
+                    f"{self.path}: {at - block.start} of the {block.nbytes} bytes of {name} were given"
+                )
+            # Have the kernel (Linux's) begin to write, so that the fsync at the end finds little to do. It is a hint:
+            # what fails here fails again, and is reported, in the fsync.
+            if hasattr(_LIBC, "sync_file_range"):
+                with self._disk() as fd:
+                    _LIBC.sync_file_range(fd, ctypes.c_int64(block.start), ctypes.c_int64(block.nbytes), 2)
+            with self._mutex:
+                self._digests[name] = digest.hexdigest()
+                self._whole.add(name)
+                self._next += front
+        finally:
+            if front:
+                self._hashing.release()
+        # One thread at a time hashes; who finds it busy goes on with other blocks, and leaves the rest to it or close.
+        while self._ready() and self._hashing.acquire(blocking=False):
+            try:
+                while (end := self._ready()) is not None:
+                    self._advance(end)
+                    with self._mutex:
+                        self._next += 1
+            finally:
+                self._hashing.release()
 
     def copy(self, name: str, source: int, start: int, look: Callable[[np.ndarray], None] = lambda chunk: None) -> None:
         """Fill a block with the bytes from `start` on of the open file `source`; `look` sees every chunk (uint8).
@@ -126,17 +166,15 @@ class BlockFile:
         processor's cache, writing it from there takes half as long as the kernel's own copy (measured on ext4 and
         tmpfs). Raises as `pieces`, and where the source ends early.
         """
-        with self._fill(name) as filling:
-            block = filling.block
-            for at in range(0, block.nbytes, CHUNK):
-                chunk = _buffer("source")[: min(CHUNK, block.nbytes - at)]
+        with self.pieces(name) as piece:
+            nbytes = self.blocks[name].nbytes
+            for at in range(0, nbytes, CHUNK):
+                chunk = _buffer("source")[: min(CHUNK, nbytes - at)]
                 try:
                     _read(source, chunk, start + at)
                 except OSError as error:
                     raise CheckpointError(f"cannot read {name} for {self.path}: {error.strerror}") from error
-                with self._disk() as fd:
-                    write_all(fd, chunk.data, filling.at)
-                filling.check(chunk)
+                piece(chunk)
                 look(chunk)
 
     def close(self, ending: bytes = b"") -> None:
@@ -162,44 +200,6 @@ class BlockFile:
                 self._sha256 = self._hash.hexdigest()
         finally:
             self.release()
-
-    @contextlib.contextmanager
-    def _fill(self, name: str) -> Iterator[_Filling]:
-        """A block to be filled, which it must be on leaving."""
-        block = self.blocks.get(name)
-        if block is None:
-            raise CheckpointError(f"{self.path}: tensor {name!r} was not declared")
-        with self._mutex:
-            if name in self._begun:
-                raise CheckpointError(f"{self.path}: tensor {name!r} was written already")
-            self._begun.add(name)
-        filling = _Filling(self, block)
-        try:
-            yield filling
-            if filling.at != block.end:
-                filled = filling.at - block.start
-                raise CheckpointError(f"{self.path}: {filled} of the {block.nbytes} bytes of {name} were given")
-            # Have the kernel (Linux's) begin to write, so that the fsync at the end finds little to do. It is a hint:
-            # what fails here fails again, and is reported, in the fsync.
-            if hasattr(_LIBC, "sync_file_range"):
-                with self._disk() as fd:
-                    _LIBC.sync_file_range(fd, ctypes.c_int64(block.start), ctypes.c_int64(block.nbytes), 2)
-            with self._mutex:
-                self._digests[name] = filling.digest.hexdigest()
-                self._whole.add(name)
-                self._next += filling.front
-        finally:
-            if filling.front:
-                self._hashing.release()
-        # One thread at a time hashes; who finds it busy goes on with other blocks, and leaves the rest to it or close.
-        while self._ready() and self._hashing.acquire(blocking=False):
-            try:
-                while (end := self._ready()) is not None:
-                    self._advance(end)
-                    with self._mutex:
-                        self._next += 1
-            finally:
-                self._hashing.release()
 
     def _at_front(self, block: Block) -> bool:
         """Whether all before this block is hashed, and the block can be hashed as it is written: then the hash is this
@@ -257,30 +257,6 @@ class BlockFile:
             self.close()
         else:
             self.release()
-
-
-class _Filling:
-    """A block while it is written: how far it is, its hash, and whether the file's own hash goes along (`front`)."""
-
-    def __init__(self, file: BlockFile, block: Block) -> None:
-        self.file, self.block, self.at = file, block, block.start
-        self.digest = xxhash.xxh3_128()
-        self.front = file._at_front(block)
-
-    def check(self, expected: np.ndarray) -> None:
-        """Read back the chunk that was written last, compare, and hash it."""
-        found = _buffer("file")[: expected.nbytes]
-        with self.file._disk() as fd:
-            _read(fd, found, self.at)
-        if _LIBC.memcmp(found.ctypes.data_as(_VOID), expected.ctypes.data_as(_VOID), ctypes.c_size_t(found.nbytes)):
-            raise GptkitError(
-                f"{self.file.path} does not hold what was written to it, from byte {self.at} on",
-                "The disk or the memory of this machine may be failing.",
-            )
-        self.digest.update(found.data)
-        if self.front:
-            self.file._see(found)
-        self.at += found.nbytes
 
 
 _BUFFERS = threading.local()

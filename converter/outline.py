@@ -44,17 +44,12 @@ class Outline:
 def outline(
     reference: str | Path | Reference, *, offline: bool = False, allow_pickle: bool = False, companions: bool = False
 ) -> Outline:
-    """The tree behind a reference.
+    """The tree behind a reference (see `converter.resolve`), with `offline` from local files and the hub's cache alone.
+    `allow_pickle` reads a pickle that has no description beside it (nanoGPT's ckpt.pt); `companions` has a repository's
+    tokenizer files too.
 
-    Args:
-        reference: see `converter.resolve`.
-        offline: use local files and the hub's cache only.
-        allow_pickle: read a pickle that has no description beside it (nanoGPT's ckpt.pt).
-        companions: of a repository have the tokenizer's files too.
-
-    Raises:
-        InvalidInput: nothing of that name, or what is there is broken; UntrustedInput: a pickle that is not allowed.
-        Offline: the network is needed, and there is none.
+    Raises InvalidInput: nothing of that name, or what is there is broken. UntrustedInput: a pickle that is not allowed.
+    Offline: the network is needed, and there is none.
     """
     found = identify(reference)
     if found.preset is not None:

@@ -29,13 +29,9 @@ def worth(parameters: int, free: int) -> int:
 
 
 def free_cores(available: int, quota: float | None, cores: int, load: float) -> int:
-    """The cores that nobody else computes on, 1 at least.
-
-    Args:
-        available: those that this process may run on.
-        quota: how many cores' time its control group has, None for all.
-        cores: those of the machine.
-        load: how many processes want one of them.
+    """The cores that nobody else computes on, 1 at least: of those that are `available` to this process, within its
+    control group's `quota` (None for all), where of the machine's `cores` as many are taken as the `load` has
+    processes.
     """
     found = min(available, cores - load, available if quota is None else quota)
     return max(1, int(found))

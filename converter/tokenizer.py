@@ -66,13 +66,9 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class Tokenizer:
     """Text to token ids and back, in a process of its own, which ends with this object.
 
-    Args:
-        path: the file that it is read from, or that errors name.
-        text: what stands in a tokenizer.json that is no file of its own.
-        folder: where older files lie, which AutoTokenizer reads instead of `path`.
-
-    Raises:
-        InvalidInput: it cannot be read, or not within the time and memory that a tokenizer takes. Any method may.
+    `path` is the file that it is read from, or that errors name; `text` what stands in a tokenizer.json that is no file
+    of its own; `folder` where older files lie, which AutoTokenizer reads instead. Any method raises InvalidInput where
+    it cannot be read, or not within the time and memory that a tokenizer takes.
     """
 
     def __init__(self, path: Path, text: bytes | None = None, folder: Path | None = None) -> None:

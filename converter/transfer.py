@@ -122,23 +122,17 @@ def transfer(
     stop: threading.Event | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Transferred:
-    """Write the plan's files into an open staging folder.
+    """Write the plan's files into an open staging folder; those that it has from an earlier run of the same work are
+    kept.
 
-    Args:
-        plan: what to write.
-        source: the checkpoint to take it from.
-        staging: where; files that it has from an earlier run of the same work are kept.
-        workers: threads; by default one a core that this process may use.
-        max_memory: bytes of tensors held at once.
-        only: the names of the shards to write, where others write the rest; then the small files are theirs too.
-        stop: set from outside, it ends the transfer soon, which then is not complete: others have failed.
-        progress: called with the bytes of every tensor that is done, one call at a time.
+    `workers` are threads, by default one a core that this process may use. `only` names the shards to write, where
+    others write the rest; then the small files are theirs too. `stop`, set from outside, ends the transfer soon, which
+    then is not complete: others have failed. `progress` is called with the bytes of every tensor that is done, one call
+    at a time.
 
-    Raises:
-        CheckpointError: a value does not fit the output's dtype, or the source ended early.
-        GptkitError: the disk is too small or a write fails; nothing is published.
-        UsageError: `max_memory` is too little for one tensor.
-        StoppedError: perhaps, where `stop` was set.
+    Raises CheckpointError: a value does not fit the output's dtype, or the source ended early. GptkitError: the disk is
+    too small or a write fails. UsageError: `max_memory` is too little for one tensor. StoppedError: perhaps, where
+    `stop` was set.
     """
     done = Transferred()
     jobs = jobs_of(plan, source)

@@ -53,14 +53,9 @@ class Quantised(InvalidInput):
 
 def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec, Origin, list[str]]:
     """The tree that a file says, gptkit.json, config.json or a tree by itself: (spec, origin, unknown config fields).
+    `path` is the `folder` or weight file that it is to describe.
 
-    Args:
-        file: the file.
-        path: the `folder` or weight file that it is to describe.
-        folder: whether it is a folder.
-
-    Raises:
-        InvalidInput: it is not there or broken; UnknownFamily for a family that has no file.
+    Raises InvalidInput: it is not there or broken. UnknownFamily: a family that has no file.
     """
     if not file.is_file() or file.name == ADAPTER_CONFIG:
         refuse_pointer(path)
@@ -176,20 +171,13 @@ def write_spec(
     spec: ModelSpec, path: str | Path, *, origin: Origin | None = None, dtype: str = "float32", force: bool = False
 ) -> Path:
     """Write a tree by itself to a .json file, which `params`, `compare`, `show` and `load --random` take as a model.
-
     The file is there whole or not at all.
 
-    Args:
-        spec: the tree.
-        path: the file to make.
-        origin: where the tree came from, and in its history how it came about; by default a tree without a family.
-        dtype: what it is to be computed in, by torch's name.
-        force: replace a file that is there.
+    `origin` says where the tree came from, and in its history how it came about; by default it never had a family.
+    `dtype`, by torch's name, is what it is to be computed in. `force` replaces a file that is there.
 
-    Raises:
-        UsageError: the name does not end in .json, or is one that means something else beside weights; the file exists
-            already, or its folder does not.
-        GptkitError: it cannot be written.
+    Raises UsageError: the name does not end in .json, or is one that means something else beside weights; the file
+    exists already, or its folder does not. GptkitError: it cannot be written.
     """
     from .files import failed, fsync, write_bytes  # here, because it imports hashlib
 

@@ -12,6 +12,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -265,15 +266,11 @@ def execute(
     GptkitError: the disk is too small or a write fails.
     """
     prepare(plan, staging)
-    writers = [writer(shard, staging) for shard in plan.shards]
-    home = {
-        name: (o, w)
-        for shard, w in zip(plan.shards, writers, strict=True)
-        for o in shard.outputs
-        for name in o.leaf.shared
-    }
     pending: dict[str, tuple[np.ndarray, str]] = {}
-    try:
+    with ExitStack() as stack:
+        writers = [stack.enter_context(writer(shard, staging)) for shard in plan.shards]
+        files = zip(plan.shards, writers, strict=True)
+        home = {name: (o, file) for shard, file in files for o in shard.outputs for name in o.leaf.shared}
         for name, array, dtype in tensors:
             pending[name] = (array, dtype)
             output, file = home[name]
@@ -282,12 +279,6 @@ def execute(
                 file.write(output.leaf.checkpoint, np.ascontiguousarray(output.leaf.to_checkpoint(parts)))
                 if progress is not None:
                     progress(output.nbytes)
-        for file in writers:
-            file.close()
-    except BaseException:
-        for file in writers:
-            file.release()
-        raise
     return {shard.name: file.record for shard, file in zip(plan.shards, writers, strict=True)}
 
 
