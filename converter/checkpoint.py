@@ -52,8 +52,7 @@ def open_checkpoint(
     Offline where it is not here and there is no network.
     """
     found, remote = _find(reference, offline, allow_pickle, headers_only, _usable)
-    assert found.path is not None
-    assert found.source is not None
+    assert found.path is not None and found.source is not None
     files = None
     if found.other is not None:
         assert found.other.read is not None

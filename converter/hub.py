@@ -35,6 +35,7 @@ from huggingface_hub import (
 from ..architectures.config import MAX_CONFIG_BYTES
 from ..errors import CheckpointError, GptkitError, InvalidInput, Offline
 from .names import CONFIG, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE
+from .tokenizer import TOKEN_FILES, travels
 from .tokenizer_process import MAX_BYTES
 
 library: Any = utils  # its documented names, which its stubs leave out
@@ -275,19 +276,10 @@ class Repository:
         )
         raise CheckpointError(f"{self} has no safetensors weights", hint)
 
-    def companion_names(self) -> list[str]:
-        """The tokenizer's files and the others that travel with weights (`tokenizer.TOKEN_FILES`)."""
-        from .tokenizer import TOKEN_FILES, travels
-
-        if self.files is not None:
-            return sorted(filter(travels, self.files))
-        return [name for name in TOKEN_FILES if "*" not in name]  # to be asked for one by one
-
     def require_space(self, names: Collection[str]) -> None:
         """Raise GptkitError where the disk cannot hold what is still to be fetched."""
         if not self.online or self.files is None:
             return
-
         config = self._cached(CONFIG)
         blobs = None if config is None else config.parent.parent.parent / "blobs"
         needed = 0
@@ -319,7 +311,6 @@ class Repository:
         config = self._cached(CONFIG, self.revision)
         if config is not None and config.parent.name == self.commit:
             return
-
         with suppress(GptkitError), typed_errors(self):
             hf_hub_download(self.repo, CONFIG, revision=self.revision, cache_dir=self.cache)
 
@@ -330,7 +321,6 @@ class Repository:
         if self.revision is not None and _COMMIT.fullmatch(self.revision):
             self.commit = self.revision
             return
-
         with typed_errors(self):
             try:
                 commit = get_hf_file_metadata(hf_hub_url(self.repo, name, revision=self.revision)).commit_hash
@@ -432,7 +422,9 @@ def gather(
         check(folder)
     if weights or companions:
         repository.list_files()
-    small = repository.companion_names() if companions else []
+    # Where nothing is listed, they are asked for one by one.
+    known = [name for name in TOKEN_FILES if "*" not in name] if repository.files is None else sorted(repository.files)
+    small = [*filter(travels, known)] if companions else []
     if {SINGLE, INDEX} <= (repository.files or {}).keys() and (weights or companions):
         small.append(INDEX)  # which some producers write beside one file, and which is to come back
     large = repository.weight_names(allow_pickle) if weights else []

@@ -66,9 +66,7 @@ def outline(
             raise UntrustedInput(
                 error.message, "--allow-pickle reads it, in a process that can do nothing else."
             ) from None
-    assert found.source is not None
-    assert found.other is not None
-    assert found.other.read is not None
+    assert found.source is not None and found.other is not None and found.other.read is not None
     opened = found.other.read(found.source, True)
     return Outline(opened.spec, opened.origin, found.path, None, (*found.notes, *opened.notes))
 

@@ -147,8 +147,7 @@ def read_spec(where: Reference | Path) -> tuple[ModelSpec, Origin, list[str]]:
     UntrustedInput for a pickle, of which nothing can be told without reading it.
     """
     found = located(where) if isinstance(where, Path) else where
-    assert found.path is not None
-    assert found.source is not None
+    assert found.path is not None and found.source is not None
     if found.other is not None:
         assert found.other.describe is not None
         return found.other.describe(found.source)
