@@ -67,26 +67,18 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Constant:
-    """Bytes of a file that are known beforehand and stand behind its header: tables computed from the tree."""
-
-    name: str
-    start: int
-    data: bytes
-
-
-@dataclass(frozen=True)
 class Shard:
-    """One weight file: its header, its tensors, its constants, and its size; what none of them covers is padding.
+    """One weight file: its header, its tensors and its size; what none of them covers is padding.
 
-    ending: the last bytes, where they depend on the crc32 of every tensor, in the order of `outputs`.
+    constants: bytes that are known beforehand and stand behind the header (tables computed from the tree). ending: the
+    last bytes, where they depend on the crc32 of every tensor, in the order of `outputs`.
     """
 
     name: str
     header: bytes
     outputs: tuple[Output, ...]
     size: int
-    constants: tuple[Constant, ...] = ()
+    constants: tuple[tuple[Block, bytes], ...] = ()
     ending: Callable[[Sequence[int]], bytes] | None = None
 
     @property
@@ -241,14 +233,11 @@ def prepare(plan: Plan, staging: Staging) -> None:
 def writer(shard: Shard, staging: Staging) -> BlockFile:
     """The open file of a shard, its header and constants written."""
     blocks = [Block(o.leaf.checkpoint, o.start, o.start + o.nbytes) for o in shard.outputs]
-    blocks += [
-        Block(constant.name, constant.start, constant.start + len(constant.data)) for constant in shard.constants
-    ]
-    blocks.sort(key=lambda block: (block.start, block.end))
+    blocks = sorted([*blocks, *(block for block, _ in shard.constants)], key=lambda block: (block.start, block.end))
     file = BlockFile(staging.path / shard.name, shard.header, blocks, shard.size)
     try:
-        for constant in shard.constants:
-            file.write(constant.name, constant.data)
+        for block, data in shard.constants:
+            file.write(block.name, data)
     except BaseException:
         file.release()
         raise

@@ -311,57 +311,59 @@ def _words(steps: Sequence[Step]) -> Iterator[str]:
 
 
 # --- tokenizer.model -------------------------------------------------------------------------------------------------
-# Read without its library. Source: sentencepiece's sentencepiece_model.proto, of which the numbers are the fields'.
-
-UNIGRAM, BPE = 1, 2
-"""TrainerSpec.ModelType."""
 
 
-@dataclass
-class SentencePieceModel:
-    """What the file says.
+SPECIAL = {"unk": (40, 0), "bos": (41, 1), "eos": (42, 2), "pad": (43, -1)}
+"""The fields of special tokens' ids, with their defaults; "none" is -1, which a varint makes huge."""
 
-    kind: UNIGRAM, BPE, or a number of one that is not read. pieces: (text, score, type), the types being GGUF's too.
-    ids: of special tokens by transformers' names, those that there are.
+
+def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str, Any]) -> Vocabulary:
+    """A SentencePiece model with no tokenizer.json beside it, read without its library. Source: sentencepiece's
+    sentencepiece_model.proto, of which the numbers are the fields'.
     """
-
-    kind: int = UNIGRAM
-    pieces: list[tuple[str, float, int]] = field(default_factory=list)
-    ids: dict[str, int] = field(default_factory=dict)
-    add_dummy_prefix: bool = True
-    remove_extra_whitespaces: bool = True
-    charsmap: bytes = b""
-
-
-def parse_sentencepiece(data: bytes, where: str) -> SentencePieceModel:
-    """The model in a file's bytes. Raises InvalidInput."""
-    model = SentencePieceModel()
-    trainer: dict[int, Any] = {}
-    normalizer: dict[int, Any] = {}
+    found, trainer, normalizer = Vocabulary(rows=rows), dict[int, Any](), dict[int, Any]()
     try:
         for number, value in _fields(data):
             if number == 1:
-                piece = dict(_fields(value))
-                score, kind = struct.unpack("<f", piece.get(2, bytes(4)))[0], piece.get(3, 1)
-                if kind not in range(1, 7):
-                    raise ValueError(f"a piece of type {kind!r:.20}")
-                model.pieces.append((piece[1].decode(), score, kind))
+                piece, index = dict(_fields(value)), len(found.texts)
+                found.types[index] = piece.get(3, NORMAL)
+                if found.types[index] not in range(1, 7):
+                    raise ValueError(f"a piece of type {found.types[index]!r:.20}")
+                found.texts[index] = piece[1].decode()
+                found.scores[index] = struct.unpack("<f", piece.get(2, bytes(4)))[0]
             elif number == 2:
                 trainer = dict(_fields(value))
             elif number == 3:
                 normalizer = dict(_fields(value))
-        model.kind = int(trainer.get(3, UNIGRAM))
-        for name, number, default in (("unk", 40, 0), ("bos", 41, 1), ("eos", 42, 2), ("pad", 43, -1)):
-            if 0 <= trainer.get(number, default) < len(model.pieces):  # "none" is -1, which a varint makes huge
-                model.ids[name] = trainer.get(number, default)
-        model.charsmap = bytes(normalizer.get(2, b""))
-        model.add_dummy_prefix = bool(normalizer.get(3, True))
-        model.remove_extra_whitespaces = bool(normalizer.get(4, True))
+        kind = {1: "t5", 2: "llama"}.get(int(trainer.get(3, 1)))  # unigram, BPE
+        ids = {name: trainer.get(*field) for name, field in SPECIAL.items()}
+        ids = {name: index for name, index in ids.items() if 0 <= index < len(found.texts)}
+        charsmap = bytes(normalizer.get(2, b""))
+        prefixed, merged = bool(normalizer.get(3, True)), bool(normalizer.get(4, True))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, struct.error) as error:
-        raise InvalidInput(f"{where} is not a SentencePiece model: {error!s:.80}") from error
-    if not model.pieces:
-        raise InvalidInput(f"{where} is not a SentencePiece model: it holds no pieces")
-    return model
+        raise InvalidInput(f"{name} is not a SentencePiece model: {error!s:.80}") from error
+    if not found.texts:
+        raise InvalidInput(f"{name} is not a SentencePiece model: it holds no pieces")
+    if kind is None:
+        return _none(f"llama.cpp has no tokenizer like {name}: the file is written without one")
+    decoder = settings.get("added_tokens_decoder")
+    if isinstance(decoder, dict):
+        try:
+            found.add_tokens({"id": index, **token} for index, token in decoder.items() if isinstance(token, dict))
+        except (KeyError, ValueError) as error:
+            raise InvalidInput(f"tokenizer_config.json: added_tokens_decoder is broken: {error!s:.80}") from error
+    found.say(model=kind, pre="default")
+    found.list_tokens()
+    found.say(add_space_prefix=prefixed)
+    if kind == "t5":
+        found.say(remove_extra_whitespaces=merged)
+        if charsmap:
+            found.say(precompiled_charsmap=charsmap)
+    for end in ("bos", "eos"):
+        stated = settings.get(f"add_{end}_token")
+        found.say(**{f"add_{end}_token": stated if isinstance(stated, bool) else end == "bos"})
+    found.say(**{f"{ID_KEYS[name]}_token_id": index for name, index in ids.items() if index < rows})
+    return found
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
@@ -391,35 +393,6 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
             raise ValueError(f"at byte {at:,}")
         yield key >> 3, data[at : at + size]
         at += size
-
-
-def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str, Any]) -> Vocabulary:
-    """A SentencePiece model with no tokenizer.json beside it."""
-    model = parse_sentencepiece(data, name)
-    kind = {UNIGRAM: "t5", BPE: "llama"}.get(model.kind)
-    if kind is None:
-        return _none(f"llama.cpp has no tokenizer like {name}: the file is written without one")
-    found = Vocabulary(rows=rows)
-    for index, (text, score, type_) in enumerate(model.pieces):
-        found.texts[index], found.scores[index], found.types[index] = text, score, type_
-    decoder = settings.get("added_tokens_decoder")
-    if isinstance(decoder, dict):
-        try:
-            found.add_tokens({"id": index, **token} for index, token in decoder.items() if isinstance(token, dict))
-        except (KeyError, ValueError) as error:
-            raise InvalidInput(f"tokenizer_config.json: added_tokens_decoder is broken: {error!s:.80}") from error
-    found.say(model=kind, pre="default")
-    found.list_tokens()
-    found.say(add_space_prefix=model.add_dummy_prefix)
-    if kind == "t5":
-        found.say(remove_extra_whitespaces=model.remove_extra_whitespaces)
-        if model.charsmap:
-            found.say(precompiled_charsmap=model.charsmap)
-    for end in ("bos", "eos"):
-        stated = settings.get(f"add_{end}_token")
-        found.say(**{f"add_{end}_token": stated if isinstance(stated, bool) else end == "bos"})
-    found.say(**{f"{ID_KEYS[name]}_token_id": index for name, index in model.ids.items() if index < rows})
-    return found
 
 
 # --- special tokens and the chat template ----------------------------------------------------------------------------

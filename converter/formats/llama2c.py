@@ -97,8 +97,9 @@ def plan(request: Request, version: int = 0) -> Plan:
     llama2.c computes no such tree; the components in the way are listed. UsageError: a dtype other than float32, or one
     to be narrowed unasked.
     """
+    from ..block_file import Block
     from ..dtypes import parse_dtype
-    from ..write import Constant, Output, Plan, Shard
+    from ..write import Output, Plan, Shard
     from .llama2c_tokenizer import TOKENIZER, tokenizer_bin
 
     wide = sorted(name for name, dtype in request.source.shared_dtypes().items() if dtype == "F64")
@@ -118,7 +119,7 @@ def plan(request: Request, version: int = 0) -> Plan:
     for name, _, start, nbytes in places(sizes, version, len(header)):
         end = start + nbytes
         if name in TABLES:
-            constants.append(Constant(name, start, _table(name, sizes)))
+            constants.append((Block(name, start, end), _table(name, sizes)))
         else:
             outputs.append(Output(leaves[name], "F32", start, nbytes))
     texts: dict[str, bytes] = {}
