@@ -71,7 +71,7 @@ class Sizes:
     n_kv_heads: int
     vocab_size: int
     max_seq_len: int
-    shared: bool
+    shared: bool = False
 
     @property
     def plausible(self) -> bool:

@@ -167,7 +167,7 @@ class _Header:
             self.version, shared = struct.unpack_from("<i", head, 4)[0], head[36]
             if self.version not in (1, 2):
                 raise CheckpointError(f"{path} is a llama2.c file of version {self.version}; gptkit reads 0, 1 and 2")
-            self.sizes = Sizes(*_SIZES.unpack_from(head, 8), shared=bool(shared))
+            self.sizes = replace(Sizes(*_SIZES.unpack_from(head, 8)), shared=bool(shared))
             self.group = struct.unpack_from("<i", head, 37)[0] if self.version == 2 else 1
             if shared > 1 or not self.sizes.plausible or not 1 <= self.group <= MAX_GROUP:
                 raise CheckpointError(f"{path}: its header's sizes are no model's: {self.sizes}")
@@ -206,8 +206,8 @@ def _head(path: Path) -> bytes:
 
 def _legacy(head: bytes) -> Sizes:
     """A header of version 0."""
-    *sizes, vocab, context = _SIZES.unpack_from(head)
-    return Sizes(*sizes, vocab_size=abs(vocab), max_seq_len=context, shared=vocab > 0)
+    sizes = Sizes(*_SIZES.unpack_from(head))
+    return replace(sizes, vocab_size=abs(sizes.vocab_size), shared=sizes.vocab_size > 0)
 
 
 def dequantised(data: np.ndarray, group: int) -> np.ndarray:
