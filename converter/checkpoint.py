@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,11 @@ def open_checkpoint(
     """
     found, remote = _find(reference, offline, allow_pickle, headers_only, _usable)
     assert found.path is not None and found.source is not None
-    files = None
-    if found.other is not None:
+    if found.other is None:
+        opened = _read(found, remote, allow_pickle)
+    else:
         assert found.other.read is not None
         opened = found.other.read(found.source, allow_pickle)
-    else:
-        opened, files = _read(found, remote, allow_pickle)
     origin = opened.origin
     if origin.reference is None:  # else a converted folder, which remembers its first source
         # A local path says nothing on another machine: only its last part is kept.
@@ -78,7 +78,7 @@ def open_checkpoint(
         texts=opened.texts,
         _weights=opened.weights,
     )
-    _match(checkpoint, opened.architecture, allow_extra, integers and files is not None, partial)
+    _match(checkpoint, opened.architecture, allow_extra, integers and found.other is None, partial)
     # As their bytes lie, so that a walk over them reads each file from front to back.
     place = opened.weights.place
     checkpoint.leaves = sorted(checkpoint.leaves, key=lambda leaf: place(checkpoint._found[leaf.checkpoint]))
@@ -121,11 +121,7 @@ def _find(
     check: Callable[[Reference], object],
 ) -> tuple[Reference, WeightFiles | None]:
     """What a reference is, with its files here, and with `headers_only` the headers of weights left on the hub."""
-
-    def find(weights: bool) -> Reference:
-        options: dict[str, Any] = {"offline": offline, "allow_pickle": allow_pickle, "check": check}
-        return resolve(reference, weights=weights, companions=True, **options)
-
+    find = partial(resolve, reference, offline=offline, companions=True, allow_pickle=allow_pickle, check=check)
     found = find(weights=not headers_only)
     if not headers_only or found.repository is None:
         return found, None
@@ -135,7 +131,7 @@ def _find(
     return (find(weights=True) if remote is None else found), remote
 
 
-def _read(found: Reference, remote: WeightFiles | None, allow_pickle: bool) -> tuple[Opened, WeightFiles]:
+def _read(found: Reference, remote: WeightFiles | None, allow_pickle: bool) -> Opened:
     """What lies in a folder or weight file of a family, or in gptkit's own format."""
     assert found.path is not None
     if found.format == "tree":
@@ -156,7 +152,7 @@ def _read(found: Reference, remote: WeightFiles | None, allow_pickle: bool) -> t
     if architecture is not None and files.headers:
         origin = replace(origin, files={**files.headers, **({} if files.index is None else {INDEX: files.index})})
     notes = [f"config.json fields that neither transformers nor gptkit reads: {', '.join(unknown)}"] if unknown else []
-    return Opened(spec, origin, leaves, weights, files.files, notes=notes, architecture=architecture), files
+    return Opened(spec, origin, leaves, weights, files.files, notes=notes, architecture=architecture)
 
 
 def _match(

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 from ..components import ModelSpec
 
@@ -83,7 +82,7 @@ def suit(spec: ModelSpec) -> None:
     """Set the threads of torch and BLAS for a model, unless a person has: by an environment variable, or by
     `torch.set_num_threads`.
     """
-    torch = _torch()
+    torch = sys.modules.get("torch")  # where somebody has imported it
     if any(os.environ.get(name) for name in SETTINGS) or (torch and torch.get_num_threads() not in _by_itself()):
         return
     free = free_cores(available_cores(), quota(), os.cpu_count() or 1, load())
@@ -99,7 +98,7 @@ def as_before() -> Iterator[None]:
     """On leaving, torch and BLAS have as many threads as they had; also a function's decorator."""
     blas = _blas()
     threads = None if blas is None else blas[0]()
-    torch = _torch()
+    torch = sys.modules.get("torch")
     own = None if torch is None else torch.get_num_threads()
     try:
         yield
@@ -108,11 +107,6 @@ def as_before() -> Iterator[None]:
             blas[1](threads)
         if torch is not None and torch.get_num_threads() != own:
             torch.set_num_threads(own)
-
-
-def _torch() -> ModuleType | None:
-    """torch, where somebody has imported it."""
-    return sys.modules.get("torch")
 
 
 @cache
