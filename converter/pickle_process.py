@@ -52,13 +52,9 @@ ELEMENTS = {
 """torch's dtypes, the same."""
 
 NOT_PLAIN = (
-    "_rebuild_sparse_tensor",
-    "_rebuild_sparse_csr_tensor",
-    "_rebuild_nested_tensor",
-    "_rebuild_qtensor",
+    *(f"_rebuild_{name}" for name in ("sparse_tensor", "sparse_csr_tensor", "nested_tensor", "qtensor")),
+    *(f"_rebuild_device_tensor_from_{name}" for name in ("numpy", "cpu_tensor")),
     "_rebuild_meta_tensor_no_storage",
-    "_rebuild_device_tensor_from_numpy",
-    "_rebuild_device_tensor_from_cpu_tensor",
     "_rebuild_wrapper_subclass",
 )
 """Ways of torch._utils to make tensors that are no stretch of the file."""

@@ -29,29 +29,14 @@ from .confinement import command
 from .tokenizer_process import MAX_BYTES, receive, send
 
 TOKEN_FILES = (
-    # the tokenizer: its one-file form with its settings, then the older forms
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer.*",  # tokenizer.model.v3, tokenizer.tiktoken, …
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "spiece.model",
-    "tekken.json",
-    "*.tiktoken",
-    # ids that stand for something other than text
-    "token_mappings.json",
-    # how the model is talked to
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
+    # the tokenizer: its one-file form with its settings, then the older forms (tokenizer.model.v3, …)
+    "tokenizer.json", "tokenizer.model", "tokenizer.*", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "spiece.model", "tekken.json", "*.tiktoken",
+    # ids that stand for something other than text; how the model is talked to
+    "token_mappings.json", "chat_template.jinja", "chat_template.json", "generation_config.json",
     # what the weights may be used for stays true of the converted ones; a README.md describes the original alone
-    "LICENSE",
-    "LICENSE*",
-    "NOTICE*",
-)
+    "LICENSE", "LICENSE*", "NOTICE*",
+)  # fmt: skip
 """Names of the files that travel with a checkpoint, as shell patterns.
 
 The plain names are all that can be asked of a hub that does not list a repository's files.

@@ -89,17 +89,16 @@ NAMES: dict[tuple[str, str], Any] = {
     (METADATA, "TensorStorageMetadata"): _Tensor,
     (METADATA, "BytesStorageMetadata"): _Bytes,
     (METADATA, "ChunkStorageMetadata"): _Box,
-    (METADATA, "TensorProperties"): _Properties,
     (METADATA, "MetadataIndex"): _Index,
-    (METADATA, "StorageMeta"): _Stand,
-    (METADATA, "_MEM_FORMAT_ENCODING"): _Stand,
-    (OLD, "TensorProperties"): _Properties,
-    (OLD, "MEM_FORMAT_ENCODING"): _Stand,
+    **{(module, "TensorProperties"): _Properties for module in (METADATA, OLD)},
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Place,
-    ("torch.serialization", "_get_layout"): _Stand,
     ("torch", "Size"): _size,
     ("collections", "OrderedDict"): dict,
     **{(module, name): _Stand for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
+    **dict.fromkeys(
+        [(METADATA, "StorageMeta"), (METADATA, "_MEM_FORMAT_ENCODING"), (OLD, "MEM_FORMAT_ENCODING")], _Stand
+    ),
+    ("torch.serialization", "_get_layout"): _Stand,
     **{("torch", name): KNOWN["torch", name] for name in ELEMENTS},
 }
 """Every name that may stand in .metadata, and what stands for it here."""

@@ -351,13 +351,8 @@ class Texts(Mapping[str, bytes]):
 
 BPE = {
     "type": "BPE",
-    "dropout": None,
-    "unk_token": None,
-    "continuing_subword_prefix": None,
-    "end_of_word_suffix": None,
-    "fuse_unk": False,
-    "byte_fallback": False,
-    "ignore_merges": False,
+    **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
+    **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
 }
 
 
