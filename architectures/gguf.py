@@ -12,7 +12,7 @@ llama-model.cpp (what is read, and what is assumed where nothing is said).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -28,18 +28,6 @@ from .gguf_rope import read_rope, refitted, rope_tensors, write_rope
 from .layout import Layout, Shape
 from .obstacles import Kinds, first_of, of_kind
 
-__all__ = ["ALWAYS_FP32", "GGUF", "Expressed", "GgufArchitecture", "expressed", "gguf_architecture", "spec_of"]
-
-FUSED_WEIGHT = Layout("(slot head_dim) hidden", split="slot", parts=("heads", "kv_heads", "kv_heads"))
-"""All queries, then all keys, then all values, whatever the family's own order."""
-FUSED_BIAS = Layout("(slot head_dim)", split="slot", parts=("heads", "kv_heads", "kv_heads"))
-
-# llama.cpp rotates neighbouring rows of a "llama" model, transformers row i with row i + half.
-Q_WEIGHT = Layout("(heads half two) hidden", "(heads two half) hidden")
-K_WEIGHT = Layout("(kv_heads half two) hidden", "(kv_heads two half) hidden")
-Q_BIAS = Layout("(heads half two)", "(heads two half)")
-K_BIAS = Layout("(kv_heads half two)", "(kv_heads two half)")
-
 B, T = "blocks.{layer}.", "blk.{layer}."
 
 POSITIONS = "position_embd.weight"
@@ -54,11 +42,15 @@ ENDS = (
 )
 
 
-def pairs(*names: tuple[str, str], suffixes: tuple[str, ...] = ("weight", "bias")) -> tuple[Leaf, ...]:
-    """Leaves of one block that are pure renames: (GGUF name, shared name), each with these suffixes."""
-    return tuple(Leaf(f"{T}{there}.{suffix}", f"{B}{here}.{suffix}") for there, here in names for suffix in suffixes)
+def pairs(*names: tuple[str, str]) -> tuple[Leaf, ...]:
+    """Leaves of one block that are pure renames: (GGUF name, shared name), each for weight and bias."""
+    return tuple(Leaf(f"{T}{there}.{x}", f"{B}{here}.{x}") for there, here in names for x in ("weight", "bias"))
 
 
+NORMS = pairs(("attn_norm", "attention_norm"), ("ffn_norm", "feed_forward_norm"))
+PLAIN = pairs(
+    ("attn_output", "attention.o_proj"), ("ffn_up", "feed_forward.up_proj"), ("ffn_down", "feed_forward.down_proj")
+)
 GATED = pairs(
     ("attn_norm", "attention_norm"),
     ("attn_v", "attention.v_proj"),
@@ -70,32 +62,28 @@ GATED = pairs(
     ("ffn_up", "feed_forward.up_proj"),
     ("ffn_down", "feed_forward.down_proj"),
 )
-# llama.cpp loads these of a "qwen2" or "qwen3" file, and refuses a file with others.
+UNREAD = ("attn_output.bias", "gate.bias", "up.bias", "down.bias")
+"""What llama.cpp does not load of a "qwen2" or "qwen3" file: it refuses one that has them."""
 QWEN = (
     *ENDS,
-    *(
-        leaf
-        for leaf in GATED
-        if not leaf.checkpoint.endswith(("attn_output.bias", "gate.bias", "up.bias", "down.bias"))
-    ),
+    *(leaf for leaf in GATED if not leaf.checkpoint.endswith(UNREAD)),
     *pairs(("attn_q", "attention.q_proj"), ("attn_k", "attention.k_proj")),
 )
-PERMUTED = (
-    Leaf(T + "attn_q.weight", B + "attention.q_proj.weight", Q_WEIGHT),
-    Leaf(T + "attn_q.bias", B + "attention.q_proj.bias", Q_BIAS),
-    Leaf(T + "attn_k.weight", B + "attention.k_proj.weight", K_WEIGHT),
-    Leaf(T + "attn_k.bias", B + "attention.k_proj.bias", K_BIAS),
+# llama.cpp rotates neighbouring rows of a "llama" model, transformers row i with row i + half.
+PERMUTED = tuple(
+    Leaf(
+        f"{T}attn_{x}.{suffix}",
+        f"{B}attention.{x}_proj.{suffix}",
+        Layout(f"({heads} half two){rest}", f"({heads} two half){rest}"),
+    )
+    for x, heads in (("q", "heads"), ("k", "kv_heads"))
+    for suffix, rest in (("weight", " hidden"), ("bias", ""))
 )
-FUSED = (
-    Leaf(T + "attn_qkv.weight", qkv("weight"), FUSED_WEIGHT),
-    Leaf(T + "attn_qkv.bias", qkv("bias"), FUSED_BIAS),
+# All queries, then all keys, then all values, whatever the family's own order.
+FUSED = tuple(
+    Leaf(f"{T}attn_qkv.{suffix}", qkv(suffix), Layout(pattern, split="slot", parts=("heads", "kv_heads", "kv_heads")))
+    for suffix, pattern in (("weight", "(slot head_dim) hidden"), ("bias", "(slot head_dim)"))
 )
-PLAIN = pairs(
-    ("attn_output", "attention.o_proj"),
-    ("ffn_up", "feed_forward.up_proj"),
-    ("ffn_down", "feed_forward.down_proj"),
-)
-NORMS = pairs(("attn_norm", "attention_norm"), ("ffn_norm", "feed_forward_norm"))
 FALCON_NORMS = tuple(
     Leaf(f"{T}{there}.{suffix}", f"{B}{here}.{suffix}", when=when)
     for there, here, when in (
@@ -111,26 +99,30 @@ FALCON_NORMS = tuple(
 class GgufArchitecture:
     """One of llama.cpp's architectures, as what may hold a tree: see `obstacles.Target`.
 
-    name: general.architecture, and the prefix of its metadata keys.
-    family: the family it is read as; written: the families whose models it is written for.
-    read: the file's facts -> the fields of a config.json of `family`.
+    name: general.architecture, the prefix of its metadata keys, and the family that it is read as.
+    read: the file's facts -> the fields of a config.json of the family.
     write: a tree -> metadata, keys without prefix. It may assume that the tree fits: `expressed` reads the result back.
     square: llama.cpp wants its queries as wide as the model.
     dropped: tensors that hold nothing the tree needs.
+    also: further families whose models it is written for.
     """
 
     name: str
-    family: str
-    written: tuple[str, ...]
     leaves: tuple[Leaf, ...]
     read: Callable[[Facts], dict[str, Any]]
     write: Callable[[ModelSpec], dict[str, Value]]
     square: bool = True
     dropped: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The families whose models it is written for."""
+        return (self.name, *self.also)
 
     @property
     def architecture(self) -> Architecture:
-        return ARCHITECTURES[self.family]
+        return ARCHITECTURES[self.name]
 
     @property
     def owner(self) -> str:
@@ -167,78 +159,53 @@ class GgufArchitecture:
         back: ModelSpec = _as_before(spec, _as_stored(spec), found)
         return back
 
-    def config(self, facts: Facts) -> dict[str, Any]:
-        """A config.json of the family from what the file says. Raises ConfigError."""
-        family = self.architecture
-        return {"model_type": family.name, "architectures": [family.hf_class], **self.read(facts)}
-
-    def is_dropped(self, name: str, layers: int) -> bool:
-        """Whether a tensor of that name holds nothing the tree needs."""
-        parts = name.split(".")
-        layer = parts[1] if len(parts) > 1 and parts[1].isascii() and parts[1].isdigit() else ""
-        known = bool(layer) and len(layer) < 10 and int(layer) < layers
-        return any(
-            template == name or (known and template.format(layer=int(layer)) == name) for template in self.dropped
-        )
-
 
 # --- metadata -> config.json, and a tree -> metadata ---
 
 
-def read_llama(facts: Facts) -> dict[str, Any]:
-    return {
-        **_gated(facts),
-        "attention_bias": "blk.0.attn_q.bias" in facts.shapes,
-        "mlp_bias": "blk.0.ffn_up.bias" in facts.shapes,
-    }
+def gated(fixed: Mapping[str, Any] = {}, **biases: str) -> Callable[[Facts], dict[str, Any]]:
+    """What reads a llama-like family: `fixed` fields, and flags that are on where the first layer has such a bias."""
 
+    def read(facts: Facts) -> dict[str, Any]:
+        hidden, heads, head_dim = facts.widths()
+        context = facts.integer("context_length")
+        return {
+            "vocab_size": facts.vocab_size,
+            "hidden_size": hidden,
+            "intermediate_size": facts.integer("feed_forward_length"),
+            "num_hidden_layers": facts.layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": facts.integer("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": context,
+            "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
+            "tie_word_embeddings": facts.tied,
+            **read_rope(facts, head_dim, context),
+            **fixed,
+            **{flag: f"blk.0.{name}.bias" in facts.shapes for flag, name in biases.items()},
+        }
 
-def read_qwen2(facts: Facts) -> dict[str, Any]:
-    return {**_gated(facts), "use_sliding_window": False}
-
-
-def read_qwen3(facts: Facts) -> dict[str, Any]:
-    return {
-        **_gated(facts),
-        "use_sliding_window": False,
-        "attention_bias": "blk.0.attn_q.bias" in facts.shapes,
-    }
-
-
-def _gated(facts: Facts) -> dict[str, Any]:
-    """What llama-like families share."""
-    hidden, heads = facts.integer("embedding_length"), facts.integer("attention.head_count")
-    head_dim = facts.head_dim(hidden, heads)
-    context = facts.integer("context_length")
-    return {
-        "vocab_size": facts.vocab_size,
-        "hidden_size": hidden,
-        "intermediate_size": facts.integer("feed_forward_length"),
-        "num_hidden_layers": facts.layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": facts.integer("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": context,
-        "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
-        "tie_word_embeddings": facts.tied,
-        **read_rope(facts, head_dim, context),
-    }
+    return read
 
 
 def write_gated(spec: ModelSpec) -> dict[str, Value]:
+    """A llama-like family's metadata."""
+    _, attention, _ = usual_layer(spec)
+    width = attention.head_dim
     return {
         **_sizes(spec),
         "attention.layer_norm_rms_epsilon": spec.blocks[0].attention_norm.eps,
-        **_head_sizes(spec),
+        "attention.key_length": width,
+        "attention.value_length": width,
+        "rope.dimension_count": width,
         "vocab_size": spec.vocab_size,
-        **_rotary(spec),
+        **write_rope(of_kind(attention.position, Rotary)),
     }
 
 
-def read_gpt2(facts: Facts) -> dict[str, Any]:
-    hidden, heads = facts.integer("embedding_length"), facts.integer("attention.head_count")
-    facts.head_dim(hidden, heads, only=True)
+def _read_gpt2(facts: Facts) -> dict[str, Any]:
+    hidden, heads, _ = facts.widths(only=True)
     return {
         "vocab_size": facts.vocab_size,
         "n_positions": facts.integer("context_length"),
@@ -252,9 +219,8 @@ def read_gpt2(facts: Facts) -> dict[str, Any]:
     }
 
 
-def read_bloom(facts: Facts) -> dict[str, Any]:
-    hidden, heads = facts.integer("embedding_length"), facts.integer("attention.head_count")
-    facts.head_dim(hidden, heads, only=True)
+def _read_bloom(facts: Facts) -> dict[str, Any]:
+    hidden, heads, _ = facts.widths(only=True)
     facts.require("feed_forward_length", facts.integer("feed_forward_length", 4 * hidden), 4 * hidden)
     return {
         "vocab_size": facts.vocab_size,
@@ -267,11 +233,9 @@ def read_bloom(facts: Facts) -> dict[str, Any]:
     }
 
 
-def read_falcon(facts: Facts) -> dict[str, Any]:
-    hidden, heads = facts.integer("embedding_length"), facts.integer("attention.head_count")
-    head_dim = facts.head_dim(hidden, heads, only=True)
-    layout = facts.string("tensor_data_layout", "jploski")
-    facts.require("tensor_data_layout", layout, "jploski")
+def _read_falcon(facts: Facts) -> dict[str, Any]:
+    hidden, heads, head_dim = facts.widths(only=True)
+    facts.require("tensor_data_layout", facts.string("tensor_data_layout", "jploski"), "jploski")
     kv_heads = facts.integer("attention.head_count_kv", heads)
     context = facts.integer("context_length")
     two_norms = "blk.0.attn_norm_2.weight" in facts.shapes
@@ -299,11 +263,13 @@ def read_falcon(facts: Facts) -> dict[str, Any]:
 
 
 def write_normed(spec: ModelSpec) -> dict[str, Value]:
+    """The metadata of a family with layer norms."""
     return {**_sizes(spec), "attention.layer_norm_epsilon": spec.blocks[0].attention_norm.eps}
 
 
-def write_falcon(spec: ModelSpec) -> dict[str, Value]:
-    return {**write_normed(spec), "tensor_data_layout": "jploski", **_rotary(spec)}
+def _write_falcon(spec: ModelSpec) -> dict[str, Value]:
+    rotary = of_kind(spec.blocks[0].attention.position, Rotary)
+    return {**write_normed(spec), "tensor_data_layout": "jploski", **write_rope(rotary)}
 
 
 def _sizes(spec: ModelSpec) -> dict[str, Value]:
@@ -316,16 +282,6 @@ def _sizes(spec: ModelSpec) -> dict[str, Value]:
         "attention.head_count": attention.heads,
         "attention.head_count_kv": attention.kv_heads,
     }
-
-
-def _head_sizes(spec: ModelSpec) -> dict[str, Value]:
-    _, attention, _ = usual_layer(spec)
-    head_dim = attention.head_dim
-    return {"attention.key_length": head_dim, "attention.value_length": head_dim, "rope.dimension_count": head_dim}
-
-
-def _rotary(spec: ModelSpec) -> dict[str, Value]:
-    return write_rope(of_kind(spec.blocks[0].attention.position, Rotary))
 
 
 def _context(spec: ModelSpec) -> int:
@@ -344,47 +300,29 @@ GGUF: dict[str, GgufArchitecture] = {
     architecture.name: architecture
     for architecture in (
         GgufArchitecture(
-            name="llama",
-            family="llama",
-            written=("llama", "mistral"),
-            leaves=(*ENDS, *GATED, *PERMUTED),
-            read=read_llama,
-            write=write_gated,
+            "llama",
+            (*ENDS, *GATED, *PERMUTED),
+            gated(attention_bias="attn_q", mlp_bias="ffn_up"),
+            write_gated,
+            square=False,
+            dropped=ROPE_BUFFERS,
+            also=("mistral",),
+        ),
+        GgufArchitecture("qwen2", QWEN, gated({"use_sliding_window": False}), write_gated, dropped=ROPE_BUFFERS),
+        GgufArchitecture(
+            "qwen3",
+            QWEN,
+            gated({"use_sliding_window": False}, attention_bias="attn_q"),
+            write_gated,
             square=False,
             dropped=ROPE_BUFFERS,
         ),
         GgufArchitecture(
-            name="qwen2",
-            family="qwen2",
-            written=("qwen2",),
-            leaves=QWEN,
-            read=read_qwen2,
-            write=write_gated,
-            dropped=ROPE_BUFFERS,
+            "gpt2", (*ENDS, Leaf(POSITIONS, "positions.weight"), *NORMS, *FUSED, *PLAIN), _read_gpt2, write_normed
         ),
         GgufArchitecture(
-            name="qwen3",
-            family="qwen3",
-            written=("qwen3",),
-            leaves=QWEN,
-            read=read_qwen3,
-            write=write_gated,
-            square=False,
-            dropped=ROPE_BUFFERS,
-        ),
-        GgufArchitecture(
-            name="gpt2",
-            family="gpt2",
-            written=("gpt2",),
-            leaves=(*ENDS, Leaf(POSITIONS, "positions.weight"), *NORMS, *FUSED, *PLAIN),
-            read=read_gpt2,
-            write=write_normed,
-        ),
-        GgufArchitecture(
-            name="bloom",
-            family="bloom",
-            written=("bloom",),
-            leaves=(
+            "bloom",
+            (
                 *ENDS,
                 Leaf("token_embd_norm.weight", "embedding.norm.weight"),
                 Leaf("token_embd_norm.bias", "embedding.norm.bias"),
@@ -392,22 +330,15 @@ GGUF: dict[str, GgufArchitecture] = {
                 *FUSED,
                 *PLAIN,
             ),
-            read=read_bloom,
-            write=write_normed,
+            _read_bloom,
+            write_normed,
         ),
         GgufArchitecture(
-            name="falcon",
-            family="falcon",
-            written=("falcon",),
+            "falcon",
             # llama.cpp reads no biases of Falcon's linears, and knows neither its ALiBi nor its serial blocks.
-            leaves=(
-                *ENDS,
-                *FALCON_NORMS,
-                FUSED[0],
-                *(leaf for leaf in PLAIN if leaf.checkpoint.endswith("weight")),
-            ),
-            read=read_falcon,
-            write=write_falcon,
+            (*ENDS, *FALCON_NORMS, FUSED[0], *(leaf for leaf in PLAIN if leaf.checkpoint.endswith("weight"))),
+            _read_falcon,
+            _write_falcon,
         ),
     )
 }
@@ -423,9 +354,10 @@ def gguf_architecture(name: object) -> GgufArchitecture:
 def spec_of(facts: Facts) -> tuple[ModelSpec, dict[str, Any]]:
     """The tree of a GGUF file, and the config.json it was made from. Raises ConfigError, UnknownFamily."""
     kind = gguf_architecture(facts.name)
-    config = kind.config(facts)
+    family = kind.architecture
+    config = {"model_type": family.name, "architectures": [family.hf_class], **kind.read(facts)}
     try:
-        return kind.architecture.spec(config), config
+        return family.spec(config), config
     except ConfigError as error:
         # The message speaks of a config.json, which lies nowhere.
         raise ConfigError(f"its metadata, written as {error.message}", error.hint) from error
@@ -447,11 +379,8 @@ class Expressed:
 
 
 def expressed(spec: ModelSpec, family: str | None = None) -> Expressed:
-    """A tree as llama.cpp reads it, `family`'s architecture tried before the others.
-
-    Raises:
-        CannotExpress: none of llama.cpp's architectures here computes this tree; says what is in the way.
-
+    """A tree as llama.cpp reads it, `family`'s architecture tried before the others. Raises CannotExpress: none of
+    llama.cpp's architectures here computes this tree; says what is in the way.
     """
     kinds = sorted(GGUF.values(), key=lambda kind: family not in kind.written)
     found, refused = first_of(kinds, spec, clear=("rounding",))
@@ -463,8 +392,7 @@ def expressed(spec: ModelSpec, family: str | None = None) -> Expressed:
 
 def extras_of(spec: ModelSpec) -> dict[str, tuple[float, ...]]:
     """The tensors that stand for numbers of a tree."""
-    position = spec.blocks[0].attention.position
-    return rope_tensors(position) if isinstance(position, Rotary) else {}
+    return rope_tensors(spec.blocks[0].attention.position)
 
 
 def _as_before(spec: Any, stored: Any, found: Any) -> Any:
@@ -486,9 +414,6 @@ def _as_stored(spec: ModelSpec) -> ModelSpec:
         attention = block.attention
         # A window that reaches over the whole context hides nothing.
         window = None if attention.window is not None and attention.window >= context else attention.window
-        position = attention.position
-        if isinstance(position, Rotary):
-            position = refitted(position)
-        attention = msgspec.structs.replace(attention, window=window, position=position)
+        attention = msgspec.structs.replace(attention, window=window, position=refitted(attention.position))
         blocks.append(block.replaced(attention=attention))
     return msgspec.structs.replace(spec, blocks=tuple(blocks), context_length=context)

@@ -12,8 +12,6 @@ from ..errors import ConfigError
 from .config import MAX_LAYERS, shown
 from .layout import Shape
 
-__all__ = ["Facts", "Value", "fp32", "is_close", "shortest"]
-
 Value = str | int | float | bool
 
 
@@ -66,13 +64,10 @@ class Facts:
         return shortest(float(value))
 
     def string(self, key: str, default: str) -> str:
-        """A string."""
         value = self.raw(key)
-        if value is None:
-            return default
-        if not isinstance(value, str):
+        if value is not None and not isinstance(value, str):
             raise self.fail(key, value, "a string")
-        return value
+        return default if value is None else value
 
     @property
     def layers(self) -> int:
@@ -93,8 +88,11 @@ class Facts:
         """Whether the head is the token table."""
         return "output.weight" not in self.shapes
 
-    def head_dim(self, hidden: int, heads: int, *, only: bool = False) -> int:
-        """attention.key_length, hidden / heads where it is not said; `only`: it can be nothing else."""
+    def widths(self, *, only: bool = False) -> tuple[int, int, int]:
+        """The model's width, its heads, and the width of one, which is hidden / heads where it is not said; `only`: it
+        can be nothing else.
+        """
+        hidden, heads = self.integer("embedding_length"), self.integer("attention.head_count")
         key = "attention.key_length"
         stated = self.integer(key) if self.raw(key) is not None else None
         if (stated is None or only) and hidden % heads:
@@ -102,12 +100,12 @@ class Facts:
         head_dim = hidden // heads if stated is None else stated
         if only:
             self.require(key, head_dim, hidden // heads)
-        self.require("attention.value_length", self.integer("attention.value_length", head_dim), head_dim)
-        self.require("rope.dimension_count", self.integer("rope.dimension_count", head_dim), head_dim)
+        for key in ("attention.value_length", "rope.dimension_count"):
+            self.require(key, self.integer(key, head_dim), head_dim)
         experts = self.raw("expert_count")
         if experts not in (None, 0):
             raise self.fail("expert_count", experts, "none: mixtures of experts are not read yet")
-        return head_dim
+        return hidden, heads, head_dim
 
 
 def fp32(value: float) -> float:
@@ -132,6 +130,4 @@ def shortest(value: float) -> float:
 def is_close(a: Any, b: Any) -> bool:
     """Whether two values are one number, but for its rounding to fp32."""
     numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (a, b))
-    if isinstance(a, int) and isinstance(b, int):
-        return bool(a == b)
-    return numbers and math.isclose(a, b, rel_tol=2e-7)
+    return numbers and (math.isclose(a, b, rel_tol=2e-7) if isinstance(a, float) or isinstance(b, float) else a == b)

@@ -13,22 +13,18 @@ from typing import Any
 
 import msgspec
 
-from ..components import LinearScaling, Llama3Scaling, LongRopeScaling, Rotary, YarnScaling
+from ..components import Llama3Scaling, Rotary
 from ..errors import ConfigError
 from .gguf_facts import Facts, Value, fp32, shortest
-
-__all__ = ["LONG", "fit_llama3", "llama3_divisors", "read_rope", "refitted", "rope_tensors", "write_rope"]
+from .rope import write_rotary
 
 FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 MAX_PAIRS = 2**16
 
 
 def read_rope(facts: Facts, head_dim: int, context: int) -> dict[str, Any]:
-    """config.json's rope_theta and rope_scaling.
-
-    Raises:
-        ConfigError: a scaling that is not known, or a tensor that is none.
-
+    """config.json's rope_theta and rope_scaling. Raises ConfigError: a scaling that is not known, or a tensor that is
+    none.
     """
     base = facts.number("rope.freq_base", 10_000.0)
     return {"rope_theta": base, "rope_scaling": _read_scaling(facts, head_dim, base, context)}
@@ -55,8 +51,7 @@ def _read_scaling(facts: Facts, head_dim: int, base: float, context: int) -> dic
         divisors = _values(facts, FREQS, head_dim)
         if kind == "yarn" or (kind == "linear" and factor != 1.0):
             raise ConfigError(f"GGUF: {FREQS} beside a rope.scaling.type of {kind} is not understood")
-        found = fit_llama3(divisors, base)
-        return None if found is None else _llama3(found)
+        return _said(Rotary(dim=head_dim, base=base, scaling=fit_llama3(divisors, base))) or None
     if kind == "yarn":
         return _read_yarn(facts, factor, original)
     if kind == "none" or factor == 1.0:
@@ -81,16 +76,6 @@ def _read_yarn(facts: Facts, factor: float, original: int) -> dict[str, Any]:
     return found
 
 
-def _llama3(scaling: Llama3Scaling) -> dict[str, Any]:
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_context,
-    }
-
-
 def _values(facts: Facts, name: str, head_dim: int) -> list[float]:
     if head_dim > 2 * MAX_PAIRS or facts.shapes.get(name) != (head_dim // 2,):
         raise ConfigError(f"GGUF: {name} has shape {facts.shapes.get(name)}, expected {(head_dim // 2,)}")
@@ -103,46 +88,38 @@ def _values(facts: Facts, name: str, head_dim: int) -> list[float]:
 def write_rope(rotary: Rotary) -> dict[str, Value]:
     """The metadata of a rotary component; what it cannot say, reading it back will show."""
     found: dict[str, Value] = {"rope.dimension_count": rotary.dim, "rope.freq_base": rotary.base}
-    match rotary.scaling:
-        case LinearScaling(factor=factor):
-            found |= {"rope.scaling.type": "linear", "rope.scaling.factor": factor}
-        case YarnScaling() as yarn:
-            found |= {
-                "rope.scaling.type": "yarn",
-                "rope.scaling.factor": yarn.factor,
-                "rope.scaling.original_context_length": yarn.original_context,
-            }
-            usual = yarn_mscale(yarn.factor)
-            if yarn.attention_factor != usual:
-                found["rope.scaling.attn_factor"] = yarn.attention_factor / usual
-        case LongRopeScaling() as longrope:
-            found |= {
-                "rope.scaling.type": "longrope",
-                "rope.scaling.original_context_length": longrope.original_context,
-                "rope.scaling.attn_factor": longrope.attention_factor,
-            }
-        case _:
-            pass
+    said = _said(rotary)
+    kind = said.get("rope_type")
+    if kind in ("linear", "yarn", "longrope"):
+        found["rope.scaling.type"] = kind
+    if kind in ("linear", "yarn"):
+        found["rope.scaling.factor"] = said["factor"]
+    if kind in ("yarn", "longrope"):
+        found["rope.scaling.original_context_length"] = said["original_max_position_embeddings"]
+        usual = yarn_mscale(said["factor"]) if kind == "yarn" else 1.0
+        if kind == "longrope" or said["attention_factor"] != usual:
+            found["rope.scaling.attn_factor"] = said["attention_factor"] / usual
     return found
 
 
-def rope_tensors(rotary: Rotary) -> dict[str, tuple[float, ...]]:
-    """The tensors that a rotary component needs beside its metadata, their values in fp64."""
-    match rotary.scaling:
-        case Llama3Scaling() as llama3:
-            return {FREQS: tuple(llama3_divisors(llama3, rotary.base, rotary.dim // 2))}
-        case LongRopeScaling() as longrope:
-            return {LONG: longrope.long_factor, SHORT: longrope.short_factor}
-        case _:
-            return {}
+def _said(position: Any) -> dict[str, Any]:
+    """What config.json says of a position's scaling; nothing of one that has none."""
+    return (write_rotary(position)["rope_scaling"] or {}) if getattr(position, "scaling", None) is not None else {}
+
+
+def rope_tensors(position: Any) -> dict[str, tuple[float, ...]]:
+    """The tensors that positions need beside their metadata, their values in fp64."""
+    said = _said(position)
+    if said.get("rope_type") == "llama3":
+        return {FREQS: tuple(llama3_divisors(position.scaling, position.base, position.dim // 2))}
+    if said.get("rope_type") == "longrope":
+        return {LONG: tuple(said["long_factor"]), SHORT: tuple(said["short_factor"])}
+    return {}
 
 
 def yarn_mscale(factor: float) -> float:
     """What YaRN multiplies cos and sin with unless told otherwise (2309.00071, section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
-
-
-# --- Llama 3.1 ---
 
 
 def wavelengths(base: float, pairs: int) -> list[float]:
@@ -167,12 +144,7 @@ def llama3_divisors(scaling: Llama3Scaling, base: float, pairs: int) -> list[flo
 
 
 def fit_llama3(divisors: list[float], base: float) -> Llama3Scaling | None:
-    """The scaling that gives these divisors, None where all are 1.
-
-    Raises:
-        ConfigError: there is none.
-
-    """
+    """The scaling that gives these divisors, None where all are 1. Raises ConfigError: there is none."""
     factor = shortest(max(divisors, default=1.0))
     if all(value == 1 for value in divisors):
         return None
@@ -195,7 +167,11 @@ def _candidates(divisors: list[float], base: float, factor: float) -> list[tuple
     """(high_freq_factor, original context) that may have made the divisors: the usual ones, then what they solve to."""
     usual = [(4.0, 8192), *((4.0, 2**power) for power in range(6, 18))]
     waves = wavelengths(base, len(divisors))
-    ramp = [(wave, _smooth(v, factor)) for wave, v in zip(waves, divisors, strict=True) if 1 < v < factor]
+    ramp = [
+        (wave, (1 / v - 1 / factor) / (1 - 1 / factor))
+        for wave, v in zip(waves, divisors, strict=True)
+        if 1 < v < factor
+    ]
     if len(ramp) > 1:
         # smooth = original / ((high - 1) wavelength) - 1 / (high - 1): two points of a line
         (wave, smooth), (other, less) = ramp[0], ramp[-1]
@@ -214,20 +190,16 @@ def _candidates(divisors: list[float], base: float, factor: float) -> list[tuple
     return [*usual, *((high, original) for high in (4.0, 2.0, 1.5, 1.1, 1.01))]
 
 
-def _smooth(divisor: float, factor: float) -> float:
-    return (1 / divisor - 1 / factor) / (1 - 1 / factor)
-
-
 def _nearest(value: float) -> int:
     return round(value) if 0 < value < 2**31 else 0
 
 
-def refitted(rotary: Rotary) -> Rotary:
-    """The component with Llama 3.1's numbers as they are found again from their divisors."""
-    if not isinstance(rotary.scaling, Llama3Scaling):
-        return rotary
-    divisors = [shortest(fp32(v)) for v in llama3_divisors(rotary.scaling, rotary.base, rotary.dim // 2)]
+def refitted(position: Any) -> Any:
+    """The positions with Llama 3.1's numbers as they are found again from their divisors."""
+    divisors = [shortest(fp32(value)) for value in rope_tensors(position).get(FREQS, ())]
     try:
-        return msgspec.structs.replace(rotary, scaling=fit_llama3(divisors, shortest(fp32(rotary.base))))
+        if divisors:
+            return msgspec.structs.replace(position, scaling=fit_llama3(divisors, shortest(fp32(position.base))))
     except ConfigError:
-        return rotary
+        pass
+    return position

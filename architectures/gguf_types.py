@@ -7,22 +7,10 @@ the vocabulary, which is not counted here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ..components import (
-    Attention,
-    FeedForward,
-    GatedFeedForward,
-    LatentAttention,
-    MixtureOfExperts,
-    ModelSpec,
-    Parameter,
-)
+from ..components import ModelSpec, Parameter
 from ..errors import CannotExpress
 from .ggml import TYPES
 from .gguf import GGUF
-
-__all__ = ["BLOCKS", "FILE_TYPES", "gguf_types"]
 
 FILE_TYPES = {"q8_0": "Q8_0", "q4_k_m": "Q4_K", "q4_0": "Q4_0"}
 """llama-quantize's names, each with the type that most of its tensors have."""
@@ -36,65 +24,26 @@ NARROWER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 def gguf_types(spec: ModelSpec, family: str, kind: str) -> list[tuple[Parameter, str]]:
     """The type of each of a tree's parameters in a file of `FILE_TYPES`. Queries, keys and values are apart here, which
-    a file may hold in one tensor, of one type and as many bytes.
-
-    Raises:
-        CannotExpress: llama.cpp has no architecture for the family, or gives a tensor of such a shape no type.
-
+    a file may hold in one tensor, of one type and as many bytes. Raises CannotExpress: llama.cpp has no architecture
+    for the family, or gives a tensor of such a shape no type.
     """
     name = next((each.name for each in GGUF.values() if family in each.written), "llama" if family == "mixtral" else "")
-    latent = any(isinstance(node, LatentAttention) for node in spec.components())
+    latent = any(hasattr(node, "kv_rank") for node in spec.components())
     if not name or latent:
         what = "latent attention" if latent else family or "a tree of no family"
         raise CannotExpress(
             f"no type of llama.cpp's is known for {what}", "nf4, int8 and int4 are counted of any tree."
         )
-    tree = _Tree(
-        name=name,
-        kind=kind,
-        layers=len(spec.blocks),
-        tied=spec.head.tied,
-        fused=any(leaf.checkpoint.endswith("attn_qkv.weight") for leaf in GGUF[name].leaves),
-        eight=tuple(isinstance(each, MixtureOfExperts) and each.experts == 8 for each in _feed_forwards(spec)),
-        is_70b=len(spec.blocks) == 80 and (name == "qwen2" or (name == "llama" and _is_grouped(spec))),
-    )
-    return [(each, _type(each, tree)) for each in spec.parameters()]
+    return [(each, _type(each, spec, name, kind)) for each in spec.parameters()]
 
 
-@dataclass(frozen=True)
-class _Tree:
-    """What decides a type beside the tensor itself.
-
-    name: llama.cpp's architecture. fused: its queries, keys and values are one tensor. eight: whether a layer has eight
-    experts. is_70b: what it calls LLM_TYPE_70B, by the number of layers.
+def _type(parameter: Parameter, spec: ModelSpec, name: str, kind: str) -> str:
+    """The type of a parameter in a file of llama.cpp's architecture `name`. What tensor_allows_quantization leaves
+    alone is fp32 in the file that is quantised: what has one dimension, positions, routers.
     """
-
-    name: str
-    kind: str
-    layers: int
-    tied: bool
-    fused: bool
-    eight: tuple[bool, ...]
-    is_70b: bool
-
-
-def _feed_forwards(spec: ModelSpec) -> list[FeedForward | GatedFeedForward | MixtureOfExperts]:
-    return [block.feed_forward for block in spec.blocks]
-
-
-def _is_grouped(spec: ModelSpec) -> bool:
-    attention = spec.blocks[0].attention
-    return isinstance(attention, Attention) and attention.group > 1
-
-
-def _type(parameter: Parameter, tree: _Tree) -> str:
-    """What tensor_allows_quantization leaves alone is fp32 in the file that is quantised: of one dimension, positions,
-    routers.
-    """
-    role = ".".join(parameter.name.split(".")[-2:])
     if len(parameter.shape) < 2 or parameter.component in ("router", "positions"):
         return "F32"
-    chosen, row = _wanted(role, parameter, tree), parameter.shape[-1]
+    chosen, row = _wanted(parameter, spec, name, kind), parameter.shape[-1]
     if row % BLOCKS[chosen][0] == 0:
         return chosen
     if chosen in NARROWER:
@@ -104,30 +53,30 @@ def _type(parameter: Parameter, tree: _Tree) -> str:
     raise CannotExpress(f"llama.cpp has no {chosen} for rows of {row:,} weights ({parameter.name})")
 
 
-def _wanted(role: str, parameter: Parameter, tree: _Tree) -> str:
+def _wanted(parameter: Parameter, spec: ModelSpec, name: str, kind: str) -> str:
     """The type by what a tensor is for and the layer it is in."""
-    usual, layer = FILE_TYPES[tree.kind], parameter.layer or 0
-    eight, medium = tree.eight[layer], tree.kind == "q4_k_m"
-    if role == "head.weight" or (role == "embedding.weight" and tree.tied):
-        if tree.name == "falcon" or parameter.shape[-1] % BLOCKS[usual][0]:
+    role = ".".join(parameter.name.split(".")[-2:])
+    usual, medium, layers, layer = FILE_TYPES[kind], kind == "q4_k_m", len(spec.blocks), parameter.layer or 0
+    if role == "head.weight" or (role == "embedding.weight" and spec.head.tied):
+        if name == "falcon" or parameter.shape[-1] % BLOCKS[usual][0]:
             return "Q8_0"
         return usual if usual == "Q8_0" else "Q6_K"
-    if role == "v_proj.weight" or (tree.fused and role in ("q_proj.weight", "k_proj.weight")):
-        found = "Q6_K" if medium and _use_more_bits(layer, tree.layers) else usual
-        return "Q8_0" if eight else "Q5_K" if found == "Q4_K" and tree.is_70b else found
+    eighth = layers // 8  # the first and the last one of the layers, and every third between, get more bits
+    more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+    eight = getattr(spec.blocks[layer].feed_forward, "experts", 1) == 8
+    fused = any(leaf.checkpoint.endswith("attn_qkv.weight") for leaf in GGUF[name].leaves)
+    if role == "v_proj.weight" or (fused and role in ("q_proj.weight", "k_proj.weight")):
+        found = "Q6_K" if medium and more else usual
+        # What it calls LLM_TYPE_70B, by the number of layers.
+        grouped = getattr(spec.blocks[0].attention, "group", 1) > 1
+        large = layers == 80 and (name == "qwen2" or (name == "llama" and grouped))
+        return "Q8_0" if eight else "Q5_K" if found == "Q4_K" and large else found
     if role == "k_proj.weight" and eight:
         return "Q8_0"
     if role == "o_proj.weight" and eight and medium:
         return "Q5_K"
     if role == "down_proj.weight" and medium:
-        more = _use_more_bits(layer, tree.layers)
-        if tree.name == "falcon":
-            return "Q6_K" if layer < tree.layers // 16 else "Q5_K" if more else usual
+        if name == "falcon":
+            return "Q6_K" if layer < layers // 16 else "Q5_K" if more else usual
         return "Q6_K" if more else usual
     return usual
-
-
-def _use_more_bits(layer: int, layers: int) -> bool:
-    """The first and the last eighth of the layers, and every third between."""
-    eighth = layers // 8
-    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2

@@ -9,9 +9,8 @@ Source: llama2.c, export.py (legacy_export, version1_export, version2_export), r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from ..components import Attention, GatedFeedForward, ModelSpec, RMSNorm, Rotary
@@ -20,20 +19,6 @@ from .base import BoundLeaf, Leaf, bind, usual_layer
 from .families.llama import LLAMA
 from .layout import Layout, Shape
 from .obstacles import Kinds, express
-
-__all__ = [
-    "BASE",
-    "EPS",
-    "LEAVES",
-    "ORDER",
-    "QUANTISED",
-    "TABLES",
-    "Place",
-    "Sizes",
-    "config_of",
-    "expressed",
-    "places",
-]
 
 BASE, EPS = 10000.0, 1e-5
 """Of the rotation and of RMSNorm, as run.c has them."""
@@ -71,21 +56,8 @@ NORMS = (T + "attention_norm.weight", T + "ffn_norm.weight", "norm.weight")
 QUANTISED = ("tok_embeddings.weight", *MATRICES, "output.weight")
 """What version 2 stores as groups of signed bytes: each tensor's bytes, then its groups' scales."""
 
-ORDER: dict[int, tuple[str, ...]] = {
-    0: (
-        "tok_embeddings.weight",
-        T + "attention_norm.weight",
-        *MATRICES[:4],
-        T + "ffn_norm.weight",
-        *MATRICES[4:],
-        "norm.weight",
-        *TABLES,
-        "output.weight",
-    ),
-    1: (*NORMS, *QUANTISED),
-    2: (*NORMS, *QUANTISED),
-}
-"""The tensors of a file by its version; one with {layer} stands for those of all layers."""
+LEGACY = ("tok_embeddings.weight", NORMS[0], *MATRICES[:4], NORMS[1], *MATRICES[4:], NORMS[2], *TABLES, "output.weight")
+"""The tensors of a file of version 0 in their order; one with {layer} stands for those of all layers."""
 
 
 @dataclass(frozen=True)
@@ -99,26 +71,14 @@ class Sizes:
     n_kv_heads: int
     vocab_size: int
     max_seq_len: int
-    shared: bool
+    shared: bool = False
 
     @property
     def plausible(self) -> bool:
         """Whether these can be a model's sizes, told without making anything of them."""
-        bounded = zip(
-            (
-                self.dim,
-                self.hidden_dim,
-                self.n_layers,
-                self.n_heads,
-                self.n_kv_heads,
-                self.vocab_size,
-                self.max_seq_len,
-            ),
-            (2**20, 2**22, 2**14, 2**16, 2**16, 2**26, 2**26),
-            strict=True,
-        )
+        bounds = (2**20, 2**22, 2**14, 2**16, 2**16, 2**26, 2**26)
         return (
-            all(0 < value <= most for value, most in bounded)
+            all(0 < value <= most for value, most in zip(astuple(self)[:7], bounds, strict=True))
             and self.dim % self.n_heads == 0
             and self.n_heads % self.n_kv_heads == 0
             and self.head_dim % 2 == 0
@@ -149,27 +109,9 @@ class Sizes:
 
     def stacked(self, version: int) -> Iterator[tuple[str, Shape, int]]:
         """The file's tensors in their order: (name template, shape of one, how many lie one after the other)."""
-        for name in ORDER[version]:
+        for name in (*NORMS, *QUANTISED) if version else LEGACY:
             if name != "output.weight" or not self.shared:
                 yield name, self.shape(name), self.n_layers if "{layer}" in name else 1
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor lies: fp32 from byte `start`, or signed bytes with a scale for each `group`, from `scales` on."""
-
-    shape: Shape
-    start: int
-    scales: int | None = None
-    group: int = 1
-
-
-def places(sizes: Sizes, version: int, start: int) -> Iterator[tuple[str, Shape, int]]:
-    """Every tensor of a file of fp32 (version 0 or 1): (name, shape, its first byte)."""
-    for template, shape, count in sizes.stacked(version):
-        for layer in range(count):
-            yield template.format(layer=layer), shape, start
-            start += 4 * math.prod(shape)
 
 
 def config_of(sizes: Sizes) -> dict[str, Any]:
@@ -234,11 +176,8 @@ class Llama2c:
 
 
 def expressed(spec: ModelSpec) -> tuple[Sizes, list[BoundLeaf]]:
-    """A tree as a header's sizes and the tensors of a file.
-
-    Raises:
-        CannotExpress: llama2.c computes no such tree; the components in the way are listed.
-
+    """A tree as a header's sizes and the tensors of a file. Raises CannotExpress: llama2.c computes no such tree; the
+    components in the way are listed.
     """
     found = express(Llama2c(), spec, clear=("rounding",))
     if found.found is None:

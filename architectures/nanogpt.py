@@ -10,16 +10,14 @@ Source: nanoGPT, model.py (GPT, GPTConfig, GPT.from_pretrained) and train.py (wh
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..components import Activation, ModelSpec
-from .base import BoundLeaf, Leaf, bind, qkv, usual_layer
+from .base import BoundLeaf, Leaf, bind, usual_layer
 from .families.gpt2 import FUSED_BIAS, GPT2, name_of
-from .layout import Layout
+from .layout import IDENTITY, Layout
 from .obstacles import express, without_biases
-
-__all__ = ["ARGUMENTS", "HEAD", "LEAVES", "config_of", "expressed", "is_buffer", "spec_of"]
 
 HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 """The head, which a checkpoint stores beside the embedding it is tied to."""
@@ -27,28 +25,17 @@ HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 ARGUMENTS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 """The sizes among `model_args`."""
 
-B, T = "blocks.{layer}.", "transformer.h.{layer}."
-
 FUSED_WEIGHT = Layout("(part heads head_dim) hidden", split="part", parts=("1", "1", "1"))
 
-LEAVES: tuple[Leaf, ...] = (
-    Leaf(EMBEDDING, "embedding.weight"),
-    Leaf("transformer.wpe.weight", "positions.weight"),
-    Leaf(T + "ln_1.weight", B + "attention_norm.weight"),
-    Leaf(T + "ln_1.bias", B + "attention_norm.bias"),
-    Leaf(T + "attn.c_attn.weight", qkv("weight"), FUSED_WEIGHT),
-    Leaf(T + "attn.c_attn.bias", qkv("bias"), FUSED_BIAS),
-    Leaf(T + "attn.c_proj.weight", B + "attention.o_proj.weight"),
-    Leaf(T + "attn.c_proj.bias", B + "attention.o_proj.bias"),
-    Leaf(T + "ln_2.weight", B + "feed_forward_norm.weight"),
-    Leaf(T + "ln_2.bias", B + "feed_forward_norm.bias"),
-    Leaf(T + "mlp.c_fc.weight", B + "feed_forward.up_proj.weight"),
-    Leaf(T + "mlp.c_fc.bias", B + "feed_forward.up_proj.bias"),
-    Leaf(T + "mlp.c_proj.weight", B + "feed_forward.down_proj.weight"),
-    Leaf(T + "mlp.c_proj.bias", B + "feed_forward.down_proj.bias"),
-    Leaf("transformer.ln_f.weight", "final_norm.weight"),
-    Leaf("transformer.ln_f.bias", "final_norm.bias"),
-)
+
+def _untransposed(leaf: Leaf) -> Leaf:
+    """GPT-2's leaf with its weight [out, in]."""
+    if isinstance(leaf.shared, tuple):
+        return replace(leaf, layout=FUSED_BIAS if leaf.checkpoint.endswith("bias") else FUSED_WEIGHT)
+    return replace(leaf, layout=IDENTITY)
+
+
+LEAVES = tuple(_untransposed(leaf) for leaf in GPT2.leaves if leaf.checkpoint != HEAD)
 
 
 def is_buffer(name: str) -> bool:
@@ -115,11 +102,8 @@ class NanoGPT:
 
 
 def expressed(spec: ModelSpec, activation: Activation) -> tuple[dict[str, Any], list[BoundLeaf]]:
-    """A tree as `model_args` and the tensors of a checkpoint, for a model.py with that GELU.
-
-    Raises:
-        CannotExpress: nanoGPT's model is no such tree; the components in the way are listed.
-
+    """A tree as `model_args` and the tensors of a checkpoint, for a model.py with that GELU. Raises CannotExpress:
+    nanoGPT's model is no such tree; the components in the way are listed.
     """
     target = NanoGPT(activation)
     found = express(target, spec, clear=("rounding",))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 
@@ -18,18 +17,12 @@ from ..architectures.layout import IDENTITY
 from ..architectures.obstacles import OWN_FORMAT, Zero, express, first_of, never
 from ..components import ModelSpec, differences, without_rounding
 from .dtypes import to_float64, widest
-from .safetensors import DTYPES
-from .tensors import Checkpoint, Weights
-
-__all__ = ["adapt", "adapt_to_any", "any_family"]
+from .tensors import Checkpoint
 
 
 def adapt(source: Checkpoint, architecture: Architecture) -> Checkpoint:
-    """The checkpoint with the nearest tree that the family expresses and that computes the same.
-
-    Raises:
-        CannotExpress: there is none; the components in the way are listed.
-
+    """The checkpoint with the nearest tree that the family expresses and that computes the same. Raises CannotExpress:
+    there is none; the components in the way are listed.
     """
     found = express(architecture, source.spec, _zero(source))
     if found.found is None:
@@ -47,11 +40,8 @@ def any_family(origin: str | None) -> list[Architecture]:
 
 
 def adapt_to_any(source: Checkpoint) -> tuple[Architecture, Checkpoint]:
-    """The first family that expresses the checkpoint's tree, its own before others, and the checkpoint so.
-
-    Raises:
-        CannotExpress: there is none; what is in the way of the nearest one is listed.
-
+    """The first family that expresses the checkpoint's tree, its own before others, and the checkpoint so. Raises
+    CannotExpress: there is none; what is in the way of the nearest one is listed.
     """
     families = any_family(source.origin.family)
     found, refused = first_of(families, source.spec, _zero(source))
@@ -95,7 +85,7 @@ def _as_tree(source: Checkpoint, spec: ModelSpec, architecture: Architecture) ->
         spec=spec,
         leaves=[*source.leaves, *leaves],
         notes=notes,
-        _weights=_WithZeros(source._weights, zeros),
+        _weights=source._weights.with_zeros(zeros),
         _found={**source._found, **{name: name for name in zeros}},
     )
 
@@ -104,24 +94,3 @@ def _kinds(names: list[str]) -> str:
     """Tensors of all layers told once: attention.q_proj.bias, …"""
     kinds = dict.fromkeys(name.split(".", 2)[-1] if name.startswith("blocks.") else name for name in names)
     return ", ".join(kinds)
-
-
-class _WithZeros:
-    """Weights, and tensors of zeros that no file holds."""
-
-    def __init__(self, weights: Weights, zeros: dict[str, tuple[str, tuple[int, ...]]]) -> None:
-        self._weights, self._zeros = weights, zeros
-        self.info = {**weights.info, **zeros}
-
-    def read(self, name: str) -> np.ndarray:
-        if name not in self._zeros:
-            return self._weights.read(name)
-        dtype, shape = self._zeros[name]
-        return np.zeros(shape, DTYPES[dtype].carrier)
-
-    def span(self, name: str) -> tuple[Path, int] | None:
-        return None if name in self._zeros else self._weights.span(name)
-
-    def release(self) -> None:
-        if hasattr(self._weights, "release"):
-            self._weights.release()

@@ -1,8 +1,7 @@
 """A file whose every byte has its place before the first is written: a header, then blocks, each at its position.
 
-safetensors, GGUF and llama2.c files are all of this kind. Blocks are written in any order, from any thread; each is
-read back and compared with what it was made of, hashed, and looked through for values that are not finite. The file's
-own sha256 follows behind the blocks as they become whole from the front, so that it costs no pass of its own.
+Blocks are written in any order, from any thread; each is read back, compared with what it was made of, and hashed. The
+file's own sha256 follows behind the blocks as they become whole from the front, so that it costs no pass of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -24,8 +22,6 @@ import xxhash
 
 from ..errors import CheckpointError, GptkitError
 from .publish import FileRecord, TensorRecord, write_all
-
-__all__ = ["Block", "BlockFile"]
 
 CHUNK = 1 << 19
 """Bytes read back and hashed at a time: few enough to stay in the processor's cache between the steps."""
@@ -46,15 +42,15 @@ class Block:
 
 class BlockFile:
     """Writes one new file. After the last block `close()` finishes its hash and fsyncs it; `record` then describes it.
+    What no block covers (padding) is zero.
 
-    As a context manager it closes on success; after an exception it only lets go of the file, which then is incomplete
-    and stays for its caller to remove (Staging does). What no block covers (padding) is zero.
+    As a context manager it closes on success; after an exception it only lets go of the file, which stays incomplete
+    for its caller to remove (Staging does).
     """
 
     def __init__(self, path: Path, header: bytes, blocks: Sequence[Block], nbytes: int | None = None) -> None:
-        """`blocks` in the order of the file; `nbytes` the file's size, by default up to the last block's end.
-
-        Raises GptkitError where the file exists or cannot be written.
+        """`blocks` in the order of the file; `nbytes` the file's size, by default up to the last block's end. Raises
+        GptkitError where the file exists or cannot be written.
         """
         self.path = path
         self.blocks = {block.name: block for block in blocks}
@@ -79,13 +75,8 @@ class BlockFile:
                 os.ftruncate(fd, self._size)
                 write_all(fd, header, 0)
         except BaseException:
-            self._release()
+            self.release()
             raise
-
-    @property
-    def done(self) -> bool:
-        """Whether every block was written."""
-        return len(self._whole) == len(self.blocks)
 
     @property
     def record(self) -> FileRecord:
@@ -103,53 +94,92 @@ class BlockFile:
 
     @contextlib.contextmanager
     def pieces(self, name: str) -> Iterator[Callable[[Any], None]]:
-        """Gives a function that takes the block's bytes piece after piece; on leaving, all must have come.
-
-        Raises CheckpointError for a block that was not declared, was begun before, or is not filled exactly;
-        GptkitError where the disk refuses.
+        """Gives a function that takes the block's bytes piece after piece; on leaving, all must have come. Raises
+        CheckpointError for a block that was not declared, was begun before, or is not filled exactly; GptkitError where
+        the disk refuses.
         """
-        with self._fill(name) as filling:
+        block = self.blocks.get(name)
+        if block is None:
+            raise CheckpointError(f"{self.path}: tensor {name!r} was not declared")
+        with self._mutex:
+            if name in self._begun:
+                raise CheckpointError(f"{self.path}: tensor {name!r} was written already")
+            self._begun.add(name)
+        at, digest = block.start, xxhash.xxh3_128()
+        front = self._at_front(block)  # then the file's own hash goes along
 
-            def piece(data: Any) -> None:
-                view = memoryview(data).cast("B")
-                if filling.at + view.nbytes > filling.block.end:
-                    raise CheckpointError(
-                        f"{self.path}: more than the {filling.block.nbytes} bytes of {name} were given"
+        def piece(data: Any) -> None:
+            nonlocal at
+            view = memoryview(data).cast("B")
+            if at + view.nbytes > block.end:
+                raise CheckpointError(f"{self.path}: more than the {block.nbytes} bytes of {name} were given")
+            for begin in range(0, view.nbytes, CHUNK):
+                chunk = np.frombuffer(view[begin : begin + CHUNK], np.uint8)
+                found = _buffer("file")[: chunk.nbytes]
+                with self._disk() as fd:
+                    write_all(fd, chunk.data, at)
+                    _read(fd, found, at)
+                if _LIBC.memcmp(
+                    *(each.ctypes.data_as(_VOID) for each in (found, chunk)), ctypes.c_size_t(found.nbytes)
+                ):
+                    raise GptkitError(
+                        f"{self.path} does not hold what was written to it, from byte {at} on",
+                        "The disk or the memory of this machine may be failing.",
                     )
-                for begin in range(0, view.nbytes, CHUNK):
-                    chunk = np.frombuffer(view[begin : begin + CHUNK], np.uint8)
-                    with self._disk() as fd:
-                        write_all(fd, chunk.data, filling.at)
-                    filling.check(chunk)
+                digest.update(found.data)
+                if front:
+                    self._see(found)
+                at += found.nbytes
 
+        try:
             yield piece
+            if at != block.end:
+                raise CheckpointError(
+                    f"{self.path}: {at - block.start} of the {block.nbytes} bytes of {name} were given"
+                )
+            # Have the kernel (Linux's) begin to write, so that the fsync at the end finds little to do. It is a hint:
+            # what fails here fails again, and is reported, in the fsync.
+            if hasattr(_LIBC, "sync_file_range"):
+                with self._disk() as fd:
+                    _LIBC.sync_file_range(fd, ctypes.c_int64(block.start), ctypes.c_int64(block.nbytes), 2)
+            with self._mutex:
+                self._digests[name] = digest.hexdigest()
+                self._whole.add(name)
+                self._next += front
+        finally:
+            if front:
+                self._hashing.release()
+        # One thread at a time hashes; who finds it busy goes on with other blocks, and leaves the rest to it or close.
+        while self._ready() and self._hashing.acquire(blocking=False):
+            try:
+                while (end := self._ready()) is not None:
+                    self._advance(end)
+                    with self._mutex:
+                        self._next += 1
+            finally:
+                self._hashing.release()
 
     def copy(self, name: str, source: int, start: int, look: Callable[[np.ndarray], None] = lambda chunk: None) -> None:
-        """Fill a block with the bytes from `start` on of the open file `source`.
+        """Fill a block with the bytes from `start` on of the open file `source`; `look` sees every chunk (uint8).
 
         Not with copy_file_range(2): to be compared and hashed a chunk has to be read anyway, and once it lies in the
         processor's cache, writing it from there takes half as long as the kernel's own copy (measured on ext4 and
-        tmpfs; nothing is shared by reference either, since a block's place in the two files differs by their headers).
-
-        `look` sees every chunk (uint8). Raises as `pieces`, and where the source ends early.
+        tmpfs). Raises as `pieces`, and where the source ends early.
         """
-        with self._fill(name) as filling:
-            block = filling.block
-            for at in range(0, block.nbytes, CHUNK):
-                chunk = _buffer("source")[: min(CHUNK, block.nbytes - at)]
+        with self.pieces(name) as piece:
+            nbytes = self.blocks[name].nbytes
+            for at in range(0, nbytes, CHUNK):
+                chunk = _buffer("source")[: min(CHUNK, nbytes - at)]
                 try:
                     _read(source, chunk, start + at)
                 except OSError as error:
                     raise CheckpointError(f"cannot read {name} for {self.path}: {error.strerror}") from error
-                with self._disk() as fd:
-                    write_all(fd, chunk.data, filling.at)
-                filling.check(chunk)
+                piece(chunk)
                 look(chunk)
 
     def close(self, ending: bytes = b"") -> None:
-        """Check that every block was written, write what ends the file, finish the hash, fsync.
-
-        Raises CheckpointError, GptkitError.
+        """Check that every block was written, write what ends the file, finish the hash, fsync. Raises CheckpointError,
+        GptkitError.
         """
         if self._fd is None:
             return
@@ -169,42 +199,7 @@ class BlockFile:
                     self._advance(self._size)
                 self._sha256 = self._hash.hexdigest()
         finally:
-            self._release()
-
-    @contextlib.contextmanager
-    def _fill(self, name: str) -> Iterator[_Filling]:
-        """A block to be filled, which it must be on leaving."""
-        block = self.blocks.get(name)
-        if block is None:
-            raise CheckpointError(f"{self.path}: tensor {name!r} was not declared")
-        with self._mutex:
-            if name in self._begun:
-                raise CheckpointError(f"{self.path}: tensor {name!r} was written already")
-            self._begun.add(name)
-        filling = _Filling(self, block)
-        try:
-            yield filling
-            if filling.at != block.end:
-                filled = filling.at - block.start
-                raise CheckpointError(f"{self.path}: {filled} of the {block.nbytes} bytes of {name} were given")
-            with self._disk() as fd:
-                _start_writeback(fd, block.start, block.nbytes)
-            with self._mutex:
-                self._digests[name] = filling.digest.hexdigest()
-                self._whole.add(name)
-                self._next += filling.front
-        finally:
-            if filling.front:
-                self._hashing.release()
-        # One thread at a time hashes; who finds it busy goes on with other blocks, and leaves the rest to it or close.
-        while self._ready() and self._hashing.acquire(blocking=False):
-            try:
-                while (end := self._ready()) is not None:
-                    self._advance(end)
-                    with self._mutex:
-                        self._next += 1
-            finally:
-                self._hashing.release()
+            self.release()
 
     def _at_front(self, block: Block) -> bool:
         """Whether all before this block is hashed, and the block can be hashed as it is written: then the hash is this
@@ -248,7 +243,8 @@ class BlockFile:
         except OSError as error:
             raise GptkitError(f"could not write {self.path}: {error.strerror}") from error
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Let go of the file, which is complete only where `close` came before."""
         if self._fd is not None:
             fd, self._fd = self._fd, None
             os.close(fd)
@@ -256,37 +252,11 @@ class BlockFile:
     def __enter__(self) -> BlockFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, _error: object, _traceback: object) -> None:
         if kind is None:
             self.close()
         else:
-            self._release()
-
-
-class _Filling:
-    """A block while it is written: how far it is, its hash, and whether the file's own hash goes along (`front`)."""
-
-    def __init__(self, file: BlockFile, block: Block) -> None:
-        self.file, self.block, self.at = file, block, block.start
-        self.digest = xxhash.xxh3_128()
-        self.front = file._at_front(block)
-
-    def check(self, expected: np.ndarray) -> None:
-        """Read back the chunk that was written last, compare, and hash it."""
-        found = _buffer("file")[: expected.nbytes]
-        with self.file._disk() as fd:
-            _read(fd, found, self.at)
-        if _LIBC.memcmp(found.ctypes.data_as(_VOID), expected.ctypes.data_as(_VOID), ctypes.c_size_t(found.nbytes)):
-            raise GptkitError(
-                f"{self.file.path} does not hold what was written to it, from byte {self.at} on",
-                "The disk or the memory of this machine may be failing.",
-            )
-        self.digest.update(found.data)
-        if self.front:
-            self.file._see(found)
-        self.at += found.nbytes
+            self.release()
 
 
 _BUFFERS = threading.local()
@@ -308,23 +278,6 @@ def _read(fd: int, into: np.ndarray, offset: int) -> None:
         if done == 0:
             raise OSError(errno.EIO, "the file ends early")
         view, offset = view[done:], offset + done
-
-
-_SYNC_FILE_RANGE_WRITE = 2
-
-
-def _start_writeback(fd: int, start: int, nbytes: int) -> None:
-    """Have the kernel begin to write these bytes to the disk (Linux), so that the fsync at the end finds little to do.
-
-    It is a hint: what fails here fails again, and is reported, in the fsync.
-    """
-    call = _sync_file_range()
-    if call is not None:
-        call(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
-
-
-def _sync_file_range() -> Callable[..., int] | None:
-    return getattr(_LIBC, "sync_file_range", None)
 
 
 _LIBC = ctypes.CDLL(None)

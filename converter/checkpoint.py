@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,16 @@ from ..architectures import Architecture, BoundLeaf, named
 from ..architectures.layout import IDENTITY
 from ..components import ModelSpec
 from ..errors import CheckpointError, InvalidInput
-from .contents import renamed
 from .dtypes import FLOATS, HF_NAMES, INTEGERS, widest
 from .formats import Opened
 from .index import WeightFiles, weight_files
 from .names import INDEX
-from .pickles import PickleWeights
-from .remote import weight_headers
+from .pickles import pickle_weights, renamed
 from .resolve import Reference, quantised, read_spec, resolve
-from .tensors import Checkpoint, HeaderWeights, SafetensorsWeights, Weights, identity_leaves
+from .tensors import Checkpoint as Checkpoint
+from .tensors import identity_leaves as identity_leaves
 from .tree import Origin, Quantised
-
-__all__ = ["Checkpoint", "identity_leaves", "open_checkpoint", "stated_dtype", "weight_headers_of"]
+from .weights import Weights
 
 
 def open_checkpoint(
@@ -46,24 +45,25 @@ def open_checkpoint(
 
     With `headers_only` the weights of a hub repository are not fetched, and nothing can be read from the checkpoint.
     With `integers` weights may be stored as integers too. With `partial` tensors may be missing, and those without a
-    place in the model are there under their own names unless `allow_extra` leaves them out: for whoever compares
-    files, not for whoever runs a model.
+    place in the model are there under their own names unless `allow_extra` leaves them out: for whoever compares files,
+    not for whoever runs a model.
 
-    Raises:
-        InvalidInput: files or config broken, family unknown, tensors missing, extra (unless `allow_extra`, or both
-            with `partial`), mis-shaped or not floating point; all tensors at fault are listed.
-        Offline: it is not here and there is no network.
-
+    Raises InvalidInput for files or a config that are broken, a family that is unknown, and tensors that are missing,
+    extra (unless `allow_extra`, or both with `partial`), mis-shaped or not floating point, all of which are listed;
+    Offline where it is not here and there is no network.
     """
     found, remote = _find(reference, offline, allow_pickle, headers_only, _usable)
-    assert found.path is not None
-    assert found.source is not None
-    files = None
-    if found.other is not None:
+    assert found.path is not None and found.source is not None
+    if found.other is None:
+        opened = _read(found, remote, allow_pickle)
+    else:
         assert found.other.read is not None
         opened = found.other.read(found.source, allow_pickle)
-    else:
-        opened, files = _read(found, remote, allow_pickle)
+    origin = opened.origin
+    if origin.reference is None:  # else a converted folder, which remembers its first source
+        # A local path says nothing on another machine: only its last part is kept.
+        name = found.path.name if found.kind == "path" else found.text
+        origin = replace(origin, reference=name, revision=found.revision)
     checkpoint = Checkpoint(
         reference=found.text,
         path=found.path,
@@ -72,15 +72,16 @@ def open_checkpoint(
         spec=opened.spec,
         leaves=opened.leaves,
         dtype="F32",
-        origin=_with_reference(opened.origin, found),
+        origin=origin,
         notes=[*found.notes, *opened.notes],
         files=opened.files,
         texts=opened.texts,
         _weights=opened.weights,
     )
-    _match(checkpoint, opened.architecture, allow_extra, integers and files is not None, partial)
-    if files is not None:
-        checkpoint.leaves = _in_file_order(checkpoint, files)
+    _match(checkpoint, opened.architecture, allow_extra, integers and found.other is None, partial)
+    # As their bytes lie, so that a walk over them reads each file from front to back.
+    place = opened.weights.place
+    checkpoint.leaves = sorted(checkpoint.leaves, key=lambda leaf: place(checkpoint._found[leaf.checkpoint]))
     # A converted or swapped folder says it itself, since a swap stores some tensors wider than anybody computes in.
     config = json.loads(found.source.read_bytes()) if found.is_own else checkpoint.origin.config
     # What transformers would compute in: config.json's dtype, else the stored one.
@@ -120,19 +121,17 @@ def _find(
     check: Callable[[Reference], object],
 ) -> tuple[Reference, WeightFiles | None]:
     """What a reference is, with its files here, and with `headers_only` the headers of weights left on the hub."""
-
-    def find(weights: bool) -> Reference:
-        options: dict[str, Any] = {"offline": offline, "allow_pickle": allow_pickle, "check": check}
-        return resolve(reference, weights=weights, companions=True, **options)
-
+    find = partial(resolve, reference, offline=offline, companions=True, allow_pickle=allow_pickle, check=check)
     found = find(weights=not headers_only)
     if not headers_only or found.repository is None:
         return found, None
+    from .remote import weight_headers  # here, because it imports the hub's library
+
     remote = weight_headers(found.repository, allow_pickle)
     return (find(weights=True) if remote is None else found), remote
 
 
-def _read(found: Reference, remote: WeightFiles | None, allow_pickle: bool) -> tuple[Opened, WeightFiles]:
+def _read(found: Reference, remote: WeightFiles | None, allow_pickle: bool) -> Opened:
     """What lies in a folder or weight file of a family, or in gptkit's own format."""
     assert found.path is not None
     if found.format == "tree":
@@ -142,11 +141,8 @@ def _read(found: Reference, remote: WeightFiles | None, allow_pickle: bool) -> t
         )
     spec, origin, unknown = _usable(found)
     files = remote or weight_files(found.path, allow_pickle, found.names)
-    weights: Weights
-    if remote is not None:
-        weights = HeaderWeights(remote)
-    else:
-        weights = SafetensorsWeights(files) if files.format == "safetensors" else PickleWeights(files.files)
+    pickled = files.format == "pickle"
+    weights = pickle_weights(files.files) if pickled else Weights.of(files, fetched=remote is None)
     if len(spec.blocks) > len(weights.info):
         raise CheckpointError(
             f"{found.path} has {len(weights.info)} tensors for {len(spec.blocks)} layers: config and weights differ"
@@ -156,16 +152,7 @@ def _read(found: Reference, remote: WeightFiles | None, allow_pickle: bool) -> t
     if architecture is not None and files.headers:
         origin = replace(origin, files={**files.headers, **({} if files.index is None else {INDEX: files.index})})
     notes = [f"config.json fields that neither transformers nor gptkit reads: {', '.join(unknown)}"] if unknown else []
-    return Opened(spec, origin, leaves, weights, files.files, notes=notes, architecture=architecture), files
-
-
-def _with_reference(origin: Origin, found: Reference) -> Origin:
-    """A converted folder remembers its first source; anything else is its own."""
-    if origin.reference is not None:
-        return origin
-    # A local path says nothing on another machine: only its last part is kept.
-    reference = found.path.name if found.kind == "path" and found.path is not None else found.text
-    return replace(origin, reference=reference, revision=found.revision)
+    return Opened(spec, origin, leaves, weights, files.files, notes=notes, architecture=architecture)
 
 
 def _match(
@@ -194,11 +181,25 @@ def _match(
         else:
             extra.append(name)
     # Only now: the embedding may come after the head, and under an old name.
-    heads = _embedding_from_head(checkpoint, heads)
-    untied = [name for name in heads if checkpoint.fetched and not _is_tied(checkpoint, name)]
+    embedding = next((leaf.checkpoint for leaf in checkpoint.leaves if leaf.shared == ("embedding.weight",)), "")
+    if heads and embedding not in checkpoint._found:  # as safetensors' save_model leaves it
+        checkpoint._found[embedding] = heads[0]
+        checkpoint.notes.append(f"{heads.pop(0)} is there for the embedding it is tied to")
+    untied = [name for name in heads if checkpoint.fetched and not _is_tied(checkpoint, embedding, name)]
     missing = [name for name in declared if name not in checkpoint._found]
-    problems = [] if partial or not missing else [f"{_lacking(missing, declared)}: {_some(missing)}"]
-    problems += _problems(checkpoint, declared, FLOATS + INTEGERS if integers else FLOATS)
+    lacking = f"{len(missing)} of {len(declared)} tensors are missing: {_some(missing)}"
+    problems = [] if partial or not missing else [lacking]
+    shaped, typed = [], []
+    for name, own in checkpoint._found.items():
+        dtype, shape = info[own]
+        if shape != declared[name].shape:
+            shaped.append(f"{own} is {list(shape)}, expected {list(declared[name].shape)}")
+        if dtype not in (FLOATS + INTEGERS if integers else FLOATS):
+            typed.append(f"{own} is {dtype}")
+    if shaped:
+        problems.append(f"{len(shaped)} tensors have another shape: {_some(shaped)}")
+    if typed:
+        problems.append(f"{len(typed)} weights are not floating point: {_some(typed)}")
     hint = "Check that config.json belongs to these weights."
     if architecture is not None and missing == [architecture.head]:
         hint = 'A base model alone has no head. Set "tie_word_embeddings": true in config.json if it is the embedding.'
@@ -218,27 +219,21 @@ def _match(
         elif extra and missing:
             hint = renamed(extra) or hint
         raise CheckpointError(f"{checkpoint.path}: " + "; ".join(problems), hint)
-    how = (
-        "is tied to the embedding: not compared, since no weight was fetched"
-        if not checkpoint.fetched
-        else ("repeats the embedding it is tied to: kept once")
-    )
+    how = "repeats the embedding it is tied to: kept once"
+    if not checkpoint.fetched:
+        how = "is tied to the embedding: not compared, since no weight was fetched"
     checkpoint.notes += [f"{name} {how}" for name in heads]
     if dropped:
         checkpoint.notes.append(f"buffers without weights left out: {_some(dropped)}")
     if partial:
+        if missing:
+            checkpoint.notes.append(lacking)
         _as_they_are(checkpoint, declared, missing, [] if allow_extra else extra)
-
-
-def _lacking(missing: list[str], declared: Mapping[str, BoundLeaf]) -> str:
-    return f"{len(missing)} of {len(declared)} tensors are missing"
 
 
 def _as_they_are(checkpoint: Checkpoint, declared: dict[str, BoundLeaf], missing: list[str], extra: list[str]) -> None:
     """Let the leaves be those that the files have: without what is missing, with what has no place."""
     checkpoint.missing = tuple(name for leaf in missing for name in declared[leaf].shared)
-    if missing:
-        checkpoint.notes.append(f"{_lacking(missing, declared)}: {_some(missing)}")
     info = checkpoint._weights.info
     taken = {name for leaf in declared.values() for name in leaf.shared}
     known = [name for name in extra if info[name][0] in FLOATS + INTEGERS and name not in taken]
@@ -252,62 +247,26 @@ def _as_they_are(checkpoint: Checkpoint, declared: dict[str, BoundLeaf], missing
     checkpoint.leaves = [leaf for leaf in checkpoint.leaves if leaf.checkpoint not in missing] + [*checkpoint.extra]
 
 
-def _problems(checkpoint: Checkpoint, declared: dict[str, BoundLeaf], allowed: tuple[str, ...]) -> list[str]:
-    info, problems = checkpoint._weights.info, []
-    shaped, typed = [], []
-    for name, own in checkpoint._found.items():
-        dtype, shape = info[own]
-        if shape != declared[name].shape:
-            shaped.append(f"{own} is {list(shape)}, expected {list(declared[name].shape)}")
-        if dtype not in allowed:
-            typed.append(f"{own} is {dtype}")
-    if shaped:
-        problems.append(f"{len(shaped)} tensors have another shape: {_some(shaped)}")
-    if typed:
-        problems.append(f"{len(typed)} weights are not floating point: {_some(typed)}")
-    return problems
-
-
-def _embedding_from_head(checkpoint: Checkpoint, heads: list[str]) -> list[str]:
-    """The stored tied heads but for one that stands for the embedding, as safetensors' save_model leaves it."""
-    leaf = next(leaf for leaf in checkpoint.leaves if leaf.shared == ("embedding.weight",))
-    if not heads or leaf.checkpoint in checkpoint._found:
-        return heads
-    checkpoint._found[leaf.checkpoint] = heads[0]
-    checkpoint.notes.append(f"{heads[0]} is there for the embedding it is tied to")
-    return heads[1:]
-
-
-def _is_tied(checkpoint: Checkpoint, name: str) -> bool:
+def _is_tied(checkpoint: Checkpoint, embedding: str, name: str) -> bool:
     """Whether a tied head that was stored all the same has the embedding's bytes."""
-    leaf = next(leaf for leaf in checkpoint.leaves if leaf.shared == ("embedding.weight",))
-    embedding = checkpoint._found[leaf.checkpoint]
-    info = checkpoint._weights.info
-    if info[embedding] != info[name]:
+    weights, stored = checkpoint._weights, checkpoint._found[embedding]
+    if weights.info[stored] != weights.info[name]:
         return False
-    if info[name][1] != leaf.shape or info[name][0] not in FLOATS:  # reported as such
+    dtype, shape = weights.info[name]
+    if dtype not in FLOATS or shape != (checkpoint.spec.vocab_size, checkpoint.spec.hidden_size):  # reported as such
         return True
-    a, b = checkpoint._weights.read(embedding), checkpoint._weights.read(name)
+    a, b = weights.read(stored), weights.read(name)
     rows = 4096  # a few MB at a time: neither tensor is ever in memory as a whole
-    return all(np.array_equal(_bits(a[i : i + rows]), _bits(b[i : i + rows])) for i in range(0, len(a), rows))
 
+    def same(x: np.ndarray, y: np.ndarray) -> bool:  # so that NaN equals NaN and -0 is not 0
+        return np.array_equal(np.ascontiguousarray(x).view(np.uint8), np.ascontiguousarray(y).view(np.uint8))
 
-def _bits(array: np.ndarray) -> np.ndarray:
-    """The array's bytes, so that NaN equals NaN and -0 is not 0."""
-    return np.ascontiguousarray(array).view(np.uint8)
+    return all(same(a[i : i + rows], b[i : i + rows]) for i in range(0, len(a), rows))
 
 
 def _some(names: list[str]) -> str:
     """At most eight of them."""
     return ", ".join(names[:8]) + (f", … ({len(names) - 8} more)" if len(names) > 8 else "")
-
-
-def _in_file_order(checkpoint: Checkpoint, files: WeightFiles) -> list[BoundLeaf]:
-    """The leaves as their bytes lie, so that a walk over them reads each file from front to back."""
-    if files.format != "safetensors":
-        return sorted(checkpoint.leaves, key=lambda leaf: checkpoint.span(leaf) or (Path(), 0))
-    place = {name: index for index, name in enumerate(files.tensors)}
-    return sorted(checkpoint.leaves, key=lambda leaf: place[checkpoint._found[leaf.checkpoint]])
 
 
 def stated_dtype(config: Mapping[str, Any] | None) -> str | None:

@@ -12,9 +12,8 @@ import importlib
 import os
 import sys
 import types
+from contextlib import suppress
 from pathlib import Path
-
-__all__ = ["MEMORY", "command", "confine", "limit_memory", "limit_time"]
 
 MEMORY = 256 * 2**20
 """Bytes of address space for a small file; the interpreter takes a tenth of it."""
@@ -25,37 +24,30 @@ def command(worker: str) -> list[str]:
     return [sys.executable, "-I", "-S", str(Path(__file__).absolute()), worker]
 
 
-def limit_memory(nbytes: int) -> None:
-    """Let this process have no more address space than that, where the system knows such a limit."""
-    try:
+def _limit(name: str, soft: int) -> None:
+    """Set a soft limit of this process, where the system knows such a limit."""
+    with suppress(ImportError, AttributeError, ValueError, OSError):
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (nbytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    except (ImportError, ValueError, OSError):
-        pass
+        kind = getattr(resource, name)
+        resource.setrlimit(kind, (soft, resource.getrlimit(kind)[1] if soft else 0))
+
+
+def limit_memory(nbytes: int) -> None:
+    """Let this process have no more address space than that."""
+    _limit("RLIMIT_AS", nbytes)
 
 
 def limit_time(seconds: float) -> None:
     """Let this process take so much more processor time, rounded up; it is killed then."""
-    try:
-        import resource
-
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        soft = int(used.ru_utime + used.ru_stime + seconds) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-    except (ImportError, ValueError, OSError):
-        pass
+    used = os.times()
+    _limit("RLIMIT_CPU", int(used.user + used.system + seconds) + 1)
 
 
 def confine() -> None:
     """No core dumps, no files written, no other processes, little memory."""
-    try:
-        import resource
-
-        for name in ("RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_NPROC"):
-            resource.setrlimit(getattr(resource, name), (0, 0))
-    except (ImportError, AttributeError, ValueError, OSError):
-        pass
+    for name in ("RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_NPROC"):
+        _limit(name, 0)
     limit_memory(MEMORY)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -31,17 +30,6 @@ from .tokenizer import token_files
 from .transfer import Transferred, jobs_of, memory_of
 from .tree import Origin, described_tree
 from .write import DEFAULT_SHARD_BYTES, Plan, as_it_was, json_bytes, plan
-
-__all__ = [
-    "Conversion",
-    "adapted",
-    "companions",
-    "convert",
-    "default_output",
-    "main_dtype",
-    "plan_conversion",
-    "plan_output",
-]
 
 
 @dataclass(frozen=True)
@@ -82,11 +70,8 @@ ENDINGS = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
 
 
 def _is_file(target: Path, to: Target) -> bool:
-    """Whether OUT names the file itself: a .gguf, which holds all that there is to a model.
-
-    Raises:
-        UsageError: the name is a file's, and the format has files beside (a tokenizer.bin, a config.json).
-
+    """Whether OUT names the file itself: a .gguf, which holds all that there is to a model. Raises UsageError: the name
+    is a file's, and the format has files beside (a tokenizer.bin, a config.json).
     """
     if target.suffix not in ENDINGS:
         return False
@@ -94,12 +79,6 @@ def _is_file(target: Path, to: Target) -> bool:
         way = "Name the folder to make" + (", or pass --to gguf." if target.suffix == ".gguf" else ".")
         raise UsageError(f"{target} is the name of a file, and --to {to} makes a folder", way)
     return True
-
-
-def _alone(plan: Plan, name: str) -> Plan:
-    """The plan's one file under another name, and nothing beside it."""
-    (shard,) = plan.shards
-    return Plan((replace(shard, name=name),), {}, ())
 
 
 def plan_output(
@@ -117,12 +96,8 @@ def plan_output(
 
     `dtypes` by shared name, `compute_dtype` what it is to be run in, `folder` where tokenizer files lie, `texts` such
     files by name and content, `max_shard_bytes` by default as the original was sharded (for "local" as `homes` says,
-    the file that each tensor comes from), or else 5 GB.
-
-    Raises:
-        CannotExpress: the family has no place for some components.
-        UsageError: `to` is no known format, or "hf" for a tree that never had a family.
-
+    the file that each tensor comes from), or else 5 GB. Raises CannotExpress: the family has no place for some
+    components. UsageError: `to` is no known format, or "hf" for a tree that never had a family.
     """
     to = parsed(to)
     companions = token_files(folder) if folder is not None else []
@@ -162,9 +137,8 @@ def main_dtype(spec: ModelSpec, dtypes: Mapping[str, str]) -> str:
 
 
 def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:
-    """The checkpoint as a tree of the family that it is to be written as, and which that is.
-
-    Raises CannotExpress where it cannot hold the tree.
+    """The checkpoint as a tree of the family that it is to be written as, and which that is. Raises CannotExpress where
+    it cannot hold the tree.
     """
     if to.family is None:
         return source, to
@@ -187,43 +161,34 @@ def _hf_config(architecture: Architecture, spec: ModelSpec, origin: Origin, stor
         config = dict(original or {})
     assert config is not None
     if original is not None and origin.family not in (None, architecture.name):
-        config |= _token_ids(named(str(origin.family)), original)
+        # The ids of special tokens, those too that the original leaves for transformers to know.
+        usual = named(str(origin.family)).token_ids
+        config |= {name: original.get(name, usual.get(name)) for name in TOKEN_IDS}
     config.pop("torch_dtype", None)
     return json_bytes({**config, "dtype": HF_NAMES[stored]})
-
-
-def _token_ids(family: Architecture, original: Mapping[str, Any]) -> dict[str, Any]:
-    """The ids of special tokens that a config.json of a family states, or leaves for transformers to know."""
-    return {name: original.get(name, family.token_ids.get(name)) for name in TOKEN_IDS}
 
 
 def plan_conversion(
     source: Checkpoint, to: str | Target, dtype: str | None = None, max_shard_bytes: int | None = None
 ) -> Plan:
-    """The plan for an opened checkpoint in the format `to`, every tensor as `dtype` (see `convert`) or as it is.
-
-    Raises as `plan_output`.
+    """The plan for an opened checkpoint in the format `to`, every tensor as `dtype` (see `convert`) or as it is. Raises
+    as `plan_output`.
     """
-    to = parsed(to)
+    to, folder = parsed(to), companions(source)
     if to.kind in FORMATS:
         fmt = format_named(to.kind)
         assert fmt.plan is not None
-        return fmt.plan(_request(source, dtype, max_shard_bytes))
-    folder = companions(source)
+        beside = () if folder is None else tuple(token_files(folder))
+        return fmt.plan(Request(source, dtype, beside, max_shard_bytes or DEFAULT_SHARD_BYTES))
     dtypes, compute = source.shared_dtypes(), source.dtype
     if dtype is not None:
-        compute = _stored_dtype(dtype, to)
+        if dtype.lower() == "q8_0":
+            raise UsageError(f"--to {to} has no {dtype}", "Quantised types are GGUF's: --to gguf --dtype q8_0.")
+        compute = parse_dtype(dtype)
         dtypes = dict.fromkeys(dtypes, compute)
     return plan_output(
         source.spec, source.origin, to, dtypes, compute, folder, max_shard_bytes, source.texts, _homes(source)
     )
-
-
-def _stored_dtype(dtype: str, to: Target) -> str:
-    """A --dtype for safetensors files. Raises UsageError, with the format where one of GGUF's own was asked for."""
-    if dtype.lower() == "q8_0":
-        raise UsageError(f"--to {to} has no {dtype}", "Quantised types are GGUF's: --to gguf --dtype q8_0.")
-    return parse_dtype(dtype)
 
 
 def _homes(source: Checkpoint) -> dict[str, Path] | None:
@@ -240,21 +205,6 @@ def _homes(source: Checkpoint) -> dict[str, Path] | None:
 def companions(source: Checkpoint) -> Path | None:
     """The folder whose tokenizer files are this checkpoint's; a file of another format lies among anything."""
     return source.folder if source.format in ("hf", "local", "dcp") else None
-
-
-def _request(source: Checkpoint, dtype: str | None, max_shard_bytes: int | None) -> Request:
-    folder = companions(source)
-    return Request(
-        source=source,
-        spec=source.spec,
-        origin=source.origin,
-        dtypes=source.shared_dtypes(),
-        dtype=source.dtype,
-        asked=dtype,
-        companions=tuple(token_files(folder)) if folder is not None else (),
-        texts=source.texts,
-        max_shard_bytes=max_shard_bytes or DEFAULT_SHARD_BYTES,
-    )
 
 
 @together
@@ -302,7 +252,6 @@ def convert(
         CannotExpress: the family or format cannot hold the tree; nothing was written.
         UsageError: `out` exists, its parent does not, or it is a weight file's name where a folder is made; an unknown
             format or dtype; too little memory allowed.
-
     """
     found, form = identify(model), parsed(to)
     target = Path(out) if out is not None else default_output(found.text, form)
@@ -322,11 +271,12 @@ def convert(
         source, form = adapted(source, form)
         planned = plan_conversion(source, form, dtype, max_shard_bytes)
         if staging.single is not None:
-            planned = _alone(planned, target.name)
+            planned = Plan((replace(planned.shards[0], name=target.name),), {}, ())  # and nothing beside it
         conversion = Conversion(source, target, str(form), planned, memory_of(jobs_of(planned, source), max_memory))
         if dry_run:
             return conversion
-        staging.key = _key(planned, source)
+        about = [(str(path), path.stat()) for path in source.files]  # as they are now
+        staging.key = planned.digest(*((path, x.st_size, x.st_mtime_ns, x.st_ino) for path, x in about))
         with staging:
             if on_plan is not None:
                 on_plan(conversion)
@@ -339,14 +289,3 @@ def convert(
             }
             staging.commit(manifest, files=done.files)
     return replace(conversion, transferred=done)
-
-
-def _key(plan: Plan, source: Checkpoint) -> str:
-    """What makes two runs the same work: every byte planned, and the files that the rest comes from as they are now."""
-    digest = hashlib.sha256(__version__.encode())
-    for shard in plan.shards:
-        digest.update(repr((shard.name, shard.size)).encode() + shard.header)
-    for path in source.files:
-        about = path.stat()
-        digest.update(repr((str(path), about.st_size, about.st_mtime_ns, about.st_ino)).encode())
-    return digest.hexdigest()

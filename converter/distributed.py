@@ -3,20 +3,18 @@
     torchrun --nproc-per-node 2 -m gptkit convert MODEL OUT
 
 Every process opens the checkpoint and plans by itself, which costs headers only. The first (rank 0, the host) makes the
-partial folder and the small files, and tells the others (guests) where it is and what an earlier run has finished;
-whoever finishes a file says so with its hashes, and the host alone publishes, once all files are there.
+partial folder and the small files, and tells the others (guests) where it is; whoever finishes a file says so with its
+hashes, and the host alone publishes.
 
-One process that fails ends all of them. Between the host and each guest a thread always waits for the next message
-(torch's object lists over gloo, TCP), so that a process that is killed is known at once, by its closed connection,
-which neither torch's store nor its elastic agent tells to a process. The first failure is the one that is told, by the
-process that had it, and all end with its exit code.
+One process that fails ends all of them, with its exit code. Between the host and each guest a thread always waits for
+the next message (torch's object lists over gloo, TCP), so that a process that is killed is known by its closed
+connection, which neither torch's store nor its elastic agent tells to a process.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
-import hashlib
 import logging
 import os
 import signal
@@ -30,7 +28,6 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from ..errors import Elsewhere, GptkitError
-from ..version import __version__
 from .checkpoint import Checkpoint
 from .files import seal
 from .manifest import FileRecord
@@ -39,8 +36,6 @@ from .scheduler import StoppedError
 from .threads import available_cores
 from .transfer import Transferred, transfer
 from .write import Plan, Shard, prepare
-
-__all__ = ["deal_out", "leads", "team", "together"]
 
 FOREVER = timedelta(days=30)
 """How long a message may take to come: a conversion. That the other side is gone is known without it."""
@@ -87,7 +82,6 @@ def team() -> Alone:
 
 def together(function: Callable[P, R]) -> Callable[P, R]:
     """Make a function that converts, through `team()`, one that a team can call: each process with the same arguments.
-
     It ends alike in all of them: with an exception in the one that failed and `Elsewhere` in the others.
     """
 
@@ -158,18 +152,18 @@ class Verdict:
     message: str
     kind: str = "failed"
 
-    @classmethod
-    def of(cls, rank: int, error: BaseException) -> Verdict:
-        if isinstance(error, GptkitError):
-            return cls(rank, error.exit_code, str(error))
-        if isinstance(error, KeyboardInterrupt):
-            return cls(rank, 130, "interrupted", "interrupted")
-        return cls(rank, 1, f"{type(error).__name__}: {error}")
 
-    @classmethod
-    def lost(cls, rank: int) -> Verdict:
-        message = f"the process of rank {rank} ended without a word: it was killed, or its machine is gone"
-        return cls(rank, 1, message, "lost")
+def _verdict(rank: int, error: BaseException) -> Verdict:
+    if isinstance(error, GptkitError):
+        return Verdict(rank, error.exit_code, str(error))
+    if isinstance(error, KeyboardInterrupt):
+        return Verdict(rank, 130, "interrupted", "interrupted")
+    return Verdict(rank, 1, f"{type(error).__name__}: {error}")
+
+
+def _loss(rank: int) -> Verdict:
+    message = f"the process of rank {rank} ended without a word: it was killed, or its machine is gone"
+    return Verdict(rank, 1, message, "lost")
 
 
 class _Interrupted(KeyboardInterrupt):
@@ -196,11 +190,9 @@ class Team(Alone):
         raise NotImplementedError
 
     def hear(self, rank: int, word: str, about: Any) -> None:
-        """Take a message, with `changed` held, in the thread of the rank that it comes from."""
-        raise NotImplementedError
-
-    def lose(self, rank: int) -> None:
-        """A rank's connection is closed; as `hear`."""
+        """Take a message, with `changed` held, in the thread of the rank that it comes from; the word "lost" stands for
+        a connection that is closed.
+        """
         raise NotImplementedError
 
     def say(self, rank: int, word: str, about: Any = None) -> None:
@@ -213,8 +205,8 @@ class Team(Alone):
     def _listen(self, rank: int) -> None:
         import torch.distributed as dist
 
+        word = ""
         try:
-            word = ""
             while word != "end":
                 message: list[Any] = [None, None]
                 dist.recv_object_list(message, group=self.group, group_src=rank)
@@ -225,7 +217,7 @@ class Team(Alone):
         except Exception as error:  # of gloo's, for the most part: the connection is closed
             _log.debug("rank %d: %s", rank, error)
             with self.changed:
-                self.lose(rank)
+                self.hear(rank, "lost", None)
                 self.changed.notify_all()
 
     def wait(self, until: Callable[[], object], limit: timedelta | None = None) -> None:
@@ -278,12 +270,8 @@ class Team(Alone):
 
 
 def _digest(plan: Plan, source: Checkpoint) -> str:
-    """What must be the same for all ranks: the files planned, and the commit or the sizes of what they are made of."""
-    digest = hashlib.sha256(f"{__version__} {source.revision}".encode())
-    for shard in plan.shards:
-        digest.update(repr((shard.name, shard.size)).encode() + shard.header)
-    digest.update(repr([path.stat().st_size for path in source.files]).encode())
-    return digest.hexdigest()
+    """What must be the same for all ranks."""
+    return plan.digest(source.revision, [path.stat().st_size for path in source.files])
 
 
 class Host(Team):
@@ -339,7 +327,7 @@ class Host(Team):
         """After an error: stop everybody, and wait until nobody writes any more."""
         if not isinstance(error, Elsewhere | _Interrupted):
             with self.changed:
-                self._settle(Verdict.of(0, error))
+                self._settle(_verdict(0, error))
         self.wait(lambda: len(self.quiet) == self.size - 1, ANSWER)
 
     def _settle(self, verdict: Verdict) -> None:
@@ -352,21 +340,20 @@ class Host(Team):
             self.tell("stop")
 
     def hear(self, rank: int, word: str, about: Any) -> None:
-        if word == "quiet":
+        if word == "lost":
+            self.quiet.setdefault(rank, None)
+            if not self.ended:
+                self._settle(_loss(rank))
+        elif word == "quiet":
             self.quiet.setdefault(rank, about)
             if isinstance(about, Verdict):
                 self._settle(about)
-            return
-        try:  # a guest has put a file on the disk: it is noted, so that an interrupted run can go on from there
-            self.finish(*about)
-        except (GptkitError, OSError, RuntimeError, ValueError) as error:
-            if not self.stop.is_set():  # else the folder may be gone already
-                self._settle(Verdict.of(0, error))
-
-    def lose(self, rank: int) -> None:
-        self.quiet.setdefault(rank, None)
-        if not self.ended:
-            self._settle(Verdict.lost(rank))
+        else:  # a guest has put a file on the disk: it is noted, so that an interrupted run can go on from there
+            try:
+                self.finish(*about)
+            except (GptkitError, OSError, RuntimeError, ValueError) as error:
+                if not self.stop.is_set():  # else the folder may be gone already
+                    self._settle(_verdict(0, error))
 
     def tell(self, word: str, about: Any = None) -> None:
         for rank in self.sending:
@@ -384,9 +371,8 @@ class Guest(Team):
         return _Shared(self, target, force)
 
     def opened(self) -> tuple[str, list[str], str]:
-        """What the host offers once it has a folder: its path, the files finished in it, the digest of the work.
-
-        Raises Elsewhere where it never will.
+        """What the host offers once it has a folder: its path, the files finished in it, the digest of the work. Raises
+        Elsewhere where it never will.
         """
         self.wait(lambda: self.offer or self.stop.is_set() or self.ended)
         if self.offer is None or self.stop.is_set():
@@ -405,21 +391,17 @@ class Guest(Team):
 
     def leave(self, error: BaseException | None) -> None:
         failed = error is not None and not isinstance(error, Elsewhere)
-        self.say(0, "quiet", Verdict.of(self.rank, error) if error is not None and failed else None)
+        self.say(0, "quiet", _verdict(self.rank, error) if error is not None and failed else None)
         self.wait(lambda: self.ended, ANSWER if error is not None else None)
         self.part(self.verdict, error)
 
-    def hear(self, rank: int, word: str, about: Any) -> None:  # noqa: ARG002, it is the host's
+    def hear(self, rank: int, word: str, about: Any) -> None:
         if word == "open":
             self.offer = about
-        elif word == "end":
-            self.ended, self.verdict = True, about
+        elif word in ("end", "lost"):
+            self.ended, self.verdict = True, about if word == "end" else _loss(rank)
         if word == "stop" or self.verdict is not None:
             self.stop.set()
-
-    def lose(self, rank: int) -> None:
-        self.ended, self.verdict = True, Verdict.lost(rank)
-        self.stop.set()
 
 
 class _Shared(Staging):

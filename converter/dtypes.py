@@ -11,22 +11,6 @@ from numpy.typing import NDArray
 
 from ..errors import CheckpointError, UsageError
 
-__all__ = [
-    "FLOATS",
-    "HF_NAMES",
-    "INTEGERS",
-    "Quantisation",
-    "Rounding",
-    "cast",
-    "from_float64",
-    "not_finite",
-    "parse_dtype",
-    "quantisation",
-    "rounding",
-    "to_float64",
-    "widest",
-]
-
 FLOATS = ("BF16", "F16", "F32", "F64")
 """The types a weight may have, from narrow to wide (bf16 has fp32's range, fp16 has more bits)."""
 
@@ -40,11 +24,8 @@ Array = NDArray[Any]
 
 
 def parse_dtype(name: str) -> str:
-    """The name in safetensors of a dtype given as torch's or its short form (bf16, float32, fp16, …).
-
-    Raises:
-        UsageError: it is none of the four.
-
+    """The name in safetensors of a dtype given as torch's or its short form (bf16, float32, fp16, …). Raises
+    UsageError: it is none of the four.
     """
     short = {"bf16": "BF16", "f16": "F16", "fp16": "F16", "f32": "F32", "fp32": "F32", "f64": "F64", "fp64": "F64"}
     known = {**short, **{torch_name: ours for ours, torch_name in HF_NAMES.items()}}
@@ -56,10 +37,9 @@ def parse_dtype(name: str) -> str:
 
 def widest(dtypes: list[str]) -> str:
     """The narrowest type that holds every value of all of them."""
-    found = set(dtypes)
-    if found == {"BF16", "F16"}:
-        return "F32"
-    return max(found, key=FLOATS.index)
+    if len(set(dtypes)) == 1:
+        return dtypes[0]
+    return "F32" if set(dtypes) == {"BF16", "F16"} else max(dtypes, key=FLOATS.index)
 
 
 def to_float64(array: Array, dtype: str) -> NDArray[np.float64]:
@@ -71,11 +51,8 @@ def to_float64(array: Array, dtype: str) -> NDArray[np.float64]:
 
 
 def from_float64(values: NDArray[np.float64], dtype: str) -> Array:
-    """Values rounded to nearest even in `dtype`, in its carrier dtype.
-
-    Raises:
-        CheckpointError: a finite value is beyond the dtype's range.
-
+    """Values rounded to nearest even in `dtype`, in its carrier dtype. Raises CheckpointError: a finite value is beyond
+    the dtype's range.
     """
     if dtype == "F64":
         return np.asarray(values, order="C")
@@ -103,16 +80,17 @@ def from_float64(values: NDArray[np.float64], dtype: str) -> Array:
 
 def cast(array: Array, dtype: str, target: str) -> Array:
     """The array in another floating point type, both in their carrier dtypes, rounded to nearest even where narrower.
-
-    Raises:
-        CheckpointError: a finite value is beyond the target's range.
-
+    Raises CheckpointError: a finite value is beyond the target's range.
     """
     if dtype == target:
         return array
     if dtype in ("F64", "I32", "U32"):
         return from_float64(to_float64(array, dtype), target)
-    single = _to_float32(array, dtype)
+    if dtype == "BF16":
+        single = (array.astype(np.uint32) << 16).view(np.float32)
+    else:
+        with np.errstate(invalid="ignore"):
+            single = array.astype(np.float32, copy=False)
     if target == "F32":
         return single
     if target == "F64":
@@ -136,16 +114,6 @@ def cast(array: Array, dtype: str, target: str) -> Array:
     if overflow.any():
         raise CheckpointError(f"{int(overflow.sum())} values do not fit {HF_NAMES[target]}")
     return narrow
-
-
-def _to_float32(array: Array, dtype: str) -> Array:
-    """The values, exactly: of all types but F64 and the 32-bit integers."""
-    if dtype == "F32":
-        return array
-    if dtype == "BF16":
-        return (array.astype(np.uint32) << 16).view(np.float32)
-    with np.errstate(invalid="ignore"):
-        return array.astype(np.float32)
 
 
 _EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000), "F64": ("<u8", 0x7FF << 52)}

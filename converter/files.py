@@ -11,19 +11,6 @@ from pathlib import Path
 
 from ..errors import GptkitError
 
-__all__ = [
-    "UNSUPPORTED",
-    "copy_file",
-    "failed",
-    "fsync",
-    "open_own",
-    "read_small",
-    "seal",
-    "sha256_file",
-    "write_all",
-    "write_bytes",
-]
-
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EXDEV, errno.EPERM, errno.EBADF)
 """What "this file system or kernel cannot do that" looks like, as opposed to "it failed"."""
 
@@ -55,35 +42,25 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 def copy_file(src: Path, dst: Path) -> None:
     """Copy the bytes of `src` into a new file `dst`, inside the kernel where it can; mode by the umask, not src's.
-
     Raises GptkitError where that fails or `dst` exists.
     """
     try:
-        with (
-            src.open("rb", buffering=0) as source,
-            dst.open("xb", buffering=0) as sink,
-        ):
-            offset = _copy_in_kernel(source.fileno(), sink.fileno())
+        with src.open("rb", buffering=0) as source, dst.open("xb", buffering=0) as sink:
+            offset = 0
+            try:
+                while hasattr(os, "copy_file_range") and (  # not on macOS
+                    done := os.copy_file_range(source.fileno(), sink.fileno(), 1 << 30, offset, offset)
+                ):
+                    offset += done
+            except OSError as error:
+                if error.errno not in UNSUPPORTED:
+                    raise
             # Also what follows a copy that the kernel ended early: at the end of the file the first read is empty.
             while chunk := os.pread(source.fileno(), _CHUNK, offset):
                 write_all(sink.fileno(), chunk, offset)
                 offset += len(chunk)
     except OSError as error:
         raise failed(f"copy {src} to", dst, error) from error
-
-
-def _copy_in_kernel(source: int, sink: int) -> int:
-    """Copy from the start of `source` to the start of `sink`; returns the bytes copied, 0 where the kernel cannot."""
-    offset = 0
-    if not hasattr(os, "copy_file_range"):  # macOS
-        return offset
-    try:
-        while done := os.copy_file_range(source, sink, 1 << 30, offset, offset):
-            offset += done
-    except OSError as error:
-        if error.errno not in UNSUPPORTED:
-            raise
-    return offset
 
 
 def sha256_file(path: Path) -> str:
@@ -94,7 +71,6 @@ def sha256_file(path: Path) -> str:
 
 def read_small(path: Path, most: int) -> bytes:
     """A plain file's bytes, which are at most `most`: a pipe is not waited for, and a file without end not begun.
-
     Raises OSError: it cannot be read, is no plain file, or is larger.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -107,23 +83,19 @@ def read_small(path: Path, most: int) -> bytes:
         return file.read(most)
 
 
-def fsync(path: Path) -> None:
-    """Put a file or a folder on the disk. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def seal(path: Path) -> int:
-    """fsync a file, opened anew; returns its bytes. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+def fsync(path: Path, flags: int = 0) -> int:
+    """Put a file or a folder on the disk; returns its bytes. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
         os.fsync(fd)
         return os.fstat(fd).st_size
     finally:
         os.close(fd)
+
+
+def seal(path: Path) -> int:
+    """fsync a file, opened anew and not through a link; returns its bytes. Raises OSError."""
+    return fsync(path, os.O_NOFOLLOW)
 
 
 def open_own(path: Path) -> io.BufferedReader:
@@ -141,7 +113,6 @@ def open_own(path: Path) -> io.BufferedReader:
 
 def failed(what: str, path: Path, error: OSError) -> GptkitError:
     """The error that says what could not be done, and what helps against it."""
-    hint = None
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        hint = "Free some space, or write to another disk."
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    hint = "Free some space, or write to another disk." if full else None
     return GptkitError(f"could not {what} {path}: {error.strerror or error}", hint)

@@ -22,23 +22,23 @@ from typing import Any, cast
 from urllib.parse import quote
 
 import msgspec
+from huggingface_hub import (
+    constants,
+    errors,
+    get_hf_file_metadata,
+    hf_hub_download,
+    hf_hub_url,
+    try_to_load_from_cache,
+    utils,
+)
 
 from ..architectures.config import MAX_CONFIG_BYTES
 from ..errors import CheckpointError, GptkitError, InvalidInput, Offline
 from .names import CONFIG, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE
+from .tokenizer import TOKEN_FILES, travels
 from .tokenizer_process import MAX_BYTES
 
-__all__ = [
-    "File",
-    "NoConfig",
-    "NoModel",
-    "Repository",
-    "Sibling",
-    "gather",
-    "offline_by_environment",
-    "streamed",
-    "typed_errors",
-]
+library: Any = utils  # its documented names, which its stubs leave out
 
 _log = logging.getLogger(__name__)
 
@@ -56,25 +56,39 @@ _AGAIN = "Files that were complete are kept: run the same again to go on from th
 class NoConfig(InvalidInput):
     """A repository without config.json, which may hold another kind of file."""
 
-    def __init__(self, where: str, repo: str, revision: str | None) -> None:
+    def __init__(self, repository: Repository) -> None:
         super().__init__(
-            f"{where} has no config.json",
+            f"{repository} has no config.json",
             "It may hold a GGUF, of which gptkit params tells the tree, or an adapter: gptkit swap BASE OUT"
-            f" --merge-lora {repo}",
+            f" --merge-lora {repository.repo}",
         )
-        self.repo, self.revision = repo, revision
 
 
 class NoModel(InvalidInput):
     """The hub knows no model of that name, or does not show it."""
 
 
-@dataclass(frozen=True, slots=True)
-class File:
-    """What a repository's listing says of a file: its bytes, and the name of its blob in the cache."""
+class _Lfs(msgspec.Struct):
+    sha256: str | None = None
 
+
+class File(msgspec.Struct):
+    """What a repository's listing says of a file, of which no more is read."""
+
+    rfilename: str = ""
     size: int | None = None
-    blob: str | None = None
+    blobId: str | None = None  # noqa: N815, its name there
+    lfs: _Lfs | None = None
+
+    @property
+    def blob(self) -> str | None:
+        """The name that it has in the cache, as far as one can be meant."""
+        name = self.blobId if self.lfs is None else self.lfs.sha256
+        return name if name is not None and _BLOB.fullmatch(name) else None
+
+
+class _Answer(msgspec.Struct):
+    siblings: list[File] = []
 
 
 @dataclass(slots=True)
@@ -89,7 +103,6 @@ class Repository:
         cache: the hub cache's folder (None: the hub library's own).
         notes: what a person should know.
         why_offline: what an error says of the network.
-
     """
 
     repo: str
@@ -106,24 +119,19 @@ class Repository:
 
     @classmethod
     def open(cls, repo: str, revision: str | None, *, offline: bool = False, cache: Path | None = None) -> Repository:
-        """Settle the commit: the hub's where it can be asked, else the cache's, which a note says.
-
-        Raises InvalidInput for what is not there or not for this user, Offline where neither can tell.
+        """Settle the commit: the hub's where it can be asked, else the cache's, which a note says. Raises InvalidInput
+        for what is not there or not for this user, Offline where neither can tell.
         """
         asked = cls(repo, revision, "", online=not offline, cache=cache)
         if offline:
             return asked.as_cached()
-        if revision is not None and _COMMIT.fullmatch(revision):
-            asked.commit = revision
-            return asked
         try:
-            asked.commit = asked._ask_commit()
+            asked.settle()
         except Offline as error:
             try:
-                cached = asked.as_cached()
+                return asked.as_cached()
             except (Offline, InvalidInput):
                 raise error from None
-            return cached
         except InvalidInput as error:
             if asked._cached(CONFIG, revision) is None:
                 raise
@@ -143,19 +151,15 @@ class Repository:
         return Repository(self.repo, self.revision, commit, False, files, self.cache, [*notes], why)
 
     def list_files(self) -> None:
-        """Ask once for the names of all files; where the hub does not tell, `has` asks for each name by itself.
-
-        Raises Offline where it cannot be reached.
+        """Ask once for the names of all files; where the hub does not tell, `has` asks for each name by itself. Raises
+        Offline where it cannot be reached.
         """
         if not self.online or self.files is not None:
             return
         try:
-            found = {
-                each.rfilename: _file(each.size, each.blobId if each.lfs is None else each.lfs.sha256)
-                for each in self.siblings()
-                # Names are somebody else's text, and become file names: only plain ones count.
-                if each.rfilename.isprintable() and not set(each.rfilename) & set("/\\:")
-            }
+            # Names are somebody else's text, and become file names: only plain ones count.
+            plain = (x for x in self.siblings() if x.rfilename.isprintable() and not set(x.rfilename) & set("/\\:"))
+            found = {each.rfilename: each for each in plain}
         except Offline:
             raise
         except Exception as error:  # a mirror may answer anything at an address that it does not have
@@ -163,33 +167,25 @@ class Repository:
             return
         self.files = found if CONFIG in found else None
 
-    def siblings(self) -> list[Sibling]:
-        """What the hub's API says of the repository's files.
-
+    def siblings(self) -> list[File]:
+        """What the hub's API says of the repository's files, read up to a size: a server may send more without an end.
         Raises InvalidInput, Offline: it refuses, says something else, or says more than it has to.
         """
-        from huggingface_hub import constants
-
         revision = self.commit or self.revision or "main"
         url = f"{constants.ENDPOINT}/api/models/{self.repo}/revision/{quote(revision, safe='')}?blobs=true"
-        try:
-            answer = msgspec.json.decode(self._answer(url), type=_Answer)
-        except msgspec.DecodeError as error:
-            raise InvalidInput(f"{self}: what answers for the hub does not list files: {error!s:.80}") from error
-        return answer.siblings
-
-    def _answer(self, url: str) -> bytes:
-        """The body of the API's answer, which is read up to a size: a server may send one without an end."""
+        answer = bytearray()
         with typed_errors(self), streamed(self, url, {}) as response:
-            told = bytearray()
             for chunk in response.iter_raw():
-                told += chunk
-                if len(told) > _MAX_ANSWER:
+                answer += chunk
+                if len(answer) > _MAX_ANSWER:
                     raise InvalidInput(
                         f"{self}: what answers for the hub lists its files in more than {_MAX_ANSWER:,} bytes",
                         "The address in HF_ENDPOINT is no hub.",
                     )
-            return bytes(told)
+        try:
+            return msgspec.json.decode(answer, type=_Answer).siblings
+        except msgspec.DecodeError as error:
+            raise InvalidInput(f"{self}: what answers for the hub does not list files: {error!s:.80}") from error
 
     def has(self, name: str) -> bool:
         """Whether it has a file of that name at its top level."""
@@ -197,69 +193,58 @@ class Repository:
             return name in self.files
         if self._cached(name) is not None:
             return True
-        from huggingface_hub import get_hf_file_metadata
-        from huggingface_hub.errors import EntryNotFoundError
 
         with typed_errors(self):
             try:
-                get_hf_file_metadata(self.url(name))
-            except EntryNotFoundError:
+                get_hf_file_metadata(hf_hub_url(self.repo, name, revision=self.commit))
+            except errors.EntryNotFoundError:
                 return False
         return True
-
-    def url(self, name: str) -> str:
-        """Where a file is, at the commit."""
-        from huggingface_hub import hf_hub_url
-
-        return hf_hub_url(self.repo, name, revision=self.commit)
 
     def cached(self, name: str, revision: str | None = "") -> Path | None:
         """The file in the cache, if it is there as a whole; at another revision than the commit, where one is given
         (None: the default branch).
         """
-        path = self._cached(name, revision)
-        size = (self.files or {}).get(name, File()).size
+        path, size = self._cached(name, revision), self.size(name)
         return None if path is None or (size is not None and path.stat().st_size != size) else path
+
+    def size(self, name: str) -> int | None:
+        """The bytes of a file, as far as the listing says."""
+        size = (self.files or {}).get(name, File()).size
+        return size if size is not None and size >= 0 else None
 
     def fetch(self, name: str) -> Path | None:
         """The local copy of a file, fetched where the cache lacks it; None where the repository has no such file."""
         path = self.cached(name)
         if path is not None or not self.online:
             return path
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
         # The library takes what lies in the cache for whole; here it was found too short, or is not there.
         broken = self._cached(name) is not None
         with typed_errors(self, name), _short_refusals(self), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a full disk it warns and goes on; see `require_space`
             try:
-                path = Path(
-                    hf_hub_download(
-                        self.repo,
-                        name,
-                        revision=self.commit,
-                        cache_dir=self.cache,
-                        force_download=broken,
-                        tqdm_class=_counting(self, name),
-                    )
-                )
-            except EntryNotFoundError as error:
-                if isinstance(error, LocalEntryNotFoundError):  # "no connection", in spite of its name
+                options: dict[str, Any] = {"force_download": broken, "tqdm_class": _counting(self, name)}
+                path = Path(hf_hub_download(self.repo, name, revision=self.commit, cache_dir=self.cache, **options))
+            except errors.EntryNotFoundError as error:
+                if isinstance(error, errors.LocalEntryNotFoundError):  # "no connection", in spite of its name
                     raise
                 return None
-        if path.parent.name != self.commit:
-            raise InvalidInput(
-                f"{self}: the hub was asked for {name} at commit {self.commit} and gave it at {path.parent.name}",
-                "Try again; if it persists, the server at HF_ENDPOINT is at fault.",
-            )
+        self.require_commit(name, path.parent.name)
         return path
 
+    def require_commit(self, name: str, commit: str) -> None:
+        """Raise InvalidInput where a file came from another commit than it was asked for at."""
+        if commit != self.commit:
+            raise InvalidInput(
+                f"{self}: the hub was asked for {name} at commit {self.commit} and gave it at {commit}",
+                "Try again; if it persists, the server at HF_ENDPOINT is at fault.",
+            )
+
     def config(self) -> Path:
-        """The local config.json. Raises InvalidInput where there is none."""
-        path = self.fetch(CONFIG)
-        if path is None:
-            raise NoConfig(str(self), self.repo, self.revision)
+        """The local config.json. Raises NoConfig."""
+        if (path := self.fetch(CONFIG)) is None:
+            raise NoConfig(self)
         return path
 
     def weight_names(self, allow_pickle: bool = False) -> list[str]:
@@ -291,29 +276,19 @@ class Repository:
         )
         raise CheckpointError(f"{self} has no safetensors weights", hint)
 
-    def companion_names(self) -> list[str]:
-        """The tokenizer's files and the others that travel with weights (`tokenizer.TOKEN_FILES`)."""
-        from .tokenizer import TOKEN_FILES, travels
-
-        if self.files is not None:
-            return sorted(filter(travels, self.files))
-        return [name for name in TOKEN_FILES if "*" not in name]  # to be asked for one by one
-
     def require_space(self, names: Collection[str]) -> None:
         """Raise GptkitError where the disk cannot hold what is still to be fetched."""
         if not self.online or self.files is None:
             return
-        from huggingface_hub import constants
-
         config = self._cached(CONFIG)
         blobs = None if config is None else config.parent.parent.parent / "blobs"
         needed = 0
         for name in names:
-            file = self.files.get(name, File())
+            size, blob = self.size(name), self.files.get(name, File()).blob
             # A commit that changed another file: the bytes are there, under the blob's name.
-            shared = blobs is not None and file.blob is not None and (blobs / file.blob).exists()
-            if file.size is not None and not shared and self.cached(name) is None:
-                needed += file.size
+            shared = blobs is not None and blob is not None and (blobs / blob).exists()
+            if size is not None and not shared and self.cached(name) is None:
+                needed += size
         folder = Path(self.cache or constants.HF_HUB_CACHE)
         where = next((each for each in (folder, *folder.parents) if each.is_dir()), folder)
         try:
@@ -336,40 +311,29 @@ class Repository:
         config = self._cached(CONFIG, self.revision)
         if config is not None and config.parent.name == self.commit:
             return
-        from huggingface_hub import hf_hub_download
-
         with suppress(GptkitError), typed_errors(self):
             hf_hub_download(self.repo, CONFIG, revision=self.revision, cache_dir=self.cache)
 
-    def settle_by(self, name: str) -> None:
-        """Settle the commit by a file that is there, in a repository that may have no config.json.
-
-        Raises InvalidInput where it is not there, Offline where the hub cannot be reached.
+    def settle(self, name: str = CONFIG) -> None:
+        """Settle the commit, by a file that is there. Raises InvalidInput where it is not there, Offline where the hub
+        cannot be reached.
         """
         if self.revision is not None and _COMMIT.fullmatch(self.revision):
             self.commit = self.revision
-        else:
-            self.commit = self._ask_commit(name)
-
-    def _ask_commit(self, name: str = CONFIG) -> str:
-        from huggingface_hub import get_hf_file_metadata, hf_hub_url
-        from huggingface_hub.errors import EntryNotFoundError
-
+            return
         with typed_errors(self):
             try:
                 commit = get_hf_file_metadata(hf_hub_url(self.repo, name, revision=self.revision)).commit_hash
-            except EntryNotFoundError:
+            except errors.EntryNotFoundError:
                 if name != CONFIG:
                     raise InvalidInput(f"{self} has no file {name}", "Check its name.") from None
-                raise NoConfig(str(self), self.repo, self.revision) from None
+                raise NoConfig(self) from None
         if commit is None or not _COMMIT.fullmatch(commit):
             raise Offline(f"{self}: what answers for the hub does not name a commit", WAY_ON)
-        return commit
+        self.commit = commit
 
     def _cached(self, name: str, revision: str | None = "") -> Path | None:
         """The file as the cache has it, at the commit unless told otherwise (None: the default branch)."""
-        from huggingface_hub import try_to_load_from_cache
-
         try:
             found = try_to_load_from_cache(self.repo, name, self.cache, self.commit if revision == "" else revision)
         except (OSError, ValueError) as error:  # a name the library refuses, a cache that cannot be read
@@ -380,31 +344,10 @@ class Repository:
         return Offline(f"the weights of {self} are not in the local cache, and {self.why_offline}", WAY_ON)
 
 
-class _Lfs(msgspec.Struct):
-    sha256: str | None = None
-
-
-class Sibling(msgspec.Struct):
-    """What the API says of a file, of which no more is read."""
-
-    rfilename: str
-    size: int | None = None
-    blobId: str | None = None  # noqa: N815, its name there
-    lfs: _Lfs | None = None
-
-
-class _Answer(msgspec.Struct):
-    siblings: list[Sibling] = []
-
-
 def _counting(repository: Repository, name: str) -> Any:
     """A progress bar that ends a download without end: it is told of every piece before that is written."""
-    from huggingface_hub import utils
-
-    library: Any = utils  # its documented names, which its stubs leave out
-    listed = (repository.files or {}).get(name, File()).size
     kind = next((most for ending, most in _MOST.items() if name.endswith(ending)), None)
-    most = min((each for each in (listed, kind) if each is not None), default=None)
+    most = min((each for each in (repository.size(name), kind) if each is not None), default=None)
 
     class Counting(library.tqdm):  # type: ignore[misc]
         taken = 0
@@ -424,13 +367,12 @@ def _counting(repository: Repository, name: str) -> Any:
 @contextmanager
 def _short_refusals(repository: Repository) -> Iterator[None]:
     """Let the library read no long answer that is a refusal: it would have all of it in memory."""
-    from huggingface_hub import utils
 
     def refuse(response: Any) -> None:
         length = response.headers.get("Content-Length", "")
         long = length.isdecimal() and int(length) >= _MAX_REFUSAL
         if response.status_code >= 400 and long and response.request.method != "HEAD":
-            raise _refused(repository, response.status_code, "", None)
+            raise _refused(repository, response.status_code)
 
     library: Any = utils
     hooks = library.get_session().event_hooks["response"]
@@ -444,9 +386,6 @@ def _short_refusals(repository: Repository) -> Iterator[None]:
 @contextmanager
 def streamed(repository: Repository, url: str, headers: Mapping[str, str]) -> Iterator[Any]:
     """The answer to a GET, of which nothing is read yet and nothing is compressed. Raises as `typed_errors` turns."""
-    from huggingface_hub import utils
-
-    library: Any = utils  # its documented names, which its stubs leave out
     with library.http_stream_backoff(
         "GET",
         url,
@@ -461,17 +400,9 @@ def streamed(repository: Repository, url: str, headers: Mapping[str, str]) -> It
         if response.status_code != 416:
             length = response.headers.get("Content-Length", "")
             if response.status_code >= 400 and not (length.isdecimal() and int(length) < _MAX_REFUSAL):
-                raise _refused(repository, response.status_code, "", None)  # the library would read it all
+                raise _refused(repository, response.status_code)  # the library would read it all
             library.hf_raise_for_status(response)
         yield response
-
-
-def _file(size: object, blob: object) -> File:
-    """What a listing says of a file, as far as it can be meant."""
-    return File(
-        size if isinstance(size, int) and size >= 0 else None,
-        blob if isinstance(blob, str) and _BLOB.fullmatch(blob) else None,
-    )
 
 
 def gather(
@@ -491,7 +422,9 @@ def gather(
         check(folder)
     if weights or companions:
         repository.list_files()
-    small = repository.companion_names() if companions else []
+    # Where nothing is listed, they are asked for one by one.
+    known = [name for name in TOKEN_FILES if "*" not in name] if repository.files is None else sorted(repository.files)
+    small = [*filter(travels, known)] if companions else []
     if {SINGLE, INDEX} <= (repository.files or {}).keys() and (weights or companions):
         small.append(INDEX)  # which some producers write beside one file, and which is to come back
     large = repository.weight_names(allow_pickle) if weights else []
@@ -515,8 +448,6 @@ def offline_by_environment() -> bool:
 @contextmanager
 def typed_errors(repository: Repository, fetching: str | None = None) -> Iterator[None]:
     """Turn what the hub library and the network raise into gptkit's errors; `fetching` names the file on its way."""
-    from huggingface_hub import errors
-
     # The base of the HTTP library's errors, connection failures included; the hub has changed that library twice.
     transport = cast("type[Exception]", errors.HfHubHTTPError.__bases__[0])
     repo = repository.repo
@@ -530,36 +461,34 @@ def typed_errors(repository: Repository, fetching: str | None = None) -> Iterato
             f"Ask at https://huggingface.co/{repo}, then log in with `hf auth login`.",
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise InvalidInput(
-            f"{repo} has no revision {repository.revision}",
-            "Give a branch, a tag or a full commit, as in org/name@main.",
-        ) from error
+        hint = "Give a branch, a tag or a full commit, as in org/name@main."
+        raise InvalidInput(f"{repo} has no revision {repository.revision}", hint) from error
     except errors.RemoteEntryNotFoundError as error:
         raise CheckpointError(f"{repository} lacks {fetching or CONFIG}") from error
     except errors.HFValidationError as error:
-        raise InvalidInput(
-            f"not a model reference: {repository}", "Give org/name, a folder, or sample:gpt2."
-        ) from error
+        hint = "Give org/name, a folder, or sample:gpt2."
+        raise InvalidInput(f"not a model reference: {repository}", hint) from error
     except errors.HfHubHTTPError as error:
         raise _refused(repository, error.response.status_code, str(error), error.server_message) from error
     except (transport, OSError, RuntimeError, errors.XetDownloadError) as error:
         if isinstance(error, OSError) and (error.filename or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)):
-            raise GptkitError(
-                f"could not write {repository} to the cache: {error.strerror}", "Set HF_HOME to another disk."
-            ) from error
+            hint = "Set HF_HOME to another disk."
+            raise GptkitError(f"could not write {repository} to the cache: {error.strerror}", hint) from error
         answer = error.__cause__
         if isinstance(answer, errors.HfHubHTTPError):  # asked again and again, to no avail
             raise _refused(repository, answer.response.status_code, str(answer), answer.server_message) from error
         if fetching is not None and not isinstance(error, errors.LocalEntryNotFoundError):
-            reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-            raise Offline(f"fetching {fetching} of {repository} broke off: {reason:.200}", _AGAIN) from error
+            raise Offline(f"fetching {fetching} of {repository} broke off: {_reason(error)}", _AGAIN) from error
         raise Offline(f"{repository} is not in the local cache, and the hub could not be reached", WAY_ON) from error
     except ValueError as error:  # a file of more than 50 GB, which it fetches by a package of its own alone
-        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-        raise InvalidInput(f"{repository}: {fetching or 'it'} cannot be fetched: {reason:.200}") from error
+        raise InvalidInput(f"{repository}: {fetching or 'it'} cannot be fetched: {_reason(error)}") from error
 
 
-def _refused(repository: Repository, status: int, text: str, told: str | None) -> GptkitError:
+def _reason(error: Exception) -> str:
+    return f"{next(iter(str(error).strip().splitlines()), '') or type(error).__name__:.200}"
+
+
+def _refused(repository: Repository, status: int, text: str = "", told: str | None = None) -> GptkitError:
     """What an answer that is no success means."""
     if status >= 500 or status in (408, 429):
         return Offline(f"{repository}: the hub answered {status}, try again later", WAY_ON)

@@ -10,7 +10,7 @@ from typing import Literal, NoReturn
 import msgspec
 
 from ..errors import CheckpointError, InvalidInput, UntrustedInput
-from .names import ADAPTER_WEIGHTS, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE, listing, refuse_pointer
+from .names import ADAPTER_WEIGHTS, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE, listing, refuse_pointer, untrusted
 from .safetensors import (
     EXPLAINED,
     MALFORMED,
@@ -24,8 +24,6 @@ from .safetensors import (
     parse_json_object,
     read_header,
 )
-
-__all__ = ["WeightFiles", "assembled", "index_of", "read_index", "single", "weight_files"]
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _MAX_INDEX = 32 * 2**20  # bytes; the index of a model of 10^12 parameters in 140,000 tensors has 13 MB
@@ -60,11 +58,9 @@ class WeightFiles:
 
 def weight_files(path: Path, allow_pickle: bool = False, names: frozenset[str] | None = None) -> WeightFiles:
     """Find and check the weights of `path`: a checkpoint's folder (`names`: its files, where they are known), or one
-    weight file. Reads headers only.
-
-    Raises UntrustedInput for pickles (unless allowed) and for an index that reaches outside of the folder,
-    CheckpointError for files that are missing, damaged or do not agree with their index, InvalidInput for a path that
-    is neither.
+    weight file. Reads headers only. Raises UntrustedInput for pickles (unless allowed) and for an index that reaches
+    outside of the folder, CheckpointError for files that are missing, damaged or do not agree with their index,
+    InvalidInput for a path that is neither.
     """
     try:
         found = listing(path) if names is None else names
@@ -133,17 +129,14 @@ def _pickles(paths: Sequence[Path], allow_pickle: bool) -> WeightFiles:
     for path in paths:
         refuse_pointer(path)
     if not allow_pickle:
-        raise UntrustedInput(
-            f"{paths[0]} is a pickle: loading it can run any code that its author put in",
-            "Use a safetensors version of this model, or pass --allow-pickle if you trust where it comes from.",
-        )
+        hint = "Use a safetensors version of this model, or pass --allow-pickle if you trust where it comes from."
+        raise untrusted(paths[0], hint)
     return WeightFiles("pickle", tuple(paths), {}, {})
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The `weight_map` of an index file: tensor name to the plain name of a file beside the index.
-
-    Raises UntrustedInput for a file name that leads out of the folder, CheckpointError for anything else that is wrong.
+    """The `weight_map` of an index file: tensor name to the plain name of a file beside the index. Raises
+    UntrustedInput for a file name that leads out of the folder, CheckpointError for anything else that is wrong.
     """
     try:
         size = path.stat().st_size
@@ -158,7 +151,13 @@ def read_index(path: Path) -> dict[str, str]:
     if len(names) > _MAX_SHARDS:
         raise CheckpointError(f"{path} names {len(names):,} weight files, and more than {_MAX_SHARDS:,} are not read")
     for name in names:
-        _check_plain(path, name, suffix)
+        if not is_plain(name):
+            raise UntrustedInput(
+                f"{path} names a file outside of its folder: {name[:80]!r}",
+                "Do not use this checkpoint: no tool writes that.",
+            )
+        if not name.endswith(suffix):
+            raise UntrustedInput(f"{path} names {name[:80]!r}, which is not a {suffix} file")
     return mapping
 
 
@@ -201,15 +200,9 @@ def _explain(path: Path, raw: bytes, error: Exception) -> NoReturn:
     raise cannot_be_read(str(path), error)
 
 
-def _check_plain(index: Path, name: str, suffix: str) -> None:
-    # Only the name is judged: a plain name may be a symlink, as all files are in the hub's cache.
-    if not name or name in (".", "..") or any(sign in name for sign in "/\\\0:") or not name.isprintable():
-        raise UntrustedInput(
-            f"{index} names a file outside of its folder: {name[:80]!r}",
-            "Do not use this checkpoint: no tool writes that.",
-        )
-    if not name.endswith(suffix):
-        raise UntrustedInput(f"{index} names {name[:80]!r}, which is not a {suffix} file")
+def is_plain(name: str) -> bool:
+    """Whether this names a file within a folder; it may be a symlink, as all files are in the hub's cache."""
+    return name not in ("", ".", "..") and name.isprintable() and not set(name) & set("/\\:")
 
 
 def _require(folder: Path, names: Collection[str], shards: Sequence[str]) -> None:

@@ -15,8 +15,6 @@ from typing import TypeGuard
 from .files import open_own, write_all
 from .manifest import JOURNAL, MANIFEST, FileRecord, file_entry, read_entry
 
-__all__ = ["Journal", "is_plain", "read_journal"]
-
 _MAX_BYTES = 1 << 30  # a journal is read whole
 
 _log = logging.getLogger(__name__)

@@ -8,12 +8,11 @@ import logging
 import os
 import re
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import GptkitError, UsageError
 from .files import UNSUPPORTED, write_all
-
-__all__ = ["Lock"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,9 +36,8 @@ class Lock:
         self._depth = 0
 
     def acquire(self) -> None:
-        """Take the lock, or go on without (`held` stays False) where the file system has none.
-
-        Raises GptkitError where another process holds it, OSError.
+        """Take the lock, or go on without (`held` stays False) where the file system has none. Raises GptkitError where
+        another process holds it, OSError.
         """
         while self._fd is None:
             # Neither through a planted link, nor waiting for the other end of a planted pipe.
@@ -51,9 +49,11 @@ class Lock:
                     raise self._in_the_way() from error
                 raise
             try:
-                locked = self._flock(fd)
+                locked, same = self._flock(fd), False
                 # The holder before may have removed the file between our open and our lock: then it guards nothing.
-                if _same_file(fd, self.path):
+                with suppress(FileNotFoundError):
+                    same = os.path.samestat(os.fstat(fd), self.path.lstat())
+                if same:
                     if not _PID.fullmatch(os.pread(fd, _MAX_PID + 1, 0)):
                         raise self._in_the_way()
                     self._fd, self.held = fd, locked
@@ -94,19 +94,11 @@ class Lock:
         if self._fd is None:
             return
         self._depth -= 1
-        if self._depth:
-            return
-        try:
-            self.path.unlink(missing_ok=True)  # while it is held: nobody else's
-        except OSError as error:
-            _log.debug("could not remove %s: %s", self.path, error)
-        finally:
-            os.close(self._fd)
-            self._fd, self.held = None, False
-
-
-def _same_file(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), path.lstat())
-    except FileNotFoundError:
-        return False
+        if not self._depth:
+            try:
+                self.path.unlink(missing_ok=True)  # while it is held: nobody else's
+            except OSError as error:
+                _log.debug("could not remove %s: %s", self.path, error)
+            finally:
+                os.close(self._fd)
+                self._fd, self.held = None, False

@@ -11,27 +11,13 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
+import msgspec
 import xxhash
 
 from .files import read_small, sha256_file
-
-__all__ = [
-    "JOURNAL",
-    "MANIFEST",
-    "SCHEMA_VERSION",
-    "FileRecord",
-    "TensorRecord",
-    "check_manifest",
-    "file_entry",
-    "is_ours",
-    "read_entry",
-    "read_manifest",
-    "walk",
-]
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 2
@@ -44,34 +30,49 @@ _MAX_VALUES = 2**20  # objects and lists: each costs some hundred bytes of memor
 _SHOWN = 20  # damaged tensors a file, before the rest is counted
 
 
-@dataclass(frozen=True)
-class TensorRecord:
+Place = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class TensorRecord(msgspec.Struct, frozen=True):
     """Bytes `start` to `end` (exclusive) of its file, and their XXH3-128 in hex.
 
     What vouches for the bytes is the file's sha256. This tells which tensor of a file changed, and costs a tenth of a
     second sha256 of everything.
     """
 
-    start: int
-    end: int
-    xxh3: str
+    start: Place
+    end: Place
+    xxh3: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")] = msgspec.field(name="xxh3_128")
 
 
-@dataclass(frozen=True)
-class FileRecord:
+class FileRecord(msgspec.Struct, frozen=True):
     """A file's sha256 in hex, and its tensors by name. Bytes of no tensor are its header and padding."""
 
     sha256: str
-    tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
+    tensors: Mapping[str, TensorRecord] = {}
+
+
+class _Entry(msgspec.Struct):
+    """A file as the manifest says it."""
+
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    bytes: Place
+    tensors: dict[str, TensorRecord] = {}
 
 
 def is_ours(folder: Path) -> bool:
     """Whether gptkit wrote this folder (a GGUF's has nothing but the manifest to tell)."""
+    record = manifest_of(folder)
+    return "gptkit" in record and isinstance(record.get("files"), dict)
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """The object in a folder's manifest, empty where there is none."""
     try:
         record = read_manifest(folder / MANIFEST)
     except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(record, dict) and "gptkit" in record and isinstance(record.get("files"), dict)
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def read_manifest(path: Path) -> Any:
@@ -84,30 +85,19 @@ def read_manifest(path: Path) -> Any:
 
 def file_entry(record: FileRecord, nbytes: int) -> dict[str, object]:
     """A file as the manifest says it, in JSON values."""
-    tensors = {name: {"start": t.start, "end": t.end, "xxh3_128": t.xxh3} for name, t in record.tensors.items()}
+    tensors = {name: msgspec.to_builtins(tensor) for name, tensor in record.tensors.items()}
     return {"sha256": record.sha256, "bytes": nbytes, **({"tensors": tensors} if tensors else {})}
 
 
 def read_entry(entry: object) -> tuple[FileRecord, int] | None:
     """The record and the bytes of what `file_entry` made; None where the entry holds anything else."""
-    if not isinstance(entry, dict) or not _is_digest(entry.get("sha256")):
+    try:
+        read = msgspec.convert(entry, _Entry)
+    except msgspec.ValidationError:
         return None
-    nbytes, tensors = entry.get("bytes"), entry.get("tensors", {})
-    if type(nbytes) is not int or nbytes < 0 or not isinstance(tensors, dict):
+    if any(not tensor.start <= tensor.end <= read.bytes for tensor in read.tensors.values()):
         return None
-    records: dict[str, TensorRecord] = {}
-    for name, each in tensors.items():
-        if not isinstance(each, dict) or not _is_digest(each.get("xxh3_128"), 32):
-            return None
-        start, end = each.get("start"), each.get("end")
-        if type(start) is not int or type(end) is not int or not 0 <= start <= end <= nbytes:
-            return None
-        records[name] = TensorRecord(start, end, each["xxh3_128"])
-    return FileRecord(entry["sha256"], records), nbytes
-
-
-def _is_digest(value: object, digits: int = 64) -> bool:
-    return isinstance(value, str) and len(value) == digits and set(value) <= set("0123456789abcdef")
+    return FileRecord(read.sha256, read.tensors), read.bytes
 
 
 def walk(folder: Path) -> Iterator[str]:
@@ -169,7 +159,12 @@ def _check_file(folder: Path, name: str, entry: object) -> list[str]:
         found = sha256_file(path)
         if found == record.sha256:
             return []
-        changed = _changed_tensors(path, record)
+        with path.open("rb") as file:
+            changed = [
+                (name, tensor)
+                for name, tensor in sorted(record.tensors.items(), key=lambda item: item[1].start)
+                if _hash_of_range(file.fileno(), tensor.start, tensor.end) != tensor.xxh3
+            ]
     except FileNotFoundError:
         return [f"{name} is missing"]
     except OSError as error:
@@ -180,16 +175,6 @@ def _check_file(folder: Path, name: str, entry: object) -> list[str]:
     if record.tensors:
         return [f"{name}: its header or padding changed; its {len(record.tensors)} tensors' own bytes did not"]
     return [f"{name}: its bytes changed (sha256 {record.sha256[:12]}… expected, {found[:12]}… found)"]
-
-
-def _changed_tensors(path: Path, record: FileRecord) -> list[tuple[str, TensorRecord]]:
-    """The tensors whose bytes are no longer what they were, in the order of the file. Raises OSError."""
-    with path.open("rb") as file:
-        return [
-            (name, tensor)
-            for name, tensor in sorted(record.tensors.items(), key=lambda item: item[1].start)
-            if _hash_of_range(file.fileno(), tensor.start, tensor.end) != tensor.xxh3
-        ]
 
 
 def _hash_of_range(fd: int, start: int, end: int) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
-from ..errors import CheckpointError, InvalidInput
-
-__all__ = ["POINTER", "is_pointer", "listing", "pointer", "refuse_pointer"]
+from ..errors import CheckpointError, InvalidInput, UntrustedInput
 
 CONFIG = "config.json"
 LOCAL_CONFIG = "gptkit.json"
@@ -26,28 +26,21 @@ POINTER = b"version https://git-lfs"
 
 
 def listing(path: Path) -> frozenset[str] | None:
-    """The names of a folder's files, found with one call; None for a path that is a file itself.
-
-    Raises:
-        OSError: nothing is there (FileNotFoundError), or it cannot be read.
-        InvalidInput: it is neither a file nor a folder.
-
+    """The names of a folder's files, found with one call; None for a path that is a file itself. Raises OSError:
+    nothing is there (FileNotFoundError), or it cannot be read. InvalidInput: it is neither a file nor a folder.
     """
     try:
         with os.scandir(path) as entries:
             return frozenset(entry.name for entry in entries if _is_file(entry))
     except NotADirectoryError:
-        mode = _mode(path)
+        pass
+    try:
+        mode = path.stat().st_mode
+    except NotADirectoryError as error:  # a part of the path is a file
+        raise FileNotFoundError(*error.args) from error
     if not stat.S_ISREG(mode):
         raise InvalidInput(f"{path} is neither a file nor a folder")
     return None
-
-
-def _mode(path: Path) -> int:
-    try:
-        return path.stat().st_mode
-    except NotADirectoryError as error:  # a part of the path is a file
-        raise FileNotFoundError(*error.args) from error
 
 
 def _is_file(entry: os.DirEntry[str]) -> bool:
@@ -56,21 +49,33 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
     return False
 
 
+@contextmanager
+def plain_file(path: Path) -> Iterator[BinaryIO]:
+    """A plain file, open for reading. Raises CheckpointError: it is none, or what is read within fails."""
+    try:
+        # stat first: opening a pipe would wait for its other end.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise CheckpointError(f"{path} is not a file")
+        with path.open("rb") as file:
+            yield file
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL in it
+        raise CheckpointError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
 def pointer(where: Path | str) -> CheckpointError:
     """The error for such a text in a weight file's place, to be raised by the caller."""
     return CheckpointError(f"{where} is a git-lfs pointer, not the file itself", "Fetch the file with `git lfs pull`.")
 
 
-def is_pointer(path: Path) -> bool:
-    """Whether a file is such a text; False for one that cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(POINTER)) == POINTER
-    except (OSError, ValueError):
-        return False
+def untrusted(path: Path, hint: str) -> UntrustedInput:
+    """The error for a pickle that was not allowed, to be raised by the caller."""
+    return UntrustedInput(f"{path} is a pickle: loading it can run any code that its author put in", hint)
 
 
 def refuse_pointer(path: Path) -> None:
     """Raise CheckpointError where a weight file is a git-lfs pointer: before anybody is asked to trust it."""
-    if path.is_file() and is_pointer(path):
-        raise pointer(path)
+    with suppress(OSError, ValueError):
+        if path.is_file():
+            with path.open("rb") as file:
+                if file.read(len(POINTER)) == POINTER:
+                    raise pointer(path)

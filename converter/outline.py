@@ -16,8 +16,6 @@ from .names import INDEX, SINGLE
 from .resolve import Reference, identify, quantised, read_spec, resolve
 from .tree import Origin, Quantised
 
-__all__ = ["Outline", "outline"]
-
 
 @dataclass(frozen=True)
 class Outline:
@@ -46,18 +44,12 @@ class Outline:
 def outline(
     reference: str | Path | Reference, *, offline: bool = False, allow_pickle: bool = False, companions: bool = False
 ) -> Outline:
-    """The tree behind a reference.
+    """The tree behind a reference (see `converter.resolve`), with `offline` from local files and the hub's cache alone.
+    `allow_pickle` reads a pickle that has no description beside it (nanoGPT's ckpt.pt); `companions` has a repository's
+    tokenizer files too.
 
-    Args:
-        reference: see `converter.resolve`.
-        offline: use local files and the hub's cache only.
-        allow_pickle: read a pickle that has no description beside it (nanoGPT's ckpt.pt).
-        companions: of a repository have the tokenizer's files too.
-
-    Raises:
-        InvalidInput: nothing of that name, or what is there is broken; UntrustedInput: a pickle that is not allowed.
-        Offline: the network is needed, and there is none.
-
+    Raises InvalidInput: nothing of that name, or what is there is broken. UntrustedInput: a pickle that is not allowed.
+    Offline: the network is needed, and there is none.
     """
     found = identify(reference)
     if found.preset is not None:
@@ -74,9 +66,7 @@ def outline(
             raise UntrustedInput(
                 error.message, "--allow-pickle reads it, in a process that can do nothing else."
             ) from None
-    assert found.source is not None
-    assert found.other is not None
-    assert found.other.read is not None
+    assert found.source is not None and found.other is not None and found.other.read is not None
     opened = found.other.read(found.source, True)
     return Outline(opened.spec, opened.origin, found.path, None, (*found.notes, *opened.notes))
 
@@ -88,13 +78,18 @@ def _outline(found: Reference) -> Outline:
     method = quantised(found, origin)
     if method is not None:
         notes.append(f"its weights are quantised ({method[0]}): this is the model that they stand for")
-    return Outline(spec, origin, found.path, found.revision, tuple(notes), assumed=_assumed(found, origin))
+    assumed: dict[str, int] = {}  # sizes that a config.json does not state
+    if origin.config is not None and found.format == "hf":
+        assumed = architecture_of(origin.config).assumed(origin.config)
+    told = ", ".join(f"{name} {size:,}" for name, size in assumed.items())
+    about = (f"not in config.json, so transformers' defaults: {told}",) if told else ()
+    return Outline(spec, origin, found.path, found.revision, tuple(notes), assumed=about)
 
 
 def _of_hub(found: Reference, offline: bool, companions: bool) -> Outline:
     """The tree of a repository, by its config.json or by the header of the GGUF in it."""
     from .hub import NoConfig
-    from .remote_gguf import only_gguf, read_gguf
+    from .remote import only_gguf, read_gguf
 
     repo, revision, file = str(found.repo), found.revision, found.file
     if file is None:
@@ -104,15 +99,6 @@ def _of_hub(found: Reference, offline: bool, companions: bool) -> Outline:
             file = only_gguf(repo, revision, error)
     spec, origin, commit, notes = read_gguf(repo, revision, file, offline=offline)
     return Outline(spec, origin, None, commit, tuple(notes))
-
-
-def _assumed(found: Reference, origin: Origin) -> tuple[str, ...]:
-    """What was taken for sizes that a config.json does not state."""
-    if origin.config is None or found.format != "hf":
-        return ()
-    sizes = architecture_of(origin.config).assumed(origin.config)
-    told = ", ".join(f"{name} {size:,}" for name, size in sizes.items())
-    return (f"not in config.json, so transformers' defaults: {told}",) if told else ()
 
 
 def _unfit(found: Reference) -> tuple[str, ...]:

@@ -1,21 +1,14 @@
 """What torch.save wrote, read without torch and without running any of it: a worker of `confinement`.
 
 Two formats are read: the archives of torch 1.6 and later, whose storages are members of a zip, and the stream before
-them, in which the storages follow the pickle.
-
-Not by torch.load(weights_only=True, mmap=True), which takes two seconds to begin and keeps fewer promises
-(tests/converter/test_pickles.py, "what torch's own reader lacks", and `BAD`): of the older stream it does not say where
-a tensor lies; of the archive it says so and holds that against nothing, neither against the storage's member, nor
-against the file, nor a compressed member's bytes against those that it stands for.
+them, in which the storages follow the pickle. Not by torch.load(weights_only=True, mmap=True), which takes two seconds
+to begin and keeps fewer promises (tests/converter/test_pickles.py, "what torch's own reader lacks", and `BAD`): of the
+stream it does not say where a tensor lies; of the archive it says so and holds that against nothing.
 
 Started by `pickles`, with the paths of files as a JSON list on stdin; answers a line of JSON for each, {"value": …} or
-{"error": …}. It holds no tensor: of each it tells the dtype, shape, strides, and where its bytes lie. Nothing that a
-pickle names is ever imported: a fixed list of names stands for objects made here, and every other name is refused. The
-process may take little memory, write no file and start no other, so that a hostile file takes down this process at the
-most.
-
-The answer's values are JSON's own but for objects of one key: {"dict": pairs}, {"list": items}, {"tensor": …},
-{"other": name} for what is neither plain data nor a plain tensor.
+{"error": …}. Of a tensor it tells the dtype, shape, strides, and where its bytes lie. Nothing that a pickle names is
+ever imported: a fixed list of names stands for objects made here, and every other name is refused. The answer's values
+are JSON's own but for objects of one key: {"dict": pairs}, {"list": items}, {"tensor": …}, {"other": name}.
 """
 
 from __future__ import annotations
@@ -28,11 +21,9 @@ import struct
 import sys
 import zipfile
 from collections.abc import Callable, Mapping
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 from .confinement import MEMORY, limit_memory, limit_time
-
-__all__ = ["RefusedError", "inspect", "serve"]
 
 PER_BYTE = 24
 """Bytes more for every byte of the pickle: what its smallest objects take in memory."""
@@ -47,55 +38,27 @@ MAX_DIMS = 32
 MAX_INTEGER = 2**63
 
 STORAGES = {
-    "DoubleStorage": ("F64", 8),
-    "FloatStorage": ("F32", 4),
-    "HalfStorage": ("F16", 2),
-    "BFloat16Storage": ("BF16", 2),
-    "LongStorage": ("I64", 8),
-    "IntStorage": ("I32", 4),
-    "ShortStorage": ("I16", 2),
-    "CharStorage": ("I8", 1),
-    "ByteStorage": ("U8", 1),
-    "BoolStorage": ("BOOL", 1),
-    "ComplexFloatStorage": ("C64", 8),
-    "ComplexDoubleStorage": ("C128", 16),
-    "UntypedStorage": ("U8", 1),
-}
-"""torch's storages: the element type by safetensors' name, and its bytes."""
+    "Double": "F64", "Float": "F32", "Half": "F16", "BFloat16": "BF16", "Long": "I64", "Int": "I32", "Short": "I16",
+    "Char": "I8", "Byte": "U8", "Bool": "BOOL", "ComplexFloat": "C64", "ComplexDouble": "C128", "Untyped": "U8",
+}  # fmt: skip
+"""torch's storages, without that word: the element type by safetensors' name."""
 
 ELEMENTS = {
-    "float64": ("F64", 8),
-    "float32": ("F32", 4),
-    "float16": ("F16", 2),
-    "bfloat16": ("BF16", 2),
-    "int64": ("I64", 8),
-    "int32": ("I32", 4),
-    "int16": ("I16", 2),
-    "int8": ("I8", 1),
-    "uint64": ("U64", 8),
-    "uint32": ("U32", 4),
-    "uint16": ("U16", 2),
-    "uint8": ("U8", 1),
-    "bool": ("BOOL", 1),
-    "complex64": ("C64", 8),
-    "complex128": ("C128", 16),
-    "float8_e4m3fn": ("F8_E4M3", 1),
-    "float8_e5m2": ("F8_E5M2", 1),
-    "float8_e4m3fnuz": ("F8_E4M3FNUZ", 1),
-    "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
-}
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "complex128": "C128",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "bool": "BOOL",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}  # fmt: skip
+"""torch's dtypes, the same."""
 
 NOT_PLAIN = (
-    "_rebuild_sparse_tensor",
-    "_rebuild_sparse_csr_tensor",
-    "_rebuild_nested_tensor",
-    "_rebuild_qtensor",
+    *(f"_rebuild_{name}" for name in ("sparse_tensor", "sparse_csr_tensor", "nested_tensor", "qtensor")),
+    *(f"_rebuild_device_tensor_from_{name}" for name in ("numpy", "cpu_tensor")),
     "_rebuild_meta_tensor_no_storage",
-    "_rebuild_device_tensor_from_numpy",
-    "_rebuild_device_tensor_from_cpu_tensor",
     "_rebuild_wrapper_subclass",
 )
 """Ways of torch._utils to make tensors that are no stretch of the file."""
+PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
 
 
 class RefusedError(Exception):
@@ -144,13 +107,14 @@ def members(file: Part, size: int) -> dict[str, tuple[int, int]]:
 # --- the pickle ------------------------------------------------------------------------------------------------------
 
 
-class Known:
-    """What stands for a name that a pickle may ask for. No class of its own for each, so that none can be built on."""
+class Known(NamedTuple):
+    """What stands for a name that a pickle may ask for: no class of its own for each, so that none can be built on.
 
-    __slots__ = ("name", "value")
+    element: of a storage or a dtype, by safetensors' name.
+    """
 
-    def __init__(self, name: str, value: tuple[str, int] | None = None) -> None:
-        self.name, self.value = name, value
+    name: str
+    element: str = ""
 
     def __call__(self, *args: Any) -> Any:
         if self.name == "OrderedDict":
@@ -161,7 +125,7 @@ class Known:
             return tensor(*args[:4])
         if self.name == "_rebuild_tensor_v3":
             return tensor(args[0], args[1], args[2], args[3], args[6])
-        if self.name in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
+        if self.name in PARAMETERS:
             return args[0]
         if self.name in (*NOT_PLAIN, "device", "_get_layout"):
             return Other(self.name)
@@ -175,13 +139,10 @@ class Table(dict[Any, Any]):
         pass
 
 
-class Other:
+class Other(NamedTuple):
     """Something that is neither plain data nor a plain tensor."""
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
     def __setstate__(self, state: Any) -> None:
         pass
@@ -190,21 +151,18 @@ class Other:
 class Storage:
     """A stretch of the file: `nbytes` from `start` on."""
 
-    __slots__ = ("element", "nbytes", "start")
-
-    def __init__(self, element: tuple[str, int], start: int, nbytes: int) -> None:
+    def __init__(self, element: str, start: int, nbytes: int) -> None:
         self.element, self.start, self.nbytes = element, start, nbytes
 
 
-class Tensor:
+class Tensor(NamedTuple):
     """A view of a storage, all in elements but for the storage itself."""
 
-    __slots__ = ("element", "offset", "shape", "storage", "strides")
-
-    def __init__(
-        self, storage: Storage, offset: int, shape: list[int], strides: list[int], element: tuple[str, int]
-    ) -> None:
-        self.storage, self.offset, self.shape, self.strides, self.element = storage, offset, shape, strides, element
+    storage: Storage
+    offset: int
+    shape: list[int]
+    strides: list[int]
+    element: str
 
     def __setstate__(self, state: Any) -> None:
         pass
@@ -213,42 +171,31 @@ class Tensor:
 def tensor(storage: Any, offset: Any, shape: Any, strides: Any, element: Any = None) -> Tensor:
     """torch._utils._rebuild_tensor: what it claims is held against the file by the process that asked."""
     shape, strides = list(shape), list(strides)
-    numbers = [offset, *shape, *strides]
     if not isinstance(storage, Storage) or len(shape) != len(strides) or len(shape) > MAX_DIMS:
         raise RefusedError("a tensor is not made as torch makes one")
-    if any(type(value) is not int or not 0 <= value < MAX_INTEGER for value in numbers):
+    if any(type(value) is not int or not 0 <= value < MAX_INTEGER for value in (offset, *shape, *strides)):
         raise RefusedError("a tensor's sizes are no sizes")
-    kind = storage.element
-    if element is not None:
-        if not isinstance(element, Known) or element.value is None:
-            raise RefusedError("a tensor has no element type")
-        kind = element.value
-    return Tensor(storage, offset, shape, strides, kind)
+    if element is not None and not (isinstance(element, Known) and element.element):
+        raise RefusedError("a tensor has no element type")
+    return Tensor(storage, offset, shape, strides, storage.element if element is None else element.element)
 
 
 KNOWN: dict[tuple[str, str], Known] = {
-    ("collections", "OrderedDict"): Known("OrderedDict"),
-    ("builtins", "set"): Known("set"),
-    ("__builtin__", "set"): Known("set"),
-    ("torch", "Size"): Known("Size"),
-    ("torch", "device"): Known("device"),
-    ("torch.serialization", "_get_layout"): Known("_get_layout"),
-    ("torch.storage", "UntypedStorage"): Known("storage", STORAGES["UntypedStorage"]),
-    **{("torch", name): Known("storage", kind) for name, kind in STORAGES.items()},
-    **{("torch", name): Known("dtype", kind) for name, kind in ELEMENTS.items()},
-    **{
-        ("torch._utils", name): Known(name)
-        for name in (
-            "_rebuild_tensor",
-            "_rebuild_tensor_v2",
-            "_rebuild_tensor_v3",
-            "_rebuild_parameter",
-            "_rebuild_parameter_with_state",
-            *NOT_PLAIN,
-        )
-    },
+    (module, name): Known(name)
+    for module, names in (
+        ("collections", ("OrderedDict",)),
+        ("builtins", ("set",)),
+        ("__builtin__", ("set",)),
+        ("torch", ("Size", "device")),
+        ("torch.serialization", ("_get_layout",)),
+        ("torch._utils", ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", *PARAMETERS, *NOT_PLAIN)),
+    )
+    for name in names
 }
 """Every name that may stand in a pickle, and what it means here."""
+KNOWN["torch.storage", "UntypedStorage"] = Known("storage", STORAGES["Untyped"])
+KNOWN |= {("torch", f"{name}Storage"): Known("storage", element) for name, element in STORAGES.items()}
+KNOWN |= {("torch", name): Known("dtype", element) for name, element in ELEMENTS.items()}
 
 
 class Part:
@@ -276,33 +223,44 @@ class Part:
 
 
 class _Weights:
-    """What a reader makes of names and storages: plain data, and tensors as places in the file."""
+    """What a reader makes of names and storages: plain data, and tensors as places in the file.
+
+    In an archive `places` says where each of its members lies. In a stream no storage has a place yet, and `storages`
+    has them by their keys, for `stream` to place.
+    """
 
     def __init__(self, file: IO[bytes], prefix: str = "", places: Mapping[str, tuple[int, int]] | None = None) -> None:
         super().__init__(file)  # type: ignore[call-arg]
-        self._prefix, self._places = prefix, places or {}
+        self._prefix, self._places = prefix, places
+        self.storages: dict[str, Storage] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        found = KNOWN.get((module, name))
-        if found is None:
+        if (module, name) not in KNOWN:
             raise RefusedError(f"it asks for {f'{module}.{name}'!r:.120}, which is no part of plain weights")
-        return found
+        return KNOWN[module, name]
 
     def persistent_load(self, pid: Any) -> Storage:
-        if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
-            raise RefusedError("it holds a storage in a way that is not known")
-        _, kind, key, _, count = pid
-        if not isinstance(kind, Known) or kind.value is None or type(count) is not int:
-            raise RefusedError("it holds a storage in a way that is not known")
+        rest = (None,) if self._places is None else ()
+        known = isinstance(pid, tuple) and len(pid) > 4 and pid[0] == "storage" and pid[5:] == rest
+        kind, key, _, count = pid[1:5] if known else (None,) * 4
         # litgpt numbers its storages with integers, torch with strings.
-        name = str(key) if type(key) is int and 0 <= key < MAX_INTEGER else key
+        name = str(key) if type(key) is int and 0 <= key < MAX_INTEGER and self._places is not None else key
+        if not isinstance(kind, Known) or not kind.element or type(count) is not int:
+            raise RefusedError("it holds a storage in a way that is not known")
+        nbytes = count * bytes_of(kind.element)
+        if self._places is None:
+            if not isinstance(name, str) or not 0 <= count < MAX_INTEGER:
+                raise RefusedError("it holds a storage in a way that is not known")
+            storage = self.storages.setdefault(name, Storage(kind.element, 0, nbytes))
+            if (storage.element, storage.nbytes) != (kind.element, nbytes):
+                raise RefusedError(f"storage {key!r:.40} is there with two sizes")
+            return storage
         place = self._places.get(f"{self._prefix}data/{name}") if isinstance(name, str) else None
         if place is None:
             raise RefusedError(f"the data of storage {key!r:.40} is missing")
-        nbytes = count * kind.value[1]
         if not 0 <= nbytes <= place[1]:
             raise RefusedError(f"storage {key!r:.40} claims {count:,} elements, {place[1]:,} bytes are there")
-        return Storage(kind.value, place[0], nbytes)
+        return Storage(kind.element, place[0], nbytes)
 
     def get_extension(self, code: int) -> Any:
         raise RefusedError(f"it asks for extension {code}")
@@ -314,6 +272,11 @@ class Reader(_Weights, pickle.Unpickler):
 
 class SlowReader(_Weights, pickle._Unpickler):
     """In Python: takes no more memory than the pickle is worth, of which it is to be short."""
+
+
+def bytes_of(element: str) -> int:
+    """Of an element type, which is named by its bits."""
+    return 1 if element == "BOOL" else int("".join(filter(str.isdigit, element.partition("_")[0]))) // 8
 
 
 def load(reader: pickle.Unpickler | pickle._Unpickler) -> Any:
@@ -378,42 +341,21 @@ class Plain:
             return value if abs(value) < MAX_INTEGER else {"other": "int"}
         if isinstance(value, dict):
             return {"dict": [[self.of(k, depth + 1), self.of(v, depth + 1)] for k, v in value.items()]}
-        if isinstance(value, list | tuple):
-            return {"list": [self.of(item, depth + 1) for item in value]}
+        if isinstance(value, Known | Other):
+            return {"other": value.name}
         if isinstance(value, Tensor):
             self._values -= 2 * len(value.shape)
-            storage, (element, itemsize) = value.storage, value.element
-            numbers = [itemsize, value.shape, value.strides, value.offset, storage.start, storage.nbytes]
-            return {"tensor": [element, *numbers]}
-        name = value.name if isinstance(value, Known | Other) else type(value).__name__
-        return {"other": name}
+            at = (value.offset, value.storage.start, value.storage.nbytes)
+            return {"tensor": [value.element, value.shape, value.strides, *at]}
+        if isinstance(value, list | tuple):
+            return {"list": [self.of(item, depth + 1) for item in value]}
+        return {"other": type(value).__name__}
 
 
 # --- the stream before torch 1.6 -------------------------------------------------------------------------------------
 
 MAGIC = 0x1950A86A20F9469CFC6C
 STREAM_VERSION = 1001
-
-
-class StreamReader(Reader):
-    """As `Reader`, where no storage has a place yet: `storages` by key, for `stream` to place."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file)
-        self.storages: dict[str, Storage] = {}
-
-    def persistent_load(self, pid: Any) -> Storage:
-        known = isinstance(pid, tuple) and len(pid) == 6 and pid[0] == "storage" and pid[5] is None
-        values: tuple[Any, ...] = pid if known else (None,) * 6
-        _, kind, key, _, count, _ = values
-        plain = type(count) is int and 0 <= count < MAX_INTEGER
-        if not isinstance(kind, Known) or kind.value is None or not isinstance(key, str) or not plain:
-            raise RefusedError("it holds a storage in a way that is not known")
-        nbytes = count * kind.value[1]
-        storage = self.storages.setdefault(key, Storage(kind.value, 0, nbytes))
-        if (storage.element, storage.nbytes) != (kind.value, nbytes):
-            raise RefusedError(f"storage {key!r:.40} is there with two sizes")
-        return storage
 
 
 def stream(file: BinaryIO, size: int) -> Any:
@@ -428,7 +370,7 @@ def stream(file: BinaryIO, size: int) -> Any:
     machine = load(Reader(part))
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
         raise RefusedError("was written on a big-endian machine")
-    reader = StreamReader(part)
+    reader = Reader(part)
     value = load(reader)
     keys = load(Reader(part))
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
@@ -442,7 +384,7 @@ def stream(file: BinaryIO, size: int) -> Any:
         storage.start = file.tell()
         if len(head) < 8 or storage.start + storage.nbytes > size:
             raise RefusedError(f"is truncated: storage {key!r:.40} ends beyond it, {size:,} bytes found")
-        if struct.unpack("<q", head)[0] * storage.element[1] != storage.nbytes:
+        if struct.unpack("<q", head)[0] * bytes_of(storage.element) != storage.nbytes:
             raise RefusedError(f"storage {key!r:.40} has another size than its tensors say")
         file.seek(storage.nbytes, os.SEEK_CUR)
     return value

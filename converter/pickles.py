@@ -9,96 +9,46 @@ read from where they lie, memory-mapped, without torch, and copied by the kernel
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
-import numpy as np
-
+from ..architectures.namings import whose
 from ..errors import CheckpointError
 from .confinement import command
-from .contents import Stored, Unplain, not_as_it_is
 from .names import refuse_pointer
-from .safetensors import DTYPES
-
-__all__ = ["PickleWeights", "StoredWeights", "answers", "named_tensors", "unpickled"]
+from .weights import Stored, Weights
 
 TIMEOUT = 120.0
 """Seconds for all files of a checkpoint; a real one takes a fraction of one."""
 HINT = "Do not use this file: it is damaged, or holds more than tensors."
 
 
-class StoredWeights:
-    """Tensors of files by name, read from where they lie."""
+@dataclass(frozen=True, slots=True)
+class Unplain:
+    """Something in a file that is neither plain data nor a plain tensor."""
 
-    def __init__(self, tensors: Mapping[str, Stored]) -> None:
-        """Raises CheckpointError for one that claims more than its file has."""
-        self._tensors = dict(tensors)
-        self._maps: dict[Path, mmap.mmap] = {}
-        self.info = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
-            self._check(name, tensor)
-
-    def _check(self, name: str, tensor: Stored) -> None:
-        where = f"{tensor.path}: {name!r:.80}"
-        if tensor.count * tensor.itemsize > tensor.nbytes:
-            raise CheckpointError(f"{where} claims {tensor.count:,} elements that are not in the file")
-        if tensor.count and (tensor.offset + tensor.reach) * tensor.itemsize > tensor.nbytes:
-            raise CheckpointError(f"{where} reaches beyond the bytes that are its")
-        if tensor.start + tensor.nbytes > len(self._mapped(tensor.path)):
-            raise CheckpointError(f"{where} lies beyond the end of the file")
-
-    def _mapped(self, path: Path) -> mmap.mmap:
-        if path not in self._maps:
-            try:
-                with path.open("rb") as file:
-                    self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"cannot map {path}: {error}") from error
-        return self._maps[path]
-
-    def span(self, name: str) -> tuple[Path, int] | None:
-        """The file and where the tensor begins in it; None for one whose elements lie in another order."""
-        tensor = self._tensors[name]
-        return (tensor.path, tensor.place) if tensor.contiguous else None
-
-    def read(self, name: str) -> np.ndarray:
-        """The tensor in its carrier dtype (bf16 as uint16): a read-only view of the file, copied if not contiguous."""
-        tensor = self._tensors[name]
-        carrier = DTYPES[tensor.dtype].carrier
-        if not tensor.count:
-            return np.empty(tensor.shape, carrier)
-        flat = np.frombuffer(self._maps[tensor.path], carrier, tensor.reach, tensor.place)
-        flat.flags.writeable = False
-        if tensor.contiguous:
-            return flat.reshape(tensor.shape)
-        strides = [stride * tensor.itemsize for stride in tensor.strides]
-        return np.ascontiguousarray(np.lib.stride_tricks.as_strided(flat, tensor.shape, strides, writeable=False))
-
-    def release(self) -> None:
-        """Give the pages that were read back to the system; views stay valid and read them again."""
-        for mapped in self._maps.values():
-            if hasattr(mapped, "madvise"):
-                mapped.madvise(mmap.MADV_DONTNEED)
+    name: str
 
 
-class PickleWeights(StoredWeights):
-    """The tensors of one or several pickled state dictionaries."""
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        """Raises CheckpointError for a file that is not a torch archive of tensors by name, or claims more than it
-        has.
-        """
-        found: dict[str, Stored] = {}
-        for path, state in zip(files, unpickled(files), strict=True):
-            for name, tensor in named_tensors(path, state):
-                if name in found:
-                    raise CheckpointError(f"{name!r:.80} is in two of the files")
-                found[name] = tensor
-        super().__init__(found)
+def pickle_weights(files: Sequence[Path]) -> Weights:
+    """The tensors of one or several pickled state dictionaries. Raises CheckpointError for a file that is not one of
+    tensors by name, or claims more than it has.
+    """
+    found: dict[str, Stored] = {}
+    for path, state in zip(files, unpickled(files), strict=True):
+        for name, tensor in named_tensors(path, state):
+            if name in found:
+                raise CheckpointError(f"{name!r:.80} is in two of the files")
+            found[name] = tensor
+    weights = Weights(found)
+    weights.check()
+    return weights
 
 
 def named_tensors(path: Path, state: Any) -> Iterator[tuple[str, Stored]]:
@@ -115,7 +65,6 @@ def named_tensors(path: Path, state: Any) -> Iterator[tuple[str, Stored]]:
 
 def unpickled(files: Sequence[Path]) -> Iterator[Any]:
     """What the files hold, in their order: plain data, with `Stored` for tensors and `Unplain` for anything else.
-
     Raises CheckpointError where `answers` has one, after what came before it.
     """
     for answer in answers(files):
@@ -132,23 +81,22 @@ def answers(files: Sequence[Path]) -> Iterator[Any]:
     for path in left:
         refuse_pointer(path)
     while left:
-        lines = _ask(left)
-        for line in lines:
+        for line in _ask(left):
             path = left.pop(0)
-            yield _value(path, line["value"]) if "value" in line else _refusal(path, str(line["error"]))
+            answer = json.loads(line, object_hook=partial(_value, path))
+            if "value" in answer:
+                yield answer["value"]
+                continue
+            told = "".join(sign if sign.isprintable() else " " for sign in answer["error"])
+            if told.split(" ")[0] not in ("is", "has", "holds", "claims", "was", "needs", "cannot"):
+                told = f"cannot be read as plain weights: {told}"
+            yield CheckpointError(f"{path} {told}", HINT)
         if left:
             path = left.pop(0)
             yield CheckpointError(f"{path} cannot be read: what unpickles it died, or took too long", HINT)
 
 
-def _refusal(path: Path, reason: str) -> CheckpointError:
-    told = "".join(sign if sign.isprintable() else " " for sign in reason)
-    if told.split(" ")[0] not in ("is", "has", "holds", "claims", "was", "needs", "cannot"):
-        told = f"cannot be read as plain weights: {told}"
-    return CheckpointError(f"{path} {told}", HINT)
-
-
-def _ask(files: Sequence[Path]) -> list[dict[str, Any]]:
+def _ask(files: Sequence[Path]) -> list[bytes]:
     """The answers of a new process, as many as it gave."""
     paths = json.dumps([str(path.absolute()) for path in files])
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
@@ -166,19 +114,115 @@ def _ask(files: Sequence[Path]) -> list[dict[str, Any]]:
     except OSError as error:
         raise CheckpointError(f"cannot start a process that unpickles {files[0]}: {error}") from error
     # A line that does not end is what it died over.
-    return [json.loads(line) for line in told.splitlines(keepends=True) if line.endswith(b"\n")]
+    return [line for line in told.splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def _value(path: Path, value: Any) -> Any:
-    """An answer's value as it was."""
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
+def _value(path: Path, answer: dict[str, Any]) -> Any:
+    """What an object of an answer stands for."""
+    ((kind, content),) = answer.items()
     if kind == "dict":
-        return {Unplain("key") if isinstance(key, dict) else key: _value(path, item) for key, item in content}
+        plain = (str, int, float, NoneType)
+        return {key if isinstance(key, plain) else Unplain("key"): value for key, value in content}
     if kind == "list":
-        return [_value(path, item) for item in content]
+        return content
     if kind == "tensor":
-        dtype, itemsize, shape, strides, offset, start, nbytes = content
-        return Stored(path, dtype, itemsize, tuple(shape), tuple(strides), offset, start, nbytes)
-    return Unplain(content)
+        dtype, shape, strides, offset, start, nbytes = content
+        return Stored(path, dtype, tuple(shape), start, nbytes, tuple(strides), offset)
+    return Unplain(content) if kind == "other" else answer
+
+
+SHOWN = 3
+"""Tensors named, and twice as many other entries."""
+DEPTH = 3
+OTHERS = {"litgpt": "`litgpt convert_from_litgpt` writes the family's own."}
+"""The way on from names that no family has."""
+
+
+def not_as_it_is(path: Path, content: Any) -> CheckpointError:
+    """The error for a file that holds something else than tensors by name alone, to be raised by the caller."""
+    none: tuple[tuple[str, ...], dict[str, Any]] = ((), {})
+    where, state = max(_dictionaries(content, ()), key=lambda found: len(_tensors(found[1])), default=none)
+    tensors = _tensors(state)
+    beside = _entries(content, (*tensors, *where[:1]) if where else tensors)
+    if not tensors:
+        return CheckpointError(
+            f"{path} holds a {_kind(content)}, not a dictionary of tensors{beside and ': ' + beside}"
+        )
+    some = ", ".join(f"{_shown(name)} {list(each.shape)}" for name, each in list(tensors.items())[:SHOWN])
+    keys = "".join(f"[{_shown(key)!r}]" for key in where)
+    count = f"{len(tensors)} tensor{'s' if len(tensors) > 1 else ''}"
+    told = f"{path} holds {count}{keys and ' in ' + keys}: {some}{', …' if len(tensors) > SHOWN else ''}"
+    told += beside and f"; beside them {beside}"
+    found = whose(list(tensors))
+    if found is None:
+        return CheckpointError(told, "Their names are those of no family that gptkit knows.")
+    owner, prefix = found
+    only = len(tensors) < len(state)
+    return CheckpointError(f"{told}; {_names_of(owner, prefix)}", OTHERS.get(owner) or _way_on(keys, prefix, only))
+
+
+def renamed(names: Sequence[str]) -> str | None:
+    """Whose names these are and the way on, of tensors that have no place in a model; None where nobody's."""
+    found = whose(names)
+    if found is None:
+        return None
+    owner, prefix = found
+    behind = f" Save the tensors without {prefix!r} before their names." if prefix else ""
+    return f"T{_names_of(owner, prefix)[1:]}.{f' {OTHERS[owner]}' if owner in OTHERS else behind}"
+
+
+def _names_of(owner: str, prefix: str) -> str:
+    return f"the names are those of {owner}" + (f", behind {prefix!r}" if prefix else "")
+
+
+def _way_on(keys: str, prefix: str, only: bool) -> str:
+    """How a file is made that holds the tensors alone, under the family's names."""
+    state = f"torch.load(FILE){keys}"
+    if prefix or only:
+        name = f"k.removeprefix({prefix!r})" if prefix else "k"
+        state = f"{{{name}: v for k, v in {state}.items(){' if torch.is_tensor(v)' if only else ''}}}"
+    if state == "torch.load(FILE)":
+        return "Put the model's config.json beside it, and name the folder."
+    return f"Save them alone, beside the model's config.json: torch.save({state}, 'pytorch_model.bin')"
+
+
+def _dictionaries(value: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[Any, Any]]]:
+    """A dictionary and those within it, with the keys that lead to each."""
+    if not isinstance(value, dict) or len(where) > DEPTH:
+        return
+    yield where, value
+    for key, each in value.items():
+        if isinstance(key, str):
+            yield from _dictionaries(each, (*where, key))
+
+
+def _tensors(state: Mapping[Any, Any]) -> dict[str, Stored]:
+    return {key: each for key, each in state.items() if isinstance(key, str) and isinstance(each, Stored)}
+
+
+def _entries(content: Any, without: Collection[str]) -> str:
+    """A dictionary's keys but for some, with what stands there."""
+    if not isinstance(content, Mapping):
+        return ""
+    kinds = [(key, each) for key, each in content.items() if key not in without]
+    told = [
+        f"{_shown(key.name if isinstance(key, Unplain) else str(key))} ({_kind(each)})"
+        for key, each in kinds[: 2 * SHOWN]
+    ]
+    return ", ".join(told + (["…"] if len(kinds) > 2 * SHOWN else []))
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Stored):
+        return f"Tensor of {list(value.shape)}"
+    if isinstance(value, Unplain):
+        return _shown(value.name)
+    if isinstance(value, dict | list):
+        return f"{type(value).__name__} of {len(value)}"
+    return "None" if value is None else type(value).__name__
+
+
+def _shown(text: str) -> str:
+    """Somebody else's text on a terminal: its control characters are escaped, and it is short."""
+    short = text if len(text) <= 60 else text[:59] + "…"
+    return short if short.isprintable() else ascii(short)[1:-1]

@@ -1,17 +1,10 @@
 """A folder that appears complete or not at all.
 
 Everything is written into a sibling `.<name>.partial-<pid>-<random>` and fsynced, the manifest last; one rename then
-makes it the target. Whatever stops the process before that rename (an exception, Ctrl-C, kill -9, a full disk) leaves
-the target as it was: absent, or the old one complete.
-
-A sibling `.<name>.lock`, held by flock, keeps two writers of one target apart. Who holds it knows that every partial
-folder of the target is an orphan: one of the same work is taken over, with the files that its journal says are finished
-and that still have their sha256; any other is swept. A folder is ours by what is in it, not by its name: a journal
-from the first moment on, or the manifest at the last. What a new folder replaces is put into a sibling
-`.<name>.old-<pid>-<random>` with a journal of its own.
-
-A target that is one file (a GGUF) is made in the same way: in such a sibling folder, from which the file is renamed. It
-has no manifest.
+makes it the target. Whatever stops the process before that leaves the target as it was: absent, or the old one
+complete. Who holds the target's lock knows that every partial folder of it is an orphan: one of the same work is taken
+over, with what its journal says is finished and still has its sha256; any other is swept. A target that is one file (a
+GGUF) is made in such a folder too, without a manifest.
 """
 
 from __future__ import annotations
@@ -27,38 +20,22 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 
 from ..errors import GptkitError, UsageError
-from .files import UNSUPPORTED, copy_file, failed, fsync, seal, sha256_file, write_all, write_bytes
+from .files import UNSUPPORTED as UNSUPPORTED
+from .files import copy_file as copy_file
+from .files import failed, fsync, seal
+from .files import sha256_file as sha256_file
+from .files import write_all as write_all
+from .files import write_bytes as write_bytes
 from .journal import Journal, is_plain
 from .lock import Lock
-from .manifest import (
-    JOURNAL,
-    MANIFEST,
-    SCHEMA_VERSION,
-    FileRecord,
-    TensorRecord,
-    check_manifest,
-    file_entry,
-    is_ours,
-    read_manifest,
-    walk,
-)
-
-__all__ = [
-    "MANIFEST",
-    "SCHEMA_VERSION",
-    "UNSUPPORTED",
-    "FileRecord",
-    "Staging",
-    "TensorRecord",
-    "check_manifest",
-    "copy_file",
-    "sha256_file",
-    "write_all",
-    "write_bytes",
-]
+from .manifest import JOURNAL, file_entry, is_ours, manifest_of, walk
+from .manifest import MANIFEST as MANIFEST
+from .manifest import SCHEMA_VERSION as SCHEMA_VERSION
+from .manifest import FileRecord as FileRecord
+from .manifest import TensorRecord as TensorRecord
+from .manifest import check_manifest as check_manifest
 
 _log = logging.getLogger(__name__)
 
@@ -70,21 +47,17 @@ class Staging:
     """A context manager that makes the folder `target` out of what is written into `.path`, at `commit()`, not before.
 
     `force` lets an existing checkpoint folder (one that holds config.json or gptkit.json, or is empty) be replaced in
-    one step. `key` names the work, so that only the same work from the same source has the same key: with one, a run
-    takes over what an interrupted run of that key has finished. Without, nothing is ever taken over.
-
-    Leaving the `with` block without a commit removes what was written: after an error, so that it does not fill the
-    disk that may have caused it. After an interruption (KeyboardInterrupt, and a signal turned into one) with a key the
-    finished files stay, and a note on the exception says so.
+    one step. `key` names the work: with one, a run takes over what an interrupted run of that key has finished;
+    without, nothing is ever taken over. Leaving the `with` block without a commit removes what was written; after an
+    interruption (KeyboardInterrupt, and a signal turned into one) with a key the finished files stay, and a note on the
+    exception says so.
 
     Entering raises UsageError for a target that exists (or may not be replaced) and for a parent that is missing or
-    read-only, GptkitError where the target is being written by another process or the folder cannot be made.
+    read-only, GptkitError where another process writes the target or the folder cannot be made.
 
     Attributes:
         single: None for a folder. For a target that is one file, whether a file that stands there may be replaced.
-        finished: what was taken over: records by file name, each file hashed again and still right. What else lay in
-            the folder is gone.
-
+        finished: what was taken over: records by file name, each file hashed again and still right.
     """
 
     def __init__(self, target: Path, force: bool = False, key: str | None = None) -> None:
@@ -110,7 +83,7 @@ class Staging:
     def reserved(self) -> Iterator[None]:
         """Hold the target for this process while the work is being prepared (a download), and `key` may still change.
 
-        Refuses what entering the Staging itself would refuse, which is then done inside. Changes nothing on the disk.
+        Refuses what entering the Staging itself would refuse. Changes nothing on the disk.
         """
         self._claim()
         try:
@@ -127,17 +100,14 @@ class Staging:
         self._claim()
         try:
             self._open()
-        except OSError as error:
-            self._leave(error)
-            raise failed("write beside", self.target, error) from error
         except BaseException as error:
             self._leave(error)
+            if isinstance(error, OSError):
+                raise failed("write beside", self.target, error) from error
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         self._leave(error)
 
     def require_space(self, nbytes: int) -> None:
@@ -171,10 +141,8 @@ class Staging:
     def commit(self, manifest: Mapping[str, object], *, files: Mapping[str, FileRecord] | None = None) -> None:
         """Publish the folder: fsync all of it, write manifest.json last, rename it to the target, fsync the parent.
 
-        Where the target is one file, that is published, without a manifest.
-
         `manifest` holds the caller's own entries (JSON values). `files` gives what is known of files by name, relative
-        to the folder: every other file that was not finished or taken over is read and hashed here. Raises GptkitError
+        to the folder; every other file that was not finished or taken over is read and hashed here. Raises GptkitError
         where a step fails, or UsageError where the target appeared meanwhile: the target then is as it was (or new and
         complete, where the fsync after the rename is what failed).
         """
@@ -272,39 +240,30 @@ class Staging:
             )
 
     def _check_target(self) -> None:
-        target = self.target
+        """Raise UsageError where what stands at the target may not be replaced."""
+        target, single = self.target, self.single
         if not os.path.lexists(target):
             return
-        if self.single is not None:
-            self._check_file(self.single)
-            return
-        if target.is_symlink() or not target.is_dir():
-            what = "a symbolic link" if target.is_symlink() else "a file"
-            raise UsageError(f"{target} exists and is {what}, not a folder", "Choose another name for the output.")
+        if target.is_symlink() or not (target.is_dir() if single is None else target.is_file()):
+            kind = "a folder" if target.is_dir() else "a file" if single is None else "no plain file"
+            raise UsageError(
+                f"{target} exists and is {'a symbolic link' if target.is_symlink() else kind},"
+                f" not a {'folder' if single is None else 'file'}",
+                "Choose another name for the output.",
+            )
         if not self.force:
             raise UsageError(f"{target} exists", "Choose another name, or pass --force to replace it.")
-        names = {entry.name for entry in target.iterdir()}
-        ours = bool(names & {"config.json", "gptkit.json"}) or is_ours(target)
-        if names and (".git" in names or not ours):
-            why = "is a git repository" if ".git" in names else "holds no config.json, and gptkit did not write it"
-            raise UsageError(
-                f"{target} {why}: --force replaces only a checkpoint's folder",
-                "Remove it yourself, or choose another name.",
-            )
-
-    def _check_file(self, single: Callable[[Path], bool]) -> None:
-        """The same for a target that is one file."""
-        target = self.target
-        if target.is_symlink() or not target.is_file():
-            what = "a symbolic link" if target.is_symlink() else "a folder" if target.is_dir() else "no plain file"
-            raise UsageError(f"{target} exists and is {what}, not a file", "Choose another name for the output.")
-        if not self.force:
-            raise UsageError(f"{target} exists", "Choose another name, or pass --force to replace it.")
-        if not single(target):
-            raise UsageError(
-                f"{target} is a file of another kind: --force replaces only one of its own",
-                "Remove it yourself, or choose another name.",
-            )
+        why = None
+        if single is not None:
+            if not single(target):
+                why = "is a file of another kind: --force replaces only one of its own"
+        elif names := {entry.name for entry in target.iterdir()}:
+            if ".git" in names:
+                why = "is a git repository: --force replaces only a checkpoint's folder"
+            elif not names & {"config.json", "gptkit.json"} and not is_ours(target):
+                why = "holds no config.json, and gptkit did not write it: --force replaces only a checkpoint's folder"
+        if why is not None:
+            raise UsageError(f"{target} {why}", "Remove it yourself, or choose another name.")
 
     def _claim(self) -> None:
         """Take the lock, and see that the target may be made. Raises UsageError, GptkitError."""
@@ -361,9 +320,19 @@ class Staging:
         if not self._lock.held:
             return []
         pattern = re.compile(re.escape(f".{self.target.name}.{kind}-") + r"[0-9]+-[0-9a-f]{8}")
-        found = [path for path in self.target.parent.iterdir() if pattern.fullmatch(path.name)]
-        own = filter(_is_own_folder, found)
-        return sorted(path for path in own if _is_marked(path) or (kind == "partial" and _is_whole(path)))
+        found = []
+        for path in self.target.parent.iterdir():
+            if not pattern.fullmatch(path.name):
+                continue
+            info = path.lstat()
+            if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
+                continue
+            # A Staging made it: its journal is in it, or nothing yet, or nothing any more; or it was about to be
+            # published, and has our manifest, before which the journal goes.
+            marked = {entry.name for entry in path.iterdir()} <= {f"{JOURNAL}.new"} or Journal.key_of(path) is not None
+            if marked or (kind == "partial" and {"schema_version", "files"} <= manifest_of(path).keys()):
+                found.append(path)
+        return sorted(found)
 
     def _leave(self, error: BaseException | None) -> None:
         path, self._path = self._path, None
@@ -377,26 +346,6 @@ class Staging:
             else:
                 _remove(path)
         self._lock.release()
-
-
-def _is_own_folder(path: Path) -> bool:
-    info = path.lstat()
-    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid()
-
-
-def _is_marked(folder: Path) -> bool:
-    """Whether a Staging made a folder: its journal is in it, or nothing yet, or nothing any more."""
-    names = {entry.name for entry in folder.iterdir()}
-    return names <= {f"{JOURNAL}.new"} or Journal.key_of(folder) is not None
-
-
-def _is_whole(folder: Path) -> bool:
-    """Whether it has our manifest, and so was about to be published: the journal goes just before."""
-    try:
-        record = read_manifest(folder / MANIFEST)
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(record, dict) and {"schema_version", "files"} <= record.keys()
 
 
 def _list_files(folder: Path, known: dict[str, FileRecord]) -> dict[str, dict[str, object]]:
@@ -437,9 +386,7 @@ def _renameat2(src: Path, dst: Path, flags: int) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder of ours, its mark last. A failure is only logged: no result depends on it, and the next Staging
-    sweeps.
-    """
+    """Remove a folder of ours, its mark last. A failure is only logged: the next Staging sweeps."""
     try:
         for entry in folder.iterdir():
             if entry.is_dir() and not entry.is_symlink():

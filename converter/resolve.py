@@ -34,8 +34,6 @@ from .tree import Origin, holds_tree, read_description
 if TYPE_CHECKING:
     from .hub import Repository
 
-__all__ = ["Reference", "identify", "located", "quantised", "read_spec", "resolve"]
-
 SAMPLES = ("gpt2", "llama", "bloom", "falcon")
 SAMPLES_DIR = Path(__file__).parent.parent / "samples"
 
@@ -60,7 +58,6 @@ class Reference:
             branch, and the commit once the reference is resolved.
         notes: what a person should know.
         repository: what was resolved on the hub, to ask more of.
-
     """
 
     text: str
@@ -89,7 +86,6 @@ class Reference:
 
 def identify(reference: str | Path | Reference) -> Reference:
     """What a reference is, from its text and the local file system alone; one that is identified comes back as it is.
-
     Raises InvalidInput for a reference that means nothing, a name that resembles a preset's, a sample that is not
     there, a local path that cannot be read, and a .json file that is none.
     """
@@ -118,9 +114,8 @@ def identify(reference: str | Path | Reference) -> Reference:
 
 
 def located(path: Path, text: str | None = None, kind: Literal["sample", "path", "hub"] = "path") -> Reference:
-    """What lies at a local path.
-
-    Raises OSError for a path that is not there or cannot be read, InvalidInput as `identify`.
+    """What lies at a local path. Raises OSError for a path that is not there or cannot be read, InvalidInput as
+    `identify`.
     """
     names = listing(path)
     form, source = _format(path, names)
@@ -147,14 +142,12 @@ def _format(path: Path, names: frozenset[str] | None) -> tuple[str, Path]:
 
 
 def read_spec(where: Reference | Path) -> tuple[ModelSpec, Origin, list[str]]:
-    """The tree of what was identified, or lies at a local path: (spec, origin, unknown config fields).
-
-    Raises InvalidInput: what is there says no tree, or what it says is broken; UnknownFamily for a family that has no
-    file; UntrustedInput for a pickle, of which nothing can be told without reading it.
+    """The tree of what was identified, or lies at a local path: (spec, origin, unknown config fields). Raises
+    InvalidInput: what is there says no tree, or what it says is broken; UnknownFamily for a family that has no file;
+    UntrustedInput for a pickle, of which nothing can be told without reading it.
     """
     found = located(where) if isinstance(where, Path) else where
-    assert found.path is not None
-    assert found.source is not None
+    assert found.path is not None and found.source is not None
     if found.other is not None:
         assert found.other.describe is not None
         return found.other.describe(found.source)
@@ -183,11 +176,9 @@ def resolve(
     `weights=False` is content with config.json, and with `companions` the tokenizer's files beside it. `allow_pickle`
     also fetches .bin weights, from a repository without safetensors. `cache` is the hub cache's folder (None: the hub
     library's own). `check` gets a repository's folder, identified, when config.json is in it and no weight yet: what it
-    raises costs no download.
-
-    Raises InvalidInput as `identify`, and for a repository, revision or file that is not there or not for this user;
-    Offline where the network is needed and missing or forbidden (`offline`, HF_HUB_OFFLINE=1), or breaks off;
-    GptkitError where the cache's disk is too small.
+    raises costs no download. Raises InvalidInput as `identify`, and for a repository, revision or file that is not
+    there or not for this user; Offline where the network is needed and missing or forbidden (`offline`,
+    HF_HUB_OFFLINE=1), or breaks off; GptkitError where the cache's disk is too small.
     """
     found = identify(reference)
     if found.path is not None:
@@ -213,7 +204,11 @@ def resolve(
     except (Offline, NoModel) as error:
         name = found.text.partition("@")[0]
         if "/" not in found.repo and not name.startswith("hf://"):
-            raise _called_nothing(name, isinstance(error, NoModel)) from error
+            asked = ", nor a model on the hub" if isinstance(error, NoModel) else ""
+            raise InvalidInput(
+                f"no preset, file or folder is called {name!r}{asked}",
+                "gptkit presets lists the presets; a hub repository is written org/name.",
+            ) from error
         if isinstance(error, Offline):
             _refuse_path(name.removeprefix("hf://"), error)
         raise
@@ -297,14 +292,6 @@ def _config_alone(name: str) -> InvalidInput:
     return InvalidInput(
         f"the preset {name} is a config alone: its weights were not published",
         f"gptkit load --random {name} draws some; params, compare and show need none.",
-    )
-
-
-def _called_nothing(name: str, asked: bool) -> InvalidInput:
-    """The error for a name without an organisation that the hub does not know, or could not be `asked` for."""
-    return InvalidInput(
-        f"no preset, file or folder is called {name!r}{', nor a model on the hub' if asked else ''}",
-        "gptkit presets lists the presets; a hub repository is written org/name.",
     )
 
 

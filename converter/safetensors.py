@@ -4,50 +4,26 @@
     N bytes   JSON: {"__metadata__": {str: str}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}, padded
     the rest  the tensors' bytes, little-endian, row-major, without holes
 
-A header is somebody else's data: every number in it is checked against the file's size before anything is allocated,
-and nothing but CheckpointError comes out of a bad one, within a second and 512 MB whatever it holds.
-https://github.com/huggingface/safetensors#format
+A header is somebody else's data: nothing but CheckpointError comes out of a bad one, within a second and 512 MB
+whatever it holds. https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
-import stat
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, NoReturn, cast
 
 import msgspec
 import numpy as np
 
 from ..errors import CheckpointError
-from .names import POINTER, pointer
-
-__all__ = [
-    "DTYPES",
-    "EXPLAINED",
-    "MALFORMED",
-    "MEMBERS",
-    "Dtype",
-    "Header",
-    "SafetensorsFile",
-    "TensorInfo",
-    "build_header",
-    "cannot_be_read",
-    "check_keys",
-    "colons",
-    "has_keys",
-    "header_length",
-    "parse_header",
-    "parse_json_object",
-    "read_header",
-]
+from .names import POINTER, plain_file, pointer
 
 MAX_HEADER = 32 * 2**20
 """Bytes. The library takes 100 MB: a million and a half tensors, half a minute and 2 GB of objects. Real headers have
@@ -78,38 +54,17 @@ class Dtype:
         return self.bits // 8
 
 
-def _dtype(name: str, bits: int, carrier: str | None) -> Dtype:
-    return Dtype(name, bits, None if carrier is None else np.dtype(carrier))
-
-
 # In the order of the library's own enum: save_file writes the types of this table from its end to its start.
 DTYPES: dict[str, Dtype] = {
-    dtype.name: dtype
-    for dtype in (
-        _dtype("BOOL", 8, "?"),
-        _dtype("F4", 4, None),
-        _dtype("F6_E2M3", 6, None),
-        _dtype("F6_E3M2", 6, None),
-        _dtype("U8", 8, "u1"),
-        _dtype("I8", 8, "i1"),
-        _dtype("F8_E5M2", 8, "u1"),
-        _dtype("F8_E4M3", 8, "u1"),
-        _dtype("F8_E8M0", 8, "u1"),
-        _dtype("F8_E4M3FNUZ", 8, "u1"),
-        _dtype("F8_E5M2FNUZ", 8, "u1"),
-        _dtype("I16", 16, "<i2"),
-        _dtype("U16", 16, "<u2"),
-        _dtype("F16", 16, "<f2"),
-        _dtype("BF16", 16, "<u2"),
-        _dtype("I32", 32, "<i4"),
-        _dtype("U32", 32, "<u4"),
-        _dtype("F32", 32, "<f4"),
-        _dtype("C64", 64, "<c8"),
-        _dtype("F64", 64, "<f8"),
-        _dtype("I64", 64, "<i8"),
-        _dtype("U64", 64, "<u8"),
+    name: Dtype(name, bits, None if carrier is None else np.dtype(carrier))
+    for name, bits, carrier in (
+        ("BOOL", 8, "?"), ("F4", 4, None), ("F6_E2M3", 6, None), ("F6_E3M2", 6, None), ("U8", 8, "u1"), ("I8", 8, "i1"),
+        ("F8_E5M2", 8, "u1"), ("F8_E4M3", 8, "u1"), ("F8_E8M0", 8, "u1"), ("F8_E4M3FNUZ", 8, "u1"),
+        ("F8_E5M2FNUZ", 8, "u1"), ("I16", 16, "<i2"), ("U16", 16, "<u2"), ("F16", 16, "<f2"), ("BF16", 16, "<u2"),
+        ("I32", 32, "<i4"), ("U32", 32, "<u4"), ("F32", 32, "<f4"), ("C64", 64, "<c8"), ("F64", 64, "<f8"),
+        ("I64", 64, "<i8"), ("U64", 64, "<u8"),
     )
-}
+}  # fmt: skip
 _RANK = {name: rank for rank, name in enumerate(DTYPES)}
 
 
@@ -138,26 +93,18 @@ class Header:
 
 def read_header(path: Path) -> Header:
     """Read and check the header of a safetensors file. Raises CheckpointError, whatever the bytes are."""
-    try:
-        # stat first: opening a pipe would wait for its other end.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise CheckpointError(f"{path} is not a file")
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            prefix = file.read(8)
-            length = header_length(path, prefix, size)
-            raw = file.read(length)
-    except (OSError, ValueError) as error:  # ValueError: a path with a NUL in it
-        raise CheckpointError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    with plain_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = header_length(path, file.read(8), size)
+        raw = file.read(length)
     if len(raw) < length:
         raise CheckpointError(f"{path} is truncated: its header has {length} bytes, {len(raw)} found")
     return parse_header(path, raw, size)
 
 
 def parse_header(where: Path | str, raw: bytes, size: int | None = None) -> Header:
-    """Check a header's bytes, `raw` (what follows the first 8), against the file's size, where there is a file.
-
-    Raises CheckpointError.
+    """Check a header's bytes, `raw` (what follows the first 8), against the file's size, where there is a file. Raises
+    CheckpointError.
     """
     if not raw.startswith(b"{"):
         raise CheckpointError(f"{where} is not a safetensors file: its header does not start with '{{'")
@@ -196,8 +143,9 @@ def _read_entries(where: Path | str, raw: bytes) -> tuple[list[TensorInfo], dict
         members = MEMBERS.decode(raw)
         stated = members.pop("__metadata__", None)
         metadata = None if stated is None else _METADATA.decode(stated)
-        if len(raw) > _LONG_ENTRY:
-            _check_lengths(where, members)
+        for name, text in members.items() if len(raw) > _LONG_ENTRY else ():
+            if memoryview(text).nbytes > _LONG_ENTRY:
+                _check_entry(where, name, None)
         texts = b",".join(members.values())
         entries = _ENTRIES.decode(b"[" + texts + b"]")
     except MALFORMED as error:
@@ -208,18 +156,17 @@ def _read_entries(where: Path | str, raw: bytes) -> tuple[list[TensorInfo], dict
             parse_json_object(raw, what)  # says which
         raise CheckpointError(f"{what} cannot be read: a key is there twice")
     data = 8 + len(raw)
-    infos = [_tensor(where, name, entry, data) for name, entry in zip(members, entries, strict=True)]
+    infos = []
+    for name, entry in zip(members, entries, strict=True):
+        start, end = entry.data_offsets
+        shape, dtype = entry.shape, DTYPES.get(entry.dtype)
+        # Briefly, for there may be very many; the long way says what is wrong.
+        if dtype is None or not _fits(shape, dtype.bits, end - start):
+            _check_entry(where, name, {"dtype": entry.dtype, "shape": list(shape), "data_offsets": [start, end]})
+        infos.append(TensorInfo(name, entry.dtype, shape, data + start, data + end))
     if b"-" in texts:  # all sizes are 0 or more, and no dtype has this sign
         raise CheckpointError(f"{where}: a size is written as -0, which other readers take for a fraction")
     return infos, metadata or {}
-
-
-def _check_lengths(where: Path | str, members: Mapping[str, msgspec.Raw]) -> None:
-    for name, text in members.items():
-        if memoryview(text).nbytes > _LONG_ENTRY:
-            raise CheckpointError(
-                f"{where}: tensor {_short(name)}: dtype, shape and data_offsets expected, and nothing else"
-            )
 
 
 def check_keys(raw: bytes, what: str) -> None:
@@ -249,17 +196,20 @@ def colons(raw: bytes) -> int:
 def _explain(where: Path | str, raw: bytes, members: Mapping[str, msgspec.Raw], error: Exception) -> NoReturn:
     """Raise CheckpointError with what is wrong with a header that did not decode."""
     what = f"the header of {where}"
-    if len(raw) <= EXPLAINED:
-        parsed = parse_json_object(raw, what)
-        _metadata(where, parsed.pop("__metadata__", None))
-        for name, entry in parsed.items():
-            _check_entry(f"{where}: tensor {_short(name)}", entry)
+    parsed = parse_json_object(raw, what) if len(raw) <= EXPLAINED else {}
+    metadata = parsed.pop("__metadata__", None)
+    if metadata is not None and not (
+        isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())
+    ):
+        raise CheckpointError(f"{where}: __metadata__ is not an object of strings")
+    for name, entry in parsed.items():
+        _check_entry(where, name, entry)
     for name, text in members.items():
         try:
             _ENTRY.decode(text)
         except MALFORMED:
-            tensor = f"{where}: tensor {_short(name)}"
-            _check_entry(tensor, parse_json_object(b'{"":' + bytes(text) + b"}", tensor)[""])
+            alone = b'{"":' + bytes(text) + b"}"
+            _check_entry(where, name, parse_json_object(alone, f"{where}: tensor {_short(name)}")[""])
             break
     raise cannot_be_read(what, error)
 
@@ -320,25 +270,6 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _metadata(where: Path | str, value: object) -> dict[str, str]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise CheckpointError(f"{where}: __metadata__ is not an object of strings")
-    return cast("dict[str, str]", value)
-
-
-def _tensor(file: Path | str, name: str, entry: _Entry, data: int) -> TensorInfo:
-    """Check one entry of the header; `data` is where the tensors' bytes begin in the file."""
-    start, end = entry.data_offsets
-    shape, dtype = entry.shape, DTYPES.get(entry.dtype)
-    # Briefly, for there may be very many; the long way says what is wrong.
-    if dtype is None or not _fits(shape, dtype.bits, end - start):
-        listed = {"dtype": entry.dtype, "shape": list(shape), "data_offsets": [start, end]}
-        _check_entry(f"{file}: tensor {_short(name)}", listed)
-    return TensorInfo(name, entry.dtype, shape, data + start, data + end)
-
-
 def _fits(shape: tuple[int, ...], bits: int, nbytes: int) -> bool:
     """Whether a tensor of this shape has so many bytes; `_nbytes` says why not."""
     if bits * math.prod(shape) != 8 * nbytes or len(shape) > MAX_DIMS:
@@ -346,8 +277,9 @@ def _fits(shape: tuple[int, ...], bits: int, nbytes: int) -> bool:
     return bits * (math.prod(shape) or math.prod(filter(None, shape))) <= _MAX_BYTES
 
 
-def _check_entry(where: str, entry: object) -> None:
+def _check_entry(file: Path | str, name: str, entry: object) -> None:
     """Raise CheckpointError where an entry of the header, as parsed, is not a tensor."""
+    where = f"{file}: tensor {_short(name)}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{where}: dtype, shape and data_offsets expected, and nothing else")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -404,70 +336,15 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-class SafetensorsFile:
-    """An open safetensors file, memory-mapped read-only.
-
-    The views that `read` gives stay valid after `close`. The file must not be truncated while they are in use: the
-    system answers a read past its end with SIGBUS.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Raises CheckpointError, as read_header does."""
-        header = read_header(path)
-        self.path = path
-        self.tensors = header.tensors
-        self.metadata = header.metadata
-        self._end = max((info.end for info in self.tensors.values()), default=8)
-        try:
-            with path.open("rb") as file:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"cannot map {path}: {error}") from error
-        if len(mapped) < self._end:
-            raise CheckpointError(f"{path} is truncated: {self._end} bytes expected, {len(mapped)} found")
-        self._map: mmap.mmap | None = mapped
-
-    def read(self, name: str) -> np.ndarray:
-        """A read-only view of the tensor's bytes, with its shape, in the carrier dtype (DTYPES): nothing is copied.
-
-        Raises KeyError for a name the file does not hold, CheckpointError for a packed dtype.
-        """
-        if self._map is None:
-            raise ValueError(f"{self.path} is closed")
-        info = self.tensors[name]
-        dtype = DTYPES[info.dtype]
-        count = info.nbytes // dtype.itemsize
-        flat = np.frombuffer(self._map, dtype.carrier, count, info.start) if count else np.empty(0, dtype.carrier)
-        flat.flags.writeable = False
-        return flat.reshape(info.shape)
-
-    def release(self) -> None:
-        """Give the pages that were read back to the system; views stay valid and read them again."""
-        if self._map is not None and hasattr(self._map, "madvise"):
-            self._map.madvise(mmap.MADV_DONTNEED)
-
-    def close(self) -> None:
-        # Not mmap.close(), which refuses while a view lives: the mapping goes with the last of them.
-        self._map = None
-
-    def __enter__(self) -> SafetensorsFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-
 def build_header(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[TensorInfo]]:
-    """The first bytes of a file (length and header) for tensors given as (name, dtype, shape), and each tensor's place.
+    """The first bytes of a file (length and header) for tensors given as (name, dtype, shape), and each tensor's place
+    in the order of the file.
 
     Byte for byte what safetensors 0.8 writes: tensors by dtype (DTYPES from its end), then by name; compact JSON,
-    padded with spaces to 8 bytes. `metadata` keeps its order (the library's is random for more than one key); None
-    leaves it out. The places are in the order of the file. Raises CheckpointError for a name given twice or that JSON
-    cannot hold, an unknown dtype, a shape that overflows, a header that is too long.
+    padded with spaces to 8 bytes. `metadata` keeps its order; None leaves it out. Raises CheckpointError for a name
+    given twice or that JSON cannot hold, an unknown dtype, a shape that overflows, a header that is too long.
     """
     for name, dtype, shape in tensors:
         if dtype not in DTYPES or not _is_sizes(shape) or len(shape) > MAX_DIMS:

@@ -5,27 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 
 from ..architectures import BoundLeaf
 from .checkpoint import Checkpoint
 
-__all__ = ["IN_FLIGHT", "Scheduler", "StoppedError", "dependents", "shared_tensors"]
-
 IN_FLIGHT = 128 * 2**20
 """Bytes of tensors held at once by all workers together, unless a single job needs more."""
-
-
-class Sized(Protocol):
-    """A job: `memory` is the bytes that it holds while it runs."""
-
-    @property
-    def memory(self) -> int: ...
-
-
-J = TypeVar("J", bound=Sized)
 
 
 class StoppedError(Exception):
@@ -51,8 +39,10 @@ class Scheduler:
         if self.stopped:
             raise StoppedError
 
-    def run(self, jobs: Iterable[J], work: Callable[[J], None]) -> None:
-        """Do all jobs. The first error stops the rest and is raised."""
+    def run(self, jobs: Iterable[Any], work: Callable[[Any], None]) -> None:
+        """Do all jobs, each of which says the bytes that it holds while it runs (`memory`). The first error stops the
+        rest and is raised.
+        """
         running: list[Future[None]] = []
         with ThreadPoolExecutor(self._workers, thread_name_prefix="gptkit") as pool:
             try:
@@ -78,7 +68,7 @@ class Scheduler:
             self._changed.wait_for(lambda: self._held == 0 or self._held + memory <= self._limit)
             self._held += memory
 
-    def _do(self, job: J, work: Callable[[J], None]) -> None:
+    def _do(self, job: Any, work: Callable[[Any], None]) -> None:
         try:
             if not self.stopped:
                 work(job)

@@ -10,13 +10,19 @@ from dataclasses import dataclass
 
 from ..errors import UsageError
 
-__all__ = ["FOLDERS", "FORMATS", "Target", "register", "target", "targets"]
-
 FORMATS = {
-    name: f"gptkit.converter.formats.{name}"
-    for name in ("gguf", "llama2c", "llama2c_v1", "nanogpt", "nanogpt_tanh", "dcp")
+    name: f"gptkit.converter.formats.{inside}"
+    for name, inside in (
+        ("gguf", "gguf"),
+        ("llama2c", "llama2c"),
+        ("llama2c_v1", "llama2c:VERSION_1"),
+        ("nanogpt", "nanogpt"),
+        ("nanogpt_tanh", "nanogpt:TANH"),
+        ("dcp", "dcp"),
+    )
 }
-"""The module of each format (see `formats.Format`), those of plugins included."""
+"""The module of each format (see `formats.Format`), and behind a colon what in it is the format where it is not all of
+it; those of plugins included."""
 
 
 def register(format_: str, module: str) -> None:
@@ -51,11 +57,8 @@ class Target:
 
 
 def target(to: str | Target, known: Sequence[str] | None = None) -> Target:
-    """What a word stands for, of those that are `known`, or of all; what is parsed already comes back as it is.
-
-    Raises:
-        UsageError: it is none of them; UnknownFamily: "hf:" and a family that there is not.
-
+    """What a word stands for, of those that are `known`, or of all; what is parsed already comes back as it is. Raises
+    UsageError: it is none of them; UnknownFamily: "hf:" and a family that there is not.
     """
     if isinstance(to, Target):
         return to

@@ -1,9 +1,4 @@
-"""A checkpoint: a tree, and where in its files every shared tensor lies. Opening one is `checkpoint.open_checkpoint`.
-
-An HF folder, gptkit's own format and files of others are the same thing here, a ModelSpec and a list of bound leaves
-whose layouts lead from the files' tensors to the shared ones. Everything after that (loading, converting, swapping) is
-a walk over the leaves.
-"""
+"""A checkpoint: a tree, and where in its files every shared tensor lies (`checkpoint.open_checkpoint` opens one)."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -20,11 +15,9 @@ from ..architectures import Architecture, BoundLeaf, named
 from ..architectures.layout import IDENTITY
 from ..components import ModelSpec
 from ..display import Shown
-from .index import WeightFiles
-from .safetensors import DTYPES, SafetensorsFile
+from .safetensors import DTYPES
 from .tree import Origin
-
-__all__ = ["Checkpoint", "HeaderWeights", "SafetensorsWeights", "Tree", "Weights", "identity_leaves"]
+from .weights import Weights
 
 
 class Tree(Protocol):
@@ -39,58 +32,6 @@ class Tree(Protocol):
     def release(self) -> None:
         """Let go of what reading brought into memory (pages of mapped files)."""
         ...
-
-
-class Weights(Protocol):
-    """Tensors by the name they have in the files."""
-
-    info: dict[str, tuple[str, tuple[int, ...]]]
-
-    def read(self, name: str) -> np.ndarray:
-        """The tensor in its carrier dtype."""
-        ...
-
-    def span(self, name: str) -> tuple[Path, int] | None:
-        """The file that holds the tensor's bytes as `info` says they are, and where; None where none does."""
-        ...
-
-
-class SafetensorsWeights:
-    """Safetensors files, each opened when first read from."""
-
-    def __init__(self, files: WeightFiles) -> None:
-        self._files = files
-        self._open: dict[Path, SafetensorsFile] = {}
-        self.info = {name: (info.dtype, info.shape) for name, (_, info) in files.tensors.items()}
-
-    def release(self) -> None:
-        for file in list(self._open.values()):  # other threads may open more
-            file.release()
-
-    def read(self, name: str) -> np.ndarray:
-        path = self._files.tensors[name][0]
-        if path not in self._open:
-            self._open[path] = SafetensorsFile(path)
-        return self._open[path].read(name)
-
-    def span(self, name: str) -> tuple[Path, int] | None:
-        path, info = self._files.tensors[name]
-        return path, info.start
-
-
-class HeaderWeights:
-    """Tensors of which only names, dtypes and shapes are known."""
-
-    def __init__(self, files: WeightFiles) -> None:
-        self.info = {name: (info.dtype, info.shape) for name, (_, info) in files.tensors.items()}
-        self._places = {name: (path, info.start) for name, (path, info) in files.tensors.items()}
-
-    def read(self, name: str) -> NoReturn:
-        raise RuntimeError(f"{name}: only the headers of this checkpoint were fetched")
-
-    def span(self, name: str) -> tuple[Path, int]:
-        """Where the tensor will lie once it is fetched."""
-        return self._places[name]
 
 
 @dataclass
@@ -108,7 +49,6 @@ class Checkpoint(Shown):
         texts: small files that the weight file holds inside (a tokenizer in a GGUF), by name.
         missing: shared tensors of the tree that the files lack; none unless it was opened as a `partial` one.
         extra: the leaves of `leaves` that have no place in the tree, under their own names; none unless `partial`.
-
     """
 
     reference: str
@@ -153,7 +93,7 @@ class Checkpoint(Shown):
     @property
     def fetched(self) -> bool:
         """Whether the weights can be read; with headers alone they cannot."""
-        return not isinstance(self._weights, HeaderWeights)
+        return self._weights.fetched
 
     def nbytes_of(self, leaf: BoundLeaf) -> int:
         """The bytes of a leaf's tensor in its carrier dtype."""
@@ -161,8 +101,7 @@ class Checkpoint(Shown):
 
     def stored_of(self, leaf: BoundLeaf) -> tuple[str, int]:
         """A leaf's element type in its file, which for quantised ones is their format's own, and its bytes there."""
-        blocks: Mapping[str, tuple[str, int]] = getattr(self._weights, "blocks", {})
-        return blocks.get(self._found[leaf.checkpoint]) or (self.dtype_of(leaf), self.nbytes_of(leaf))
+        return self._weights.blocks.get(self._found[leaf.checkpoint]) or (self.dtype_of(leaf), self.nbytes_of(leaf))
 
     def span(self, leaf: BoundLeaf) -> tuple[Path, int] | None:
         """The file that holds a leaf's tensor byte for byte, and where it begins; None where it is made on reading."""
@@ -174,9 +113,7 @@ class Checkpoint(Shown):
 
     def release(self) -> None:
         """Give pages of the files that were read back to the system, where memory is short."""
-        release = getattr(self._weights, "release", None)
-        if release is not None:
-            release()
+        self._weights.release()
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray, str]]:
         """Every shared tensor in the files' order: (shared name, array in its carrier dtype, dtype)."""

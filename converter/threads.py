@@ -13,11 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 from ..components import ModelSpec
-
-__all__ = ["as_before", "available_cores", "free_cores", "quota", "suit", "worth"]
 
 PARAMETERS = 16_000_000
 """Of a model, a thread: smaller matrices are computed before other threads have woken up."""
@@ -31,14 +28,9 @@ def worth(parameters: int, free: int) -> int:
 
 
 def free_cores(available: int, quota: float | None, cores: int, load: float) -> int:
-    """The cores that nobody else computes on, 1 at least.
-
-    Args:
-        available: those that this process may run on.
-        quota: how many cores' time its control group has, None for all.
-        cores: those of the machine.
-        load: how many processes want one of them.
-
+    """The cores that nobody else computes on, 1 at least: of those that are `available` to this process, within its
+    control group's `quota` (None for all), where of the machine's `cores` as many are taken as the `load` has
+    processes.
     """
     found = min(available, cores - load, available if quota is None else quota)
     return max(1, int(found))
@@ -86,14 +78,11 @@ def load() -> float:
         return 0.0
 
 
-# --- what is set ------------------------------------------------------------------------------------------------------
-
-
 def suit(spec: ModelSpec) -> None:
     """Set the threads of torch and BLAS for a model, unless a person has: by an environment variable, or by
     `torch.set_num_threads`.
     """
-    torch = _torch()
+    torch = sys.modules.get("torch")  # where somebody has imported it
     if any(os.environ.get(name) for name in SETTINGS) or (torch and torch.get_num_threads() not in _by_itself()):
         return
     free = free_cores(available_cores(), quota(), os.cpu_count() or 1, load())
@@ -109,7 +98,7 @@ def as_before() -> Iterator[None]:
     """On leaving, torch and BLAS have as many threads as they had; also a function's decorator."""
     blas = _blas()
     threads = None if blas is None else blas[0]()
-    torch = _torch()
+    torch = sys.modules.get("torch")
     own = None if torch is None else torch.get_num_threads()
     try:
         yield
@@ -118,11 +107,6 @@ def as_before() -> Iterator[None]:
             blas[1](threads)
         if torch is not None and torch.get_num_threads() != own:
             torch.set_num_threads(own)
-
-
-def _torch() -> ModuleType | None:
-    """torch, where somebody has imported it."""
-    return sys.modules.get("torch")
 
 
 @cache

@@ -1,21 +1,16 @@
 """A checkpoint's tokenizer: text to ids and back, and the files it is made of.
 
-tokenizer.json is read by the `tokenizers` library, without torch or transformers. It says all there is to say: since
-version 5 transformers itself ignores `add_bos_token` and `add_eos_token` of a tokenizer_config.json beside it, and the
-file's own post-processor decides which special tokens are added. Ids are those of transformers.AutoTokenizer but for
-one case: for a llama tokenizer it rebuilds the file's pipeline, and puts no "▁" before text that directly follows a
-special token written out in the prompt ("<s>Once"), whatever the file says; here the file is followed.
-
-Older forms (tokenizer.model, vocab.json with merges.txt) are read by AutoTokenizer, from local files alone and never
-with a repository's own code.
-
-All of this runs in a process of its own (`tokenizer_process`), which may take little time and memory.
+tokenizer.json is read by the `tokenizers` library. Since version 5 transformers itself ignores `add_bos_token` and
+`add_eos_token` of a tokenizer_config.json beside it: the file's own post-processor decides. Ids are those of
+AutoTokenizer but for one case: for a llama tokenizer it puts no "▁" before text that directly follows a special token
+written out in the prompt ("<s>Once"), whatever the file says; here the file is followed. Older forms (tokenizer.model,
+vocab.json with merges.txt) are read by AutoTokenizer, from local files alone and never with a repository's own code.
+All of this runs in a process of its own (`tokenizer_process`).
 """
 
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import os
 import re
 import subprocess
@@ -33,32 +28,15 @@ from ..errors import InvalidInput, UsageError
 from .confinement import command
 from .tokenizer_process import MAX_BYTES, receive, send
 
-__all__ = ["TOKEN_FILES", "StreamDecoder", "Tokenizer", "eos_ids", "load_tokenizer", "token_files", "travels"]
-
 TOKEN_FILES = (
-    # the tokenizer: its one-file form with its settings, then the older forms
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer.*",  # tokenizer.model.v3, tokenizer.tiktoken, …
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "spiece.model",
-    "tekken.json",
-    "*.tiktoken",
-    # ids that stand for something other than text
-    "token_mappings.json",
-    # how the model is talked to
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
+    # the tokenizer: its one-file form with its settings, then the older forms (tokenizer.model.v3, …)
+    "tokenizer.json", "tokenizer.model", "tokenizer.*", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "spiece.model", "tekken.json", "*.tiktoken",
+    # ids that stand for something other than text; how the model is talked to
+    "token_mappings.json", "chat_template.jinja", "chat_template.json", "generation_config.json",
     # what the weights may be used for stays true of the converted ones; a README.md describes the original alone
-    "LICENSE",
-    "LICENSE*",
-    "NOTICE*",
-)
+    "LICENSE", "LICENSE*", "NOTICE*",
+)  # fmt: skip
 """Names of the files that travel with a checkpoint, as shell patterns.
 
 The plain names are all that can be asked of a hub that does not list a repository's files.
@@ -73,20 +51,16 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class Tokenizer:
     """Text to token ids and back, in a process of its own, which ends with this object.
 
-    Args:
-        path: the file that it is read from, or that errors name.
-        text: what stands in a tokenizer.json that is no file of its own.
-        folder: where older files lie, which AutoTokenizer reads instead of `path`.
-
-    Raises:
-        InvalidInput: it cannot be read, or not within the time and memory that a tokenizer takes. Any method may.
-
+    `path` is the file that it is read from, or that errors name; `text` what stands in a tokenizer.json that is no file
+    of its own; `folder` where older files lie, which AutoTokenizer reads instead. Any method raises InvalidInput where
+    it cannot be read, or not within the time and memory that a tokenizer takes.
     """
 
     def __init__(self, path: Path, text: bytes | None = None, folder: Path | None = None) -> None:
         self.path = path
         self.eos_ids: tuple[int, ...] = ()
-        nbytes = _bytes_of([path] if folder is None else token_files(folder)) if text is None else len(text)
+        files = [path] if folder is None else token_files(folder)
+        nbytes = sum(file.stat().st_size for file in files) if text is None else len(text)
         if nbytes > MAX_BYTES:
             raise InvalidInput(f"{path} has {nbytes:,} bytes, which is more than a tokenizer takes")
         # One thread: a thread's stack and heap count for memory, and nothing here takes long enough to share.
@@ -148,11 +122,8 @@ class Tokenizer:
         return int(self._ask("get_vocab_size"))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """The ids of a text, with the special tokens (such as "<s>" in front) that the tokenizer itself adds.
-
-        Raises:
-            UsageError: half a surrogate pair, which is no text.
-
+        """The ids of a text, with the special tokens (such as "<s>" in front) that the tokenizer itself adds. Raises
+        UsageError: half a surrogate pair, which is no text.
         """
         try:
             text.encode()
@@ -187,10 +158,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             with suppress(OSError):  # what was still to be written
                 pipe.close()
     process.wait()
-
-
-def _bytes_of(files: Iterable[Path]) -> int:
-    return sum(file.stat().st_size for file in files)
 
 
 class StreamDecoder:
@@ -244,19 +211,16 @@ def _after(given: str, text: str) -> str:
 
     Such a prompt ends within a character, whose other bytes came now.
     """
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(given, text, strict=False))
-    return text[sum(1 for _ in same) :]
+    same = next((at for at, (a, b) in enumerate(zip(given, text, strict=False)) if a != b), min(len(given), len(text)))
+    return text[same:]
 
 
 def load_tokenizer(folder: Path, texts: Mapping[str, bytes] | None = None) -> Tokenizer | None:
     """The tokenizer of a checkpoint's folder, or None where it has none.
 
     `texts` are files by name that the weight file holds inside (a GGUF does): where there is a tokenizer among them,
-    the folder is not looked at.
-
-    Raises:
-        InvalidInput: files of a tokenizer that cannot be read; the message names the file.
-
+    the folder is not looked at. Raises InvalidInput: files of a tokenizer that cannot be read; the message names the
+    file.
     """
     path, text, older = folder / "tokenizer.json", None, None
     if texts and path.name in texts:
@@ -266,7 +230,13 @@ def load_tokenizer(folder: Path, texts: Mapping[str, bytes] | None = None) -> To
     else:
         model = next((folder / name for name in _SENTENCEPIECE if (folder / name).is_file()), None)
         if model is not None:
-            _require_sentencepiece(model)
+            # Asked first: without it transformers takes the file for another kind, and its error names that.
+            if importlib.util.find_spec("sentencepiece") is None:
+                raise InvalidInput(
+                    f"{model} is a SentencePiece model, and there is no tokenizer.json beside it",
+                    "pip install sentencepiece protobuf, or add the tokenizer.json that transformers' save_pretrained"
+                    " writes",
+                )
         elif not all((folder / name).is_file() for name in ("vocab.json", "merges.txt")):
             return None
         path, older, texts = model or folder / "vocab.json", folder, None
@@ -281,16 +251,18 @@ def eos_ids(
     """The ids that end a text: from generation_config.json, else config.json, else the tokenizer's `eos_token`.
 
     `tokenizer` looks up the `eos_token`, which tokenizer_config.json gives as text; without one, ids alone count. The
-    files are those of `texts` where there are any, else the folder's.
-
-    Raises:
-        InvalidInput: one of these files is not JSON, or its `eos_token_id` is not an id or a list of ids.
-
+    files are those of `texts` where there are any, else the folder's. Raises InvalidInput: one of these files is not
+    JSON, or its `eos_token_id` is not an id or a list of ids.
     """
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name, texts).get("eos_token_id")
         if value is not None:
-            return _ids(value, folder / name)
+            values = value if isinstance(value, list) else [value]
+            if not all(isinstance(each, int) and not isinstance(each, bool) for each in values):
+                raise InvalidInput(
+                    f"{folder / name}: eos_token_id is {value!r:.60}, expected a token id or a list of them"
+                )
+            return tuple(values)
     token = _read_json(folder / "tokenizer_config.json", texts).get("eos_token")
     if isinstance(token, dict):  # an AddedToken, written out
         token = token.get("content")
@@ -300,10 +272,7 @@ def eos_ids(
 
 def token_files(folder: Path) -> list[Path]:
     """The files that travel with a checkpoint beside config.json and weights, `TOKEN_FILES`, in the order of names.
-
-    Raises:
-        InvalidInput: the folder cannot be read.
-
+    Raises InvalidInput: the folder cannot be read.
     """
     try:
         entries = sorted(folder.iterdir())
@@ -319,24 +288,8 @@ def travels(name: str) -> bool:
     )
 
 
-def _require_sentencepiece(model: Path) -> None:
-    """Asked first: without it transformers takes the file for another kind, and its error names that."""
-    if importlib.util.find_spec("sentencepiece") is None:
-        raise InvalidInput(
-            f"{model} is a SentencePiece model, and there is no tokenizer.json beside it",
-            "pip install sentencepiece protobuf, or add the tokenizer.json that transformers' save_pretrained writes",
-        )
-
-
 def _read_json(path: Path, texts: Mapping[str, bytes] | None = None) -> dict[str, Any]:
     """The file's object, empty where there is no such file; looked for among `texts` where there are any."""
     if texts:
         return parse_config_text(texts[path.name], path.name) if path.name in texts else {}
     return read_config_file(path)[0] if path.is_file() else {}
-
-
-def _ids(value: object, path: Path) -> tuple[int, ...]:
-    values = value if isinstance(value, list) else [value]
-    if not all(isinstance(each, int) and not isinstance(each, bool) for each in values):
-        raise InvalidInput(f"{path}: eos_token_id is {value!r:.60}, expected a token id or a list of them")
-    return tuple(values)

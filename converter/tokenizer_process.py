@@ -17,8 +17,6 @@ from typing import Any, BinaryIO
 
 from .confinement import limit_memory, limit_time
 
-__all__ = ["MAX_BYTES", "receive", "send", "serve"]
-
 MAX_BYTES = 2**28
 """Of a tokenizer's files: the largest in use has 33 MB."""
 LOADING = (2**28, 32, 4.0, 1 / 2**21)
@@ -90,15 +88,11 @@ class Loaded:
             allow(len(given), RUNNING)
             return self.backend.decode(given, skip_special_tokens=flag)
         if what == "special":
-            found = self.backend.get_added_tokens_decoder()
-            return [token_id for token_id, token in found.items() if token.special]
-        if what == "id_to_token":
-            return self.backend.id_to_token(given)
+            added = self.backend.get_added_tokens_decoder()
+            return [token_id for token_id, token in added.items() if token.special]
         if what == "token_to_id":
             return [self.backend.token_to_id(token) for token in given]
-        if what == "get_vocab_size":
-            return self.backend.get_vocab_size(with_added_tokens=True)
-        return self.backend.to_str()
+        return getattr(self.backend, what)(*([] if given is None else [given]))  # the other questions
 
 
 def older(folder: str, nbytes: int) -> Any:

@@ -1,9 +1,8 @@
 """Carrying a checkpoint's tensors into the files of a plan, at the speed of copying.
 
-What is stored in the target as it was in the source goes over as bytes; everything else is read through its
-layouts as a view of the mapped file and written a few rows at a time. A job is the least that can be done on its own:
-the source tensors and the outputs that depend on one another. Jobs run in the source's order, a worker a core, no more
-at once than the memory allowed for them holds.
+What is stored in the target as it was in the source goes over as bytes; everything else is read through its layouts as
+a view of the mapped file and written a few rows at a time. Jobs run in the source's order, a worker a core, no more at
+once than the memory allowed for them holds.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,8 +26,6 @@ from .publish import FileRecord, Staging
 from .scheduler import IN_FLIGHT, Scheduler, dependents, shared_tensors
 from .threads import available_cores
 from .write import Output, Plan, Shard, prepare, writer
-
-__all__ = ["Job", "Transferred", "jobs_of", "memory_of", "transfer"]
 
 ROWS = 1 << 20
 """Bytes of a view that are gathered, cast and written at a time."""
@@ -88,35 +84,23 @@ def _job(source: Checkpoint, leaves: Sequence[BoundLeaf], outputs: Sequence[tupl
     else:
         memory = sum(source.nbytes_of(leaf) for leaf in leaves)
         memory += 4 * min(ROWS, max(output.nbytes for _, output in outputs))
-        if any(not o.leaf.layout.is_identity for _, o in outputs) or any(
-            not leaf.layout.is_identity for leaf in leaves
-        ):
+        if not all(leaf.layout.is_identity for leaf in (*leaves, *(output.leaf for _, output in outputs))):
             memory += max(output.nbytes for _, output in outputs)  # where a reshape or a joining has to copy
     return Job(tuple(leaves), tuple(outputs), copied, memory)
 
 
 def _same_bytes(source: Checkpoint, leaf: BoundLeaf, output: Output) -> bool:
     """Whether the output is stored as the source's tensor is."""
-    if (
-        output.encode is not None
-        or output.around is not None
-        or source.dtype_of(leaf) != output.dtype
-        or source.span(leaf) is None
-    ):
+    if output.encode is not None or output.around is not None or source.dtype_of(leaf) != output.dtype:
+        return False
+    if source.span(leaf) is None or (leaf.shared, leaf.shape) != (output.leaf.shared, output.leaf.shape):
         return False
     ours, theirs = leaf.layout, output.leaf.layout
-    if leaf.shared != output.leaf.shared or leaf.shape != output.leaf.shape:
-        return False
     return (ours.is_identity and theirs.is_identity) or (ours == theirs and leaf.sizes == output.leaf.sizes)
 
 
 def memory_of(jobs: Sequence[Job], max_memory: int | None = None) -> int:
-    """The bytes of tensors that a transfer holds at once.
-
-    Raises:
-        UsageError: a single job needs more than `max_memory`.
-
-    """
+    """The bytes of tensors that a transfer holds at once. Raises UsageError: one job needs more than `max_memory`."""
     worst = max(jobs, key=lambda job: job.memory)
     if max_memory is not None and worst.memory > max_memory:
         names = ", ".join(output.leaf.checkpoint for _, output in worst.outputs[:3])
@@ -138,85 +122,72 @@ def transfer(
     stop: threading.Event | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Transferred:
-    """Write the plan's files into an open staging folder.
+    """Write the plan's files into an open staging folder; those that it has from an earlier run of the same work are
+    kept.
 
-    Args:
-        plan: what to write.
-        source: the checkpoint to take it from.
-        staging: where; files that it has from an earlier run of the same work are kept.
-        workers: threads; by default one a core that this process may use.
-        max_memory: bytes of tensors held at once.
-        only: the names of the shards to write, where others write the rest; then the small files are theirs too.
-        stop: set from outside, it ends the transfer soon, which then is not complete: others have failed.
-        progress: called with the bytes of every tensor that is done, one call at a time.
+    `workers` are threads, by default one a core that this process may use. `only` names the shards to write, where
+    others write the rest; then the small files are theirs too. `stop`, set from outside, ends the transfer soon, which
+    then is not complete: others have failed. `progress` is called with the bytes of every tensor that is done, one call
+    at a time.
 
-    Raises:
-        CheckpointError: a value does not fit the output's dtype, or the source ended early.
-        GptkitError: the disk is too small or a write fails; nothing is published.
-        UsageError: `max_memory` is too little for one tensor.
-        StoppedError: perhaps, where `stop` was set.
-
+    Raises CheckpointError: a value does not fit the output's dtype, or the source ended early. GptkitError: the disk is
+    too small or a write fails. UsageError: `max_memory` is too little for one tensor. StoppedError: perhaps, where
+    `stop` was set.
     """
     done = Transferred()
     jobs = jobs_of(plan, source)
     limit = memory_of(jobs, max_memory)
     if only is None:
         prepare(plan, staging)
-    todo = [s for s in plan.shards if (only is None or s.name in only) and s.name not in staging.finished]
-    for shard in plan.shards:
-        if shard.name in staging.finished and (only is None or shard.name in only):
+    scheduler = Scheduler(workers or available_cores(), limit, stop)
+    carrier = _Carrier(source, staging, done, progress, scheduler)
+    try:
+        for shard in plan.shards:
+            if only is not None and shard.name not in only:
+                continue
+            if shard.name not in staging.finished:
+                carrier.open(shard)
+                continue
             done.files[shard.name] = staging.finished[shard.name]
             done.resumed += shard.size
             if progress is not None:
                 progress(shard.nbytes)
-    with ExitStack() as stack:
-        scheduler = Scheduler(workers or available_cores(), limit, stop)
-        carrier = _Carrier(source, staging, stack, done, progress, scheduler)
-        for shard in todo:
-            carrier.open(shard)
-        wanted = [job for job in jobs if any(shard.name in carrier.writers for shard, _ in job.outputs)]
-        carrier.run(wanted)
+        # The first error stops the rest.
+        scheduler.run([job for job in jobs if any(s.name in carrier.writers for s, _ in job.outputs)], carrier._carry)
+    finally:
+        carrier.close()
     return done
 
 
+@dataclass
 class _Carrier:
-    """The state of one transfer that its workers share."""
+    """The state of one transfer that its workers share.
 
-    def __init__(
-        self,
-        source: Checkpoint,
-        staging: Staging,
-        stack: ExitStack,
-        done: Transferred,
-        progress: Callable[[int], None] | None,
-        scheduler: Scheduler,
-    ) -> None:
-        self.source, self.staging, self.stack, self.done = source, staging, stack, done
-        self.progress = progress
-        self.writers: dict[str, BlockFile] = {}
-        self.left: dict[str, int] = {}
-        self.shards: dict[str, Shard] = {}
-        self.crcs: dict[tuple[str, str], int] = {}  # by file and tensor, where something stands around it
-        self.sources: dict[Path, int] = {}
-        self.lock = threading.Lock()
-        self.scheduler = scheduler
+    left: the tensors of a file that are still to come. crcs: by file and tensor, where something stands around it.
+    """
+
+    source: Checkpoint
+    staging: Staging
+    done: Transferred
+    progress: Callable[[int], None] | None
+    scheduler: Scheduler
+    writers: dict[str, BlockFile] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)
+    crcs: dict[tuple[str, str], int] = field(default_factory=dict)
+    sources: dict[Path, int] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def open(self, shard: Shard) -> None:
-        file = writer(shard, self.staging)
-        # As after an exception: a shard that is finished has closed itself by then.
-        self.stack.callback(file.__exit__, GeneratorExit, None, None)
-        self.writers[shard.name], self.shards[shard.name] = file, shard
-        self.left[shard.name] = len(shard.outputs)
+        self.writers[shard.name], self.left[shard.name] = writer(shard, self.staging), len(shard.outputs)
         if not shard.outputs:
-            self._finish(shard.name)
+            self._finish(shard)
 
-    def run(self, jobs: Sequence[Job]) -> None:
-        """All jobs; the first error stops the rest."""
-        try:
-            self.scheduler.run(jobs, self._carry)
-        finally:
-            for fd in self.sources.values():
-                os.close(fd)
+    def close(self) -> None:
+        """Let go of all files: those that are finished have closed themselves by then."""
+        for file in self.writers.values():
+            file.release()
+        for fd in self.sources.values():
+            os.close(fd)
 
     def _carry(self, job: Job) -> None:
         if job.copied:
@@ -224,58 +195,51 @@ class _Carrier:
         else:
             self._rewrite(job)
         for shard, output in job.outputs:
-            if shard.name in self.writers:
-                self._count(shard, output)
+            if shard.name not in self.writers:
+                continue
+            with self.lock:
+                self.left[shard.name] -= 1
+                last = self.left[shard.name] == 0
+                if self.progress is not None:
+                    self.progress(output.nbytes)
+            if last:
+                self._finish(shard)
 
-    def _count(self, shard: Shard, output: Output) -> None:
+    def _finish(self, shard: Shard) -> None:
+        file = self.writers[shard.name]
+        crcs = [self.crcs.get((shard.name, output.leaf.checkpoint), 0) for output in shard.outputs]
+        file.close(shard.ending(crcs) if shard.ending is not None else b"")
+        self.staging.finish(shard.name, file.record)
         with self.lock:
-            self.left[shard.name] -= 1
-            last = self.left[shard.name] == 0
-            if self.progress is not None:
-                self.progress(output.nbytes)
-        if last:
-            self._finish(shard.name)
-
-    def _finish(self, name: str) -> None:
-        shard = self.shards[name]
-        crcs = [self.crcs.get((name, output.leaf.checkpoint), 0) for output in shard.outputs]
-        self.writers[name].close(shard.ending(crcs) if shard.ending is not None else b"")
-        record = self.writers[name].record
-        self.staging.finish(name, record)
-        with self.lock:
-            self.done.files[name] = record
+            self.done.files[shard.name] = file.record
 
     def _copy(self, job: Job) -> None:
-        (shard, output), leaf = job.outputs[0], job.sources[0]
-        span = self.source.span(leaf)
+        (shard, output), bad = job.outputs[0], 0
+        span = self.source.span(job.sources[0])
         assert span is not None
-        path, start = span
-        bad = 0
 
         def look(chunk: np.ndarray) -> None:
             nonlocal bad
             bad += not_finite(chunk, output.dtype)
             self.scheduler.check()
 
-        self.writers[shard.name].copy(output.leaf.checkpoint, self._fd(path), start, look)
-        self._note(output, bad, Rounding())
+        self.writers[shard.name].copy(output.leaf.checkpoint, self._fd(span[0]), span[1], look)
+        self._note(output, bad, Rounding(), Quantisation())
 
     def _rewrite(self, job: Job) -> None:
         held = shared_tensors(self.source, job.sources)
         for shard, output in job.outputs:
-            if shard.name not in self.writers:
-                continue
-            dtypes = [held[name][1] for name in output.leaf.shared]
-            dtype = dtypes[0] if len(set(dtypes)) == 1 else widest(dtypes)
-            array = output.leaf.to_checkpoint([cast(*held[name], dtype) for name in output.leaf.shared])
-            self._write(self.writers[shard.name], output, array, dtype)
+            if shard.name in self.writers:
+                dtype = widest([held[name][1] for name in output.leaf.shared])
+                array = output.leaf.to_checkpoint([cast(*held[name], dtype) for name in output.leaf.shared])
+                self._write(self.writers[shard.name], output, array, dtype)
         del held
         self.source.release()
 
     def _write(self, file: BlockFile, output: Output, array: np.ndarray, dtype: str) -> None:
         """A view, some rows at a time."""
-        bad, cost, loss, crc, around = 0, Rounding(), Quantisation(), 0, output.around
-        with file.pieces(output.leaf.checkpoint) as piece:
+        bad, cost, loss, crc, around, name = 0, Rounding(), Quantisation(), 0, output.around, output.leaf.checkpoint
+        with file.pieces(name) as piece:
             if around is not None:
                 piece(around.head)
             for rows in row_slices(array):
@@ -291,10 +255,8 @@ class _Carrier:
                 try:
                     narrow = cast(chunk, dtype, output.dtype)
                 except CheckpointError as error:
-                    raise CheckpointError(
-                        f"{output.leaf.checkpoint}: {error.message}",
-                        "Choose a dtype with more range: bfloat16, float32.",
-                    ) from error
+                    hint = "Choose a dtype with more range: bfloat16, float32."
+                    raise CheckpointError(f"{name}: {error.message}", hint) from error
                 if dtype != output.dtype:
                     cost += rounding(chunk, dtype, narrow, output.dtype)
                 data = narrow.reshape(-1).view(np.uint8)
@@ -304,18 +266,18 @@ class _Carrier:
             if around is not None:
                 piece(around.tail(crc))
                 with self.lock:
-                    self.crcs[file.path.name, output.leaf.checkpoint] = crc
-        self._note(output, bad, cost)
-        if output.decode is not None:
-            with self.lock:
-                self.done.quantised[output.leaf.checkpoint] = loss
+                    self.crcs[file.path.name, name] = crc
+        self._note(output, bad, cost, loss)
 
-    def _note(self, output: Output, bad: int, cost: Rounding) -> None:
+    def _note(self, output: Output, bad: int, cost: Rounding, loss: Quantisation) -> None:
+        name = output.leaf.checkpoint
         with self.lock:
             if bad:
-                self.done.not_finite[output.leaf.checkpoint] = bad
+                self.done.not_finite[name] = bad
             if cost.changed:
-                self.done.rounded[output.leaf.checkpoint] = cost
+                self.done.rounded[name] = cost
+            if output.decode is not None:
+                self.done.quantised[name] = loss
 
     def _fd(self, path: Path) -> int:
         with self.lock:

@@ -1,9 +1,8 @@
 """The tree of a checkpoint, from its config alone: gptkit.json of our own format, or config.json. No numpy.
 
-gptkit.json holds the tree as JSON with a schema version, the dtype to compute in, where the checkpoint came from
-(family, reference, commit, the text of its config.json, so that converting back restores it byte for byte) and what
-was done to it since. The same by itself, in a .json file of any name, is a tree to look at or to start from
-(`write_spec`, which `gptkit recommend --out` uses): every command that needs no weights takes it.
+gptkit.json holds the tree as JSON with a schema version, the dtype to compute in, where the checkpoint came from (with
+the text of its config.json, so that converting back restores it byte for byte) and what was done to it since. The same
+in a .json file of any name is a tree by itself (`write_spec`): every command that needs no weights takes it.
 """
 
 from __future__ import annotations
@@ -25,16 +24,6 @@ from ..components import ModelSpec, from_json, to_json
 from ..errors import ConfigError, InvalidInput, UsageError
 from ..version import __version__
 from .names import ADAPTER_CONFIG, CONFIG, LOCAL_CONFIG, refuse_pointer
-
-__all__ = [
-    "LOCAL_SCHEMA",
-    "Origin",
-    "Quantised",
-    "described_tree",
-    "holds_tree",
-    "read_description",
-    "write_spec",
-]
 
 LOCAL_SCHEMA = 1
 
@@ -64,15 +53,9 @@ class Quantised(InvalidInput):
 
 def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec, Origin, list[str]]:
     """The tree that a file says, gptkit.json, config.json or a tree by itself: (spec, origin, unknown config fields).
+    `path` is the `folder` or weight file that it is to describe.
 
-    Args:
-        file: the file.
-        path: the `folder` or weight file that it is to describe.
-        folder: whether it is a folder.
-
-    Raises:
-        InvalidInput: it is not there or broken; UnknownFamily for a family that has no file.
-
+    Raises InvalidInput: it is not there or broken. UnknownFamily: a family that has no file.
     """
     if not file.is_file() or file.name == ADAPTER_CONFIG:
         refuse_pointer(path)
@@ -133,7 +116,10 @@ def _is_tree(path: Path, data: Mapping[str, Any]) -> bool:
 
 
 def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[str]]:
-    _require_plain(data, path)
+    try:  # what Python's parser takes and JSON has not: NaN, numbers beyond fp64, half a surrogate pair
+        json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} holds what JSON cannot: {error}") from error
     if data.get("schema_version") != LOCAL_SCHEMA:
         raise ConfigError(
             f"{path} has schema version {data.get('schema_version')!r:.40}, this gptkit reads {LOCAL_SCHEMA}",
@@ -156,20 +142,9 @@ def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[st
         raise ConfigError(f"{path} is not a gptkit model spec: {error}") from error
 
 
-def _require_plain(data: dict[str, Any], path: Path) -> None:
-    """Refuse what Python's parser takes and JSON has not: NaN, numbers beyond fp64, half a surrogate pair."""
-    try:
-        json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} holds what JSON cannot: {error}") from error
-
-
 def holds_tree(path: Path) -> bool:
-    """Whether a .json file is a tree by itself, as `write_spec` writes it: there are no weights to it.
-
-    Raises:
-        InvalidInput: it cannot be read.
-
+    """Whether a .json file is a tree by itself, as `write_spec` writes it: there are no weights to it. Raises
+    InvalidInput: it cannot be read.
     """
     return path.is_file() and _is_tree(path, read_config_file(path)[0])
 
@@ -193,29 +168,16 @@ def described_tree(spec: ModelSpec, origin: Origin, dtype: str) -> dict[str, Any
 
 
 def write_spec(
-    spec: ModelSpec,
-    path: str | Path,
-    *,
-    origin: Origin | None = None,
-    dtype: str = "float32",
-    force: bool = False,
+    spec: ModelSpec, path: str | Path, *, origin: Origin | None = None, dtype: str = "float32", force: bool = False
 ) -> Path:
     """Write a tree by itself to a .json file, which `params`, `compare`, `show` and `load --random` take as a model.
-
     The file is there whole or not at all.
 
-    Args:
-        spec: the tree.
-        path: the file to make.
-        origin: where the tree came from, and in its history how it came about; by default a tree without a family.
-        dtype: what it is to be computed in, by torch's name.
-        force: replace a file that is there.
+    `origin` says where the tree came from, and in its history how it came about; by default it never had a family.
+    `dtype`, by torch's name, is what it is to be computed in. `force` replaces a file that is there.
 
-    Raises:
-        UsageError: the name does not end in .json, or is one that means something else beside weights; the file exists
-            already, or its folder does not.
-        GptkitError: it cannot be written.
-
+    Raises UsageError: the name does not end in .json, or is one that means something else beside weights; the file
+    exists already, or its folder does not. GptkitError: it cannot be written.
     """
     from .files import failed, fsync, write_bytes  # here, because it imports hashlib
 

@@ -4,15 +4,13 @@ Of a text that encodes to kept tokens alone the tokens stay the same, and any ot
 smaller ones:
 
 BPE        a kept token stays reachable: the tokens that its own encoding passes through are kept too, and of the merges
-           those whose two parts and result are kept. Merging goes by rank, and no merge that a text's encoding takes is
-           lost, so it takes the same ones.
+           those whose two parts and result are kept. Merging goes by rank, so a text's encoding takes the same ones.
 Unigram    the best of fewer segmentations is the one it was, if its pieces are kept. What an unknown character costs
            goes by the lowest score there is, so the piece that has it is kept.
 WordPiece  the longest piece that matches is the one it was, if it is kept.
 
-All single characters (the bytes of a byte-level vocabulary are such) are kept, so that nothing becomes unknown; where a
-vocabulary spells unknown characters as byte tokens it is those instead. Special tokens are kept, and every token that a
-post-processor, config.json or generation_config.json names.
+All single characters are kept (where a vocabulary spells unknown characters as byte tokens, those instead), special
+tokens, and every token that a post-processor, config.json or generation_config.json names.
 """
 
 from __future__ import annotations
@@ -31,8 +29,6 @@ from ..architectures.config import parse_config_text
 from ..errors import InvalidInput
 from .names import CONFIG
 from .tokenizer import Tokenizer, load_tokenizer, token_files
-
-__all__ = ["Vocabulary", "read_vocabulary"]
 
 TOKENIZER, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 OTHER_FORMS = ("tokenizer.model*", "spiece.model", "tekken.json", "*.tiktoken", "token_mappings.json")
@@ -81,9 +77,14 @@ class Vocabulary:
     def required(self) -> dict[int, str]:
         """The ids that must be kept, whatever else is: with the reason for each, in words."""
         found = {self.tokens[token]: "a character of its own" for token in self._characters()}
-        found |= dict.fromkeys(self._by_model(), "what stands for the unknown")
+        model = self.data["model"]
+        unknown = [self._pieces[model["unk_token"]]] if model.get("unk_token") in self._pieces else []
+        if self.kind == "Unigram":
+            scores = [score for _, score in model["vocab"]]
+            unknown += [scores.index(min(scores)), *([model["unk_id"]] if model.get("unk_id") is not None else [])]
+        found |= dict.fromkeys(unknown, "what stands for the unknown")
         found |= {each["id"]: "a special token" for each in self.data["added_tokens"] if each["special"]}
-        found |= dict.fromkeys(self._by_pipeline(), "the tokenizer adds it")
+        found |= dict.fromkeys((i for _, ids in _pipeline_ids(self.data) for i in ids), "the tokenizer adds it")
         for name, data in self._settings().items():
             found |= {i: f"{name} names it" for i in ids_in(data) if i in self.names}
             if name == SETTINGS:
@@ -102,21 +103,6 @@ class Vocabulary:
             # A prefix or suffix may itself be all there is: then it is a character.
             if len(token) == 1 or len(token.removeprefix(prefix).removesuffix(suffix)) == 1:
                 yield token
-
-    def _by_model(self) -> Iterator[int]:
-        model = self.data["model"]
-        unknown = model.get("unk_token")
-        if unknown in self._pieces:
-            yield self._pieces[unknown]
-        if self.kind == "Unigram":
-            if model.get("unk_id") is not None:
-                yield model["unk_id"]
-            scores = [score for _, score in model["vocab"]]
-            yield scores.index(min(scores))
-
-    def _by_pipeline(self) -> Iterator[int]:
-        for _, ids in _pipeline_ids(self.data):
-            yield from ids
 
     def _settings(self) -> dict[str, Any]:
         """The files whose fields name ids."""
@@ -154,17 +140,14 @@ class Vocabulary:
         """BPE's merges by rank: the two parts, and what they make."""
         prefix = self.data["model"].get("continuing_subword_prefix") or ""
         for merge in self.data["model"]["merges"]:
-            left, right = _pair(merge)
+            left, right = merge.split(" ") if isinstance(merge, str) else merge
             yield (left, right), left + right.removeprefix(prefix)
 
     # --- the files for fewer tokens ---
 
     def cut(self, table: Table) -> dict[str, bytes | None]:
         """The files that change when the tokens of `table` alone are kept, under their new ids; None removes one.
-
-        Raises:
-            InvalidInput: the tokenizers library gives other ids to the result than the table has.
-
+        Raises InvalidInput: the tokenizers library gives other ids to the result than the table has.
         """
         files: dict[str, bytes | None] = {TOKENIZER: _text(self._tokenizer(table))}
         self._check(files[TOKENIZER], table)
@@ -210,34 +193,26 @@ class Vocabulary:
         return all(self._pieces.get(token, -1) in table for token in tokens)
 
     def _merges_text(self, table: Table) -> bytes:
-        lines = self.files["merges.txt"].decode().split("\n")
-        kept = []
-        for line in lines:
+        def stays(line: str) -> bool:
             left, space, right = line.partition(" ")
-            if line.startswith("#version") or not space or self._all_kept((left, right, left + right), table):
-                kept.append(line)
-        return "\n".join(kept).encode()
+            return line.startswith("#version") or not space or self._all_kept((left, right, left + right), table)
+
+        return "\n".join(filter(stays, self.files["merges.txt"].decode().split("\n"))).encode()
 
     def _check(self, text: bytes | None, table: Table) -> None:
         assert text is not None
         made = Tokenizer(Path(TOKENIZER), text).ids(self.tokens)
-        wrong = [(t, new, table.get(i)) for (t, i), new in zip(self.tokens.items(), made, strict=True)]
-        wrong = [each for each in wrong if each[1] != each[2]]
-        if wrong:
-            raise InvalidInput(
-                f"the tokenizer cannot be rewritten: {wrong[0][0]!r} would be token {wrong[0][1]} instead"
-                f" of {wrong[0][2]}",
-                "Please report this tokenizer.",
-            )
+        for (token, old), new in zip(self.tokens.items(), made, strict=True):
+            if new != table.get(old):
+                raise InvalidInput(
+                    f"the tokenizer cannot be rewritten: {token!r} would be token {new} instead of {table.get(old)}",
+                    "Please report this tokenizer.",
+                )
 
 
 def read_vocabulary(folder: Path | None, texts: Mapping[str, bytes], config: str | None = None) -> Vocabulary | None:
     """The vocabulary of a tokenizer in a folder, files of the same name among `texts` taken instead; None if there is
-    none.
-
-    Raises:
-        InvalidInput: the tokenizer cannot be read.
-
+    none. Raises InvalidInput: the tokenizer cannot be read.
     """
     files = {} if folder is None else {path.name: path.read_bytes() for path in token_files(folder)}
     files |= {name: text for name, text in texts.items() if name != CONFIG}
@@ -296,13 +271,10 @@ def named_in(settings: Mapping[str, Any]) -> set[str]:
     found: set[str] = set()
     for key, value in settings.items():
         if key.endswith("_token") or key in ("additional_special_tokens", "extra_special_tokens"):
-            values = value if isinstance(value, list) else list(value.values()) if _is_table(value) else [value]
+            table = isinstance(value, dict) and "content" not in value
+            values = value if isinstance(value, list) else list(value.values()) if table else [value]
             found |= {each["content"] if isinstance(each, dict) else each for each in values if each}
     return {each for each in found if isinstance(each, str)}
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict) and "content" not in value
 
 
 def _pipeline_ids(data: dict[str, Any]) -> Iterator[tuple[Callable[[list[int]], None], list[int]]]:
@@ -322,11 +294,6 @@ def _pipeline_ids(data: dict[str, Any]) -> Iterator[tuple[Callable[[list[int]], 
         for name in ("sep", "cls"):
             if name in each:
                 yield item(each[name], 1), [each[name][1]]
-
-
-def _pair(merge: Any) -> tuple[str, str]:
-    left, right = merge.split(" ") if isinstance(merge, str) else merge
-    return left, right
 
 
 def _text(data: Any) -> bytes:

@@ -1,16 +1,18 @@
 """What a conversion writes: a plan made from shapes alone, and the plain walk that fills it.
 
-`plan` says every file, tensor, dtype and byte position without reading a weight; it is what --dry-run prints.
-`transfer` carries a checkpoint's tensors over by it; `execute` here takes tensors that somebody computes (a swap), as
-they come, and holds a part only until the output tensor it belongs to is whole.
+`plan` says every file, tensor, dtype and byte position without reading a weight. `transfer` carries a checkpoint's
+tensors over by it; `execute` here takes tensors that somebody computes (a swap), and holds a part only until its output
+is whole.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,25 +21,13 @@ import numpy as np
 
 from ..architectures import BoundLeaf
 from ..errors import CheckpointError
+from ..version import __version__
 from .block_file import Block, BlockFile
 from .dtypes import cast, widest
+from .index import is_plain
 from .names import INDEX
 from .publish import FileRecord, Staging, copy_file, write_bytes
 from .safetensors import DTYPES, build_header, parse_header
-
-__all__ = [
-    "DEFAULT_SHARD_BYTES",
-    "Constant",
-    "Encode",
-    "Output",
-    "Plan",
-    "Shard",
-    "execute",
-    "lay_out",
-    "plan",
-    "prepare",
-    "writer",
-]
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 METADATA = {"format": "pt"}
@@ -50,14 +40,12 @@ Decode = Callable[[np.ndarray], np.ndarray]
 
 
 class Around(Protocol):
-    """A record that a tensor is wrapped in."""
+    """A record that a tensor is wrapped in: what stands before its bytes, and what behind bytes of this crc32."""
 
     @property
     def head(self) -> bytes: ...
 
-    def tail(self, crc: int) -> bytes:
-        """What stands behind bytes that have this crc32."""
-        ...
+    def tail(self, crc: int) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -79,26 +67,18 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Constant:
-    """Bytes of a file that are known beforehand and stand behind its header: tables computed from the tree."""
-
-    name: str
-    start: int
-    data: bytes
-
-
-@dataclass(frozen=True)
 class Shard:
-    """One weight file: its header, its tensors, its constants, and its size; what none of them covers is padding.
+    """One weight file: its header, its tensors and its size; what none of them covers is padding.
 
-    ending: the last bytes, where they depend on the crc32 of every tensor, in the order of `outputs`.
+    constants: bytes that are known beforehand and stand behind the header (tables computed from the tree). ending: the
+    last bytes, where they depend on the crc32 of every tensor, in the order of `outputs`.
     """
 
     name: str
     header: bytes
     outputs: tuple[Output, ...]
     size: int
-    constants: tuple[Constant, ...] = ()
+    constants: tuple[tuple[Block, bytes], ...] = ()
     ending: Callable[[Sequence[int]], bytes] | None = None
 
     @property
@@ -120,6 +100,13 @@ class Plan:
         """Bytes on disk, all but the manifest's."""
         files = sum(path.stat().st_size for path in self.companions)
         return sum(s.size for s in self.shards) + sum(len(t) for t in self.texts.values()) + files
+
+    def digest(self, *about: object) -> str:
+        """What tells this work from any other: every byte planned, and what there is to say of its source."""
+        digest = hashlib.sha256(f"{__version__} {about!r}".encode())
+        for shard in self.shards:
+            digest.update(repr((shard.name, shard.size)).encode() + shard.header)
+        return digest.hexdigest()
 
     @property
     def tensors(self) -> int:
@@ -156,27 +143,25 @@ def plan(
     """
     tensors = [(leaf, widest([dtypes[name] for name in leaf.shared])) for leaf in leaves]
     groups: list[list[tuple[BoundLeaf, str]]] = []
-    group: list[tuple[BoundLeaf, str]] = []
-    filled = 0
     if homes is not None:
         by_file: dict[Path, list[tuple[BoundLeaf, str]]] = {}
         for leaf, dtype in tensors:
             by_file.setdefault(homes[leaf.shared[0]], []).append((leaf, dtype))
-        groups, tensors_left = list(by_file.values()), []
+        groups = list(by_file.values())
     else:
-        tensors_left = tensors
-    for leaf, dtype in tensors_left:
-        nbytes = math.prod(leaf.shape) * DTYPES[dtype].itemsize
-        if nbytes > max_shard_bytes:
-            groups.append([(leaf, dtype)])
-            continue
-        if filled + nbytes > max_shard_bytes:
-            groups.append(group)
-            group, filled = [], 0
-        group.append((leaf, dtype))
-        filled += nbytes
-    if group:
-        groups.append(group)
+        group: list[tuple[BoundLeaf, str]] = []
+        filled = 0
+        for leaf, dtype in tensors:
+            nbytes = math.prod(leaf.shape) * DTYPES[dtype].itemsize
+            if nbytes > max_shard_bytes:
+                groups.append([(leaf, dtype)])
+                continue
+            if filled + nbytes > max_shard_bytes:
+                groups.append(group)
+                group, filled = [], 0
+            group.append((leaf, dtype))
+            filled += nbytes
+        groups += [group] if group else []
     count = len(groups)
     if count == 1:
         return Plan((lay_out("model.safetensors", groups[0]),), texts, tuple(companions))
@@ -200,10 +185,8 @@ def as_it_was(
 ) -> tuple[tuple[Shard, ...], dict[str, bytes]] | None:
     """The shards and the index that `files` (see Origin) describe, None where these are not their tensors any more.
 
-    `canonical` tells under which of the leaves' names a tensor of the files goes: those of a base model have no prefix,
-    and old ones have old names. They are written under the names that they had.
-
-    Every header comes from a folder that anybody may have edited: it is checked as if it were read from a file.
+    `canonical` tells under which of the leaves' names a tensor of the files goes; it is written under the name that it
+    had. Every header comes from a folder that anybody may have edited: it is checked as if it were read from a file.
     """
     here = {leaf.checkpoint: (leaf, widest([dtypes[name] for name in leaf.shared])) for leaf in leaves}
     index = {name: text.encode() for name, text in files.items() if name == INDEX}
@@ -212,14 +195,16 @@ def as_it_was(
     for name, text in files.items():
         if name in index:
             continue
-        if not _is_weight_file(name):
-            return None
         raw = text.encode()
         try:
-            header = parse_header(name, raw)
+            # A plain name, as `index` would take it, that nothing else in a checkpoint's folder has.
+            infos = (
+                parse_header(name, raw).tensors.values() if is_plain(name) and name.endswith(".safetensors") else None
+            )
         except CheckpointError:
+            infos = None
+        if infos is None:
             return None
-        infos = header.tensors.values()
         outputs: list[Output] = []
         for info in infos:
             known = canonical(info.name, here)
@@ -235,11 +220,6 @@ def as_it_was(
     return (tuple(shards), index) if whole and (len(shards) == 1 or index) else None
 
 
-def _is_weight_file(name: str) -> bool:
-    """A plain name, as `index` would take it, that nothing else in a checkpoint's folder has."""
-    return name.endswith(".safetensors") and name.isprintable() and not any(sign in name for sign in "/\\:")
-
-
 def prepare(plan: Plan, staging: Staging) -> None:
     """Write all but the weights into an open staging folder. Raises GptkitError where the disk is too small."""
     left = sum(shard.size for shard in plan.shards if shard.name not in staging.finished)
@@ -253,16 +233,13 @@ def prepare(plan: Plan, staging: Staging) -> None:
 def writer(shard: Shard, staging: Staging) -> BlockFile:
     """The open file of a shard, its header and constants written."""
     blocks = [Block(o.leaf.checkpoint, o.start, o.start + o.nbytes) for o in shard.outputs]
-    blocks += [
-        Block(constant.name, constant.start, constant.start + len(constant.data)) for constant in shard.constants
-    ]
-    blocks.sort(key=lambda block: (block.start, block.end))
+    blocks = sorted([*blocks, *(block for block, _ in shard.constants)], key=lambda block: (block.start, block.end))
     file = BlockFile(staging.path / shard.name, shard.header, blocks, shard.size)
     try:
-        for constant in shard.constants:
-            file.write(constant.name, constant.data)
-    except BaseException as error:
-        file.__exit__(type(error), error, error.__traceback__)
+        for block, data in shard.constants:
+            file.write(block.name, data)
+    except BaseException:
+        file.release()
         raise
     return file
 
@@ -273,26 +250,16 @@ def execute(
     staging: Staging,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, FileRecord]:
-    """Write the plan into an open staging folder, `tensors` being (shared name, array, dtype) in any order.
-
-    Returns:
-        The hashes of every weight file, for the manifest.
-
-    Raises:
-        CheckpointError: a value does not fit the output's dtype.
-        GptkitError: the disk is too small or a write fails; nothing is published.
-
+    """Write the plan into an open staging folder, `tensors` being (shared name, array, dtype) in any order; returns the
+    hashes of every weight file, for the manifest. Raises CheckpointError: a value does not fit the output's dtype.
+    GptkitError: the disk is too small or a write fails.
     """
     prepare(plan, staging)
-    writers = [writer(shard, staging) for shard in plan.shards]
-    home = {
-        name: (o, w)
-        for shard, w in zip(plan.shards, writers, strict=True)
-        for o in shard.outputs
-        for name in o.leaf.shared
-    }
     pending: dict[str, tuple[np.ndarray, str]] = {}
-    try:
+    with ExitStack() as stack:
+        writers = [stack.enter_context(writer(shard, staging)) for shard in plan.shards]
+        files = zip(plan.shards, writers, strict=True)
+        home = {name: (o, file) for shard, file in files for o in shard.outputs for name in o.leaf.shared}
         for name, array, dtype in tensors:
             pending[name] = (array, dtype)
             output, file = home[name]
@@ -301,12 +268,6 @@ def execute(
                 file.write(output.leaf.checkpoint, np.ascontiguousarray(output.leaf.to_checkpoint(parts)))
                 if progress is not None:
                     progress(output.nbytes)
-        for file in writers:
-            file.close()
-    except BaseException as error:
-        for file in writers:
-            file.__exit__(type(error), error, error.__traceback__)
-        raise
     return {shard.name: file.record for shard, file in zip(plan.shards, writers, strict=True)}
 
 

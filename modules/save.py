@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..converter.targets import FOLDERS, target
 from ..converter.tokenizer import token_files
 from ..converter.transfer import transfer
 from ..converter.tree import Origin
+from ..converter.weights import Stored, Weights
 from ..errors import InvalidInput, UsageError
 from ..version import __version__
 from .decoder import Decoder
@@ -111,8 +113,12 @@ def in_memory(model: Decoder, dtype: str | None = None) -> Checkpoint:
             f"the model's parameters are not those of its tree: {'; '.join(wrong[:SHOWN])}{more}",
             "Merge adapters and take off what was added before saving.",
         )
-    weights = _Parameters({name: parameters[name] for name in declared})
-    compute = widest([stored for stored, _ in weights.info.values()])
+    stored = {}
+    for name in declared:
+        each = parameters[name]
+        stored[name] = Stored(None, parse_dtype(str(each.dtype)), tuple(each.shape), decode=partial(_values, each))
+    weights = Weights(stored)
+    compute = widest([each.dtype for each in stored.values()])
     about = model.source or Outline(model.spec, Origin())
     record = {"saved": TOLD, "dtype": dtype or HF_NAMES[compute], "gptkit": __version__}
     return Checkpoint(
@@ -130,19 +136,9 @@ def in_memory(model: Decoder, dtype: str | None = None) -> Checkpoint:
     )
 
 
-class _Parameters:
-    """A module's parameters as tensors of a checkpoint."""
-
-    def __init__(self, parameters: dict[str, Tensor]) -> None:
-        self._parameters = parameters
-        self.info = {name: (parse_dtype(str(each.dtype)), tuple(each.shape)) for name, each in parameters.items()}
-
-    def read(self, name: str) -> np.ndarray[Any, Any]:
-        """A tensor in its carrier dtype (bf16 as uint16)."""
-        return as_array(self._parameters[name].contiguous())[0]
-
-    def span(self, _name: str) -> None:
-        """No file holds it."""
+def _values(parameter: Tensor, _data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A parameter in its carrier dtype (bf16 as uint16)."""
+    return as_array(parameter.contiguous())[0]
 
 
 def _tokenizer(folder: Path | None) -> dict[str, bytes]:

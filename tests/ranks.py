@@ -63,8 +63,9 @@ def killed(number: int = signal.SIGKILL) -> None:
     """A signal behind the first file that is finished, when the host has heard of it."""
     finish = transfer._Carrier._finish
 
-    def last(self: Any, name: str) -> None:
-        finish(self, name)
+    def last(self: Any, shard: Any) -> None:
+        finish(self, shard)
+        name = shard.name
         while not any(name in path.read_text(errors="replace") for path in Path().glob(".out.partial-*/.journal")):
             time.sleep(0.01)
         os.kill(os.getpid(), number)

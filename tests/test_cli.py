@@ -178,7 +178,7 @@ def test_interrupted_while_converting_leaves_nothing(tmp_path: Path, monkeypatch
     def interrupt(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gptkit.converter.safetensors.SafetensorsFile.read", interrupt)
+    monkeypatch.setattr("gptkit.converter.weights.Weights.read", interrupt)
     result = run("convert", "sample:gpt2", "out", code=130)
     assert result.stderr == "gptkit: interrupted\n"
     assert list(tmp_path.iterdir()) == []

@@ -18,11 +18,10 @@ from ...components import ModelSpec
 from ..targets import FORMATS
 
 if TYPE_CHECKING:
-    from ..tensors import Checkpoint, Weights
+    from ..tensors import Checkpoint
     from ..tree import Origin
+    from ..weights import Weights
     from ..write import Plan
-
-__all__ = ["Format", "Opened", "Request", "format_named"]
 
 
 @dataclass(frozen=True)
@@ -48,19 +47,13 @@ class Opened:
 class Request:
     """What a format is asked to write.
 
-    dtypes: each shared tensor's stored dtype as safetensors names it; asked: --dtype in the user's words, which may be
-    one that only this format knows (q8_0); dtype: what the model is to be computed in.
-    companions: tokenizer files and the like that lie beside the source; texts: such files that the source held inside.
+    asked: --dtype in the user's words, which may be one that only this format knows (q8_0).
+    companions: tokenizer files and the like that lie beside the source; others it may hold inside (`source.texts`).
     """
 
     source: Checkpoint
-    spec: ModelSpec
-    origin: Origin
-    dtypes: Mapping[str, str]
-    dtype: str
     asked: str | None
     companions: tuple[Path, ...]
-    texts: Mapping[str, bytes]
     max_shard_bytes: int
 
 
@@ -80,5 +73,7 @@ class Format(Protocol):
 
 def format_named(name: str) -> Format:
     """A format by its name, which is one of `targets.FORMATS`."""
-    module: Format = importlib.import_module(FORMATS[name])
-    return module
+    module, _, inside = FORMATS[name].partition(":")
+    found = importlib.import_module(module)
+    format_: Format = getattr(found, inside) if inside else found
+    return format_

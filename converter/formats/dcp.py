@@ -18,18 +18,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...architectures import Architecture, BoundLeaf, named
+from ...architectures import BoundLeaf, named
 from ...components import ModelSpec
-from ...errors import CheckpointError, InvalidInput, UntrustedInput
-from ..names import CONFIG, INDEX, LOCAL_CONFIG, SINGLE
+from ...errors import CheckpointError, InvalidInput
+from ..names import CONFIG, INDEX, LOCAL_CONFIG, SINGLE, untrusted
 
 if TYPE_CHECKING:
     from ..tree import Origin
     from ..write import Output, Plan, Shard
     from . import Opened, Request
-    from .dcp_read import Chunked
-
-__all__ = ["describe", "finds", "plan", "read"]
 
 METADATA = ".metadata"
 SHARDS = "shard-*-model-*-of-*.safetensors"
@@ -60,9 +57,6 @@ def _description(path: Path) -> Path:
     )
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
 def read(path: Path, allow_pickle: bool) -> Opened:
     """Open the folder. Raises UntrustedInput for `.metadata` unless pickles are allowed, InvalidInput."""
     from ..tensors import identity_leaves
@@ -74,10 +68,8 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     pickled = path / METADATA
     if pickled.is_file():
         if not allow_pickle:
-            raise UntrustedInput(
-                f"{pickled} is a pickle: loading it can run any code that its author put in",
-                "Pass --allow-pickle if you trust where it comes from: names and sizes alone are read from it.",
-            )
+            hint = "Pass --allow-pickle if you trust where it comes from: names and sizes alone are read from it."
+            raise untrusted(pickled, hint)
         tensors, others = metadata(path)
     else:
         tensors, others = hugging_face(sorted(path.glob(SHARDS))), []
@@ -96,11 +88,11 @@ def read(path: Path, allow_pickle: bool) -> Opened:
         notes.append(f"{len(beside)} entries beside the model's weights left out: {some}")
     if pickled.is_file():
         kept = located(kept)
-    files = {chunk.path for tensor in kept.values() for chunk in tensor.chunks}
+    files = {chunk.stored.path for tensor in kept.values() for chunk in tensor.chunks if chunk.stored.path is not None}
     return Opened(
         spec,
         origin,
-        _in_file_order(leaves, kept, architecture, len(spec.blocks)),
+        leaves,
         ChunkedWeights(kept),
         (*sorted(files), *([pickled] if pickled.is_file() else [])),
         notes=notes,
@@ -121,22 +113,6 @@ def _prefix(path: Path, names: Iterable[str], leaves: Sequence[BoundLeaf]) -> st
     return found[0] if found else ""
 
 
-def _in_file_order(
-    leaves: Sequence[BoundLeaf], tensors: Mapping[str, Chunked], architecture: Architecture | None, layers: int
-) -> list[BoundLeaf]:
-    """The leaves as their bytes lie, so that a walk over them reads each file from front to back."""
-    known = {leaf.checkpoint: leaf for leaf in leaves}
-    places: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        ours = name if architecture is None else architecture.canonical_name(name, known, layers)
-        if ours in known and tensor.chunks:
-            places[ours] = (str(tensor.chunks[0].path), tensor.chunks[0].start)
-    return sorted(leaves, key=lambda leaf: places.get(leaf.checkpoint, ("", 0)))
-
-
-# --- writing ---------------------------------------------------------------------------------------------------------
-
-
 def plan(request: Request) -> Plan:
     """As many .distcp files as there would be safetensors files, `.metadata`, and config.json.
 
@@ -145,17 +121,17 @@ def plan(request: Request) -> Plan:
     from ..convert import plan_output
     from ..dtypes import parse_dtype
 
-    dtypes, compute = request.dtypes, request.dtype
+    dtypes, compute = request.source.shared_dtypes(), request.source.dtype
     if request.asked is not None:
         compute = parse_dtype(request.asked)
         dtypes = dict.fromkeys(dtypes, compute)
-    to = "local" if request.origin.family is None else "hf"
-    spec, origin = request.spec, replace(request.origin, files={})
-    like = plan_output(spec, origin, to, dtypes, compute, None, request.max_shard_bytes, request.texts)
+    to = "local" if request.source.origin.family is None else "hf"
+    spec, origin = request.source.spec, replace(request.source.origin, files={})
+    like = plan_output(spec, origin, to, dtypes, compute, None, request.max_shard_bytes, request.source.texts)
     shards = tuple(_lay_out(f"__0_{i}.distcp", shard.outputs) for i, shard in enumerate(like.shards))
     tied = {}
     if to == "hf" and spec.head.tied:
-        tied[named(str(request.origin.family)).head] = "embedding.weight"
+        tied[named(str(request.source.origin.family)).head] = "embedding.weight"
     texts = {name: text for name, text in like.texts.items() if name != INDEX}
     return replace(
         like, shards=shards, texts={**texts, METADATA: _metadata(shards, tied)}, companions=request.companions

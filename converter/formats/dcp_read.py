@@ -16,19 +16,17 @@ import io
 import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from ...errors import CheckpointError, UntrustedInput
-from ..contents import Stored
+from ..index import is_plain
 from ..pickle_process import ELEMENTS, KNOWN, Known, Part, RefusedError, SlowReader, Tensor, archived, load
-from ..pickles import StoredWeights
 from ..safetensors import DTYPES, parse_json_object, read_header
-
-__all__ = ["Chunk", "Chunked", "ChunkedWeights", "hugging_face", "located", "metadata"]
+from ..weights import Stored, Weights
 
 MAX_METADATA = 2**28
 """Bytes. A thousand tensors in a thousand chunks each take a third of it."""
@@ -41,31 +39,21 @@ HINT = "Do not use this checkpoint: it is damaged, or was made to look like one.
 SHARDING = "DCP_SHARDING_INFO"
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A box of a tensor: where it begins in the tensor, its sizes, and the file's bytes that hold it.
-
-    Of an archive these are the archive's, until it was looked into (`stored`).
+class Chunk(NamedTuple):
+    """A box of a tensor: where it begins in the tensor, and what is stored of it. Until it was looked into (`located`),
+    an archive's bytes are said to be the box's.
     """
 
     offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    path: Path
-    start: int
-    nbytes: int
-    stored: Stored | None = None
+    stored: Stored
 
 
-@dataclass(frozen=True, slots=True)
-class Chunked:
+class Chunked(NamedTuple):
     """A tensor: its dtype by safetensors' name, its shape, and boxes that fill it."""
 
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-
-
-# --- torch's .metadata -----------------------------------------------------------------------------------------------
 
 
 class _Stand:
@@ -82,25 +70,8 @@ class _Stand:
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
-class _Metadata(_Stand): ...
-
-
-class _Tensor(_Stand): ...
-
-
-class _Bytes(_Stand): ...
-
-
-class _Box(_Stand): ...
-
-
-class _Properties(_Stand): ...
-
-
-class _Index(_Stand): ...
-
-
-class _Place(_Stand): ...
+_STANDS: tuple[type[_Stand], ...] = tuple(type("_Stand", (_Stand,), {}) for _ in range(7))
+_Metadata, _Tensor, _Bytes, _Box, _Properties, _Index, _Place = _STANDS
 
 
 def _size(*args: Any) -> tuple[Any, ...]:
@@ -118,17 +89,16 @@ NAMES: dict[tuple[str, str], Any] = {
     (METADATA, "TensorStorageMetadata"): _Tensor,
     (METADATA, "BytesStorageMetadata"): _Bytes,
     (METADATA, "ChunkStorageMetadata"): _Box,
-    (METADATA, "TensorProperties"): _Properties,
     (METADATA, "MetadataIndex"): _Index,
-    (METADATA, "StorageMeta"): _Stand,
-    (METADATA, "_MEM_FORMAT_ENCODING"): _Stand,
-    (OLD, "TensorProperties"): _Properties,
-    (OLD, "MEM_FORMAT_ENCODING"): _Stand,
+    **{(module, "TensorProperties"): _Properties for module in (METADATA, OLD)},
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Place,
-    ("torch.serialization", "_get_layout"): _Stand,
     ("torch", "Size"): _size,
     ("collections", "OrderedDict"): dict,
     **{(module, name): _Stand for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
+    **dict.fromkeys(
+        [(METADATA, "StorageMeta"), (METADATA, "_MEM_FORMAT_ENCODING"), (OLD, "MEM_FORMAT_ENCODING")], _Stand
+    ),
+    ("torch.serialization", "_get_layout"): _Stand,
     **{("torch", name): KNOWN["torch", name] for name in ELEMENTS},
 }
 """Every name that may stand in .metadata, and what stands for it here."""
@@ -138,19 +108,17 @@ class _MetadataReader(pickle._Unpickler):
     """pickle's own interpreter in Python: the one in C can be made to take any memory by one opcode."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = NAMES.get((module, name))
-        if found is None:
+        if (module, name) not in NAMES:
             raise RefusedError(f"it asks for {f'{module}.{name}'!r:.120}, which is no part of a checkpoint's metadata")
-        return found
+        return NAMES[module, name]
 
     def get_extension(self, code: int) -> Any:
         raise RefusedError(f"it asks for extension {code}")
 
 
 def metadata(folder: Path) -> tuple[dict[str, Chunked], list[str]]:
-    """The tensors of a folder by name, and the names of what is there beside tensors.
-
-    Of a chunk this gives the archive it lies in: see `located`. Raises CheckpointError, UntrustedInput.
+    """The tensors of a folder by name, their chunks still to be `located`, and the names of what is there beside
+    tensors. Raises CheckpointError, UntrustedInput.
     """
     path = folder / ".metadata"
     try:
@@ -182,124 +150,103 @@ def _tensors(folder: Path, found: Any) -> tuple[dict[str, Chunked], list[str]]:
     entries, places = found.get("state_dict_metadata"), found.get("storage_data")
     if not isinstance(entries, dict) or not isinstance(places, dict):
         raise RefusedError("its tensors or their places are missing")
-    at: dict[tuple[str, tuple[int, ...]], _Place] = {}
+    at: dict[tuple[str, tuple[int, ...]], Any] = {}
     for index, place in places.items():
         if not isinstance(index, _Index) or not isinstance(place, _Place):
             raise RefusedError("the place of something is not told as torch tells it")
         name, offset = index.get("fqn"), index.get("offset")
         if isinstance(name, str) and offset is not None:
             at[name, _numbers(offset)] = place
-    files = _Files(folder)
+    sizes: dict[str, int] = {}  # of the files that were looked at
     tensors: dict[str, Chunked] = {}
     others: list[str] = []
     for name, entry in entries.items():
         if not isinstance(name, str):
             raise RefusedError("a name is not text")
-        if isinstance(entry, _Tensor):
-            tensors[name] = _tensor(name, entry, at, files)
-        elif isinstance(entry, _Bytes):
+        if isinstance(entry, _Bytes):
             others.append(name)
-        else:
+            continue
+        if not isinstance(entry, _Tensor):
             raise RefusedError(f"{name!r:.80} is neither a tensor nor an object")
+        properties, boxes = entry.get("properties"), entry.get("chunks")
+        state = properties.state if isinstance(properties, _Properties) else None
+        kind = state.get("dtype") if isinstance(state, dict) else state[0] if isinstance(state, tuple) and state else 0
+        if not isinstance(kind, Known) or not kind.element or not isinstance(boxes, list):
+            raise RefusedError(f"{name!r:.80} has no dtype or no chunks")
+        shape, chunks = _numbers(entry.get("size")), []
+        for box in boxes:
+            if not isinstance(box, _Box):
+                raise RefusedError(f"{name!r:.80} has a chunk that is none")
+            offsets, whole = _numbers(box.get("offsets")), _numbers(box.get("sizes"))
+            place = at.get((name, offsets))
+            if place is None:
+                raise RefusedError(f"{name!r:.80}: nothing says where its chunk at {list(offsets)} lies")
+            if transforms := place.get("transform_descriptors"):
+                raise RefusedError(f"{name!r:.80} was written through an extension ({transforms})")
+            path, start, nbytes = _placed(folder, place, sizes)
+            chunks.append(Chunk(offsets, Stored(path, kind.element, whole, start, nbytes)))
+        tensors[name] = Chunked(kind.element, shape, _filling(name, shape, chunks))
     return tensors, others
 
 
-def _tensor(name: str, entry: _Tensor, at: Mapping[tuple[str, tuple[int, ...]], _Place], files: _Files) -> Chunked:
-    properties, boxes = entry.get("properties"), entry.get("chunks")
-    state = properties.state if isinstance(properties, _Properties) else None
-    kind = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
-    if not isinstance(kind, Known) or kind.value is None or not isinstance(boxes, list):
-        raise RefusedError(f"{name!r:.80} has no dtype or no chunks")
-    shape = _numbers(entry.get("size"))
-    chunks = []
-    for box in boxes:
-        if not isinstance(box, _Box):
-            raise RefusedError(f"{name!r:.80} has a chunk that is none")
-        offsets, sizes = _numbers(box.get("offsets")), _numbers(box.get("sizes"))
-        place = at.get((name, offsets))
-        if place is None:
-            raise RefusedError(f"{name!r:.80}: nothing says where its chunk at {list(offsets)} lies")
-        if place.get("transform_descriptors"):
-            raise RefusedError(f"{name!r:.80} was written through an extension ({place.get('transform_descriptors')})")
-        path, start, nbytes = files.place(place)
-        chunks.append(Chunk(offsets, sizes, path, start, nbytes))
-    return Chunked(kind.value[0], shape, _filling(name, shape, chunks))
-
-
-class _Files:
-    """The .distcp files of a folder, each looked at once."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._sizes = folder, dict[str, int]()
-
-    def place(self, place: _Place) -> tuple[Path, int, int]:
-        """File, first byte and bytes. Raises RefusedError, UntrustedInput, CheckpointError."""
-        name, start, nbytes = place.get("relative_path"), place.get("offset"), place.get("length")
-        if not isinstance(name, str) or type(start) is not int or type(nbytes) is not int or min(start, nbytes) < 0:
-            raise RefusedError("the place of a chunk is no place")
-        if name not in self._sizes:
-            self._sizes[name] = self._size(name)
-        if start + nbytes > self._sizes[name]:
-            raise CheckpointError(
-                f"{self._folder / name} is truncated: {start + nbytes:,} bytes expected, {self._sizes[name]:,} found",
-                "Fetch or save it again.",
-            )
-        return self._folder / name, start, nbytes
-
-    def _size(self, name: str) -> int:
-        if not name or name in (".", "..") or any(sign in name for sign in "/\\\0:") or not name.isprintable():
-            raise UntrustedInput(f"{self._folder / '.metadata'} names a file outside of its folder: {name!r:.80}", HINT)
-        path = self._folder / name
+def _placed(folder: Path, place: Any, sizes: dict[str, int]) -> tuple[Path, int, int]:
+    """File, first byte and bytes of a chunk. Raises RefusedError, UntrustedInput, CheckpointError."""
+    name, start, nbytes = place.get("relative_path"), place.get("offset"), place.get("length")
+    if not isinstance(name, str) or type(start) is not int or type(nbytes) is not int or min(start, nbytes) < 0:
+        raise RefusedError("the place of a chunk is no place")
+    path = folder / name
+    if name not in sizes:
+        if not is_plain(name):
+            raise UntrustedInput(f"{folder / '.metadata'} names a file outside of its folder: {name!r:.80}", HINT)
         if not path.is_file():
             raise CheckpointError(f"{path} is missing", "Fetch or save it again, with all files of all ranks.")
-        return path.stat().st_size
+        sizes[name] = path.stat().st_size
+    if start + nbytes > sizes[name]:
+        raise CheckpointError(
+            f"{path} is truncated: {start + nbytes:,} bytes expected, {sizes[name]:,} found", "Fetch or save it again."
+        )
+    return path, start, nbytes
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, tuple) or len(value) > MAX_DIMS:
+    plain = isinstance(value, tuple) and len(value) <= MAX_DIMS
+    if not plain or any(type(number) is not int or not 0 <= number < 2**63 for number in value):
         raise RefusedError("sizes that are no sizes")
-    if any(type(number) is not int or not 0 <= number < 2**63 for number in value):
-        raise RefusedError("sizes that are no sizes")
-    return value
+    sizes: tuple[int, ...] = value
+    return sizes
 
 
 def _filling(name: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
     """The chunks, but for empty ones. Raises RefusedError unless each element is in exactly one of them."""
-    full = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    full = sorted((chunk for chunk in chunks if chunk.stored.count), key=lambda chunk: chunk.offsets)
     if len(full) > MAX_CHUNKS:
         raise RefusedError(f"{name!r:.80} lies in {len(full):,} chunks")
-    for chunk in full:
-        if len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape):
+    for offsets, stored in full:
+        if len(offsets) != len(shape) or len(stored.shape) != len(shape):
             raise RefusedError(f"{name!r:.80} has a chunk of other dimensions")
-        if any(o + s > whole for o, s, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True)):
+        if any(o + s > whole for o, s, whole in zip(offsets, stored.shape, shape, strict=True)):
             raise RefusedError(f"{name!r:.80} of shape {list(shape)} has a chunk that reaches beyond it")
-    held = sum(math.prod(chunk.sizes) for chunk in full)
-    if held != math.prod(shape) or _overlap(full):
+    held = sum(chunk.stored.count for chunk in full)
+    begin = np.array([chunk.offsets for chunk in full], np.int64)
+    end = begin + np.array([chunk.stored.shape for chunk in full], np.int64)
+    if held != math.prod(shape) or any(
+        bool(((begin[i + 1 :] < end[i]) & (end[i + 1 :] > begin[i])).all(axis=1).any()) for i in range(len(full) - 1)
+    ):
         raise RefusedError(
             f"{name!r:.80} of {math.prod(shape):,} elements has {len(full)} chunks of {held:,}: "
             "some are missing, or there twice"
         )
-    return tuple(sorted(full, key=lambda chunk: chunk.offsets))
-
-
-def _overlap(chunks: Sequence[Chunk]) -> bool:
-    if len(chunks) < 2:
-        return False
-    begin = np.array([chunk.offsets for chunk in chunks], np.int64)
-    end = begin + np.array([chunk.sizes for chunk in chunks], np.int64)
-    return any(
-        bool(((begin[i + 1 :] < end[i]) & (end[i + 1 :] > begin[i])).all(axis=1).any()) for i in range(len(chunks) - 1)
-    )
-
-
-# --- the archives in .distcp files -----------------------------------------------------------------------------------
+    return tuple(full)
 
 
 def located(tensors: Mapping[str, Chunked]) -> dict[str, Chunked]:
     """The tensors with every chunk's archive looked into. Raises CheckpointError for one that holds anything else."""
     opened: dict[Path, BinaryIO] = {}
     try:
-        return {name: _located(name, tensor, opened) for name, tensor in tensors.items()}
+        return {
+            name: tensor._replace(chunks=tuple(_located(name, chunk, opened) for chunk in tensor.chunks))
+            for name, tensor in tensors.items()
+        }
     except OSError as error:
         raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
     finally:
@@ -307,32 +254,24 @@ def located(tensors: Mapping[str, Chunked]) -> dict[str, Chunked]:
             file.close()
 
 
-def _located(name: str, tensor: Chunked, opened: dict[Path, BinaryIO]) -> Chunked:
-    chunks = []
-    for chunk in tensor.chunks:
-        if chunk.path not in opened:
-            opened[chunk.path] = chunk.path.open("rb")
-        where = f"{chunk.path}: {name!r:.80}, at byte {chunk.start:,},"
-        found = _archived(Part(opened[chunk.path], chunk.start, chunk.start + chunk.nbytes), chunk.nbytes, where)
-        if (found.element[0], tuple(found.shape)) != (tensor.dtype, chunk.sizes):
-            raise CheckpointError(
-                f"{where} is {found.element[0]} of shape {found.shape}, "
-                f"the metadata says {tensor.dtype} of shape {list(chunk.sizes)}",
-                HINT,
-            )
-        storage, (dtype, itemsize) = found.storage, found.element
-        numbers = (tuple(found.shape), tuple(found.strides), found.offset, chunk.start + storage.start, storage.nbytes)
-        stored = Stored(chunk.path, dtype, itemsize, *numbers)
-        chunks.append(Chunk(chunk.offsets, chunk.sizes, chunk.path, chunk.start, chunk.nbytes, stored))
-    return Chunked(tensor.dtype, tensor.shape, tuple(chunks))
-
-
-def _archived(part: Part, nbytes: int, where: str) -> Tensor:
-    """The tensor of an archive, its places counted from the archive's beginning."""
-    found = _read(lambda: archived(part, nbytes, SlowReader, _allow), where)
+def _located(name: str, chunk: Chunk, opened: dict[Path, BinaryIO]) -> Chunk:
+    said = chunk.stored
+    assert said.path is not None
+    if said.path not in opened:
+        opened[said.path] = said.path.open("rb")
+    where = f"{said.path}: {name!r:.80}, at byte {said.start:,},"
+    part = Part(opened[said.path], said.start, said.start + said.nbytes)
+    found = _read(partial(archived, part, said.nbytes, SlowReader, _allow), where)
     if not isinstance(found, Tensor):
         raise CheckpointError(f"{where} holds more, or something else, than a plain tensor", HINT)
-    return found
+    if (found.element, tuple(found.shape)) != (said.dtype, said.shape):
+        raise CheckpointError(
+            f"{where} is {found.element} of shape {found.shape}, "
+            f"the metadata says {said.dtype} of shape {list(said.shape)}",
+            HINT,
+        )
+    at = (said.start + found.storage.start, found.storage.nbytes, tuple(found.strides), found.offset)
+    return Chunk(chunk.offsets, Stored(said.path, said.dtype, said.shape, *at))
 
 
 def _allow(nbytes: int) -> None:
@@ -340,78 +279,63 @@ def _allow(nbytes: int) -> None:
         raise RefusedError("is not what torch.save writes for one tensor")
 
 
-# --- safetensors files of torch's Hugging Face writer ----------------------------------------------------------------
-
-
 def hugging_face(files: Sequence[Path]) -> dict[str, Chunked]:
     """The tensors of sharded safetensors files. Raises CheckpointError."""
     boxes: dict[str, list[Chunk]] = {}
-    dtypes: dict[str, str] = {}
     for path in files:
         header = read_header(path)
         text = header.metadata.get(SHARDING)
         told = {} if text is None else parse_json_object(text.encode(), f"{path}: {SHARDING}")
         for name, info in header.tensors.items():
-            entry = told.get(name)
+            entry, others = told.get(name), boxes.setdefault(name, [])
             offsets = entry.get("saved_offsets") if isinstance(entry, dict) else None
             try:
                 offset = _numbers(tuple(offsets) if isinstance(offsets, list) else (0,) * len(info.shape))
-                if len(offset) != len(info.shape) or dtypes.setdefault(name, info.dtype) != info.dtype:
+                if len(offset) != len(info.shape) or (others and others[0].stored.dtype != info.dtype):
                     raise RefusedError("another dtype, or other dimensions, than in another file")
             except RefusedError as error:
                 raise CheckpointError(f"{path}: {name!r:.80}: {error}", HINT) from error
-            strides = tuple(math.prod(info.shape[i + 1 :]) for i in range(len(info.shape)))
-            itemsize = DTYPES[info.dtype].itemsize
-            stored = Stored(path, info.dtype, itemsize, info.shape, strides, 0, info.start, info.nbytes)
-            boxes.setdefault(name, []).append(Chunk(offset, info.shape, path, info.start, info.nbytes, stored))
+            others.append(Chunk(offset, Stored(path, info.dtype, info.shape, info.start, info.nbytes)))
     found: dict[str, Chunked] = {}
     for name, chunks in boxes.items():
-        shape = tuple(
-            max(chunk.offsets[i] + chunk.sizes[i] for chunk in chunks) for i in range(len(chunks[0].sizes))
-        )  # the headers know no more than that
+        ends = [[o + s for o, s in zip(offsets, stored.shape, strict=True)] for offsets, stored in chunks]
+        shape = tuple(map(max, *ends)) if len(ends) > 1 else tuple(ends[0])  # the headers know no more than that
         try:
-            found[name] = Chunked(dtypes[name], shape, _filling(name, shape, chunks))
+            found[name] = Chunked(chunks[0].stored.dtype, shape, _filling(name, shape, chunks))
         except RefusedError as error:
-            raise CheckpointError(
-                f"{files[0].parent}: {error}", "Fetch or save it again, with all its files."
-            ) from error
+            hint = "Fetch or save it again, with all its files."
+            raise CheckpointError(f"{files[0].parent}: {error}", hint) from error
     return found
 
 
-# --- the tensors -----------------------------------------------------------------------------------------------------
-
-
-class ChunkedWeights:
+class ChunkedWeights(Weights):
     """Tensors by name, each in one chunk, which is read where it lies, or in several, which are put together."""
 
     def __init__(self, tensors: Mapping[str, Chunked]) -> None:
         """Raises CheckpointError for a chunk that claims more than its file has."""
-        self._tensors = dict(tensors)
-        self._stored = StoredWeights(
-            {
-                f"{i}#{name}": chunk.stored
-                for name, t in tensors.items()
-                for i, chunk in enumerate(t.chunks)
-                if chunk.stored
-            }
-        )
+        super().__init__({f"{i}#{name}": x.stored for name, t in tensors.items() for i, x in enumerate(t.chunks)})
+        self.check()
+        self._chunked = tensors
         self.info = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
     def read(self, name: str) -> np.ndarray:
         """The tensor in its carrier dtype: a read-only view of the file where it lies in one piece."""
-        tensor = self._tensors[name]
-        if len(tensor.chunks) == 1:
-            return self._stored.read(f"0#{name}")
+        tensor = self._chunked.get(name)
+        if tensor is None or len(tensor.chunks) == 1:
+            return super().read(name if tensor is None else f"0#{name}")
         whole = np.empty(tensor.shape, DTYPES[tensor.dtype].carrier)
-        for i, chunk in enumerate(tensor.chunks):
-            box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
-            whole[box] = self._stored.read(f"{i}#{name}")
+        for i, (offsets, stored) in enumerate(tensor.chunks):
+            box = tuple(slice(o, o + s) for o, s in zip(offsets, stored.shape, strict=True))
+            whole[box] = super().read(f"{i}#{name}")
         return whole
+
+    def place(self, name: str) -> tuple[Path, int]:
+        tensor = self._chunked.get(name)
+        if tensor is not None and not tensor.chunks:
+            return Path(), 0
+        return super().place(name if tensor is None else f"0#{name}")
 
     def span(self, name: str) -> tuple[Path, int] | None:
         """Where the tensor begins in its file; None for one that is put together."""
-        return self._stored.span(f"0#{name}") if len(self._tensors[name].chunks) == 1 else None
-
-    def release(self) -> None:
-        """Give pages that were read back to the system."""
-        self._stored.release()
+        tensor = self._chunked.get(name)
+        return super().span(f"0#{name}") if tensor is not None and len(tensor.chunks) == 1 else None

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import struct
 from collections import Counter
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +26,6 @@ if TYPE_CHECKING:
     from ..tree import Origin
     from ..write import Plan
     from . import Opened, Request
-
-__all__ = ["begins", "describe", "describe_header", "finds", "plan", "read"]
 
 PLAIN = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
 """Types that safetensors has under the same name."""
@@ -74,7 +75,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
     """Open the file, reading its header alone. Raises InvalidInput; UsageError: the gguf package is needed."""
     from . import Opened
     from .gguf_tokenizer import Texts, without_tokenizer
-    from .gguf_weights import READABLE, GgufWeights
+    from .gguf_weights import READABLE, gguf_weights
 
     found = _Model(path, open_header(path))
     tensors = found.header.tensors
@@ -82,7 +83,6 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
         bound = found.kind.bind(found.spec)
     except CannotExpress as error:  # biases on some projections and not on others
         raise CheckpointError(f"{path}: its tensors make no model: {error.message}") from error
-    leaves = sorted(bound, key=lambda leaf: _start(found.header, leaf.checkpoint))
     kept = {name: tensor for name, tensor in tensors.items() if name not in found.dropped}
     quantised = Counter(tensor.type.name for tensor in kept.values() if tensor.type.name not in PLAIN)
     unread = sorted(set(quantised) - READABLE)
@@ -99,7 +99,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
         notes.append(f"{sum(quantised.values())} of {len(kept)} tensors are quantised ({told}): dequantised to F32")
     notes += without_tokenizer(found.header)
     texts = Texts(found.header, found.spec.vocab_size, found.spec.context_length, special_ids(found.header))
-    return Opened(found.spec, found.origin, leaves, GgufWeights(path, found.header, kept), (path,), texts, notes)
+    return Opened(found.spec, found.origin, bound, gguf_weights(path, kept.values()), (path,), texts, notes)
 
 
 def plan(request: Request) -> Plan:
@@ -113,30 +113,25 @@ class _Model:
     """What a header says: the tree, a config.json, and the tensors that hold no weights."""
 
     def __init__(self, path: Path | str, header: Header) -> None:
+        from ..tree import Origin
+
         self.header = header
         self.kind = _kind(path, header)
         self.notes: list[str] = []
         shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
-        layers = len(header.tensors)
-        self.dropped = {name for name in header.tensors if self.kind.is_dropped(name, layers)}
+        dropped = self.kind.dropped
+        self.dropped = {name for name in header.tensors if re.sub(r"^blk\.\d+\.", "blk.{layer}.", name) in dropped}
         if _repeats(header, "output.weight", "token_embd.weight"):
             self.notes.append("output.weight repeats token_embd.weight: the head is tied to it, kept once")
             self.dropped.add("output.weight")
             del shapes["output.weight"]
-        facts = Facts(self.kind.name, header.metadata, shapes, lambda name: _floats(header, name))
         try:
-            self.spec, config = spec_of(facts)
+            self.spec, config = spec_of(Facts(self.kind.name, header.metadata, shapes, partial(_floats, header)))
         except InvalidInput as error:
             raise type(error)(f"{path}: {error.message}", error.hint) from error
-        ids = special_ids(header)
-        config |= {f"{name}_token_id": found[0] if len(found) == 1 else found for name, found in ids.items()}
-        self._config_text = json.dumps(config, indent=2) + "\n"
-
-    @property
-    def origin(self) -> Origin:
-        from ..tree import Origin
-
-        return Origin(family=self.kind.family, config_text=self._config_text)
+        for name, ids in special_ids(header).items():
+            config[f"{name}_token_id"] = ids[0] if len(ids) == 1 else ids
+        self.origin = Origin(family=self.kind.name, config_text=json.dumps(config, indent=2) + "\n")
 
 
 def _kind(path: Path | str, header: Header) -> GgufArchitecture:
@@ -152,8 +147,7 @@ def _kind(path: Path | str, header: Header) -> GgufArchitecture:
     parts = header.metadata.get("split.count", 1)
     if parts not in (0, 1):
         raise InvalidInput(
-            f"{path} is one of {parts!r:.20} parts of a model",
-            "Join them with llama.cpp's llama-gguf-split --merge.",
+            f"{path} is one of {parts!r:.20} parts of a model", "Join them with llama.cpp's llama-gguf-split --merge."
         )
     try:
         return gguf_architecture(header.metadata.get("general.architecture"))
@@ -165,15 +159,10 @@ def special_ids(header: Header) -> dict[str, list[int]]:
     """The ids of special tokens by transformers' names, each once; eos may be several."""
     found: dict[str, list[int]] = {}
     for name, keys in ALIKE.items():
-        values = [header.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys]
-        ids = [value for value in values if type(value) is int and 0 <= value < 2**31]
-        if ids:
-            found[name] = list(dict.fromkeys(ids))
+        values = (header.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys)
+        if ids := dict.fromkeys(value for value in values if type(value) is int and 0 <= value < 2**31):
+            found[name] = list(ids)
     return found
-
-
-def _start(header: Header, name: str) -> int:
-    return header.tensors[name].start if name in header.tensors else 0
 
 
 def _floats(header: Header, name: str) -> tuple[float, ...]:
@@ -191,10 +180,10 @@ def _repeats(header: Header, name: str, other: str) -> bool:
     a, b = header.tensors.get(name), header.tensors.get(other)
     if a is None or b is None or (a.type, a.shape) != (b.type, b.shape):
         return False
-    nbytes = a.end - a.start
-    # Of a file elsewhere a few places are enough: no two matrices that were trained apart agree in all of them.
-    some = range(0, nbytes, COMPARED) if header.elsewhere is None else (0, nbytes // 2, max(nbytes - SAMPLED, 0))
-    length = COMPARED if header.elsewhere is None else SAMPLED
+    nbytes, length = a.end - a.start, COMPARED
+    some: Sequence[int] = range(0, nbytes, length)
+    if header.elsewhere is not None:  # a few places are enough: no two matrices trained apart agree in all of them
+        some, length = (0, nbytes // 2, max(nbytes - SAMPLED, 0)), SAMPLED
     return all(
         header.read(a.start + at, min(a.start + at + length, a.end))
         == header.read(b.start + at, min(b.start + at + length, b.end))

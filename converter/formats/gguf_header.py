@@ -14,20 +14,16 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import stat
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...architectures.ggml import TYPES, Quant
 from ...errors import CheckpointError
-from ..names import POINTER, pointer
+from ..names import POINTER, plain_file, pointer
 
-__all__ = ["Array", "GgufTensor", "Header", "Incomplete", "open_header", "parse_header"]
-
-MAGIC = b"GGUF"
 ALIGNMENT = 32
 MAX_ALIGNMENT = 2**20
 MAX_KEYS = 2**16
@@ -40,23 +36,9 @@ SMALL = 2**16
 
 Buffer = bytes | mmap.mmap
 
-_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
-_START = struct.Struct("<4sIQQ")
-_SCALARS = {
-    0: struct.Struct("<B"),
-    1: struct.Struct("<b"),
-    2: struct.Struct("<H"),
-    3: struct.Struct("<h"),
-    4: _U32,
-    5: struct.Struct("<i"),
-    6: struct.Struct("<f"),
-    7: struct.Struct("<B"),
-    10: _U64,
-    11: struct.Struct("<q"),
-    12: struct.Struct("<d"),
-}
+_START, _U64 = struct.Struct("<4sIQQ"), struct.Struct("<Q")
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
-_FIXED = {code: scalar.size for code, scalar in _SCALARS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +89,8 @@ class Header:
         return self.buffer[start:end] if self.elsewhere is None else self.elsewhere(start, end)
 
     def values(self, key: str, most: int) -> list[Any] | None:
-        """The array at `key`, None where there is none.
-
-        Raises CheckpointError: it is no array, has more than `most` values (which are then not read), or is not UTF-8.
+        """The array at `key`, None where there is none. Raises CheckpointError: it is no array, has more than `most`
+        values (which are then not read), or is not UTF-8.
         """
         value = self.metadata.get(key)
         if value is None:
@@ -122,9 +103,8 @@ class Header:
         if isinstance(value, list):
             return value
         if value.kind != _STRING:
-            return list(_numbers(self.where, self.buffer, value.kind, value.count, value.start))
-        found, at = [], value.start
-        unpack, buffer = _U64.unpack_from, self.buffer
+            return _numbers(self.where, self.buffer, value.kind, value.count, value.start)
+        found, at, unpack, buffer = [], value.start, _U64.unpack_from, self.buffer
         try:
             for _ in range(value.count):
                 length = unpack(buffer, at)[0]
@@ -139,39 +119,26 @@ class Header:
 
 def open_header(path: Path) -> Header:
     """Read and check the header of a GGUF file, which stays memory-mapped. Raises CheckpointError, whatever it is."""
-    try:
-        # stat first: opening a pipe would wait for its other end.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise CheckpointError(f"{path} is not a file")
-        with path.open("rb") as file:
-            if not os.fstat(file.fileno()).st_size:
-                raise CheckpointError(f"{path} is empty")
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:  # ValueError: a path with a NUL in it
-        raise CheckpointError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    with plain_file(path) as file:
+        if not os.fstat(file.fileno()).st_size:
+            raise CheckpointError(f"{path} is empty")
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     return parse_header(path, mapped)
 
 
 def parse_header(
-    where: Path | str,
-    buffer: Buffer,
-    size: int | None = None,
-    elsewhere: Callable[[int, int], bytes] | None = None,
+    where: Path | str, buffer: Buffer, size: int | None = None, elsewhere: Callable[[int, int], bytes] | None = None
 ) -> Header:
     """Check the header at the beginning of a file's bytes against all of them.
 
-    Of a file that is `elsewhere`, `buffer` is the beginning alone and `size` the bytes of the whole.
-
-    Raises:
-        CheckpointError: it is no header, or does not fit the file.
-        Incomplete: more of the file is needed.
-
+    Of a file that is `elsewhere`, `buffer` is the beginning alone and `size` the bytes of the whole. Raises
+    CheckpointError: it is no header, or does not fit the file. Incomplete: more of the file is needed.
     """
     where = str(where)
     size = len(buffer) if size is None else size
     if buffer[: len(POINTER)] == POINTER:
         raise pointer(where)
-    if size < _START.size or buffer[:4] != MAGIC:
+    if size < _START.size or buffer[:4] != b"GGUF":
         raise CheckpointError(f"{where} is not a GGUF file: it does not begin with 'GGUF' and a header")
     _, version, tensors, keys = _START.unpack_from(buffer, 0)
     if version not in (2, 3):
@@ -194,7 +161,7 @@ class _Cursor:
 
     def __init__(self, where: str, buffer: Buffer, size: int, at: int) -> None:
         self.where, self.buffer, self.size, self.at = where, buffer, size, at
-        self.strings, self.text, self.numbers = MAX_STRINGS, MAX_TEXT, SMALL
+        self.strings, self.text, self.small = MAX_STRINGS, MAX_TEXT, SMALL
 
     def take(self, length: int, what: str) -> int:
         """The place, which then is behind the next `length` bytes. Raises CheckpointError: the file ends before."""
@@ -209,16 +176,12 @@ class _Cursor:
         self.at = at + length
         return at
 
-    def u32(self, what: str) -> int:
-        value: int = _U32.unpack_from(self.buffer, self.take(4, what))[0]
-        return value
-
-    def u64(self, what: str) -> int:
-        value: int = _U64.unpack_from(self.buffer, self.take(8, what))[0]
-        return value
+    def numbers(self, format_: str, what: str) -> tuple[Any, ...]:
+        """The next numbers, in the format's letters."""
+        return struct.unpack_from(f"<{format_}", self.buffer, self.take(struct.calcsize(f"<{format_}"), what))
 
     def string(self, what: str, most: int | None = None) -> str:
-        length = self.u64(what)
+        (length,) = self.numbers("Q", what)
         if most is not None and length > most:
             raise CheckpointError(f"{self.where}: {what} at byte {self.at} has {length} bytes")
         at = self.take(length, what)
@@ -257,58 +220,53 @@ def _metadata(cursor: _Cursor, keys: int) -> dict[str, Any]:
         key = cursor.string("a metadata key", MAX_NAME)
         if key in found:
             raise CheckpointError(f"{cursor.where}: the metadata key {key!r:.60} is there twice")
-        found[key] = _value(cursor, cursor.u32("a type"), f"the value of {key!r:.60}")
+        (kind,) = cursor.numbers("I", "a type")
+        what = f"the value of {key!r:.60}"
+        if kind == _STRING:
+            found[key] = cursor.string(what)
+        elif kind == _ARRAY:
+            found[key] = _array(cursor, what)
+        elif kind in _SCALARS:
+            at = cursor.take(struct.calcsize(f"<{_SCALARS[kind]}"), what)
+            (found[key],) = _numbers(cursor.where, cursor.buffer, kind, 1, at)
+        else:
+            raise CheckpointError(f"{cursor.where}: {what} has the unknown type {kind}")
     return found
 
 
-def _value(cursor: _Cursor, kind: int, what: str) -> Any:
-    if kind == _STRING:
-        return cursor.string(what)
-    if kind == _ARRAY:
-        return _array(cursor, what)
-    if kind not in _SCALARS:
-        raise CheckpointError(f"{cursor.where}: {what} has the unknown type {kind}")
-    at = cursor.take(_FIXED[kind], what)
-    return next(_numbers(cursor.where, cursor.buffer, kind, 1, at))
-
-
 def _array(cursor: _Cursor, what: str) -> list[Any] | Array:
-    kind, count = cursor.u32(what), cursor.u64(what)
+    kind, count = cursor.numbers("IQ", what)
+    start = cursor.at
     if kind == _STRING:
-        start = cursor.at
         cursor.skip_strings(count, what)
         return Array(kind, count, start)
     if kind not in _SCALARS:  # arrays of arrays are none that llama.cpp reads
         raise CheckpointError(f"{cursor.where}: {what} is an array of the unknown type {kind}")
-    start = cursor.take(count * _FIXED[kind], what)
-    cursor.numbers -= count
-    if cursor.numbers < 0:
-        return Array(kind, count, start)
-    return list(_numbers(cursor.where, cursor.buffer, kind, count, start))
+    cursor.take(count * struct.calcsize(f"<{_SCALARS[kind]}"), what)
+    cursor.small -= count
+    return Array(kind, count, start) if cursor.small < 0 else _numbers(cursor.where, cursor.buffer, kind, count, start)
 
 
-def _numbers(where: str, buffer: Buffer, kind: int, count: int, start: int) -> Iterator[Any]:
-    scalar = _SCALARS[kind]
-    values = struct.unpack_from(f"<{count}{scalar.format[-1]}", buffer, start)
+def _numbers(where: str, buffer: Buffer, kind: int, count: int, start: int) -> list[Any]:
+    values = struct.unpack_from(f"<{count}{_SCALARS[kind]}", buffer, start)
     if kind != _BOOL:
-        yield from values
-        return
+        return list(values)
     for value in values:
         if value > 1:
             raise CheckpointError(f"{where}: a boolean at byte {start} is {value}")
-        yield value == 1
+    return [value == 1 for value in values]
 
 
 def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
     """One tensor's entry, its place still counted from the beginning of the data."""
     name = cursor.string("a tensor's name", MAX_NAME)
     where = f"{cursor.where}: tensor {name!r:.60}"
-    dims = cursor.u32("a tensor's sizes")
+    (dims,) = cursor.numbers("I", "a tensor's sizes")
     if not 1 <= dims <= 4:
         raise CheckpointError(f"{where} has {dims} dimensions, expected 1 to 4")
-    sizes = struct.unpack_from(f"<{dims}Q", cursor.buffer, cursor.take(8 * dims, "a tensor's sizes"))
-    code = cursor.u32("a tensor's type")
-    offset = cursor.u64("a tensor's offset")
+    sizes = cursor.numbers(f"{dims}Q", "a tensor's sizes")
+    (code,) = cursor.numbers("I", "a tensor's type")
+    (offset,) = cursor.numbers("Q", "a tensor's offset")
     if code not in TYPES:
         raise CheckpointError(f"{where} has the unknown type {code}")
     kind = TYPES[code]

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import base64
 import json
+import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -33,11 +34,9 @@ from .gguf_tokenizer import (
     UNUSED,
     USER_DEFINED,
     WORDS_FIRST,
+    Step,
     check_lengths,
 )
-from .sentencepiece import BPE, UNIGRAM, parse_sentencepiece
-
-__all__ = ["BYTE", "CONTROL", "NORMAL", "PREFIX", "SPACE", "UNKNOWN", "Value", "Vocabulary", "vocabulary"]
 
 Value = str | bool | int | float | bytes | list[str] | list[int] | list[float]
 """A metadata value: int is stored as uint32, float as float32, a list of int as int32, bytes as uint8."""
@@ -48,44 +47,74 @@ ADDED_SCORE = -1000.0
 
 @dataclass
 class Vocabulary:
-    """The metadata of a tokenizer, in the order in which llama.cpp's converter writes it, and what it cannot say."""
+    """A tokenizer for `rows` tokens by id, and what GGUF says of it.
+
+    metadata: in the order in which llama.cpp's converter writes it. notes: what that cannot say.
+    """
 
     metadata: dict[str, Value] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    rows: int = 0
+    texts: dict[int, str] = field(default_factory=dict)
+    types: dict[int, int] = field(default_factory=dict)
+    scores: dict[int, float] = field(default_factory=dict)
 
+    def say(self, **values: Value) -> None:
+        """Note metadata by their keys without the prefix."""
+        self.metadata |= {PREFIX + key: value for key, value in values.items()}
 
-@dataclass
-class _Tokens:
-    """A vocabulary by id, `rows` long once padded."""
+    def add_tokens(self, added: Iterable[Mapping[str, Any]], space: str = SPACE) -> None:
+        """The tokens added to a vocabulary, at their ids; llama.cpp looks for them in the text as it stands."""
+        for each in added:
+            index, text = int(each["id"]), str(each["content"])
+            # Some checkpoints forget to say that a token is special, and llama.cpp's converter takes these for such.
+            forgotten = (text.startswith("<|") and text.endswith("|>")) or text in ("<pad>", "<mask>")
+            special = each.get("special") or forgotten
+            self.types[index] = CONTROL if special else USER_DEFINED
+            self.texts[index] = text if special or not space else text.replace(space, " ")
+            self.scores[index] = ADDED_SCORE
 
-    texts: dict[int, str]
-    types: dict[int, int]
-    scores: dict[int, float]
+    def list_tokens(self, scored: bool = True) -> None:
+        """One token a row of the embedding: spare rows get names, tokens beyond the last one none."""
+        beyond = sum(index >= self.rows for index in self.texts)
+        if beyond:
+            self.notes.append(f"{beyond} tokens beyond the {self.rows:,} rows of the embedding are left out")
+        texts = [self.texts.get(index, f"[PAD{index}]") for index in range(self.rows)]
+        if len(set(texts)) != self.rows:
+            twice = Counter(texts).most_common(1)[0][0]
+            raise CannotExpress(
+                f"two tokens are both written {twice!r:.40}, and llama.cpp tells tokens apart by their text"
+            )
+        self.say(tokens=texts)
+        if scored:
+            self.say(scores=[self.scores.get(index, ADDED_SCORE) for index in range(self.rows)])
+        self.say(
+            token_type=[
+                UNUSED if index not in self.texts else self.types.get(index, NORMAL) for index in range(self.rows)
+            ]
+        )
 
 
 def vocabulary(files: Mapping[str, bytes], rows: int, config: Mapping[str, Any] | None = None) -> Vocabulary:
     """The metadata for the tokenizer that these files (by name) are, `rows` being the embedding's.
 
     `config` is a config.json, asked last for the ids of special tokens. Without a tokenizer that llama.cpp has, the
-    result says "none", and a note tells so.
-
-    Raises:
-        InvalidInput: a file is broken.
-        CannotExpress: two tokens are written the same, which llama.cpp refuses.
-
+    result says "none", and a note tells so. Raises InvalidInput: a file is broken. CannotExpress: two tokens are
+    written the same, which llama.cpp refuses.
     """
-    settings = _settings(files)
+    settings: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if name in files:
+            settings |= parse_config_text(files[name], name)
     if "tokenizer.json" in files:
-        found = _from_json(_parse(files["tokenizer.json"], "tokenizer.json"), rows)
+        found = _from_json(files["tokenizer.json"], rows)
     elif model := next((name for name in ("tokenizer.model", "spiece.model") if name in files), None):
         found = _from_sentencepiece(files[model], model, rows, settings)
     else:
         return _none("there is no tokenizer beside the weights: text cannot be tokenized by the file alone")
-    if found.metadata[PREFIX + "model"] == "none":
-        return found
-    _special_ids(found, settings, config or {}, rows)
-    if template := _chat_template(files, settings):
-        found.metadata |= template
+    if found.metadata[PREFIX + "model"] != "none":
+        _special_ids(found, settings, config or {})
+        found.metadata |= _chat_template(files, settings)
     return found
 
 
@@ -94,40 +123,46 @@ def _none(note: str) -> Vocabulary:
     return Vocabulary({PREFIX + "model": "none"}, [note])
 
 
-def _parse(data: bytes, name: str) -> dict[str, Any]:
-    """The object in a JSON file; a tokenizer.json may be larger than any config.json."""
-    try:
-        parsed = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{name} is not valid JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise InvalidInput(f"{name} holds a JSON {type(parsed).__name__}, not an object")
-    return parsed
-
-
 # --- tokenizer.json --------------------------------------------------------------------------------------------------
 
 
-def _from_json(data: dict[str, Any], rows: int) -> Vocabulary:
+def _from_json(text: bytes, rows: int) -> Vocabulary:
+    try:
+        data = json.loads(text)  # may be larger than any config.json
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"tokenizer.json is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise InvalidInput(f"tokenizer.json holds a JSON {type(data).__name__}, not an object")
     model = data.get("model")
     if not isinstance(model, dict):
         raise InvalidInput("tokenizer.json has no model")
     kind = model.get("type") or ("BPE" if "merges" in model else None)
     steps = list(_flat(data.get("pre_tokenizer"), "pretokenizers"))
     normalizers = list(_flat(data.get("normalizer"), "normalizers"))
+    found, added = Vocabulary(rows=rows), data.get("added_tokens") or ()
     try:
         if kind == "BPE" and any(step.get("type") == "ByteLevel" for step in steps):
-            found = _byte_level(data, model, steps, rows)
+            _byte_level(found, model, added, steps, normalizers)
         elif kind == "BPE" and model.get("byte_fallback"):
-            found = _sentencepiece_bpe(data, model, steps, normalizers, rows)
+            _sentencepiece_bpe(found, model, added)
+            _space_prefix(found, steps, normalizers)
         elif kind == "Unigram":
-            found = _unigram(data, model, steps, normalizers, rows)
+            _unigram(found, model, added)
+            _space_prefix(found, steps, normalizers)
+            merged = any(x["type"] == "Replace" and x.get("pattern") == {"Regex": " {2,}"} for x in normalizers)
+            found.say(remove_extra_whitespaces=merged)
+            charsmap = next((x["precompiled_charsmap"] for x in normalizers if x["type"] == "Precompiled"), None)
+            if charsmap:
+                found.say(precompiled_charsmap=base64.b64decode(charsmap))
         else:
             return _none(f"llama.cpp has no tokenizer like this {kind} model: the file is written without one")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise InvalidInput(f"tokenizer.json is not a tokenizer: {type(error).__name__}: {error!s:.80}") from error
-    _post_processing(found, data, rows)
-    _added_notes(found, data)
+    _post_processing(found, data)
+    for setting in ("lstrip", "rstrip", "single_word"):
+        names = [each["content"] for each in added if each.get(setting)]
+        if names:
+            found.notes.append(f"{setting} of {', '.join(names[:4])}{', …' * (len(names) > 4)} has no place in a GGUF")
     return found
 
 
@@ -141,13 +176,14 @@ def _flat(step: Any, inner: str) -> Iterator[dict[str, Any]]:
             yield step
 
 
-def _byte_level(data: dict[str, Any], model: dict[str, Any], steps: list[dict[str, Any]], rows: int) -> Vocabulary:
+def _byte_level(
+    found: Vocabulary, model: Step, added: Sequence[Step], steps: list[Step], normalizers: list[Step]
+) -> None:
     """GPT-2's BPE over bytes written as printable characters."""
-    tokens = _Tokens({index: text for text, index in model["vocab"].items()}, {}, {})
-    _add_tokens(tokens, data, "")
-    found = Vocabulary()
+    found.texts = {index: text for text, index in model["vocab"].items()}
+    found.add_tokens(added, "")
     name = pre_tokenizer(steps, bool(model.get("ignore_merges")))
-    found.metadata = {PREFIX + "model": "gpt2", PREFIX + "pre": name or "default"}
+    found.say(model="gpt2", pre=name or "default")
     if name is None:
         found.notes.append(
             "llama.cpp has no name for the way in which tokenizer.json splits text: the file says 'default', and "
@@ -155,148 +191,73 @@ def _byte_level(data: dict[str, Any], model: dict[str, Any], steps: list[dict[st
         )
     if any(step.get("add_prefix_space") for step in steps if step["type"] == "ByteLevel"):
         found.notes.append("tokenizer.json puts a space before a text, llama.cpp's byte-level BPE does not")
-    if data.get("normalizer") is not None:
-        kinds = ", ".join(step["type"] for step in _flat(data["normalizer"], "normalizers"))
+    if normalizers:
+        kinds = ", ".join(step["type"] for step in normalizers)
         found.notes.append(f"llama.cpp does not normalize text ({kinds}): what is not normalized tokenizes otherwise")
-    _list_tokens(found, tokens, rows, scored=False)
+    found.list_tokens(scored=False)
     # Spaces within a merge (from files that were never byte-level) are written as GPT-2 writes them.
-    found.metadata[PREFIX + "merges"] = [" ".join(part.replace(" ", "Ġ") for part in m) for m in _merges(model)]
-    return found
+    found.say(merges=[" ".join(part.replace(" ", "Ġ") for part in merge) for merge in _merges(model)])
 
 
-def _merges(model: dict[str, Any]) -> list[tuple[str, str]]:
+def _merges(model: Step) -> list[tuple[str, str]]:
     """The pairs in their order, from either form: "a b" or ["a", "b"]."""
-    pairs = []
-    for merge in model["merges"]:
-        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
-        pairs.append((str(left), str(right)))
-    return pairs
+    pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
+    return [(str(left), str(right)) for left, right in pairs]
 
 
-def _sentencepiece_bpe(
-    data: dict[str, Any],
-    model: dict[str, Any],
-    steps: list[dict[str, Any]],
-    normalizers: list[dict[str, Any]],
-    rows: int,
-) -> Vocabulary:
+def _sentencepiece_bpe(found: Vocabulary, model: Step, added: Sequence[Step]) -> None:
     """SentencePiece's BPE, by merges. llama.cpp merges by the score of the result, so that ranks become scores."""
     vocab, merges = model["vocab"], _merges(model)
     check_lengths(vocab, "tokenizer.json")
-    tokens = _Tokens({index: text for text, index in vocab.items()}, {}, dict.fromkeys(vocab.values(), 0.0))
-    ranked: set[str] = set()
-    for rank, (left, right) in enumerate(merges):
-        text = left + right
-        if text in vocab and text not in ranked:
-            ranked.add(text)
-            tokens.scores[vocab[text]] = -float(rank)
+    found.texts = {index: text for text, index in vocab.items()}
+    found.scores = dict.fromkeys(vocab.values(), 0.0)
+    for rank, text in reversed([*enumerate(left + right for left, right in merges)]):
+        if text in vocab:
+            found.scores[vocab[text]] = -float(rank)
     for text, index in vocab.items():
         if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
-            tokens.types[index] = BYTE
-    _add_tokens(tokens, data, SPACE)
+            found.types[index] = BYTE
+    found.add_tokens(added)
     if model.get("unk_token") in vocab:
-        tokens.types[vocab[model["unk_token"]]] = UNKNOWN
-    found = Vocabulary({PREFIX + "model": "llama", PREFIX + "pre": "default"})
-    normal = {text for text, index in vocab.items() if tokens.types.get(index, NORMAL) == NORMAL}
-    other = len(_unmerged(normal, set(merges)))
+        found.types[vocab[model["unk_token"]]] = UNKNOWN
+    found.say(model="llama", pre="default")
+    normal, known = {text for text, index in vocab.items() if found.types.get(index, NORMAL) == NORMAL}, set(merges)
+    other = sum(
+        any(
+            text[:at] in normal and text[at:] in normal and (text[:at], text[at:]) not in known
+            for at in range(1, len(text))
+        )
+        for text in normal
+    )
     if other:
         found.notes.append(
             f"llama.cpp merges into {other:,} of the tokens from pairs that tokenizer.json does not merge: "
             "it may tokenize otherwise"
         )
-    _list_tokens(found, tokens, rows, scored=True)
-    _space_prefix(found, steps, normalizers)
-    return found
+    found.list_tokens()
 
 
-def _unmerged(vocab: set[str], merges: set[tuple[str, str]]) -> list[str]:
-    """The tokens that some two others make up without there being a merge for it."""
-    return [
-        text
-        for text in vocab
-        if any(
-            text[:at] in vocab and text[at:] in vocab and (text[:at], text[at:]) not in merges
-            for at in range(1, len(text))
-        )
-    ]
-
-
-def _unigram(
-    data: dict[str, Any],
-    model: dict[str, Any],
-    steps: list[dict[str, Any]],
-    normalizers: list[dict[str, Any]],
-    rows: int,
-) -> Vocabulary:
+def _unigram(found: Vocabulary, model: Step, added: Sequence[Step]) -> None:
     """SentencePiece's unigram model."""
-    pieces = model["vocab"]
-    tokens = _Tokens(
-        {index: piece for index, (piece, _) in enumerate(pieces)},
-        {},
-        {index: float(score) for index, (_, score) in enumerate(pieces)},
-    )
-    _add_tokens(tokens, data, SPACE)
+    found.texts = {index: piece for index, (piece, _) in enumerate(model["vocab"])}
+    found.scores = {index: float(score) for index, (_, score) in enumerate(model["vocab"])}
+    found.add_tokens(added)
     if model.get("unk_id") is not None:
-        tokens.types[model["unk_id"]] = UNKNOWN
-    found = Vocabulary({PREFIX + "model": "t5", PREFIX + "pre": "default"})
+        found.types[model["unk_id"]] = UNKNOWN
+    found.say(model="t5", pre="default")
     if model.get("byte_fallback"):
         found.notes.append("llama.cpp's unigram tokenizer has no byte fallback: unknown characters become <unk> there")
-    _list_tokens(found, tokens, rows, scored=True)
-    _space_prefix(found, steps, normalizers)
-    merged = any(step["type"] == "Replace" and step.get("pattern") == {"Regex": " {2,}"} for step in normalizers)
-    found.metadata[PREFIX + "remove_extra_whitespaces"] = merged
-    charsmap = next((step["precompiled_charsmap"] for step in normalizers if step["type"] == "Precompiled"), None)
-    if charsmap:
-        found.metadata[PREFIX + "precompiled_charsmap"] = base64.b64decode(charsmap)
-    return found
+    found.list_tokens()
 
 
-def _add_tokens(tokens: _Tokens, data: dict[str, Any], space: str) -> None:
-    """The tokens added to a vocabulary, at their ids; llama.cpp looks for them in the text as it stands."""
-    for added in data.get("added_tokens") or ():
-        index, text = int(added["id"]), str(added["content"])
-        if added.get("special") or _looks_special(text):
-            tokens.types[index] = CONTROL
-        else:
-            tokens.types[index] = USER_DEFINED
-            text = text.replace(space, " ") if space else text
-        tokens.texts[index] = text
-        tokens.scores[index] = ADDED_SCORE
-
-
-def _looks_special(text: str) -> bool:
-    """Whether llama.cpp's converter takes it for a control token, as some checkpoints forget to say."""
-    return (text.startswith("<|") and text.endswith("|>")) or text in ("<pad>", "<mask>")
-
-
-def _list_tokens(found: Vocabulary, tokens: _Tokens, rows: int, scored: bool) -> None:
-    """One token a row of the embedding: spare rows get names, tokens beyond the last one none."""
-    beyond = sum(index >= rows for index in tokens.texts)
-    if beyond:
-        found.notes.append(f"{beyond} tokens beyond the {rows:,} rows of the embedding are left out")
-    texts = [tokens.texts.get(index, f"[PAD{index}]") for index in range(rows)]
-    if len(set(texts)) != rows:
-        twice = Counter(texts).most_common(1)[0][0]
-        raise CannotExpress(
-            f"two tokens are both written {twice!r:.40}, and llama.cpp tells tokens apart by their text"
-        )
-    spare = {index: UNUSED for index in range(rows) if index not in tokens.texts}
-    found.metadata[PREFIX + "tokens"] = texts
-    if scored:
-        scores = [tokens.scores.get(index, ADDED_SCORE) for index in range(rows)]
-        found.metadata[PREFIX + "scores"] = scores
-    types = [spare.get(index) or tokens.types.get(index, NORMAL) for index in range(rows)]
-    found.metadata[PREFIX + "token_type"] = types
-
-
-def _space_prefix(found: Vocabulary, steps: list[dict[str, Any]], normalizers: list[dict[str, Any]]) -> None:
+def _space_prefix(found: Vocabulary, steps: list[Step], normalizers: list[Step]) -> None:
     """Whether a text gets a space in front: by a normalizer, or by the newer Metaspace."""
     metaspace = next((step for step in steps if step["type"] == "Metaspace"), None)
     if metaspace is None:
-        found.metadata[PREFIX + "add_space_prefix"] = any(step["type"] == "Prepend" for step in normalizers)
+        found.say(add_space_prefix=any(step["type"] == "Prepend" for step in normalizers))
         return
     scheme = metaspace.get("prepend_scheme", "always" if metaspace.get("add_prefix_space", True) else "never")
-    found.metadata[PREFIX + "add_space_prefix"] = scheme != "never"
+    found.say(add_space_prefix=scheme != "never")
     if scheme == "first":
         found.notes.append("llama.cpp puts a space behind special tokens too, tokenizer.json only before a whole text")
     if scheme != "never":
@@ -306,34 +267,23 @@ def _space_prefix(found: Vocabulary, steps: list[dict[str, Any]], normalizers: l
         )
 
 
-def _post_processing(found: Vocabulary, data: dict[str, Any], rows: int) -> None:
+def _post_processing(found: Vocabulary, data: Step) -> None:
     """Which special tokens are put around a text, asked of the tokenizer itself."""
     tokenizer = Tokenizer(Path("tokenizer.json"), json.dumps(data).encode())
     plain, whole = tokenizer.encode("a", special=False), tokenizer.encode("a")
     at = next((i for i in range(len(whole) + 1) if whole[i : i + len(plain)] == plain), 0)
-    before, after = whole[:at], whole[at + len(plain) :]
-    for name, ids in (("bos", before), ("eos", after)):
-        found.metadata[f"{PREFIX}add_{name}_token"] = bool(ids)
-        if ids and ids[0] < rows:
-            found.metadata[f"{PREFIX}{ID_KEYS[name]}_token_id"] = ids[0]
+    for name, where, ids in (("bos", "before", whole[:at]), ("eos", "behind", whole[at + len(plain) :])):
+        found.say(**{f"add_{name}_token": bool(ids)})
+        if ids and ids[0] < found.rows:
+            found.say(**{f"{ID_KEYS[name]}_token_id": ids[0]})
         if len(ids) > 1:
-            found.notes.append(
-                f"tokenizer.json puts {len(ids)} tokens {'before' if name == 'bos' else 'behind'} a text"
-            )
-
-
-def _added_notes(found: Vocabulary, data: dict[str, Any]) -> None:
-    """Settings of added tokens that a file cannot hold."""
-    for setting in ("lstrip", "rstrip", "single_word"):
-        names = [added["content"] for added in data.get("added_tokens") or () if added.get(setting)]
-        if names:
-            found.notes.append(f"{setting} of {', '.join(names[:4])}{', …' * (len(names) > 4)} has no place in a GGUF")
+            found.notes.append(f"tokenizer.json puts {len(ids)} tokens {where} a text")
 
 
 # --- the names of ways to split text ---------------------------------------------------------------------------------
 
 
-def pre_tokenizer(steps: list[dict[str, Any]], ignore_merges: bool) -> str | None:
+def pre_tokenizer(steps: list[Step], ignore_merges: bool) -> str | None:
     """llama.cpp's name for the steps of a byte-level pre-tokenizer, None where it has none."""
     asked = tuple(_words(steps))
     names = [name for name, known in PRE_TOKENIZERS.items() if tuple(_words(known)) == asked]
@@ -341,7 +291,7 @@ def pre_tokenizer(steps: list[dict[str, Any]], ignore_merges: bool) -> str | Non
     return next((name for name in names if (name in WORDS_FIRST) == ignore_merges or name == "tekken"), None)
 
 
-def _words(steps: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _words(steps: Sequence[Step]) -> Iterator[str]:
     """Each step as the pattern whose matches it sets apart."""
     for step in steps:
         kind = step["type"]
@@ -363,76 +313,115 @@ def _words(steps: Sequence[dict[str, Any]]) -> Iterator[str]:
 # --- tokenizer.model -------------------------------------------------------------------------------------------------
 
 
+SPECIAL = {"unk": (40, 0), "bos": (41, 1), "eos": (42, 2), "pad": (43, -1)}
+"""The fields of special tokens' ids, with their defaults; "none" is -1, which a varint makes huge."""
+
+
 def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str, Any]) -> Vocabulary:
-    """A SentencePiece model with no tokenizer.json beside it."""
-    model = parse_sentencepiece(data, name)
-    kind = {UNIGRAM: "t5", BPE: "llama"}.get(model.kind)
+    """A SentencePiece model with no tokenizer.json beside it, read without its library. Source: sentencepiece's
+    sentencepiece_model.proto, of which the numbers are the fields'.
+    """
+    found, trainer, normalizer = Vocabulary(rows=rows), dict[int, Any](), dict[int, Any]()
+    try:
+        for number, value in _fields(data):
+            if number == 1:
+                piece, index = dict(_fields(value)), len(found.texts)
+                found.types[index] = piece.get(3, NORMAL)
+                if found.types[index] not in range(1, 7):
+                    raise ValueError(f"a piece of type {found.types[index]!r:.20}")
+                found.texts[index] = piece[1].decode()
+                found.scores[index] = struct.unpack("<f", piece.get(2, bytes(4)))[0]
+            elif number == 2:
+                trainer = dict(_fields(value))
+            elif number == 3:
+                normalizer = dict(_fields(value))
+        kind = {1: "t5", 2: "llama"}.get(int(trainer.get(3, 1)))  # unigram, BPE
+        ids = {name: trainer.get(*field) for name, field in SPECIAL.items()}
+        ids = {name: index for name, index in ids.items() if 0 <= index < len(found.texts)}
+        charsmap = bytes(normalizer.get(2, b""))
+        prefixed, merged = bool(normalizer.get(3, True)), bool(normalizer.get(4, True))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, struct.error) as error:
+        raise InvalidInput(f"{name} is not a SentencePiece model: {error!s:.80}") from error
+    if not found.texts:
+        raise InvalidInput(f"{name} is not a SentencePiece model: it holds no pieces")
     if kind is None:
         return _none(f"llama.cpp has no tokenizer like {name}: the file is written without one")
-    tokens = _Tokens({}, {}, {})
-    for index, (text, score, type_) in enumerate(model.pieces):
-        tokens.texts[index], tokens.scores[index], tokens.types[index] = text, score, type_
     decoder = settings.get("added_tokens_decoder")
     if isinstance(decoder, dict):
-        added = [{"id": index, **token} for index, token in decoder.items() if isinstance(token, dict)]
         try:
-            _add_tokens(tokens, {"added_tokens": added}, SPACE)
+            found.add_tokens({"id": index, **token} for index, token in decoder.items() if isinstance(token, dict))
         except (KeyError, ValueError) as error:
             raise InvalidInput(f"tokenizer_config.json: added_tokens_decoder is broken: {error!s:.80}") from error
-    found = Vocabulary({PREFIX + "model": kind, PREFIX + "pre": "default"})
-    _list_tokens(found, tokens, rows, scored=True)
-    meta = found.metadata
-    meta[PREFIX + "add_space_prefix"] = model.add_dummy_prefix
+    found.say(model=kind, pre="default")
+    found.list_tokens()
+    found.say(add_space_prefix=prefixed)
     if kind == "t5":
-        meta[PREFIX + "remove_extra_whitespaces"] = model.remove_extra_whitespaces
-        if model.charsmap:
-            meta[PREFIX + "precompiled_charsmap"] = model.charsmap
-    for typ in ("bos", "eos"):
-        stated = settings.get(f"add_{typ}_token")
-        meta[f"{PREFIX}add_{typ}_token"] = stated if isinstance(stated, bool) else typ == "bos"
-    meta.update({f"{PREFIX}{ID_KEYS[typ]}_token_id": index for typ, index in model.ids.items() if index < rows})
+        found.say(remove_extra_whitespaces=merged)
+        if charsmap:
+            found.say(precompiled_charsmap=charsmap)
+    for end in ("bos", "eos"):
+        stated = settings.get(f"add_{end}_token")
+        found.say(**{f"add_{end}_token": stated if isinstance(stated, bool) else end == "bos"})
+    found.say(**{f"{ID_KEYS[name]}_token_id": index for name, index in ids.items() if index < rows})
     return found
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """The fields of a protobuf message: (number, value), a value being an int, or bytes of what has a length."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = 0
+        for shift in range(0, 70, 7):
+            byte = data[at]
+            at += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value
+        raise ValueError(f"a number without an end at byte {at:,}")
+
+    while at < len(data):
+        key = varint()
+        wire = key & 7
+        if wire == 0:
+            yield key >> 3, varint()
+            continue
+        size = {1: 8, 5: 4}.get(wire)
+        size = varint() if wire == 2 else size
+        if size is None or at + size > len(data):
+            raise ValueError(f"at byte {at:,}")
+        yield key >> 3, data[at : at + size]
+        at += size
 
 
 # --- special tokens and the chat template ----------------------------------------------------------------------------
 
 
-def _settings(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """tokenizer_config.json over special_tokens_map.json."""
-    merged: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if name in files:
-            merged |= parse_config_text(files[name], name)
-    return merged
-
-
-def _special_ids(found: Vocabulary, settings: Mapping[str, Any], config: Mapping[str, Any], rows: int) -> None:
+def _special_ids(found: Vocabulary, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """The ids of special tokens: as the tokenizer's settings name them, else as the model's config numbers them."""
-    tokens = found.metadata[PREFIX + "tokens"]
-    assert isinstance(tokens, list)
-    place = {text: index for index, text in enumerate(tokens)}
-    for typ, name in ID_KEYS.items():
-        key = f"{PREFIX}{name}_token_id"
-        token = settings.get(f"{typ}_token")
-        if isinstance(token, dict):
-            token = token.get("content")
-        stated = config.get(f"{typ}_token_id")
+    meta = found.metadata
+    place = {text: index for index, text in enumerate(cast("list[str]", meta[PREFIX + "tokens"]))}
+    for name, theirs in ID_KEYS.items():
+        key = f"{PREFIX}{theirs}_token_id"
+        token, stated = settings.get(f"{name}_token"), config.get(f"{name}_token_id")
+        token = token.get("content") if isinstance(token, dict) else token
         if isinstance(stated, list):
             stated = stated[0] if stated else None
-        if typ == "bos" and key in found.metadata and found.metadata.get(PREFIX + "add_bos_token"):
+        if name == "bos" and key in meta and meta.get(PREFIX + "add_bos_token"):
             continue  # the one that is put before a text
         if isinstance(token, str) and token in place:
-            found.metadata[key] = place[token]
-        elif key not in found.metadata and type(stated) is int and 0 <= stated < rows:
-            found.metadata[key] = stated
-    types = cast("list[int]", found.metadata[PREFIX + "token_type"])
-    unknown = found.metadata.get(PREFIX + "unknown_token_id")
-    if found.metadata[PREFIX + "model"] == "gpt2":  # has no type for it: all bytes are known
+            meta[key] = place[token]
+        elif key not in meta and type(stated) is int and 0 <= stated < found.rows:
+            meta[key] = stated
+    types = cast("list[int]", meta[PREFIX + "token_type"])
+    unknown = meta.get(PREFIX + "unknown_token_id")
+    if meta[PREFIX + "model"] == "gpt2":  # has no type for it: all bytes are known
         return
     if isinstance(unknown, int):
-        found.metadata[PREFIX + "token_type"] = [UNKNOWN if i == unknown else kind for i, kind in enumerate(types)]
+        found.say(token_type=[UNKNOWN if i == unknown else kind for i, kind in enumerate(types)])
     elif UNKNOWN in types:
-        found.metadata[PREFIX + "unknown_token_id"] = types.index(UNKNOWN)
+        found.say(unknown_token_id=types.index(UNKNOWN))
 
 
 def _chat_template(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> dict[str, Value]:
@@ -448,13 +437,9 @@ def _chat_template(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> d
     key = "tokenizer.chat_template"
     if isinstance(template, str):
         return {key: template}
-    if not isinstance(template, list):
-        return {}
-    named = {
-        entry["name"]: entry["template"]
-        for entry in template
-        if isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
-    }
+    entries = [each for each in template if isinstance(each, dict)] if isinstance(template, list) else []
+    pairs = [(each.get("name"), each.get("template")) for each in entries]
+    named = {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
     found: dict[str, Value] = {key: named.pop("default")} if "default" in named else {}
     if named:
         found["tokenizer.chat_templates"] = list(named)

@@ -15,77 +15,65 @@ import math
 import re
 import struct
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from ...architectures import BoundLeaf
+from ...architectures.ggml import TYPES
 from ...architectures.gguf import ALWAYS_FP32, expressed
 from ...architectures.gguf_rope import LONG
+from ...architectures.layout import Shape
 from ...errors import CheckpointError, InvalidInput, UsageError
 from ..dtypes import HF_NAMES, cast, not_finite, parse_dtype, widest
 from ..tokenizer import load_tokenizer
 from ..write import Encode, Output, Plan, Shard
 from . import Request
 from .gguf_vocab import Value, vocabulary
+from .gguf_weights import dequantised
 
-__all__ = ["ALIGNMENT", "plan"]
-
-MAGIC, VERSION = b"GGUF", 3
 ALIGNMENT = 32
-QUANTIZATION_VERSION = 2
-"""ggml's, of the block formats."""
-
-TYPES = {"F32": 0, "F16": 1, "Q8_0": 8, "BF16": 30}
-"""Tensor types by ggml's number; F64 has one too, which llama.cpp computes nothing with."""
+CODES = {each.name: code for code, each in TYPES.items()}
 FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
-"""The same of most of a file, by llama.cpp's number."""
-BLOCK, BLOCK_BYTES = 32, 34
-"""Q8_0: 32 values as an fp16 scale and a signed byte each."""
+"""What files are written in (llama.cpp computes nothing in F64), by its number for the type of most of a file."""
+BLOCK = TYPES[CODES["Q8_0"]].block
 
 
 def plan(request: Request) -> Plan:
     """One GGUF file, and the companions of the source beside it.
 
-    Notes about what the file does not say go to the source's notes.
-
-    Raises:
-        CannotExpress: llama.cpp computes no such tree; the components in the way are listed.
-        InvalidInput: the tokenizer's files are broken.
-        UsageError: a dtype that GGUF files are not written in.
-
+    Notes about what the file does not say go to the source's notes. Raises CannotExpress: llama.cpp computes no such
+    tree; the components in the way are listed. InvalidInput: the tokenizer's files are broken. UsageError: a dtype that
+    GGUF files are not written in.
     """
     asked = _parse(request.asked)
-    tree = expressed(request.spec, request.origin.family)
-    types = {leaf.checkpoint: _type_of(leaf, request.dtypes, asked) for leaf in tree.leaves}
-    stored = _most([(leaf, types[leaf.checkpoint]) for leaf in tree.leaves])
+    tree = expressed(request.source.spec, request.source.origin.family)
+    dtypes = request.source.shared_dtypes()
+    tensors = [(leaf, _type_of(leaf, dtypes, asked)) for leaf in tree.leaves]
+    stored = _most(tensors)
     notes = []
-    narrow = sum(asked == "Q8_0" and kind == "F16" for kind in types.values())
+    narrow = sum(asked == "Q8_0" and kind == "F16" for _, kind in tensors)
     if narrow:
         notes.append(f"{narrow} tensors whose rows are no multiple of {BLOCK} values are stored as F16, not Q8_0")
     if LONG in tree.extras:
         notes.append("llama.cpp chooses LongRoPE's divisors by the context it is given, not by how long the text is")
-    vocab = vocabulary(_token_files(request), request.spec.vocab_size, _numbered(request))
-    name = _name(request.origin.reference or request.source.path.name)
+    vocab = vocabulary(_token_files(request), request.source.spec.vocab_size, _numbered(request))
+    name = _name(request.source.origin.reference or request.source.path.name)
     metadata: dict[str, Value] = {
         "general.architecture": tree.architecture.name,
         "general.type": "model",
         "general.name": name,
         **tree.metadata,
-        f"{tree.architecture.name}.vocab_size": request.spec.vocab_size,
+        f"{tree.architecture.name}.vocab_size": request.source.spec.vocab_size,
         "general.file_type": FILE_TYPES[stored],
-        "general.quantization_version": QUANTIZATION_VERSION,
+        "general.quantization_version": 2,  # ggml's, of the block formats
         **vocab.metadata,
     }
-    shard = _lay_out(
-        f"{name}-{stored}.gguf", metadata, tree.extras, [(leaf, types[leaf.checkpoint]) for leaf in tree.leaves]
-    )
     known = request.source.notes
     known += [note for note in (*notes, *vocab.notes) if note not in known]
-    return Plan((shard,), {}, request.companions)
-
-
-# --- element types ---------------------------------------------------------------------------------------------------
+    return Plan((_lay_out(f"{name}-{stored}.gguf", metadata, tree.extras, tensors),), {}, request.companions)
 
 
 def _parse(asked: str | None) -> str | None:
@@ -102,9 +90,9 @@ def _parse(asked: str | None) -> str | None:
         kind = parse_dtype(asked)
     except UsageError as error:
         raise UsageError(
-            error.message, f"known for GGUF: {', '.join(HF_NAMES[t] for t in TYPES if t in HF_NAMES)}, q8_0"
+            error.message, f"known for GGUF: {', '.join(HF_NAMES[t] for t in FILE_TYPES if t in HF_NAMES)}, q8_0"
         ) from error
-    if kind not in TYPES:
+    if kind not in FILE_TYPES:
         raise UsageError(f"llama.cpp computes nothing in {HF_NAMES[kind]}", "Choose float32.")
     return kind
 
@@ -127,12 +115,7 @@ def _most(types: Sequence[tuple[BoundLeaf, str]]) -> str:
     for leaf, kind in types:
         if len(leaf.shape) > 1 and leaf.checkpoint not in ALWAYS_FP32:
             values[kind] = values.get(kind, 0) + math.prod(leaf.shape)
-    return max(values, key=lambda kind: (values[kind], -TYPES[kind]))
-
-
-def _nbytes(leaf: BoundLeaf, kind: str) -> int:
-    count = math.prod(leaf.shape)
-    return count // BLOCK * BLOCK_BYTES if kind == "Q8_0" else count * (4 if kind == "F32" else 2)
+    return max(values, key=lambda kind: (values[kind], -CODES[kind]))
 
 
 def q8_0(name: str) -> Encode:
@@ -162,17 +145,6 @@ def q8_0(name: str) -> Encode:
     return encode
 
 
-def values_of_q8_0(blocks: np.ndarray) -> np.ndarray:
-    """What Q8_0 blocks stand for, in fp32: each signed byte times its block's scale."""
-    data = np.ascontiguousarray(blocks).view(np.uint8).reshape(-1, BLOCK_BYTES)
-    scales = data[:, :2].copy().view(np.float16).astype(np.float32)
-    values: np.ndarray = data[:, 2:].view(np.int8) * scales
-    return values
-
-
-# --- the file --------------------------------------------------------------------------------------------------------
-
-
 def _lay_out(
     name: str,
     metadata: Mapping[str, Value],
@@ -180,52 +152,33 @@ def _lay_out(
     tensors: Sequence[tuple[BoundLeaf, str]],
 ) -> Shard:
     """The file: its header, extras in it, and every tensor's place."""
-    data = [struct.pack(f"<{len(values)}f", *values) for values in extras.values()]
-    places, at = [], 0
-    for nbytes in [*map(len, data), *(_nbytes(leaf, kind) for leaf, kind in tensors)]:
-        places.append(at)
-        at += _padded(nbytes)
-    infos = [
-        _info(extra, (len(values),), "F32", place)
-        for (extra, values), place in zip(extras.items(), places, strict=False)
-    ]
-    infos += [
-        _info(leaf.checkpoint, leaf.shape, kind, place)
-        for (leaf, kind), place in zip(tensors, places[len(data) :], strict=True)
-    ]
-    header = b"".join(
-        [
-            MAGIC,
-            struct.pack("<IQQ", VERSION, len(infos), len(metadata)),
-            *(_string(key) + _value(value) for key, value in metadata.items()),
-            *infos,
-        ]
-    )
+    data = {extra: struct.pack(f"<{len(values)}f", *values) for extra, values in extras.items()}
+    sizes = [len(values) for values in data.values()]
+    for leaf, kind in tensors:
+        block = TYPES[CODES[kind]]
+        sizes.append(math.prod(leaf.shape) // block.block * block.nbytes)
+    places = [0, *accumulate(map(_padded, sizes))]
+    entries: list[tuple[str, Shape, str]] = [(extra, (len(values),), "F32") for extra, values in extras.items()]
+    entries += [(leaf.checkpoint, leaf.shape, kind) for leaf, kind in tensors]
+    parts = [b"GGUF" + struct.pack("<IQQ", 3, len(entries), len(metadata))]
+    parts += [_string(key) + _value(value) for key, value in metadata.items()]
+    for (tensor, shape, kind), place in zip(entries, places, strict=False):
+        # GGUF counts dimensions from the one that lies closest.
+        sized = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        parts.append(_string(tensor) + sized + struct.pack("<IQ", CODES[kind], place))
+    header = b"".join(parts)
     start = _padded(len(header))
-    header = b"".join(part.ljust(_padded(len(part)), b"\0") for part in (header, *data))
-    outputs = tuple(
-        Output(
-            leaf,
-            kind,
-            start + place,
-            _nbytes(leaf, kind),
-            q8_0(leaf.checkpoint) if kind == "Q8_0" else None,
-            values_of_q8_0 if kind == "Q8_0" else None,
-        )
-        for (leaf, kind), place in zip(tensors, places[len(data) :], strict=True)
-    )
-    return Shard(name, header, outputs, start + at)
+    header = b"".join(part.ljust(_padded(len(part)), b"\0") for part in (header, *data.values()))
+    outputs = []
+    for (leaf, kind), place, nbytes in zip(tensors, places[len(data) :], sizes[len(data) :], strict=False):
+        coders = (q8_0(leaf.checkpoint), partial(dequantised, kind=TYPES[CODES[kind]])) if kind == "Q8_0" else ()
+        outputs.append(Output(leaf, kind, start + place, nbytes, *coders))
+    return Shard(name, header, tuple(outputs), start + places[-1])
 
 
 def _padded(nbytes: int) -> int:
     """Up to where the next tensor may begin."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _info(name: str, shape: tuple[int, ...], kind: str, place: int) -> bytes:
-    """A tensor's entry; GGUF counts dimensions from the one that lies closest."""
-    sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-    return _string(name) + sizes + struct.pack("<IQ", TYPES[kind], place)
 
 
 def _string(text: str) -> bytes:
@@ -256,9 +209,6 @@ def _value(value: Value) -> bytes:
     return head + struct.pack("<IQ", 8, len(value)) + b"".join(_string(str(text)) for text in value)
 
 
-# --- what the file is called, and the files that it takes up ---------------------------------------------------------
-
-
 def _name(reference: str) -> str:
     """org/name@rev, sample:name, folder/name-F16.gguf -> name."""
     name = reference.rstrip("/").split("/")[-1].split(":")[-1].split("@")[0]
@@ -272,7 +222,7 @@ def _token_files(request: Request) -> dict[str, bytes]:
     """The files that say how text is tokenized, by name; those that the source held inside are the model's for sure."""
     wanted = re.compile(r"(tokenizer|tokenizer_config|special_tokens_map|chat_template|spiece)\.(json|model|jinja)")
     files = {path.name: path.read_bytes() for path in request.companions if wanted.fullmatch(path.name)}
-    files |= {name: text for name, text in request.texts.items() if wanted.fullmatch(name)}
+    files |= {name: text for name, text in request.source.texts.items() if wanted.fullmatch(name)}
     if not any(name in files for name in ("tokenizer.json", "tokenizer.model", "spiece.model")) and request.companions:
         # vocab.json and merges.txt say nothing of how text is split: transformers knows it for each class.
         tokenizer = load_tokenizer(request.companions[0].parent)
@@ -283,9 +233,9 @@ def _token_files(request: Request) -> dict[str, bytes]:
 
 def _numbered(request: Request) -> dict[str, Any]:
     """Special tokens by id: config.json's, over it generation_config.json's."""
-    found = dict(request.origin.config or {})
+    found = dict(request.source.origin.config or {})
     beside = {path.name: path for path in request.companions}
-    text = request.texts.get("generation_config.json")
+    text = request.source.texts.get("generation_config.json")
     if text is None and "generation_config.json" in beside:
         text = beside["generation_config.json"].read_bytes()
     if text is not None:

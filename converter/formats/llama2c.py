@@ -14,13 +14,17 @@ import json
 import math
 import os
 import struct
+from collections.abc import Iterator
+from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from ...architectures.base import bind
 from ...architectures.families.llama import LLAMA
 from ...architectures.layout import Shape
-from ...architectures.llama2c import BASE, LEAVES, QUANTISED, TABLES, Place, Sizes, config_of, expressed, places
+from ...architectures.llama2c import BASE, LEAVES, QUANTISED, TABLES, Sizes, config_of, expressed
 from ...components import ModelSpec
 from ...errors import CheckpointError, UsageError
 
@@ -28,10 +32,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..tree import Origin
+    from ..weights import Weights
     from ..write import Plan
     from . import Opened, Request
-
-__all__ = ["describe", "finds", "plan", "plan_version", "read"]
 
 MAGIC = struct.pack("<I", 0x616B3432)
 HEADER = 256
@@ -40,6 +43,8 @@ _SIZES = struct.Struct("<7i")
 MAX_GROUP = 2**16
 OUTPUT = "model.bin"
 """What llama2.c's train.py calls it."""
+ROWS = 4096
+"""Positions of the tables that are checked at a time."""
 
 
 def finds(path: Path, names: frozenset[str] | None) -> Path | None:
@@ -54,68 +59,69 @@ def finds(path: Path, names: frozenset[str] | None) -> Path | None:
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
     """The tree and where it comes from, read from the header. Raises InvalidInput."""
-    found = _Model(path)
-    return found.spec, found.origin, []
+    from ..tree import Origin
+
+    config = config_of(_Header(path).sizes)
+    return LLAMA.spec(config), Origin(family="llama", config_text=json.dumps(config, indent=2) + "\n"), []
 
 
 def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every format's
     """Open the file, reading its header and its rotary tables. Raises InvalidInput."""
+    from ..weights import Stored, Weights
     from . import Opened
     from .llama2c_tokenizer import texts_beside
-    from .llama2c_weights import Llama2cWeights, check_tables
 
-    found = _Model(path)
-    weights = Llama2cWeights(found.path, found.places)
-    notes = []
-    if found.version == 0:
-        check_tables(found.path, weights, found.sizes)
+    header = _Header(path)
+    spec, origin, _ = describe(path)
+    decode = partial(dequantised, group=header.group)
+    tensors = {}
+    for name, shape, start, nbytes in header.places():
+        tensors[name] = Stored(path, "F32", shape, start, nbytes)
+        if nbytes != 4 * math.prod(shape):
+            kind = f"I8 in groups of {header.group}"
+            tensors[name] = replace(tensors[name], decode=decode, kind=kind)
+    weights, notes = Weights(tensors), []
+    if header.version == 0:
+        _check_tables(path, weights, header.sizes)
         notes.append("freqs_cos and freqs_sin are tables that follow from the sizes: checked and left out")
-    if found.version == 2:
-        count = sum(place.scales is not None for place in found.places.values())
-        notes.append(
-            f"{count} of {len(found.places)} tensors are quantised in groups of {found.group}: dequantised to F32"
-        )
-    leaves = sorted(bind("llama2.c", LEAVES, found.spec), key=lambda leaf: found.places[leaf.checkpoint].start)
-    texts, told = texts_beside(found.path, found.sizes)
+    if count := len(weights.blocks):
+        notes.append(f"{count} of {len(tensors)} tensors are quantised in groups of {header.group}: dequantised to F32")
+    texts, more = texts_beside(path, header.sizes)
     for table in TABLES:
         weights.info.pop(table, None)
-    return Opened(found.spec, found.origin, leaves, weights, (found.path,), texts, notes + told)
+    return Opened(spec, origin, bind("llama2.c", LEAVES, spec), weights, (path,), texts, notes + more)
 
 
-def plan(request: Request) -> Plan:
-    """A file of version 0, the one that run.c reads, and a tokenizer.bin beside it."""
-    return plan_version(request, 0)
-
-
-def plan_version(request: Request, version: int) -> Plan:
-    """A file of version 0 or 1, and a tokenizer.bin beside it.
-
-    Raises:
-        CannotExpress: llama2.c computes no such tree; the components in the way are listed.
-        UsageError: a dtype other than float32, or one to be narrowed unasked.
-
+def plan(request: Request, version: int = 0) -> Plan:
+    """A file of version 0, the one that run.c reads, or 1, and a tokenizer.bin beside it. Raises CannotExpress:
+    llama2.c computes no such tree; the components in the way are listed. UsageError: a dtype other than float32, or one
+    to be narrowed unasked.
     """
+    from ..block_file import Block
     from ..dtypes import parse_dtype
-    from ..write import Constant, Output, Plan, Shard
+    from ..write import Output, Plan, Shard
     from .llama2c_tokenizer import TOKENIZER, tokenizer_bin
 
-    wide = sorted(name for name, dtype in request.dtypes.items() if dtype == "F64")
+    wide = sorted(name for name, dtype in request.source.shared_dtypes().items() if dtype == "F64")
     if request.asked is not None and parse_dtype(request.asked) != "F32":
         raise UsageError(f"llama2.c's files hold float32, not {request.asked}", "Leave --dtype out.")
     if wide and request.asked is None:
         raise UsageError(
             f"llama2.c's files hold float32, and {wide[0]} is float64", "Pass --dtype float32 to round it."
         )
-    sizes, bound = expressed(request.spec)
+    sizes, bound = expressed(request.source.spec)
     leaves = {leaf.checkpoint: leaf for leaf in bound}
-    header = _header(sizes, version)
+    vocab = sizes.vocab_size if version or sizes.shared else -sizes.vocab_size
+    header = _SIZES.pack(*astuple(sizes)[:5], vocab, sizes.max_seq_len)
+    if version:
+        header = (MAGIC + struct.pack("<i", version) + header + bytes([sizes.shared])).ljust(HEADER, b"\0")
     outputs, constants, end = [], [], len(header)
-    for name, shape, start in places(sizes, version, len(header)):
-        end = start + 4 * math.prod(shape)
+    for name, _, start, nbytes in places(sizes, version, len(header)):
+        end = start + nbytes
         if name in TABLES:
-            constants.append(Constant(name, start, _table(name, sizes)))
+            constants.append((Block(name, start, end), _table(name, sizes)))
         else:
-            outputs.append(Output(leaves[name], "F32", start, end - start))
+            outputs.append(Output(leaves[name], "F32", start, nbytes))
     texts: dict[str, bytes] = {}
     if not any(path.name == TOKENIZER for path in request.companions):
         made, notes = tokenizer_bin(request, sizes)
@@ -126,68 +132,61 @@ def plan_version(request: Request, version: int) -> Plan:
     return Plan((shard,), texts, request.companions)
 
 
-# --- the header ------------------------------------------------------------------------------------------------------
+VERSION_1 = SimpleNamespace(finds=None, describe=None, read=None, plan=partial(plan, version=1))
+"""The files with a proper header, as a format to write."""
 
 
-class _Model:
-    """What a header says: the sizes, the tree, and every tensor's place, the file being as long as that takes."""
+def places(sizes: Sizes, version: int, start: int, group: int = 1) -> Iterator[tuple[str, Shape, int, int]]:
+    """Every tensor of a file: (name, shape, its first byte, its bytes, the scales of its groups among them)."""
+    for template, shape, count in sizes.stacked(version):
+        nbytes = _nbytes(template, shape, version, group)
+        for layer in range(count):
+            yield template.format(layer=layer), shape, start, nbytes
+            start += nbytes
+
+
+def _nbytes(template: str, shape: Shape, version: int, group: int) -> int:
+    count = math.prod(shape)
+    return count + count // group * 4 if version == 2 and template in QUANTISED else 4 * count
+
+
+class _Header:
+    """What a header says: the version, the sizes, and how many values share a scale.
+
+    Raises CheckpointError unless the file is as long as that takes.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.version, self.sizes, self.group = self._read_header()
-        self.places = self._places()
-        config = config_of(self.sizes)
-        self.spec = LLAMA.spec(config)
-        self._config_text = json.dumps(config, indent=2) + "\n"
-
-    @property
-    def origin(self) -> Origin:
-        from ..tree import Origin
-
-        return Origin(family="llama", config_text=self._config_text)
-
-    def _read_header(self) -> tuple[int, Sizes, int]:
-        head = _head(self.path)
+        self.path, self.version, self.group = path, 0, 1
+        head = _head(path)
         if head[:4] != MAGIC:
-            return 0, _legacy(head), 1
-        if len(head) < HEADER:
-            raise CheckpointError(f"{self.path} is truncated: {HEADER} bytes of header expected, {len(head)} found")
-        version, shared = struct.unpack_from("<i", head, 4)[0], head[36]
-        if version not in (1, 2):
-            raise CheckpointError(f"{self.path} is a llama2.c file of version {version}; gptkit reads 0, 1 and 2")
-        sizes = Sizes(*_seven(head, 8), bool(shared))
-        group = struct.unpack_from("<i", head, 37)[0] if version == 2 else 1
-        if shared > 1 or not sizes.plausible or not 1 <= group <= MAX_GROUP:
-            raise CheckpointError(f"{self.path}: its header's sizes are no model's: {sizes}")
-        return version, sizes, group
-
-    def _places(self) -> dict[str, Place]:
-        start = _SIZES.size if self.version == 0 else HEADER
-        ends = [(template, shape, count) for template, shape, count in self.sizes.stacked(self.version)]
-        if self.version == 2:
-            for template, shape, _ in ends:
-                if template in QUANTISED and math.prod(shape) % self.group:
-                    raise CheckpointError(f"{self.path}: {template} of {list(shape)} is no multiple of {self.group}")
+            self.sizes = _legacy(head)
+        else:
+            if len(head) < HEADER:
+                raise CheckpointError(f"{path} is truncated: {HEADER} bytes of header expected, {len(head)} found")
+            self.version, shared = struct.unpack_from("<i", head, 4)[0], head[36]
+            if self.version not in (1, 2):
+                raise CheckpointError(f"{path} is a llama2.c file of version {self.version}; gptkit reads 0, 1 and 2")
+            self.sizes = replace(Sizes(*_SIZES.unpack_from(head, 8)), shared=bool(shared))
+            self.group = struct.unpack_from("<i", head, 37)[0] if self.version == 2 else 1
+            if shared > 1 or not self.sizes.plausible or not 1 <= self.group <= MAX_GROUP:
+                raise CheckpointError(f"{path}: its header's sizes are no model's: {self.sizes}")
+        self.start = HEADER if self.version else _SIZES.size
         # Before anything is made for every layer: a header alone may claim any number of them.
-        nbytes = start + sum(self._nbytes(template, shape) * count for template, shape, count in ends)
-        size = self.path.stat().st_size
+        nbytes = self.start
+        for template, shape, count in self.sizes.stacked(self.version):
+            if self.version == 2 and template in QUANTISED and math.prod(shape) % self.group:
+                raise CheckpointError(f"{path}: {template} of {list(shape)} is no multiple of {self.group}")
+            nbytes += _nbytes(template, shape, self.version, self.group) * count
+        size = path.stat().st_size
         if size != nbytes:
             what = "is truncated" if size < nbytes else "has trailing bytes"
             raise CheckpointError(
-                f"{self.path} {what}: {nbytes} bytes expected, {size} found", "Fetch or copy this file again."
+                f"{path} {what}: {nbytes} bytes expected, {size} found", "Fetch or copy this file again."
             )
-        found = {}
-        for template, shape, count in ends:
-            for layer in range(count):
-                quantised = self.version == 2 and template in QUANTISED
-                scales = start + math.prod(shape) if quantised else None
-                found[template.format(layer=layer)] = Place(shape, start, scales, self.group)
-                start += self._nbytes(template, shape)
-        return found
 
-    def _nbytes(self, template: str, shape: Shape) -> int:
-        count = math.prod(shape)
-        return count + count // self.group * 4 if self.version == 2 and template in QUANTISED else 4 * count
+    def places(self) -> Iterator[tuple[str, Shape, int, int]]:
+        return places(self.sizes, self.version, self.start, self.group)
 
 
 def _looks_right(path: Path) -> bool:
@@ -207,23 +206,15 @@ def _head(path: Path) -> bytes:
 
 def _legacy(head: bytes) -> Sizes:
     """A header of version 0."""
-    dim, inner, layers, heads, kv_heads, vocab, context = _seven(head, 0)
-    return Sizes(dim, inner, layers, heads, kv_heads, abs(vocab), context, vocab > 0)
+    sizes = Sizes(*_SIZES.unpack_from(head))
+    return replace(sizes, vocab_size=abs(sizes.vocab_size), shared=sizes.vocab_size > 0)
 
 
-def _seven(head: bytes, at: int) -> tuple[int, int, int, int, int, int, int]:
-    dim, inner, layers, heads, kv_heads, vocab, context = _SIZES.unpack_from(head, at)
-    return dim, inner, layers, heads, kv_heads, vocab, context
-
-
-def _header(sizes: Sizes, version: int) -> bytes:
-    vocab = sizes.vocab_size if version or sizes.shared else -sizes.vocab_size
-    packed = _SIZES.pack(
-        sizes.dim, sizes.hidden_dim, sizes.n_layers, sizes.n_heads, sizes.n_kv_heads, vocab, sizes.max_seq_len
-    )
-    if version == 0:
-        return packed
-    return (MAGIC + struct.pack("<i", version) + packed + bytes([sizes.shared])).ljust(HEADER, b"\0")
+def dequantised(data: np.ndarray, group: int) -> np.ndarray:
+    """The values of signed bytes, behind which the scales of their groups stand."""
+    count = len(data) // (group + 4) * group
+    values: np.ndarray = data[:count].view("i1").reshape(-1, group) * data[count:].view("<f4")[:, None]
+    return values
 
 
 def _table(name: str, sizes: Sizes) -> bytes:
@@ -232,6 +223,22 @@ def _table(name: str, sizes: Sizes) -> bytes:
 
     half = torch.arange(0, sizes.head_dim, 2).float() / sizes.head_dim
     angles = torch.outer(torch.arange(sizes.max_seq_len), 1.0 / (BASE**half)).float()
-    table = torch.cos(angles) if name == "freqs_cos" else torch.sin(angles)
-    data: np.ndarray = table.numpy()
-    return data.astype("<f4").tobytes()
+    table: np.ndarray = (torch.cos(angles) if name == "freqs_cos" else torch.sin(angles)).numpy()
+    return table.astype("<f4").tobytes()
+
+
+def _check_tables(path: Path, weights: Weights, sizes: Sizes) -> None:
+    """Raise CheckpointError where the rotary tables are not those of the sizes, up to fp32's rounding of an angle."""
+    import numpy as np
+
+    frequencies = BASE ** -(np.arange(0, sizes.head_dim, 2) / sizes.head_dim)
+    for name, function in zip(TABLES, (np.cos, np.sin), strict=True):
+        table = weights.read(name)
+        for start in range(0, sizes.max_seq_len, ROWS):
+            rows = table[start : start + ROWS]
+            angles = np.outer(np.arange(start, start + len(rows)), frequencies)
+            if not np.all(np.abs(rows - function(angles)) <= 1e-6 + 4e-7 * angles):
+                raise CheckpointError(
+                    f"{path}: {name} is not that of rotary positions of base {BASE:,.0f} on heads of {sizes.head_dim}",
+                    "The file is damaged, or of a model that llama2.c's own programs compute otherwise.",
+                )

@@ -22,12 +22,11 @@ from .gguf_vocab import vocabulary
 if TYPE_CHECKING:
     from . import Request
 
-__all__ = ["TOKENIZER", "texts_beside", "tokenizer_bin"]
-
 TOKENIZER = "tokenizer.bin"
 MAX_BYTES = 2**28
 BOS, EOS, BYTES = 1, 2, 3
 """Fixed ids: of <s>, of </s>, and of the first of the 256 bytes."""
+NAMED = [f"<0x{value:02X}>" for value in range(256)]
 
 _ENTRY = struct.Struct("<fI")
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
@@ -52,12 +51,9 @@ def texts_beside(path: Path, sizes: Sizes) -> tuple[Mapping[str, bytes], list[st
         passed.append(name)
     found = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
     notes = [f"{name} holds no {sizes.vocab_size} tokens: left alone" for name in passed]
-    if not any(name in found for name in _FILES[:2]):
-        return {}, [
-            *notes,
-            f"there is no tok{sizes.vocab_size}.bin or {TOKENIZER} beside it: text has to be given as ids",
-        ]
-    return found, notes
+    if any(name in found for name in _FILES[:2]):
+        return found, notes
+    return {}, [*notes, f"there is no {names[0]} or {TOKENIZER} beside it: text has to be given as ids"]
 
 
 def _pieces(path: Path, count: int) -> list[tuple[str, float]] | None:
@@ -87,10 +83,9 @@ def _as_header(path: Path, pieces: list[tuple[str, float]]) -> Header:
         if index < len(tokens) and tokens[index].strip("\n") == text:
             tokens[index], types[index] = text, kind
     if len(tokens) >= BYTES + 256:
-        named = [_byte(value) for value in range(256)]
         plain = [chr(value).replace(" ", SPACE) for value in range(256)]  # as the first versions wrote them
-        if tokens[BYTES : BYTES + 256] in (named, plain):
-            tokens[BYTES : BYTES + 256] = named
+        if tokens[BYTES : BYTES + 256] in (NAMED, plain):
+            tokens[BYTES : BYTES + 256] = NAMED
             types[BYTES : BYTES + 256] = [BYTE] * 256
     metadata: dict[str, Any] = {
         "model": "llama",
@@ -107,26 +102,21 @@ def _as_header(path: Path, pieces: list[tuple[str, float]]) -> Header:
     return Header(str(path), {PREFIX + key: value for key, value in metadata.items()}, {}, b"")
 
 
-def _byte(value: int) -> str:
-    return f"<0x{value:02X}>"
-
-
 def tokenizer_bin(request: Request, sizes: Sizes) -> tuple[bytes | None, list[str]]:
-    """The file for a checkpoint's tokenizer, with notes; None where llama2.c would not tokenize as that does.
-
-    Raises InvalidInput where the tokenizer's files are broken.
+    """The file for a checkpoint's tokenizer, with notes; None where llama2.c would not tokenize as that does. Raises
+    InvalidInput where the tokenizer's files are broken.
     """
     files = {path.name: path.read_bytes() for path in request.companions if path.name in _FILES}
-    files |= {name: request.texts[name] for name in request.texts if name in _FILES}
+    files |= {name: request.source.texts[name] for name in request.source.texts if name in _FILES}
     if "tokenizer.model" in files:
         files.pop("tokenizer.json", None)  # it has the scores, the other only an order
     if "tokenizer.model" not in files and "tokenizer.json" not in files:
         return None, [f"there is no tokenizer beside the weights: {TOKENIZER} is not written"]
     try:
         found = vocabulary(files, sizes.vocab_size).metadata
+        reason = _unlike(found, sizes)
     except CannotExpress as error:
-        return None, [f"{TOKENIZER} is not written: {error.message}"]
-    reason = _unlike(found, sizes)
+        found, reason = {}, error.message
     if reason is not None:
         return None, [f"{TOKENIZER} is not written: {reason}"]
     tokens, scores = found[PREFIX + "tokens"], found[PREFIX + "scores"]
@@ -144,7 +134,7 @@ def _unlike(found: Mapping[str, Any], sizes: Sizes) -> str | None:
         return "llama2.c has SentencePiece's BPE alone"
     if (found.get(PREFIX + "bos_token_id"), found.get(PREFIX + "eos_token_id")) != (BOS, EOS):
         return f"llama2.c takes ids {BOS} and {EOS} for the beginning and the end of a text"
-    if sizes.vocab_size < BYTES + 256 or found[PREFIX + "tokens"][BYTES : BYTES + 256] != list(map(_byte, range(256))):
+    if sizes.vocab_size < BYTES + 256 or found[PREFIX + "tokens"][BYTES : BYTES + 256] != NAMED:
         return f"llama2.c takes ids {BYTES} to {BYTES + 255} for the 256 bytes"
     if not found.get(PREFIX + "add_space_prefix"):
         return "llama2.c puts a space before every text"

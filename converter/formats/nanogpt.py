@@ -9,39 +9,28 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ...architectures.base import BoundLeaf, bind
-from ...architectures.nanogpt import (
-    ARGUMENTS,
-    EMBEDDING,
-    HEAD,
-    LEAVES,
-    config_of,
-    expressed,
-    is_buffer,
-    spec_of,
-)
+from ...architectures.nanogpt import ARGUMENTS, EMBEDDING, HEAD, LEAVES, config_of, expressed, is_buffer, spec_of
 from ...components import Activation, ModelSpec
-from ...errors import CheckpointError, UntrustedInput
-from ..names import CONFIG, LOCAL_CONFIG, refuse_pointer
+from ...errors import CheckpointError
+from ..names import CONFIG, LOCAL_CONFIG, refuse_pointer, untrusted
 from .torch_archive import archive_of, pickled_tensor, program
 
 if TYPE_CHECKING:
-    from ..contents import Stored
-    from ..pickles import StoredWeights
     from ..tree import Origin
+    from ..weights import Stored, Weights
     from ..write import Plan
     from . import Opened, Request
-
-__all__ = ["describe", "finds", "plan", "plan_for", "read"]
 
 NAME = "ckpt.pt"
 COMPILED = "_orig_mod."
 """What torch.compile puts before every name."""
-ACTIVATIONS: tuple[Activation, ...] = ("gelu", "gelu_new")
 NOTE = "gptkit"
 """The entry in which a checkpoint written here says its GELU, where it is not the one of today's model.py."""
 
@@ -59,32 +48,32 @@ def finds(path: Path, names: frozenset[str] | None) -> Path | None:
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
     """Raises UntrustedInput: nothing of it can be told without reading the pickle."""
-    raise _untrusted(path, f"Convert it first: gptkit convert {path} --allow-pickle")
-
-
-def _untrusted(path: Path, hint: str) -> UntrustedInput:
     refuse_pointer(path)
-    return UntrustedInput(f"{path} is a pickle: loading it can run any code that its author put in", hint)
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
+    raise untrusted(path, f"Convert it first: gptkit convert {path} --allow-pickle")
 
 
 def read(file: Path, allow_pickle: bool) -> Opened:
     """Open the file. Raises UntrustedInput unless allowed, CheckpointError for anything but nanoGPT's own."""
-    from ..contents import not_as_it_is
-    from ..pickles import unpickled
+    from ..pickles import not_as_it_is, unpickled
     from ..tree import Origin
     from . import Opened
 
     if not allow_pickle:
-        raise _untrusted(file, "Pass --allow-pickle if you trust where it comes from.")
+        refuse_pointer(file)
+        raise untrusted(file, "Pass --allow-pickle if you trust where it comes from.")
     (content,) = unpickled([file])
     if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("model", "model_args")):
         raise not_as_it_is(file, content)
     weights, notes = _weights(file, content["model"])
     arguments, bias = _arguments(file, content["model_args"], weights)
-    activation = _activation(content, notes)
+    said = content.get(NOTE)
+    activation: Activation = "gelu"
+    if isinstance(said, dict) and said.get("activation_function") == "gelu_new":
+        activation = "gelu_new"
+    elif not isinstance(said, dict) or said.get("activation_function") != "gelu":
+        notes.append(
+            "the file does not say which GELU it was trained with: taken for the exact one, as in today's model.py"
+        )
     if arguments["n_layer"] > len(weights.info):
         raise CheckpointError(f"{file} has {len(weights.info)} tensors for {arguments['n_layer']} layers")
     spec = spec_of(arguments, activation, bias)
@@ -95,13 +84,14 @@ def read(file: Path, allow_pickle: bool) -> Opened:
         notes.append("it has no biases, which transformers' gpt2 has: --to hf:gpt2 gives it some that are zero")
     text = json.dumps(config_of(arguments, activation), indent=2) + "\n"
     origin = Origin(family="gpt2", config_text=text) if bias else Origin()
-    leaves = sorted(bind("nanoGPT", LEAVES, spec), key=lambda leaf: _place(weights, leaf.checkpoint))
-    return Opened(spec, origin, leaves, weights, (file,), {}, notes)
+    return Opened(spec, origin, bind("nanoGPT", LEAVES, spec), weights, (file,), {}, notes)
 
 
-def _weights(file: Path, state: Mapping[Any, Any]) -> tuple[StoredWeights, list[str]]:
+def _weights(file: Path, state: Mapping[Any, Any]) -> tuple[Weights, list[str]]:
     """The tensors by the names of model.py, without buffers and without the second copy of the tied head."""
-    from ..pickles import StoredWeights, named_tensors
+    from ..pickles import named_tensors
+    from ..safetensors import DTYPES
+    from ..weights import Weights
 
     found: dict[str, Stored] = {}
     dropped = []
@@ -117,33 +107,30 @@ def _weights(file: Path, state: Mapping[Any, Any]) -> tuple[StoredWeights, list[
     if HEAD in found and EMBEDDING not in found:
         found[EMBEDDING] = found.pop(HEAD)
         notes.append(f"{HEAD} is there for the embedding it is tied to")
-    weights = StoredWeights(found)
-    if HEAD in found:
-        _require_tied(file, weights)
-        del found[HEAD]
-        weights = StoredWeights(found)
-        notes.append(f"{HEAD} repeats the embedding it is tied to: kept once")
-    return weights, notes
-
-
-def _require_tied(file: Path, weights: StoredWeights) -> None:
-    """Raise CheckpointError where the head holds other values than the embedding."""
-    import numpy as np
-
-    from ..safetensors import DTYPES
-
-    same = weights.info[HEAD] == weights.info[EMBEDDING] and weights.span(HEAD) == weights.span(EMBEDDING) is not None
-    if same:
-        return
-    known = weights.info[HEAD][0] in DTYPES and weights.info[HEAD] == weights.info[EMBEDDING]
-    if not known or not all(
-        np.array_equal(np.ascontiguousarray(a).view(np.uint8), np.ascontiguousarray(b).view(np.uint8))
-        for a, b in zip(weights.read(HEAD), weights.read(EMBEDDING), strict=True)
+    weights = Weights(found)
+    weights.check()
+    if HEAD not in found:
+        return weights, notes
+    about = weights.info[HEAD]
+    if about != weights.info[EMBEDDING] or not (
+        weights.span(HEAD) == weights.span(EMBEDDING) is not None or (about[0] in DTYPES and _are_equal(weights))
     ):
         raise CheckpointError(f"{file}: {HEAD} is not the embedding, to which nanoGPT ties it")
+    del found[HEAD]
+    return Weights(found), [*notes, f"{HEAD} repeats the embedding it is tied to: kept once"]
 
 
-def _arguments(file: Path, given: Mapping[Any, Any], weights: StoredWeights) -> tuple[dict[str, int], bool]:
+def _are_equal(weights: Weights) -> bool:
+    """Whether head and embedding have the same bytes."""
+    import numpy as np
+
+    return all(
+        np.array_equal(np.ascontiguousarray(a).view(np.uint8), np.ascontiguousarray(b).view(np.uint8))
+        for a, b in zip(weights.read(HEAD), weights.read(EMBEDDING), strict=True)
+    )
+
+
+def _arguments(file: Path, given: Mapping[Any, Any], weights: Weights) -> tuple[dict[str, int], bool]:
     """The sizes, and whether there are biases (the first versions did not say: they had them)."""
     other = [str(key) for key in given if key not in (*ARGUMENTS, "bias", "dropout")]
     missing = [key for key in ARGUMENTS if type(given.get(key)) is not int]
@@ -156,44 +143,20 @@ def _arguments(file: Path, given: Mapping[Any, Any], weights: StoredWeights) -> 
     return {key: given[key] for key in ARGUMENTS}, bias
 
 
-def _activation(content: Mapping[Any, Any], notes: list[str]) -> Activation:
-    said = content.get(NOTE)
-    for activation in ACTIVATIONS:
-        if isinstance(said, dict) and said.get("activation_function") == activation:
-            return activation
-    notes.append(
-        "the file does not say which GELU it was trained with: taken for the exact one, as in today's model.py"
-    )
-    return "gelu"
-
-
-def _place(weights: StoredWeights, name: str) -> tuple[Path, int]:
-    return (weights.span(name) if name in weights.info else None) or (Path(), 0)
-
-
-# --- writing ---------------------------------------------------------------------------------------------------------
-
-
-def plan(request: Request) -> Plan:
-    """A checkpoint for nanoGPT's model.py as it is today."""
-    return plan_for(request, "gelu")
-
-
-def plan_for(request: Request, activation: Activation) -> Plan:
-    """A checkpoint for a model.py with that GELU.
-
-    Raises:
-        CannotExpress: nanoGPT's model is no such tree; the components in the way are listed.
-        UsageError: an unknown dtype.
-
+def plan(request: Request, activation: Activation = "gelu") -> Plan:
+    """A checkpoint for nanoGPT's model.py as it is today, or for one with another GELU. Raises CannotExpress: nanoGPT's
+    model is no such tree; the components in the way are listed. UsageError: an unknown dtype.
     """
     from ..dtypes import parse_dtype, widest
     from ..safetensors import DTYPES
     from ..write import Output, Plan, Shard
 
-    arguments, leaves = expressed(request.spec, activation)
+    arguments, leaves = expressed(request.source.spec, activation)
+    # As model.py lists them: the embeddings, the blocks, the last norm.
+    leaves.sort(key=lambda leaf: leaf.checkpoint.startswith("transformer.ln_f."))
     asked = None if request.asked is None else parse_dtype(request.asked)
-    tensors = [(leaf, asked or widest([request.dtypes[name] for name in leaf.shared])) for leaf in _in_order(leaves)]
+    dtypes = request.source.shared_dtypes()
+    tensors = [(leaf, asked or widest([dtypes[name] for name in leaf.shared])) for leaf in leaves]
     files = {"data.pkl": _program(arguments, tensors, activation), "byteorder": b"little", "version": b"3\n"}
     archive = archive_of("ckpt", files, [math.prod(leaf.shape) * DTYPES[dtype].itemsize for leaf, dtype in tensors])
     outputs = tuple(
@@ -203,11 +166,8 @@ def plan_for(request: Request, activation: Activation) -> Plan:
     return Plan((Shard(NAME, archive.header, outputs, archive.size, ending=archive.end),), {}, request.companions)
 
 
-def _in_order(leaves: list[BoundLeaf]) -> Iterator[BoundLeaf]:
-    """As model.py lists them: the embeddings, the blocks, the last norm."""
-    last = [leaf for leaf in leaves if leaf.checkpoint.startswith("transformer.ln_f.")]
-    yield from (leaf for leaf in leaves if leaf not in last)
-    yield from last
+TANH = SimpleNamespace(finds=None, describe=None, read=None, plan=partial(plan, activation="gelu_new"))
+"""The same for a model.py with GPT-2's own GELU, as it was before torch.nn.GELU, as a format to write."""
 
 
 def _program(arguments: Mapping[str, Any], tensors: list[tuple[BoundLeaf, str]], activation: Activation) -> bytes:
@@ -216,13 +176,8 @@ def _program(arguments: Mapping[str, Any], tensors: list[tuple[BoundLeaf, str]],
         leaf.checkpoint: pickled_tensor(str(index), dtype, leaf.shape) for index, (leaf, dtype) in enumerate(tensors)
     }
     state[HEAD] = state[EMBEDDING]
-    content: dict[str, Any] = {
-        "model": state,
-        "model_args": dict(arguments),
-        "iter_num": 0,
-        "best_val_loss": 1e9,
-        "config": {},
-    }
+    content: dict[str, Any] = {"model": state, "model_args": dict(arguments)}
+    content |= {"iter_num": 0, "best_val_loss": 1e9, "config": {}}
     if activation != "gelu":
         content[NOTE] = {"activation_function": activation}
     return program(content)

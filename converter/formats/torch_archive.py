@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-__all__ = ["ALIGNMENT", "Archive", "Member", "archive_of", "pickled", "pickled_tensor", "program"]
-
 ALIGNMENT = 64
 STORAGES = {"F64": "DoubleStorage", "F32": "FloatStorage", "F16": "HalfStorage", "BF16": "BFloat16Storage"}
 UTF8, CRC_BEHIND = 0x800, 0x8
@@ -126,9 +124,6 @@ def archive_of(prefix: str, files: Mapping[str, bytes], tensors: Sequence[int]) 
         storages.append(Member(f"{prefix}/data/{index}", at, nbytes, None))
         at += storages[-1].size
     return Archive(header, tuple(members), tuple(storages))
-
-
-# --- the pickle ------------------------------------------------------------------------------------------------------
 
 
 def program(value: Any) -> bytes:

@@ -20,8 +20,9 @@ import numpy as np
 from ...architectures.config import read_config_file
 from ...converter.dtypes import to_float64
 from ...converter.files import sha256_file
-from ...converter.hub import Repository
-from ...converter.safetensors import SafetensorsFile
+from ...converter.index import single
+from ...converter.safetensors import read_header
+from ...converter.weights import Weights
 from ...errors import InvalidInput, Offline, SwapRefused, UntrustedInput
 from ..base import Wide
 
@@ -82,11 +83,11 @@ class Adapter:
     saved: Mapping[str, str]
     base: Mapping[str, str]
     rows: Mapping[str, str]
-    file: SafetensorsFile = field(repr=False)
+    file: Weights = field(repr=False)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's, by its name in the file."""
-        return tuple(self.file.tensors[name].shape)
+        return self.file.info[name][1]
 
     def read(self, name: str) -> Wide:
         """A tensor in fp64.
@@ -95,7 +96,7 @@ class Adapter:
             InvalidInput: it holds NaN or infinity.
 
         """
-        values = to_float64(self.file.read(name), self.file.tensors[name].dtype)
+        values = to_float64(self.file.read(name), self.file.info[name][0])
         if not np.isfinite(values).all():
             raise InvalidInput(f"{self.reference}: {name} is not finite")
         return values
@@ -153,13 +154,13 @@ def read_adapter(reference: str, *, offline: bool = False) -> Adapter:
     config_path, path = _files(reference, offline)
     config = read_config_file(config_path)[0]
     _require_understood(reference, config)
-    file = SafetensorsFile(path)
+    file = Weights.of(single(path, read_header(path)))
     lora: dict[str, Lora] = {}
     saved: dict[str, str] = {}
     base: dict[str, str] = {}
     rows: dict[str, str] = {}
     unknown = []
-    for full in file.tensors:
+    for full in file.info:
         name = full.removeprefix("base_model.model.")
         if match := _LORA.fullmatch(name):
             _note(lora.setdefault(match["module"], Lora()), match["part"], match["kind"], full)
@@ -240,6 +241,8 @@ def _refuse_without_weights(reference: str, pickled: bool) -> None:
 
 def _fetched(repo: str, revision: str | None, name: str, offline: bool) -> Path | None:
     from huggingface_hub import constants, try_to_load_from_cache
+
+    from ...converter.hub import Repository
 
     if not offline and not constants.HF_HUB_OFFLINE:
         return Repository.open(repo, revision).fetch(name)

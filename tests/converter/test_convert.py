@@ -541,7 +541,7 @@ def test_dry_run_writes_nothing_and_reads_no_weights(
     def unreadable(*_: Any) -> np.ndarray:
         raise AssertionError("a weight was read")
 
-    monkeypatch.setattr("gptkit.converter.safetensors.SafetensorsFile.read", unreadable)
+    monkeypatch.setattr("gptkit.converter.weights.Weights.read", unreadable)
     before = contents(tmp_path)
     planned = convert(gpt2[0], tmp_path / "no" / "such" / "parent", dry_run=True)
     assert contents(tmp_path) == before

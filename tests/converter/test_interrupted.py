@@ -338,9 +338,9 @@ from gptkit import cli
 from gptkit.converter.transfer import _Carrier
 finish = _Carrier._finish
 go_on = sys.argv.pop(1)
-def held(self, name):
-    finish(self, name)
-    print("finished", name, flush=True)
+def held(self, shard):
+    finish(self, shard)
+    print("finished", shard.name, flush=True)
     while not (self.scheduler.stopped or Path(go_on).exists()):
         time.sleep(0.01)
 if go_on:

@@ -25,9 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gptkit.converter import pickles
 from gptkit.converter.checkpoint import open_checkpoint
-from gptkit.converter.contents import Stored, Unplain
 from gptkit.converter.convert import convert
-from gptkit.converter.pickles import PickleWeights, answers, unpickled
+from gptkit.converter.pickles import Unplain, answers, pickle_weights, unpickled
+from gptkit.converter.weights import Stored, Weights
 from gptkit.errors import CheckpointError
 
 Edit = Callable[[dict[str, torch.Tensor]], Any]
@@ -108,7 +108,7 @@ def test_every_dtype_and_view(tmp_path: Path) -> None:
         "bool": torch.tensor([True, False]),
     }
     torch.save(state, tmp_path / "all.bin")
-    weights = PickleWeights([tmp_path / "all.bin"])
+    weights = pickle_weights([tmp_path / "all.bin"])
     assert list(weights.info) == list(state)
     for name, tensor in state.items():
         dtype, shape = weights.info[name]
@@ -198,7 +198,7 @@ def test_other_ways_to_save_keep_dtypes_and_views(
     state = {str(t): base.to(t) for t in (torch.float64, torch.float16, torch.int16, torch.uint8)}
     state |= {"all": base, "row": base[2], "column": base[:, 1], "none": torch.ones(0, 5), "tied": base}
     save(state, tmp_path / "x.bin")
-    weights = PickleWeights([tmp_path / "x.bin"])
+    weights = pickle_weights([tmp_path / "x.bin"])
     assert list(weights.info) == list(state)
     for name, tensor in state.items():
         assert np.array_equal(weights.read(name), tensor.numpy()), name
@@ -221,7 +221,7 @@ def test_what_is_wrong_with_a_file_from_before_1_6(tmp_path: Path) -> None:
         assert data != whole
         path.write_bytes(data)
         with pytest.raises(CheckpointError, match=message):
-            PickleWeights([path])
+            pickle_weights([path])
     generator = np.random.default_rng(0)
     files = [tmp_path / f"{index}.bin" for index in range(300)]
     for file in files:
@@ -234,7 +234,8 @@ def test_what_is_wrong_with_a_file_from_before_1_6(tmp_path: Path) -> None:
             assert file.name in str(answer) and len(str(answer)) < 600
             continue
         try:
-            weights = pickles.StoredWeights(dict(pickles.named_tensors(file, answer)))
+            weights = Weights(dict(pickles.named_tensors(file, answer)))
+            weights.check()
             for name, (dtype, _) in weights.info.items():
                 if dtype == "F32":
                     weights.read(name).sum()
@@ -434,13 +435,13 @@ def test_bad_pickles(name: str, folder: Path) -> None:
     data, message = BAD[name]
     archive(folder / "pytorch_model.bin", data, {"0": bytes(16)})
     with pytest.raises(CheckpointError, match=message):
-        PickleWeights([folder / "pytorch_model.bin"])
+        pickle_weights([folder / "pytorch_model.bin"])
 
 
 def test_the_hand_made_tensor_is_one(tmp_path: Path) -> None:
     made = tensor_of((2, 2), (1, 2))
     pickletools.dis(made, io.StringIO())
-    weights = PickleWeights([archive(tmp_path / "x.bin", made, {"0": np.arange(4, dtype="f4").tobytes()})])
+    weights = pickle_weights([archive(tmp_path / "x.bin", made, {"0": np.arange(4, dtype="f4").tobytes()})])
     assert weights.read("x").tolist() == [[0, 2], [1, 3]]
 
 
@@ -473,7 +474,7 @@ def test_big_endian(tmp_path: Path) -> None:
         file.writestr("a/data.pkl", program(b"}"))
         file.writestr("a/byteorder", "big")
     with pytest.raises(CheckpointError, match="big-endian"):
-        PickleWeights([tmp_path / "x.bin"])
+        pickle_weights([tmp_path / "x.bin"])
 
 
 def test_a_process_that_dies_or_hangs(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,7 +489,7 @@ def test_a_process_that_dies_or_hangs(folder: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(pickles, "command", lambda worker: [sys.executable, str(slow)])
     monkeypatch.setattr(pickles, "TIMEOUT", 0.2)
     with pytest.raises(CheckpointError, match="too long"):
-        PickleWeights(files[:1])
+        pickle_weights(files[:1])
 
 
 def test_mutated_files_raise_nothing_else(folder: Path, tmp_path: Path) -> None:
@@ -515,7 +516,8 @@ def test_mutated_files_raise_nothing_else(folder: Path, tmp_path: Path) -> None:
             assert path.name in str(answer) and len(str(answer)) < 600
             continue
         try:
-            weights = pickles.StoredWeights(dict(pickles.named_tensors(path, answer)))
+            weights = Weights(dict(pickles.named_tensors(path, answer)))
+            weights.check()
             for name, (dtype, _) in weights.info.items():
                 if dtype in ("F32", "BF16"):
                     weights.read(name).sum()
@@ -565,4 +567,4 @@ def test_torch_does_not_tell_where_a_tensor_of_before_1_6_lies(tmp_path: Path) -
     with FakeTensorMode():
         state = torch.load(tmp_path / "x.bin", weights_only=True)
     assert getattr(state["x"].untyped_storage(), "_checkpoint_offset", None) is None
-    assert PickleWeights([tmp_path / "x.bin"]).span("x") is not None
+    assert pickle_weights([tmp_path / "x.bin"]).span("x") is not None

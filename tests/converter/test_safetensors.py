@@ -4,8 +4,9 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gptkit.converter.block_file import CHUNK
+from gptkit.converter.index import single
 from gptkit.converter.safetensors import (
     DTYPES,
-    SafetensorsFile,
     TensorInfo,
     build_header,
     read_header,
 )
+from gptkit.converter.weights import Weights
 from gptkit.errors import CheckpointError, GptkitError
 
 CARRIED = [name for name, dtype in DTYPES.items() if dtype.carrier is not None]
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Weights]:
+    yield Weights.of(single(path, read_header(path)))
 
 
 def raw_file(header: object, data: bytes = b"") -> bytes:
@@ -86,12 +93,10 @@ def test_read_gives_read_only_views_that_outlive_the_file(tmp_path: Path) -> Non
         "z": torch.zeros(0, 3),
     }
     save_file(values, tmp_path / "m.safetensors")
-    with SafetensorsFile(tmp_path / "m.safetensors") as file:
-        views = {name: file.read(name) for name in file.tensors}
+    with opened(tmp_path / "m.safetensors") as file:
+        views = {name: file.read(name) for name in file.info}
         with pytest.raises(KeyError):
             file.read("absent")
-    with pytest.raises(ValueError, match="closed"):
-        file.read("f")
     assert {name: view.shape for name, view in views.items()} == {"f": (3, 5), "b": (4,), "s": (), "z": (0, 3)}
     assert np.array_equal(views["f"], values["f"].numpy())
     assert np.array_equal(views["b"], values["b"].view(torch.uint16).numpy())
@@ -103,22 +108,22 @@ def test_read_gives_read_only_views_that_outlive_the_file(tmp_path: Path) -> Non
 
 
 def test_file_without_tensors(tmp_path: Path) -> None:
-    with SafetensorsFile(write_raw(tmp_path, raw_file({}))) as file:
-        assert file.tensors == {}
+    with opened(write_raw(tmp_path, raw_file({}))) as file:
+        assert file.info == {}
 
 
 def test_unaligned_data_is_read(tmp_path: Path) -> None:
     header = json.dumps({"a": entry(shape=[2], data_offsets=[0, 8])}).encode()
     header += b" " * (1 - len(header) % 2)  # an odd length, so that no float lies on a multiple of its size
     path = write_raw(tmp_path, raw_file(header, struct.pack("<2f", 1.5, -2.0)))
-    with SafetensorsFile(path) as file:
+    with opened(path) as file:
         assert file.read("a").tolist() == [1.5, -2.0]
 
 
 def test_packed_types_are_listed_but_not_read(tmp_path: Path) -> None:
     path = write_raw(tmp_path, raw_file({"a": entry(dtype="F4", shape=[4], data_offsets=[0, 2])}, b"ab"))
-    with SafetensorsFile(path) as file:
-        assert file.tensors["a"].nbytes == 2
+    with opened(path) as file:
+        assert read_header(path).tensors["a"].nbytes == 2
         with pytest.raises(CheckpointError, match="packs 4-bit"):
             file.read("a")
 
@@ -232,8 +237,8 @@ def test_any_mutation_is_read_or_refused(tmp_path: Path, at: int, value: int, dr
 
 def read_or_refuse(path: Path) -> None:
     try:
-        with SafetensorsFile(path) as file:
-            for name, info in file.tensors.items():
+        with opened(path) as file:
+            for name, info in read_header(path).tensors.items():
                 if DTYPES[info.dtype].carrier is not None:
                     assert file.read(name).nbytes == info.nbytes
     except CheckpointError:
@@ -345,7 +350,7 @@ def test_a_view_of_another_file_is_written_as_it_lies(tmp_path: Path) -> None:
     with SafetensorsWriter(tmp_path / "a", tensors) as writer:
         writer.write("w", array)
         writer.write("t", array.T)  # not contiguous
-    with SafetensorsFile(tmp_path / "a") as file, SafetensorsWriter(tmp_path / "b", tensors) as copy:
+    with opened(tmp_path / "a") as file, SafetensorsWriter(tmp_path / "b", tensors) as copy:
         assert np.array_equal(file.read("t").view(np.uint32), array.T.view(np.uint32))
         for name in tensors:
             copy.write(name[0], file.read(name[0]))
@@ -360,7 +365,7 @@ def test_tensors_are_written_from_several_threads(tmp_path: Path) -> None:
     ):
         for done in [pool.submit(writer.write, name, array) for name, array in arrays.items()]:
             done.result()
-    with SafetensorsFile(tmp_path / "a") as file:
+    with opened(tmp_path / "a") as file:
         assert all(file.read(name).tobytes() == array.tobytes() for name, array in arrays.items())
     assert writer.record.sha256 == hashlib.sha256((tmp_path / "a").read_bytes()).hexdigest()
 
@@ -414,7 +419,7 @@ def test_blocks_are_copied_from_another_file(tmp_path: Path) -> None:
             writer.copy("b", source.fileno(), 8, lambda chunk: seen.append(chunk.copy()))
             writer.copy("a", source.fileno(), 3)
         assert np.array_equal(np.concatenate(seen), data[5:])
-        with SafetensorsFile(tmp_path / "out") as file:
+        with opened(tmp_path / "out") as file:
             assert np.array_equal(file.read("a"), data[:5])
             assert np.array_equal(file.read("b"), data[5:])
         assert writer.record.sha256 == hashlib.sha256((tmp_path / "out").read_bytes()).hexdigest()
@@ -435,7 +440,7 @@ def test_short_writes_are_completed_and_errors_typed(tmp_path: Path, monkeypatch
     array = random_array("I64", (5, 5))
     with SafetensorsWriter(tmp_path / "a", [("a", "I64", (5, 5))]) as writer:
         writer.write("a", array)
-    with SafetensorsFile(tmp_path / "a") as file:
+    with opened(tmp_path / "a") as file:
         assert np.array_equal(file.read("a"), array)
 
     def full(fd: int, data: object, at: int) -> int:

@@ -1,0 +1,168 @@
+"""Tensors by the name they have in a checkpoint's files: what each is, where its bytes lie, the array that it is.
+
+Files are memory-mapped when they are first read from. They must not be truncated while an array of theirs is in use:
+the system answers a read past a file's end with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import CheckpointError
+from .index import WeightFiles
+from .safetensors import DTYPES
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file: a view of the `nbytes` from byte `start` on; one that no file holds (None) is zeros.
+
+    strides, offset: of the view, in elements; without strides its elements lie one after the other.
+    decode: where the bytes are no plain values (quantised), or in no file, what makes the values; kind: what they are.
+    """
+
+    path: Path | None
+    dtype: str
+    shape: tuple[int, ...]
+    start: int = 0
+    nbytes: int = 0
+    strides: tuple[int, ...] | None = None
+    offset: int = 0
+    decode: Callable[[np.ndarray], np.ndarray] | None = None
+    kind: str = ""
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 16  # torch's C128, which no tensor may have
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def place(self) -> int:
+        """The first element's byte in the file."""
+        return self.start + self.offset * self.itemsize
+
+    @property
+    def reach(self) -> int:
+        """Elements from the first to behind the last one."""
+        if self.strides is None or not self.count:
+            return self.count
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie one after the other."""
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides or ()), strict=False):
+            if size != 1 and stride != step:
+                return self.count == 0
+            step *= size
+        return True
+
+
+class Weights:
+    """The tensors of files.
+
+    Attributes:
+        info: each tensor's dtype, once it is read, and its shape.
+        blocks: of tensors that are made on reading, the element type in the file, and the bytes there.
+        fetched: whether the files are here; otherwise only their headers are known, and nothing can be read.
+    """
+
+    def __init__(self, tensors: Mapping[str, Stored], fetched: bool = True) -> None:
+        self.fetched = fetched
+        self.info = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        self.blocks = {name: (each.kind, each.nbytes) for name, each in tensors.items() if each.kind}
+        self._tensors = dict(tensors)
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._ends: dict[Path, int] = {}  # what each file has at least
+        for each in tensors.values():
+            if each.path is not None:
+                self._ends[each.path] = max(self._ends.get(each.path, 0), each.start + each.nbytes)
+
+    @classmethod
+    def of(cls, files: WeightFiles, fetched: bool = True) -> Weights:
+        """The tensors of safetensors files, whose headers were checked."""
+        places = files.tensors.items()
+        return cls({x: Stored(path, i.dtype, i.shape, i.start, i.nbytes) for x, (path, i) in places}, fetched)
+
+    def check(self) -> None:
+        """Raise CheckpointError where a tensor claims more than its file has."""
+        for name, tensor in self._tensors.items():
+            where = f"{tensor.path}: {name!r:.80}"
+            if tensor.count * tensor.itemsize > tensor.nbytes:
+                raise CheckpointError(f"{where} claims {tensor.count:,} elements that are not in the file")
+            if tensor.count and (tensor.offset + tensor.reach) * tensor.itemsize > tensor.nbytes:
+                raise CheckpointError(f"{where} reaches beyond the bytes that are its")
+            if tensor.path is not None:
+                self._mapped(tensor.path)
+
+    def with_zeros(self, zeros: Mapping[str, tuple[str, tuple[int, ...]]]) -> Weights:
+        """The same, and tensors of zeros, each with its dtype and shape."""
+        more = copy(self)
+        more._tensors = {**self._tensors, **{name: Stored(None, *about) for name, about in zeros.items()}}
+        more.info = {**self.info, **zeros}
+        return more
+
+    def place(self, name: str) -> tuple[Path, int]:
+        """The file that holds the tensor, and where in it the tensor begins; of what lies nowhere no file."""
+        tensor = self._tensors[name]
+        return tensor.path or Path(), tensor.place
+
+    def span(self, name: str) -> tuple[Path, int] | None:
+        """The same of a tensor whose bytes lie there as `info` says they are, None for any other."""
+        tensor = self._tensors[name]
+        plain = tensor.path is not None and tensor.decode is None and tensor.contiguous
+        return self.place(name) if plain else None
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor in its carrier dtype (bf16 as uint16): a read-only view of its file where it can be. Raises
+        KeyError for a name that is not there, CheckpointError for a packed dtype or a file that has changed.
+        """
+        if not self.fetched:
+            raise RuntimeError(f"{name}: only the headers of this checkpoint were fetched")
+        tensor = self._tensors[name]
+        carrier, itemsize = DTYPES[tensor.dtype].carrier, tensor.itemsize
+        if tensor.path is None and tensor.decode is not None:
+            return tensor.decode(np.empty(0, np.uint8))
+        if tensor.path is None or not tensor.count:
+            zeros = np.zeros(tensor.shape, carrier)
+            zeros.flags.writeable = False
+            return zeros
+        data = self._mapped(tensor.path)
+        if tensor.decode is not None:
+            with np.errstate(all="ignore"):  # scales that are infinite or not numbers are told where they matter
+                return tensor.decode(np.frombuffer(data, np.uint8, tensor.nbytes, tensor.start)).reshape(tensor.shape)
+        flat = np.frombuffer(data, carrier, tensor.reach, tensor.place)
+        flat.flags.writeable = False
+        if tensor.contiguous:
+            return flat.reshape(tensor.shape)
+        strides = [stride * itemsize for stride in tensor.strides or ()]
+        return np.ascontiguousarray(np.lib.stride_tricks.as_strided(flat, tensor.shape, strides, writeable=False))
+
+    def _mapped(self, path: Path) -> mmap.mmap:
+        if path not in self._maps:
+            try:
+                with path.open("rb") as file:
+                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"cannot map {path}: {error}") from error
+            if len(mapped) < self._ends[path]:
+                raise CheckpointError(f"{path} is truncated: {self._ends[path]} bytes expected, {len(mapped)} found")
+            self._maps[path] = mapped
+        return self._maps[path]
+
+    def release(self) -> None:
+        """Give the pages that were read back to the system; views stay valid and read them again."""
+        for mapped in list(self._maps.values()):  # other threads may map more
+            if hasattr(mapped, "madvise"):
+                mapped.madvise(mmap.MADV_DONTNEED)
