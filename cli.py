@@ -12,8 +12,6 @@ from .commands import compare, convert, demo, diff, generate, params, recommend,
 from .commands.base import app
 from .process import answer_signals
 
-__all__ = ["COMMANDS", "app", "main"]
-
 COMMANDS = (params, compare, diff, show, recommend, convert, swap, verify, generate, demo)
 """The modules, each of which adds its commands to `app` when it is imported."""
 

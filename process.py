@@ -11,8 +11,6 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["INTERRUPTED", "TERMINATED", "Terminated", "answer_signals", "leave_at_signals", "open_streams"]
-
 INTERRUPTED = 130
 TERMINATED = 143
 AGAIN = 0.002

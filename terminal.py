@@ -21,19 +21,6 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
 
-__all__ = [
-    "answer",
-    "complain",
-    "console",
-    "fail",
-    "give_up_stdout",
-    "print_json",
-    "printable",
-    "progress_bar",
-    "say",
-    "status",
-]
-
 
 def fail(message: str, code: int) -> NoReturn:
     """Say why on stderr and exit. The traceback only with GPTKIT_DEBUG=1."""

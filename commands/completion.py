@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
-__all__ = ["FLOATS", "bash_words", "complete_model", "complete_target", "forms", "one_of"]
-
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 SIGNS = (":", "=")

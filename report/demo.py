@@ -16,10 +16,11 @@ from ..converter.resolve import SAMPLES
 from ..modules.text import generate
 from ..parity.verify import Verification, verify
 from ..surgery.swap import swap
-from .summaries import conversion_lines, number, swap_lines, verification_report
-from .tables import parameter_table
-
-__all__ = ["tour"]
+from .checkpoints import conversion_lines
+from .counts import parameter_table
+from .sheets import number
+from .surgery import swap_lines
+from .verification import verification_report
 
 PROMPT = "ROMEO:\n"
 SAMPLED = {"temperature": 0.8, "top_k": 40, "seed": 7}

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .pages import Figure, Key, Table
-from .plots import drawn, safe
-
-__all__ = ["Cell", "heatmap"]
+from .plots import figure, safe
 
 NARROWEST = 0.5
 """Powers of ten that the colours span at least: what is nearly alike looks alike."""
@@ -85,27 +83,54 @@ def heatmap(
 
     """
     rows = _components(cells)
-    columns = _columns(cells)
-    at = {(cell.component, column): cell for cell, column in _placed(cells)}
+    placed = _placed(cells)
+    used = {column for _, column in placed}
+    layers = sorted({cell.layer for cell in cells if cell.layer is not None})
+    columns = [name for name in (BEFORE, *map(str, layers), AFTER) if name in used]
+    at = {(cell.component, column): cell for cell, column in placed}
     grid = [[at.get((row, column)) for column in columns] for row in rows]
     kinds = [kind for kind in KINDS if any(cell.kind == kind for cell in cells)]
     written = len(columns) <= MOST_FIGURES
     below = SCALE if "counts" in kinds else SCALE // 5
-    height = ROW * len(rows) + MARGIN + below
-    frames = [
-        _frame(columns.index(column), rows.index(cell.component)) for cell, column in _placed(cells) if cell is marked
-    ]
+    frames = []
+    for cell, column in placed:
+        if cell is marked:
+            x, y, line = columns.index(column), rows.index(cell.component), {"color": "var(--mark)", "width": 3}
+            corners = {"x0": x - 0.5, "x1": x + 0.5, "y0": y - 0.5, "y1": y + 0.5}
+            frames.append({"type": "rect", **corners, "line": line})
     ends = _ends(cells)
-    traces = [{"type": "heatmap", "x": columns, **_trace(kind, grid, written, measure, ends)} for kind in kinds]
-    keys = [Key(kind, KINDS[kind]) for kind in kinds]
-    return Figure(
-        title=title,
-        summary=summary,
-        spec=drawn(traces, height, **_layout(below, [_folded(row) for row in rows], columns, frames, down)),
-        height=height,
+    axis = {"showgrid": False, "zeroline": False, "showline": False, "ticks": "", "tickangle": 0}
+    named = [column for column in columns if _named(column, columns)]
+    marks = [] if marked is None else [Key("mark", "the first place that parts")]
+    return figure(
+        title,
+        summary,
+        [{"type": "heatmap", "x": columns, **_trace(kind, grid, written, measure, ends)} for kind in kinds],
+        ROW * len(rows) + MARGIN + below,
+        [*(Key(kind, KINDS[kind]) for kind in kinds), *marks],
+        table,
         width=LABELS + (COLUMN if written else NARROW) * len(columns),
-        keys=tuple(keys if marked is None else [*keys, Key("mark", "the first place that parts")]),
-        table=table,
+        margin={"t": MARGIN, "b": below, "r": 4, "l": 8},
+        xaxis={
+            **axis,
+            "type": "category",
+            "categoryorder": "array",
+            "categoryarray": columns,
+            "side": "top",
+            "title": {"text": "layer", "standoff": 4},
+            "tickvals": named,  # by name: a number would be taken for the column that is called so
+            "ticktext": named,
+            "range": [-0.5, len(columns) - 0.5],
+        },
+        yaxis={
+            **axis,
+            "range": [len(rows) - 0.5, -0.5],
+            "title": {"text": down, "standoff": 14},
+            "automargin": True,
+            "tickvals": list(range(len(rows))),
+            "ticktext": [_folded(row) for row in rows],
+        },
+        shapes=frames,
     )
 
 
@@ -115,8 +140,12 @@ def _trace(
     """The cells of one kind; `grid` has a row a component, a column a layer."""
     mine = [[cell if cell is not None and cell.kind == kind else None for cell in line] for line in grid]
     scaled, one = kind == "counts", [[at, f"var(--{kind})"] for at in (0, 1)]
+
+    def height(cell: Cell) -> float:
+        return 0 if not scaled else math.log10(cell.value) if cell.value < math.inf else ends[1]
+
     return {
-        "z": [[None if cell is None else _log(cell.value, ends) if scaled else 0 for cell in line] for line in mine],
+        "z": [[None if cell is None else height(cell) for cell in line] for line in mine],
         "hovertext": [["" if cell is None else _hover(cell) for cell in line] for line in mine],
         "text": [["" if cell is None else cell.apart or _short(cell.value) for cell in line] for line in mine],
         "texttemplate": "%{text}" if written else None,
@@ -168,36 +197,6 @@ def _scale(measure: str, ends: tuple[float, float]) -> dict[str, Any]:
     }
 
 
-def _layout(
-    below: int, names: list[str], columns: list[str], shapes: list[dict[str, Any]], down: str
-) -> dict[str, Any]:
-    axis = {"showgrid": False, "zeroline": False, "showline": False, "ticks": "", "tickangle": 0}
-    named = [column for column in columns if _named(column, columns)]
-    return {
-        "margin": {"t": MARGIN, "b": below, "r": 4, "l": 8},
-        "xaxis": {
-            **axis,
-            "type": "category",
-            "categoryorder": "array",
-            "categoryarray": columns,
-            "side": "top",
-            "title": {"text": "layer", "standoff": 4},
-            "tickvals": named,  # by name: a number would be taken for the column that is called so
-            "ticktext": named,
-            "range": [-0.5, len(columns) - 0.5],
-        },
-        "yaxis": {
-            **axis,
-            "range": [len(names) - 0.5, -0.5],
-            "title": {"text": down, "standoff": 14},
-            "automargin": True,
-            "tickvals": list(range(len(names))),
-            "ticktext": names,
-        },
-        "shapes": shapes,
-    }
-
-
 def _named(column: str, columns: list[str]) -> bool:
     """Whether a column has its name above it; where they are narrow, only some have, so that names do not touch."""
     if len(columns) <= MOST_FIGURES or column in (BEFORE, AFTER):
@@ -228,13 +227,6 @@ def _placed(cells: Sequence[Cell]) -> list[tuple[Cell, str]]:
     return found
 
 
-def _columns(cells: Sequence[Cell]) -> list[str]:
-    layers = sorted({cell.layer for cell in cells if cell.layer is not None})
-    used = {column for _, column in _placed(cells)}
-    ends = ([BEFORE] if BEFORE in used else []), ([AFTER] if AFTER in used else [])
-    return [*ends[0], *map(str, layers), *ends[1]]
-
-
 def _folded(component: str) -> str:
     """A name without what stands in brackets, on two lines where it is long: phones are narrow."""
     name = component.split(" (")[0]
@@ -258,14 +250,3 @@ def _short(value: float) -> str:
         return f"{value:.2f}" if value < 0.995 else f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
     digits, _, power = f"{value:.0e}".partition("e")
     return f"{digits}e{int(power)}"
-
-
-def _log(value: float, ends: tuple[float, float]) -> float:
-    """The value's place on the scale."""
-    return math.log10(value) if value < math.inf else ends[1]
-
-
-def _frame(x: int, y: int) -> dict[str, Any]:
-    """A frame around the cell in this column and row."""
-    line = {"color": "var(--mark)", "width": 3}
-    return {"type": "rect", "x0": x - 0.5, "x1": x + 0.5, "y0": y - 0.5, "y1": y + 0.5, "line": line}

@@ -25,25 +25,6 @@ from typing import Any, ClassVar
 from ..errors import UsageError
 from ..version import __version__
 
-__all__ = [
-    "Code",
-    "Figure",
-    "Key",
-    "Lines",
-    "Page",
-    "Section",
-    "Table",
-    "counted",
-    "listing",
-    "noted",
-    "plain",
-    "put",
-    "ready",
-    "render",
-    "writable",
-    "write_page",
-]
-
 
 @dataclass(frozen=True)
 class Lines:

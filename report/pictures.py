@@ -22,8 +22,6 @@ from . import pages
 from .pages import Figure, Page
 from .plots import safe
 
-__all__ = ["drawn", "named", "ready", "write"]
-
 WIDTH = 520
 """Pixels: a column of a paper (84 mm) makes 12 of them 6 points high."""
 SCALE = 4

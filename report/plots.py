@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .pages import plain
+from .pages import Figure, Key, Table, plain
 from .sheets import percentage
-
-__all__ = ["COLOURS", "PALETTE", "drawn", "held", "safe", "share", "short"]
 
 PALETTE = 8
 """page.css's colours for kinds of things, c0 to c7, with on-c0 to on-c7 for text on them."""
@@ -18,26 +16,38 @@ COLOURS = {"attention": 0, "feed-forward": 1, "embedding": 2, "head": 3, "positi
 """A component has one colour wherever it is drawn."""
 
 
-def drawn(data: Sequence[Any], height: int, **layout: Any) -> dict[str, Any]:
-    """plotly's figure as JSON values, in the page's font and colours; `layout` is what is special about it."""
+def figure(
+    title: str,
+    summary: str,
+    data: Sequence[Any],
+    height: int,
+    keys: Iterable[Key],
+    table: Table,
+    width: int = 280,
+    font_size: int = 12,
+    **layout: Any,
+) -> Figure:
+    """A figure of plotly's in the page's font and colours; `layout` is what is special about it."""
     import plotly.graph_objects as go
 
+    clear, text = "rgba(0,0,0,0)", "var(--text)"
+    hover = {
+        "bgcolor": "var(--raised)",
+        "bordercolor": "var(--line)",
+        "font": {"color": text, "size": 13},
+        "align": "left",
+    }
     common = {
         "template": "none",
         "height": height,
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"color": "var(--text)", "size": 12, "family": "system-ui, sans-serif"},
-        "hoverlabel": {
-            "bgcolor": "var(--raised)",
-            "bordercolor": "var(--line)",
-            "font": {"color": "var(--text)", "size": 13},
-            "align": "left",
-        },
-        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "var(--quiet)", "activecolor": "var(--text)"},
+        "paper_bgcolor": clear,
+        "plot_bgcolor": clear,
+        "font": {"color": text, "size": font_size, "family": "system-ui, sans-serif"},
+        "hoverlabel": hover,
+        "modebar": {"bgcolor": clear, "color": "var(--quiet)", "activecolor": text},
     }
     spec: dict[str, Any] = json.loads(go.Figure(list(data), {**common, **layout}).to_json())
-    return spec
+    return Figure(title, summary, spec, height, width, tuple(keys), table)
 
 
 def safe(text: str) -> str:

@@ -16,8 +16,6 @@ from ..analysis.parameters import ParameterCount
 from ..analysis.params import ModelCount
 from ..terminal import printable
 
-__all__ = ["By", "count_rows", "model_rows", "write_csv"]
-
 FORMULA = ("=", "+", "-", "@")
 
 By = Literal["component", "layer", "tensor"]

@@ -1,4 +1,4 @@
-"""Tables about swaps: what is possible, what a recipe does, what each step of it costs; 80 columns are enough."""
+"""What `swap` and `swaps` tell: what is possible, what was done, what each step costs; 80 columns are enough."""
 
 from __future__ import annotations
 
@@ -12,29 +12,14 @@ from rich.text import Text
 from ..analysis.costs import Costs, costs
 from ..analysis.parameters import count
 from ..surgery.synonyms import guarantee_in_words
-from .summaries import human_bytes, number, plain_table, wrap
-from .tables import parameter_table
+from .counts import parameter_table
+from .sheets import human_bytes, indented, number, plain_table
 
 if TYPE_CHECKING:
     from ..surgery.listing import Listed, Listing
     from ..surgery.recipe import Recipe
     from ..surgery.registry import Swap
     from ..surgery.swap import SwapResult
-
-__all__ = [
-    "change",
-    "costs_table",
-    "dry_run_report",
-    "listing_report",
-    "recipes_json",
-    "recipes_report",
-    "registry_json",
-    "registry_report",
-    "steps_cells",
-    "steps_report",
-    "steps_table",
-    "steps_words",
-]
 
 HEADINGS = {
     "exact": "Possible and exact here",
@@ -59,11 +44,10 @@ def change(before: float, after: float) -> str:
 
 def flops(value: float) -> str:
     """1,234, 1.24 M, 16.1 G, with a space before the unit."""
-    for unit in ("", " k", " M", " G", " T"):
-        if value < 1000 or unit == " T":
-            return f"{value:,.0f}" if not unit else f"{value:,.2f}{unit}"
-        value /= 1000
-    raise AssertionError
+    if value < 1000:
+        return f"{value:,.0f}"
+    power = next((power for power in (1, 2, 3) if value / 1000**power < 1000), 4)
+    return f"{value / 1000**power:,.2f} {'kMGT'[power - 1]}"
 
 
 # --- what can be swapped ----------------------------------------------------------------------------------------------
@@ -93,12 +77,8 @@ def possible(entries: Sequence[Listed], before: Costs) -> Table:
     for entry in entries:
         cells = ["?"] * 3
         if entry.costs is not None:
-            now = entry.costs
-            cells = [
-                change(before.parameters, now.parameters),
-                change(before.total_flops, now.total_flops),
-                change(before.cached, now.cached),
-            ]
+            figures = ("parameters", "total_flops", "cached")
+            cells = [change(getattr(before, name), getattr(entry.costs, name)) for name in figures]
         what = Text(entry.swap.gives_for(entry.value))
         if entry.limits:
             what.append(f"; {entry.limits}", style="dim")
@@ -146,18 +126,14 @@ def registry_report(swaps: Sequence[Swap], groups: Mapping[str, str]) -> Rendera
         for swap in chosen:
             asked = f"--{swap.option.replace('_', '-')} {swap.form}".strip()
             what = Text(swap.title)
-            what.append(f"\n{needed(swap)}", style="dim")
+            text = ", and a text" if swap.calibrated and "text" not in swap.needs else ""
+            verb = "is" if swap.needs.startswith("exact") else "needs"
+            what.append(f"\nIt {verb} {swap.needs}{text}.", style="dim")
             what.append(f"\nSource: {swap.source}.", style="dim")
             table.add_row(Text(asked), what, Text(guarantee_in_words(swap.guarantee)))
         parts += [*([Text()] if parts else []), Text(heading, style="bold"), table]
     notes = "The guarantee is the best there is; gptkit swaps MODEL tells what holds on a model."
     return Group(*parts, Text(), Text(notes))
-
-
-def needed(swap: Swap) -> str:
-    """What a swap needs, in a sentence."""
-    text = ", and a text" if swap.calibrated and "text" not in swap.needs else ""
-    return f"It {'is' if swap.needs.startswith('exact') else 'needs'} {swap.needs}{text}."
 
 
 def recipes_report(recipes: Sequence[Recipe]) -> RenderableType:
@@ -184,6 +160,71 @@ def recipes_json(recipes: Sequence[Recipe]) -> dict[str, Any]:
 
 
 # --- what a swap does -------------------------------------------------------------------------------------------------
+
+
+def swap_lines(result: SwapResult) -> list[str]:
+    """What was exchanged, at what price, and how well the guarantee held."""
+    before, after = result.parameters
+    done = "wrote" if result.published else "would write"
+    what = "a swap that needs training" if result.guarantee == "retrained" else f"{result.guarantee} swap"
+    computed = any(result.chain.computed(parameter.name) for parameter in result.spec.parameters())
+    rounds = result.guarantee == "exact" and computed and result.dtype not in ("float64", "float32")
+    lines = [f"{done} {result.target}: {what}{f', up to the rounding to {result.dtype}' if rounds else ''}"]
+    if result.family is not None:
+        lines.append(f"format      Hugging Face files, {result.family.name}: {result.family.hf_class}")
+    if result.recipe is not None and result.recipe.name:
+        lines.append(f"recipe      {result.recipe.name}")
+    lines += stored_lines(result, computed)
+    lines.append(f"parameters  {before:,} -> {after:,}" + (f" ({after - before:+,})" if after != before else ""))
+    notes = list(result.chain.notes)
+    if result.same_source is False:
+        notes.append("the recipe was made of other files than these: the result has other bytes")
+    for note in notes:
+        lines += indented(note, 12)
+    found = result.measured
+    if found is None:
+        return [*lines, "not measured"] if result.published else lines
+    for dtype in found.maximum:
+        lines.append(
+            f"{dtype:<12}logits before against after: max Δ {number(found.maximum[dtype])}, relative"
+            f" {number(found.relative[dtype])}"
+        )
+    lines.append(
+        f"            KL {number(found.kl)} nats per token, top-1 {found.top1:.1%}, {found.positions:,} positions"
+    )
+    if found.perplexity is not None and found.kl_text is not None and found.top1_text is not None:
+        lines.append(
+            f"text        perplexity {short(found.perplexity[0])} -> {short(found.perplexity[1])}, KL"
+            f" {number(found.kl_text)}, top-1 {found.top1_text:.1%}, {found.text_positions:,} tokens"
+        )
+    naive = result.naive
+    if naive is not None and naive.perplexity is not None and naive.kl_text is not None:
+        lines.append(
+            f"plain form  perplexity {short(naive.perplexity[1])}, KL {number(naive.kl_text)}: the same, not fitted"
+        )
+    for note in found.notes:
+        lines += indented(note, 12)
+    return lines
+
+
+def stored_lines(result: SwapResult, computed: bool) -> list[str]:
+    """What computed tensors are stored as, and why; nothing where none is."""
+    asked = None if result.recipe is None else result.recipe.dtype
+    exact, whole = result.guarantee == "exact", asked is not None and result.family is not None
+    if not whole and not computed:
+        return []
+    if asked is None and exact and result.dtype == "float64":
+        return ["stored as   float64 where computed, so that the file itself proves exactness"]
+    before = "; exact before rounding" if computed and exact and result.dtype != "float64" else ""
+    why = "as the source is" if asked is None else "as asked"
+    return [f"stored as   {result.dtype}{'' if whole else ' where computed'}, {why}{before}"]
+
+
+def short(perplexity: float) -> str:
+    """Two decimals of what has few digits before them."""
+    if perplexity >= 1e7:
+        return number(perplexity)
+    return f"{perplexity:,.2f}" if perplexity < 1000 else f"{perplexity:,.0f}"
 
 
 def costs_table(before: Costs, after: Costs) -> Table:
@@ -219,9 +260,8 @@ def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, bool], ...], list[
         cells = [str(index + 1), str(step), guarantee_in_words(swapped.guarantee), change(before, after)]
         if measured:
             one = measured[index]
-            kl, top1 = (
-                (one.kl, one.top1) if one.kl_text is None or one.top1_text is None else (one.kl_text, one.top1_text)
-            )
+            on_text = one.kl_text is not None and one.top1_text is not None
+            kl, top1 = (one.kl_text, one.top1_text) if on_text else (one.kl, one.top1)
             cells += [number(kl), f"{top1:.1%}"]
             if text:
                 cells.append("" if one.perplexity is None else f"{one.perplexity[1]:,.2f}")
@@ -232,10 +272,7 @@ def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, bool], ...], list[
 def steps_table(result: SwapResult) -> Table:
     """`steps_cells` for the terminal."""
     columns, rows = steps_cells(result)
-    table = plain_table(*columns)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
+    return plain_table(*columns, rows=[[*map(Text, row)] for row in rows])
 
 
 def steps_words(result: SwapResult) -> str:
@@ -255,13 +292,12 @@ def steps_report(result: SwapResult) -> RenderableType:
 def dry_run_report(result: SwapResult) -> RenderableType:
     """The tree that would come out, its costs, and what each step guarantees."""
     before, spec = costs(result.source.spec), result.spec
-    family = "as it would be"
     parts: list[RenderableType] = [
-        parameter_table([(str(result.target), family, spec, count(spec))]),
+        parameter_table([(str(result.target), "as it would be", spec, count(spec))]),
         Text(),
         costs_table(before, costs(spec, before.context)),
         Text(),
         steps_table(result),
     ]
-    notes = [line for note in result.chain.notes for line in wrap(f"note: {note}", indent=0, width=80)]
+    notes = [line for note in result.chain.notes for line in indented(f"note: {note}", 0)]
     return Group(*parts, *([Text()] if notes else []), *(Text(line) for line in notes))

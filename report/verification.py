@@ -1,18 +1,26 @@
-"""The pages of `verify --html`: what was compared, what came of it, and where in the tree it lies."""
+"""What `verify` tells: in the terminal how far logits are apart and the two verdicts, on its pages also where in the
+tree a difference lies.
+"""
 
 from __future__ import annotations
 
 import math
 import platform
+import re
 import shlex
+import textwrap
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from .damage import damage_sections
+from rich.console import Group, RenderableType
+from rich.table import Table as Grid
+from rich.text import Text
+
+from .damage import damage_lines, damage_sections
 from .heatmap import Cell, heatmap
 from .pages import Code, Figure, Lines, Page, Section, Table, counted, listing, noted
-from .summaries import PROBE, number, port_causes, prompt_cells, some
+from .sheets import indented, number, plain_table
 
 if TYPE_CHECKING:
     from ..parity.bisect import Divergence, Part
@@ -21,15 +29,177 @@ if TYPE_CHECKING:
     from ..parity.score import Score
     from ..parity.verify import BytesVerdict, Noise, Verification
 
-__all__ = ["port_page", "verification_page"]
-
+SHOWN = 5
+"""Tensors named, of however many."""
+PROBE = (("probe", False), ("tokens", True), ("max Δ", True), ("mean Δ", True), ("KL", True), ("top-1", True))
+"""Columns of a row a prompt: how far the logits are apart."""
 VERDICTS = {
     "identical": "Identical to the last bit",
     "equal": "The same function: what differs is rounding",
     "different": "Different",
 }
-MEASURE = "relative difference"
 RELATIVE = "Relative: the largest difference over the reference's largest value there, in float64 on the whole probe."
+
+
+def some(names: Sequence[str]) -> str:
+    """Tensors by name, at most so many, those of all layers together."""
+    names = list(dict.fromkeys(re.sub(r"\bblocks\.\d+\.", "blocks.*.", name) for name in names))
+    return ", ".join(names[:SHOWN]) + (f", … ({len(names) - SHOWN} more)" if len(names) > SHOWN else "")
+
+
+# --- in the terminal -------------------------------------------------------------------------------------------------
+
+
+def verification_report(result: Verification) -> RenderableType:
+    """A row a prompt, then the two verdicts."""
+    lines = [Text(part) for line in verdict_lines(result) for part in under_its_label(line)]
+    parts: list[RenderableType] = [prompt_table(result.prompts), Text(), *lines]
+    divergence = result.divergence
+    if divergence is not None and divergence.first is not None:
+        # The components around the first that parts, in the order of computation.
+        table = plain_table(("component", False), ("relative Δ", True), ("rounding there", True), ("", False))
+        first = next(index for index, place in enumerate(divergence.places) if place.parts)
+        for place in divergence.places[max(first - 3, 0) : first + 6]:
+            mark = "<- parts here" if place is divergence.first else "differs" if place.parts else "equal"
+            table.add_row(place.name, number(place.relative), number(place.noise), mark)
+        parts += [Text(), table]
+    if result.damage is not None:
+        parts += [Text(), *map(Text, damage_lines(result.damage))]
+    return Group(*parts)
+
+
+def under_its_label(line: str) -> list[str]:
+    """A line of `verdict_lines` in as many as 80 columns need, set in below its words."""
+    whole = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(line, 80, subsequent_indent=" " * 10, **whole) or [line]  # type: ignore[arg-type]
+
+
+def prompt_cells(prompt: Difference) -> tuple[str, ...]:
+    """The cells below `PROBE`."""
+    errors = (prompt.maximum, prompt.mean, prompt.kl)
+    return (prompt.name, f"{prompt.positions:,}", *map(number, errors), f"{prompt.top1:.1%}")
+
+
+def prompt_table(prompts: Sequence[Difference]) -> Grid:
+    """A row a prompt, of long names the beginning."""
+    table = plain_table(*PROBE)
+    for name, *figures in map(prompt_cells, prompts):
+        name = name if name.isprintable() else repr(name)
+        table.add_row(Text(name if len(name) <= 30 else name[:29] + "…"), *figures)
+    return table
+
+
+def verdict_lines(result: Verification) -> list[str]:
+    """The verdicts in words."""
+    lines = []
+    if result.bytes is not None:
+        bad, compared, cast = result.bytes.different, result.bytes.compared, len(result.bytes.cast)
+        lines.append(f"bytes     {compared - len(bad)} of {compared} tensors equal {result.bytes.against}")
+        lines += [f"          {cast} of them in value, stored in another dtype"] if cast else []
+        if bad and not result.bytes.required:
+            lines.append(f"          the trees differ, and so may the other {len(bad)}")
+        else:
+            lines += [f"          differs: {name}" for name in bad[:SHOWN]]
+            lines += [f"          … ({len(bad) - SHOWN} more)"] if len(bad) > SHOWN else []
+        if result.bytes.alone:
+            lines += indented(f"{len(result.bytes.alone)} on one side alone: {some(result.bytes.alone)}")
+    reach = "" if result.up_to is None else f" up to {result.up_to:,} tokens"
+    where = f"transformers, {result.dtype}, {result.attention} attention"
+    if result.verdict == "identical":
+        lines.append(f"function  identical to the last bit{reach}: {where}")
+    else:
+        verb = "the same" if result.verdict == "equal" else "DIFFERENT"
+        worst = max(prompt.maximum for prompt in result.prompts)
+        lines.append(f"function  {verb}{reach if verb == 'the same' else ''}: {where}, max Δ {number(worst)}")
+    if result.noise is not None:
+        noise = result.noise
+        lines.append(f"          {_apart(noise.functions, noise.allowed)}:")
+        sides = f"transformers {number(noise.reference)}, gptkit {number(noise.candidate)}"
+        lines.append(f"          float32 against float64: {sides}")
+        if noise.paths is not None:
+            lines.append(f"          sdpa against eager in float32: transformers {number(noise.paths)}")
+        lines += [f"          {_rounds_worse(dtype, noise.errors[dtype])}" for dtype in noise.imprecise]
+    if result.verdict != "different":
+        for each in result.limited:
+            lines += textwrap.wrap(f"LIMITED   not looked at: {each}", 80, subsequent_indent=" " * 10)
+    marks = result.score
+    if marks is not None:
+        seen = marks.tried - len(marks.missed)
+        lines.append(f"probe     {seen} of {marks.tried} mistakes made on purpose were caught")
+        for how, names in (("only with", marks.caught_random), ("nor with", marks.invisible)):
+            if names:
+                lines += indented(f"not visible on this checkpoint, {how} random weights: {', '.join(names)}")
+        lines += [f"          MISSED: {name}" for name in marks.missed]
+        if marks.missed and result.same:
+            lines.append("          the models are the same as far as the probe tells: it should tell more")
+    if result.divergence is not None:
+        first = result.divergence.first
+        if first is not None:
+            lines.append(f"place     {first.name}: the first component that differs")
+        causes = result.divergence.causes
+        labels = ["cause     ", *["          "] * len(causes)]
+        lines += [f"{label}{line}" for label, line in zip(labels, _cause_words(result.divergence), strict=False)]
+        if not causes and result.verdict == "different":
+            lines.append("cause     not found among the repairs tried")
+    return lines + [f"note: {note}" for note in result.notes]
+
+
+def _apart(functions: float, allowed: float) -> str:
+    return f"in float64 they differ by {number(functions)}; rounding explains up to {number(allowed)}"
+
+
+def _rounds_worse(dtype: str, errors: tuple[float, float]) -> str:
+    theirs, ours = errors
+    return f"{dtype} rounds worse: mean error {number(ours)}, transformers' own {number(theirs)}"
+
+
+def _cause_words(divergence: Divergence) -> list[str]:
+    return [
+        f"{cause.repair} {'restores parity' if cause.restores else f'leaves {number(cause.left)}'}"
+        for cause in divergence.causes
+    ]
+
+
+def port_report(result: PortVerification) -> RenderableType:
+    """A port's verdict: a row a prompt, then where it leaves the reference."""
+    words = {"identical": "identical to the last bit", "equal": "the same", "different": "DIFFERENT"}
+    lines = [
+        f"function  {words[result.verdict]}: {result.against} against transformers",
+        f"          {_apart(result.functions, result.allowed)}",
+    ]
+    if result.imprecise:
+        lines.append(f"          {_rounds_worse('float32', result.rounding)}")
+    if result.first is not None:
+        near = result.first.module or "no module has an output of its size"
+        lines.append(f"place     {result.first.place.name}")
+        lines.append("          the first component that no module of yours computes")
+        lines.append(f"          nearest: {near}, off by {number(result.first.place.relative)}")
+    for cause in port_causes(result):
+        first, *rest = indented(cause)
+        lines += [f"cause     {first.strip()}", *rest]
+    lines += [f"note: {note}" for note in result.notes]
+    table = plain_table(("component", False), ("relative Δ", True), ("your module", False))
+    start = max(next((i for i, m in enumerate(result.matches) if m.place.parts), 0) - 4, 0)
+    for match in result.matches[start : start + 9]:
+        table.add_row(match.place.name, number(match.place.relative), Text(match.module or "-"))
+    tail: list[RenderableType] = [Text(), table] if result.matches else []
+    return Group(prompt_table(result.prompts), Text(), *(Text(line) for line in lines), *tail)
+
+
+def port_causes(result: PortVerification) -> list[str]:
+    """The mistakes that explain what a port computes, in words."""
+    if result.functions <= result.allowed:
+        return []
+    causes = [
+        f"{cause.mistake}: the reference with this mistake computes what yours does"
+        if cause.explains
+        else f"{cause.mistake}: it explains this place, and logits still differ by {number(cause.left)}: more is wrong"
+        for cause in result.causes
+    ]
+    return causes or ["not found among the mistakes tried"]
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
 
 
 def verification_page(result: Verification) -> Page:
@@ -70,37 +240,20 @@ def verification_page(result: Verification) -> Page:
 
 def port_page(result: PortVerification) -> Page:
     """The page of a port's verification."""
-    blocks: tuple[Lines | Figure, ...] = (
-        Lines(("The functions are the same. Components are laid side by side where they differ.",)),
-    )
+    same = "The functions are the same. Components are laid side by side where they differ."
+    blocks: list[Lines | Figure] = [Lines((same,))]
     if result.matches:
-        cells = [
-            _cell(match.place, f"your module: {match.module or 'none has an output of its size'}")
-            for match in result.matches
-        ]
-        first = result.first
         words = "Each component of the reference beside the nearest output of your modules."
+        first = result.first
         if first is not None:
             words = f"{first.place.name}: the first component that no module of yours computes. {words}"
-        blocks = (
-            heatmap(
-                cells,
-                title="Difference by component and layer",
-                summary=words,
-                measure=MEASURE,
-                table=_places_table(
-                    [match.place for match in result.matches], [match.module or "-" for match in result.matches]
-                ),
-                marked=None if first is None else cells[result.matches.index(first)],
-            ),
-        )
+        modules = [match.module for match in result.matches]
+        places = [match.place for match in result.matches]
+        blocks = [_places_figure(places, None if first is None else first.place, words, modules)]
     causes = port_causes(result)
     if causes:
-        blocks = (
-            Lines(("Causes, found by making mistakes in the reference:",)),
-            Lines(tuple(causes), listed=True),
-            *blocks,
-        )
+        words = "Causes, found by making mistakes in the reference:"
+        blocks = [Lines((words,)), Lines(tuple(causes), listed=True), *blocks]
     return Page(
         title=result.against,
         subtitle=f"a port, verified against {result.model} in transformers",
@@ -114,7 +267,7 @@ def port_page(result: PortVerification) -> Page:
             *_versions(),
         ),
         sections=(
-            Section("By component and layer", blocks),
+            Section("By component and layer", tuple(blocks)),
             _probe(result.prompts),
             *noted([f"{note}." for note in result.notes]),
             Section("Repeat it", (Code(shlex.join(["gptkit", "verify", result.model, "--against", result.against])),)),
@@ -136,78 +289,59 @@ def _place_blocks(result: Verification) -> tuple[Lines | Figure, ...]:
     divergence = result.divergence
     if divergence is None or not divergence.places:
         return (Lines(("The components were not laid side by side; the notes say why.",)),)
-    lines = [_place_words(result, divergence)]
-    if result.verdict == "different" and not divergence.causes:
-        lines.append("No cause was found among the repairs tried.")
-    causes = [
-        f"{cause.repair} {'restores parity' if cause.restores else f'leaves {number(cause.left)}'}"
-        for cause in divergence.causes
-    ]
-    listed = (Lines(("Likely causes, found by trying repairs:",)), Lines(tuple(causes), listed=True)) if causes else ()
-    return (Lines(tuple(lines)), *listed, _divergence_figure(divergence))
-
-
-def _place_words(result: Verification, divergence: Divergence) -> str:
-    if divergence.first is not None:
-        return f"{divergence.first.name}: the first component that differs by more than rounding."
-    if all(place.relative == 0 for place in divergence.places):
-        return "Every component gives the same numbers to the last bit, in float64 too."
-    if result.verdict == "identical":
-        return "Every logit has the same bits. Components are compared in float64: what differs there is rounding."
-    return "No component differs by more than rounding."
-
-
-def _divergence_figure(divergence: Divergence) -> Figure:
-    cells = [_cell(place) for place in divergence.places]
-    worst = max(divergence.places, key=lambda place: place.relative)
-    zero = sum(place.relative == 0 for place in divergence.places)
-    if worst.relative == 0:
-        summary = f"The difference is exactly 0 at all {counted(len(cells), 'place')}."
-    else:
+    places, first = divergence.places, divergence.first
+    worst = max(places, key=lambda place: place.relative)
+    zero, many = sum(place.relative == 0 for place in places), counted(len(places), "place")
+    summary = f"The difference is exactly 0 at all {many}."
+    if worst.relative != 0:
         largest = f"The largest difference is {_figure(worst.relative)}, at {worst.name}"
-        summary = f"{largest}; at {zero} of {counted(len(cells), 'place')} it is exactly 0. {RELATIVE}"
+        summary = f"{largest}; at {zero} of {many} it is exactly 0. {RELATIVE}"
+    if first is not None:
+        where = f"{first.name}: the first component that differs by more than rounding."
+    elif zero == len(places):
+        where = "Every component gives the same numbers to the last bit, in float64 too."
+    elif result.verdict == "identical":
+        where = "Every logit has the same bits. Components are compared in float64: what differs there is rounding."
+    else:
+        where = "No component differs by more than rounding."
+    causes = tuple(_cause_words(divergence))
+    none = ["No cause was found among the repairs tried."] if result.verdict == "different" and not causes else []
+    listed = (Lines(("Likely causes, found by trying repairs:",)), Lines(causes, listed=True)) if causes else ()
+    return (Lines((where, *none)), *listed, _places_figure(places, first, summary))
+
+
+def _places_figure(
+    places: Sequence[Part], first: Part | None, summary: str, modules: Sequence[str | None] | None = None
+) -> Figure:
+    """The difference at each place, and of a port the user's modules that are nearest to them."""
+    cells, rows = [], []
+    first_index = next((index for index, place in enumerate(places) if place.parts), None)
+    for index, place in enumerate(places):
+        mark = "more than rounding explains" if place.parts else "equal" if place.relative == 0 else "within rounding"
+        lines = [f"relative difference: {_figure(place.relative)}", f"rounding there: {_figure(place.noise)}", mark]
+        mark = "parts here" if index == first_index else "differs" if place.parts else mark
+        row = [place.name, _figure(place.relative), _figure(place.noise), mark]
+        if modules is not None:
+            lines.append(f"your module: {modules[index] or 'none has an output of its size'}")
+            row.append(modules[index] or "-")
+        cells.append(Cell(place.label, place.layer, place.relative, tuple(lines), place.parts))
+        rows.append(tuple(row))
+    columns = [("component", False), ("relative Δ", True), ("rounding there", True), ("", False)]
+    columns += [] if modules is None else [("your module", False)]
+    lit = frozenset() if first_index is None else frozenset([first_index])
+    caption = f"{counted(len(rows), 'place')} as a table"
     return heatmap(
         cells,
         title="Difference by component and layer",
         summary=summary,
-        measure=MEASURE,
-        table=_places_table(divergence.places),
-        marked=next((cells[i] for i, place in enumerate(divergence.places) if place is divergence.first), None),
+        measure="relative difference",
+        table=Table(caption, tuple(columns), tuple(rows), lit, folded=True, bold="the first that parts"),
+        marked=next((cell for cell, place in zip(cells, places, strict=True) if place is first), None),
     )
 
 
 def _figure(value: float) -> str:
     return number(value) if math.isfinite(value) else "not a number"
-
-
-def _cell(place: Part, *more: str) -> Cell:
-    told = (
-        f"relative difference: {_figure(place.relative)}",
-        f"rounding there: {_figure(place.noise)}",
-        "more than rounding explains" if place.parts else "equal" if place.relative == 0 else "within rounding",
-        *more,
-    )
-    return Cell(place.label, place.layer, place.relative, told, place.parts)
-
-
-def _places_table(places: Sequence[Part], modules: Sequence[str] | None = None) -> Table:
-    first = next((index for index, place in enumerate(places) if place.parts), None)
-    rows = []
-    for index, place in enumerate(places):
-        mark = "parts here" if index == first else "differs" if place.parts else "equal" if not place.relative else ""
-        row = (place.name, _figure(place.relative), _figure(place.noise), mark or "within rounding")
-        rows.append(row if modules is None else (*row, modules[index]))
-    columns = [("component", False), ("relative Δ", True), ("rounding there", True), ("", False)]
-    columns += [] if modules is None else [("your module", False)]
-    lit = frozenset() if first is None else frozenset([first])
-    return Table(
-        f"{counted(len(rows), 'place')} as a table",
-        tuple(columns),
-        tuple(rows),
-        lit,
-        folded=True,
-        bold="the first that parts",
-    )
 
 
 def _probe(prompts: Sequence[Difference]) -> Section:
@@ -254,7 +388,6 @@ def _mistakes(score: Score) -> Section:
     rows += [(name, "not visible on this checkpoint, nor with random weights") for name in score.invisible]
     rows += [(name, "MISSED") for name in score.missed]
     lit = frozenset(index for index, (_, what) in enumerate(rows) if what == "MISSED")
-    table = Table(
-        "The mistakes", (("mistake", False), ("", False)), tuple(rows), lit, folded=not lit, bold="not caught"
-    )
+    columns = (("mistake", False), ("", False))
+    table = Table("The mistakes", columns, tuple(rows), lit, folded=not lit, bold="not caught")
     return Section("Mistakes made on purpose", (Lines((words,)), table))
