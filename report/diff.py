@@ -150,7 +150,7 @@ def _row_readings(each: TensorDiff) -> list[str]:
 
 
 def remarks(each: TensorDiff) -> list[str]:
-    """What is words of one tensor that changed."""
+    """What is said of one tensor that changed."""
     figures = each.figures
     if figures is None:
         return []
@@ -183,7 +183,7 @@ def _rank_told(each: TensorDiff) -> list[str]:
     if rank is None or each.reading is None:
         return []
     if each.reading == "unclear":
-        return ["rank not words: too little beside rounding"]
+        return ["rank not told: too little beside rounding"]
     share = "–" if rank.share is None else f"{100 * rank.share:.1f} %"
     share = ">99.9 %" if rank.share is not None and 0.999 < rank.share < 1 else share
     words = f"rank {rank.rank} of {rank.of:,} ({share} of the change)"
@@ -206,7 +206,7 @@ def _rows(each: TensorDiff) -> str:
 
 
 def most_changed(diff: Diff) -> list[TensorDiff]:
-    """Tensors of other values, what cannot be words of first, then by relative change."""
+    """Tensors of other values, what no figure tells first, then by relative change."""
     return sorted(diff.changed, key=lambda each: -math.inf if (size := relative(each)) is None else -size)
 
 
@@ -260,7 +260,7 @@ def some(names: Sequence[str], most: int = 4) -> str:
 
 
 def figure(value: float | None) -> str:
-    """Two digits: 0.012, 3.1e-05; a dash where it cannot be words."""
+    """Two digits: 0.012, 3.1e-05; a dash where there is none."""
     return "–" if value is None else f"{value:.2g}"
 
 
@@ -269,7 +269,7 @@ def figure(value: float | None) -> str:
 
 @drawing
 def diff_report(layout: Layout, diff: Diff, by: By = "component", everything: bool = False) -> RenderResult:
-    """What rich prints. `everything` lists all tensors that differ, and all that is words of trees and files."""
+    """What rich prints. `everything` lists all tensors that differ, and all that is to say of trees and files."""
     for line in sides(diff):
         yield from _wrapped(layout, line, 0, "dim")
     yield from _wrapped(layout, verdict(diff), 0, "bold")

@@ -70,22 +70,20 @@ def heatmap(
     marked: Cell | None = None,
     down: str = "component",
 ) -> Figure:
-    """The figure of cells in the order of computation.
-
-    Args:
-        cells: at least one.
-        title: the figure's name.
-        summary: what it shows, in a sentence.
-        measure: what the colours are, in two or three words.
-        table: the same figures.
-        marked: the cell that gets a frame.
-        down: what the rows are.
-
+    """The figure of cells in the order of computation, at least one. measure: what the colours are, in two or three
+    words; table: the same figures; marked: the cell that gets a frame; down: what the rows are.
     """
-    rows = _components(cells)
-    placed = _placed(cells)
-    used = {column for _, column in placed}
+    rows: list[str] = []  # what one layer alone has stands behind what it follows there
+    placed: list[tuple[Cell, str]] = []
+    outside, before = BEFORE, None
+    for cell in cells:
+        if cell.component not in rows:
+            follows = before is not None and before.layer == cell.layer
+            rows.insert(rows.index(before.component) + 1 if before and follows else len(rows), cell.component)
+        outside, before = outside if cell.layer is None else AFTER, cell
+        placed.append((cell, outside if cell.layer is None else str(cell.layer)))
     layers = sorted({cell.layer for cell in cells if cell.layer is not None})
+    used = {column for _, column in placed}
     columns = [name for name in (BEFORE, *map(str, layers), AFTER) if name in used]
     at = {(cell.component, column): cell for cell, column in placed}
     grid = [[at.get((row, column)) for column in columns] for row in rows]
@@ -100,7 +98,13 @@ def heatmap(
             frames.append({"type": "rect", **corners, "line": line})
     ends = _ends(cells)
     axis = {"showgrid": False, "zeroline": False, "showline": False, "ticks": "", "tickangle": 0}
-    named = [column for column in columns if _named(column, columns)]
+    named = columns
+    if not written:  # where columns are narrow only some have their name above, so that names do not touch
+        some = {str(layer) for layer in layers if layer % SOME == 0} - (
+            {columns[-2]} if columns[-1] == AFTER else set()
+        )
+        some -= {"0"} if columns[0] == BEFORE else set()
+        named = [name for name in columns if name in some or name in (BEFORE, AFTER)]
     marks = [] if marked is None else [Key("mark", "the first place that parts")]
     return figure(
         title,
@@ -195,36 +199,6 @@ def _scale(measure: str, ends: tuple[float, float]) -> dict[str, Any]:
             "ticktext": [_short(10**tick) for tick in ticks],
         },
     }
-
-
-def _named(column: str, columns: list[str]) -> bool:
-    """Whether a column has its name above it; where they are narrow, only some have, so that names do not touch."""
-    if len(columns) <= MOST_FIGURES or column in (BEFORE, AFTER):
-        return True
-    layer = int(column)
-    return layer % SOME == 0 and columns[-2:] != [column, AFTER] and (layer > 0 or columns[0] != BEFORE)
-
-
-def _components(cells: Sequence[Cell]) -> list[str]:
-    """The rows in the order of computation; what one layer alone has stands behind what it follows there."""
-    rows: list[str] = []
-    before: Cell | None = None
-    for cell in cells:
-        if cell.component not in rows:
-            same = before is not None and before.layer == cell.layer
-            rows.insert(rows.index(before.component) + 1 if before is not None and same else len(rows), cell.component)
-        before = cell
-    return rows
-
-
-def _placed(cells: Sequence[Cell]) -> list[tuple[Cell, str]]:
-    """Each cell with its column."""
-    seen = False
-    found = []
-    for cell in cells:
-        seen = seen or cell.layer is not None
-        found.append((cell, str(cell.layer) if cell.layer is not None else AFTER if seen else BEFORE))
-    return found
 
 
 def _folded(component: str) -> str:

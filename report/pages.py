@@ -159,6 +159,7 @@ def render(page: Page) -> str:
         return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
     scripts = [_plotly(), own("page.js")] if page.figures() else []
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, finalize=shown, trim_blocks=True, lstrip_blocks=True
     )
@@ -167,7 +168,7 @@ def render(page: Page) -> str:
         page=page,
         style=Markup(own("page.css")),  # noqa: S704 (our own files, and plotly's script)
         scripts=[Markup(script) for script in scripts],  # noqa: S704
-        allowed=Markup(" ".join(map(_hash, scripts)) or "'none'"),  # noqa: S704
+        allowed=Markup(" ".join(f"'sha256-{each}'" for each in hashes) or "'none'"),  # noqa: S704
     )
 
 
@@ -178,18 +179,8 @@ def _plotly() -> str:
     return script
 
 
-def _hash(script: str) -> str:
-    """A script's name in a content security policy."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-
-
 def write_page(page: Page, path: Path) -> None:
-    """Write the page at `path`, all of it or nothing; what is there is replaced.
-
-    Raises:
-        UsageError: it cannot be written, or a package is missing.
-
-    """
+    """Write the page at `path`, all of it or nothing; what is there is replaced. Raises UsageError where that fails."""
     ready(path)
     put(render(page).encode("utf-8", "replace"), path)
 
@@ -211,11 +202,6 @@ def put(content: bytes, path: Path) -> None:
 def counted(number: int, what: str, many: str | None = None) -> str:
     """1 tensor, 2 tensors."""
     return f"{number:,} {what if number == 1 else many or what + 's'}"
-
-
-def listing(words: Sequence[str], caption: str) -> Table:
-    """Names one below the other, folded away."""
-    return Table(caption, ((caption, False),), tuple((word,) for word in words), folded=True)
 
 
 def noted(notes: Sequence[str], title: str = "Notes") -> tuple[Section, ...]:

@@ -52,64 +52,53 @@ def flops(value: float) -> str:
 
 # --- what can be swapped ----------------------------------------------------------------------------------------------
 
+TWO, THREE = (("", False),) * 2, (("", False),) * 3
+"""Columns of words without headings."""
 
-def listing_report(found: Listing) -> RenderableType:
-    """Every swap on a model, by what it would guarantee, with its costs."""
-    before = found.before
+
+def listing_report(listing: Listing) -> RenderableType:
+    """Every swap on a model, by what it would guarantee, with its costs; papers and code by option."""
+    before = listing.before
     parts: list[RenderableType] = [
-        Text(found.reference, style="bold"),
+        Text(listing.reference, style="bold"),
         Text(
             f"{before.parameters:,} parameters; a token that sees {before.context:,}: {flops(before.total_flops)}FLOP,"
             f" {human_bytes(before.cache_bytes())} of cache in bf16"
         ),
     ]
     for verdict, heading in HEADINGS.items():
-        entries = [entry for entry in found.entries if entry.verdict == verdict]
+        entries = [entry for entry in listing.entries if entry.verdict == verdict]
         if entries:
             parts += [Text(), Text(f"{heading} ({len(entries)})", style="bold")]
             parts.append(refusals(entries) if verdict == "refused" else possible(entries, before))
-    return Group(*parts, Text(), Text("Where they come from", style="bold"), sources(found.entries))
+    known: dict[str, dict[str, None]] = {}
+    for entry in listing.entries:
+        if entry.verdict != "refused":
+            known.setdefault(entry.swap.option, {}).update(dict.fromkeys(entry.swap.source.split("; ")))
+    rows = [(Text(f"--{name.replace('_', '-')}"), Text("; ".join(found), style="dim")) for name, found in known.items()]
+    return Group(*parts, Text(), Text("Where they come from", style="bold"), plain_table(*TWO, rows=rows))
 
 
 def possible(entries: Sequence[Listed], before: Costs) -> Table:
     """A row a swap: what it gives, and how its costs change."""
-    table = plain_table(("", False), ("", False), ("params", True), ("FLOPs", True), ("KV", True))
+    rows = []
     for entry in entries:
         cells = ["?"] * 3
         if entry.costs is not None:
             figures = ("parameters", "total_flops", "cached")
             cells = [change(getattr(before, name), getattr(entry.costs, name)) for name in figures]
-        what = Text(entry.swap.gives_for(entry.value))
-        if entry.limits:
-            what.append(f"; {entry.limits}", style="dim")
-        table.add_row(Text(entry.asked), what, *cells)
-    return table
+        limits = f"; {entry.limits}" if entry.limits else ""
+        rows.append((Text(entry.asked), Text.assemble(entry.swap.gives_for(entry.value), (limits, "dim")), *cells))
+    return plain_table(*TWO, ("params", True), ("FLOPs", True), ("KV", True), rows=rows)
 
 
 def refusals(entries: Sequence[Listed]) -> Table:
     """A row a reason: which swaps it stops, and what would be possible."""
-    table = plain_table(("", False), ("", False))
     reasons: dict[tuple[str, str], list[str]] = {}
     for entry in entries:
-        reasons.setdefault((entry.said, entry.hint), []).append(entry.asked)
-    for (said, hint), asked in reasons.items():
-        why = Text(said)
-        if hint:
-            why.append(f"\n{hint}", style="dim")
-        table.add_row(Text("\n".join(asked)), why)
-    return table
-
-
-def sources(entries: Sequence[Listed]) -> Table:
-    """Papers and code, by option."""
-    table = plain_table(("", False), ("", False))
-    known: dict[str, dict[str, None]] = {}
-    for entry in entries:
-        if entry.verdict != "refused":
-            known.setdefault(entry.swap.option, {}).update(dict.fromkeys(entry.swap.source.split("; ")))
-    for option, found in known.items():
-        table.add_row(Text(f"--{option.replace('_', '-')}"), Text("; ".join(found), style="dim"))
-    return table
+        reasons.setdefault((entry.said, f"\n{entry.hint}" if entry.hint else ""), []).append(entry.asked)
+    rows = [(Text("\n".join(asked)), Text.assemble(said, (hint, "dim"))) for (said, hint), asked in reasons.items()]
+    return plain_table(*TWO, rows=rows)
 
 
 def registry_report(swaps: Sequence[Swap], groups: Mapping[str, str]) -> RenderableType:
@@ -119,32 +108,28 @@ def registry_report(swaps: Sequence[Swap], groups: Mapping[str, str]) -> Rendera
     """
     parts: list[RenderableType] = []
     for heading in dict.fromkeys(groups.values()):
-        chosen = [swap for swap in swaps if groups.get(swap.option) == heading]
-        if not chosen:
-            continue
-        table = plain_table(("", False), ("", False), ("", False))
-        for swap in chosen:
-            asked = f"--{swap.option.replace('_', '-')} {swap.form}".strip()
-            what = Text(swap.title)
-            text = ", and a text" if swap.calibrated and "text" not in swap.needs else ""
-            verb = "is" if swap.needs.startswith("exact") else "needs"
-            what.append(f"\nIt {verb} {swap.needs}{text}.", style="dim")
-            what.append(f"\nSource: {swap.source}.", style="dim")
-            table.add_row(Text(asked), what, Text(guarantee_in_words(swap.guarantee)))
-        parts += [*([Text()] if parts else []), Text(heading, style="bold"), table]
+        rows = []
+        for swap in swaps:
+            if groups.get(swap.option) == heading:
+                asked = f"--{swap.option.replace('_', '-')} {swap.form}".strip()
+                text = ", and a text" if swap.calibrated and "text" not in swap.needs else ""
+                verb = "is" if swap.needs.startswith("exact") else "needs"
+                more = f"\nIt {verb} {swap.needs}{text}.\nSource: {swap.source}."
+                guarantee = Text(guarantee_in_words(swap.guarantee))
+                rows.append((Text(asked), Text.assemble(swap.title, (more, "dim")), guarantee))
+        if rows:
+            parts += [*([Text()] if parts else []), Text(heading, style="bold"), plain_table(*THREE, rows=rows)]
     notes = "The guarantee is the best there is; gptkit swaps MODEL tells what holds on a model."
     return Group(*parts, Text(), Text(notes))
 
 
 def recipes_report(recipes: Sequence[Recipe]) -> RenderableType:
     """A row a recipe, with its steps."""
-    table = plain_table(("recipe", False), ("what it does", False))
+    rows = []
     for recipe in recipes:
-        what = Text(recipe.description.strip())
-        for index, step in enumerate(recipe.steps, 1):
-            what.append(f"\n{index}. {step}", style="dim")
-        table.add_row(Text(recipe.name), what)
-    return table
+        steps = "".join(f"\n{index}. {step}" for index, step in enumerate(recipe.steps, 1))
+        rows.append((Text(recipe.name), Text.assemble(recipe.description.strip(), (steps, "dim"))))
+    return plain_table(("recipe", False), ("what it does", False), rows=rows)
 
 
 def registry_json(swaps: Sequence[Swap]) -> dict[str, Any]:
@@ -176,35 +161,25 @@ def swap_lines(result: SwapResult) -> list[str]:
         lines.append(f"recipe      {result.recipe.name}")
     lines += stored_lines(result, computed)
     lines.append(f"parameters  {before:,} -> {after:,}" + (f" ({after - before:+,})" if after != before else ""))
-    notes = list(result.chain.notes)
-    if result.same_source is False:
-        notes.append("the recipe was made of other files than these: the result has other bytes")
-    for note in notes:
-        lines += indented(note, 12)
-    found = result.measured
-    if found is None:
+    other = "the recipe was made of other files than these: the result has other bytes"
+    notes = [*result.chain.notes, *([other] if result.same_source is False else [])]
+    lines += [line for note in notes for line in indented(note, 12)]
+    measured, naive = result.measured, result.naive
+    if measured is None:
         return [*lines, "not measured"] if result.published else lines
-    for dtype in found.maximum:
-        lines.append(
-            f"{dtype:<12}logits before against after: max Δ {number(found.maximum[dtype])}, relative"
-            f" {number(found.relative[dtype])}"
-        )
-    lines.append(
-        f"            KL {number(found.kl)} nats per token, top-1 {found.top1:.1%}, {found.positions:,} positions"
-    )
-    if found.perplexity is not None and found.kl_text is not None and found.top1_text is not None:
-        lines.append(
-            f"text        perplexity {short(found.perplexity[0])} -> {short(found.perplexity[1])}, KL"
-            f" {number(found.kl_text)}, top-1 {found.top1_text:.1%}, {found.text_positions:,} tokens"
-        )
-    naive = result.naive
+    for dtype, error in measured.maximum.items():
+        apart = f"max Δ {number(error)}, relative {number(measured.relative[dtype])}"
+        lines.append(f"{dtype:<12}logits before against after: {apart}")
+    same = f"top-1 {measured.top1:.1%}, {measured.positions:,} positions"
+    lines.append(f"            KL {number(measured.kl)} nats per token, {same}")
+    if measured.perplexity is not None and measured.kl_text is not None and measured.top1_text is not None:
+        perplexity = " -> ".join(map(short, measured.perplexity))
+        same = f"top-1 {measured.top1_text:.1%}, {measured.text_positions:,} tokens"
+        lines.append(f"text        perplexity {perplexity}, KL {number(measured.kl_text)}, {same}")
     if naive is not None and naive.perplexity is not None and naive.kl_text is not None:
-        lines.append(
-            f"plain form  perplexity {short(naive.perplexity[1])}, KL {number(naive.kl_text)}: the same, not fitted"
-        )
-    for note in found.notes:
-        lines += indented(note, 12)
-    return lines
+        perplexity, kl = short(naive.perplexity[1]), number(naive.kl_text)
+        lines.append(f"plain form  perplexity {perplexity}, KL {kl}: the same, not fitted")
+    return lines + [line for note in measured.notes for line in indented(note, 12)]
 
 
 def stored_lines(result: SwapResult, computed: bool) -> list[str]:
@@ -229,20 +204,17 @@ def short(perplexity: float) -> str:
 
 def costs_table(before: Costs, after: Costs) -> Table:
     """Costs before and after."""
-    table = plain_table(("", False), ("before", True), ("after", True), ("", True))
-    size = before.cache_bytes() or after.cache_bytes()
     rows: list[tuple[str, float, float, Any]] = [("parameters", before.parameters, after.parameters, "{:,}".format)]
     if (before.active, after.active) != (before.parameters, after.parameters):
         rows.append(("active per token", before.active, after.active, "{:,}".format))
     rows.append((f"FLOPs per token at {before.context:,}", before.total_flops, after.total_flops, flops))
     for name in dict.fromkeys([*before.flops, *after.flops]):
         rows.append((f"  {name}", before.flops.get(name, 0), after.flops.get(name, 0), flops))
-    if size:
+    if before.cache_bytes() or after.cache_bytes():
         rows.append(("KV cache per token, bf16", before.cache_bytes(), after.cache_bytes(), human_bytes))
         rows.append((f"cache at {before.context:,} tokens", before.held_bytes(), after.held_bytes(), human_bytes))
-    for label, old, new, shown in rows:
-        table.add_row(label, shown(old), shown(new), change(old, new))
-    return table
+    cells = [(label, shown(old), shown(new), change(old, new)) for label, old, new, shown in rows]
+    return plain_table(("", False), ("before", True), ("after", True), ("", True), rows=cells)
 
 
 def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, bool], ...], list[tuple[str, ...]]]:
@@ -300,4 +272,4 @@ def dry_run_report(result: SwapResult) -> RenderableType:
         steps_table(result),
     ]
     notes = [line for note in result.chain.notes for line in indented(f"note: {note}", 0)]
-    return Group(*parts, *([Text()] if notes else []), *(Text(line) for line in notes))
+    return Group(*parts, *([Text()] if notes else []), *map(Text, notes))

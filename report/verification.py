@@ -19,7 +19,7 @@ from rich.text import Text
 
 from .damage import damage_lines, damage_sections
 from .heatmap import Cell, heatmap
-from .pages import Code, Figure, Lines, Page, Section, Table, counted, listing, noted
+from .pages import Code, Figure, Lines, Page, Section, Table, counted, noted
 from .sheets import indented, number, plain_table
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ VERDICTS = {
     "equal": "The same function: what differs is rounding",
     "different": "Different",
 }
+WORDS = {"identical": "identical to the last bit", "equal": "the same", "different": "DIFFERENT"}
 RELATIVE = "Relative: the largest difference over the reference's largest value there, in float64 on the whole probe."
 
 
@@ -52,8 +53,8 @@ def some(names: Sequence[str]) -> str:
 
 def verification_report(result: Verification) -> RenderableType:
     """A row a prompt, then the two verdicts."""
-    lines = [Text(part) for line in verdict_lines(result) for part in under_its_label(line)]
-    parts: list[RenderableType] = [prompt_table(result.prompts), Text(), *lines]
+    lines = [part for line in verdict_lines(result) for part in under_its_label(line)]
+    parts: list[RenderableType] = [prompt_table(result.prompts), Text(), *map(Text, lines)]
     divergence = result.divergence
     if divergence is not None and divergence.first is not None:
         # The components around the first that parts, in the order of computation.
@@ -82,11 +83,11 @@ def prompt_cells(prompt: Difference) -> tuple[str, ...]:
 
 def prompt_table(prompts: Sequence[Difference]) -> Grid:
     """A row a prompt, of long names the beginning."""
-    table = plain_table(*PROBE)
+    rows = []
     for name, *figures in map(prompt_cells, prompts):
         name = name if name.isprintable() else repr(name)
-        table.add_row(Text(name if len(name) <= 30 else name[:29] + "…"), *figures)
-    return table
+        rows.append([Text(name if len(name) <= 30 else name[:29] + "…"), *figures])
+    return plain_table(*PROBE, rows=rows)
 
 
 def verdict_lines(result: Verification) -> list[str]:
@@ -105,14 +106,11 @@ def verdict_lines(result: Verification) -> list[str]:
             lines += indented(f"{len(result.bytes.alone)} on one side alone: {some(result.bytes.alone)}")
     reach = "" if result.up_to is None else f" up to {result.up_to:,} tokens"
     where = f"transformers, {result.dtype}, {result.attention} attention"
-    if result.verdict == "identical":
-        lines.append(f"function  identical to the last bit{reach}: {where}")
-    else:
-        verb = "the same" if result.verdict == "equal" else "DIFFERENT"
-        worst = max(prompt.maximum for prompt in result.prompts)
-        lines.append(f"function  {verb}{reach if verb == 'the same' else ''}: {where}, max Δ {number(worst)}")
-    if result.noise is not None:
-        noise = result.noise
+    worst = f", max Δ {number(max(prompt.maximum for prompt in result.prompts))}"
+    reach, worst = {"identical": (reach, ""), "equal": (reach, worst), "different": ("", worst)}[result.verdict]
+    lines.append(f"function  {WORDS[result.verdict]}{reach}: {where}{worst}")
+    noise, marks, divergence = result.noise, result.score, result.divergence
+    if noise is not None:
         lines.append(f"          {_apart(noise.functions, noise.allowed)}:")
         sides = f"transformers {number(noise.reference)}, gptkit {number(noise.candidate)}"
         lines.append(f"          float32 against float64: {sides}")
@@ -122,7 +120,6 @@ def verdict_lines(result: Verification) -> list[str]:
     if result.verdict != "different":
         for each in result.limited:
             lines += textwrap.wrap(f"LIMITED   not looked at: {each}", 80, subsequent_indent=" " * 10)
-    marks = result.score
     if marks is not None:
         seen = marks.tried - len(marks.missed)
         lines.append(f"probe     {seen} of {marks.tried} mistakes made on purpose were caught")
@@ -132,14 +129,12 @@ def verdict_lines(result: Verification) -> list[str]:
         lines += [f"          MISSED: {name}" for name in marks.missed]
         if marks.missed and result.same:
             lines.append("          the models are the same as far as the probe tells: it should tell more")
-    if result.divergence is not None:
-        first = result.divergence.first
-        if first is not None:
-            lines.append(f"place     {first.name}: the first component that differs")
-        causes = result.divergence.causes
-        labels = ["cause     ", *["          "] * len(causes)]
-        lines += [f"{label}{line}" for label, line in zip(labels, _cause_words(result.divergence), strict=False)]
-        if not causes and result.verdict == "different":
+    if divergence is not None:
+        if divergence.first is not None:
+            lines.append(f"place     {divergence.first.name}: the first component that differs")
+        for index, cause in enumerate(_cause_words(divergence)):
+            lines.append(f"{'' if index else 'cause':<10}{cause}")
+        if not divergence.causes and result.verdict == "different":
             lines.append("cause     not found among the repairs tried")
     return lines + [f"note: {note}" for note in result.notes]
 
@@ -162,9 +157,8 @@ def _cause_words(divergence: Divergence) -> list[str]:
 
 def port_report(result: PortVerification) -> RenderableType:
     """A port's verdict: a row a prompt, then where it leaves the reference."""
-    words = {"identical": "identical to the last bit", "equal": "the same", "different": "DIFFERENT"}
     lines = [
-        f"function  {words[result.verdict]}: {result.against} against transformers",
+        f"function  {WORDS[result.verdict]}: {result.against} against transformers",
         f"          {_apart(result.functions, result.allowed)}",
     ]
     if result.imprecise:
@@ -178,12 +172,14 @@ def port_report(result: PortVerification) -> RenderableType:
         first, *rest = indented(cause)
         lines += [f"cause     {first.strip()}", *rest]
     lines += [f"note: {note}" for note in result.notes]
-    table = plain_table(("component", False), ("relative Δ", True), ("your module", False))
-    start = max(next((i for i, m in enumerate(result.matches) if m.place.parts), 0) - 4, 0)
-    for match in result.matches[start : start + 9]:
-        table.add_row(match.place.name, number(match.place.relative), Text(match.module or "-"))
-    tail: list[RenderableType] = [Text(), table] if result.matches else []
-    return Group(prompt_table(result.prompts), Text(), *(Text(line) for line in lines), *tail)
+    parts: list[RenderableType] = [prompt_table(result.prompts), Text(), *map(Text, lines)]
+    if result.matches:
+        start = max(next((i for i, m in enumerate(result.matches) if m.place.parts), 0) - 4, 0)
+        shown = result.matches[start : start + 9]
+        rows = [(each.place.name, number(each.place.relative), Text(each.module or "-")) for each in shown]
+        columns = (("component", False), ("relative Δ", True), ("your module", False))
+        parts += [Text(), plain_table(*columns, rows=rows)]
+    return Group(*parts)
 
 
 def port_causes(result: PortVerification) -> list[str]:
@@ -213,28 +209,44 @@ def verification_page(result: Verification) -> Page:
             verdict += ", but the bytes differ"
         elif not result.passed:
             verdict += ", but not all was looked at" if result.limited else ", but the probe missed mistakes"
-    sections = [Section("By component and layer", _place_blocks(result)), _probe(result.prompts)]
-    if result.damage is not None:
-        sections += damage_sections(result.damage)
-    if result.bytes is not None:
-        sections.append(_bytes(result.bytes))
-    if result.noise is not None:
-        sections.append(_rounding(result.noise))
-    if result.score is not None:
-        sections.append(_mistakes(result.score))
-    sections += [*noted(result.limited, "Not looked at"), *noted(result.notes)]
+    facts = [("computed in", result.dtype), ("attention", result.attention)]
+    sections = [
+        *([] if result.damage is None else damage_sections(result.damage)),
+        *([] if result.bytes is None else [_bytes(result.bytes)]),
+        *([] if result.noise is None else [_rounding(result.noise)]),
+        *([] if result.score is None else [_mistakes(result.score)]),
+        *noted(result.limited, "Not looked at"),
+        *noted(result.notes),
+    ]
+    title = result.other or result.model
+    subtitle = f"verified against {result.model if result.other is not None else 'itself'} in transformers"
+    return _page(result, title, subtitle, verdict, facts, _place_blocks(result), sections, command(result))
+
+
+def _page(
+    result: Verification | PortVerification,
+    title: str,
+    subtitle: str,
+    verdict: str,
+    facts: Sequence[tuple[str, str]],
+    places: Sequence[Lines | Figure],
+    sections: Sequence[Section],
+    command: str,
+) -> Page:
+    """What the pages of checkpoints and ports share."""
+    worst = max((each.maximum for each in result.prompts), key=lambda value: math.inf if math.isnan(value) else value)
+    packages = [(name, version(name)) for name in ("transformers", "torch")]
+    machine = (("Python", platform.python_version()), ("machine", platform.machine()))
+    probe = Table("Logits by input", PROBE, tuple(map(prompt_cells, result.prompts)))
+    words = "Largest and mean absolute difference of logits, KL divergence in nats per token, same likeliest token."
+    first = [Section("By component and layer", tuple(places)), Section("Probe", (Lines((words,)), probe))]
     return Page(
-        title=result.other or result.model,
-        subtitle=f"verified against {result.model if result.other is not None else 'itself'} in transformers",
-        verdict=verdict,
-        good=result.passed,
-        facts=(
-            ("largest difference of logits", number(_worst(result.prompts))),
-            ("computed in", result.dtype),
-            ("attention", result.attention),
-            *_versions(),
-        ),
-        sections=(*sections, Section("Repeat it", (Code(command(result)),))),
+        title,
+        subtitle,
+        verdict,
+        result.passed,
+        facts=(("largest difference of logits", number(worst)), *facts, *packages, *machine),
+        sections=(*first, *sections, Section("Repeat it", (Code(command),))),
     )
 
 
@@ -247,41 +259,21 @@ def port_page(result: PortVerification) -> Page:
         first = result.first
         if first is not None:
             words = f"{first.place.name}: the first component that no module of yours computes. {words}"
-        modules = [match.module for match in result.matches]
-        places = [match.place for match in result.matches]
+        places, modules = [each.place for each in result.matches], [each.module for each in result.matches]
         blocks = [_places_figure(places, None if first is None else first.place, words, modules)]
     causes = port_causes(result)
     if causes:
         words = "Causes, found by making mistakes in the reference:"
         blocks = [Lines((words,)), Lines(tuple(causes), listed=True), *blocks]
-    return Page(
-        title=result.against,
-        subtitle=f"a port, verified against {result.model} in transformers",
-        verdict=VERDICTS[result.verdict],
-        good=result.passed,
-        facts=(
-            ("largest difference of logits", number(_worst(result.prompts))),
-            ("between the functions, in float64", number(result.functions)),
-            ("rounding explains up to", number(result.allowed)),
-            ("mean error in float32: transformers, the port", " and ".join(map(number, result.rounding))),
-            *_versions(),
-        ),
-        sections=(
-            Section("By component and layer", tuple(blocks)),
-            _probe(result.prompts),
-            *noted([f"{note}." for note in result.notes]),
-            Section("Repeat it", (Code(shlex.join(["gptkit", "verify", result.model, "--against", result.against])),)),
-        ),
-    )
-
-
-def _worst(prompts: Sequence[Difference]) -> float:
-    return max((prompt.maximum for prompt in prompts), key=lambda value: math.inf if math.isnan(value) else value)
-
-
-def _versions() -> tuple[tuple[str, str], ...]:
-    packages = [(name, version(name)) for name in ("transformers", "torch")]
-    return (*packages, ("Python", platform.python_version()), ("machine", platform.machine()))
+    facts = [
+        ("between the functions, in float64", number(result.functions)),
+        ("rounding explains up to", number(result.allowed)),
+        ("mean error in float32: transformers, the port", " and ".join(map(number, result.rounding))),
+    ]
+    subtitle = f"a port, verified against {result.model} in transformers"
+    notes = noted([f"{note}." for note in result.notes])
+    command = shlex.join(["gptkit", "verify", result.model, "--against", result.against])
+    return _page(result, result.against, subtitle, VERDICTS[result.verdict], facts, blocks, notes, command)
 
 
 def _place_blocks(result: Verification) -> tuple[Lines | Figure, ...]:
@@ -344,12 +336,6 @@ def _figure(value: float) -> str:
     return number(value) if math.isfinite(value) else "not a number"
 
 
-def _probe(prompts: Sequence[Difference]) -> Section:
-    table = Table("Logits by input", PROBE, tuple(map(prompt_cells, prompts)))
-    words = "Largest and mean absolute difference of logits, KL divergence in nats per token, same likeliest token."
-    return Section("Probe", (Lines((words,)), table))
-
-
 def _bytes(verdict: BytesVerdict) -> Section:
     bad = verdict.different
     line = f"{verdict.compared - len(bad):,} of {counted(verdict.compared, 'tensor')} equal {verdict.against}."
@@ -359,35 +345,38 @@ def _bytes(verdict: BytesVerdict) -> Section:
         line += f" {counted(len(verdict.alone), 'tensor')} on one side alone: {some(verdict.alone)}."
     if bad and not verdict.required:
         line += " The trees differ, and so may tensors: the function holds them."
-    names = (listing(bad, f"{counted(len(bad), 'tensor')} that differ{'s' if len(bad) == 1 else ''}"),) if bad else ()
+    caption = f"{counted(len(bad), 'tensor')} that differ{'s' if len(bad) == 1 else ''}"
+    names = [Table(caption, ((caption, False),), tuple((name,) for name in bad), folded=True)] if bad else []
     return Section("Bytes", (Lines((line,)), *names))
 
 
 def _rounding(noise: Noise) -> Section:
-    rows = [
-        ("the two functions against each other, in float64", number(noise.functions)),
-        ("rounding explains up to", number(noise.allowed)),
-        ("transformers: float32 against float64", number(noise.reference)),
-        ("gptkit: float32 against float64", number(noise.candidate)),
-    ]
-    if noise.paths is not None:
-        rows.append(("transformers: sdpa against eager, in float32", number(noise.paths)))
+    errors = {
+        "the two functions against each other, in float64": noise.functions,
+        "rounding explains up to": noise.allowed,
+        "transformers: float32 against float64": noise.reference,
+        "gptkit: float32 against float64": noise.candidate,
+        **({} if noise.paths is None else {"transformers: sdpa against eager, in float32": noise.paths}),
+    }
     for dtype, (theirs, ours) in noise.errors.items():
         worse = " (rounds worse)" if dtype in noise.imprecise else ""
-        rows.append((f"mean error in {dtype}: transformers", number(theirs)))
-        rows.append((f"mean error in {dtype}: gptkit{worse}", number(ours)))
-    table = Table("Differences of logits that rounding makes", (("of logits", False), ("max Δ", True)), tuple(rows))
-    return Section("Rounding", (table,))
+        errors |= {f"mean error in {dtype}: transformers": theirs, f"mean error in {dtype}: gptkit{worse}": ours}
+    rows = tuple((what, number(error)) for what, error in errors.items())
+    columns = (("of logits", False), ("max Δ", True))
+    return Section("Rounding", (Table("Differences of logits that rounding makes", columns, rows),))
 
 
 def _mistakes(score: Score) -> Section:
     seen = score.tried - len(score.missed)
     words = f"{seen} of {score.tried} mistakes made on purpose were caught by this probe."
-    rows = [(name, "caught") for name in score.caught]
-    rows += [(name, "not visible on this checkpoint, caught with random weights") for name in score.caught_random]
-    rows += [(name, "not visible on this checkpoint, nor with random weights") for name in score.invisible]
-    rows += [(name, "MISSED") for name in score.missed]
-    lit = frozenset(index for index, (_, what) in enumerate(rows) if what == "MISSED")
+    kinds = {
+        "caught": score.caught,
+        "not visible on this checkpoint, caught with random weights": score.caught_random,
+        "not visible on this checkpoint, nor with random weights": score.invisible,
+        "MISSED": score.missed,
+    }
+    rows = tuple((name, what) for what, names in kinds.items() for name in names)
+    lit = frozenset(range(len(rows) - len(score.missed), len(rows)))
     columns = (("mistake", False), ("", False))
-    table = Table("The mistakes", columns, tuple(rows), lit, folded=not lit, bold="not caught")
+    table = Table("The mistakes", columns, rows, lit, folded=not lit, bold="not caught")
     return Section("Mistakes made on purpose", (Lines((words,)), table))
