@@ -13,8 +13,7 @@ from typing import NoReturn
 
 INTERRUPTED = 130
 TERMINATED = 143
-AGAIN = 0.002
-"""Seconds after which a signal that met an import is looked at again."""
+AGAIN = 0.002  # seconds after which a signal that met an import is looked at again
 
 
 class Terminated(KeyboardInterrupt):

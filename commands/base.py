@@ -341,8 +341,7 @@ def rows_by(text: str) -> By:
     raise UsageError(f"--by {text!r:.40} is none of {', '.join(ROWS)}", f"or their plurals: {plurals}")
 
 
-COUNTS = {"": 1, "k": 2**10, "m": 2**20}
-"""Tokens, as contexts are named: a model "of 128k" takes 131,072."""
+COUNTS = {"": 1, "k": 2**10, "m": 2**20}  # tokens, as contexts are named: a model "of 128k" takes 131,072
 
 
 def tokens(option: str, text: str) -> int:

@@ -11,8 +11,7 @@ from ..terminal import answer, console, progress_bar, say, status
 from .base import FORCE, JSON, MODEL, QUIET, F, ForWeights, app, argument, examples, flag, guarded, option
 from .completion import forms, one_of
 
-HOW = "How to swap"
-"""The heading in the help of `swap` of what is no swap."""
+HOW = "How to swap"  # the heading in the help of `swap` of what is no swap
 
 
 def with_swaps(function: F) -> F:

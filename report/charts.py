@@ -15,18 +15,12 @@ from ..components import ModelSpec
 from .pages import Figure, Key, Table, plain
 from .plots import COLOURS, PALETTE, figure, held, safe, share, short
 
-DASHES = ("solid", "dash", "dot")
-"""Lines differ in more than colour."""
-APART = 3
-"""Models that differ in size by more than this are drawn by their shares too."""
-NAME = 22
-"""Characters of a model's name on a line beside its bar."""
-FROM = 128
-"""Tokens at which the cache's lines begin."""
-UNITS = {"parameters": "KMBT"}
-"""A billion parameters is a B, of all else it is a G."""
-Named = Sequence[tuple[str, Mapping[str, int]]]
-"""Models by name, with a number for each part."""
+DASHES = ("solid", "dash", "dot")  # lines differ in more than colour
+APART = 3  # models that differ in size by more than this are drawn by their shares too
+NAME = 22  # characters of a model's name on a line beside its bar
+FROM = 128  # tokens at which the cache's lines begin
+UNITS = {"parameters": "KMBT"}  # a billion parameters is a B, of all else it is a G
+Named = Sequence[tuple[str, Mapping[str, int]]]  # models by name, with a number for each part
 
 
 def bars(models: Named, *, title: str, what: str, summary: str = "", shares: bool = False) -> Figure:
@@ -226,8 +220,7 @@ def cache_chart(
     )
 
 
-Points = Sequence[tuple[int, int]]
-"""Tokens and bytes there."""
+Points = Sequence[tuple[int, int]]  # tokens and bytes there
 
 
 def _one_line(one: Points, other: Points) -> bool:

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from ..converter.outline import Outline
     from ..converter.transfer import Transferred
 
-SHOWN = 5
-"""Tensors named, of however many."""
+SHOWN = 5  # tensors named, of however many
 
 
 def facts_report(title: str, facts: Iterable[tuple[str, str]], notes: Iterable[str]) -> RenderableType:
@@ -90,7 +89,6 @@ class RandomModel:
     notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
         return {
             "schema_version": 1,
             "model": self.reference,
@@ -107,7 +105,6 @@ class RandomModel:
         }
 
     def summary(self) -> RenderableType:
-        """For a terminal."""
         spec = self.tree.spec
         logits = {True: "logits are finite", False: "logits are NaN or infinite", None: "none"}[self.finite]
         facts = [

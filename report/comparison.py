@@ -25,12 +25,9 @@ if TYPE_CHECKING:
     from ..analysis.compare import Comparison, Row
 
 MARK = "*"
-GAP = 2
-"""Blank characters between two columns."""
-MOST_LINES = 4
-"""A cell that would need more lines than this makes the table a list."""
-MOST_DRAWN = 12
-"""Models whose layers a page draws."""
+GAP = 2  # blank characters between two columns
+MOST_LINES = 4  # a cell that would need more lines than this makes the table a list
+MOST_DRAWN = 12  # models whose layers a page draws
 
 
 @dataclass(frozen=True)

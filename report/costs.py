@@ -17,11 +17,9 @@ from .sheets import Row, Sheet, binary, change, decimal, difference, whole_bytes
 if TYPE_CHECKING:
     from ..analysis.parallel import Stage
 
-Named = tuple[str, ModelSpec, Figures]
-"""A model's name, tree and figures."""
+Named = tuple[str, ModelSpec, Figures]  # a model's name, tree and figures
 
-NOTHING = "–"
-"""Where a model has no such figure."""
+NOTHING = "–"  # where a model has no such figure
 TOTAL, TOTAL_BINARY = "total", "total in GiB"
 DENSE = ("scores, dense", "total, dense")
 SIX_N = ("6N", "6N, no embedding")

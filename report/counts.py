@@ -26,18 +26,12 @@ from .rows import By
 from .sheets import GAP, Drawing, Layout, Row, Sheet, binary, change, difference, drawing, nbytes, percentage
 from .treemap import treemap
 
-Model = tuple[str, str, ModelSpec, ParameterCount]
-"""A name, its family, its tree, and the tree's count."""
-NARROWEST_WORDS = 20
-"""A column of words that would be narrower than this is left out."""
-NARROWEST_NAMES = 32
-"""Names of tensors keep so much room, or shapes stand below them."""
-MOST_RUNS = 8
-"""So many runs of layers alike are told below the total; more are left to `by` layer."""
-MOST_NAMES = 6
-"""Models whose names make a page's title."""
-MOST_DIAGRAMS = 4
-"""Kinds of layers that are drawn; `show` has all of them."""
+Model = tuple[str, str, ModelSpec, ParameterCount]  # a name, its family, its tree, and the tree's count
+NARROWEST_WORDS = 20  # a column of words that would be narrower than this is left out
+NARROWEST_NAMES = 32  # names of tensors keep so much room, or shapes stand below them
+MOST_RUNS = 8  # so many runs of layers alike are told below the total; more are left to `by` layer
+MOST_NAMES = 6  # models whose names make a page's title
+MOST_DIAGRAMS = 4  # kinds of layers that are drawn; `show` has all of them
 
 
 @drawing
@@ -96,7 +90,6 @@ def _promise(swap: Mapping[str, Any]) -> str:
 
 
 def _weights(model: Model, dtype: str | None) -> ParameterCount | None:
-    """A model's bytes, where these are asked for."""
     return None if dtype is None else weighed(model[2], dtype, model[1])
 
 

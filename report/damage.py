@@ -20,12 +20,9 @@ if TYPE_CHECKING:
     from ..parity.damage import Bin, Damage, Layer, Place
     from ..surgery.swap import SwapResult
 
-ROUNDING = 1e-9
-"""KL in nats up to which rounding in fp32 explains it."""
-ALIKE = 1e-6
-"""Relative difference of perplexities up to which neither is the worse one."""
-LAYERS = 3
-"""Layers named, of however many."""
+ROUNDING = 1e-9  # KL in nats up to which rounding in fp32 explains it
+ALIKE = 1e-6  # relative difference of perplexities up to which neither is the worse one
+LAYERS = 3  # layers named, of however many
 LARGEST = "the largest KL"
 
 

@@ -15,30 +15,19 @@ from .placement import Area, Box, Metrics, Wire, boxed, experts_words, folded, p
 from .plots import figure, safe
 from .structure import SYMBOLS, Kind, Node, Structure, layers_label, shape_words, sizes, structure
 
-FONT, LINE, PAD = 11, 14, 5
-"""Pixels: of a letter, from one line to the next, between words and a box's border."""
-SUM = 18
-"""The width of a sum's circle."""
-HEADS = 15
-"""The height of the heads' picture in the scores' box."""
-PHONE = 343
-"""The width of a page's text on a screen of 375 pixels."""
+FONT, LINE, PAD = 11, 14, 5  # pixels: of a letter, from one line to the next, between words and a box's border
+SUM = 18  # the width of a sum's circle
+HEADS = 15  # the height of the heads' picture in the scores' box
+PHONE = 343  # the width of a page's text on a screen of 375 pixels
 ROOMS = (30, 24, 20, 18, *range(16, 8, -1))
 """Letters that a line of words may have; the first with which the diagram fits a phone is taken."""
-TRUNK_ROOM = 40
-"""The same of boxes on the stream, which have all of the width."""
-HEADS_MOST = 130
-"""How wide that picture makes the box at most."""
-HEADS_ROOM = 3
-"""The least width of a head in that picture; what has more heads than fit shows some of its groups."""
-GROUPED_ROOM = 2
-"""The same where several share a key head."""
-STEP = 14
-"""Pixels between the points that can be pointed at."""
-EDGE = 6
-"""Blank around the picture."""
-LEAST = 300
-"""The least width of a picture."""
+TRUNK_ROOM = 40  # the same of boxes on the stream, which have all of the width
+HEADS_MOST = 130  # how wide that picture makes the box at most
+HEADS_ROOM = 3  # the least width of a head in that picture; what has more heads than fit shows some of its groups
+GROUPED_ROOM = 2  # the same where several share a key head
+STEP = 14  # pixels between the points that can be pointed at
+EDGE = 6  # blank around the picture
+LEAST = 300  # the least width of a picture
 
 
 def block_diagram(spec: ModelSpec, layer: int = 0, model: str = "") -> Figure:

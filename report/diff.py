@@ -23,18 +23,15 @@ from .sheets import Layout, Row, Sheet, drawing
 if TYPE_CHECKING:
     from ..parity.changes import Diff, Status, TensorDiff
 
-MOST_RUNS = 4
-"""Runs of rows that are named; of more, how many rows there are."""
-UNRELATED = 0.2
-"""A cosine below it says that two models were not trained from one another."""
+MOST_RUNS = 4  # runs of rows that are named; of more, how many rows there are
+UNRELATED = 0.2  # a cosine below it says that two models were not trained from one another
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 HEADINGS: dict[Status, str] = {"reshaped": "Of another shape", "only_a": "Only in A", "only_b": "Only in B"}
 """Of tensors that cannot be compared."""
 APART: dict[Status, str] = {"only_a": "A", "only_b": "B", "reshaped": "≠"}
 """What stands in a cell of the heatmap that has no figure."""
 COLUMNS = ("tensors", "changed", "relative", "cosine", "rank")
-SOME = 5
-"""Tensors that are listed unless all are asked for."""
+SOME = 5  # tensors that are listed unless all are asked for
 INDENT = 2
 
 
@@ -184,12 +181,14 @@ def _rank_told(each: TensorDiff) -> list[str]:
         return []
     if each.reading == "unclear":
         return ["rank not told: too little beside rounding"]
-    share = "–" if rank.share is None else f"{100 * rank.share:.1f} %"
-    share = ">99.9 %" if rank.share is not None and 0.999 < rank.share < 1 else share
-    words = f"rank {rank.rank} of {rank.of:,} ({share} of the change)"
-    words = (
-        f"rank above {rank.limit} of {rank.of:,}" if rank.more else f"full rank ({rank.of:,})" if rank.full else words
-    )
+    if rank.more:
+        words = f"rank above {rank.limit} of {rank.of:,}"
+    elif rank.full:
+        words = f"full rank ({rank.of:,})"
+    else:
+        share = "–" if rank.share is None else f"{100 * rank.share:.1f} %"
+        share = ">99.9 %" if rank.share is not None and 0.999 < rank.share < 1 else share
+        words = f"rank {rank.rank} of {rank.of:,} ({share} of the change)"
     if rank.most is not None and each.reading == "high" and rank.most < rank.of // 4:
         return [words, f"99 % of the change in {counted(rank.most, 'direction')}"]
     return [words]
@@ -228,17 +227,6 @@ def listed(tensors: Sequence[TensorDiff]) -> list[str]:
     ]
 
 
-def tree_told(diff: Diff, everything: bool = True) -> list[str]:
-    """Where the trees differ; how they round is counted alone unless all is wanted."""
-    shown = [each for each in diff.tree if everything or not each.rounding]
-    lines = [
-        f"{each.path}: {each.a} → {each.b}{'' if each.layers is None else f'  (layers {each.layers})'}"
-        for each in shown
-    ]
-    left = len(diff.tree) - len(shown)
-    return [*lines, *([f"{counted(left, 'field')} of how it rounds: --all"] if left else [])]
-
-
 def files_told(diff: Diff, most: int | None = None) -> list[str]:
     """Small files that differ, and in what; at most so many of a file's lines."""
     lines = []
@@ -246,9 +234,9 @@ def files_told(diff: Diff, most: int | None = None) -> list[str]:
         if each.only is not None:
             lines.append(f"{each.name}: only in {each.only.upper()}")
             continue
-        words = each.told[:most]
-        more = f"; {len(each.told) - len(words)} more" if len(words) < len(each.told) else ""
-        lines.append(f"{each.name}: {'; '.join(words) or 'other bytes'}{more}")
+        left = 0 if most is None else len(each.told) - most
+        more = f"; {left} more" if left > 0 else ""
+        lines.append(f"{each.name}: {'; '.join(each.told[:most]) or 'other bytes'}{more}")
     return lines
 
 
@@ -308,8 +296,13 @@ def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence
         lines = listed([each for each in diff.tensors if each.status == status])
         if lines:
             yield heading, lines
-    if diff.tree:
-        yield "The trees differ (A → B)", tree_told(diff, everything)
+    if diff.tree:  # how they round is counted alone unless all is wanted
+        tree = [each for each in diff.tree if everything or not each.rounding]
+        layered = ["" if each.layers is None else f"  (layers {each.layers})" for each in tree]
+        fields = [f"{each.path}: {each.a} → {each.b}{where}" for each, where in zip(tree, layered, strict=True)]
+        left = len(diff.tree) - len(tree)
+        rounding = [f"{counted(left, 'field')} of how it rounds: --all"] if left else []
+        yield "The trees differ (A → B)", [*fields, *rounding]
     if diff.files:
         yield "Files beside the weights (A → B)", files_told(diff, None if everything else SOME)
 
@@ -381,24 +374,29 @@ def diff_page(diff: Diff) -> Page:
 
 
 def _sections(diff: Diff) -> Iterator[Section]:
-    words = (*(line.replace("  ", ": ", 1) for line in sides(diff)), *readings(diff))
-    yield Section("What differs", (Lines(words),))
-    compared = [group for group in diff.by_place() if _compared(group)]
-    if compared:
+    lines = [*(line.replace("  ", ": ", 1) for line in sides(diff)), *readings(diff)]
+    yield Section("What differs", (Lines(tuple(lines)),))
+    if any(map(_compared, diff.by_place())):
         words = Lines(("In these tables relative change, cosine and rank are of the tensors that changed.",))
         yield Section("Where", (_figure(diff.by_place()), words, _groups("By component", diff.by_module())))
         yield Section("By layer", (_groups("By layer, and what stands outside of layers", diff.by_layer()),))
     changed = most_changed(diff)
     if changed:
-        yield Section("Tensors", (_tensors(changed),))
+        rows = []
+        for each in changed:
+            dtypes = [DTYPES.get(dtype or "", dtype or "–") for dtype in dict.fromkeys((each.dtype_a, each.dtype_b))]
+            rows.append((each.name, figure(relative(each)), " → ".join(dtypes), ", ".join(remarks(each))))
+        columns = (("tensor", False), ("relative", True), ("stored as", False), ("", False))
+        caption = f"{counted(len(rows), 'tensor')} of other values, most changed first"
+        yield Section("Tensors", (Table(caption, columns, tuple(rows), folded=True),))
     for status, heading in HEADINGS.items():
         lines = listed([each for each in diff.tensors if each.status == status])
         if lines:
             yield Section(f"Tensors {heading[0].lower()}{heading[1:]}", (Lines(tuple(lines), listed=True),))
     if diff.tree:
         columns = (("field", False), ("layers", False), ("A", False), ("B", False))
-        rows = tuple((each.path, each.layers or "", each.a, each.b) for each in diff.tree)
-        yield Section("Trees", (Table("Where the trees differ", columns, rows),))
+        fields = tuple((each.path, each.layers or "", each.a, each.b) for each in diff.tree)
+        yield Section("Trees", (Table("Where the trees differ", columns, fields),))
     if diff.files:
         yield Section("Files beside the weights", (Lines(tuple(files_told(diff)), listed=True),))
     yield from noted(diff.notes)
@@ -412,7 +410,7 @@ def _figure(groups: Sequence[Group]) -> Figure:
     def place(group: Group) -> str:
         return group.name if group.layer is None else f"layer {group.layer} {group.name}"
 
-    cells = [_cell(group) for group in groups]
+    cells = list(map(_cell, groups))
     rows = tuple((place(group), *group_cells(group)) for group in groups)
     most = max((group for group in groups if group.changed), key=_size, default=None)
     apart = any(cell.apart for cell in cells)
@@ -461,13 +459,3 @@ def _groups(caption: str, groups: Sequence[Group]) -> Table:
     lit = frozenset(index for index, group in enumerate(groups) if group.changed)
     some = lit if len(lit) < len(groups) else frozenset()
     return Table(caption, (("", False), *((name, True) for name in COLUMNS)), rows, some, bold="something changed here")
-
-
-def _tensors(changed: Sequence[TensorDiff]) -> Table:
-    rows = []
-    for each in changed:
-        dtypes = [DTYPES.get(dtype or "", dtype or "–") for dtype in dict.fromkeys((each.dtype_a, each.dtype_b))]
-        rows.append((each.name, figure(relative(each)), " → ".join(dtypes), ", ".join(remarks(each))))
-    columns = (("tensor", False), ("relative", True), ("stored as", False), ("", False))
-    caption = f"{counted(len(rows), 'tensor')} of other values, most changed first"
-    return Table(caption, columns, tuple(rows), folded=True)

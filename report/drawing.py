@@ -17,11 +17,9 @@ from .structure import Kind, Node, Structure, layers_label, shape_words
 
 STREAM, TRUNK, LEFT, BESIDE = 2, 0, 6, 2
 """Columns: of the residual stream, of boxes on it, of what stands beside it; and the blank between two boxes."""
-ROOMS = (28, *range(24, 7, -1))
-"""Letters that a line of words may have; the first with which the drawing fits is taken."""
+ROOMS = (28, *range(24, 7, -1))  # letters that a line of words may have; the first with which the drawing fits is taken
 TRUNK_ROOM = 40
-BRACKET = 2
-"""Columns of the bracket on the right that holds the block together."""
+BRACKET = 2  # columns of the bracket on the right that holds the block together
 WORDS = {"×": "x", "–": "-", "·": "*", "ᵀ": "^T", "√": "sqrt ", "−": "-", "Σ": "sum", "…": "...", "²": "^2", "⊕": "+"}
 """What ASCII has instead, in words."""
 
@@ -139,12 +137,10 @@ class _Canvas:
             self.join(x, y, *([LEFTWARDS] if x > low else []), *([RIGHTWARDS] if x < high else []))
 
     def write(self, x: int, y: int, text: str, style: str) -> None:
-        """Words, from a column on."""
         for index, letter in enumerate(text):
             self.letters[x + index, y] = (letter, style)
 
     def wire(self, wire: Wire) -> None:
-        """An edge; a tied head is told in words."""
         points = wire.points
         if wire.kind == "weights":
             return

@@ -15,20 +15,14 @@ from typing import Any, Literal
 from .pages import Figure, Key, Table
 from .plots import figure, safe
 
-NARROWEST = 0.5
-"""Powers of ten that the colours span at least: what is nearly alike looks alike."""
-TICKS = 6
-"""Values named on the scale, at most."""
-ROW, MARGIN, SCALE = 32, 50, 70
-"""Pixels: of a row, of the axis above, of the colour scale below."""
+NARROWEST = 0.5  # powers of ten that the colours span at least: what is nearly alike looks alike
+TICKS = 6  # values named on the scale, at most
+ROW, MARGIN, SCALE = 32, 50, 70  # pixels: of a row, of the axis above, of the colour scale below
 LABELS, COLUMN, NARROW = 160, 34, 18
 """Pixels: of the components' names and their title, of a column at least with figures in it, and without."""
-MOST_FIGURES = 16
-"""Columns up to which the cells have figures in them."""
-LONGEST = 17
-"""Characters of a component's name on one line."""
-SOME = 5
-"""Of narrow columns every so many has its layer above it."""
+MOST_FIGURES = 16  # columns up to which the cells have figures in them
+LONGEST = 17  # characters of a component's name on one line
+SOME = 5  # of narrow columns every so many has its layer above it
 BEFORE, AFTER = "in", "out"
 KINDS = {
     "zero": "exactly 0",
@@ -54,7 +48,6 @@ class Cell:
 
     @property
     def kind(self) -> Literal["zero", "rounding", "counts", "apart"]:
-        """Which of the four it is coloured as."""
         if self.apart:
             return "apart"
         return "zero" if self.value == 0 else "counts" if self.counts else "rounding"

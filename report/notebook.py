@@ -21,10 +21,8 @@ from .sheets import Row, Sheet, nbytes
 if TYPE_CHECKING:
     from ..analysis.params import ModelCount
 
-WIDTH = 100
-"""Characters of a line."""
-OFTEN = 0.1
-"""Seconds between two changes of a line of progress, at least."""
+WIDTH = 100  # characters of a line
+OFTEN = 0.1  # seconds between two changes of a line of progress, at least
 BLOCK = '<pre style="white-space: pre; overflow-x: auto; line-height: 1.3; font-family: monospace">{code}</pre>'
 """What of rich's page is wanted: no colours but those of the notebook."""
 

@@ -108,7 +108,6 @@ class Page:
     footer: str = f"Made by gptkit {__version__}. This page asks no server for anything."
 
     def figures(self) -> list[Figure]:
-        """All of them, in the order of the page."""
         return [block for section in self.sections for block in section.blocks if isinstance(block, Figure)]
 
 

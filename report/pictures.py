@@ -22,17 +22,13 @@ from . import pages
 from .pages import Figure, Page
 from .plots import safe
 
-WIDTH = 520
-"""Pixels: a column of a paper (84 mm) makes 12 of them 6 points high."""
-SCALE = 4
-"""Pixels of a PNG for each of the drawing's: 600 dots an inch in such a column."""
-NOWHERE = "127.0.0.1:9"
-"""A proxy that nobody is: the discard port."""
+WIDTH = 520  # pixels: a column of a paper (84 mm) makes 12 of them 6 points high
+SCALE = 4  # pixels of a PNG for each of the drawing's: 600 dots an inch in such a column
+NOWHERE = "127.0.0.1:9"  # a proxy that nobody is: the discard port
 SECONDS = 120
 FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 
-TITLE = 26
-"""Pixels above the figure for its name."""
+TITLE = 26  # pixels above the figure for its name
 
 
 def ready(html: Path | None, png: Path | None, svg: Path | None) -> None:
@@ -239,7 +235,6 @@ def _in_sight(trace: dict[str, Any]) -> dict[str, Any]:
 
 
 def _painted(value: Any, values: dict[str, str]) -> Any:
-    """As page.js does it."""
     if isinstance(value, str):
         named = re.fullmatch(r"var\((--[\w-]+)\)", value)
         return values[named[1]] if named else value

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from .structure import EdgeKind, Node
 
 Point = tuple[int, int]
-Span = tuple[int, int]
-"""The first and the last lane."""
+Span = tuple[int, int]  # the first and the last lane
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,6 @@ class Placement:
     height: int
 
     def box(self, name: str) -> Box:
-        """The box of a node."""
         return next(box for box in self.boxes if box.node.id == name)
 
 
@@ -390,7 +388,6 @@ class _Placing:
     def _wires(
         self, box: Box, boxes: Mapping[str, Box], frames: Sequence[Frame], tracks: Mapping[tuple[int, str], int]
     ) -> list[Wire]:
-        """The lines to a box."""
         wires = []
         for edge in box.node.edges():
             source = boxes.get(edge.source)

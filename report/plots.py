@@ -10,8 +10,7 @@ from typing import Any
 from .pages import Figure, Key, Table, plain
 from .sheets import percentage
 
-PALETTE = 8
-"""page.css's colours for kinds of things, c0 to c7, with on-c0 to on-c7 for text on them."""
+PALETTE = 8  # page.css's colours for kinds of things, c0 to c7, with on-c0 to on-c7 for text on them
 COLOURS = {"attention": 0, "feed-forward": 1, "embedding": 2, "head": 3, "positions": 4, "router": 5, "norms": 6}
 """A component has one colour wherever it is drawn."""
 

@@ -17,8 +17,7 @@ from .sheets import Layout, Row, Sheet, drawing, nbytes
 if TYPE_CHECKING:
     from ..analysis.recommend import Choice, Recommendation
 
-NARROWEST = 72
-"""Characters below which a choice is told in lines one below the other."""
+NARROWEST = 72  # characters below which a choice is told in lines one below the other
 BETWEEN = 2
 
 

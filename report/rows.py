@@ -20,8 +20,7 @@ FORMULA = ("=", "+", "-", "@")
 
 By = Literal["component", "layer", "tensor"]
 
-Row = dict[str, str | int]
-"""A cell for each heading; a heading that it lacks is an empty cell."""
+Row = dict[str, str | int]  # a cell for each heading; a heading that it lacks is an empty cell
 
 
 def write_csv(rows: Sequence[Row], file: TextIO | None = None) -> None:

@@ -16,12 +16,10 @@ from rich.text import Text
 
 from . import pages as page
 
-GAP = 3
-"""Blank characters between two columns of a table; rich draws one of them itself."""
+GAP = 3  # blank characters between two columns of a table; rich draws one of them itself
 ASCII = str.maketrans({"×": "x", "–": "-", "−": "-", "·": "-", "…": ".", "²": "^2", "³": "^3"})
 """For terminals that have no other characters."""
-WIDEST_NAME = 24
-"""Longer names, of folders most of them, are folded."""
+WIDEST_NAME = 24  # longer names, of folders most of them, are folded
 DECIMAL = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -117,7 +115,6 @@ class Sheet:
     words: int = 0
 
     def width(self) -> int:
-        """Of its table."""
         headings = [name[:WIDEST_NAME] for name in self.columns]
         widths = [max(map(len, cells)) for cells in zip(headings, *(row.cells for row in self.rows), strict=True)]
         labels = max((min(len(row.label), WIDEST_NAME) for row in self.rows), default=0)
@@ -149,7 +146,6 @@ class Sheet:
         return Sheet(self.title, self.columns[first:last], tuple(row for row in rows if any(row.cells)))
 
     def as_table(self) -> page.Table:
-        """For a page."""
         columns = (("", False), *((name, index >= self.words) for index, name in enumerate(self.columns)))
         lit = frozenset(index for index, row in enumerate(self.rows) if row.ruled and row.style != "dim")
         return page.Table(self.title, columns, tuple((row.label, *row.cells) for row in self.rows), lit, bold="totals")

@@ -20,8 +20,7 @@ from .sheets import Layout, drawing
 from .structure import SYMBOLS, Kind, Structure, layers_label
 from .tree import tree_json, tree_lines, tree_table
 
-MOST_KINDS = 8
-"""Kinds of layers that a page draws, and that a terminal tells apart in words."""
+MOST_KINDS = 8  # kinds of layers that a page draws, and that a terminal tells apart in words
 
 
 @drawing

@@ -64,7 +64,6 @@ class Node:
         return self.copies * sum(math.prod(shape) for _, shape in self.weights)
 
     def edges(self) -> Iterator[Edge]:
-        """What leads here."""
         kinds: dict[str | None, EdgeKind] = {self.choice: "choice", self.residual: "residual"}
         for source in self.inputs:
             yield Edge(source, self.id, kinds.get(source, "data"))
@@ -72,7 +71,6 @@ class Node:
             yield Edge(self.tied, self.id, "weights")
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
         weights = {name: list(shape) for name, shape in self.weights}
         shaped = {"shape": list(self.shape), "parameters": self.parameters, "weights": weights, "copies": self.copies}
         words = {"title": self.title, "detail": self.detail, "formula": self.formula}

@@ -52,8 +52,7 @@ def flops(value: float) -> str:
 
 # --- what can be swapped ----------------------------------------------------------------------------------------------
 
-TWO, THREE = (("", False),) * 2, (("", False),) * 3
-"""Columns of words without headings."""
+TWO, THREE = (("", False),) * 2, (("", False),) * 3  # columns of words without headings
 
 
 def listing_report(listing: Listing) -> RenderableType:

@@ -16,10 +16,8 @@ from .placement import folded
 from .sheets import Layout, drawing
 from .structure import Kind, Node, Structure, sizes
 
-NARROWEST = 18
-"""A column of words is at least so wide."""
-GAP = 2
-"""Blanks between two columns."""
+NARROWEST = 18  # a column of words is at least so wide
+GAP = 2  # blanks between two columns
 GUIDES = {"│": "|", "├": "|", "└": "`", "─": "-", "×": "x", "–": "-", "·": "*", "…": "..."}
 
 

@@ -18,8 +18,7 @@ from .plots import COLOURS, figure, safe, share, short
 SMALLEST, TOGETHER = 1 / 60, 1 / 22
 """Of the whole: what the name of a layer needs on a phone, and that of several, which are one area where each has less.
 """
-MOST_CELLS = 2500
-"""Areas up to which each layer has its own; beyond, neighbours alike are one."""
+MOST_CELLS = 2500  # areas up to which each layer has its own; beyond, neighbours alike are one
 
 
 @dataclass(frozen=True)

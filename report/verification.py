@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from ..parity.score import Score
     from ..parity.verify import BytesVerdict, Noise, Verification
 
-SHOWN = 5
-"""Tensors named, of however many."""
+SHOWN = 5  # tensors named, of however many
 PROBE = (("probe", False), ("tokens", True), ("max Δ", True), ("mean Δ", True), ("KL", True), ("top-1", True))
 """Columns of a row a prompt: how far the logits are apart."""
 VERDICTS = {
