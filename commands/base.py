@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..report.pages import Page
     from ..surgery.shapes import Reshaped
 
-# What typer raises for a wrong call. Of its classes typer names a subclass alone, and has moved the others.
+# What typer raises for a wrong call: of its classes typer names a subclass alone, and has moved the others.
 WrongCall: type[Exception] = typer.BadParameter.__mro__[1]
 ORDER = (
     *("params", "compare", "show", "diff", "presets", "recommend"),
@@ -120,21 +120,20 @@ def flag(form: str, words: str, panel: str | None = None, **more: Any) -> Any:
     return option(form, words, panel, default=False, **more)
 
 
-def argument(metavar: str, words: str, default: Any = ..., **more: Any) -> Any:
+def argument(metavar: str, words: str, default: Any = ..., complete: Any = None) -> Any:
     """An argument, required where no default is given."""
-    return typer.Argument(default, metavar=metavar, help=words, **more)
+    return typer.Argument(default, metavar=metavar, help=words, autocompletion=complete)
 
 
-def model_argument(metavar: str, words: str, default: Any = ...) -> Any:
-    """An argument that names a model."""
-    return argument(metavar, words, default, autocompletion=complete_model)
-
-
-MODELS = model_argument(
-    "MODEL…", "One or more models: presets, samples, folders, config.json or .gguf files, or org/name on the hub."
+MODELS = argument(
+    "MODEL…",
+    "One or more models: presets, samples, folders, config.json or .gguf files, or org/name on the hub.",
+    complete=complete_model,
 )
-MODEL = model_argument(
-    "MODEL", "The model: org/name or org/name@revision on the hub, a preset, a folder, a weight file, or sample:gpt2."
+MODEL = argument(
+    "MODEL",
+    "The model: org/name or org/name@revision on the hub, a preset, a folder, a weight file, or sample:gpt2.",
+    complete=complete_model,
 )
 JSON = flag("--json", "Print JSON instead of text.")
 FORCE = flag("--force", "Replace an existing checkpoint folder, in one step.")
@@ -153,12 +152,7 @@ class Together:
 @dataclass(frozen=True)
 class Drawn:
     """--html, --png and --svg: the files that a command is to draw; false where there is none. figure: which one of the
-    page a picture is of. They are looked at before the work, written and told after it.
-
-    Raises:
-        UsageError: when it is made, one of them could not be written, a package is missing, or a figure is named and
-            no picture.
-
+    page a picture is of. They are written and told after the work; that they can be is looked at before it.
     """
 
     html: Path | None
@@ -188,24 +182,20 @@ class Drawn:
 
 
 def _pictures(page: str) -> Together:
+    figure = option("--figure NAME", "Draw this figure of the page, by words of its title; by default the first.")
     options = {
         "html": (Path | None, option("--html FILE", page)),
         "png": (Path | None, option("--png FILE", "Write a picture (PNG), for a talk.")),
         "svg": (Path | None, option("--svg FILE", "Write a picture (SVG), for a paper.")),
-        "figure": (
-            str | None,
-            option("--figure NAME", "Draw this figure of the page, by words of its title; by default the first."),
-        ),
+        "figure": (str | None, figure),
     }
     return Together(options, Drawn)
 
 
+_OFFLINE = flag("--offline", "Use local files and the hub's cache only.")
 _PICKLE = flag("--allow-pickle", "Read .bin files too (weights only); safetensors need no trust.")
-_TREE = {
-    "offline": (bool, flag("--offline", "Use local files and the hub's cache only.")),
-    "allow_pickle": (bool, _PICKLE),
-}
 _EXTRA = flag("--allow-extra", "Leave out tensors that the model has no place for.")
+_TREE = {"offline": (bool, _OFFLINE), "allow_pickle": (bool, _PICKLE)}
 
 Pictures = Annotated[Drawn, _pictures("Write a page (HTML) that opens offline.")]
 HeatMap = Annotated[Drawn, _pictures("Write a page (HTML) with a heat map by layer and component.")]
@@ -272,8 +262,7 @@ def guarded(function: F) -> F:
     return run  # type: ignore[return-value]
 
 
-def version(value: bool) -> None:
-    """--version."""
+def _version(value: bool) -> None:
     if value:
         typer.echo(f"gptkit {__version__}")
         raise typer.Exit
@@ -281,7 +270,7 @@ def version(value: bool) -> None:
 
 @app.callback()
 def root(
-    show_version: bool = flag("--version", "Show the version and exit.", callback=version, is_eager=True),  # noqa: ARG001 - its callback answers
+    show_version: bool = flag("--version", "Show the version and exit.", callback=_version, is_eager=True),  # noqa: ARG001 - its callback answers
     plugin: list[str] | None = option("--plugin MODULE", "Import this module, which registers components, families, …"),
 ) -> None:
     """The group itself imports plugins, and does nothing else."""

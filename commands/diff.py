@@ -14,14 +14,15 @@ from .base import (
     ForWeights,
     Pictures,
     app,
+    argument,
     by_option,
     examples,
     flag,
     guarded,
-    model_argument,
     option,
     rows_by,
 )
+from .completion import complete_model
 
 
 @app.command(
@@ -33,10 +34,12 @@ from .base import (
 )
 @guarded
 def diff(
-    a: str = model_argument(
-        "A", "A checkpoint: org/name or org/name@revision, a folder, a .safetensors or .gguf file, or sample:gpt2."
+    a: str = argument(
+        "A",
+        "A checkpoint: org/name or org/name@revision, a folder, a .safetensors or .gguf file, or sample:gpt2.",
+        complete=complete_model,
     ),
-    b: str = model_argument("B", "The other checkpoint, of any format."),
+    b: str = argument("B", "The other checkpoint, of any format.", complete=complete_model),
     by: str = by_option(),
     everything: bool = flag("--all", "List every tensor that differs."),
     rank: bool = option("--rank/--no-rank", "Tell the rank of each matrix's change.", default=True),

@@ -26,46 +26,32 @@ Named = Sequence[tuple[str, Mapping[str, int]]]  # models by name, with a number
 def bars(models: Named, *, title: str, what: str, summary: str = "", shares: bool = False) -> Figure:
     """A bar a model, of parts: parameters by component, FLOPs by component.
 
-    Args:
-        models: at least one.
-        title: the figure's name.
-        what: the numbers' unit in words, many of them.
-        summary: what it shows, in a sentence; by default the smallest and the largest total.
-        shares: draw all bars as long as one another, for models of very different sizes.
-
+    what: the numbers' unit in words; summary: what it shows, by default the smallest and the largest total; shares:
+    whether all bars are as long as one another, for models of very different sizes.
     """
     parts = list(dict.fromkeys(part for _, numbers in models for part in numbers))
-    names = [name for name, _ in models]
     totals = [sum(numbers.values()) for _, numbers in models]
     with_totals = list(zip(models, totals, strict=True))
     left = iter([n for n in range(PALETTE) if n not in {COLOURS.get(part) for part in parts}])
     colours = {part: COLOURS[part] if part in COLOURS else next(left, 7) for part in parts}
     units = UNITS.get(what, "kMGT")
-    traces: list[dict[str, Any]] = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": part,
-            "y": list(range(len(names))),
-            "x": [numbers.get(part, 0) / (max(total, 1) if shares else 1) for (_, numbers), total in with_totals],
-            "marker": {"color": f"var(--c{colours[part]})", "line": {"color": "var(--ground)", "width": 1}},
-            "hovertext": [
-                f"<b>{safe(name)}: {safe(part)}</b><br>{numbers.get(part, 0):,} {what}<br>"
-                f"{share(numbers.get(part, 0), max(total, 1))} of {total:,}"
-                for (name, numbers), total in with_totals
-            ],
-            "hoverinfo": "text",
-        }
-        for part in parts
-    ]
+    traces: list[dict[str, Any]] = []
+    rows = list(range(len(models)))
+    for part in parts:
+        bar = {"color": f"var(--c{colours[part]})", "line": {"color": "var(--ground)", "width": 1}}
+        lengths, hints = [], []
+        for (name, numbers), total in with_totals:
+            number, whole = numbers.get(part, 0), max(total, 1)
+            lengths.append(number / (whole if shares else 1))
+            of_all = f"{number:,} {what}<br>{share(number, whole)} of {total:,}"
+            hints.append(f"<b>{safe(name)}: {safe(part)}</b><br>{of_all}")
+        shown = {"name": part, "y": rows, "x": lengths, "marker": bar, "hovertext": hints, "hoverinfo": "text"}
+        traces.append({"type": "bar", "orientation": "h", **shown})
     if len(models) > 1 and not shares:  # each bar's figure beside its end: one may be too short to be seen
-        words = {
-            "text": [f" {short(total, units)}" for total in totals],
-            "textposition": "middle right",
-            "textfont": {"color": "var(--text)"},
-        }
+        words = [f" {short(total, units)}" for total in totals]
+        beside = {"text": words, "textposition": "middle right", "textfont": {"color": "var(--text)"}}
         quiet = {"cliponaxis": False, "hoverinfo": "skip", "showlegend": False}
-        traces.append({"type": "scatter", "mode": "text", "x": totals, "y": list(range(len(totals))), **words, **quiet})
+        traces.append({"type": "scatter", "mode": "text", "x": totals, "y": rows, **beside, **quiet})
     if shares:
         scale: dict[str, Any] = {"tickformat": ".0%", "dtick": 0.25, "range": [0, 1.02]}
     else:  # round numbers from 0, about four
@@ -74,31 +60,33 @@ def bars(models: Named, *, title: str, what: str, summary: str = "", shares: boo
         values = list(range(0, most + 1, step))
         room = 1.02 if len(models) == 1 else 1.2  # for the figure beside the longest
         scale = {"tickvals": values, "ticktext": [short(value, units) for value in values], "range": [0, most * room]}
-    plain_axis = {"zeroline": False, "ticks": "", "tickangle": 0}
-    by_name = {"tickvals": list(range(len(names))), "ticktext": [_short_name(name) for name in names]}
+    if not summary and len(models) > 1:
+        least, most = (pick(with_totals, key=lambda pair: pair[1]) for pick in (min, max))
+        summary = f"From {least[1]:,} {what} ({least[0][0]}) to {most[1]:,} ({most[0][0]})."
+    elif not summary:
+        part, number = max(models[0][1].items(), key=lambda item: item[1])
+        summary = f"{totals[0]:,} {what}; most are in {part}, {share(number, totals[0])}."
+    axis = {"zeroline": False, "ticks": "", "tickangle": 0}
+    title_below = {"text": f"share of {what}" if shares else what, "standoff": 4}
+    by_name = {"tickvals": rows, "ticktext": [_short_name(name) for name, _ in models], "automargin": True}
     columns = (("model", False), *((part, True) for part in parts), ("total", True))
-    rows = tuple(
+    cells = tuple(
         (name, *(f"{numbers[part]:,}" if part in numbers else "–" for part in parts), f"{total:,}")
         for (name, numbers), total in with_totals
     )
     return figure(
         title,
-        summary or _bars_summary(models, what),
+        summary,
         traces,
         34 * len(models) + 84,
         (Key(f"c{colours[part]}", part) for part in parts),
-        Table(f"{title} as a table", columns, rows, folded=True),
+        Table(f"{title} as a table", columns, cells, folded=True),
         barmode="stack",
         bargap=0.3,
         showlegend=False,
         margin={"t": 8, "b": 60, "l": 8, "r": 12},
-        xaxis={
-            **plain_axis,
-            "gridcolor": "var(--line)",
-            "title": {"text": f"share of {what}" if shares else what, "standoff": 4},
-            **scale,
-        },
-        yaxis={**plain_axis, "showgrid": False, "autorange": "reversed", "automargin": True, **by_name},
+        xaxis={**axis, "gridcolor": "var(--line)", "title": title_below, **scale},
+        yaxis={**axis, "showgrid": False, "autorange": "reversed", **by_name},
     )
 
 
@@ -110,15 +98,6 @@ def parameter_bars(models: Named) -> list[Figure]:
         words = "The same, each bar as long as the others: shares of each model's own parameters."
         figures.append(bars(models, title="Shares by component", what="parameters", summary=words, shares=True))
     return figures
-
-
-def _bars_summary(models: Named, what: str) -> str:
-    totals = {name: sum(numbers.values()) for name, numbers in models}
-    most, least = (pick(totals.items(), key=lambda item: item[1]) for pick in (max, min))
-    if len(models) > 1:
-        return f"From {least[1]:,} {what} ({least[0]}) to {most[1]:,} ({most[0]})."
-    part, number = max(models[0][1].items(), key=lambda item: item[1])
-    return f"{most[1]:,} {what}; most are in {part}, {share(number, most[1])}."
 
 
 def _short_name(name: str) -> str:
@@ -134,61 +113,45 @@ def _short_name(name: str) -> str:
 
 
 def cache_chart(
-    models: Sequence[tuple[str, ModelSpec]],
-    dtype: str = "bfloat16",
-    up_to: int | None = None,
-    *,
-    batch: int = 1,
-    at: Sequence[int] = (),
+    models: Sequence[tuple[str, ModelSpec]], dtype: str = "bfloat16", *, batch: int = 1, at: Sequence[int] = ()
 ) -> Figure:
     """Bytes of the key-value cache of `batch` sequences against their length, a line a model, both axes logarithmic.
 
-    A line ends where the context does that its model is for, or at `up_to` tokens, or at the longest of `at`, a table
-    of positions permitting. Where a window is full, the line bends.
-
-    Args:
-        models: (name, tree), at least one.
-        dtype: what keys and values are stored in.
-        up_to: tokens.
-        batch: sequences.
-        at: contexts that somebody asked for: each is marked, and has a column in the table.
-
-    Raises:
-        UsageError: an unknown dtype, or no tokens.
-
+    A line ends where the context does that its model is for, or at the longest of `at`, a table of positions
+    permitting. Where a window is full, the line bends. Contexts that somebody asked for, `at`, are marked, and each has
+    a column in the table. Raises UsageError for an unknown dtype.
     """
     names = [name for name, _ in models]
-    ends = [_end(spec, up_to, at) for _, spec in models]
-    lines = [
-        [(length, cache_bytes(spec, length, dtype, batch).held) for length in _lengths(spec, end, at)]
-        for (_, spec), end in zip(models, ends, strict=True)
-    ]
+    ends, lines = [], []
+    for _, spec in models:
+        end = max([usual_context(spec), *at])
+        end = end if spec.positions is None else min(end, spec.positions.length)
+        # Powers of two up to the end, where the line bends, and what was asked for.
+        lengths = [*(1 << power for power in range(end.bit_length())), *windows(spec), *at]
+        first = min(FROM, end, *at)
+        lengths = sorted({first, end, *(length for length in lengths if first <= length <= end)})
+        ends.append(end)
+        lines.append([(length, cache_bytes(spec, length, dtype, batch).held) for length in lengths])
     colours = list(islice(cycle(f"c{n}" for n in range(PALETTE)), len(models)))
     dashes = list(islice(cycle(DASHES), len(models)))
     traces = []
     for index, (name, line) in enumerate(zip(names, lines, strict=True)):
         # A line is wider, to be seen below those that lie on it.
         under = min(sum(_one_line(line, other) for other in lines[index + 1 :]), 2)
-        colour = f"var(--{colours[index]})"
+        colour, lengths = f"var(--{colours[index]})", [length for length, _ in line]
+        marks = {
+            "size": [(13 if length in at else 5) + 3 * under for length in lengths],
+            "symbol": ["diamond" if length in at else "circle" for length in lengths],
+        }
         trace = {
-            "type": "scatter",
-            "mode": "lines+markers",
             "name": safe(name),
-            "x": [length for length, _ in line],
+            "x": lengths,
             "y": [nbytes for _, nbytes in line],
             "line": {"color": colour, "dash": dashes[index], "width": 2 + 3 * under},
-            "marker": {
-                "size": [(13 if length in at else 5) + 3 * under for length, _ in line],
-                "symbol": ["diamond" if length in at else "circle" for length, _ in line],
-                "color": colour,
-            },
-            "hovertext": [
-                f"<b>{safe(name)}</b><br>{length:,} tokens<br>{held(nbytes)} ({nbytes:,} bytes)"
-                for length, nbytes in line
-            ],
-            "hoverinfo": "text",
+            "marker": {**marks, "color": colour},
+            "hovertext": [f"<b>{safe(name)}</b><br>{n:,} tokens<br>{held(size)} ({size:,} bytes)" for n, size in line],
         }
-        traces.append(trace)
+        traces.append({"type": "scatter", "mode": "lines+markers", **trace, "hoverinfo": "text"})
     largest = max(range(len(models)), key=lambda index: lines[index][-1][1])
     bent = [name for name, spec in models if windows(spec)]
     most = held(lines[largest][-1][1]).replace(" ", "\u00a0")
@@ -202,7 +165,7 @@ def cache_chart(
         groups.append([index]) if group is None else group.append(index)
     for alike in (group for group in groups if len(group) > 1):
         summary += f" On one line as far as each goes: {', '.join(names[index] for index in alike)}."
-    unsaid = [name for name, spec in models if up_to is None and stated_context(spec) is None]
+    unsaid = [name for name, spec in models if stated_context(spec) is None]
     summary += f" Context not stated, drawn up to {CONTEXT:,} tokens: {', '.join(unsaid)}." if unsaid else ""
     summary += f" Diamonds: {' and '.join(f'{length:,}' for length in at)} tokens." if at else ""
     return figure(
@@ -228,18 +191,6 @@ def _one_line(one: Points, other: Points) -> bool:
     first, second = dict(one), dict(other)
     shared = first.keys() & second.keys()
     return len(shared) > 1 and all(first[length] == second[length] for length in shared)
-
-
-def _end(spec: ModelSpec, up_to: int | None, at: Sequence[int]) -> int:
-    end = max([usual_context(spec), *at]) if up_to is None else up_to
-    return end if spec.positions is None else min(end, spec.positions.length)
-
-
-def _lengths(spec: ModelSpec, end: int, at: Sequence[int]) -> list[int]:
-    """Powers of two up to the end, where the line bends, and what was asked for."""
-    powers = [1 << power for power in range(end.bit_length())]
-    first = min(FROM, end, *at)
-    return sorted({first, end, *(n for n in (*powers, *windows(spec), *at) if first <= n <= end)})
 
 
 def _powers(least: int, most: int) -> dict[str, Any]:

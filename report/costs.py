@@ -21,13 +21,11 @@ Named = tuple[str, ModelSpec, Figures]  # a model's name, tree and figures
 
 NOTHING = "–"  # where a model has no such figure
 TOTAL, TOTAL_BINARY = "total", "total in GiB"
-DENSE = ("scores, dense", "total, dense")
-SIX_N = ("6N", "6N, no embedding")
-CHECKPOINTED = ("checkpointed", "total, checkpointed")
+BESIDE = ("scores, dense", "total, dense", "6N", "6N, no embedding", "checkpointed", "total, checkpointed")
 LABELS = (
     *("attention", "feed-forward", "router", "head", "scores"),
     *("weights", "KV cache", "gradients", "Adam's moments", "fp32 weights", "activations"),
-    *(TOTAL, TOTAL_BINARY, *DENSE, *SIX_N, *CHECKPOINTED),
+    *(TOTAL, TOTAL_BINARY, *BESIDE),
 )
 """In the order of their rows; the cache's, which are numbers of tokens, come as they are."""
 
@@ -112,7 +110,7 @@ def _sheet(title: str, columns: Sequence[_Column], compared: bool, notes: Sequen
             else:
                 more = difference(before or 0, after or 0, partial(columns[0].words, label))
                 cells += [more, change(before or 0, after or 0)]
-        style = "bold" if label == TOTAL else "dim" if label in (*DENSE, *SIX_N, *CHECKPOINTED) else None
+        style = "bold" if label == TOTAL else "dim" if label in BESIDE else None
         rows.append(Row(label, tuple(cells), style, ruled=label == TOTAL))
     names = [*(column.name for column in columns), *(["difference", "change"] if compared else [])]
     return Sheet(title, tuple(names), tuple(rows), tuple(notes))
@@ -120,29 +118,28 @@ def _sheet(title: str, columns: Sequence[_Column], compared: bool, notes: Sequen
 
 def _by_kind(
     title: str,
-    kinds: Sequence[tuple[str, str, Callable[[Figures], Mapping[str, int]], Sequence[str]]],
+    kinds: Sequence[tuple[str, str, Sequence[str]]],
     models: Sequence[Named],
     words: Callable[[str, int], str],
     compared: bool,
 ) -> list[Sheet]:
     """Of one model a sheet with a column a kind; of several a sheet a kind, whose own title it has, a column a model.
 
-    kinds: what each is called, its own title, its figures, and its notes.
+    kinds: what each is called, its own title, and its notes.
     """
     if len(models) == 1:
-        columns = [_Column(kind, cells(models[0][2]), words) for kind, _, cells, _ in kinds]
+        columns = [_Column(kind, _cells(models[0][2]).get(kind, {}), words) for kind, _, _ in kinds]
         return [_sheet(title, columns, False, [note for *_, notes in kinds for note in notes], empty="")]
-    return [
-        _sheet(title, [_Column(name, cells(figures), words) for name, _, figures in models], compared, notes)
-        for _, title, cells, notes in kinds
-    ]
+    sheets = []
+    for kind, own_title, notes in kinds:
+        columns = [_Column(name, _cells(figures).get(kind, {}), words) for name, _, figures in models]
+        sheets.append(_sheet(own_title, columns, compared, notes))
+    return sheets
 
 
 def _sequences(batch: int, tokens: int) -> str:
     return f"{tokens:,} tokens" if batch == 1 else f"{batch:,} × {tokens:,} tokens"
 
-
-# --- the cache -------------------------------------------------------------------------------------------------------
 
 A_TOKEN = "per token"
 
@@ -175,9 +172,6 @@ def _bytes(label: str, nbytes: int) -> str:
     return binary(nbytes) if label == TOTAL_BINARY else decimal(nbytes, "B")
 
 
-# --- FLOPs -----------------------------------------------------------------------------------------------------------
-
-
 def _flops(models: Sequence[Named], asked: Asked, compared: bool) -> list[Sheet]:
     context = models[0][2].context
     where = _sequences(asked.batch, context)
@@ -189,53 +183,60 @@ def _flops(models: Sequence[Named], asked: Asked, compared: bool) -> list[Sheet]
         "6N: 6 × parameters used per token × tokens, the usual estimate of a training step.",
     ]
     kinds = (
-        ("next token", "FLOPs of the next token", _token, notes[:1]),
-        ("prefill", f"FLOPs of a prefill of {where}", _prefill, ()),
-        ("training step", f"FLOPs of a training step on {where}", _training, notes[1:]),
+        ("next token", "FLOPs of the next token", notes[:1]),
+        ("prefill", f"FLOPs of a prefill of {where}", []),
+        ("training step", f"FLOPs of a training step on {where}", notes[1:]),
     )
     return _by_kind(f"FLOPs for {where}", kinds, models, lambda _, number: decimal(number, "FLOP"), compared)
 
 
-def _token(figures: Figures) -> dict[str, int]:
-    token = figures.token
-    return {} if token is None else {**token.flops, TOTAL: token.total_flops}
-
-
-def _prefill(figures: Figures) -> dict[str, int]:
-    flops = figures.prefill
-    if flops is None:
-        return {}
-    dense = dict(zip(DENSE, (flops.scores, flops.dense), strict=True))
-    return {**flops.products, "scores": flops.needed_scores, TOTAL: flops.causal, **dense}
-
-
-def _training(figures: Figures) -> dict[str, int]:
-    flops = figures.training
-    if flops is None:
-        return {}
-    estimates = zip(SIX_N, (flops.six_n, flops.six_n_non_embedding), strict=True)
-    return {label: 3 * number for label, number in _prefill(figures).items()} | dict(estimates)
-
-
-# --- memory ----------------------------------------------------------------------------------------------------------
-
-
 def _memory(models: Sequence[Named], asked: Asked, compared: bool) -> list[Sheet]:
     where = _sequences(asked.batch, models[0][2].context)
-    running: tuple[str, ...] = ()
-    training: tuple[str, ...] = ()
+    running, training = [], []
     for _, _, figures in models:
         if figures.inference_memory is not None and figures.training_memory is not None:
-            running = (f"Inference: {'; '.join(figures.inference_memory.assumed)}.",)
-            training = (
-                f"Training: {'; '.join(figures.training_memory.assumed)}.",
-                "Checkpointed: every layer's activations are made again for the backward pass, not kept.",
-            )
+            running = [f"Inference: {'; '.join(figures.inference_memory.assumed)}."]
+            training = [f"Training: {'; '.join(figures.training_memory.assumed)}."]
+            training += ["Checkpointed: every layer's activations are made again for the backward pass, not kept."]
     kinds = (
-        ("inference", f"Memory to run on {where}", _inference, running),
-        ("training", f"Memory to train with Adam on {where}", _adam, training),
+        ("inference", f"Memory to run on {where}", running),
+        ("training", f"Memory to train with Adam on {where}", training),
     )
     return _by_kind(f"Memory for {where}", kinds, models, _bytes, compared)
+
+
+def _cells(figures: Figures) -> dict[str, dict[str, int]]:
+    """The figures of each kind, by label; no kind that the model has none of."""
+    cells: dict[str, dict[str, int]] = {}
+    token, prefill, step = figures.token, figures.prefill, figures.training
+    if token is not None:
+        cells["next token"] = {**token.flops, TOTAL: token.total_flops}
+    if prefill is not None:
+        dense = {"scores, dense": prefill.scores, "total, dense": prefill.dense}
+        cells["prefill"] = {**prefill.products, "scores": prefill.needed_scores, TOTAL: prefill.causal, **dense}
+    if step is not None:
+        estimates = {"6N": step.six_n, "6N, no embedding": step.six_n_non_embedding}
+        cells["training step"] = {name: 3 * number for name, number in cells["prefill"].items()} | estimates
+    running, training = figures.inference_memory, figures.training_memory
+    if running is not None:
+        cells["inference"] = _parts(running.weights, running.cache, running.activations, running.total)
+    if training is not None:
+        cells["training"] = {
+            "weights": training.weights,
+            "gradients": training.gradients,
+            "Adam's moments": training.moments,
+            **({"fp32 weights": training.master} if training.master else {}),
+            "activations": training.activations,
+            TOTAL: training.total,
+            TOTAL_BINARY: training.total,
+            "checkpointed": training.checkpointed,
+            "total, checkpointed": training.total_checkpointed,
+        }
+    return cells
+
+
+def _parts(weights: int, cache: int, activations: int, total: int) -> dict[str, int]:
+    return {"weights": weights, "KV cache": cache, "activations": activations, TOTAL: total, TOTAL_BINARY: total}
 
 
 FORMAT_NOTES = (
@@ -261,9 +262,6 @@ def _formats(models: Sequence[Named]) -> Sheet:
     lacking = [name for name, _, figures in models if None in (figures.formats or {}).values()]
     no_place = [f"{NOTHING} {', '.join(lacking)}: llama.cpp has no type for some of its tensors."] if lacking else []
     return Sheet("Weights in other formats", columns, tuple(rows), (*FORMAT_NOTES, *no_place))
-
-
-# --- how a total comes about, and where a model fits -----------------------------------------------------------------
 
 
 def _explained(models: Sequence[Named]) -> list[Sheet]:
@@ -332,28 +330,3 @@ def _split(models: Sequence[Named], asked: Asked) -> Sheet:
     gpus = f"{asked.tp * asked.pp:,} GPUs (tp {asked.tp}, pp {asked.pp})"
     title = f"Memory on each of {gpus}, {asked.dtype or 'bfloat16'}, {_sequences(asked.batch, models[0][2].context)}"
     return _sheet(title + ", the fullest" * (len(models) > 1 and asked.pp > 1), columns, False, notes)
-
-
-def _parts(weights: int, cache: int, activations: int, total: int) -> dict[str, int]:
-    return {"weights": weights, "KV cache": cache, "activations": activations, TOTAL: total, TOTAL_BINARY: total}
-
-
-def _inference(figures: Figures) -> dict[str, int]:
-    memory = figures.inference_memory
-    return {} if memory is None else _parts(memory.weights, memory.cache, memory.activations, memory.total)
-
-
-def _adam(figures: Figures) -> dict[str, int]:
-    memory = figures.training_memory
-    if memory is None:
-        return {}
-    return {
-        "weights": memory.weights,
-        "gradients": memory.gradients,
-        "Adam's moments": memory.moments,
-        **({"fp32 weights": memory.master} if memory.master else {}),
-        "activations": memory.activations,
-        TOTAL: memory.total,
-        TOTAL_BINARY: memory.total,
-        **dict(zip(CHECKPOINTED, (memory.checkpointed, memory.total_checkpointed), strict=True)),
-    }

@@ -27,7 +27,7 @@ SAMPLED = {"temperature": 0.8, "top_k": 40, "seed": 7}
 
 
 def tour(console: Console, keep: Path | None = None) -> bool:
-    """Run the tour; its checkpoints go into `keep`, or a folder that is removed afterwards. True if every proof held."""
+    """Run the tour; its checkpoints go into `keep`, or a folder that is removed afterwards. True if all proofs held."""
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="gptkit-demo-") as folder:
             return tour(console, Path(folder))

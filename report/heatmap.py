@@ -83,50 +83,35 @@ def heatmap(
     kinds = [kind for kind in KINDS if any(cell.kind == kind for cell in cells)]
     written = len(columns) <= MOST_FIGURES
     below = SCALE if "counts" in kinds else SCALE // 5
-    frames = []
-    for cell, column in placed:
-        if cell is marked:
-            x, y, line = columns.index(column), rows.index(cell.component), {"color": "var(--mark)", "width": 3}
-            corners = {"x0": x - 0.5, "x1": x + 0.5, "y0": y - 0.5, "y1": y + 0.5}
-            frames.append({"type": "rect", **corners, "line": line})
+    frames, keys = [], [Key(kind, KINDS[kind]) for kind in kinds]
+    if marked is not None:
+        x, y = columns.index(next(column for cell, column in placed if cell is marked)), rows.index(marked.component)
+        corners = {"x0": x - 0.5, "x1": x + 0.5, "y0": y - 0.5, "y1": y + 0.5}
+        frames.append({"type": "rect", **corners, "line": {"color": "var(--mark)", "width": 3}})
+        keys.append(Key("mark", "the first place that parts"))
     ends = _ends(cells)
-    axis = {"showgrid": False, "zeroline": False, "showline": False, "ticks": "", "tickangle": 0}
     named = columns
     if not written:  # where columns are narrow only some have their name above, so that names do not touch
-        some = {str(layer) for layer in layers if layer % SOME == 0} - (
-            {columns[-2]} if columns[-1] == AFTER else set()
-        )
-        some -= {"0"} if columns[0] == BEFORE else set()
+        some = {str(layer) for layer in layers if layer % SOME == 0}
+        some -= {*([columns[-2]] if columns[-1] == AFTER else []), *(["0"] if columns[0] == BEFORE else [])}
         named = [name for name in columns if name in some or name in (BEFORE, AFTER)]
-    marks = [] if marked is None else [Key("mark", "the first place that parts")]
+    axis = {"showgrid": False, "zeroline": False, "showline": False, "ticks": "", "tickangle": 0}
+    # Ticks stand by name: a number would be taken for the column that is called so.
+    ordered = {"type": "category", "categoryorder": "array", "categoryarray": columns}
+    across = {"side": "top", "title": {"text": "layer", "standoff": 4}, "range": [-0.5, len(columns) - 0.5]}
+    below_another = {"title": {"text": down, "standoff": 14}, "automargin": True, "range": [len(rows) - 0.5, -0.5]}
+    by_row = {"tickvals": list(range(len(rows))), "ticktext": [_folded(row) for row in rows]}
     return figure(
         title,
         summary,
         [{"type": "heatmap", "x": columns, **_trace(kind, grid, written, measure, ends)} for kind in kinds],
         ROW * len(rows) + MARGIN + below,
-        [*(Key(kind, KINDS[kind]) for kind in kinds), *marks],
+        keys,
         table,
         width=LABELS + (COLUMN if written else NARROW) * len(columns),
         margin={"t": MARGIN, "b": below, "r": 4, "l": 8},
-        xaxis={
-            **axis,
-            "type": "category",
-            "categoryorder": "array",
-            "categoryarray": columns,
-            "side": "top",
-            "title": {"text": "layer", "standoff": 4},
-            "tickvals": named,  # by name: a number would be taken for the column that is called so
-            "ticktext": named,
-            "range": [-0.5, len(columns) - 0.5],
-        },
-        yaxis={
-            **axis,
-            "range": [len(rows) - 0.5, -0.5],
-            "title": {"text": down, "standoff": 14},
-            "automargin": True,
-            "tickvals": list(range(len(rows))),
-            "ticktext": [_folded(row) for row in rows],
-        },
+        xaxis={**axis, **ordered, **across, "tickvals": named, "ticktext": named},
+        yaxis={**axis, **below_another, **by_row},
         shapes=frames,
     )
 
@@ -162,36 +147,22 @@ def _ends(cells: Sequence[Cell]) -> tuple[float, float]:
     return middle - half, middle + half
 
 
-def _ticks(ends: tuple[float, float]) -> list[float]:
-    """Round values between the ends, as many as are legible: powers of ten, with 2 and 5 between them where few are."""
+def _scale(measure: str, ends: tuple[float, float]) -> dict[str, Any]:
+    """The colours of what counts, and their scale below, with round values as many as are legible: powers of ten, with
+    2 and 5 between them where few are.
+    """
     low, high = ends
     powers = range(math.floor(low), math.ceil(high) + 1)
     step = max(1, math.ceil((high - low) / TICKS))
     digits = (1, 2, 3, 5) if high - low < 1 else (1, 2, 5) if high - low < 2 else (1,)
     named = [math.log10(digit) + power for power in powers[::step] for digit in digits]
     inside = [value for value in named if low - 1e-9 <= value <= high + 1e-9]
-    return inside if len(inside) > 1 else [low, high]
-
-
-def _scale(measure: str, ends: tuple[float, float]) -> dict[str, Any]:
-    """The colours of what counts, and their scale below."""
-    ticks = _ticks(ends)
-    return {
-        "zmin": ends[0],
-        "zmax": ends[1],
-        "colorscale": [[step / 4, f"var(--cell-{step})"] for step in range(5)],
-        "textfont": {"weight": "bold"},
-        "colorbar": {
-            "orientation": "h",
-            "y": 0,
-            "yanchor": "top",
-            "thickness": 12,
-            "outlinewidth": 0,
-            "title": {"text": measure, "side": "top", "font": {"size": 12}},
-            "tickvals": ticks,
-            "ticktext": [_short(10**tick) for tick in ticks],
-        },
-    }
+    ticks = inside if len(inside) > 1 else [low, high]
+    named = {"tickvals": ticks, "ticktext": [_short(10**tick) for tick in ticks]}
+    title = {"text": measure, "side": "top", "font": {"size": 12}}
+    bar = {"orientation": "h", "y": 0, "yanchor": "top", "thickness": 12, "outlinewidth": 0, "title": title, **named}
+    colours = [[step / 4, f"var(--cell-{step})"] for step in range(5)]
+    return {"zmin": low, "zmax": high, "colorscale": colours, "textfont": {"weight": "bold"}, "colorbar": bar}
 
 
 def _folded(component: str) -> str:

@@ -180,6 +180,8 @@ def _static(figure: Figure) -> dict[str, Any]:
     nested = any(trace["type"] == "treemap" for trace in data)
     if nested:
         margin["t"] = 2  # its bar above is left out
+    corner = {"xref": "container", "yref": "container", "x": 0.01, "xanchor": "left", "y": 1, "yanchor": "top"}
+    bottom = {"xref": "container", "yref": "container", "x": 0, "y": 0, "yanchor": "bottom"}
     layout = {
         **layout,
         "shapes": shapes,
@@ -187,27 +189,9 @@ def _static(figure: Figure) -> dict[str, Any]:
         "font": {**layout["font"], "family": FONT, "size": 12},
         "height": figure.height + TITLE + more,
         "margin": {**margin, "t": margin["t"] + TITLE, "b": margin.get("b", 0) + more},
-        "title": {
-            "text": f"<b>{safe(figure.title)}</b>",
-            "font": {"size": 13},
-            "xref": "container",
-            "x": 0.01,
-            "xanchor": "left",
-            "yref": "container",
-            "y": 1,
-            "yanchor": "top",
-            "pad": {"t": 6},
-        },
+        "title": {"text": f"<b>{safe(figure.title)}</b>", "font": {"size": 13}, **corner, "pad": {"t": 6}},
         "showlegend": bool(legend),
-        "legend": {
-            "orientation": "h",
-            "traceorder": "normal",
-            "yref": "container",
-            "y": 0,
-            "yanchor": "bottom",
-            "xref": "container",
-            "x": 0,
-        },
+        "legend": {"orientation": "h", "traceorder": "normal", **bottom},
     }
     if nested:  # the legend's traces bring axes along
         layout |= {"xaxis": {"visible": False}, "yaxis": {"visible": False}}
@@ -271,18 +255,9 @@ def _vector(trace: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]
         ink.append("#ffffff" if 1.05 / (_luminance(colour) + 0.05) > (_luminance(colour) + 0.05) / 0.05 else "#000000")
     marker = {"opacity": 0, "color": [low] * len(x), "cmin": low, "cmax": high}
     marker |= {name: trace[name] for name in ("colorscale", "colorbar") if name in trace}
-    words: dict[str, Any] = {
-        "type": "scatter",
-        "mode": "markers+text",
-        "x": x,
-        "y": y,
-        "text": text,
-        "textfont": {"color": ink, "size": 11},
-        "marker": {**marker, "showscale": trace.get("showscale", True)},
-        "cliponaxis": False,
-        "showlegend": False,
-    }
-    return cells, words
+    marker["showscale"] = trace.get("showscale", True)
+    place = {"type": "scatter", "mode": "markers+text", "x": x, "y": y, "cliponaxis": False, "showlegend": False}
+    return cells, {**place, "text": text, "textfont": {"color": ink, "size": 11}, "marker": marker}
 
 
 def _between(scale: list[tuple[float, str]], part: float) -> str:

@@ -30,19 +30,14 @@ def figure(
     import plotly.graph_objects as go
 
     clear, text = "rgba(0,0,0,0)", "var(--text)"
-    hover = {
-        "bgcolor": "var(--raised)",
-        "bordercolor": "var(--line)",
-        "font": {"color": text, "size": 13},
-        "align": "left",
-    }
+    hover = {"bgcolor": "var(--raised)", "bordercolor": "var(--line)", "font": {"color": text, "size": 13}}
     common = {
         "template": "none",
         "height": height,
         "paper_bgcolor": clear,
         "plot_bgcolor": clear,
         "font": {"color": text, "size": font_size, "family": "system-ui, sans-serif"},
-        "hoverlabel": hover,
+        "hoverlabel": {**hover, "align": "left"},
         "modebar": {"bgcolor": clear, "color": "var(--quiet)", "activecolor": text},
     }
     spec: dict[str, Any] = json.loads(go.Figure(list(data), {**common, **layout}).to_json())
