@@ -1,7 +1,4 @@
-"""The process that a command runs in: its signals, and the streams that somebody may have closed.
-
-It imports next to nothing, so that signals are answered before anything large is imported.
-"""
+"""The process that a command runs in: its signals and streams. It imports next to nothing, to be there first."""
 
 from __future__ import annotations
 
@@ -69,9 +66,7 @@ def leave_at_signals() -> None:
 
 
 def open_streams() -> None:
-    """Give what is written to a stream that was closed to nobody, as Python's print does, and not to the next file
-    that is opened.
-    """
+    """Give what is written to a stream that was closed to nobody, and not to the next file that is opened."""
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(fd)

@@ -1,7 +1,4 @@
-"""What the command line writes: lines, tables and bars, with nothing in them that a terminal would obey.
-
-rich waits inside the functions, so that --help and errors do not need it.
-"""
+"""What the command line writes, nothing in it that a terminal would obey. rich waits until it is needed."""
 
 from __future__ import annotations
 

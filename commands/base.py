@@ -280,10 +280,7 @@ def root(
 def reshaped(
     models: Sequence[ModelCount], swaps: Sequence[str] | None, recipe: str | None, offline: bool
 ) -> Iterator[tuple[ModelCount, Reshaped, str]]:
-    """Each model, what --swap and --recipe would make of it, and the family that has that ("" where none has).
-
-    Raises SwapRefused, and UsageError for an unknown swap.
-    """
+    """Each model, what --swap and --recipe would make of it, and the family that has that ("" for none)."""
     from ..architectures import expressed
     from ..surgery.shapes import steps_from, swapped
 

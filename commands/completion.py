@@ -1,6 +1,4 @@
-"""What the shell offers: for a MODEL presets, samples, and the paths that could be one; for an option that knows its
-values, those. No network, nothing heavy.
-"""
+"""What the shell offers: presets, samples, paths, and the values that an option knows. No network, nothing heavy."""
 
 from __future__ import annotations
 

@@ -79,12 +79,7 @@ def generate(
 
 
 def read_prompt(text: str | None, ids: str | None) -> str | list[int]:
-    """TEXT, or standard input for -, or the numbers of --ids ('1 5 9' or '1,5,9').
-
-    Raises:
-        UsageError: something in the ids is not a number, or standard input is not text.
-
-    """
+    """TEXT, or standard input for -, or the numbers of --ids ('1 5 9' or '1,5,9'); raises UsageError."""
     if ids is not None:
         try:
             return [int(part) for part in ids.replace(",", " ").split()]

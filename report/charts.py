@@ -1,7 +1,4 @@
-"""Charts of what trees hold and cost: parameters of models side by side, and the key-value cache by context.
-
-Every figure comes from the trees' shapes.
-"""
+"""Charts of what trees hold and cost, from their shapes: parameters side by side, the key-value cache by context."""
 
 from __future__ import annotations
 
@@ -24,11 +21,7 @@ Named = Sequence[tuple[str, Mapping[str, int]]]  # models by name, with a number
 
 
 def bars(models: Named, *, title: str, what: str, summary: str = "", shares: bool = False) -> Figure:
-    """A bar a model, of parts: parameters by component, FLOPs by component.
-
-    what: the numbers' unit in words; summary: what it shows, by default the smallest and the largest total; shares:
-    whether all bars are as long as one another, for models of very different sizes.
-    """
+    """A bar a model, of parts. what: the unit in words; shares: whether all bars are as long as one another."""
     parts = list(dict.fromkeys(part for _, numbers in models for part in numbers))
     totals = [sum(numbers.values()) for _, numbers in models]
     with_totals = list(zip(models, totals, strict=True))

@@ -1,7 +1,4 @@
-"""What `compare` prints: models side by side in the terminal, as Markdown, as CSV, and as a page.
-
-Rows that differ are marked with a star, and bold where there are such letters.
-"""
+"""What `compare` prints, in the terminal, as Markdown, as CSV and as a page: a star marks rows that differ, or bold."""
 
 from __future__ import annotations
 
@@ -138,10 +135,7 @@ def _one_below_the_other(page: Layout, names: Sequence[str], shown: Sequence[Lin
 
 
 def shared_out(room: int, columns: Sequence[Sequence[str]]) -> list[int] | None:
-    """The widths of columns of words: each as wide as its longest word, and then as many cells on one line as can be.
-
-    None where that is not enough, or where a cell would take more than `MOST_LINES`.
-    """
+    """The widths of columns, with as many cells on one line as can be; None where words break or cells get too tall."""
     widths = [longest_word(column) for column in columns]
     left = room - sum(widths)
     if left < 0:

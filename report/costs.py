@@ -40,11 +40,7 @@ class _Column:
 
 
 def cost_sheets(models: Sequence[Named], asked: Asked, compared: bool = False) -> list[Sheet]:
-    """A sheet for each thing that was asked for.
-
-    Of one model its cases stand side by side, of several the models; `compared` adds what the second has more or less
-    than the first.
-    """
+    """A sheet for each thing asked for, models side by side; `compared` adds what the second has more or less."""
     sheets = [
         *([_cache(models, asked, compared)] if asked.kv else []),
         *(_flops(models, asked, compared) if asked.flops else []),
@@ -65,9 +61,7 @@ def cost_sheets(models: Sequence[Named], asked: Asked, compared: bool = False) -
 
 
 def _context_notes(models: Sequence[Named], asked: Asked, compared: bool) -> list[str]:
-    """Why FLOPs and memory are told at this context, where nobody named one and it is not every model's own; which
-    models have no figures; and for which contexts a model has figures and was not made.
-    """
+    """Why figures are told at this context, which models have none there, and which were not made for it."""
     notes, context = [], models[0][2].context if models else 0
     chosen = asked.context is None and (asked.flops or asked.memory or asked.spread)
     if chosen and any(stated_context(spec) != context for _, spec, _ in models):
@@ -123,10 +117,7 @@ def _by_kind(
     words: Callable[[str, int], str],
     compared: bool,
 ) -> list[Sheet]:
-    """Of one model a sheet with a column a kind; of several a sheet a kind, whose own title it has, a column a model.
-
-    kinds: what each is called, its own title, and its notes.
-    """
+    """Of one model a sheet with a column a kind; of several a sheet a kind. kinds: (name, own title, notes)."""
     if len(models) == 1:
         columns = [_Column(kind, _cells(models[0][2]).get(kind, {}), words) for kind, _, _ in kinds]
         return [_sheet(title, columns, False, [note for *_, notes in kinds for note in notes], empty="")]

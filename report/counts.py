@@ -57,9 +57,7 @@ def parameter_table(
 
 
 def tables(counts: Sequence[ModelCount], asked: Asked, by: By, pairs: bool) -> Iterator[RenderableType | list[str]]:
-    """All that `params` prints: tables of all models side by side, or of each beside what swaps make of it; lists are
-    lines that are never cut.
-    """
+    """All that `params` prints, of all models or of each beside what swaps make of it; lists are plain lines."""
     size = 2 if pairs else len(counts)
     for first in range(0, len(counts), size):
         some = counts[first : first + size]

@@ -129,12 +129,7 @@ def report_paths(path: Path) -> tuple[Path, Path]:
 
 
 def write_report(result: SwapResult, damage: Damage, path: Path) -> tuple[Path, Path]:
-    """Write the page of a swap and its figures as JSON; returns both paths.
-
-    Raises:
-        UsageError: they cannot be written, or a package is missing.
-
-    """
+    """Write the page of a swap and its figures as JSON; returns both paths. Raises UsageError where that fails."""
     page, figures = report_paths(path)
     write_page(swap_page(result, damage), page)
     data = {

@@ -31,17 +31,7 @@ LEAST = 300  # the least width of a picture
 
 
 def block_diagram(spec: ModelSpec, layer: int = 0, model: str = "") -> Figure:
-    """The path from tokens to logits through one layer, as a figure.
-
-    Args:
-        spec: the tree.
-        layer: whose kind of layer it is.
-        model: its name, where several are drawn.
-
-    Raises:
-        IndexError: there is no such layer.
-
-    """
+    """The path from tokens to logits through a layer, or IndexError. model: its name, where several are drawn."""
     graph = structure(spec)
     kind = graph.kind_of(layer)
     nodes, label = graph.path(kind), layers_label(graph, kind)
@@ -266,9 +256,7 @@ def _arrow(wire: Wire) -> list[dict[str, Any]]:
 
 
 def _pointed(boxes: Sequence[Box]) -> list[dict[str, Any]]:
-    """What whoever points at a box is told: points that cannot be seen. One a box, which a keyboard reaches (it goes
-    by `hovertext`), and more for the mouse, close enough to one another to fill the box.
-    """
+    """What pointing at a box tells: unseen points, one a box for keyboards (`hovertext`), more for a mouse."""
     middles, more = [], []
     for box in boxes:
         hint = _hint(box.node)

@@ -63,9 +63,7 @@ def heatmap(
     marked: Cell | None = None,
     down: str = "component",
 ) -> Figure:
-    """The figure of cells in the order of computation, at least one. measure: what the colours are, in two or three
-    words; table: the same figures; marked: the cell that gets a frame; down: what the rows are.
-    """
+    """The figure of cells in the order of computation. measure: what colours are; marked: the cell with a frame."""
     rows: list[str] = []  # what one layer alone has stands behind what it follows there
     placed: list[tuple[Cell, str]] = []
     outside, before = BEFORE, None
@@ -148,9 +146,7 @@ def _ends(cells: Sequence[Cell]) -> tuple[float, float]:
 
 
 def _scale(measure: str, ends: tuple[float, float]) -> dict[str, Any]:
-    """The colours of what counts, and their scale below, with round values as many as are legible: powers of ten, with
-    2 and 5 between them where few are.
-    """
+    """The colours of what counts, and their scale: powers of ten, with 2 and 5 between them where few are."""
     low, high = ends
     powers = range(math.floor(low), math.ceil(high) + 1)
     step = max(1, math.ceil((high - low) / TICKS))

@@ -1,7 +1,4 @@
-"""What a notebook shows: values as the tables that commands print, and progress without a terminal.
-
-rich writes the table, and what it wrote becomes one block of HTML; IPython is asked only where it runs already.
-"""
+"""What a notebook shows: values as the tables that commands print, in HTML, and progress without a terminal."""
 
 from __future__ import annotations
 

@@ -45,9 +45,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of words and figures; `columns` are (heading, whether it holds figures), `lit` the rows that stand out in
-    bold, and `bold` what that means, for the line above them.
-    """
+    """Rows below (heading, whether it holds figures); `lit` rows stand out in bold, and `bold` says what that means."""
 
     kind: ClassVar[str] = "table"
     caption: str
@@ -95,9 +93,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """All of it. verdict: in a line that stands out, if there is one; good: whether it is good news, None for neither;
-    facts: (what, value) in a line below.
-    """
+    """All of it. verdict: in a line that stands out; good: whether that is good news, None for neither."""
 
     title: str
     subtitle: str
@@ -135,9 +131,7 @@ def writable(path: Path, option: str) -> None:
 
 
 def plain(text: str) -> str:
-    """Text without control characters and what turns the direction of writing: as escapes. A blank that holds words
-    together stays.
-    """
+    """Text with control characters, and what turns the direction of writing, as escapes; a hard blank stays."""
     return "".join(c if c.isprintable() or c == "\u00a0" else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -113,9 +113,7 @@ def named(figures: Sequence[Figure], name: str) -> Figure:
 
 
 def drawn(figures: Sequence[tuple[Figure, str]]) -> list[bytes]:
-    """Figures as "png" or "svg" files: on white, with a legend, as wide as a paper's column or as they need; raises
-    UsageError where the browser could not draw one.
-    """
+    """Figures as "png" or "svg" files: on white, with a legend; raises UsageError where the browser fails."""
     import asyncio
 
     failed: list[Exception] = []

@@ -130,9 +130,7 @@ def place(nodes: Sequence[Node], metrics: Metrics, limit: int, rooms: Sequence[i
 
 
 def folded(line: str, room: int) -> list[str]:
-    """A line in several of at most `room` letters where its words allow it: between words, but not behind a sign, and
-    in a module's name, behind its underscores and dots. Numbers are never cut.
-    """
+    """A line in several of at most `room` letters, broken between words or in a module's name, never in a number."""
     lines: list[str] = []
     for unit in re.sub(r"(^| )([×+·/]) ", "\\1\\2\0", line).split(" "):
         word = unit.replace("\0", " ")

@@ -29,10 +29,7 @@ def preset_json(preset: Preset) -> dict[str, Any]:
 
 @drawing
 def preset_table(page: Layout, presets: Sequence[Preset]) -> RenderResult:
-    """A row a preset: its name, its parameters, and where it lies on the hub (other spellings are in the JSON).
-
-    Columns are left out where the terminal has no room for them.
-    """
+    """A row a preset: its name, its parameters, and where it lies on the hub; as many columns as there is room for."""
     rows = []
     for preset in presets:
         data = preset_json(preset)

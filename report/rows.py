@@ -45,10 +45,7 @@ def _cell(value: str | int) -> str | int:
 
 
 def count_rows(counts: Sequence[ModelCount], by: By, dtype: str | None = None) -> list[Row]:
-    """A row a component and model; by layer, a row for each of its components; by tensor, one for each.
-
-    What lies in no layer is there too, so that the parameters of a model's rows sum to its total.
-    """
+    """A row a component and model, of each layer, or a tensor; the parameters of a model's rows sum to its total."""
     rows = []
     for model in counts:
         weights = None if dtype is None else weighed(model.spec, dtype, model.family)

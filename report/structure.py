@@ -25,9 +25,7 @@ SYMBOLS = "B sequences, T tokens, S tokens in sight with those in the cache"
 
 @dataclass(frozen=True)
 class Edge:
-    """From the node that computes to the one that uses. "residual": past a branch, to the sum behind it; "choice":
-    which experts; "weights": a weight that is used a second time, by a tied head.
-    """
+    """residual: past a branch, to the sum behind it; choice: which experts; weights: used again, by a tied head."""
 
     source: str
     target: str

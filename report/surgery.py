@@ -101,10 +101,7 @@ def refusals(entries: Sequence[Listed]) -> Table:
 
 
 def registry_report(swaps: Sequence[Swap], groups: Mapping[str, str]) -> RenderableType:
-    """What there is at all: each swap, its guarantee, what it needs and where it comes from.
-
-    `groups` has the heading of each option.
-    """
+    """Each swap, its guarantee, what it needs and its source, under its option's heading in `groups`."""
     parts: list[RenderableType] = []
     for heading in dict.fromkeys(groups.values()):
         rows = []
@@ -217,9 +214,7 @@ def costs_table(before: Costs, after: Costs) -> Table:
 
 
 def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, bool], ...], list[tuple[str, ...]]]:
-    """A row a step: what it guarantees and what it costs by itself, where that was measured; behind the columns'
-    headings, and whether they hold figures.
-    """
+    """The columns, and a row a step: what it guarantees, and what it costs by itself where that was measured."""
     measured = result.each
     text = [each.perplexity for each in measured if each.perplexity is not None]
     columns = [("step", False), ("", False), ("guarantee", False), ("params", True)]

@@ -46,9 +46,7 @@ class Row:
 
 
 def tree_rows(graph: Structure) -> list[Row]:
-    """The whole tree, layers alike and experts alike folded; the numbers of the uppermost rows, times their copies, sum
-    to the model's parameters.
-    """
+    """The tree, layers alike and experts alike folded; the uppermost rows, times their copies, sum to the total."""
     before, after = (
         [_row(each) for each in nodes if each.weights or each.tied] for nodes in (graph.before, graph.after)
     )
@@ -87,9 +85,7 @@ def _blocks(graph: Structure) -> Iterator[Row]:
 
 
 def _modules(graph: Structure, kind: Kind) -> Iterator[Row]:
-    """What is below a layer's row: modules with weights, below those that have others: attention, feed-forward, the
-    experts, of which the rows below are one.
-    """
+    """Below a layer's row: modules with weights, under those that have others (attention, one of the experts)."""
     words = describe(msgspec.structs.replace(graph.spec, blocks=(kind.block,)))
     groups: set[str] = set()
     for node in kind.nodes:
@@ -130,9 +126,7 @@ def tree_drawing(layout: Layout, graph: Structure) -> Iterator[Text]:
 
 
 def tree_lines(graph: Structure, width: int, ascii_only: bool = False) -> Iterator[Text]:
-    """A row a module in columns; where they do not fit, what a module is stands below its name. Words are folded,
-    figures never.
-    """
+    """A row a module in columns, or what it is stands below its name. Words are folded, figures never."""
 
     def words(text: str) -> str:
         return "".join(GUIDES.get(letter, letter) for letter in text) if ascii_only else text

@@ -52,10 +52,7 @@ _Run = tuple[int, int, list[_Tensor]]
 
 
 def treemap(name: str, spec: ModelSpec) -> Figure:
-    """Parameters by component, then layer, then tensor: areas that open when they are chosen.
-
-    A mixture's experts are one area a tensor, and in a model of very many layers so are neighbours that are alike.
-    """
+    """Parameters by component, then layer, then tensor (of all experts): areas that open when they are chosen."""
     by_component, total = count(spec).by_component, count(spec).total
     kinds = {block: _layer_tensors(spec, block) for block in dict.fromkeys(spec.blocks)}
     alike = [(first, last, kinds[block]) for first, last, block in layer_ranges(spec.blocks)]

@@ -1,6 +1,4 @@
-"""What `verify` tells: in the terminal how far logits are apart and the two verdicts, on its pages also where in the
-tree a difference lies.
-"""
+"""What `verify` tells: how far logits are apart, the two verdicts, and on pages where in the tree a difference lies."""
 
 from __future__ import annotations
 
