@@ -3,8 +3,6 @@
 Imports of torch, transformers and rich wait inside the commands, so that --help and params answer at once.
 """
 
-from __future__ import annotations
-
 import io
 import sys
 

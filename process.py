@@ -1,7 +1,5 @@
 """The process that a command runs in: its signals and streams. It imports next to nothing, to be there first."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """compare: what differs between models, from their configs alone."""
 
-from __future__ import annotations
-
 import sys
 
 from ..errors import UsageError

@@ -1,7 +1,5 @@
 """What the shell offers: presets, samples, paths, and the values that an option knows. No network, nothing heavy."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

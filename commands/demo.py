@@ -1,7 +1,5 @@
 """demo: a tour on the samples."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import typer

@@ -1,7 +1,5 @@
 """diff: two checkpoints, tensor by tensor."""
 
-from __future__ import annotations
-
 import os
 
 import typer

@@ -1,7 +1,5 @@
 """generate: text from a checkpoint."""
 
-from __future__ import annotations
-
 import sys
 from itertools import chain
 

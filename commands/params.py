@@ -1,7 +1,5 @@
 """params and presets: what a model's config alone tells."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

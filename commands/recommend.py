@@ -1,7 +1,5 @@
 """recommend: components for a goal and a number of parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from shlex import quote

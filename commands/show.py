@@ -1,7 +1,5 @@
 """show: how a model is built, its tree and the path of the data through one of its layers."""
 
-from __future__ import annotations
-
 from ..errors import UsageError
 from ..terminal import answer, say
 from .base import JSON, MODEL, ForTree, Pictures, app, examples, guarded, option

@@ -1,7 +1,5 @@
 """Charts of what trees hold and cost, from their shapes: parameters side by side, the key-value cache by context."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle, islice

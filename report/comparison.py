@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,9 +12,10 @@ from rich.console import RenderResult
 from rich.table import Table as Grid
 from rich.text import Text
 
+from ..analysis.parameters import count
 from .charts import bars, cache_chart, parameter_bars
 from .counts import MOST_NAMES, layer_diagrams
-from .pages import Figure, Lines, Page, Section, Table, counted, noted
+from .pages import Lines, Page, Section, Table, counted, noted
 from .plots import short
 from .sheets import Layout, decimal, drawing, nbytes
 
@@ -221,25 +222,20 @@ def comparison_page(comparison: Comparison, rows: Sequence[Row]) -> Page:
     )
     columns = (("cost", False), *((name, True) for name in names))
     costs = Table("Costs of each model", columns, tuple((line.label, *line.cells) for line in cost_lines(comparison)))
+    charts = parameter_bars([(model.name, count(model.spec).by_component) for model in models])
+    # Where a table of positions is shorter than the context, there are no FLOPs.
+    able = [(model.name, model.costs.flops) for model in models if model.sees]
+    title = f"FLOPs of a token that sees {comparison.context:,}, by component"
+    charts += [bars(able, title=title, what="FLOPs")] if able else []
     layers = [figure for model in models[:MOST_DRAWN] for figure in layer_diagrams(model.spec, model.name)]
     return Page(
         title=many if len(models) > MOST_NAMES else ", ".join(names),
         subtitle=f"{many} side by side, {size} parameters",
         sections=(
             Section("Components", (aspects,)),
-            Section("Costs", (Lines((conditions(comparison),)), costs, *_bars(comparison))),
+            Section("Costs", (Lines((conditions(comparison),)), costs, *charts)),
             Section("Key-value cache", (cache_chart([(each.name, each.spec) for each in models], comparison.cached),)),
             Section("Layers", tuple(layers), beside=True),
             *noted(notes),
         ),
     )
-
-
-def _bars(comparison: Comparison) -> Iterator[Figure]:
-    """Parameters and FLOPs by component; where a table of positions is shorter than the context, there are none."""
-    from ..analysis.parameters import count
-
-    yield from parameter_bars([(model.name, count(model.spec).by_component) for model in comparison.models])
-    able = [(model.name, model.costs.flops) for model in comparison.models if model.sees]
-    if able:
-        yield bars(able, title=f"FLOPs of a token that sees {comparison.context:,}, by component", what="FLOPs")

@@ -1,7 +1,5 @@
 """What `params` tells: tables for the terminal, which fit its width and neither wrap nor cut numbers, and the page."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -320,19 +318,29 @@ def counts_page(counts: Sequence[ModelCount], asked: Asked | None = None) -> Pag
         if model.swap is not None:
             lines = (f"Guarantee: {_promise(model.swap)}", *model.swap["notes"])
             more.append(Section(f"{model.name}: what it promises", (Lines(lines, listed=True),)))
-    components, aspects = (_components(counts), *_weight_bars(counts, asked)), _aspects(counts)
+    weights = [(each.name, each.figures.weights) for each in counts if each.figures and each.figures.weights]
+    parts = [(name, {part: size for part, size in sizes.items() if part != "total"}) for name, sizes in weights]
+    components: list[Table | Figure] = [_components(counts)]
+    components += [bars(parts, title=f"Weights by component, {asked.dtype}", what="bytes")] if parts else []
+    aspects = _aspects(counts)
     cache = cache_chart([(each.name, each.spec) for each in counts], asked.cached, batch=asked.batch, at=asked.kv)
     costly = (Section("Key-value cache", (cache, *_memory(counts, asked))), Section("FLOPs", _flops(counts)), *more)
     if len(counts) == 1:
         (model,) = counts
-        subtitle = f"{model.family or 'of no family'}, {short(model.count.total)} parameters"
+        count, spec, active = model.count, model.spec, costs(model.spec).active
+        facts = [("parameters", f"{count.total:,}"), ("without embedding", f"{count.non_embedding:,}")]
+        facts += [("used per token", f"{active:,}")] if active != count.total else []
+        facts += [("layers", f"{len(spec.blocks):,}"), ("hidden size", f"{spec.hidden_size:,}")]
+        facts += [("context", describe(spec)["context"])]
+        facts += [(f"KV cache per token, {asked.cached}", held(cache_bytes(spec, 1, asked.cached).a_token))]
+        subtitle = f"{model.family or 'of no family'}, {short(count.total)} parameters"
         sections = [
-            Section("Parameters", (treemap(model.name, model.spec), *components)),
-            Section("What it is", (aspects, *layer_diagrams(model.spec))),
+            Section("Parameters", (treemap(model.name, spec), *components)),
+            Section("What it is", (aspects, *layer_diagrams(spec))),
             *costly,
             *noted(model.notes),
         ]
-        return Page(model.name, subtitle, facts=_facts(model, asked.cached), sections=tuple(sections))
+        return Page(model.name, subtitle, facts=tuple(facts), sections=tuple(sections))
     totals = [model.count.total for model in counts]
     many = counted(len(counts), "model")
     layers = [figure for model in counts for figure in layer_diagrams(model.spec, model.name)]
@@ -351,26 +359,6 @@ def counts_page(counts: Sequence[ModelCount], asked: Asked | None = None) -> Pag
         subtitle=f"{many} side by side, from {short(min(totals))} to {short(max(totals))} parameters",
         sections=tuple(sections),
     )
-
-
-def _facts(model: ModelCount, dtype: str) -> tuple[tuple[str, str], ...]:
-    count, spec, active = model.count, model.spec, costs(model.spec).active
-    return (
-        ("parameters", f"{count.total:,}"),
-        ("without embedding", f"{count.non_embedding:,}"),
-        *([("used per token", f"{active:,}")] if active != count.total else []),
-        ("layers", f"{len(spec.blocks):,}"),
-        ("hidden size", f"{spec.hidden_size:,}"),
-        ("context", describe(spec)["context"]),
-        (f"KV cache per token, {dtype}", held(cache_bytes(spec, 1, dtype).a_token)),
-    )
-
-
-def _weight_bars(counts: Sequence[ModelCount], asked: Asked) -> list[Figure]:
-    """Bytes by component, in the dtype that was asked for."""
-    weights = [(each.name, dict(each.figures.weights)) for each in counts if each.figures and each.figures.weights]
-    parts = [(name, {label: size for label, size in sizes.items() if label != "total"}) for name, sizes in weights]
-    return [bars(parts, title=f"Weights by component, {asked.dtype}", what="bytes")] if parts else []
 
 
 def _memory(counts: Sequence[ModelCount], asked: Asked) -> list[Figure]:

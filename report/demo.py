@@ -1,7 +1,5 @@
 """The tour: every command on the trained samples, and what each step proves."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from pathlib import Path

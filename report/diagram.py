@@ -1,7 +1,5 @@
 """The block diagram of an architecture, drawn from its tree: a figure with a box a node, and a line an edge."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The path is laid out by `placement`, a character being a unit. Where it is wider
 order of computation. Drawings need no colours, and get by with ASCII where the terminal has nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 

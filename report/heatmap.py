@@ -5,8 +5,6 @@ for it, and so has what rounding explains, whatever its size. What counts as a d
 scale, from the least of the figure's own values to the largest: what is worst stands out, whatever its size.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,7 +85,11 @@ def heatmap(
         corners = {"x0": x - 0.5, "x1": x + 0.5, "y0": y - 0.5, "y1": y + 0.5}
         frames.append({"type": "rect", **corners, "line": {"color": "var(--mark)", "width": 3}})
         keys.append(Key("mark", "the first place that parts"))
-    ends = _ends(cells)
+    # The logarithms of the least and the largest value that counts; infinite ones have the colour of the largest.
+    logs = [math.log10(cell.value) for cell in cells if cell.kind == "counts" and 0 < cell.value < math.inf]
+    low, high = min(logs, default=0.0), max(logs, default=0.0)
+    middle, half = (low + high) / 2, max(high - low, NARROWEST) / 2
+    ends = (middle - half, middle + half)
     named = columns
     if not written:  # where columns are narrow only some have their name above, so that names do not touch
         some = {str(layer) for layer in layers if layer % SOME == 0}
@@ -135,14 +137,6 @@ def _trace(
         "ygap": 2,
         **(_scale(measure, ends) if scaled else {"colorscale": one, "showscale": False}),
     }
-
-
-def _ends(cells: Sequence[Cell]) -> tuple[float, float]:
-    """The logarithms of the least and the largest value that counts; infinite ones have the colour of the largest."""
-    found = [math.log10(cell.value) for cell in cells if cell.kind == "counts" and 0 < cell.value < math.inf]
-    low, high = min(found, default=0.0), max(found, default=0.0)
-    middle, half = (low + high) / 2, max(high - low, NARROWEST) / 2
-    return middle - half, middle + half
 
 
 def _scale(measure: str, ends: tuple[float, float]) -> dict[str, Any]:

@@ -7,8 +7,6 @@ how it looks. Text is escaped by the template, since names of models and prompts
 Colours in a figure are names, "var(--cell-high)", which page.css gives a value for light and for dark.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import os

@@ -4,8 +4,6 @@ Pictures are drawn by the system's Chrome or Chromium, which kaleido drives, wit
 package. Nothing is fetched: no MathJax, and the browser's proxy is a port where nobody listens.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -9,8 +9,6 @@ inputs, and all that leaves the trunk stands below where it left.
 A line goes down from its source, sideways in a *track* between two ranks (below a fork, above a join), and down again.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

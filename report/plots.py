@@ -1,7 +1,5 @@
 """What all figures share: plotly's figure in the page's font and colours, its words, its numbers in few digits."""
 
-from __future__ import annotations
-
 import html
 import json
 from collections.abc import Iterable, Sequence

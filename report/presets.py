@@ -1,7 +1,5 @@
 """The list of presets, for the terminal and for programs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ RFC 4180 by Python's csv module, numbers without separators. A cell that begins 
 take for a formula, has a ' before it; only models have such names.
 """
 
-from __future__ import annotations
-
 import csv
 import sys
 from collections.abc import Iterator, Sequence

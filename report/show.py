@@ -1,7 +1,5 @@
 """What `show` says of a model: its tree and the data's path through a layer, for a terminal, for a page, as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ lower case are `Node.op`. A linear with `copies` is one an expert: a second inpu
 No torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

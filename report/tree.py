@@ -1,8 +1,6 @@
 """A model's tree: every module by its shared name, with its shape and its parameters; what is alike is told once."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,19 +104,6 @@ def _modules(graph: Structure, kind: Kind) -> Iterator[Row]:
         yield _row(node, len(parts), parts[-1])
 
 
-def guided(rows: Sequence[Row]) -> list[str]:
-    """The lines that lead to each row."""
-    found = []
-    open_at: set[int] = set()
-    for row in reversed(rows):
-        open_at = {depth for depth in open_at if depth <= row.depth}
-        lead = "".join("│  " if depth in open_at else "   " for depth in range(1, row.depth))
-        found.append(lead + ("" if row.depth == 0 else "├─ " if row.depth in open_at else "└─ "))
-        if row.depth:
-            open_at.add(row.depth)
-    return found[::-1]
-
-
 @drawing
 def tree_drawing(layout: Layout, graph: Structure) -> Iterator[Text]:
     """The tree as wide as the page."""
@@ -132,7 +117,13 @@ def tree_lines(graph: Structure, width: int, ascii_only: bool = False) -> Iterat
         return "".join(GUIDES.get(letter, letter) for letter in text) if ascii_only else text
 
     rows = [*tree_rows(graph), Row(0, "total", "", count(graph.spec).total)]
-    leads = [words(lead) for lead in guided(rows)]
+    leads: list[str] = []  # the lines that lead to each row
+    open_at: set[int] = set()
+    for row in reversed(rows):
+        open_at = {depth for depth in open_at if depth <= row.depth}
+        lead = "".join("│  " if depth in open_at else "   " for depth in range(1, row.depth))
+        leads.insert(0, words(lead + ("" if row.depth == 0 else "├─ " if row.depth in open_at else "└─ ")))
+        open_at |= {row.depth} - {0}
     names = max(len(lead) + len(words(row.name)) for lead, row in zip(leads, rows, strict=True))
     whats = max(len(words(row.what)) for row in rows)
     figures = max(len(words(row.figures)) for row in rows)

@@ -1,7 +1,5 @@
 """Parameters as nested areas: components, in them layers, in them tensors, each as large as its share."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -135,7 +133,13 @@ def _cells(
                 above, number = f"{place}/{some[0][0]}-{some[-1][1]}", sum(map(_size, some))
                 yield _Cell(above, place, f"layers {range_label(some[0][0], some[-1][1])}", number, component)
             for first, last, tensors in some:
-                yield from _layer_cells(component, above, first, last, tensors)
+                layers, below = last - first + 1, f"{above}/{first}"
+                label = f"layer{'s' if layers > 1 else ''} {range_label(first, last)}"
+                yield _Cell(below, above, label, _size((first, last, tensors)), component)
+                lines = (f"in {label}", *((f"{layers:,} of them",) if layers > 1 else ()))
+                for t in tensors:
+                    name = t.name if component == "norms" else t.name.partition(".")[2]
+                    yield _Cell(f"{below}/{t.name}", below, name, layers * t.number, component, (_shape(t), *lines))
 
 
 def _together(layers: Sequence[_Run], total: int) -> Iterator[Sequence[_Run]]:
@@ -152,17 +156,6 @@ def _together(layers: Sequence[_Run], total: int) -> Iterator[Sequence[_Run]]:
 def _size(layer: _Run) -> int:
     first, last, tensors = layer
     return (last - first + 1) * sum(tensor.number for tensor in tensors)
-
-
-def _layer_cells(component: str, above: str, first: int, last: int, tensors: Sequence[_Tensor]) -> Iterator[_Cell]:
-    layers = last - first + 1
-    label = f"layer{'s' if layers > 1 else ''} {range_label(first, last)}"
-    place = f"{above}/{first}"
-    yield _Cell(place, above, label, layers * sum(each.number for each in tensors), component)
-    for each in tensors:
-        name = each.name if component == "norms" else each.name.partition(".")[2]
-        more = (f"in {label}", *((f"{layers:,} of them",) if layers > 1 else ()))
-        yield _Cell(f"{place}/{each.name}", place, name, layers * each.number, component, (_shape(each), *more))
 
 
 def _shape(tensor: _Tensor) -> str:
