@@ -84,7 +84,8 @@ def verify(
                 **opening,
                 progress=tell,
             )
-    terminal, page = report.verification_report, report.verification_page
+    terminal: Any = report.verification_report
+    page: Any = report.verification_page
     if against is not None:
         terminal, page = report.port_report, report.port_page
     answer(json, result.as_json, lambda: terminal(result), quiet)

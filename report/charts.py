@@ -7,8 +7,8 @@ from typing import Any
 
 from ..analysis.costs import CONTEXT, cache_bytes, stated_context, usual_context, windows
 from ..components import ModelSpec
-from .pages import Figure, Key, Table, plain
-from .plots import COLOURS, PALETTE, figure, held, safe, share, short
+from .pages import COLOURS, PALETTE, Figure, Key, Table, figure, plain, safe
+from .sheets import held, share, short
 
 DASHES = ("solid", "dash", "dot")  # lines differ in more than colour
 APART = 3  # models that differ in size by more than this are drawn by their shares too
@@ -52,8 +52,8 @@ def bars(models: Named, *, title: str, what: str, summary: str = "", shares: boo
         room = 1.02 if len(models) == 1 else 1.2  # for the figure beside the longest
         scale = {"tickvals": values, "ticktext": [short(value, units) for value in values], "range": [0, most * room]}
     if not summary and len(models) > 1:
-        least, most = (pick(with_totals, key=lambda pair: pair[1]) for pick in (min, max))
-        summary = f"From {least[1]:,} {what} ({least[0][0]}) to {most[1]:,} ({most[0][0]})."
+        (small, least), (large, most) = (pick(with_totals, key=lambda pair: pair[1]) for pick in (min, max))
+        summary = f"From {least:,} {what} ({small[0]}) to {most:,} ({large[0]})."
     elif not summary:
         part, number = max(models[0][1].items(), key=lambda item: item[1])
         summary = f"{totals[0]:,} {what}; most are in {part}, {share(number, totals[0])}."

@@ -16,8 +16,7 @@ from ..analysis.parameters import count
 from .charts import bars, cache_chart, parameter_bars
 from .counts import MOST_NAMES, layer_diagrams
 from .pages import Lines, Page, Section, Table, counted, noted
-from .plots import short
-from .sheets import Layout, decimal, drawing, nbytes
+from .sheets import Layout, decimal, drawing, nbytes, short
 
 if TYPE_CHECKING:
     from ..analysis.compare import Comparison, Row

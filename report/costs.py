@@ -175,7 +175,7 @@ def _flops(models: Sequence[Named], asked: Asked, compared: bool) -> list[Sheet]
     ]
     kinds = (
         ("next token", "FLOPs of the next token", notes[:1]),
-        ("prefill", f"FLOPs of a prefill of {where}", []),
+        ("prefill", f"FLOPs of a prefill of {where}", notes[:0]),
         ("training step", f"FLOPs of a training step on {where}", notes[1:]),
     )
     return _by_kind(f"FLOPs for {where}", kinds, models, lambda _, number: decimal(number, "FLOP"), compared)

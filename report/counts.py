@@ -19,9 +19,22 @@ from .charts import bars, cache_chart, parameter_bars
 from .costs import cost_sheets
 from .diagram import block_diagram
 from .pages import Figure, Lines, Page, Section, Table, counted, noted
-from .plots import held, share, short
 from .rows import By
-from .sheets import GAP, Drawing, Layout, Row, Sheet, binary, change, difference, drawing, nbytes, percentage
+from .sheets import (
+    GAP,
+    Layout,
+    Row,
+    Sheet,
+    binary,
+    change,
+    difference,
+    drawing,
+    held,
+    nbytes,
+    percentage,
+    share,
+    short,
+)
 from .treemap import treemap
 
 Model = tuple[str, str, ModelSpec, ParameterCount]  # a name, its family, its tree, and the tree's count
@@ -72,7 +85,12 @@ def tables(counts: Sequence[ModelCount], asked: Asked, by: By, pairs: bool) -> I
         for model in some:
             if model.swap is not None:
                 lines = (f"guarantee: {_promise(model.swap)}", *model.swap["notes"])
-                yield from ("", Drawing(lambda layout, lines=lines: map(layout.note, lines)))
+                yield from ("", _sentences(lines))
+
+
+@drawing
+def _sentences(page: Layout, lines: Sequence[str]) -> RenderResult:
+    return map(page.note, lines)
 
 
 def _promise(swap: Mapping[str, Any]) -> str:

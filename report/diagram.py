@@ -8,9 +8,8 @@ import msgspec
 from ..analysis.parameters import describe
 from ..components import ModelSpec
 from ..components.operations import Scores
-from .pages import Figure, Table
+from .pages import Figure, Table, figure, safe
 from .placement import Area, Box, Metrics, Wire, boxed, experts_words, folded, place
-from .plots import figure, safe
 from .structure import SYMBOLS, Kind, Node, Structure, layers_label, shape_words, sizes, structure
 
 FONT, LINE, PAD = 11, 14, 5  # pixels: of a letter, from one line to the next, between words and a box's border

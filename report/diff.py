@@ -293,9 +293,9 @@ def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence
         tensors = [f"{each.name}\n{', '.join(remarks(each))}" for each in shown]
         yield f"Tensors{part if len(shown) < len(diff.changed) else ''}", tensors
     for status, heading in HEADINGS.items():
-        lines = listed([each for each in diff.tensors if each.status == status])
-        if lines:
-            yield heading, lines
+        apart = listed([each for each in diff.tensors if each.status == status])
+        if apart:
+            yield heading, apart
     if diff.tree:  # how they round is counted alone unless all is wanted
         tree = [each for each in diff.tree if everything or not each.rounding]
         layered = ["" if each.layers is None else f"  (layers {each.layers})" for each in tree]

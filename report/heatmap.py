@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .pages import Figure, Key, Table
-from .plots import figure, safe
+from .pages import Figure, Key, Table, figure, safe
 
 NARROWEST = 0.5  # powers of ten that the colours span at least: what is nearly alike looks alike
 TICKS = 6  # values named on the scale, at most
@@ -145,8 +144,8 @@ def _scale(measure: str, ends: tuple[float, float]) -> dict[str, Any]:
     powers = range(math.floor(low), math.ceil(high) + 1)
     step = max(1, math.ceil((high - low) / TICKS))
     digits = (1, 2, 3, 5) if high - low < 1 else (1, 2, 5) if high - low < 2 else (1,)
-    named = [math.log10(digit) + power for power in powers[::step] for digit in digits]
-    inside = [value for value in named if low - 1e-9 <= value <= high + 1e-9]
+    logs = [math.log10(digit) + power for power in powers[::step] for digit in digits]
+    inside = [value for value in logs if low - 1e-9 <= value <= high + 1e-9]
     ticks = inside if len(inside) > 1 else [low, high]
     named = {"tickvals": ticks, "ticktext": [_short(10**tick) for tick in ticks]}
     title = {"text": measure, "side": "top", "font": {"size": 12}}

@@ -9,10 +9,12 @@ Colours in a figure are names, "var(--cell-high)", which page.css gives a value 
 
 import base64
 import hashlib
+import html
+import json
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
@@ -22,6 +24,10 @@ from typing import Any, ClassVar
 
 from ..errors import UsageError
 from ..version import __version__
+
+PALETTE = 8  # page.css's colours for kinds of things, c0 to c7, with on-c0 to on-c7 for text on them
+COLOURS = {"attention": 0, "feed-forward": 1, "embedding": 2, "head": 3, "positions": 4, "router": 5, "norms": 6}
+"""A component has one colour wherever it is drawn."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,40 @@ class Page:
 
     def figures(self) -> list[Figure]:
         return [block for section in self.sections for block in section.blocks if isinstance(block, Figure)]
+
+
+def figure(
+    title: str,
+    summary: str,
+    data: Sequence[Any],
+    height: int,
+    keys: Iterable[Key],
+    table: Table,
+    width: int = 280,
+    font_size: int = 12,
+    **layout: Any,
+) -> Figure:
+    """A figure of plotly's in the page's font and colours; `layout` is what is special about it."""
+    import plotly.graph_objects as go
+
+    clear, text = "rgba(0,0,0,0)", "var(--text)"
+    hover = {"bgcolor": "var(--raised)", "bordercolor": "var(--line)", "font": {"color": text, "size": 13}}
+    common = {
+        "template": "none",
+        "height": height,
+        "paper_bgcolor": clear,
+        "plot_bgcolor": clear,
+        "font": {"color": text, "size": font_size, "family": "system-ui, sans-serif"},
+        "hoverlabel": {**hover, "align": "left"},
+        "modebar": {"bgcolor": clear, "color": "var(--quiet)", "activecolor": text},
+    }
+    spec: dict[str, Any] = json.loads(go.Figure(list(data), {**common, **layout}).to_json())
+    return Figure(title, summary, spec, height, width, tuple(keys), table)
+
+
+def safe(text: str) -> str:
+    """For plotly, which takes some HTML in texts, never in attributes, and knows no escaped quotes in all of them."""
+    return html.escape(plain(text), quote=False)
 
 
 def ready(path: Path) -> None:

@@ -17,8 +17,7 @@ from typing import Any
 
 from ..errors import UsageError
 from . import pages
-from .pages import Figure, Page
-from .plots import safe
+from .pages import Figure, Page, safe
 
 WIDTH = 520  # pixels: a column of a paper (84 mm) makes 12 of them 6 points high
 SCALE = 4  # pixels of a PNG for each of the drawing's: 600 dots an inch in such a column
@@ -249,11 +248,11 @@ def _vector(trace: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]
         text.append(trace["text"][row][column] if trace.get("texttemplate") else "")
         # White or black, whichever has the larger contrast, 1 to 21, as WCAG 2.2 defines it.
         ink.append("#ffffff" if 1.05 / (_luminance(colour) + 0.05) > (_luminance(colour) + 0.05) / 0.05 else "#000000")
-    marker = {"opacity": 0, "color": [low] * len(x), "cmin": low, "cmax": high}
+    marker: dict[str, Any] = {"opacity": 0, "color": [low] * len(x), "cmin": low, "cmax": high}
     marker |= {name: trace[name] for name in ("colorscale", "colorbar") if name in trace}
     marker["showscale"] = trace.get("showscale", True)
-    place = {"type": "scatter", "mode": "markers+text", "x": x, "y": y, "cliponaxis": False, "showlegend": False}
-    return cells, {**place, "text": text, "textfont": {"color": ink, "size": 11}, "marker": marker}
+    words = {"type": "scatter", "mode": "markers+text", "x": x, "y": y, "cliponaxis": False, "showlegend": False}
+    return cells, {**words, "text": text, "textfont": {"color": ink, "size": 11}, "marker": marker}
 
 
 def _between(scale: list[tuple[float, str]], part: float) -> str:

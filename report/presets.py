@@ -40,7 +40,7 @@ def preset_table(page: Layout, presets: Sequence[Preset]) -> RenderResult:
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
     for column in columns:
         figures = titles[column] == "parameters"
-        justify = "right" if figures else "left"
+        justify: Any = "right" if figures else "left"
         table.add_column(page.text(titles[column]), justify=justify, no_wrap=figures, overflow="fold")
     for row in rows:
         table.add_row(*(page.text(row[column]) for column in columns))

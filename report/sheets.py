@@ -76,6 +76,25 @@ def percentage(number: int, total: int) -> str:
     return "<0.1 %" if 0 < share < 0.05 else f"{share:.1f} %"
 
 
+def short(number: int, units: Sequence[str] = "KMBT", one: str = "") -> str:
+    """Three digits of a number of parameters: 982, 12.3M, 1.24B, 405B; of anything else with units "kMGT"."""
+    for power, unit in zip((12, 9, 6, 3), reversed(units), strict=True):
+        if number >= 10**power:
+            value = number / 10**power
+            return f"{value:,.0f}{unit}" if value >= 99.95 else f"{value:.3g}{unit}"
+    return f"{number:,}{one}"
+
+
+def held(nbytes: int) -> str:
+    """Bytes in units of 1,000, as in the tables, in three digits: 37.7 MB, 1.5 GB."""
+    return short(nbytes, (" kB", " MB", " GB", " TB"), " B")
+
+
+def share(number: int, total: int) -> str:
+    """Per cent, as the terminal's tables have it, in one piece where lines end."""
+    return percentage(number, total).replace(" ", "\u00a0")
+
+
 def whole_bytes(nbytes: int) -> str:
     """To the byte, where that is still read at a glance."""
     return f"{nbytes:,} bytes" if nbytes < 10**8 else decimal(nbytes, "B")

@@ -157,8 +157,11 @@ def _nodes(program: ops.Program, positions: str = "") -> tuple[Node, ...]:
     gathered = {each.id: each.inputs[0] for each in program if isinstance(each, ops.Gather)}
     return tuple(
         Node(
-            *(each.id, type(each).__name__.lower()),
-            *(tuple(gathered.get(name, name) for name in each.inputs), each.shape, each),
+            each.id,
+            type(each).__name__.lower(),
+            tuple(gathered.get(name, name) for name in each.inputs),
+            each.shape,
+            each,
             *_caption(each, operations, positions),
             weights=each.weights,
             copies=each.copies,

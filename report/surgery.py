@@ -82,12 +82,12 @@ def possible(entries: Sequence[Listed], before: Costs) -> Table:
     """A row a swap: what it gives, and how its costs change."""
     rows = []
     for entry in entries:
-        cells = ["?"] * 3
+        cells: list[str | Text] = ["?"] * 3
         if entry.costs is not None:
             figures = ("parameters", "total_flops", "cached")
             cells = [change(getattr(before, name), getattr(entry.costs, name)) for name in figures]
         limits = f"; {entry.limits}" if entry.limits else ""
-        rows.append((Text(entry.asked), Text.assemble(entry.swap.gives_for(entry.value), (limits, "dim")), *cells))
+        rows.append([Text(entry.asked), Text.assemble(entry.swap.gives_for(entry.value), (limits, "dim")), *cells])
     return plain_table(*TWO, ("params", True), ("FLOPs", True), ("KV", True), rows=rows)
 
 
@@ -226,8 +226,9 @@ def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, bool], ...], list[
         cells = [str(index + 1), str(step), guarantee_in_words(swapped.guarantee), change(before, after)]
         if measured:
             one = measured[index]
-            on_text = one.kl_text is not None and one.top1_text is not None
-            kl, top1 = (one.kl_text, one.top1_text) if on_text else (one.kl, one.top1)
+            kl, top1 = one.kl, one.top1
+            if one.kl_text is not None and one.top1_text is not None:
+                kl, top1 = one.kl_text, one.top1_text
             cells += [number(kl), f"{top1:.1%}"]
             if text:
                 cells.append("" if one.perplexity is None else f"{one.perplexity[1]:,.2f}")

@@ -10,8 +10,8 @@ import msgspec
 
 from ..analysis.parameters import count, layer_ranges, range_label
 from ..components import Block, ModelSpec
-from .pages import Figure, Key, Table, counted
-from .plots import COLOURS, figure, safe, share, short
+from .pages import COLOURS, Figure, Key, Table, counted, figure, safe
+from .sheets import share, short
 
 SMALLEST, TOGETHER = 1 / 60, 1 / 22
 """Of the whole: what the name of a layer needs on a phone, and that of several, which are one area where each has less.
@@ -133,13 +133,13 @@ def _cells(
                 above, number = f"{place}/{some[0][0]}-{some[-1][1]}", sum(map(_size, some))
                 yield _Cell(above, place, f"layers {range_label(some[0][0], some[-1][1])}", number, component)
             for first, last, tensors in some:
-                layers, below = last - first + 1, f"{above}/{first}"
-                label = f"layer{'s' if layers > 1 else ''} {range_label(first, last)}"
+                times, below = last - first + 1, f"{above}/{first}"
+                label = f"layer{'s' if times > 1 else ''} {range_label(first, last)}"
                 yield _Cell(below, above, label, _size((first, last, tensors)), component)
-                lines = (f"in {label}", *((f"{layers:,} of them",) if layers > 1 else ()))
+                lines = (f"in {label}", *((f"{times:,} of them",) if times > 1 else ()))
                 for t in tensors:
                     name = t.name if component == "norms" else t.name.partition(".")[2]
-                    yield _Cell(f"{below}/{t.name}", below, name, layers * t.number, component, (_shape(t), *lines))
+                    yield _Cell(f"{below}/{t.name}", below, name, times * t.number, component, (_shape(t), *lines))
 
 
 def _together(layers: Sequence[_Run], total: int) -> Iterator[Sequence[_Run]]:

@@ -80,7 +80,7 @@ def prompt_cells(prompt: Difference) -> tuple[str, ...]:
 
 def prompt_table(prompts: Sequence[Difference]) -> Grid:
     """A row a prompt, of long names the beginning."""
-    rows = []
+    rows: list[list[str | Text]] = []
     for name, *figures in map(prompt_cells, prompts):
         name = name if name.isprintable() else repr(name)
         rows.append([Text(name if len(name) <= 30 else name[:29] + "…"), *figures])

@@ -20,7 +20,7 @@ from gptkit.errors import UsageError
 from gptkit.report import pages
 from gptkit.report.charts import DASHES, bars, cache_chart
 from gptkit.report.pages import Figure
-from gptkit.report.plots import held, short
+from gptkit.report.sheets import held, short
 from gptkit.report.treemap import treemap
 
 pytest.importorskip("plotly", reason='the pages need pip install "gptkit[html]"')
