@@ -1,33 +1,26 @@
 """swap and swaps: components exchanged, and which can be."""
 
-import inspect
 from pathlib import Path
+from typing import Annotated, Any
 
 from ..errors import UsageError
-from ..surgery.options import OPTIONS
+from ..surgery.options import OPTIONS, Option
 from ..terminal import answer, console, progress_bar, say, status
-from .base import FORCE, JSON, MODEL, QUIET, F, ForWeights, app, argument, examples, flag, guarded, option
+from .base import FORCE, JSON, MODEL, QUIET, ForWeights, Together, app, argument, examples, flag, guarded, option
 from .completion import forms, one_of
 
 HOW = "How to swap"  # the heading in the help of `swap` of what is no swap
 
 
-def with_swaps(function: F) -> F:
-    """An option for every swap of `surgery.options`; what was given arrives in the function's `**asked`."""
-    signature = inspect.signature(function, eval_str=True)
-    parameters = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    for swap in OPTIONS:
-        form = f"{swap.spelled} {swap.metavar}".strip()
-        if swap.flag:
-            default = flag(form, swap.help, swap.group)
-        else:
-            default = option(form, swap.help, swap.group, complete=one_of(forms(swap.metavar)))
-        kind = bool if swap.flag else str | None
-        parameters.append(
-            inspect.Parameter(swap.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-        )
-    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return function
+def _option(swap: Option) -> tuple[Any, Any]:
+    form = f"{swap.spelled} {swap.metavar}".strip()
+    if swap.flag:
+        return bool, flag(form, swap.help, swap.group)
+    return str | None, option(form, swap.help, swap.group, complete=one_of(forms(swap.metavar)))
+
+
+ForSwaps = Annotated[dict[str, Any], Together({swap.name: _option(swap) for swap in OPTIONS})]
+"""An option for every swap of `surgery.options`."""
 
 
 @app.command(
@@ -36,7 +29,6 @@ def with_swaps(function: F) -> F:
     )
 )
 @guarded
-@with_swaps
 def swap(
     model: str = MODEL,
     out: Path = argument("OUT", "The folder to write."),
@@ -61,7 +53,7 @@ def swap(
     dry_run: bool = flag("--dry-run", "Say what would come out, and write nothing."),
     opening: ForWeights,
     quiet: bool = QUIET,
-    **asked: str | bool | None,
+    asked: ForSwaps,
 ) -> None:
     """Exchange components, with a guarantee measured from the files that were written."""
     from ..report.surgery import dry_run_report, steps_report, swap_lines
@@ -89,7 +81,7 @@ def swap(
             each_step=measure_steps or None,
             **opening,
             progress=lambda nbytes: advance(nbytes, 0),
-            **values,  # type: ignore[arg-type]
+            **values,
         )
     if not quiet:
         say(swap_lines(done), quiet)
