@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import UsageError
 from ..surgery.synonyms import guarantee_in_words
 from ..version import __version__
 from .heatmap import Cell, heatmap
-from .pages import Figure, Lines, Page, Section, Table, counted, noted, ready, write_page
+from .pages import Figure, Lines, Page, Section, Table, counted, noted, put, ready, write_page
 from .sheets import indented, number
 from .surgery import steps_cells, steps_words
 
@@ -139,10 +138,7 @@ def write_report(result: SwapResult, damage: Damage, path: Path) -> tuple[Path, 
         "guarantee": result.guarantee,
         "damage": damage.as_json(),
     }
-    try:
-        figures.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {figures}: {error.strerror}") from error
+    put(f"{json.dumps(data, indent=2, allow_nan=False)}\n".encode(), figures)
     return page, figures
 
 

@@ -147,12 +147,16 @@ def safe(text: str) -> str:
 
 def ready(path: Path) -> None:
     """Raise UsageError where a page could not be made or not be written at `path`: before the work, not after it."""
-    missing = [name for name in ("jinja2", "plotly") if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"--html needs {' and '.join(missing)}", f'pip install {" ".join(missing)} # gptkit\'s extra "html"'
-        )
+    require("--html", ("jinja2", "plotly"), "html")
     writable(path, "--html")
+
+
+def require(option: str, packages: Sequence[str], extra: str) -> None:
+    """Raise UsageError where a package is missing that an option needs."""
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        install = f'pip install {" ".join(missing)} # gptkit\'s extra "{extra}"'
+        raise UsageError(f"{option} needs {' and '.join(missing)}", install)
 
 
 def writable(path: Path, option: str) -> None:

@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Sequence
 from importlib.resources import files
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from threading import Thread
@@ -47,11 +46,7 @@ def ready(html: Path | None, png: Path | None, svg: Path | None) -> None:
 
 
 def _can_draw(option: str) -> None:
-    missing = [name for name in ("plotly", "kaleido", "choreographer") if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"{option} needs {' and '.join(missing)}", f'pip install {" ".join(missing)} # gptkit\'s extra "images"'
-        )
+    pages.require(option, ("plotly", "kaleido", "choreographer"), "images")
     if _browser() is None:
         raise UsageError(
             f"{option} needs Chrome or Chromium to draw with, and none was found",

@@ -64,11 +64,11 @@ def test_what_cannot_be_written_is_refused_first(
 
 
 def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "find_spec", lambda name: None if name == "kaleido" else object())
+    monkeypatch.setattr(pages, "find_spec", lambda name: None if name == "kaleido" else object())
     with pytest.raises(UsageError, match="--svg needs kaleido") as told:
         pictures.ready(None, None, tmp_path / "a.svg")
     assert told.value.hint == 'pip install kaleido # gptkit\'s extra "images"'
-    monkeypatch.setattr(pictures, "find_spec", lambda name: None if name != "plotly" else object())
+    monkeypatch.setattr(pages, "find_spec", lambda name: None if name != "plotly" else object())
     with pytest.raises(UsageError, match="--svg needs kaleido and choreographer") as told:
         pictures.ready(None, None, tmp_path / "a.svg")
     assert told.value.hint.startswith("pip install kaleido choreographer #")
