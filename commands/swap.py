@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from ..errors import UsageError
 from ..surgery.options import OPTIONS, Option
 from ..terminal import answer, console, progress_bar, say, status
-from .base import FORCE, JSON, MODEL, QUIET, ForWeights, Together, app, argument, examples, flag, guarded, option
+from .base import FORCE, JSON, MODEL, QUIET, ForWeights, OptionGroup, app, argument, examples, flag, guarded, option
 from .completion import forms, one_of
 
 HOW = "How to swap"  # the heading in the help of `swap` of what is no swap
@@ -19,7 +19,7 @@ def _option(swap: Option) -> tuple[Any, Any]:
     return str | None, option(form, swap.help, swap.group, complete=one_of(forms(swap.metavar)))
 
 
-ForSwaps = Annotated[dict[str, Any], Together({swap.name: _option(swap) for swap in OPTIONS})]
+ForSwaps = Annotated[dict[str, Any], OptionGroup({swap.name: _option(swap) for swap in OPTIONS})]
 """An option for every swap of `surgery.options`."""
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 from rich.console import RenderableType, RenderResult
@@ -133,17 +134,16 @@ def _one(page: Layout, model: Model, dtype: str | None) -> RenderResult:
     room -= GAP + max(len(dtype or ""), len("999.9 GB")) if with_bytes else 0
     with_share = room >= len("100.0 %") + GAP
     with_words = room >= len("100.0 %") + 2 * GAP + NARROWEST_WORDS
-    numbers = ["parameters", *([dtype or ""] if with_bytes else []), *(["share"] if with_share else [])]
-    table = page.table(["component", *(["what it is"] if with_words else [])], numbers)
+    with_columns = (True, with_words, True, with_bytes, with_share)
+    titles = list(compress(("component", "what it is", "parameters", dtype or "", "share"), with_columns))
+    table = page.table(titles[: 1 + with_words], titles[1 + with_words :])
 
     def row(
         label: str, what: str, number: int | None, size: int | None, style: str | None = None, instead: str = ""
     ) -> None:
-        shown = instead if number is None else f"{number:,}"
-        share = "" if number is None else percentage(number, count.total)
-        sizes = ["" if size is None else nbytes(size)] if with_bytes else []
-        cells = [label, *([what] if with_words else []), shown, *sizes, *([share] if with_share else [])]
-        table.add_row(*map(page.text, cells), style=style)
+        figures = (instead, "") if number is None else (f"{number:,}", percentage(number, count.total))
+        cells = (label, what, figures[0], "" if size is None else nbytes(size), figures[1])
+        table.add_row(*map(page.text, compress(cells, with_columns)), style=style)
 
     for label, number in count.by_component.items():
         row(label, _what(label, spec, words), number, None if weights is None else weights.by_component.get(label))
@@ -152,8 +152,7 @@ def _one(page: Layout, model: Model, dtype: str | None) -> RenderResult:
     table.add_section()
     row("total", "", count.total, None if weights is None else weights.total, "bold")
     if with_bytes and weights is not None:
-        cells = ["", *([""] if with_words else []), "", binary(weights.total)]
-        table.add_row(*cells, *([""] if with_share else []), style="bold")
+        table.add_row(*compress(("", "", "", binary(weights.total), ""), with_columns), style="bold")
     table.add_section()
     without, active = (None, None) if weights is None else (weights.non_embedding, weights.active)
     row("no embedding", "without embedding, positions and head", count.non_embedding, without, "dim")
@@ -297,16 +296,16 @@ def _tensors(page: Layout, model: Model, dtype: str | None) -> Grid:
     beside = room - GAP - max(map(len, [*shapes, "shape"]))
     with_shape = beside >= min(names, NARROWEST_NAMES)
     with_number = beside - GAP - len("number") >= names
-    titles = [*(["shape"] if with_shape else []), *(["number"] if with_number else [])]
-    table = page.table(["tensor"], [*titles, "parameters", *([dtype] if dtype else [])])
+    with_columns = (with_shape, with_number, True, dtype is not None)
+    table = page.table(["tensor"], list(compress(("shape", "number", "parameters", dtype or ""), with_columns)))
     for group, shape in zip(groups, shapes, strict=True):
         lines = _broken(group.name, beside if with_shape else room) + ([] if with_shape else [shape])
-        cells = [shape] if with_shape else []
-        cells += [f"×{group.number:,}" if group.number > 1 else ""] if with_number else []
-        cells += [f"{group.parameters:,}", *([nbytes(group.nbytes)] if dtype else [])]
+        number = f"×{group.number:,}" if group.number > 1 else ""
+        cells = compress((shape, number, f"{group.parameters:,}", nbytes(group.nbytes)), with_columns)
         table.add_row(Text("\n ").join(map(page.text, lines)), *map(page.text, cells))
     table.add_section()
-    table.add_row(*map(page.text, ["total", *([""] * len(titles)), *figures]), style="bold")
+    blank = [""] * (with_shape + with_number)
+    table.add_row(*map(page.text, ["total", *blank, *figures]), style="bold")
     return table
 
 

@@ -121,10 +121,10 @@ def place(nodes: Sequence[Node], metrics: Metrics, limit: int, rooms: Sequence[i
         beside = {name: 1 + last - first for name, (first, last) in graph.spans.items() if graph.stage[name] == stage}
         for room in rooms:
             tried = {name: metrics.measure(graph.nodes[name], lanes, room) for name, lanes in beside.items()}
-            if _Placing(graph, metrics, {**sizes, **tried}, (stage,)).width <= limit:
+            if _Arrangement(graph, metrics, {**sizes, **tried}, (stage,)).width <= limit:
                 break
         sizes |= tried
-    return _Placing(graph, metrics, sizes, tuple(graph.lanes)).placement()
+    return _Arrangement(graph, metrics, sizes, tuple(graph.lanes)).placement()
 
 
 def folded(line: str, room: int) -> list[str]:
@@ -231,7 +231,7 @@ class _Lanes:
 # --- sizes and places ------------------------------------------------------------------------------------------------
 
 
-class _Placing:
+class _Arrangement:
     """Boxes of known sizes (lines, width, height), of the stages that are named.
 
     columns: of each stage, where its lanes begin and end. inside: of each stage, what stands in the experts' frame.
