@@ -8,21 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ..converter.targets import targets
 from ..errors import GptkitError, UsageError
 from ..terminal import answer, console, progress_bar, say
-from .base import (
-    FORCE,
-    JSON,
-    MODEL,
-    QUIET,
-    WORKERS,
-    ForWeights,
-    app,
-    argument,
-    examples,
-    flag,
-    guarded,
-    option,
-    parse_size,
-)
+from . import base
+from .base import FORCE, JSON, MODEL, QUIET, ForWeights, app, argument, examples, flag, guarded, option
 from .completion import FLOATS, complete_target, one_of
 
 if TYPE_CHECKING:
@@ -136,7 +123,7 @@ def convert(
         "DTYPE", "Store every tensor as float32, bfloat16, …; q8_0 in a GGUF.", complete=one_of((*FLOATS, "q8_0"))
     ),
     max_shard_size: str | None = option("SIZE", "Start another file before one grows beyond this: 2GB, 500MB."),
-    workers: int | None = WORKERS,
+    workers: int | None = base.WORKERS,
     max_memory: str | None = option("SIZE", "Hold no more than this of tensors in memory at once: 500MB."),
     force: bool = FORCE,
     dry_run: bool = flag("--dry-run", "Say what would be written; read no weights."),
@@ -157,20 +144,10 @@ def convert(
         total = sum(shard.nbytes for shard in conversion.plan.shards)
 
     with progress_bar("converting", quiet) as advance:
-        done = run(
-            model,
-            out,
-            to,
-            force=force,
-            dry_run=dry_run,
-            **opening,
-            dtype=dtype,
-            max_shard_bytes=parse_size("--max-shard-size", max_shard_size),
-            workers=workers,
-            max_memory=parse_size("--max-memory", max_memory),
-            progress=lambda nbytes: advance(nbytes, total),
-            on_plan=planned,
-        )
+        written: Any = {"force": force, "dry_run": dry_run, "dtype": dtype, "workers": workers}
+        written["max_shard_bytes"] = base.parse_size("--max-shard-size", max_shard_size)
+        written["max_memory"] = base.parse_size("--max-memory", max_memory)
+        done = run(model, out, to, **written, **opening, progress=lambda n: advance(n, total), on_plan=planned)
     say(conversion_lines(done), quiet)
 
 

@@ -5,21 +5,8 @@ import os
 import typer
 
 from ..terminal import answer, progress_bar
-from .base import (
-    JSON,
-    QUIET,
-    WORKERS,
-    ForWeights,
-    Pictures,
-    app,
-    argument,
-    by_option,
-    examples,
-    flag,
-    guarded,
-    option,
-    rows_by,
-)
+from . import base
+from .base import JSON, QUIET, ForWeights, Pictures, app, argument, examples, flag, guarded, option
 from .completion import complete_model
 
 
@@ -38,10 +25,10 @@ def diff(
         complete=complete_model,
     ),
     b: str = argument("B", "The other checkpoint, of any format.", complete=complete_model),
-    by: str = by_option(),
+    by: str = base.by_option(),
     everything: bool = flag("--all", "List every tensor that differs."),
     rank: bool = option("--rank/--no-rank", "Tell the rank of each matrix's change.", default=True),
-    workers: int | None = WORKERS,
+    workers: int | None = base.WORKERS,
     json: bool = JSON,
     *,
     drawn: Pictures,
@@ -51,7 +38,7 @@ def diff(
     """Compare two checkpoints tensor by tensor: what is missing, added, changed, and how."""
     for library in ("OPENBLAS", "MKL"):  # read when numpy is imported, which is not yet: the threads are ours
         os.environ.setdefault(f"{library}_NUM_THREADS", "1")
-    rows = rows_by(by)
+    rows = base.rows_by(by)
     from ..parity.diff import diff as run
     from ..report.diff import diff_page, diff_report
 

@@ -2,6 +2,7 @@
 
 import sys
 from itertools import chain
+from typing import Any
 
 import typer
 
@@ -51,18 +52,9 @@ def generate(
     limits: list[str] = []
     opened = open_checkpoint(model, **opening)
     suit(opened.spec)
-    pieces = run(
-        opened,
-        prompt,
-        max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        dtype=dtype,
-        attention="eager" if attention == "eager" else "sdpa",
-        tell=limits.append,
-    )
+    sampling: Any = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    computing: Any = {"dtype": dtype, "attention": attention, "tell": limits.append}
+    pieces = run(opened, prompt, max_new_tokens, **sampling, **computing)
     watched = sys.stdout.isatty()
     try:
         for piece in chain([prompt] if isinstance(prompt, str) else [], pieces):

@@ -5,23 +5,8 @@ from pathlib import Path
 
 from ..errors import UsageError
 from ..terminal import answer, console, print_json, say
-from .base import (
-    JSON,
-    MODELS,
-    ForTree,
-    Pictures,
-    app,
-    argument,
-    by_option,
-    examples,
-    flag,
-    guarded,
-    option,
-    parse_size,
-    reshaped,
-    rows_by,
-    tokens,
-)
+from . import base
+from .base import JSON, MODELS, ForTree, Pictures, app, argument, examples, flag, guarded, option
 from .completion import FLOATS, one_of
 
 WEIGHTS, COSTS, SWAPS = "Parameters", "Costs", "What if"
@@ -41,7 +26,7 @@ WEIGHTS, COSTS, SWAPS = "Parameters", "Costs", "What if"
 @guarded
 def params(
     models: list[str] = MODELS,
-    by: str = by_option(WEIGHTS),
+    by: str = base.by_option(WEIGHTS),
     by_layer: bool = flag("--by-layer", "", hidden=True),
     dtype: str | None = option(
         "DTYPE",
@@ -83,20 +68,11 @@ def params(
     from ..analysis.params import ModelCount, with_figures
     from ..analysis.params import params as count_params
 
-    asked = Asked(
-        dtype,
-        tuple(dict.fromkeys(tokens("--kv", part) for text in kv or () for part in text.split(","))),
-        kv_dtype,
-        flops,
-        memory,
-        None if context is None else tokens("--context", context),
-        batch,
-        explain,
-        parse_size("--gpu", gpu, with_unit=True),
-        tp,
-        pp,
-    )
-    rows = rows_by("layer" if by_layer else by)
+    contexts = tuple(dict.fromkeys(base.tokens("--kv", part) for text in kv or () for part in text.split(",")))
+    length = None if context is None else base.tokens("--context", context)
+    nbytes = base.parse_size("--gpu", gpu, with_unit=True)
+    asked = Asked(dtype, contexts, kv_dtype, flops, memory, length, batch, explain, nbytes, tp, pp)
+    rows = base.rows_by("layer" if by_layer else by)
     # Options that would do nothing are refused before any work.
     number = next((name for name in models if re.fullmatch("[0-9]+k?", name) and not Path(name).exists()), None)
     if number is not None and (flops or memory):
@@ -118,7 +94,7 @@ def params(
     swapped = bool(swap or recipe)
     if swapped:
         pairs = []
-        for model, made, family in reshaped(counts, swap, recipe, opening["offline"]):
+        for model, made, family in base.reshaped(counts, swap, recipe, opening["offline"]):
             name = f"{model.name} {' '.join(map(str, made.steps))}"
             pairs += [model, ModelCount(name, family, made.spec, swap={"of": model.name, **made.as_json()})]
         counts = pairs

@@ -64,25 +64,12 @@ def swap(
 
         report_paths(report)
     values = {name: ("" if value is True else value) for name, value in asked.items() if value not in (None, False)}
+    fitting: Any = {"approximate": approximate, "calibrate": calibrate, "calibrate_tokens": calibrate_tokens}
+    measuring: Any = {"measured": not no_measure, "each_step": measure_steps or None}
+    writing: Any = {"to": to, "dtype": dtype, "force": force, "dry_run": dry_run}
+    swapping = {"recipe": recipe, "blocks": blocks, **fitting, **measuring, **writing, **opening, **values}
     with progress_bar("swapping", quiet) as advance:
-        done = run(
-            model,
-            out,
-            recipe=recipe,
-            blocks=blocks,
-            approximate=approximate,
-            calibrate=calibrate,
-            calibrate_tokens=calibrate_tokens,
-            to=to,
-            dtype=dtype,
-            force=force,
-            dry_run=dry_run,
-            measured=not no_measure,
-            each_step=measure_steps or None,
-            **opening,
-            progress=lambda nbytes: advance(nbytes, 0),
-            **values,
-        )
+        done = run(model, out, **swapping, progress=lambda nbytes: advance(nbytes, 0))
     if not quiet:
         say(swap_lines(done), quiet)
         if dry_run:
@@ -95,8 +82,8 @@ def swap(
 
         with status("measuring what changed", quiet) as tell:
             damage = assess(done, held_out(done, calibrate, calibrate_tokens), tell)
-        written = write_report(done, damage, report)
-        say([*damage_lines(damage), f"report: {', '.join(map(str, written))}"], quiet)
+        files = write_report(done, damage, report)
+        say([*damage_lines(damage), f"report: {', '.join(map(str, files))}"], quiet)
 
 
 @app.command(epilog=examples("gptkit swaps sample:gpt2", "gptkit swaps --recipes"))

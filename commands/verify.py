@@ -68,22 +68,12 @@ def verify(
         else:
             from ..parity.verify import verify as run
 
-            result = run(
-                model,
-                local,
-                dtype=dtype,
-                attention=attention,
-                prompts=prompt or (),
-                long=long,
-                up_to=None if up_to is None else tokens("--up-to", up_to),
-                mutations=mutations,
-                stream=stream,
-                bisected=True if drawn else None,
-                damaged=True if damage is None and text is not None else damage,
-                text=measured_text,
-                **opening,
-                progress=tell,
-            )
+            length = None if up_to is None else tokens("--up-to", up_to)
+            computing: Any = {"dtype": dtype, "attention": attention, "stream": stream}
+            probe: Any = {"prompts": prompt or (), "long": long, "up_to": length, "mutations": mutations}
+            damaged = True if damage is None and text is not None else damage
+            told: Any = {"bisected": True if drawn else None, "damaged": damaged, "text": measured_text}
+            result = run(model, local, **computing, **probe, **told, **opening, progress=tell)
     terminal: Any = report.verification_report
     page: Any = report.verification_page
     if against is not None:

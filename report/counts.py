@@ -16,26 +16,13 @@ from ..analysis.parameters import ParameterCount, describe, layer_ranges, range_
 from ..analysis.params import ModelCount
 from ..analysis.tensors import tensor_groups
 from ..components import ModelSpec
+from . import sheets
 from .charts import bars, cache_chart, parameter_bars
 from .costs import cost_sheets
 from .diagram import block_diagram
 from .pages import Figure, Lines, Page, Section, Table, counted, noted
 from .rows import By
-from .sheets import (
-    GAP,
-    Layout,
-    Row,
-    Sheet,
-    binary,
-    change,
-    difference,
-    drawing,
-    held,
-    nbytes,
-    percentage,
-    share,
-    short,
-)
+from .sheets import GAP, Layout, Row, Sheet, drawing, held, nbytes, percentage, share, short
 from .treemap import treemap
 
 Model = tuple[str, str, ModelSpec, ParameterCount]  # a name, its family, its tree, and the tree's count
@@ -152,7 +139,7 @@ def _one(page: Layout, model: Model, dtype: str | None) -> RenderResult:
     table.add_section()
     row("total", "", count.total, None if weights is None else weights.total, "bold")
     if with_bytes and weights is not None:
-        table.add_row(*compress(("", "", "", binary(weights.total), ""), with_columns), style="bold")
+        table.add_row(*compress(("", "", "", sheets.binary(weights.total), ""), with_columns), style="bold")
     table.add_section()
     without, active = (None, None) if weights is None else (weights.non_embedding, weights.active)
     row("no embedding", "without embedding, positions and head", count.non_embedding, without, "dim")
@@ -206,7 +193,7 @@ def _side_by_side(models: Sequence[Model], dtype: str | None, compared: bool) ->
     listed.append(("total", [count.total for count in counts], "bold", "{:,}".format))
     if dtype is not None:
         sizes = [weighed(spec, dtype, family).total for _, family, spec, _ in models]
-        listed += [(dtype, sizes, None, nbytes), ("", sizes, None, binary)]
+        listed += [(dtype, sizes, None, nbytes), ("", sizes, None, sheets.binary)]
     listed.append(("no embedding", [count.non_embedding for count in counts], "dim", "{:,}".format))
     if any(count.active != count.total for count in counts):
         listed.append(("active", [count.active for count in counts], "dim", "{:,}".format))
@@ -219,7 +206,7 @@ def _side_by_side(models: Sequence[Model], dtype: str | None, compared: bool) ->
             ]
         if compared:
             before, after = (number or 0 for number in numbers)
-            cells += [difference(before, after, words), change(before, after)]
+            cells += [sheets.difference(before, after, words), sheets.change(before, after)]
         rows.append(Row(label, tuple(cells), style, ruled=label == "total"))
     names = [name for name, *_ in models]
     return Sheet("", (*names, *(["difference", "change"] if compared else [])), tuple(rows))
