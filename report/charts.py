@@ -65,20 +65,17 @@ def bars(models: Named, *, title: str, what: str, summary: str = "", shares: boo
         (name, *(f"{numbers[part]:,}" if part in numbers else "–" for part in parts), f"{total:,}")
         for (name, numbers), total in with_totals
     )
-    return figure(
-        title,
-        summary,
-        traces,
-        34 * len(models) + 84,
-        (Key(f"c{colours[part]}", part) for part in parts),
-        Table(f"{title} as a table", columns, cells, folded=True),
-        barmode="stack",
-        bargap=0.3,
-        showlegend=False,
-        margin={"t": 8, "b": 60, "l": 8, "r": 12},
-        xaxis={**axis, "gridcolor": "var(--line)", "title": title_below, **scale},
-        yaxis={**axis, "showgrid": False, "autorange": "reversed", **by_name},
-    )
+    layout: dict[str, Any] = {
+        "height": 34 * len(models) + 84,
+        "barmode": "stack",
+        "bargap": 0.3,
+        "showlegend": False,
+        "margin": {"t": 8, "b": 60, "l": 8, "r": 12},
+        "xaxis": {**axis, "gridcolor": "var(--line)", "title": title_below, **scale},
+        "yaxis": {**axis, "showgrid": False, "autorange": "reversed", **by_name},
+    }
+    keys = [Key(f"c{colours[part]}", part) for part in parts]
+    return figure(title, summary, traces, keys, Table(f"{title} as a table", columns, cells, folded=True), layout)
 
 
 def parameter_bars(models: Named) -> list[Figure]:
@@ -159,19 +156,14 @@ def cache_chart(
     unsaid = [name for name, spec in models if stated_context(spec) is None]
     summary += f" Context not stated, drawn up to {CONTEXT:,} tokens: {', '.join(unsaid)}." if unsaid else ""
     summary += f" Diamonds: {' and '.join(f'{length:,}' for length in at)} tokens." if at else ""
-    return figure(
-        "Key-value cache by context",
-        summary,
-        traces,
-        360,
-        map(Key, (f"line {colour} {dash}" for colour, dash in zip(colours, dashes, strict=True)), names),
-        _cache_table(models, ends, dtype, batch, at),
-        showlegend=False,
-        margin={"t": 8, "b": 48, "l": 8, "r": 16},
-        xaxis=_powers(min(line[0][0] for line in lines), max(ends)) | {"title": {"text": "tokens"}},
-        yaxis=_decades(min(line[0][1] for line in lines), max(line[-1][1] for line in lines))
-        | {"automargin": True, "title": {"text": "KV cache", "standoff": 4}},
-    )
+    across = _powers(min(line[0][0] for line in lines), max(ends)) | {"title": {"text": "tokens"}}
+    up = _decades(min(line[0][1] for line in lines), max(line[-1][1] for line in lines))
+    up |= {"automargin": True, "title": {"text": "KV cache", "standoff": 4}}
+    layout: dict[str, Any] = {"height": 360, "showlegend": False, "margin": {"t": 8, "b": 48, "l": 8, "r": 16}}
+    layout |= {"xaxis": across, "yaxis": up}
+    styles = (f"line {colour} {dash}" for colour, dash in zip(colours, dashes, strict=True))
+    table = _cache_table(models, ends, dtype, batch, at)
+    return figure("Key-value cache by context", summary, traces, map(Key, styles, names), table, layout)
 
 
 Points = Sequence[tuple[int, int]]  # tokens and bytes there

@@ -212,15 +212,11 @@ def comparison_page(comparison: Comparison, rows: Sequence[Row]) -> Page:
     # Rows that differ are lit.
     names = [model.name for model in models]
     lit = frozenset(index for index, row in enumerate(rows) if row.differs)
-    aspects = Table(
-        "Components of each model",
-        (("component", False), *((name, False) for name in names)),
-        tuple((row.name, *row.words) for row in rows),
-        lit,
-        bold="the models differ in this",
-    )
-    columns = (("cost", False), *((name, True) for name in names))
-    costs = Table("Costs of each model", columns, tuple((line.label, *line.cells) for line in cost_lines(comparison)))
+    words, figures = (("component", False), *((name, False) for name in names)), [(name, True) for name in names]
+    cells = tuple((row.name, *row.words) for row in rows)
+    aspects = Table("Components of each model", words, cells, lit, bold="the models differ in this")
+    cells = tuple((line.label, *line.cells) for line in cost_lines(comparison))
+    costs = Table("Costs of each model", (("cost", False), *figures), cells)
     charts = parameter_bars([(model.name, count(model.spec).by_component) for model in models])
     # Where a table of positions is shorter than the context, there are no FLOPs.
     able = [(model.name, model.costs.flops) for model in models if model.sees]

@@ -91,11 +91,8 @@ def damage_sections(damage: Damage) -> tuple[Section, ...]:
 def swap_page(result: SwapResult, damage: Damage) -> Page:
     """The page of a swap."""
     total, measured = damage.total, result.measured
-    facts = [
-        ("guarantee", guarantee_in_words(result.guarantee)),
-        ("KL, nats per token", number(total.kl)),
-        ("top-1", f"{total.top1:.1%}"),
-    ]
+    facts = [("guarantee", guarantee_in_words(result.guarantee))]
+    facts += [("KL, nats per token", number(total.kl)), ("top-1", f"{total.top1:.1%}")]
     if total.before is not None and total.after is not None:
         facts.append(("perplexity", f"{_plain(total.before)} → {_plain(total.after)}"))
     if measured is not None:
@@ -131,13 +128,8 @@ def write_report(result: SwapResult, damage: Damage, path: Path) -> tuple[Path, 
     """Write the page of a swap and its figures as JSON; returns both paths. Raises UsageError where that fails."""
     page, figures = report_paths(path)
     write_page(swap_page(result, damage), page)
-    data = {
-        "schema_version": 1,
-        "source": result.source.reference,
-        "target": str(result.target),
-        "guarantee": result.guarantee,
-        "damage": damage.as_json(),
-    }
+    which = {"source": result.source.reference, "target": str(result.target), "guarantee": result.guarantee}
+    data = {"schema_version": 1, **which, "damage": damage.as_json()}
     put(f"{json.dumps(data, indent=2, allow_nan=False)}\n".encode(), figures)
     return page, figures
 

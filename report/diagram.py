@@ -47,22 +47,11 @@ def block_diagram(spec: ModelSpec, layer: int = 0, model: str = "") -> Figure:
         words = experts_words(frame.copies)
         notes.append(_note(frame.right - PAD, frame.bottom - LINE // 2 - 2, words, False, "right"))
     axis = {"visible": False, "showgrid": False, "zeroline": False, "constrain": "domain"}
-    return figure(
-        f"{f'{model}: block' if model else 'Block'} diagram, {label}",
-        summary(graph, kind),
-        _pointed(placed.boxes),
-        height + 2 * EDGE,
-        (),
-        node_table(nodes, f"The block diagram as a table, {label}"),
-        width=width + 2 * EDGE,
-        font_size=FONT,
-        margin={"t": 0, "b": 0, "r": 0, "l": 0},
-        hovermode="closest",
-        xaxis={**axis, "range": [-EDGE, width + EDGE]},
-        yaxis={**axis, "range": [height + EDGE, -EDGE], "scaleanchor": "x", "scaleratio": 1},
-        shapes=shapes,
-        annotations=notes,
-    )
+    layout: dict[str, Any] = {"height": height + 2 * EDGE, "margin": dict.fromkeys("tbrl", 0), "hovermode": "closest"}
+    layout |= {"shapes": shapes, "annotations": notes, "xaxis": {**axis, "range": [-EDGE, width + EDGE]}}
+    layout["yaxis"] = {**axis, "range": [height + EDGE, -EDGE], "scaleanchor": "x", "scaleratio": 1}
+    title, table = f"{f'{model}: block' if model else 'Block'} diagram, {label}", _node_table(nodes, label)
+    return figure(title, summary(graph, kind), _pointed(placed.boxes), (), table, layout, width + 2 * EDGE, FONT)
 
 
 def summary(graph: Structure, kind: Kind) -> str:
@@ -74,7 +63,7 @@ def summary(graph: Structure, kind: Kind) -> str:
     return f"From tokens to logits, {layers_label(graph, kind)}: {'; '.join(parts)}. {SYMBOLS}."
 
 
-def node_table(nodes: Sequence[Node], caption: str) -> Table:
+def _node_table(nodes: Sequence[Node], label: str) -> Table:
     """The nodes of a path in the order of computation, for those who cannot see it drawn."""
     rows = []
     for node in nodes:
@@ -82,7 +71,8 @@ def node_table(nodes: Sequence[Node], caption: str) -> Table:
         parameters = f"{node.parameters:,}" if node.weights else "tied" if node.tied else "–"
         rows.append((node.id, what, ", ".join(node.inputs) or "–", shape_words(node), parameters, node.formula))
     columns = (("node", False), ("what it is", False), ("of", False), ("gives", False))
-    return Table(caption, (*columns, ("parameters", True), ("formula", False)), tuple(rows), folded=True)
+    columns = (*columns, ("parameters", True), ("formula", False))
+    return Table(f"The block diagram as a table, {label}", columns, tuple(rows), folded=True)
 
 
 def _lines(node: Node, trunk: bool) -> list[str]:

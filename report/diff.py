@@ -312,14 +312,9 @@ def _wrapped(layout: Layout, text: str, indent: int, style: str = "") -> Iterato
     for number, line in enumerate(text.split("\n")):
         first = indent + 2 * INDENT * (number > 0)
         rest = " " * (first + (INDENT if indent else 3))
-        for part in textwrap.wrap(
-            layout.clean(line),
-            layout.width,
-            initial_indent=" " * first,
-            subsequent_indent=rest if number == 0 else " " * first,
-            break_long_words=False,
-            break_on_hyphens=False,
-        ):
+        indents: Any = {"initial_indent": " " * first, "subsequent_indent": rest if number == 0 else " " * first}
+        whole: Any = {"break_long_words": False, "break_on_hyphens": False}
+        for part in textwrap.wrap(layout.clean(line), layout.width, **indents, **whole):
             yield Text(part, style=style, no_wrap=True, overflow="ignore")  # a name beyond the width stays whole
 
 
@@ -417,18 +412,14 @@ def _figure(groups: Sequence[Group]) -> Figure:
     largest = f"Nothing {'of one shape ' * apart}changed."
     if most is not None:
         largest = f"Largest: {place(most)}, {group_cells(most)[2]}."
+    columns = (("place", False), *((name, True) for name in COLUMNS))
     marks = " A, B: on that side alone; ≠: of another shape." * apart
     return heatmap(
         cells,
         title="Relative change by layer and component",
         summary=f"|B − A| / |A| (Frobenius) of what changed at each place. {largest}{marks}",
         measure="relative change",
-        table=Table(
-            f"{counted(len(rows), 'place')} as a table",
-            (("place", False), *((name, True) for name in COLUMNS)),
-            rows,
-            folded=True,
-        ),
+        table=Table(f"{counted(len(rows), 'place')} as a table", columns, rows, folded=True),
     )
 
 

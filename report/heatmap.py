@@ -100,19 +100,15 @@ def heatmap(
     across = {"side": "top", "title": {"text": "layer", "standoff": 4}, "range": [-0.5, len(columns) - 0.5]}
     below_another = {"title": {"text": down, "standoff": 14}, "automargin": True, "range": [len(rows) - 0.5, -0.5]}
     by_row = {"tickvals": list(range(len(rows))), "ticktext": [_folded(row) for row in rows]}
-    return figure(
-        title,
-        summary,
-        [{"type": "heatmap", "x": columns, **_trace(kind, grid, written, measure, ends)} for kind in kinds],
-        ROW * len(rows) + MARGIN + below,
-        keys,
-        table,
-        width=LABELS + (COLUMN if written else NARROW) * len(columns),
-        margin={"t": MARGIN, "b": below, "r": 4, "l": 8},
-        xaxis={**axis, **ordered, **across, "tickvals": named, "ticktext": named},
-        yaxis={**axis, **below_another, **by_row},
-        shapes=frames,
-    )
+    layout: dict[str, Any] = {
+        "height": ROW * len(rows) + MARGIN + below,
+        "margin": {"t": MARGIN, "b": below, "r": 4, "l": 8},
+    }
+    layout |= {"xaxis": {**axis, **ordered, **across, "tickvals": named, "ticktext": named}}
+    layout |= {"yaxis": {**axis, **below_another, **by_row}, "shapes": frames}
+    traces = [{"type": "heatmap", "x": columns, **_trace(kind, grid, written, measure, ends)} for kind in kinds]
+    width = LABELS + (COLUMN if written else NARROW) * len(columns)
+    return figure(title, summary, traces, keys, table, layout, width)
 
 
 def _trace(
@@ -125,16 +121,14 @@ def _trace(
     def height(cell: Cell) -> float:
         return 0 if not scaled else math.log10(cell.value) if cell.value < math.inf else ends[1]
 
+    look = {"hoverinfo": "text", "hoverongaps": False, "xgap": 2, "ygap": 2}
+    look |= _scale(measure, ends) if scaled else {"colorscale": one, "showscale": False}
     return {
         "z": [[None if cell is None else height(cell) for cell in line] for line in mine],
         "hovertext": [["" if cell is None else _hover(cell) for cell in line] for line in mine],
         "text": [["" if cell is None else cell.apart or _short(cell.value) for cell in line] for line in mine],
         "texttemplate": "%{text}" if written else None,
-        "hoverinfo": "text",
-        "hoverongaps": False,
-        "xgap": 2,
-        "ygap": 2,
-        **(_scale(measure, ends) if scaled else {"colorscale": one, "showscale": False}),
+        **look,
     }
 
 

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
@@ -115,21 +115,19 @@ def figure(
     title: str,
     summary: str,
     data: Sequence[Any],
-    height: int,
     keys: Iterable[Key],
     table: Table,
+    layout: Mapping[str, Any],
     width: int = 280,
     font_size: int = 12,
-    **layout: Any,
 ) -> Figure:
-    """A figure of plotly's in the page's font and colours; `layout` is what is special about it."""
+    """A figure of plotly's in the page's font and colours; `layout` has its height, and what is special about it."""
     import plotly.graph_objects as go
 
     clear, text = "rgba(0,0,0,0)", "var(--text)"
     hover = {"bgcolor": "var(--raised)", "bordercolor": "var(--line)", "font": {"color": text, "size": 13}}
     common = {
         "template": "none",
-        "height": height,
         "paper_bgcolor": clear,
         "plot_bgcolor": clear,
         "font": {"color": text, "size": font_size, "family": "system-ui, sans-serif"},
@@ -137,7 +135,7 @@ def figure(
         "modebar": {"bgcolor": clear, "color": "var(--quiet)", "activecolor": text},
     }
     spec: dict[str, Any] = json.loads(go.Figure(list(data), {**common, **layout}).to_json())
-    return Figure(title, summary, spec, height, width, tuple(keys), table)
+    return Figure(title, summary, spec, layout["height"], width, tuple(keys), table)
 
 
 def safe(text: str) -> str:

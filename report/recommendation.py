@@ -89,17 +89,12 @@ def costs_sheet(advice: Recommendation) -> Sheet:
     for index, choice in enumerate(advice.considered):
         rows.append(Row(f"({choice.alone})", exchange(choice), "dim", ruled=index == 0))
     rows.append(whole("recommended", advice.costs, True))
-    layers, hidden = len(advice.baseline.blocks), advice.baseline.hidden_size
-    return Sheet(
-        title="exchanged alone",
-        columns=("parameters", f"KV at {advice.context:,}", "FLOPs per token"),
-        rows=tuple(rows),
-        notes=(
-            f"GPT-2's way: {counted(layers, 'layer')}, {hidden:,} wide, and a table of {advice.context:,} positions."
-            f" Cache in bf16; a token sees {advice.context:,}.",
-            *(("What is in brackets was not chosen.",) if advice.considered else ()),
-        ),
-    )
+    layers, wide, context = len(advice.baseline.blocks), f"{advice.baseline.hidden_size:,} wide", f"{advice.context:,}"
+    way = f"GPT-2's way: {counted(layers, 'layer')}, {wide}, and a table of {context} positions."
+    notes = [f"{way} Cache in bf16; a token sees {context}."]
+    notes += ["What is in brackets was not chosen."] if advice.considered else []
+    columns = ("parameters", f"KV at {context}", "FLOPs per token")
+    return Sheet("exchanged alone", columns, tuple(rows), tuple(notes))
 
 
 def signed(number: int, words: Callable[[int], str]) -> str:

@@ -76,16 +76,9 @@ def show_json(model: ModelCount, graph: Structure, kinds: Sequence[Kind]) -> dic
         edges = [edge for node in path for edge in node.edges()]
         written = [{"from": edge.source, "to": edge.target, "kind": edge.kind} for edge in edges]
         paths.append({"layers": list(kind.layers), "nodes": nodes, "edges": written})
-    return {
-        "schema_version": 1,
-        "model": model.name,
-        "family": model.family,
-        "revision": model.revision,
-        "notes": list(model.notes),
-        "total": model.count.total,
-        "tree": tree_json(graph),
-        "paths": paths,
-    }
+    data = {"schema_version": 1, "model": model.name, "family": model.family, "revision": model.revision}
+    data |= {"notes": list(model.notes), "total": model.count.total}
+    return {**data, "tree": tree_json(graph), "paths": paths}
 
 
 def show_page(model: ModelCount, graph: Structure, kinds: Sequence[Kind]) -> Page:

@@ -155,23 +155,16 @@ def _nodes(program: ops.Program, positions: str = "") -> tuple[Node, ...]:
     """A program's operations as nodes. That tokens are gathered for their experts is drawn where experts choose."""
     operations = {each.id: each for each in program}
     gathered = {each.id: each.inputs[0] for each in program if isinstance(each, ops.Gather)}
-    return tuple(
-        Node(
-            each.id,
-            type(each).__name__.lower(),
-            tuple(gathered.get(name, name) for name in each.inputs),
-            each.shape,
-            each,
-            *_caption(each, operations, positions),
-            weights=each.weights,
-            copies=each.copies,
-            residual=each.residual if isinstance(each, ops.Add) else None,
-            choice=each.choice if isinstance(each, ops.Linear) else None,
-            tied=each.tied if isinstance(each, ops.Linear) else None,
-        )
-        for each in program
-        if each.id not in gathered
-    )
+    nodes = []
+    for each in program:
+        if each.id not in gathered:
+            op, inputs = type(each).__name__.lower(), tuple(gathered.get(name, name) for name in each.inputs)
+            residual = each.residual if isinstance(each, ops.Add) else None
+            choice, tied = (each.choice, each.tied) if isinstance(each, ops.Linear) else (None, None)
+            words = _caption(each, operations, positions)
+            more = (each.weights, each.copies, residual, choice, tied)
+            nodes.append(Node(each.id, op, inputs, each.shape, each, *words, *more))
+    return tuple(nodes)
 
 
 class Caption(NamedTuple):

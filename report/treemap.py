@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from typing import Any
 
 import msgspec
 
@@ -63,43 +64,29 @@ def treemap(name: str, spec: ModelSpec) -> Figure:
     cells += _cells(by_component, total, outside, runs)
     largest = max(by_component.items(), key=lambda item: item[1])
     colour = [COLOURS.get(cell.component) for cell in cells]
-    trace = {
-        "type": "treemap",
-        "ids": [cell.place for cell in cells],
-        "parents": [cell.parent for cell in cells],
-        "labels": [safe(cell.label) for cell in cells],
-        "values": [cell.number for cell in cells],
-        "branchvalues": "total",
-        "sort": False,
-        "text": [short(cell.number) for cell in cells],
-        "textinfo": "label+text",
-        "hovertext": [
-            f"<b>{safe(cell.label)}</b><br>"
-            + "<br>".join([f"{cell.number:,} parameters", f"{share(cell.number, total)} of all", *cell.lines])
-            for cell in cells
-        ],
-        "hoverinfo": "text",
-        "marker": {
-            "colors": ["var(--raised)" if n is None else f"var(--c{n})" for n in colour],
-            "line": {"color": "var(--ground)", "width": 1},
-            "pad": {"t": 22, "l": 3, "r": 3, "b": 3},
-        },
-        "textfont": {"color": ["var(--text)" if n is None else f"var(--on-c{n})" for n in colour], "size": 13},
-        "pathbar": {"thickness": 28, "textfont": {"size": 13}},
-        "tiling": {"packing": "squarify", "pad": 2},
-        "maxdepth": 3,
+    hints = []
+    for cell in cells:
+        lines = [f"{cell.number:,} parameters", f"{share(cell.number, total)} of all", *cell.lines]
+        hints.append("<br>".join([f"<b>{safe(cell.label)}</b>", *lines]))
+    ink = {"color": ["var(--text)" if n is None else f"var(--on-c{n})" for n in colour], "size": 13}
+    paint = ["var(--raised)" if n is None else f"var(--c{n})" for n in colour]
+    edges = {"line": {"color": "var(--ground)", "width": 1}, "pad": {"t": 22, "l": 3, "r": 3, "b": 3}}
+    trace: dict[str, Any] = {"type": "treemap", "branchvalues": "total", "sort": False, "maxdepth": 3}
+    trace |= {"ids": [cell.place for cell in cells], "parents": [cell.parent for cell in cells]}
+    trace |= {"labels": [safe(cell.label) for cell in cells], "values": [cell.number for cell in cells]}
+    trace |= {"text": [short(cell.number) for cell in cells], "textinfo": "label+text"}
+    trace |= {"hovertext": hints, "hoverinfo": "text", "textfont": ink, "marker": {"colors": paint, **edges}}
+    trace |= {"pathbar": {"thickness": 28, "textfont": {"size": 13}}, "tiling": {"packing": "squarify", "pad": 2}}
+    most = f"most are in {largest[0]}, {share(largest[1], total)}"
+    summary = f"{total:,} parameters, each area as large as its share; {most}. An area opens when it is chosen;"
+    layout = {
+        "height": 440,
+        "margin": {"t": 30, "b": 2, "l": 2, "r": 2},
+        "uniformtext": {"minsize": 10, "mode": "hide"},
     }
-    return figure(
-        f"Parameters of {name}",
-        f"{total:,} parameters, each area as large as its share; most are in {largest[0]}, "
-        f"{share(largest[1], total)}. An area opens when it is chosen; the bar above leads back.",
-        [trace],
-        440,
-        (Key(f"c{COLOURS.get(label)}", label) for label in by_component),
-        _tensor_table(alike, outside, total),
-        margin={"t": 30, "b": 2, "l": 2, "r": 2},
-        uniformtext={"minsize": 10, "mode": "hide"},
-    )
+    keys = [Key(f"c{COLOURS.get(label)}", label) for label in by_component]
+    table = _tensor_table(alike, outside, total)
+    return figure(f"Parameters of {name}", f"{summary} the bar above leads back.", [trace], keys, table, layout)
 
 
 def _layer_tensors(spec: ModelSpec, block: Block) -> list[_Tensor]:
