@@ -9,7 +9,7 @@ from ..analysis.parameters import describe
 from ..components import ModelSpec
 from ..components.operations import Scores
 from .pages import Figure, Table, figure, safe
-from .placement import Area, Box, Metrics, Wire, boxed, experts_words, folded, place
+from .placement import Area, Box, Metrics, Size, Wire, boxed, experts_words, folded, place
 from .structure import SYMBOLS, Kind, Node, Structure, layers_label, shape_words, sizes, structure
 
 FONT, LINE, PAD = 11, 14, 5  # pixels: of a letter, from one line to the next, between words and a box's border
@@ -87,7 +87,7 @@ def _lines(node: Node, trunk: bool) -> list[str]:
     return [node.title, *filter(None, [node.detail]), *([shape_words(node)] if shaped else [])]
 
 
-def _measure(node: Node, lanes: int, room: int) -> tuple[tuple[str, ...], int, int]:
+def _measure(node: Node, lanes: int, room: int) -> Size:
     lines = _lines(node, not lanes)
     if node.op == "add":
         return tuple(lines), SUM, SUM

@@ -10,7 +10,7 @@ from itertools import groupby
 from rich.text import Text
 
 from ..components.operations import Scores
-from .placement import Box, Frame, Metrics, Placement, Wire, boxed, experts_words, folded, place
+from .placement import Box, Frame, Metrics, Placement, Size, Wire, boxed, experts_words, folded, place
 from .structure import Kind, Node, Structure, layers_label, shape_words
 
 STREAM, TRUNK, LEFT, BESIDE = 2, 0, 6, 2
@@ -43,7 +43,7 @@ def path_lines(graph: Structure, kind: Kind, width: int, ascii_only: bool = Fals
 def metrics(ascii_only: bool) -> Metrics:
     """How large things are, in characters."""
 
-    def measure(node: Node, lanes: int, room: int) -> tuple[tuple[str, ...], int, int]:
+    def measure(node: Node, lanes: int, room: int) -> Size:
         lines = _lines(node, lanes * room, ascii_only)
         wide = max(map(len, lines))
         if node.op == "add":

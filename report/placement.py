@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from .structure import EdgeKind, Node
 
 Point = tuple[int, int]
+Size = tuple[tuple[str, ...], int, int]  # a box's lines, its width and its height
 Span = tuple[int, int]  # the first and the last lane
 
 
@@ -30,7 +31,7 @@ class Metrics:
     that; around: what a frame adds on each side, (x, y).
     """
 
-    measure: Callable[[Node, int, int], tuple[tuple[str, ...], int, int]]
+    measure: Callable[[Node, int, int], Size]
     frame: Callable[[int], int]
     stream: int
     trunk: int
@@ -106,14 +107,10 @@ class Placement:
 
 
 def place(nodes: Sequence[Node], metrics: Metrics, limit: int, rooms: Sequence[int]) -> Placement:
-    """The drawing of a path from its first node to its last, all of which lead to the last.
+    """The drawing of a path whose nodes, in an order in which they can be computed, all lead to the last.
 
-    Args:
-        nodes: in an order in which they can be computed.
-        metrics: how large things are.
-        limit: the width that it should have at most.
-        rooms: widths for a line of words, the widest first: the first is taken with which all of it fits, or the last.
-
+    limit: the width that it should have at most; rooms: widths for a line of words, the widest first, of which the
+    first is taken with which all of it fits, or the last.
     """
     graph = _Lanes(nodes)
     sizes = {name: metrics.measure(graph.nodes[name], 0, max(rooms)) for name in graph.trunk}
@@ -237,13 +234,7 @@ class _Arrangement:
     columns: of each stage, where its lanes begin and end. inside: of each stage, what stands in the experts' frame.
     """
 
-    def __init__(
-        self,
-        graph: _Lanes,
-        metrics: Metrics,
-        sizes: Mapping[str, tuple[tuple[str, ...], int, int]],
-        stages: Sequence[str],
-    ) -> None:
+    def __init__(self, graph: _Lanes, metrics: Metrics, sizes: Mapping[str, Size], stages: Sequence[str]) -> None:
         self.graph, self.metrics, self.sizes = graph, metrics, sizes
         framed = [name for name in graph.nodes if graph.nodes[graph.expert(name)].choice]
         self.ranks_framed = {graph.rank[name] for name in framed}
