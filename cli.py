@@ -3,16 +3,12 @@
 Imports of torch, transformers and rich wait inside the commands, so that --help and params answer at once.
 """
 
-from __future__ import annotations
-
 import io
 import sys
 
 from .commands import compare, convert, demo, diff, generate, params, recommend, show, swap, verify
 from .commands.base import app
 from .process import answer_signals
-
-__all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS = (params, compare, diff, show, recommend, convert, swap, verify, generate, demo)
 """The modules, each of which adds its commands to `app` when it is imported."""

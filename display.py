@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-__all__ = ["Shown"]
-
 
 class Shown:
     """A value that a notebook shows as the table which the command prints.

@@ -1,9 +1,4 @@
-"""The process that a command runs in: its signals, and the streams that somebody may have closed.
-
-It imports next to nothing, so that signals are answered before anything large is imported.
-"""
-
-from __future__ import annotations
+"""The process that a command runs in: its signals and streams. It imports next to nothing, to be there first."""
 
 import os
 import signal
@@ -11,12 +6,9 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["INTERRUPTED", "TERMINATED", "Terminated", "answer_signals", "leave_at_signals", "open_streams"]
-
 INTERRUPTED = 130
 TERMINATED = 143
-AGAIN = 0.002
-"""Seconds after which a signal that met an import is looked at again."""
+AGAIN = 0.002  # seconds after which a signal that met an import is looked at again
 
 
 class Terminated(KeyboardInterrupt):
@@ -72,9 +64,7 @@ def leave_at_signals() -> None:
 
 
 def open_streams() -> None:
-    """Give what is written to a stream that was closed to nobody, as Python's print does, and not to the next file
-    that is opened.
-    """
+    """Give what is written to a stream that was closed to nobody, and not to the next file that is opened."""
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(fd)

@@ -1,7 +1,4 @@
-"""What the command line writes: lines, tables and bars, with nothing in them that a terminal would obey.
-
-rich waits inside the functions, so that --help and errors do not need it.
-"""
+"""What the command line writes, nothing in it that a terminal would obey. rich waits until it is needed."""
 
 from __future__ import annotations
 
@@ -11,28 +8,15 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
-
-__all__ = [
-    "answer",
-    "complain",
-    "console",
-    "fail",
-    "give_up_stdout",
-    "print_json",
-    "printable",
-    "progress_bar",
-    "say",
-    "status",
-]
+    from rich.console import Console
+    from rich.segment import Segment
 
 
 def fail(message: str, code: int) -> NoReturn:
@@ -56,8 +40,8 @@ def wrapped(line: str, width: int) -> list[str]:
     """A line in as many as fit the width, between words; a word that is wider, a path, stays whole."""
     if len(line) <= width:
         return [line]
-    kept = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
-    return textwrap.wrap(line, max(width, 20), subsequent_indent="    ", **kept) or [line]  # type: ignore[arg-type]
+    whole = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
+    return textwrap.wrap(line, max(width, 20), subsequent_indent="    ", **whole) or [line]  # type: ignore[arg-type]
 
 
 def printable(line: str) -> str:
@@ -91,31 +75,21 @@ def console(markup: bool = False) -> Console:
     """Standard output, as wide as the terminal or COLUMNS says, 80 where it is no terminal; without control characters
     but its own, and with NO_COLOR without those. `markup` only for words that are all gptkit's.
     """
-    from rich.console import Console, RenderHook
+    from rich.console import Console
     from rich.segment import Segment
 
     class StandardOutput(Console):
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError  # rich would exit with 1; see `guarded`
 
-    @dataclass
-    class Clean:
-        renderable: ConsoleRenderable
-
-        def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-            for text, style, control in console.render(self.renderable, options):
+        def render(self, *args: Any, **kwargs: Any) -> Iterable[Segment]:
+            for text, style, control in super().render(*args, **kwargs):
                 # One for one, for the widths are settled.
                 yield Segment("".join(c if c.isprintable() or c == "\n" else "?" for c in text), style, control)
 
-    class Cleaning(RenderHook):
-        def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-            return [Clean(renderable) for renderable in renderables]
-
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 80
     colours: Any = None if os.environ.get("NO_COLOR") else "auto"
-    made = StandardOutput(width=width, highlight=False, markup=markup, emoji=False, color_system=colours)
-    made.push_render_hook(Cleaning())
-    return made
+    return StandardOutput(width=width, highlight=False, markup=markup, emoji=False, color_system=colours)
 
 
 @contextmanager

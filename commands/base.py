@@ -7,11 +7,11 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import typer
 import typer.core
@@ -19,49 +19,27 @@ import typer.core
 from ..errors import Elsewhere, GptkitError, UsageError
 from ..plugins import load as load_plugins
 from ..process import INTERRUPTED, TERMINATED, Terminated
-from ..terminal import complain, fail, give_up_stdout
+from ..terminal import complain, fail, give_up_stdout, say
 from ..version import __version__
-from .completion import bash_words, complete_model
-from .drawn import Drawn
+from .completion import bash_words, complete_model, one_of
 
-__all__ = [
-    "ROWS",
-    "By",
-    "ForTree",
-    "ForWeights",
-    "Force",
-    "HeatMap",
-    "Json",
-    "ModelArgument",
-    "Models",
-    "Pictures",
-    "Quiet",
-    "app",
-    "examples",
-    "guarded",
-    "option",
-    "parse_size",
-    "rows_by",
-    "tokens",
-]
+if TYPE_CHECKING:
+    from ..analysis.params import ModelCount
+    from ..report.pages import Page
+    from ..surgery.shapes import Reshaped
 
-
-# What typer raises for a wrong call. Of its classes typer names a subclass alone, and has moved the others.
+# What typer raises for a wrong call: of its classes typer names a subclass alone, and has moved the others.
 WrongCall: type[Exception] = typer.BadParameter.__mro__[1]
-
-
 ORDER = (
     *("params", "compare", "show", "diff", "presets", "recommend"),
     *("load", "inspect", "convert", "check", "swap", "swaps", "verify", "generate", "demo"),
 )
 """The commands as the help lists them: looking first, which needs nothing, and then what touches weights."""
-
-
 WORDS = {"version": "gptkit --version", "help": "gptkit -h"}
 """What other tools have as commands, and how it is called here."""
 
 
-def told(call: Any) -> str:
+def mistake(call: Any) -> str:
     """What is wrong with a call, in a line; of the options that may have been meant, the nearest alone."""
     near = get_close_matches(getattr(call, "option_name", ""), getattr(call, "possibilities", None) or (), 1)
     if near:
@@ -82,7 +60,7 @@ class Commands(typer.core.TyperGroup):
 
     def way_on(self, call: Any, given: Sequence[str]) -> str:
         """What to do after a wrong call of `given`."""
-        first = next((each for each in given if not each.startswith("-")), "")
+        first = next((word for word in given if not word.startswith("-")), "")
         if first in WORDS:
             return f"{WORDS[first]} does that"
         if call.ctx is not None:
@@ -97,7 +75,7 @@ class Commands(typer.core.TyperGroup):
         except WrongCall as error:
             call: Any = error
             given = kwargs.get("args", args[0] if args else None) or sys.argv[1:]
-            message = told(call)
+            message = mistake(call)
             if message:  # none where there was no argument at all: the help was printed
                 complain(f"{message}\n{self.way_on(call, given)}")
             code = call.exit_code
@@ -121,91 +99,126 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
 F = TypeVar("F", bound=Callable[..., None])
+Completion = Callable[[str], list[str]] | None
 
 
 def option(
-    form: str, words: str, panel: str | None = None, complete: Callable[[str], list[str]] | None = None, **more: Any
+    form: str, words: str, panel: str | None = None, *, default: Any = None, complete: Completion = None, **more: Any
 ) -> Any:
     """An option as its help shows it: "--kv TOKENS", or "TOKENS" alone where its name is the parameter's."""
     parts = form.split(" ")
     names = [part for part in parts if part.startswith("-")]
     metavar = " ".join(part for part in parts if part not in names) or None
-    return typer.Option(*names, metavar=metavar, help=words, rich_help_panel=panel, autocompletion=complete, **more)
+    return typer.Option(
+        default, *names, metavar=metavar, help=words, rich_help_panel=panel, autocompletion=complete, **more
+    )
 
 
-Models = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="MODEL…",
-        help="One or more models: presets, samples, folders, config.json or .gguf files, or org/name on the hub.",
-        autocompletion=complete_model,
-    ),
-]
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="The model: org/name or org/name@revision on the hub, a preset, a folder, a weight file, or sample:gpt2.",
-        autocompletion=complete_model,
-    ),
-]
-Json = Annotated[bool, option("--json", "Print JSON instead of text.")]
-Force = Annotated[bool, option("--force", "Replace an existing checkpoint folder, in one step.")]
-Quiet = Annotated[bool, option("-q --quiet", "Print nothing but errors.")]
+def flag(form: str, words: str, panel: str | None = None, **more: Any) -> Any:
+    """An option that is off unless it is given."""
+    return option(form, words, panel, default=False, **more)
+
+
+def argument(metavar: str, words: str, default: Any = ..., complete: Any = None) -> Any:
+    """An argument, required where no default is given."""
+    return typer.Argument(default, metavar=metavar, help=words, autocompletion=complete)
+
+
+MODELS = argument(
+    "MODEL…",
+    "One or more models: presets, samples, folders, config.json or .gguf files, or org/name on the hub.",
+    complete=complete_model,
+)
+MODEL = argument(
+    "MODEL",
+    "The model: org/name or org/name@revision on the hub, a preset, a folder, a weight file, or sample:gpt2.",
+    complete=complete_model,
+)
+JSON = flag("--json", "Print JSON instead of text.")
+FORCE = flag("--force", "Replace an existing checkpoint folder, in one step.")
+QUIET = flag("-q --quiet", "Print nothing but errors.")
+WORKERS = option("N", "How many threads to use; by default one per core.", min=1)
 
 
 @dataclass(frozen=True)
-class Together:
-    """Options that a command takes as one value: by name their annotations and defaults, and what makes the value."""
+class OptionGroup:
+    """Options that a command takes as one value: by name their types and what they are, and what makes the value."""
 
     options: Mapping[str, tuple[Any, Any]]
     make: Callable[..., Any] = dict
 
 
-def _pictures(page: str) -> Together:
-    name = "Draw this figure of the page, by words of its title; by default the first."
-    return Together(
-        {
-            "html": (Annotated[Path | None, option("--html FILE", page)], None),
-            "png": (Annotated[Path | None, option("--png FILE", "Write a picture (PNG), for a talk.")], None),
-            "svg": (Annotated[Path | None, option("--svg FILE", "Write a picture (SVG), for a paper.")], None),
-            "figure": (Annotated[str | None, option("--figure NAME", name)], None),
-        },
-        Drawn,
-    )
+@dataclass(frozen=True)
+class PictureFiles:
+    """--html, --png and --svg: the files that a command is to draw; false where there is none. figure: which one of the
+    page a picture is of. They are written and told after the work; that they can be is looked at before it.
+    """
+
+    html: Path | None
+    png: Path | None
+    svg: Path | None
+    figure: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.figure is not None and self.png is None and self.svg is None:
+            raise UsageError("--figure names what a picture shows", "Add --svg FILE or --png FILE.")
+        if self:
+            from ..report.pictures import ready
+
+            ready(self.html, self.png, self.svg)
+
+    def __bool__(self) -> bool:
+        return any(path is not None for path in (self.html, self.png, self.svg))
+
+    def write(self, page: Callable[[], Page], quiet: bool) -> None:
+        """Write what was asked for, if anything, and say where: below the output of a command that a person reads."""
+        if not self:
+            return
+        from ..report.pictures import write
+
+        for path, title in write(page(), self.html, self.png, self.svg, self.figure):
+            say([f"picture: {path} ({title})" if title else f"page: {path}"], quiet)
 
 
-_TREE = {
-    "offline": (Annotated[bool, option("--offline", "Use local files and the hub's cache only.")], False),
-    "allow_pickle": (
-        Annotated[bool, option("--allow-pickle", "Read .bin files too (weights only); safetensors need no trust.")],
-        False,
-    ),
-}
-_EXTRA = (Annotated[bool, option("--allow-extra", "Leave out tensors that the model has no place for.")], False)
+def _pictures(page: str) -> OptionGroup:
+    figure = option("--figure NAME", "Draw this figure of the page, by words of its title; by default the first.")
+    options = {
+        "html": (Path | None, option("--html FILE", page)),
+        "png": (Path | None, option("--png FILE", "Write a picture (PNG), for a talk.")),
+        "svg": (Path | None, option("--svg FILE", "Write a picture (SVG), for a paper.")),
+        "figure": (str | None, figure),
+    }
+    return OptionGroup(options, PictureFiles)
 
-Pictures = Annotated[Drawn, _pictures("Write a page (HTML) that opens offline.")]
-HeatMap = Annotated[Drawn, _pictures("Write a page (HTML) with a heat map by layer and component.")]
-ForTree = Annotated[dict[str, Any], Together(_TREE)]
+
+_OFFLINE = flag("--offline", "Use local files and the hub's cache only.")
+_PICKLE = flag("--allow-pickle", "Read .bin files too (weights only); safetensors need no trust.")
+_EXTRA = flag("--allow-extra", "Leave out tensors that the model has no place for.")
+_TREE = {"offline": (bool, _OFFLINE), "allow_pickle": (bool, _PICKLE)}
+
+Pictures = Annotated[PictureFiles, _pictures("Write a page (HTML) that opens offline.")]
+HeatMap = Annotated[PictureFiles, _pictures("Write a page (HTML) with a heat map by layer and component.")]
+ForTree = Annotated[dict[str, Any], OptionGroup(_TREE)]
 """How a reference's tree is looked up: keyword arguments of `outline`."""
-ForWeights = Annotated[dict[str, Any], Together({**_TREE, "allow_extra": _EXTRA})]
+ForWeights = Annotated[dict[str, Any], OptionGroup({**_TREE, "allow_extra": (bool, _EXTRA)})]
 """How a checkpoint is opened: keyword arguments of `open_checkpoint`."""
 
 
-def _apart(function: Callable[..., None]) -> tuple[inspect.Signature, dict[str, Together]]:
+def _apart(function: Callable[..., None]) -> tuple[inspect.Signature, dict[str, OptionGroup]]:
     """A command's signature with each option for itself, and what is taken together."""
     signature, together = inspect.signature(function, eval_str=True), {}
-    parameters = []
-    for each in signature.parameters.values():
-        found = [part for part in getattr(each.annotation, "__metadata__", ()) if isinstance(part, Together)]
-        if not found:
-            parameters.append(each)
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        group = next(
+            (part for part in getattr(parameter.annotation, "__metadata__", ()) if isinstance(part, OptionGroup)), None
+        )
+        if group is None:
+            parameters.append(parameter)
             continue
-        together[each.name] = found[0]
-        for name, (annotation, default) in found[0].options.items():
-            parameters.append(inspect.Parameter(name, each.kind, default=default, annotation=annotation))
+        together[parameter.name] = group
+        for name, (kind, default) in group.options.items():
+            parameters.append(inspect.Parameter(name, parameter.kind, default=default, annotation=kind))
     return signature.replace(parameters=parameters), together
 
 
@@ -219,8 +232,8 @@ def guarded(function: F) -> F:
             # Read by the hub's library when it is imported, which is not yet; without a terminal it is quiet by itself.
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         try:
-            for name, each in together.items():
-                kwargs[name] = each.make(**{key: kwargs.pop(key) for key in each.options})
+            for name, group in together.items():
+                kwargs[name] = group.make(**{key: kwargs.pop(key) for key in group.options})
             function(*args, **kwargs)
             sys.stdout.flush()  # here, where a reader that has gone is known what to do about
         except Elsewhere as error:
@@ -229,8 +242,8 @@ def guarded(function: F) -> F:
             fail(str(error), error.exit_code)
         except KeyboardInterrupt as error:
             # A note says what is kept, where something is.
-            told = "\n".join(["interrupted", *getattr(error, "__notes__", [])])
-            fail(told, TERMINATED if isinstance(error, Terminated) else INTERRUPTED)
+            lines = "\n".join(["interrupted", *getattr(error, "__notes__", [])])
+            fail(lines, TERMINATED if isinstance(error, Terminated) else INTERRUPTED)
         except BrokenPipeError:
             give_up_stdout()  # the reader (head, less) has gone
             raise typer.Exit(0) from None
@@ -249,8 +262,7 @@ def guarded(function: F) -> F:
     return run  # type: ignore[return-value]
 
 
-def version(value: bool) -> None:
-    """--version."""
+def _version(value: bool) -> None:
     if value:
         typer.echo(f"gptkit {__version__}")
         raise typer.Exit
@@ -258,15 +270,24 @@ def version(value: bool) -> None:
 
 @app.callback()
 def root(
-    show_version: Annotated[  # noqa: ARG001 - its callback answers
-        bool, option("--version", "Show the version and exit.", callback=version, is_eager=True)
-    ] = False,
-    plugin: Annotated[
-        list[str] | None, option("--plugin MODULE", "Import this module, which registers components, families, …")
-    ] = None,
+    show_version: bool = flag("--version", "Show the version and exit.", callback=_version, is_eager=True),  # noqa: ARG001 - its callback answers
+    plugin: list[str] | None = option("--plugin MODULE", "Import this module, which registers components, families, …"),
 ) -> None:
     """The group itself imports plugins, and does nothing else."""
     load_plugins(plugin or ())
+
+
+def reshaped(
+    models: Sequence[ModelCount], swaps: Sequence[str] | None, recipe: str | None, offline: bool
+) -> Iterator[tuple[ModelCount, Reshaped, str]]:
+    """Each model, what --swap and --recipe would make of it, and the family that has that ("" for none)."""
+    from ..architectures import expressed
+    from ..surgery.shapes import steps_from, swapped
+
+    steps = steps_from(swaps or [], recipe)
+    for model in models:
+        made = swapped(model.spec, steps, model.family or None, model.name, files=model.folder, offline=offline)
+        yield model, made, expressed(made.spec)[0] or ""
 
 
 UNITS = {"": 1, "B": 1} | {
@@ -274,26 +295,27 @@ UNITS = {"": 1, "B": 1} | {
 }
 
 
-def parse_size(option: str, text: str | None) -> int | None:
-    """Bytes of "2GB", "500 MB", "1.5GiB", "1000000"; raises UsageError."""
+def parse_size(option: str, text: str | None, with_unit: bool = False) -> int | None:
+    """Bytes of "2GB", "500 MB", "1.5GiB", and unless a unit must be there "1000000"; raises UsageError."""
     if text is None:
         return None
-    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
-    nbytes = int(float(found[1]) * UNITS.get(found[2].upper(), 0)) if found else 0
+    if with_unit and text.strip().isdecimal():
+        raise UsageError(f"{option} {text!r} has no unit", f"{option} {text.strip()}GB, or GiB.")
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
+    nbytes = int(float(match[1]) * UNITS.get(match[2].upper(), 0)) if match else 0
     if nbytes <= 0:
         raise UsageError(f"{option} {text!r} is not a size", "Give a number of bytes, as 2GB, 500MB or 1GiB.")
     return nbytes
 
 
-def memory_of(option: str, text: str | None) -> int | None:
-    """A size with its unit, 24GB or 80GiB; raises UsageError."""
-    if text is not None and text.strip().isdecimal():
-        raise UsageError(f"{option} {text!r} has no unit", f"{option} {text.strip()}GB, or GiB.")
-    return parse_size(option, text)
-
-
 By = Literal["component", "layer", "tensor"]
 ROWS: tuple[By, ...] = get_args(By)
+
+
+def by_option(panel: str | None = None) -> Any:
+    """--by."""
+    form = "--by component | layer | tensor"
+    return option(form, "What each row of the table stands for.", panel, default="component", complete=one_of(ROWS))
 
 
 def rows_by(text: str) -> By:
@@ -301,27 +323,22 @@ def rows_by(text: str) -> By:
     for known in ROWS:
         if text in (known, f"{known}s"):
             return known
-    raise UsageError(
-        f"--by {text!r:.40} is none of {', '.join(ROWS)}",
-        f"or their plurals: {', '.join(f'{each}s' for each in ROWS)}",
-    )
+    plurals = ", ".join(f"{known}s" for known in ROWS)
+    raise UsageError(f"--by {text!r:.40} is none of {', '.join(ROWS)}", f"or their plurals: {plurals}")
 
 
-COUNTS = {"": 1, "k": 2**10, "m": 2**20}
-"""Tokens, as contexts are named: a model "of 128k" takes 131,072."""
+COUNTS = {"": 1, "k": 2**10, "m": 2**20}  # tokens, as contexts are named: a model "of 128k" takes 131,072
 
 
 def tokens(option: str, text: str) -> int:
     """A number of tokens: 8192, 8_192, 8k (8,192), 1M (1,048,576), 1e3; raises UsageError."""
-    found = re.fullmatch(
-        r"\s*(\d(?:_?\d){0,14})(\.\d{1,9})?(?:e\+?(\d{1,2}))?\s*([km]?)\s*", text, re.ASCII | re.IGNORECASE
-    )
+    form = r"\s*(\d(?:_?\d){0,14})(\.\d{1,9})?(?:e\+?(\d{1,2}))?\s*([km]?)\s*"
+    match = re.fullmatch(form, text, re.ASCII | re.IGNORECASE)
     number = 0
-    if found:
-        whole, part, power, unit = found.groups(default="")
+    if match:
+        whole, part, power, unit = match.groups(default="")
         digits = part[1:]
-        scaled = int(whole + digits) * 10 ** int(power or 0) * COUNTS[unit.lower()]
-        number, rest = divmod(scaled, 10 ** len(digits))
+        number, rest = divmod(int(whole + digits) * 10 ** int(power or 0) * COUNTS[unit.lower()], 10 ** len(digits))
         number = 0 if rest else number
     if not 1 <= number < 10**16:
         raise UsageError(

@@ -1,13 +1,10 @@
 """compare: what differs between models, from their configs alone."""
 
-from __future__ import annotations
-
 import sys
-from typing import Annotated
 
 from ..errors import UsageError
 from ..terminal import console, print_json
-from .base import ForTree, Json, Models, Pictures, app, examples, guarded, option, tokens
+from .base import JSON, MODELS, ForTree, Pictures, app, examples, flag, guarded, option, reshaped, tokens
 
 
 @app.command(
@@ -20,25 +17,20 @@ from .base import ForTree, Json, Models, Pictures, app, examples, guarded, optio
 )
 @guarded
 def compare(
-    models: Models,
-    context: Annotated[
-        str | None,
-        option("TOKENS", "The context that costs are for; by default one that all of the models are made for."),
-    ] = None,
-    dtype: Annotated[str, option("DTYPE", "The dtype of weights and KV cache: float32, bfloat16, …")] = "bfloat16",
-    only_differences: Annotated[
-        bool, option("--only-differences", "Leave out the rows in which all models are alike.")
-    ] = False,
-    everything: Annotated[bool, option("--all", "Add the details in which all models are alike.")] = False,
-    swap: Annotated[
-        list[str] | None, option("OPTION=VALUE", "Also compare what a swap would make of each model: attention=gqa:8.")
-    ] = None,
-    recipe: Annotated[
-        str | None, option("NAME", "Also compare what a recipe of swaps would make of each model.")
-    ] = None,
-    markdown: Annotated[bool, option("--markdown", "Print a Markdown table, for a README or a paper.")] = False,
-    csv: Annotated[bool, option("--csv", "Print CSV instead of a table.")] = False,
-    json: Json = False,
+    models: list[str] = MODELS,
+    context: str | None = option(
+        "TOKENS", "The context that costs are for; by default one that all of the models are made for."
+    ),
+    dtype: str = option("DTYPE", "The dtype of weights and KV cache: float32, bfloat16, …", default="bfloat16"),
+    only_differences: bool = flag("--only-differences", "Leave out the rows in which all models are alike."),
+    everything: bool = flag("--all", "Add the details in which all models are alike."),
+    swap: list[str] | None = option(
+        "OPTION=VALUE", "Also compare what a swap would make of each model: attention=gqa:8."
+    ),
+    recipe: str | None = option("NAME", "Also compare what a recipe of swaps would make of each model."),
+    markdown: bool = flag("--markdown", "Print a Markdown table, for a README or a paper."),
+    csv: bool = flag("--csv", "Print CSV instead of a table."),
+    json: bool = JSON,
     *,
     drawn: Pictures,
     opening: ForTree,
@@ -56,13 +48,11 @@ def compare(
     counts: list[ModelCount] = params(*models, **opening)
     if swap or recipe is not None:
         from ..surgery.synonyms import guarantee_in_words
-        from .reshaped import reshaped
 
         pairs = []
-        for model, found, family in reshaped(counts, swap, recipe, opening["offline"]):
-            steps = ", ".join(map(str, found.steps))
-            notes = (f"{steps}: {guarantee_in_words(found.guarantee)}", *found.notes)
-            pairs += [model, ModelCount(f"{model.name} swapped", family, found.spec, notes=notes)]
+        for model, made, family in reshaped(counts, swap, recipe, opening["offline"]):
+            notes = (f"{', '.join(map(str, made.steps))}: {guarantee_in_words(made.guarantee)}", *made.notes)
+            pairs += [model, ModelCount(f"{model.name} swapped", family, made.spec, notes=notes)]
         counts = pairs
     table = comparison(counts, asked)
     rows = table.shown(everything=everything, only_differences=only_differences)
@@ -74,7 +64,4 @@ def compare(
         sys.stdout.write(report.comparison_csv(table, rows) if csv else report.comparison_markdown(table, rows))
     else:
         console().print(report.comparison_table(table, rows))
-    if drawn:
-        from ..report.comparison_page import comparison_page
-
-        drawn.write(lambda: comparison_page(table, rows), quiet=json or csv or markdown)
+    drawn.write(lambda: report.comparison_page(table, rows), quiet=json or csv or markdown)

@@ -1,8 +1,4 @@
-"""What the shell offers: for a MODEL presets, samples, and the paths that could be one; for an option that knows its
-values, those. No network, nothing heavy.
-"""
-
-from __future__ import annotations
+"""What the shell offers: presets, samples, paths, and the values that an option knows. No network, nothing heavy."""
 
 import io
 import os
@@ -12,8 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
-__all__ = ["FLOATS", "bash_words", "complete_model", "complete_target", "forms", "one_of"]
-
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 SIGNS = (":", "=")
@@ -22,22 +16,16 @@ MODEL_FILES = (".safetensors", ".gguf", ".json", ".bin", ".pt")
 
 def complete_model(incomplete: str) -> list[tuple[str, str]]:
     """(what to write, what it is) for each model whose name begins so: a person's own files first."""
-    return [*_paths(incomplete), *_named(incomplete)]
-
-
-def _named(incomplete: str) -> Iterator[tuple[str, str]]:
     from ..architectures.presets import presets
     from ..converter.resolve import SAMPLES
 
     wanted = incomplete.lower()
-    for name in (f"sample:{sample}" for sample in SAMPLES):
-        if name.startswith(wanted):
-            yield name, "comes with gptkit"
-    for preset in presets().values():
-        for spelling in preset.known_as:
-            if spelling.lower().startswith(wanted):
-                yield spelling, preset.repo or "no published weights"
-                break  # one spelling a preset: the first that fits
+    models = [*_paths(incomplete)]
+    models += [(f"sample:{name}", "comes with gptkit") for name in SAMPLES if f"sample:{name}".startswith(wanted)]
+    for preset in presets().values():  # one spelling a preset: the first that fits
+        fitting = [spelling for spelling in preset.known_as if spelling.lower().startswith(wanted)]
+        models += [(spelling, preset.repo or "no published weights") for spelling in fitting[:1]]
+    return models
 
 
 def _paths(incomplete: str) -> Iterator[tuple[str, str]]:
@@ -49,14 +37,12 @@ def _paths(incomplete: str) -> Iterator[tuple[str, str]]:
     except OSError:
         return  # no such folder: nothing to offer
     for entry in entries:
-        if not entry.name.startswith(begun) or (entry.name.startswith(".") and not begun.startswith(".")):
-            continue
-        if not entry.name.isprintable():
-            continue
-        if entry.is_dir():
-            yield f"{shown}{entry.name}/", "folder"
-        elif entry.name.endswith(MODEL_FILES):
-            yield f"{shown}{entry.name}", "file"
+        hidden = entry.name.startswith(".") and not begun.startswith(".")
+        if entry.name.startswith(begun) and not hidden and entry.name.isprintable():
+            if entry.is_dir():
+                yield f"{shown}{entry.name}/", "folder"
+            elif entry.name.endswith(MODEL_FILES):
+                yield f"{shown}{entry.name}", "file"
 
 
 def one_of(values: Iterable[str] | Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ..converter.targets import targets
 from ..errors import GptkitError, UsageError
 from ..terminal import answer, console, progress_bar, say
-from .base import Force, ForWeights, Json, ModelArgument, Quiet, app, examples, guarded, option, parse_size
+from . import base
+from .base import FORCE, JSON, MODEL, QUIET, ForWeights, app, argument, examples, flag, guarded, option
 from .completion import FLOATS, complete_target, one_of
 
 if TYPE_CHECKING:
-    from ..report.random_model import RandomModel
+    from ..report.checkpoints import RandomModel
 
 
 @app.command(
@@ -25,39 +24,30 @@ if TYPE_CHECKING:
 @app.command(epilog=examples("gptkit load sample:llama", "gptkit load --random gpt2 --out fresh"))
 @guarded
 def load(
-    model: ModelArgument,
+    model: str = MODEL,
     *,
-    dtype: Annotated[
-        str | None,
-        option(
-            "DTYPE", "Load as float32, bfloat16, float16 or float64; by default as stored.", complete=one_of(FLOATS)
-        ),
-    ] = None,
-    random: Annotated[
-        bool, option("--random", "Draw random weights: a preset, a config.json or a tree is enough.")
-    ] = False,
-    seed: Annotated[int | None, option("N", "The seed of --random; by default 0.", min=0)] = None,
-    out: Annotated[
-        Path | None, option("FOLDER", "Write the random weights into this folder, in gptkit's own format.")
-    ] = None,
-    force: Force = False,
+    dtype: str | None = option(
+        "DTYPE", "Load as float32, bfloat16, float16 or float64; by default as stored.", complete=one_of(FLOATS)
+    ),
+    random: bool = flag("--random", "Draw random weights: a preset, a config.json or a tree is enough."),
+    seed: int | None = option("N", "The seed of --random; by default 0.", min=0),
+    out: Path | None = option("FOLDER", "Write the random weights into this folder, in gptkit's own format."),
+    force: bool = FORCE,
     opening: ForWeights,
-    json: Json = False,
+    json: bool = JSON,
 ) -> None:
     """Open, map and build a checkpoint, or a tree with random weights; report what it is and anything unexpected."""
     if random:
-        found = _random(model, dtype, seed or 0, out, force, opening)
-        answer(json, found.as_json, found.summary)
-        if found.out is not None and not json:
-            say([f"{found.out}: gptkit's own format"], quiet=False)
+        drawn = _random(model, dtype, seed or 0, out, force, opening)
+        answer(json, drawn.as_json, drawn.summary)
+        if drawn.out is not None:
+            say([f"{drawn.out}: gptkit's own format"], quiet=json)
         return
-    given = [
-        name for name, value in (("--seed", seed), ("--out", out), ("--force", force or None)) if value is not None
-    ]
-    if given:
-        raise UsageError(f"{given[0]} is for random weights", "Add --random; gptkit convert writes a checkpoint's own.")
+    for name, value in (("--seed", seed), ("--out", out), ("--force", force or None)):
+        if value is not None:
+            raise UsageError(f"{name} is for random weights", "Add --random; gptkit convert writes a checkpoint's own.")
     from ..converter.checkpoint import open_checkpoint
-    from ..report.summaries import load_json, load_summary
+    from ..report.checkpoints import load_json, load_summary
 
     checkpoint = open_checkpoint(model, **opening)
     from ..modules.load import load_checkpoint, torch_dtype
@@ -85,7 +75,7 @@ def _random(
     from ..converter.safetensors import DTYPES
     from ..modules.initialise import TOLD, finite_logits, require_memory, write_random
     from ..modules.load import load_random
-    from ..report.random_model import RandomModel
+    from ..report.checkpoints import RandomModel
 
     stored = parse_dtype(dtype or "float32")
     if out is not None:
@@ -118,43 +108,33 @@ def _random(
 @app.command(epilog=examples("gptkit convert gpt2 --to local", "gptkit convert gpt2-local gpt2-again --to hf"))
 @guarded
 def convert(
-    model: ModelArgument,
-    out: Annotated[
-        Path | None,
-        typer.Argument(metavar="OUT", help="The folder to write, or a .gguf file; by default the folder MODEL-FORMAT."),
-    ] = None,
+    model: str = MODEL,
+    out: Path | None = argument(
+        "OUT", "The folder to write, or a .gguf file; by default the folder MODEL-FORMAT.", None
+    ),
     *,
-    to: Annotated[
-        str,
-        option(
-            "FORMAT",
-            f"The format to write: one of {', '.join(targets())}; local is gptkit's own.",
-            complete=complete_target,
-        ),
-    ] = "local",
-    dtype: Annotated[
-        str | None,
-        option(
-            "DTYPE", "Store every tensor as float32, bfloat16, …; q8_0 in a GGUF.", complete=one_of((*FLOATS, "q8_0"))
-        ),
-    ] = None,
-    max_shard_size: Annotated[
-        str | None, option("SIZE", "Start another file before one grows beyond this: 2GB, 500MB.")
-    ] = None,
-    workers: Annotated[int | None, option("N", "How many threads to use; by default one per core.", min=1)] = None,
-    max_memory: Annotated[
-        str | None, option("SIZE", "Hold no more than this of tensors in memory at once: 500MB.")
-    ] = None,
-    force: Force = False,
-    dry_run: Annotated[bool, option("--dry-run", "Say what would be written; read no weights.")] = False,
+    to: str = option(
+        "FORMAT",
+        f"The format to write: one of {', '.join(targets())}; local is gptkit's own.",
+        default="local",
+        complete=complete_target,
+    ),
+    dtype: str | None = option(
+        "DTYPE", "Store every tensor as float32, bfloat16, …; q8_0 in a GGUF.", complete=one_of((*FLOATS, "q8_0"))
+    ),
+    max_shard_size: str | None = option("SIZE", "Start another file before one grows beyond this: 2GB, 500MB."),
+    workers: int | None = base.WORKERS,
+    max_memory: str | None = option("SIZE", "Hold no more than this of tensors in memory at once: 500MB."),
+    force: bool = FORCE,
+    dry_run: bool = flag("--dry-run", "Say what would be written; read no weights."),
     opening: ForWeights,
-    quiet: Quiet = False,
+    quiet: bool = QUIET,
 ) -> None:
     """Convert to gptkit's own format, back to Hugging Face files, or to another format."""
     from ..converter.convert import Conversion
     from ..converter.convert import convert as run
     from ..converter.distributed import leads
-    from ..report.summaries import conversion_lines
+    from ..report.checkpoints import conversion_lines
 
     quiet = quiet or not leads()
     total = 0
@@ -164,28 +144,16 @@ def convert(
         total = sum(shard.nbytes for shard in conversion.plan.shards)
 
     with progress_bar("converting", quiet) as advance:
-        done = run(
-            model,
-            out,
-            to,
-            force=force,
-            dry_run=dry_run,
-            **opening,
-            dtype=dtype,
-            max_shard_bytes=parse_size("--max-shard-size", max_shard_size),
-            workers=workers,
-            max_memory=parse_size("--max-memory", max_memory),
-            progress=lambda nbytes: advance(nbytes, total),
-            on_plan=planned,
-        )
+        written: Any = {"force": force, "dry_run": dry_run, "dtype": dtype, "workers": workers}
+        written["max_shard_bytes"] = base.parse_size("--max-shard-size", max_shard_size)
+        written["max_memory"] = base.parse_size("--max-memory", max_memory)
+        done = run(model, out, to, **written, **opening, progress=lambda n: advance(n, total), on_plan=planned)
     say(conversion_lines(done), quiet)
 
 
 @app.command(epilog=examples("gptkit check gpt2-local"))
 @guarded
-def check(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder that gptkit wrote.")], quiet: Quiet = False
-) -> None:
+def check(folder: Path = argument("FOLDER", "A folder that gptkit wrote."), quiet: bool = QUIET) -> None:
     """Hash a folder's files again and compare with its manifest; say which tensor changed, and where."""
     from ..converter.publish import MANIFEST, check_manifest
     from ..errors import CheckpointError, InvalidInput

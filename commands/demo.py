@@ -1,9 +1,6 @@
 """demo: a tour on the samples."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -13,9 +10,7 @@ from .base import app, examples, guarded, option
 
 @app.command(epilog=examples("gptkit demo --keep tour"))
 @guarded
-def demo(
-    keep: Annotated[Path | None, option("", "Keep the converted checkpoints in this folder.")] = None,
-) -> None:
+def demo(keep: Path | None = option("", "Keep the converted checkpoints in this folder.")) -> None:
     """Take a tour on the trained samples: count, convert, verify, swap, verify again, generate."""
     from ..report.demo import tour
 

@@ -1,50 +1,44 @@
 """generate: text from a checkpoint."""
 
-from __future__ import annotations
-
 import sys
 from itertools import chain
-from typing import Annotated
+from typing import Any
 
 import typer
 
 from ..errors import UsageError
 from ..terminal import complain
-from .base import ForWeights, ModelArgument, app, examples, guarded, option
+from .base import MODEL, ForWeights, app, argument, examples, guarded, option
 from .completion import FLOATS, one_of
 
 
 @app.command(epilog=examples("gptkit generate sample:gpt2 'ROMEO:' -n 80 --temperature 0.8 --seed 1"))
 @guarded
 def generate(
-    model: ModelArgument,
-    text: Annotated[
-        str | None, typer.Argument(metavar="TEXT", help="The prompt to continue; - reads standard input.")
-    ] = None,
+    model: str = MODEL,
+    text: str | None = argument("TEXT", "The prompt to continue; - reads standard input.", None),
     *,
-    ids: Annotated[str | None, option("IDS", "Token ids instead of a text: '1 5 9'.")] = None,
-    max_new_tokens: Annotated[int, option("-n --max-new-tokens N", "Stop after so many tokens.", min=0)] = 100,
-    temperature: Annotated[
-        float | None,
-        option("T", "Sample at this temperature. 0 is greedy, the default unless --top-k or --top-p is given.", min=0),
-    ] = None,
-    top_k: Annotated[int | None, option("K", "Sample from the k likeliest tokens.", min=1)] = None,
-    top_p: Annotated[
-        float | None, option("P", "Sample from the likeliest tokens whose probabilities add up to p.", min=0, max=1)
-    ] = None,
-    seed: Annotated[int | None, option("N", "The seed of sampling, for the same text twice.", min=0)] = None,
-    dtype: Annotated[
-        str | None, option("DTYPE", "The dtype to compute in; by default the checkpoint's.", complete=one_of(FLOATS))
-    ] = None,
-    attention: Annotated[
-        str, option("sdpa | eager", "How attention is computed.", complete=one_of(("sdpa", "eager")))
-    ] = "sdpa",
+    ids: str | None = option("IDS", "Token ids instead of a text: '1 5 9'."),
+    max_new_tokens: int = option("-n --max-new-tokens N", "Stop after so many tokens.", default=100, min=0),
+    temperature: float | None = option(
+        "T", "Sample at this temperature. 0 is greedy, the default unless --top-k or --top-p is given.", min=0
+    ),
+    top_k: int | None = option("K", "Sample from the k likeliest tokens.", min=1),
+    top_p: float | None = option(
+        "P", "Sample from the likeliest tokens whose probabilities add up to p.", min=0, max=1
+    ),
+    seed: int | None = option("N", "The seed of sampling, for the same text twice.", min=0),
+    dtype: str | None = option(
+        "DTYPE", "The dtype to compute in; by default the checkpoint's.", complete=one_of(FLOATS)
+    ),
+    attention: str = option(
+        "sdpa | eager", "How attention is computed.", default="sdpa", complete=one_of(("sdpa", "eager"))
+    ),
     opening: ForWeights,
 ) -> None:
     """Continue a prompt."""
     from ..converter.checkpoint import open_checkpoint
     from ..converter.threads import suit
-    from ..modules.attention import Kernel
     from ..modules.text import generate as run
 
     if (text is None) == (ids is None):
@@ -52,29 +46,15 @@ def generate(
     if attention not in ("sdpa", "eager"):
         raise UsageError(f"unknown attention {attention!r}", "known: sdpa, eager")
     if temperature == 0 and (top_k is not None or top_p is not None):
-        option = "--top-k" if top_k is not None else "--top-p"
-        raise UsageError(f"{option} does nothing at --temperature 0, which is greedy", "Give a temperature above 0.")
-    kernel: Kernel = "eager" if attention == "eager" else "sdpa"
-    prompt: str | list[int]
-    if ids is not None:
-        prompt = parse_ids(ids)
-    else:
-        prompt = read_stdin() if text == "-" else text or ""
+        name = "--top-k" if top_k is not None else "--top-p"
+        raise UsageError(f"{name} does nothing at --temperature 0, which is greedy", "Give a temperature above 0.")
+    prompt = read_prompt(text, ids)
     limits: list[str] = []
     opened = open_checkpoint(model, **opening)
     suit(opened.spec)
-    pieces = run(
-        opened,
-        prompt,
-        max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        dtype=dtype,
-        attention=kernel,
-        tell=limits.append,
-    )
+    sampling: Any = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    computing: Any = {"dtype": dtype, "attention": attention, "tell": limits.append}
+    pieces = run(opened, prompt, max_new_tokens, **sampling, **computing)
     watched = sys.stdout.isatty()
     try:
         for piece in chain([prompt] if isinstance(prompt, str) else [], pieces):
@@ -88,27 +68,14 @@ def generate(
             complain(line)
 
 
-def parse_ids(text: str) -> list[int]:
-    """'1 5 9' or '1,5,9' as numbers.
-
-    Raises:
-        UsageError: something in it is not a number.
-
-    """
+def read_prompt(text: str | None, ids: str | None) -> str | list[int]:
+    """TEXT, or standard input for -, or the numbers of --ids ('1 5 9' or '1,5,9'); raises UsageError."""
+    if ids is not None:
+        try:
+            return [int(part) for part in ids.replace(",", " ").split()]
+        except ValueError as error:
+            raise UsageError(f"--ids takes numbers, not {ids!r:.60}") from error
     try:
-        return [int(part) for part in text.replace(",", " ").split()]
-    except ValueError as error:
-        raise UsageError(f"--ids takes numbers, not {text!r:.60}") from error
-
-
-def read_stdin() -> str:
-    """Standard input.
-
-    Raises:
-        UsageError: it is not text.
-
-    """
-    try:
-        return sys.stdin.read()
+        return sys.stdin.read() if text == "-" else text or ""
     except UnicodeDecodeError as error:
         raise UsageError(f"standard input is not text: {error}") from error

@@ -1,48 +1,26 @@
 """swap and swaps: components exchanged, and which can be."""
 
-from __future__ import annotations
-
-import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import Annotated, Any
 
 from ..errors import UsageError
-from ..surgery.options import OPTIONS
+from ..surgery.options import OPTIONS, Option
 from ..terminal import answer, console, progress_bar, say, status
-from .base import F, Force, ForWeights, Json, ModelArgument, Quiet, app, examples, guarded, option
+from .base import FORCE, JSON, MODEL, QUIET, ForWeights, OptionGroup, app, argument, examples, flag, guarded, option
 from .completion import forms, one_of
 
-if TYPE_CHECKING:
-    from ..surgery.swap import SwapResult
+HOW = "How to swap"  # the heading in the help of `swap` of what is no swap
 
 
-HOW = "How to swap"
-"""The heading in the help of `swap` of what is no swap."""
+def _option(swap: Option) -> tuple[Any, Any]:
+    form = f"{swap.spelled} {swap.metavar}".strip()
+    if swap.flag:
+        return bool, flag(form, swap.help, swap.group)
+    return str | None, option(form, swap.help, swap.group, complete=one_of(forms(swap.metavar)))
 
 
-def with_swaps(function: F) -> F:
-    """An option for every swap of `surgery.options`; what was given arrives in the function's `**asked`."""
-    signature = inspect.signature(function, eval_str=True)
-    parameters = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    for each in OPTIONS:
-        kind: Any
-        kind, default = (bool, False) if each.flag else (str | None, None)
-        known = one_of(forms(each.metavar))
-        option = typer.Option(
-            each.spelled,
-            help=each.help,
-            metavar=each.metavar or None,
-            rich_help_panel=each.group,
-            autocompletion=None if each.flag else known,
-        )
-        annotation = Annotated[kind, option]
-        parameters.append(
-            inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        )
-    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return function
+ForSwaps = Annotated[dict[str, Any], OptionGroup({swap.name: _option(swap) for swap in OPTIONS})]
+"""An option for every swap of `surgery.options`."""
 
 
 @app.command(
@@ -51,55 +29,34 @@ def with_swaps(function: F) -> F:
     )
 )
 @guarded
-@with_swaps
 def swap(
-    model: ModelArgument,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    model: str = MODEL,
+    out: Path = argument("OUT", "The folder to write."),
     *,
-    recipe: Annotated[
-        str | None,
-        option(
-            "FILE",
-            "Run a recipe: a TOML file, a name out of gptkit swaps --recipes, or a folder that a swap wrote.",
-            HOW,
-        ),
-    ] = None,
-    blocks: Annotated[str | None, option("LAYERS", "Change these layers alone: 3-7, or 0,2,4-.", HOW)] = None,
-    approximate: Annotated[
-        bool, option("--approximate", "Replace plainly instead of in the best form, whatever it loses.", HOW)
-    ] = False,
-    calibrate: Annotated[
-        str | None, option("FILE", "Fit on this text; the samples have the bundled play.", HOW)
-    ] = None,
-    calibrate_tokens: Annotated[
-        int | None, option("N", "Fit on so many of its tokens; by default 2,048.", HOW, min=1)
-    ] = None,
-    to: Annotated[
-        str | None, option("--as FORMAT", "The format to write: local (gptkit's own), hf, hf:FAMILY or auto.", HOW)
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        option(
-            "DTYPE",
-            "The dtype of computed tensors, and with --as hf of all; by default the output says which and why.",
-            HOW,
-        ),
-    ] = None,
-    no_measure: Annotated[bool, option("--no-measure", "Do not compare logits before and after.")] = False,
-    measure_steps: Annotated[
-        bool, option("--measure-steps", "Measure each step by itself, of a large model too.")
-    ] = False,
-    report: Annotated[
-        Path | None, option("--report --html FILE", "Write what the swap costs, FILE.html and FILE.json.")
-    ] = None,
-    force: Force = False,
-    dry_run: Annotated[bool, option("--dry-run", "Say what would come out, and write nothing.")] = False,
+    recipe: str | None = option(
+        "FILE", "Run a recipe: a TOML file, a name out of gptkit swaps --recipes, or a folder that a swap wrote.", HOW
+    ),
+    blocks: str | None = option("LAYERS", "Change these layers alone: 3-7, or 0,2,4-.", HOW),
+    approximate: bool = flag("--approximate", "Replace plainly instead of in the best form, whatever it loses.", HOW),
+    calibrate: str | None = option("FILE", "Fit on this text; the samples have the bundled play.", HOW),
+    calibrate_tokens: int | None = option("N", "Fit on so many of its tokens; by default 2,048.", HOW, min=1),
+    to: str | None = option("--as FORMAT", "The format to write: local (gptkit's own), hf, hf:FAMILY or auto.", HOW),
+    dtype: str | None = option(
+        "DTYPE",
+        "The dtype of computed tensors, and with --as hf of all; by default the output says which and why.",
+        HOW,
+    ),
+    no_measure: bool = flag("--no-measure", "Do not compare logits before and after."),
+    measure_steps: bool = flag("--measure-steps", "Measure each step by itself, of a large model too."),
+    report: Path | None = option("--report --html FILE", "Write what the swap costs, FILE.html and FILE.json."),
+    force: bool = FORCE,
+    dry_run: bool = flag("--dry-run", "Say what would come out, and write nothing."),
     opening: ForWeights,
-    quiet: Quiet = False,
-    **asked: str | bool | None,
+    quiet: bool = QUIET,
+    asked: ForSwaps,
 ) -> None:
     """Exchange components, with a guarantee measured from the files that were written."""
-    from ..report.summaries import swap_lines
+    from ..report.surgery import dry_run_report, steps_report, swap_lines
     from ..surgery.swap import swap as run
 
     if report is not None and not dry_run:
@@ -107,58 +64,35 @@ def swap(
 
         report_paths(report)
     values = {name: ("" if value is True else value) for name, value in asked.items() if value not in (None, False)}
+    fitting: Any = {"approximate": approximate, "calibrate": calibrate, "calibrate_tokens": calibrate_tokens}
+    measuring: Any = {"measured": not no_measure, "each_step": measure_steps or None}
+    writing: Any = {"to": to, "dtype": dtype, "force": force, "dry_run": dry_run}
+    swapping = {"recipe": recipe, "blocks": blocks, **fitting, **measuring, **writing, **opening, **values}
     with progress_bar("swapping", quiet) as advance:
-        done = run(
-            model,
-            out,
-            recipe=recipe,
-            blocks=blocks,
-            approximate=approximate,
-            calibrate=calibrate,
-            calibrate_tokens=calibrate_tokens,
-            to=to,
-            dtype=dtype,
-            force=force,
-            dry_run=dry_run,
-            measured=not no_measure,
-            each_step=measure_steps or None,
-            **opening,
-            progress=lambda nbytes: advance(nbytes, 0),
-            **values,  # type: ignore[arg-type]
-        )
+        done = run(model, out, **swapping, progress=lambda nbytes: advance(nbytes, 0))
     if not quiet:
-        from ..report.surgery import dry_run_report, steps_report
-
         say(swap_lines(done), quiet)
         if dry_run:
             console().print("", dry_run_report(done), sep="\n")
         elif len(done.chain.steps) > 1:
             console().print("", steps_report(done), sep="\n")
     if report is not None and not dry_run:
-        damage_report(done, report, calibrate, calibrate_tokens, quiet)
+        from ..report.damage import damage_lines, write_report
+        from ..surgery.damage import assess, held_out
 
-
-def damage_report(done: SwapResult, path: Path, calibrate: str | None, tokens: int | None, quiet: bool) -> None:
-    """`swap --report`."""
-    from ..report.damage import write_report
-    from ..report.summaries import damage_lines
-    from ..surgery.damage import assess, held_out
-
-    with status("measuring what changed", quiet) as tell:
-        found = assess(done, held_out(done, calibrate, tokens), tell)
-    written = write_report(done, found, path)
-    say([*damage_lines(found), f"report: {', '.join(map(str, written))}"], quiet)
+        with status("measuring what changed", quiet) as tell:
+            damage = assess(done, held_out(done, calibrate, calibrate_tokens), tell)
+        files = write_report(done, damage, report)
+        say([*damage_lines(damage), f"report: {', '.join(map(str, files))}"], quiet)
 
 
 @app.command(epilog=examples("gptkit swaps sample:gpt2", "gptkit swaps --recipes"))
 @guarded
 def swaps(
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="The model to try them on; without one, all swaps are listed.")
-    ] = None,
+    model: str | None = argument("MODEL", "The model to try them on; without one, all swaps are listed.", None),
     *,
-    recipes: Annotated[bool, option("--recipes", "List the recipes that come with gptkit.")] = False,
-    json: Json = False,
+    recipes: bool = flag("--recipes", "List the recipes that come with gptkit."),
+    json: bool = JSON,
     opening: ForWeights,
 ) -> None:
     """List the swaps: what each guarantees, on a MODEL or at best, and what it costs."""
@@ -168,8 +102,8 @@ def swaps(
     if recipes:
         if model is not None:
             raise UsageError("--recipes takes no MODEL", "gptkit swap MODEL OUT --recipe NAME --dry-run tries one.")
-        found = [read_recipe(name) for name in shipped()]
-        return answer(json, lambda: recipes_json(found), lambda: recipes_report(found))
+        known = [read_recipe(name) for name in shipped()]
+        return answer(json, lambda: recipes_json(known), lambda: recipes_report(known))
     if model is None:
         from ..surgery.registry import all_swaps
 

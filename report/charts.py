@@ -1,116 +1,84 @@
-"""Charts of what trees hold and cost: parameters of models side by side, and the key-value cache by context.
-
-Every figure comes from the trees' shapes.
-"""
-
-from __future__ import annotations
+"""Charts of what trees hold and cost, from their shapes: parameters side by side, the key-value cache by context."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle, islice
 from typing import Any
 
 from ..analysis.costs import CONTEXT, cache_bytes, stated_context, usual_context, windows
 from ..components import ModelSpec
-from .pages import Figure, Key, Table, plain
-from .plots import COLOURS, PALETTE, drawn, held, safe, share, short
+from .pages import COLOURS, PALETTE, Figure, Key, Table, figure, plain, safe
+from .sheets import held, share, short
 
-__all__ = ["bars", "cache_chart", "parameter_bars"]
-
-DASHES = ("solid", "dash", "dot")
-"""Lines differ in more than colour."""
-APART = 3
-"""Models that differ in size by more than this are drawn by their shares too."""
-NAME = 22
-"""Characters of a model's name on a line beside its bar."""
-FROM = 128
-"""Tokens at which the cache's lines begin."""
-
-# --- models side by side ----------------------------------------------------------------------------------------------
+DASHES = ("solid", "dash", "dot")  # lines differ in more than colour
+APART = 3  # models that differ in size by more than this are drawn by their shares too
+NAME = 22  # characters of a model's name on a line beside its bar
+FROM = 128  # tokens at which the cache's lines begin
+UNITS = {"parameters": "KMBT"}  # a billion parameters is a B, of all else it is a G
+Named = Sequence[tuple[str, Mapping[str, int]]]  # models by name, with a number for each part
 
 
-def bars(
-    models: Sequence[tuple[str, Mapping[str, int]]], *, title: str, what: str, summary: str = "", shares: bool = False
-) -> Figure:
-    """A bar a model, of parts: parameters by component, FLOPs by component.
-
-    Args:
-        models: (name, number by part), at least one.
-        title: the figure's name.
-        what: the numbers' unit in words, many of them.
-        summary: what it shows, in a sentence; by default the smallest and the largest total.
-        shares: draw all bars as long as one another, for models of very different sizes.
-
-    """
+def bars(models: Named, *, title: str, what: str, summary: str = "", shares: bool = False) -> Figure:
+    """A bar a model, of parts. what: the unit in words; shares: whether all bars are as long as one another."""
     parts = list(dict.fromkeys(part for _, numbers in models for part in numbers))
-    names = [name for name, _ in models]
     totals = [sum(numbers.values()) for _, numbers in models]
-    colours = _part_colours(parts)
-    traces = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": part,
-            "y": list(range(len(names))),
-            "x": [
-                numbers.get(part, 0) / (max(total, 1) if shares else 1)
-                for (_, numbers), total in zip(models, totals, strict=True)
-            ],
-            "marker": {"color": f"var(--c{colours[part]})", "line": {"color": "var(--ground)", "width": 1}},
-            "hovertext": [
-                f"<b>{safe(name)}: {safe(part)}</b><br>{numbers.get(part, 0):,} {what}<br>"
-                f"{share(numbers.get(part, 0), max(total, 1))} of {total:,}"
-                for (name, numbers), total in zip(models, totals, strict=True)
-            ],
-            "hoverinfo": "text",
-        }
-        for part in parts
-    ]
-    if len(models) > 1 and not shares:
-        traces.append(_totals(totals, what))
-    height = 34 * len(models) + 84
-    axis = {"showgrid": False, "zeroline": False, "ticks": "", "tickangle": 0}
-    return Figure(
-        title=title,
-        summary=summary or _bars_summary(models, what),
-        spec=drawn(
-            traces,
-            height,
-            barmode="stack",
-            bargap=0.3,
-            showlegend=False,
-            margin={"t": 8, "b": 60, "l": 8, "r": 12},
-            xaxis={
-                "gridcolor": "var(--line)",
-                "zeroline": False,
-                "ticks": "",
-                "tickangle": 0,
-                "title": {"text": f"share of {what}" if shares else what, "standoff": 4},
-                **_scale(max(totals), what, shares, len(models) == 1),
-            },
-            yaxis={
-                **axis,
-                "autorange": "reversed",
-                "automargin": True,
-                "tickvals": list(range(len(names))),
-                "ticktext": [_short_name(name) for name in names],
-            },
-        ),
-        height=height,
-        width=280,
-        keys=tuple(Key(f"c{colours[part]}", part) for part in parts),
-        table=Table(
-            f"{title} as a table",
-            (("model", False), *((part, True) for part in parts), ("total", True)),
-            tuple(
-                (name, *(f"{numbers[part]:,}" if part in numbers else "–" for part in parts), f"{total:,}")
-                for (name, numbers), total in zip(models, totals, strict=True)
-            ),
-            folded=True,
-        ),
+    with_totals = list(zip(models, totals, strict=True))
+    left = iter([n for n in range(PALETTE) if n not in {COLOURS.get(part) for part in parts}])
+    colours = {part: COLOURS[part] if part in COLOURS else next(left, 7) for part in parts}
+    units = UNITS.get(what, "kMGT")
+    traces: list[dict[str, Any]] = []
+    rows = list(range(len(models)))
+    for part in parts:
+        bar = {"color": f"var(--c{colours[part]})", "line": {"color": "var(--ground)", "width": 1}}
+        lengths, hints = [], []
+        for (name, numbers), total in with_totals:
+            number, whole = numbers.get(part, 0), max(total, 1)
+            lengths.append(number / (whole if shares else 1))
+            of_all = f"{number:,} {what}<br>{share(number, whole)} of {total:,}"
+            hints.append(f"<b>{safe(name)}: {safe(part)}</b><br>{of_all}")
+        shown = {"name": part, "y": rows, "x": lengths, "marker": bar, "hovertext": hints, "hoverinfo": "text"}
+        traces.append({"type": "bar", "orientation": "h", **shown})
+    if len(models) > 1 and not shares:  # each bar's figure beside its end: one may be too short to be seen
+        words = [f" {short(total, units)}" for total in totals]
+        beside = {"text": words, "textposition": "middle right", "textfont": {"color": "var(--text)"}}
+        quiet = {"cliponaxis": False, "hoverinfo": "skip", "showlegend": False}
+        traces.append({"type": "scatter", "mode": "text", "x": totals, "y": rows, **beside, **quiet})
+    if shares:
+        scale: dict[str, Any] = {"tickformat": ".0%", "dtick": 0.25, "range": [0, 1.02]}
+    else:  # round numbers from 0, about four
+        most = max(totals)
+        step = next(n * 10**p for p in range(20) for n in (1, 2, 5) if n * 10**p * 4 >= most)
+        values = list(range(0, most + 1, step))
+        room = 1.02 if len(models) == 1 else 1.2  # for the figure beside the longest
+        scale = {"tickvals": values, "ticktext": [short(value, units) for value in values], "range": [0, most * room]}
+    if not summary and len(models) > 1:
+        (small, least), (large, most) = (pick(with_totals, key=lambda pair: pair[1]) for pick in (min, max))
+        summary = f"From {least:,} {what} ({small[0]}) to {most:,} ({large[0]})."
+    elif not summary:
+        part, number = max(models[0][1].items(), key=lambda item: item[1])
+        summary = f"{totals[0]:,} {what}; most are in {part}, {share(number, totals[0])}."
+    axis = {"zeroline": False, "ticks": "", "tickangle": 0}
+    title_below = {"text": f"share of {what}" if shares else what, "standoff": 4}
+    by_name = {"tickvals": rows, "ticktext": [_short_name(name) for name, _ in models], "automargin": True}
+    columns = (("model", False), *((part, True) for part in parts), ("total", True))
+    cells = tuple(
+        (name, *(f"{numbers[part]:,}" if part in numbers else "–" for part in parts), f"{total:,}")
+        for (name, numbers), total in with_totals
     )
+    layout: dict[str, Any] = {
+        "height": 34 * len(models) + 84,
+        "barmode": "stack",
+        "bargap": 0.3,
+        "showlegend": False,
+        "margin": {"t": 8, "b": 60, "l": 8, "r": 12},
+        "xaxis": {**axis, "gridcolor": "var(--line)", "title": title_below, **scale},
+        "yaxis": {**axis, "showgrid": False, "autorange": "reversed", **by_name},
+    }
+    keys = [Key(f"c{colours[part]}", part) for part in parts]
+    return figure(title, summary, traces, keys, Table(f"{title} as a table", columns, cells, folded=True), layout)
 
 
-def parameter_bars(models: Sequence[tuple[str, Mapping[str, int]]]) -> list[Figure]:
+def parameter_bars(models: Named) -> list[Figure]:
     """Parameters by component, and where small models would be lost beside large ones, their shares too."""
     totals = [sum(numbers.values()) for _, numbers in models]
     figures = [bars(models, title="Parameters by component", what="parameters")]
@@ -118,52 +86,6 @@ def parameter_bars(models: Sequence[tuple[str, Mapping[str, int]]]) -> list[Figu
         words = "The same, each bar as long as the others: shares of each model's own parameters."
         figures.append(bars(models, title="Shares by component", what="parameters", summary=words, shares=True))
     return figures
-
-
-UNITS = {"parameters": "KMBT"}
-"""A billion parameters is a B, of all else it is a G."""
-
-
-def _totals(totals: Sequence[int], what: str) -> dict[str, Any]:
-    """Each bar's figure beside its end: one may be too short to be seen beside another."""
-    return {
-        "type": "scatter",
-        "mode": "text",
-        "x": list(totals),
-        "y": list(range(len(totals))),
-        "text": [f" {short(total, UNITS.get(what, 'kMGT'))}" for total in totals],
-        "textposition": "middle right",
-        "textfont": {"color": "var(--text)"},
-        "cliponaxis": False,
-        "hoverinfo": "skip",
-        "showlegend": False,
-    }
-
-
-def _bars_summary(models: Sequence[tuple[str, Mapping[str, int]]], what: str) -> str:
-    totals = {name: sum(numbers.values()) for name, numbers in models}
-    most, least = (pick(totals.items(), key=lambda item: item[1]) for pick in (max, min))
-    if len(models) > 1:
-        return f"From {least[1]:,} {what} ({least[0]}) to {most[1]:,} ({most[0]})."
-    part, number = max(models[0][1].items(), key=lambda item: item[1])
-    return f"{most[1]:,} {what}; most are in {part}, {share(number, most[1])}."
-
-
-def _scale(most: int, what: str, shares: bool, alone: bool) -> dict[str, Any]:
-    """Round numbers on an axis from 0, about four, or per cent."""
-    if shares:
-        return {"tickformat": ".0%", "dtick": 0.25, "range": [0, 1.02]}
-    step = next(n * 10**p for p in range(20) for n in (1, 2, 5) if n * 10**p * 4 >= most)
-    values = list(range(0, most + 1, step))
-    units = UNITS.get(what, "kMGT")
-    room = 1.02 if alone else 1.2  # for the figure beside the longest
-    return {"tickvals": values, "ticktext": [short(value, units) for value in values], "range": [0, most * room]}
-
-
-def _part_colours(parts: Sequence[str]) -> dict[str, int]:
-    """A colour a part: components have their own, others what is left."""
-    left = iter([n for n in range(PALETTE) if n not in {COLOURS.get(part) for part in parts}])
-    return {part: COLOURS[part] if part in COLOURS else next(left, 7) for part in parts}
 
 
 def _short_name(name: str) -> str:
@@ -179,93 +101,72 @@ def _short_name(name: str) -> str:
 
 
 def cache_chart(
-    models: Sequence[tuple[str, ModelSpec]],
-    dtype: str = "bfloat16",
-    up_to: int | None = None,
-    *,
-    batch: int = 1,
-    at: Sequence[int] = (),
+    models: Sequence[tuple[str, ModelSpec]], dtype: str = "bfloat16", *, batch: int = 1, at: Sequence[int] = ()
 ) -> Figure:
     """Bytes of the key-value cache of `batch` sequences against their length, a line a model, both axes logarithmic.
 
-    A line ends where the context does that its model is for, or at `up_to` tokens, or at the longest of `at`, a table
-    of positions permitting. Where a window is full, the line bends.
-
-    Args:
-        models: (name, tree), at least one.
-        dtype: what keys and values are stored in.
-        up_to: tokens.
-        batch: sequences.
-        at: contexts that somebody asked for: each is marked, and has a column in the table.
-
-    Raises:
-        UsageError: an unknown dtype, or no tokens.
-
+    A line ends where the context does that its model is for, or at the longest of `at`, a table of positions
+    permitting. Where a window is full, the line bends. Contexts that somebody asked for, `at`, are marked, and each has
+    a column in the table. Raises UsageError for an unknown dtype.
     """
-    ends = [_end(spec, up_to, at) for _, spec in models]
-    lines = [
-        [(length, cache_bytes(spec, length, dtype, batch).held) for length in _lengths(spec, end, at)]
-        for (_, spec), end in zip(models, ends, strict=True)
-    ]
-    under = [min(sum(_one_line(line, other) for other in lines[index + 1 :]), 2) for index, line in enumerate(lines)]
-    traces = [
-        {
-            "type": "scatter",
-            "mode": "lines+markers",
-            "name": safe(name),
-            "x": [length for length, _ in line],
-            "y": [nbytes for _, nbytes in line],
-            "line": {"color": f"var(--c{index % PALETTE})", "dash": DASHES[index % len(DASHES)]}
-            | {"width": 2 + 3 * under[index]},  # to be seen below those that lie on it
-            "marker": {
-                "size": [(13 if length in at else 5) + 3 * under[index] for length, _ in line],
-                "symbol": ["diamond" if length in at else "circle" for length, _ in line],
-                "color": f"var(--c{index % PALETTE})",
-            },
-            "hovertext": [
-                f"<b>{safe(name)}</b><br>{length:,} tokens<br>{held(nbytes)} ({nbytes:,} bytes)"
-                for length, nbytes in line
-            ],
-            "hoverinfo": "text",
+    names = [name for name, _ in models]
+    ends, lines = [], []
+    for _, spec in models:
+        end = max([usual_context(spec), *at])
+        end = end if spec.positions is None else min(end, spec.positions.length)
+        # Powers of two up to the end, where the line bends, and what was asked for.
+        lengths = [*(1 << power for power in range(end.bit_length())), *windows(spec), *at]
+        first = min(FROM, end, *at)
+        lengths = sorted({first, end, *(length for length in lengths if first <= length <= end)})
+        ends.append(end)
+        lines.append([(length, cache_bytes(spec, length, dtype, batch).held) for length in lengths])
+    colours = list(islice(cycle(f"c{n}" for n in range(PALETTE)), len(models)))
+    dashes = list(islice(cycle(DASHES), len(models)))
+    traces = []
+    for index, (name, line) in enumerate(zip(names, lines, strict=True)):
+        # A line is wider, to be seen below those that lie on it.
+        under = min(sum(_one_line(line, other) for other in lines[index + 1 :]), 2)
+        colour, lengths = f"var(--{colours[index]})", [length for length, _ in line]
+        marks = {
+            "size": [(13 if length in at else 5) + 3 * under for length in lengths],
+            "symbol": ["diamond" if length in at else "circle" for length in lengths],
         }
-        for index, ((name, _), line) in enumerate(zip(models, lines, strict=True))
-    ]
+        trace = {
+            "name": safe(name),
+            "x": lengths,
+            "y": [nbytes for _, nbytes in line],
+            "line": {"color": colour, "dash": dashes[index], "width": 2 + 3 * under},
+            "marker": {**marks, "color": colour},
+            "hovertext": [f"<b>{safe(name)}</b><br>{n:,} tokens<br>{held(size)} ({size:,} bytes)" for n, size in line],
+        }
+        traces.append({"type": "scatter", "mode": "lines+markers", **trace, "hoverinfo": "text"})
     largest = max(range(len(models)), key=lambda index: lines[index][-1][1])
     bent = [name for name, spec in models if windows(spec)]
     most = held(lines[largest][-1][1]).replace(" ", "\u00a0")
     whose = "One sequence's cache" if batch == 1 else f"The cache of {batch:,} sequences"
     summary = f"{whose} in {dtype}, up to {most} at {ends[largest]:,} tokens"
-    summary += f" ({models[largest][0]})." if len(models) > 1 else "."
+    summary += f" ({names[largest]})." if len(models) > 1 else "."
     summary += f" A line bends where a window is full: {', '.join(bent)}." if bent else ""
-    summary += "".join(f" {told}" for told in _alike([name for name, _ in models], lines))
-    unsaid = [name for name, spec in models if up_to is None and stated_context(spec) is None]
+    groups: list[list[int]] = []  # of lines that lie on one another
+    for index, line in enumerate(lines):
+        group = next((group for group in groups if _one_line(lines[group[0]], line)), None)
+        groups.append([index]) if group is None else group.append(index)
+    for alike in (group for group in groups if len(group) > 1):
+        summary += f" On one line as far as each goes: {', '.join(names[index] for index in alike)}."
+    unsaid = [name for name, spec in models if stated_context(spec) is None]
     summary += f" Context not stated, drawn up to {CONTEXT:,} tokens: {', '.join(unsaid)}." if unsaid else ""
-    summary += f" Diamonds: {' and '.join(f'{each:,}' for each in at)} tokens." if at else ""
-    height = 360
-    return Figure(
-        title="Key-value cache by context",
-        summary=summary,
-        spec=drawn(
-            traces,
-            height,
-            showlegend=False,
-            margin={"t": 8, "b": 48, "l": 8, "r": 16},
-            xaxis=_powers(min(line[0][0] for line in lines), max(ends), _tokens, 6) | {"title": {"text": "tokens"}},
-            yaxis=_decades(min(line[0][1] for line in lines), max(line[-1][1] for line in lines), held)
-            | {"automargin": True, "title": {"text": "KV cache", "standoff": 4}},
-        ),
-        height=height,
-        width=280,
-        keys=tuple(
-            Key(f"line c{index % PALETTE} {DASHES[index % len(DASHES)]}", name)
-            for index, (name, _) in enumerate(models)
-        ),
-        table=_cache_table(models, ends, dtype, batch, at),
-    )
+    summary += f" Diamonds: {' and '.join(f'{length:,}' for length in at)} tokens." if at else ""
+    across = _powers(min(line[0][0] for line in lines), max(ends)) | {"title": {"text": "tokens"}}
+    up = _decades(min(line[0][1] for line in lines), max(line[-1][1] for line in lines))
+    up |= {"automargin": True, "title": {"text": "KV cache", "standoff": 4}}
+    layout: dict[str, Any] = {"height": 360, "showlegend": False, "margin": {"t": 8, "b": 48, "l": 8, "r": 16}}
+    layout |= {"xaxis": across, "yaxis": up}
+    styles = (f"line {colour} {dash}" for colour, dash in zip(colours, dashes, strict=True))
+    table = _cache_table(models, ends, dtype, batch, at)
+    return figure("Key-value cache by context", summary, traces, map(Key, styles, names), table, layout)
 
 
-Points = Sequence[tuple[int, int]]
-"""Tokens and bytes there."""
+Points = Sequence[tuple[int, int]]  # tokens and bytes there
 
 
 def _one_line(one: Points, other: Points) -> bool:
@@ -275,62 +176,28 @@ def _one_line(one: Points, other: Points) -> bool:
     return len(shared) > 1 and all(first[length] == second[length] for length in shared)
 
 
-def _alike(names: Sequence[str], lines: Sequence[Points]) -> list[str]:
-    """Which lines lie on one another, a sentence for each place where some do."""
-    groups: list[list[int]] = []
-    for index, line in enumerate(lines):
-        group = next((each for each in groups if _one_line(lines[each[0]], line)), None)
-        groups.append([index]) if group is None else group.append(index)
-    several = [[names[index] for index in group] for group in groups if len(group) > 1]
-    return [f"On one line as far as each goes: {', '.join(group)}." for group in several]
-
-
-def _end(spec: ModelSpec, up_to: int | None, at: Sequence[int]) -> int:
-    end = max([usual_context(spec), *at]) if up_to is None else up_to
-    return end if spec.positions is None else min(end, spec.positions.length)
-
-
-def _lengths(spec: ModelSpec, end: int, at: Sequence[int]) -> list[int]:
-    """Powers of two up to the end, where the line bends, and what was asked for."""
-    powers = [1 << power for power in range(end.bit_length())]
-    first = min(FROM, end, *at)
-    return sorted({first, end, *(n for n in (*powers, *windows(spec), *at) if first <= n <= end)})
-
-
-def _powers(least: int, most: int, words: Callable[[int], str], ticks: int) -> dict[str, Any]:
-    """A logarithmic axis with powers of two on it, as many as are legible."""
+def _powers(least: int, most: int) -> dict[str, Any]:
+    """A logarithmic axis with powers of two on it, as many as are legible, as contexts are called: 512, 8k, 128k."""
     low, high = math.floor(math.log2(max(least, 1))), math.ceil(math.log2(max(most, 2)))
-    step = max(1, math.ceil((high - low) / ticks))
-    values = [2**power for power in range(low, high + 1, step)]
+    values = [2**power for power in range(low, high + 1, max(1, math.ceil((high - low) / 6)))]
+    words = (f"{number // 1024:,}k" if number >= 1024 else str(number) for number in values)
     return _logarithmic(values, words, math.log10(2) * (low - 0.15), math.log10(2) * (high + 0.15))
 
 
-def _decades(least: int, most: int, words: Callable[[int], str]) -> dict[str, Any]:
-    """A logarithmic axis with 1, 2 and 5 of each power of ten on it, or where it spans many with 1 alone."""
+def _decades(least: int, most: int) -> dict[str, Any]:
+    """A logarithmic axis with bytes at 1, 2 and 5 of each power of ten, or where it spans many at 1 alone."""
     low, high = math.log10(max(least, 1)), math.log10(max(most, 2))
     powers = range(math.floor(low), math.ceil(high) + 1, max(1, math.ceil((high - low) / 6)))
     values = [digit * 10**power for power in powers for digit in ((1, 2, 5) if high - low < 2 else (1,))]
     inside = [value for value in values if low - 0.05 <= math.log10(value) <= high + 0.05]
-    return _logarithmic(inside if len(inside) > 1 else [least, most], words, low - 0.05, high + 0.05)
+    inside = inside if len(inside) > 1 else [least, most]
+    return _logarithmic(inside, map(held, inside), low - 0.05, high + 0.05)
 
 
-def _logarithmic(values: Sequence[int], words: Callable[[int], str], low: float, high: float) -> dict[str, Any]:
+def _logarithmic(values: Sequence[int], words: Iterable[str], low: float, high: float) -> dict[str, Any]:
     """An axis from one power of ten to another, with words at some values."""
-    return {
-        "type": "log",
-        "range": [low, high],
-        "tickvals": list(values),
-        "ticktext": [words(value) for value in values],
-        "tickangle": 0,
-        "gridcolor": "var(--line)",
-        "zeroline": False,
-        "ticks": "",
-    }
-
-
-def _tokens(number: int) -> str:
-    """As contexts are called: 512, 8k, 128k."""
-    return f"{number // 1024:,}k" if number >= 1024 else str(number)
+    named = {"tickvals": list(values), "ticktext": list(words), "tickangle": 0}
+    return {"type": "log", "range": [low, high], **named, "gridcolor": "var(--line)", "zeroline": False, "ticks": ""}
 
 
 def _cache_table(
@@ -342,6 +209,6 @@ def _cache_table(
         cells = [held(cache_bytes(spec, n, dtype, batch).held) if n <= end else "–" for n in at]
         last = cache_bytes(spec, end, dtype, batch)
         rows.append((name, f"{last.a_token:,} B", *cells, f"{end:,}", held(last.held)))
-    columns = (("model", False), ("per token", True), *((f"at {n:,}", True) for n in at))
-    ending = (("longest context", True), ("there", True))
-    return Table("Key-value cache as a table", (*columns, *ending), tuple(rows), folded=True)
+    figures = ("per token", *(f"at {n:,}" for n in at), "longest context", "there")
+    columns = (("model", False), *((name, True) for name in figures))
+    return Table("Key-value cache as a table", columns, tuple(rows), folded=True)

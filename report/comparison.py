@@ -1,34 +1,30 @@
-"""What `compare` prints: models side by side in the terminal, as Markdown, as CSV, and as a page.
-
-Rows that differ are marked with a star, and bold where there are such letters.
-"""
+"""What `compare` prints, in the terminal, as Markdown, as CSV and as a page: a star marks rows that differ, or bold."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import RenderResult
-from rich.table import Table
+from rich.table import Table as Grid
 from rich.text import Text
 
-from .pages import counted
-from .sheets import Drawing, Layout, decimal, nbytes
+from ..analysis.parameters import count
+from .charts import bars, cache_chart, parameter_bars
+from .counts import MOST_NAMES, layer_diagrams
+from .pages import Lines, Page, Section, Table, counted, noted
+from .sheets import Layout, decimal, drawing, nbytes, short
 
 if TYPE_CHECKING:
     from ..analysis.compare import Comparison, Row
 
-__all__ = ["comparison_csv", "comparison_markdown", "comparison_table", "conditions", "cost_lines"]
-
 MARK = "*"
-GAP = 2
-"""Blank characters between two columns."""
-MOST_LINES = 4
-"""A cell that would need more lines than this makes the table a list."""
+GAP = 2  # blank characters between two columns
+MOST_LINES = 4  # a cell that would need more lines than this makes the table a list
+MOST_DRAWN = 12  # models whose layers a page draws
 
 
 @dataclass(frozen=True)
@@ -41,21 +37,16 @@ class Line:
     cost: bool = False
 
 
-def comparison_table(found: Comparison, rows: Sequence[Row] | None = None) -> Drawing:
-    """What rich prints: a column a model where they fit, else a list of aspects with the models that have each."""
-    return Drawing(partial(_table, found, found.shown() if rows is None else rows))
-
-
-def lines(found: Comparison, rows: Sequence[Row]) -> list[Line]:
+def lines(comparison: Comparison, rows: Sequence[Row]) -> list[Line]:
     """The table's rows: aspects, then costs."""
-    return [*(Line(row.name, row.words, row.differs) for row in rows), *cost_lines(found)]
+    return [*(Line(row.name, row.words, row.differs) for row in rows), *cost_lines(comparison)]
 
 
-def cost_lines(found: Comparison) -> list[Line]:
+def cost_lines(comparison: Comparison) -> list[Line]:
     """The costs, as they are written."""
     return [
         Line(name, tuple(cost_words(name, each) for each in figures), len(set(figures)) > 1, True)
-        for name, figures in found.costs().items()
+        for name, figures in comparison.costs().items()
     ]
 
 
@@ -73,89 +64,78 @@ def flops(number: int) -> str:
     return decimal(number, "").strip()
 
 
-def conditions(found: Comparison) -> str:
+def conditions(comparison: Comparison) -> str:
     """Under which the costs were counted."""
-    stored = f"Weights and cache in {found.dtype}"
-    if found.cached != found.dtype:
-        stored = f"Weights in {found.dtype}, cache in {found.cached}"
-    return f"{stored}; forward FLOPs for a token that sees {found.context:,}."
+    stored = f"Weights and cache in {comparison.dtype}"
+    if comparison.cached != comparison.dtype:
+        stored = f"Weights in {comparison.dtype}, cache in {comparison.cached}"
+    return f"{stored}; forward FLOPs for a token that sees {comparison.context:,}."
 
 
-def _table(found: Comparison, rows: Sequence[Row], layout: Layout) -> RenderResult:
-    page = _Page(layout.width, layout.ascii_only)
-    names = [model.name for model in found.models]
-    shown = lines(found, rows)
-    table = page.side_by_side(names, shown)
-    if table is not None:
-        yield table
-    else:
-        yield from page.one_below_the_other(names, shown)
+# --- in the terminal -------------------------------------------------------------------------------------------------
+
+
+@drawing
+def comparison_table(page: Layout, comparison: Comparison, rows: Sequence[Row] | None = None) -> RenderResult:
+    """What rich prints: a column a model where they fit, else a list of aspects with the models that have each."""
+    rows = comparison.shown() if rows is None else rows
+    names, shown = [model.name for model in comparison.models], lines(comparison, rows)
+    table = _side_by_side(page, names, shown)
+    yield from [table] if table is not None else _one_below_the_other(page, names, shown)
     yield ""
-    yield page.note(conditions(found))
+    yield page.note(conditions(comparison))
     if len(names) > 1:
-        yield page.note(_marks(found, rows))
-    yield from map(page.note, found.told())
+        differ = any(row.differs for row in rows)
+        marks = f"{MARK} marks what differs." if differ else "The models are alike in these rows."
+        left = len(comparison.rows) - len(rows)
+        yield page.note(f"{marks} --all adds {counted(left, 'row')} in which they are alike." if left else marks)
+    yield from map(page.note, comparison.told())
 
 
-def _marks(found: Comparison, rows: Sequence[Row]) -> str:
-    """What the marks mean, and how much is left out."""
-    differ = any(row.differs for row in rows)
-    told = f"{MARK} marks what differs." if differ else "The models are alike in these rows."
-    left = len(found.rows) - len(rows)
-    return f"{told} --all adds {counted(left, 'row')} in which they are alike." if left else told
+def _side_by_side(page: Layout, names: Sequence[str], shown: Sequence[Line]) -> Grid | None:
+    """A column a model; None where a word would have to be broken, or a cell is more lines than can be read."""
+    columns = list(zip(names, *(line.cells for line in shown), strict=True))
+    first = max(len(line.label) for line in shown) + len(MARK) + 1
+    widths = shared_out(page.width - first - GAP * len(names), [[*column] for column in columns])
+    if widths is None:
+        return None
+    table = Grid(box=None, show_edge=False, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("", no_wrap=True, width=first)
+    for name, width in zip(names, widths, strict=True):
+        table.add_column(page.text(name), width=width, overflow="fold")
+    for index, line in enumerate(shown):
+        if line.cost and not shown[index - 1].cost:
+            table.add_row("")
+        lit = line.differs and not line.cost
+        cells = [f"{MARK if lit else ' '} {line.label}", *line.cells]
+        table.add_row(*map(page.text, cells), style="bold" if lit else None)
+    return table
 
 
-@dataclass(frozen=True)
-class _Page(Layout):
-    """A table of words for a terminal this wide."""
-
-    def side_by_side(self, names: Sequence[str], shown: Sequence[Line]) -> Table | None:
-        """A column a model; None where a word would have to be broken, or a cell is more lines than can be read."""
-        columns = list(zip(names, *(line.cells for line in shown), strict=True))
-        first = max(len(line.label) for line in shown) + len(MARK) + 1
-        room = self.width - first - GAP * len(names)
-        widths = shared_out(room, [[*column] for column in columns])
-        if widths is None:
-            return None
-        table = Table(box=None, show_edge=False, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
-        table.add_column("", no_wrap=True, width=first)
-        for name, width in zip(names, widths, strict=True):
-            table.add_column(self.text(name), width=width, overflow="fold")
-        for index, line in enumerate(shown):
-            if line.cost and not shown[index - 1].cost:
-                table.add_row("")
-            style = "bold" if line.differs and not line.cost else None
-            label = f"{MARK if line.differs and not line.cost else ' '} {line.label}"
-            table.add_row(*map(self.text, [label, *line.cells]), style=style)
-        return table
-
-    def one_below_the_other(self, names: Sequence[str], shown: Sequence[Line]) -> RenderResult:
-        """An aspect, and below it each value with the models that have it."""
-        for index, line in enumerate(shown):
-            if line.cost and not shown[index - 1].cost:
-                yield ""
-            if not line.differs:
-                yield self.text(f"  {line.label}: {line.cells[0]}")
-                continue
-            yield Text(self.clean(f"{' ' if line.cost else MARK} {line.label}"), style="bold")
-            by_value: dict[str, list[str]] = {}
-            for name, cell in zip(names, line.cells, strict=True):
-                by_value.setdefault(cell, []).append(name)
-            table = Table(box=None, show_edge=False, show_header=False, padding=(0, GAP, 0, 0), pad_edge=False)
-            longest = max(map(len, by_value))
-            table.add_column(width=2)
-            table.add_column(width=min(longest, max((self.width - 4) // 2, longest_word(by_value))), overflow="fold")
-            table.add_column(overflow="fold")
-            for value, who in by_value.items():
-                table.add_row("", self.text(value), self.text(", ".join(who)))
-            yield table
+def _one_below_the_other(page: Layout, names: Sequence[str], shown: Sequence[Line]) -> RenderResult:
+    """An aspect, and below it each value with the models that have it."""
+    for index, line in enumerate(shown):
+        if line.cost and not shown[index - 1].cost:
+            yield ""
+        if not line.differs:
+            yield page.text(f"  {line.label}: {line.cells[0]}")
+            continue
+        yield Text(page.clean(f"{' ' if line.cost else MARK} {line.label}"), style="bold")
+        by_value: dict[str, list[str]] = {}
+        for name, cell in zip(names, line.cells, strict=True):
+            by_value.setdefault(cell, []).append(name)
+        table = Grid(box=None, show_edge=False, show_header=False, padding=(0, GAP, 0, 0), pad_edge=False)
+        room = max((page.width - 4) // 2, longest_word(by_value))
+        table.add_column(width=2)
+        table.add_column(width=min(max(map(len, by_value)), room), overflow="fold")
+        table.add_column(overflow="fold")
+        for value, who in by_value.items():
+            table.add_row("", page.text(value), page.text(", ".join(who)))
+        yield table
 
 
 def shared_out(room: int, columns: Sequence[Sequence[str]]) -> list[int] | None:
-    """The widths of columns of words: each as wide as its longest word, and then as many cells on one line as can be.
-
-    None where that is not enough, or where a cell would take more than `MOST_LINES`.
-    """
+    """The widths of columns, with as many cells on one line as can be; None where words break or cells get too tall."""
     widths = [longest_word(column) for column in columns]
     left = room - sum(widths)
     if left < 0:
@@ -174,23 +154,23 @@ def shared_out(room: int, columns: Sequence[Sequence[str]]) -> list[int] | None:
     return None if tall else widths
 
 
-def longest_word(cells: Sequence[str] | dict[str, Any]) -> int:
+def longest_word(cells: Iterable[str]) -> int:
+    """Letters of the longest of them all."""
     return max(len(word) for cell in cells for word in (cell.split() or [""]))
 
 
 # --- for papers and for programs -------------------------------------------------------------------------------------
 
 
-def comparison_markdown(found: Comparison, rows: Sequence[Row]) -> str:
+def comparison_markdown(comparison: Comparison, rows: Sequence[Row]) -> str:
     """The table in Markdown; the labels of rows that differ are bold."""
-    names = [model.name for model in found.models]
-    written = [["", *names], ["---"] * (len(names) + 1)]
-    for line in lines(found, rows):
-        lit = line.differs and not line.cost
-        written.append([f"**{_cell(line.label)}**" if lit else _cell(line.label), *map(_cell, line.cells)])
-    head = [["", *map(_cell, names)], *written[1:]]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in head)
-    return f"{table}\n\n{conditions(found)}\n"
+    names = [model.name for model in comparison.models]
+    written = [["", *map(_cell, names)], ["---"] * (len(names) + 1)]
+    for line in lines(comparison, rows):
+        label = _cell(line.label)
+        written.append([f"**{label}**" if line.differs and not line.cost else label, *map(_cell, line.cells)])
+    table = "\n".join(f"| {' | '.join(row)} |" for row in written)
+    return f"{table}\n\n{conditions(comparison)}\n"
 
 
 def _cell(words: str) -> str:
@@ -199,21 +179,58 @@ def _cell(words: str) -> str:
     return "".join(f"\\{letter}" if letter in "\\|*_`<>[]" else letter for letter in plain)
 
 
-def comparison_csv(found: Comparison, rows: Sequence[Row]) -> str:
+def comparison_csv(comparison: Comparison, rows: Sequence[Row]) -> str:
     """The table as CSV: aspects in words, costs as integers, with a column that says whether a row differs."""
     written = io.StringIO()
     writer = csv.writer(written, lineterminator="\n")
-    writer.writerow(["aspect", "differs", *(model.name for model in found.models)])
+    writer.writerow(["aspect", "differs", *(model.name for model in comparison.models)])
     for row in rows:
         writer.writerow([row.name, "yes" if row.differs else "no", *row.words])
-    for name, figures in found.costs().items():
+    for name, figures in comparison.costs().items():
+        exact = name  # with its unit and conditions, where they are not in the figures
+        if name == "weights" or name.startswith("KV"):
+            exact = f"{name.replace(',', '')}, bytes in {comparison.dtype if name == 'weights' else comparison.cached}"
+        elif name.startswith("FLOPs"):
+            exact = f"{name}, {comparison.context} in sight"
         differs = "yes" if len(set(figures)) > 1 else "no"
-        writer.writerow([_exact(name, found), differs, *("" if each is None else each for each in figures)])
+        writer.writerow([exact, differs, *("" if each is None else each for each in figures)])
     return written.getvalue()
 
 
-def _exact(name: str, found: Comparison) -> str:
-    """A cost's name with its unit and conditions, where they are not in the figures."""
-    if name == "weights" or name.startswith("KV"):
-        return f"{name.replace(',', '')}, bytes in {found.dtype if name == 'weights' else found.cached}"
-    return f"{name}, {found.context} in sight" if name.startswith("FLOPs") else name
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def comparison_page(comparison: Comparison, rows: Sequence[Row]) -> Page:
+    """The table of aspects, the costs as bars, the cache by context, and the layers of each model."""
+    models = comparison.models
+    totals = [model.costs.parameters for model in models]
+    size = short(totals[0]) if len(set(totals)) == 1 else f"from {short(min(totals))} to {short(max(totals))}"
+    many = counted(len(models), "model")
+    notes = comparison.told()
+    if len(models) > MOST_DRAWN:
+        notes = (*notes, f"Layers are drawn of the first {MOST_DRAWN} models; gptkit show draws any.")
+    # Rows that differ are lit.
+    names = [model.name for model in models]
+    lit = frozenset(index for index, row in enumerate(rows) if row.differs)
+    words, figures = (("component", False), *((name, False) for name in names)), [(name, True) for name in names]
+    cells = tuple((row.name, *row.words) for row in rows)
+    aspects = Table("Components of each model", words, cells, lit, bold="the models differ in this")
+    cells = tuple((line.label, *line.cells) for line in cost_lines(comparison))
+    costs = Table("Costs of each model", (("cost", False), *figures), cells)
+    charts = parameter_bars([(model.name, count(model.spec).by_component) for model in models])
+    # Where a table of positions is shorter than the context, there are no FLOPs.
+    able = [(model.name, model.costs.flops) for model in models if model.sees]
+    title = f"FLOPs of a token that sees {comparison.context:,}, by component"
+    charts += [bars(able, title=title, what="FLOPs")] if able else []
+    layers = [figure for model in models[:MOST_DRAWN] for figure in layer_diagrams(model.spec, model.name)]
+    return Page(
+        title=many if len(models) > MOST_NAMES else ", ".join(names),
+        subtitle=f"{many} side by side, {size} parameters",
+        sections=(
+            Section("Components", (aspects,)),
+            Section("Costs", (Lines((conditions(comparison),)), costs, *charts)),
+            Section("Key-value cache", (cache_chart([(each.name, each.spec) for each in models], comparison.cached),)),
+            Section("Layers", tuple(layers), beside=True),
+            *noted(notes),
+        ),
+    )

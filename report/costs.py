@@ -17,22 +17,15 @@ from .sheets import Row, Sheet, binary, change, decimal, difference, whole_bytes
 if TYPE_CHECKING:
     from ..analysis.parallel import Stage
 
-__all__ = ["cost_sheets"]
+Named = tuple[str, ModelSpec, Figures]  # a model's name, tree and figures
 
-Told = tuple[str, ModelSpec, Figures]
-"""A model's name, tree and figures."""
-
-NOTHING = "–"
-"""Where a model has no such figure."""
-
+NOTHING = "–"  # where a model has no such figure
 TOTAL, TOTAL_BINARY = "total", "total in GiB"
-DENSE = ("scores, dense", "total, dense")
-SIX_N = ("6N", "6N, no embedding")
-CHECKPOINTED = ("checkpointed", "total, checkpointed")
+BESIDE = ("scores, dense", "total, dense", "6N", "6N, no embedding", "checkpointed", "total, checkpointed")
 LABELS = (
     *("attention", "feed-forward", "router", "head", "scores"),
     *("weights", "KV cache", "gradients", "Adam's moments", "fp32 weights", "activations"),
-    *(TOTAL, TOTAL_BINARY, *DENSE, *SIX_N, *CHECKPOINTED),
+    *(TOTAL, TOTAL_BINARY, *BESIDE),
 )
 """In the order of their rows; the cache's, which are numbers of tokens, come as they are."""
 
@@ -43,15 +36,11 @@ class _Column:
 
     name: str
     cells: Mapping[str, int]
-    told: Callable[[str, int], str]
+    words: Callable[[str, int], str]
 
 
-def cost_sheets(models: Sequence[Told], asked: Asked, compared: bool = False) -> list[Sheet]:
-    """A sheet for each thing that was asked for.
-
-    Of one model its cases stand side by side, of several the models; `compared` adds what the second has more or less
-    than the first.
-    """
+def cost_sheets(models: Sequence[Named], asked: Asked, compared: bool = False) -> list[Sheet]:
+    """A sheet for each thing asked for, models side by side; `compared` adds what the second has more or less."""
     sheets = [
         *([_cache(models, asked, compared)] if asked.kv else []),
         *(_flops(models, asked, compared) if asked.flops else []),
@@ -62,7 +51,7 @@ def cost_sheets(models: Sequence[Told], asked: Asked, compared: bool = False) ->
         *([_split(models, asked)] if asked.spread else []),
     ]
     sheets = [sheet for sheet in sheets if sheet.rows]  # none where no model has positions for so many tokens
-    notes = [*_chosen(models, asked, compared), *_too_short(models, asked), *_beyond(models, asked, compared)]
+    notes = _context_notes(models, asked, compared)
     if asked.dtype in SCALES:
         notes.append(f"{asked.dtype}: {asked.dtype[3:]} bits per parameter, without the scales that go with them.")
     if not notes:
@@ -71,44 +60,28 @@ def cost_sheets(models: Sequence[Told], asked: Asked, compared: bool = False) ->
     return [*sheets, replace(last, notes=(*last.notes, *notes))]
 
 
-def _too_short(models: Sequence[Told], asked: Asked) -> list[str]:
-    """Which models have no figures, and why."""
-    notes = []
+def _context_notes(models: Sequence[Named], asked: Asked, compared: bool) -> list[str]:
+    """Why figures are told at this context, which models have none there, and which were not made for it."""
+    notes, context = [], models[0][2].context if models else 0
+    chosen = asked.context is None and (asked.flops or asked.memory or asked.spread)
+    if chosen and any(stated_context(spec) != context for _, spec, _ in models):
+        name, spec = next((name, spec) for name, spec, _ in models if usual_context(spec) == context)
+        name = "the model" if compared else name
+        which = "shorter of the two" if len(models) == 2 else "shortest of these"
+        why = f"the context of {name}, the {which}"
+        why = f"{name} states no context" if stated_context(spec) is None else why
+        notes.append(f"{context:,} tokens: {why}; --context sets another.")
+    beyond: dict[str, None] = {}
     for name, spec, figures in models:
-        tokens = [*asked.kv, *([figures.context] if asked.at_context else [])]
-        if spec.positions is not None and max(tokens, default=0) > spec.positions.length:
+        lengths = [*asked.kv, *([figures.context] if asked.at_context else [])]
+        if spec.positions is not None and max(lengths, default=0) > spec.positions.length:
             notes.append(f"{NOTHING} {name}: positions for {spec.positions.length:,} tokens, no more.")
-    return notes
-
-
-def _chosen(models: Sequence[Told], asked: Asked, compared: bool) -> list[str]:
-    """Why FLOPs and memory are told at this context, where nobody named one and it is not every model's own."""
-    if asked.context is not None or not (asked.flops or asked.memory or asked.spread):
-        return []
-    context = models[0][2].context
-    if all(stated_context(spec) == context for _, spec, _ in models):
-        return []
-    name, spec = next((name, spec) for name, spec, _ in models if usual_context(spec) == context)
-    name = "the model" if compared else name
-    if stated_context(spec) is None:
-        why = f"{name} states no context"
-    else:
-        why = f"the context of {name}, the shorter of the two" if len(models) == 2 else ""
-        why = why or f"the context of {name}, the shortest of these"
-    return [f"{context:,} tokens: {why}; --context sets another."]
-
-
-def _beyond(models: Sequence[Told], asked: Asked, compared: bool) -> list[str]:
-    """Which contexts a model has figures for and was not made for."""
-    notes: dict[str, None] = {}
-    for name, spec, figures in models:
-        tokens = [*asked.kv, *([figures.context] if asked.at_context else [])]
         own = stated_context(spec)
-        more = sorted({each for each in tokens if own is not None and each > own and fits(spec, each)})
+        more = sorted({each for each in lengths if own is not None and each > own and fits(spec, each)})
         if more:
             whose = "the model's" if compared else f"{name}'s"
-            notes[f"{' and '.join(f'{each:,}' for each in more)} tokens: beyond {whose} context of {own:,}."] = None
-    return list(notes)
+            beyond[f"{' and '.join(f'{each:,}' for each in more)} tokens: beyond {whose} context of {own:,}."] = None
+    return [*notes, *beyond]
 
 
 def _sheet(title: str, columns: Sequence[_Column], compared: bool, notes: Sequence[str], empty: str = NOTHING) -> Sheet:
@@ -119,12 +92,19 @@ def _sheet(title: str, columns: Sequence[_Column], compared: bool, notes: Sequen
     for label in labels:
         numbers = [column.cells.get(label) for column in columns]
         cells = [
-            empty if number is None else column.told(label, number)
+            empty if number is None else column.words(label, number)
             for column, number in zip(columns, numbers, strict=True)
         ]
         if compared:
-            cells += _changed(label, columns)
-        style = "bold" if label == TOTAL else "dim" if label in (*DENSE, *SIX_N, *CHECKPOINTED) else None
+            before, after = numbers
+            # A component that one side lacks it has none of; whatever else is lacking nobody knows.
+            unknown = label not in LABELS or not all(column.cells for column in columns)
+            if None in numbers and unknown:
+                cells += ["", ""]
+            else:
+                more = difference(before or 0, after or 0, partial(columns[0].words, label))
+                cells += [more, change(before or 0, after or 0)]
+        style = "bold" if label == TOTAL else "dim" if label in BESIDE else None
         rows.append(Row(label, tuple(cells), style, ruled=label == TOTAL))
     names = [*(column.name for column in columns), *(["difference", "change"] if compared else [])]
     return Sheet(title, tuple(names), tuple(rows), tuple(notes))
@@ -132,47 +112,35 @@ def _sheet(title: str, columns: Sequence[_Column], compared: bool, notes: Sequen
 
 def _by_kind(
     title: str,
-    kinds: Sequence[tuple[str, str, Callable[[Figures], Mapping[str, int]], Sequence[str]]],
-    models: Sequence[Told],
-    told: Callable[[str, int], str],
+    kinds: Sequence[tuple[str, str, Sequence[str]]],
+    models: Sequence[Named],
+    words: Callable[[str, int], str],
     compared: bool,
 ) -> list[Sheet]:
-    """Of one model a sheet with a column a kind; of several a sheet a kind, whose own title it has, a column a model.
-
-    kinds: what each is called, its own title, its figures, and its notes.
-    """
+    """Of one model a sheet with a column a kind; of several a sheet a kind. kinds: (name, own title, notes)."""
     if len(models) == 1:
-        columns = [_Column(kind, cells(models[0][2]), told) for kind, _, cells, _ in kinds]
+        columns = [_Column(kind, _cells(models[0][2]).get(kind, {}), words) for kind, _, _ in kinds]
         return [_sheet(title, columns, False, [note for *_, notes in kinds for note in notes], empty="")]
-    return [
-        _sheet(title, [_Column(name, cells(figures), told) for name, _, figures in models], compared, notes)
-        for _, title, cells, notes in kinds
-    ]
-
-
-def _changed(label: str, columns: Sequence[_Column]) -> list[str]:
-    """What the second column has more or less. Of a component that one side lacks it has none; else nobody knows."""
-    before, after = (column.cells.get(label) for column in columns)
-    if None in (before, after) and (label not in LABELS or not all(column.cells for column in columns)):
-        return ["", ""]
-    told = partial(columns[0].told, label)
-    return [difference(before or 0, after or 0, told), change(before or 0, after or 0)]
+    sheets = []
+    for kind, own_title, notes in kinds:
+        columns = [_Column(name, _cells(figures).get(kind, {}), words) for name, _, figures in models]
+        sheets.append(_sheet(own_title, columns, compared, notes))
+    return sheets
 
 
 def _sequences(batch: int, tokens: int) -> str:
     return f"{tokens:,} tokens" if batch == 1 else f"{batch:,} × {tokens:,} tokens"
 
 
-# --- the cache -------------------------------------------------------------------------------------------------------
-
 A_TOKEN = "per token"
 
 
-def _cache(models: Sequence[Told], asked: Asked, compared: bool) -> Sheet:
+def _cache(models: Sequence[Named], asked: Asked, compared: bool) -> Sheet:
     def cells(figures: Figures) -> dict[str, int]:
-        there = {each.context: each for each in figures.cache if each is not None}
-        found = {} if figures.a_token is None else {A_TOKEN: figures.a_token}
-        return found | {_sequences(asked.batch, tokens): each.held for tokens, each in there.items()}
+        a_token = {} if figures.a_token is None else {A_TOKEN: figures.a_token}
+        return a_token | {
+            _sequences(asked.batch, each.context): each.held for each in figures.cache if each is not None
+        }
 
     def exact(label: str, nbytes: int) -> str:
         return whole_bytes(nbytes) if label == A_TOKEN else decimal(nbytes, "B")
@@ -182,15 +150,12 @@ def _cache(models: Sequence[Told], asked: Asked, compared: bool) -> Sheet:
     for name, _, figures in models:
         last = next((each for each in reversed(figures.cache) if each is not None), None)
         if last is not None and last.in_transformers not in (None, last.held):
-            told = f"{decimal(last.in_transformers, 'B')} at {last.context:,} tokens"
-            notes.append(f"transformers repeats {name}'s keys and values before its cache, which holds {told}.")
+            holds = f"{decimal(last.in_transformers, 'B')} at {last.context:,} tokens"
+            notes.append(f"transformers repeats {name}'s keys and values before its cache, which holds {holds}.")
     columns = [_Column(name, cells(figures), _bytes) for name, _, figures in models]
     if len(models) == 1:
-        (only,) = columns
-        columns = [
-            _Column("bytes", only.cells, exact),
-            _Column("in KiB, GiB", only.cells, lambda _, nbytes: binary(nbytes)),
-        ]
+        held = columns[0].cells
+        columns = [_Column("bytes", held, exact), _Column("in KiB, GiB", held, lambda _, nbytes: binary(nbytes))]
     return _sheet(f"KV cache, {asked.cached}", columns, compared, notes)
 
 
@@ -198,10 +163,7 @@ def _bytes(label: str, nbytes: int) -> str:
     return binary(nbytes) if label == TOTAL_BINARY else decimal(nbytes, "B")
 
 
-# --- FLOPs -----------------------------------------------------------------------------------------------------------
-
-
-def _flops(models: Sequence[Told], asked: Asked, compared: bool) -> list[Sheet]:
+def _flops(models: Sequence[Named], asked: Asked, compared: bool) -> list[Sheet]:
     context = models[0][2].context
     where = _sequences(asked.batch, context)
     notes = [
@@ -212,57 +174,60 @@ def _flops(models: Sequence[Told], asked: Asked, compared: bool) -> list[Sheet]:
         "6N: 6 × parameters used per token × tokens, the usual estimate of a training step.",
     ]
     kinds = (
-        ("next token", "FLOPs of the next token", _token, notes[:1]),
-        ("prefill", f"FLOPs of a prefill of {where}", _prefill, ()),
-        ("training step", f"FLOPs of a training step on {where}", _training, notes[1:]),
+        ("next token", "FLOPs of the next token", notes[:1]),
+        ("prefill", f"FLOPs of a prefill of {where}", notes[:0]),
+        ("training step", f"FLOPs of a training step on {where}", notes[1:]),
     )
-    return _by_kind(f"FLOPs for {where}", kinds, models, _flop, compared)
+    return _by_kind(f"FLOPs for {where}", kinds, models, lambda _, number: decimal(number, "FLOP"), compared)
 
 
-def _flop(_: str, number: int) -> str:
-    return decimal(number, "FLOP")
-
-
-def _token(figures: Figures) -> dict[str, int]:
-    found = figures.token
-    return {} if found is None else {**found.flops, TOTAL: found.total_flops}
-
-
-def _prefill(figures: Figures) -> dict[str, int]:
-    found = figures.prefill
-    if found is None:
-        return {}
-    dense = dict(zip(DENSE, (found.scores, found.dense), strict=True))
-    return {**found.products, "scores": found.needed_scores, TOTAL: found.causal, **dense}
-
-
-def _training(figures: Figures) -> dict[str, int]:
-    found = figures.training
-    if found is None:
-        return {}
-    estimates = zip(SIX_N, (found.six_n, found.six_n_non_embedding), strict=True)
-    return {label: 3 * number for label, number in _prefill(figures).items()} | dict(estimates)
-
-
-# --- memory ----------------------------------------------------------------------------------------------------------
-
-
-def _memory(models: Sequence[Told], asked: Asked, compared: bool) -> list[Sheet]:
+def _memory(models: Sequence[Named], asked: Asked, compared: bool) -> list[Sheet]:
     where = _sequences(asked.batch, models[0][2].context)
-    running: tuple[str, ...] = ()
-    training: tuple[str, ...] = ()
+    running, training = [], []
     for _, _, figures in models:
         if figures.inference_memory is not None and figures.training_memory is not None:
-            running = (f"Inference: {'; '.join(figures.inference_memory.assumed)}.",)
-            training = (
-                f"Training: {'; '.join(figures.training_memory.assumed)}.",
-                "Checkpointed: every layer's activations are made again for the backward pass, not kept.",
-            )
+            running = [f"Inference: {'; '.join(figures.inference_memory.assumed)}."]
+            training = [f"Training: {'; '.join(figures.training_memory.assumed)}."]
+            training += ["Checkpointed: every layer's activations are made again for the backward pass, not kept."]
     kinds = (
-        ("inference", f"Memory to run on {where}", _inference, running),
-        ("training", f"Memory to train with Adam on {where}", _adam, training),
+        ("inference", f"Memory to run on {where}", running),
+        ("training", f"Memory to train with Adam on {where}", training),
     )
     return _by_kind(f"Memory for {where}", kinds, models, _bytes, compared)
+
+
+def _cells(figures: Figures) -> dict[str, dict[str, int]]:
+    """The figures of each kind, by label; no kind that the model has none of."""
+    cells: dict[str, dict[str, int]] = {}
+    token, prefill, step = figures.token, figures.prefill, figures.training
+    if token is not None:
+        cells["next token"] = {**token.flops, TOTAL: token.total_flops}
+    if prefill is not None:
+        dense = {"scores, dense": prefill.scores, "total, dense": prefill.dense}
+        cells["prefill"] = {**prefill.products, "scores": prefill.needed_scores, TOTAL: prefill.causal, **dense}
+    if step is not None:
+        estimates = {"6N": step.six_n, "6N, no embedding": step.six_n_non_embedding}
+        cells["training step"] = {name: 3 * number for name, number in cells["prefill"].items()} | estimates
+    running, training = figures.inference_memory, figures.training_memory
+    if running is not None:
+        cells["inference"] = _parts(running.weights, running.cache, running.activations, running.total)
+    if training is not None:
+        cells["training"] = {
+            "weights": training.weights,
+            "gradients": training.gradients,
+            "Adam's moments": training.moments,
+            **({"fp32 weights": training.master} if training.master else {}),
+            "activations": training.activations,
+            TOTAL: training.total,
+            TOTAL_BINARY: training.total,
+            "checkpointed": training.checkpointed,
+            "total, checkpointed": training.total_checkpointed,
+        }
+    return cells
+
+
+def _parts(weights: int, cache: int, activations: int, total: int) -> dict[str, int]:
+    return {"weights": weights, "KV cache": cache, "activations": activations, TOTAL: total, TOTAL_BINARY: total}
 
 
 FORMAT_NOTES = (
@@ -272,78 +237,59 @@ FORMAT_NOTES = (
 )
 
 
-def _formats(models: Sequence[Told]) -> Sheet:
+def _formats(models: Sequence[Named]) -> Sheet:
     """The weights in other formats: of one model with its bits a weight, else a column a model."""
-    rows = []
+    rows, alone = [], len(models) == 1
     for name in dict.fromkeys(name for _, _, figures in models for name in figures.formats or ()):
         cells = []
         for _, spec, figures in models:
             nbytes = (figures.formats or {}).get(name)
-            cells.append(NOTHING if nbytes is None else decimal(nbytes, "B"))
-            if len(models) == 1:
-                bits = NOTHING if nbytes is None else f"{8 * nbytes / count(spec).total:.2f}"
-                cells += [NOTHING if nbytes is None else binary(nbytes), bits]
+            words = [NOTHING] * 3
+            if nbytes is not None:
+                words = [decimal(nbytes, "B"), binary(nbytes), f"{8 * nbytes / count(spec).total:.2f}"]
+            cells += words if alone else words[:1]
         rows.append(Row(name, tuple(cells)))
-    columns = (
-        ("bytes", "in powers of 1024", "bits a weight") if len(models) == 1 else tuple(name for name, *_ in models)
-    )
+    columns = ("bytes", "in powers of 1024", "bits a weight") if alone else tuple(name for name, *_ in models)
     lacking = [name for name, _, figures in models if None in (figures.formats or {}).values()]
-    no_place = f"{NOTHING} {', '.join(lacking)}: llama.cpp has no type for some of its tensors." if lacking else ""
-    return Sheet("Weights in other formats", columns, tuple(rows), (*FORMAT_NOTES, *filter(None, [no_place])))
+    no_place = [f"{NOTHING} {', '.join(lacking)}: llama.cpp has no type for some of its tensors."] if lacking else []
+    return Sheet("Weights in other formats", columns, tuple(rows), (*FORMAT_NOTES, *no_place))
 
 
-# --- how a total comes about, and where a model fits -----------------------------------------------------------------
-
-
-def _explained(models: Sequence[Told]) -> list[Sheet]:
+def _explained(models: Sequence[Named]) -> list[Sheet]:
     """A sheet a model: components with their formulas, the total, and what the letters are."""
     sheets = []
     for name, _, figures in models:
-        found = figures.explained
-        if found is None:
-            continue
-        terms = [Row(each.label, (each.formula, f"{each.value:,}")) for each in found.terms]
-        terms.append(Row(TOTAL, (found.formula, f"{found.total:,}"), "bold", ruled=True))
-        letters = [
-            Row(each.name, (each.meaning, f"{each.value:,}"), "dim", ruled=not i)
-            for i, each in enumerate(found.symbols)
-        ]
-        sheets.append(
-            Sheet(
-                "The total as a formula" if len(models) == 1 else f"The total of {name} as a formula",
-                ("formula", "parameters"),
-                (*terms, *letters),
-                words=1,
-            )
-        )
+        total = figures.explained
+        if total is not None:
+            rows = [Row(each.label, (each.formula, f"{each.value:,}")) for each in total.terms]
+            rows.append(Row(TOTAL, (total.formula, f"{total.total:,}"), "bold", ruled=True))
+            for index, letter in enumerate(total.symbols):
+                rows.append(Row(letter.name, (letter.meaning, f"{letter.value:,}"), "dim", ruled=not index))
+            title = "The total as a formula" if len(models) == 1 else f"The total of {name} as a formula"
+            sheets.append(Sheet(title, ("formula", "parameters"), tuple(rows), words=1))
     return sheets
 
 
-def _fits(models: Sequence[Told], asked: Asked) -> Sheet:
+def _fits(models: Sequence[Named], asked: Asked) -> Sheet:
     """Of one model a row a dtype; of several the longest context, a column a model."""
     there = {name: figures.fits for name, _, figures in models if figures.fits is not None}
     if not there or asked.gpu is None:
         return Sheet("", (), ())
-    first, rows = next(iter(there.values())), []
-    for dtype in dict.fromkeys(row.dtype for found in there.values() for row in found.rows):
+    first, rows, alone = next(iter(there.values())), [], len(models) == 1
+    for dtype in dict.fromkeys(row.dtype for fitting in there.values() for row in fitting.rows):
         cells: list[str] = []
         for name, _, _ in models:
             row = next((row for row in there[name].rows if row.dtype == dtype), None) if name in there else None
-            context = NOTHING if row is None or not row.context else f"{row.context:,}"
-            if len(models) == 1 and row is not None:
-                cells.append(decimal(row.weights, "B"))
-            cells.append(context)
-            if len(models) == 1 and row is not None:
-                cells.append(f"{row.batch:,}" if row.batch else NOTHING)
+            words = [f"{number:,}" if number else NOTHING for number in ((row.context, row.batch) if row else (0, 0))]
+            cells += [decimal(row.weights, "B"), *words] if alone and row is not None else words[:1]
         rows.append(Row(dtype, tuple(cells)))
-    alone = len(models) == 1
     columns = ("weights", "longest context", f"batch of {first.context:,}") if alone else tuple(n for n, *_ in models)
     where = f"{decimal(asked.gpu, 'B')}, {binary(asked.gpu)}"
     what = "What fits" if alone else "The longest context that fits"
     title = f"{what} in {where}" if not asked.spread else f"{what} on {asked.tp * asked.pp:,} GPUs of {where}"
-    told = "one sequence" if first.batch == 1 else f"{first.batch:,} sequences"
+    sequences = "one sequence" if first.batch == 1 else f"{first.batch:,} sequences"
     notes = [
-        f"Longest context: tokens of {told} read at once, no more than the model is for; {NOTHING} for none.",
+        f"Longest context: tokens of {sequences} read at once, no more than the model is for; {NOTHING} for none.",
         *([f"Batch: as many sequences of {first.context:,} tokens."] if alone else []),
         "Counted are weights, the KV cache and activations; a runtime takes 0.5 to 2 GB more.",
     ]
@@ -352,59 +298,26 @@ def _fits(models: Sequence[Told], asked: Asked) -> Sheet:
     return Sheet(title, columns, tuple(rows), tuple(notes))
 
 
-def _split(models: Sequence[Told], asked: Asked) -> Sheet:
+def _split(models: Sequence[Named], asked: Asked) -> Sheet:
     """Of one model a column a stage, equal neighbours folded; of several the fullest GPU of each."""
 
     def cells(stage: Stage) -> dict[str, int]:
-        parts = {"weights": sum(stage.weights.values()), "KV cache": stage.cache, "activations": stage.activations}
-        return {**parts, TOTAL: stage.total, TOTAL_BINARY: stage.total}
+        return _parts(sum(stage.weights.values()), stage.cache, stage.activations, stage.total)
 
     columns, notes = [], []
     for name, _, figures in models:
-        found = figures.split
-        if found is None:
+        split, several = figures.split, len(models) > 1
+        if split is None:
             columns.append(_Column(name, {}, _bytes))
             continue
-        if len(models) > 1:
-            columns.append(_Column(name, cells(found.fullest), _bytes))
-        else:
-            for first, last, same in layer_ranges(map(cells, found.stages)):
-                columns.append(
-                    _Column("each GPU" if found.pp == 1 else f"stage {range_label(first, last)}", same, _bytes)
-                )
-        notes += [f"{name}: {note}" if len(models) > 1 else note for note in found.notes]
-        whole = f"{decimal(found.together, 'B')} of weights on all of them"
-        notes.append(f"{name}: {whole}." if len(models) > 1 else f"Together: {whole}.")
-    context = models[0][2].context
-    title = (
-        f"Memory on each of {asked.tp * asked.pp:,} GPUs (tp {asked.tp}, pp {asked.pp}), {asked.dtype or 'bfloat16'}"
-    )
-    title += f", {_sequences(asked.batch, context)}" + (", the fullest" if len(models) > 1 and asked.pp > 1 else "")
-    return _sheet(
-        title, columns, False, [*notes, "After Megatron-LM (1909.08053); what GPUs send to one another is not counted."]
-    )
-
-
-def _inference(figures: Figures) -> dict[str, int]:
-    found = figures.inference_memory
-    if found is None:
-        return {}
-    parts = {"weights": found.weights, "KV cache": found.cache, "activations": found.activations}
-    return {**parts, TOTAL: found.total, TOTAL_BINARY: found.total}
-
-
-def _adam(figures: Figures) -> dict[str, int]:
-    found = figures.training_memory
-    if found is None:
-        return {}
-    checkpointed = dict(zip(CHECKPOINTED, (found.checkpointed, found.total_checkpointed), strict=True))
-    return {
-        "weights": found.weights,
-        "gradients": found.gradients,
-        "Adam's moments": found.moments,
-        **({"fp32 weights": found.master} if found.master else {}),
-        "activations": found.activations,
-        TOTAL: found.total,
-        TOTAL_BINARY: found.total,
-        **checkpointed,
-    }
+        if several:
+            columns.append(_Column(name, cells(split.fullest), _bytes))
+        for first, last, same in [] if several else layer_ranges(map(cells, split.stages)):
+            stage = "each GPU" if split.pp == 1 else f"stage {range_label(first, last)}"
+            columns.append(_Column(stage, same, _bytes))
+        notes += [f"{name}: {note}" if several else note for note in split.notes]
+        notes.append(f"{name if several else 'Together'}: {decimal(split.together, 'B')} of weights on all of them.")
+    notes.append("After Megatron-LM (1909.08053); what GPUs send to one another is not counted.")
+    gpus = f"{asked.tp * asked.pp:,} GPUs (tp {asked.tp}, pp {asked.pp})"
+    title = f"Memory on each of {gpus}, {asked.dtype or 'bfloat16'}, {_sequences(asked.batch, models[0][2].context)}"
+    return _sheet(title + ", the fullest" * (len(models) > 1 and asked.pp > 1), columns, False, notes)

@@ -1,78 +1,119 @@
-"""The damage report as a page: by position, by layer, and where it is born; and the same figures as JSON."""
+"""What a change costs: by position, by layer, and where it is born; in lines, as a page, and as JSON."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import UsageError
 from ..surgery.synonyms import guarantee_in_words
 from ..version import __version__
 from .heatmap import Cell, heatmap
-from .pages import Figure, Lines, Page, Section, Table, counted, noted, ready, write_page
-from .summaries import damage_or_change, number
+from .pages import Figure, Lines, Page, Section, Table, counted, noted, put, ready, write_page
+from .sheets import indented, number
 from .surgery import steps_cells, steps_words
 
 if TYPE_CHECKING:
     from ..parity.damage import Bin, Damage, Layer, Place
     from ..surgery.swap import SwapResult
 
-__all__ = ["damage_sections", "report_paths", "swap_page", "write_report"]
+ROUNDING = 1e-9  # KL in nats up to which rounding in fp32 explains it
+ALIKE = 1e-6  # relative difference of perplexities up to which neither is the worse one
+LAYERS = 3  # layers named, of however many
+LARGEST = "the largest KL"
 
-ROUNDING = 1e-9
-"""KL in nats up to which rounding in fp32 explains it."""
+
+def damage_or_change(damage: Damage) -> str:
+    """What a difference is called: damage where the perplexity of a text became worse, else a change."""
+    before, after = damage.total.before, damage.total.after
+    worse = before is not None and after is not None and not after <= before * (1 + ALIKE)
+    return "damage" if worse else "change"
 
 
-def damage_sections(found: Damage) -> tuple[Section, ...]:
+def damage_lines(damage: Damage) -> list[str]:
+    """The difference in words: all of it, the worst positions and layers, and where it is born."""
+    total = damage.total
+    lines = [
+        f"{damage_or_change(damage):<10}KL {number(total.kl)} nats per token, top-1 {total.top1:.1%}",
+        f"          on {damage.on}, in {damage.dtype}",
+    ]
+    if total.before is not None and total.after is not None:
+        before, after = (f"{each:,.4g}" if each < 1e6 else f"{each:.1e}" for each in (total.before, total.after))
+        lines.append(f"          perplexity {before} -> {after}")
+    if len(damage.bins) > 1:
+        for order, label, which in ((max, "position", "worst"), (min, "", "best")):
+            chosen = order(damage.bins, key=lambda each: each.kl)
+            lines.append(f"{label:<10}KL {number(chosen.kl)} at {chosen.name}, the {which}")
+    if damage.layers:
+        lines.append("layer     KL if both models ended there, and how far residual streams differ:")
+        worst_layers = sorted(damage.layers, key=lambda each: -each.kl)[:LAYERS]
+        for layer in sorted(worst_layers, key=lambda each: each.after):
+            apart = "" if layer.stream is None else f", streams by {number(layer.stream)}"
+            lines.append(f"          layer {layer.after}: KL {number(layer.kl)}{apart}")
+        if len(damage.layers) > LAYERS:
+            lines.append(f"          (the worst {LAYERS} of {len(damage.layers)})")
+    first, most = damage.first, damage.born
+    if first is not None:
+        lines.append(f"begins    {first.name}: the first that differs by itself, by {number(first.relative)}")
+        if most is not None and most is not first:
+            lines.append(f"          {most.name}: differs most by itself, by {number(most.relative)}")
+    elif damage.places:
+        lines.append("begins    nowhere: no component differs by itself by more than rounding")
+    return lines + [line for note in damage.notes for line in indented(f"note: {note}", 0)]
+
+
+def damage_sections(damage: Damage) -> tuple[Section, ...]:
     """What a page says of it, under three headings."""
-    words = [
-        f"Both models on {found.on}, in {found.dtype}. KL is the divergence of the result's next token from the"
+    words = (
+        f"Both models on {damage.on}, in {damage.dtype}. KL is the divergence of the result's next token from the"
         " original's, in nats."
-    ]
-    what = damage_or_change(found).capitalize()
-    sections = [Section(f"{what} by position", (Lines(tuple(words)), _position_table(found)))]
-    if found.layers:
+    )
+    what = damage_or_change(damage).capitalize()
+    sections = [Section(f"{what} by position", (Lines((words,)), _position_table(damage)))]
+    if damage.layers:
         lens = "What each model would say if it ended after a layer: its last norm and head on its residual stream."
-        sections.append(Section(f"{what} by layer", (Lines((lens,)), _lens_figure(found), _layer_table(found.layers))))
-    if found.places:
-        sections.append(Section("Where it begins", (Lines((_born_words(found),)), _places_figure(found.places))))
-    return (*sections, *noted(found.notes, "What was not measured"))
+        sections.append(
+            Section(f"{what} by layer", (Lines((lens,)), _lens_figure(damage), _layer_table(damage.layers)))
+        )
+    if damage.places:
+        how = "Each component was given the original's own stream, so that what came from below does not count."
+        first, most = damage.first, damage.born
+        begins = "None differs by more than rounding."
+        if first is not None:
+            begins = f"First to differ: {first.name}, by {number(first.relative)}."
+            begins += "" if most is None else f" Largest: {most.name}, by {number(most.relative)}."
+        sections.append(Section("Where it begins", (Lines((f"{how} {begins}",)), _places_figure(damage.places))))
+    return (*sections, *noted(damage.notes, "What was not measured"))
 
 
-def swap_page(result: SwapResult, found: Damage) -> Page:
+def swap_page(result: SwapResult, damage: Damage) -> Page:
     """The page of a swap."""
-    total, measured = found.total, result.measured
-    facts = [
-        ("guarantee", guarantee_in_words(result.guarantee)),
-        ("KL, nats per token", number(total.kl)),
-        ("top-1", f"{total.top1:.1%}"),
-    ]
-    facts += [("perplexity", _from_to(total))] if total.before is not None else []
+    total, measured = damage.total, result.measured
+    facts = [("guarantee", guarantee_in_words(result.guarantee))]
+    facts += [("KL, nats per token", number(total.kl)), ("top-1", f"{total.top1:.1%}")]
+    if total.before is not None and total.after is not None:
+        facts.append(("perplexity", f"{_plain(total.before)} → {_plain(total.after)}"))
     if measured is not None:
         facts += [(f"relative error in {dtype}", number(error)) for dtype, error in measured.relative.items()]
     before, after = result.parameters
     facts.append(("parameters", f"{before:,}" if before == after else f"{before:,} → {after:,}"))
     exact = result.guarantee == "exact"
+    steps = []
+    if len(result.chain.steps) > 1:  # what each costs by itself, as the command prints it
+        columns, rows = steps_cells(result)
+        words = f"{steps_words(result)[0].upper()}{steps_words(result)[1:]}."
+        lines = [Lines((words,))] if result.each else []
+        steps = [Section("Step by step", (*lines, Table("Steps", columns, tuple(rows))))]
     return Page(
         title=str(result.target),
         subtitle=f"swapped from {result.source.reference}",
         verdict="The same function" if exact else f"Changed: KL {number(total.kl)} nats per token",
         good=True if exact else None,  # what is not exact is what was asked for, and no failure
         facts=(*facts, ("gptkit", __version__)),
-        sections=(*_steps(result), *damage_sections(found)),
+        sections=(*steps, *damage_sections(damage)),
     )
-
-
-def _steps(result: SwapResult) -> tuple[Section, ...]:
-    """What each step of several costs by itself, as the command prints it."""
-    if len(result.chain.steps) < 2:
-        return ()
-    columns, rows = steps_cells(result)
-    table = Table("Steps", columns, tuple(rows))
-    words = (Lines((f"{steps_words(result)[0].upper()}{steps_words(result)[1:]}.",)),) if result.each else ()
-    return (Section("Step by step", (*words, table)),)
 
 
 def report_paths(path: Path) -> tuple[Path, Path]:
@@ -83,50 +124,31 @@ def report_paths(path: Path) -> tuple[Path, Path]:
     return paths
 
 
-def write_report(result: SwapResult, found: Damage, path: Path) -> tuple[Path, Path]:
-    """Write the page of a swap and its figures as JSON; returns both paths.
-
-    Raises:
-        UsageError: they cannot be written, or a package is missing.
-
-    """
+def write_report(result: SwapResult, damage: Damage, path: Path) -> tuple[Path, Path]:
+    """Write the page of a swap and its figures as JSON; returns both paths. Raises UsageError where that fails."""
     page, figures = report_paths(path)
-    write_page(swap_page(result, found), page)
-    data = {
-        "schema_version": 1,
-        "source": result.source.reference,
-        "target": str(result.target),
-        "guarantee": result.guarantee,
-        "damage": found.as_json(),
-    }
-    try:
-        figures.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {figures}: {error.strerror}") from error
+    write_page(swap_page(result, damage), page)
+    which = {"source": result.source.reference, "target": str(result.target), "guarantee": result.guarantee}
+    data = {"schema_version": 1, **which, "damage": damage.as_json()}
+    put(f"{json.dumps(data, indent=2, allow_nan=False)}\n".encode(), figures)
     return page, figures
 
 
-# --- by position ------------------------------------------------------------------------------------------------------
-
-
-def _position_table(found: Damage) -> Table:
-    rows = [_bin_row(each.name, each) for each in found.bins]
+def _position_table(damage: Damage) -> Table:
     columns = [("position", False), ("tokens", True), ("KL", True), ("top-1", True)]
-    if found.total.before is not None:
+    if damage.total.before is not None:
         columns += [("perplexity before", True), ("and after", True)]
-    worst = max(range(len(rows)), key=lambda index: _or_infinite(found.bins[index].kl))
-    lit = frozenset([worst] if found.bins[worst].kl > ROUNDING else [])
-    return Table("By position", tuple(columns), (*rows, _bin_row("all", found.total)), lit, bold="the largest KL")
+    rows = []
+    for name, each in (*((each.name, each) for each in damage.bins), ("all", damage.total)):
+        perplexities = () if each.before is None or each.after is None else (each.before, each.after)
+        rows.append((name, f"{each.positions:,}", number(each.kl), f"{each.top1:.1%}", *map(_plain, perplexities)))
+    return Table("By position", tuple(columns), tuple(rows), _largest(damage.bins), bold=LARGEST)
 
 
-def _bin_row(name: str, each: Bin) -> tuple[str, ...]:
-    row = (name, f"{each.positions:,}", number(each.kl), f"{each.top1:.1%}")
-    return row if each.before is None or each.after is None else (*row, _plain(each.before), _plain(each.after))
-
-
-def _from_to(each: Bin) -> str:
-    assert each.before is not None and each.after is not None
-    return f"{_plain(each.before)} → {_plain(each.after)}"
+def _largest(places: Sequence[Bin] | Sequence[Layer]) -> frozenset[int]:
+    """Where the KL is largest, if it is more than rounding explains."""
+    worst = max(range(len(places)), key=lambda index: _or_infinite(places[index].kl))
+    return frozenset([worst] if _or_infinite(places[worst].kl) > ROUNDING else [])
 
 
 def _plain(perplexity: float) -> str:
@@ -137,19 +159,18 @@ def _or_infinite(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-# --- by layer ---------------------------------------------------------------------------------------------------------
-
-
-def _lens_figure(found: Damage) -> Figure:
+def _lens_figure(damage: Damage) -> Figure:
     """A row a bin of positions, a column a layer."""
     cells = []
-    for layer in found.layers:
-        for each, value in zip(found.bins, layer.by_bin, strict=True):
-            told = (f"KL: {number(value)} nats per token", f"at position {each.name}", _pair(layer))
-            cells.append(Cell(f"at {each.name}", layer.after, _or_infinite(value), told, not value <= ROUNDING))
-    worst = max(found.layers, key=lambda layer: _or_infinite(layer.kl))
-    columns = (("layer", False), *((f"at {each.name}", True) for each in found.bins))
-    rows = tuple((str(layer.after), *map(number, layer.by_bin)) for layer in found.layers)
+    for layer in damage.layers:
+        same = layer.before == layer.after
+        pair = f"after layer {layer.after} of both" if same else f"after layers {layer.before} and {layer.after}"
+        for each, value in zip(damage.bins, layer.by_bin, strict=True):
+            lines = (f"KL: {number(value)} nats per token", f"at position {each.name}", pair)
+            cells.append(Cell(f"at {each.name}", layer.after, _or_infinite(value), lines, not value <= ROUNDING))
+    worst = max(damage.layers, key=lambda layer: _or_infinite(layer.kl))
+    columns = (("layer", False), *((f"at {each.name}", True) for each in damage.bins))
+    rows = tuple((str(layer.after), *map(number, layer.by_bin)) for layer in damage.layers)
     return heatmap(
         cells,
         down="position",
@@ -161,63 +182,37 @@ def _lens_figure(found: Damage) -> Figure:
     )
 
 
-def _pair(layer: Layer) -> str:
-    same = layer.before == layer.after
-    return f"after layer {layer.after} of both" if same else f"after layers {layer.before} and {layer.after}"
-
-
-def _layer_table(layers: tuple[Layer, ...]) -> Table:
+def _layer_table(layers: Sequence[Layer]) -> Table:
     columns = [("layer", False), ("residual streams differ by", True), ("KL", True), ("top-1", True)]
-    text = layers[0].perplexity_before is not None
-    columns += [("perplexity before", True), ("and after", True)] if text else []
+    if layers[0].perplexity_before is not None:
+        columns += [("perplexity before", True), ("and after", True)]
     rows = []
     for each in layers:
         name = str(each.after) if each.before == each.after else f"{each.before} → {each.after}"
         stream = "-" if each.stream is None else f"{each.stream:.1%}" if each.stream > 1e-3 else number(each.stream)
-        row = (name, stream, number(each.kl), f"{each.top1:.1%}")
-        perplexities = (each.perplexity_before, each.perplexity_after)
-        rows.append((*row, *(_plain(value) for value in perplexities if value is not None)))
-    worst = max(range(len(layers)), key=lambda index: _or_infinite(layers[index].kl))
-    lit = frozenset([worst] if not layers[worst].kl <= ROUNDING else [])
-    return Table("If the models ended after a layer", tuple(columns), tuple(rows), lit, bold="the largest KL")
+        perplexities = [_plain(n) for n in (each.perplexity_before, each.perplexity_after) if n is not None]
+        rows.append((name, stream, number(each.kl), f"{each.top1:.1%}", *perplexities))
+    caption = "If the models ended after a layer"
+    return Table(caption, tuple(columns), tuple(rows), _largest(layers), bold=LARGEST)
 
 
-# --- where it is born -------------------------------------------------------------------------------------------------
-
-
-def _born_words(found: Damage) -> str:
-    how = "Each component was given the original's own stream, so that what came from below does not count."
-    first, most = found.first, found.born
-    if first is None:
-        return f"{how} None differs by more than rounding."
-    words = f"{how} First to differ: {first.name}, by {number(first.relative)}."
-    return words if most is None else f"{words} Largest: {most.name}, by {number(most.relative)}."
-
-
-def _places_figure(places: tuple[Place, ...]) -> Figure:
-    cells = [_place_cell(place) for place in places]
+def _places_figure(places: Sequence[Place]) -> Figure:
+    cells = []
+    for place in places:
+        kind = "more than rounding explains" if place.differs else "within rounding" if place.relative else "equal"
+        lines = (f"relative difference: {number(place.relative)}", kind)
+        cells.append(Cell(place.label, place.layer, _or_infinite(place.relative), lines, place.differs))
     first = next((index for index, place in enumerate(places) if place.differs), None)
+    lit = frozenset() if first is None else frozenset([first])
+    columns = (("component", False), ("relative Δ", True), ("", False))
     rows = tuple((place.name, number(place.relative), "differs" if place.differs else "") for place in places)
-    table = Table(
-        f"{counted(len(rows), 'place')} as a table",
-        (("component", False), ("relative Δ", True), ("", False)),
-        rows,
-        frozenset() if first is None else frozenset([first]),
-        folded=True,
-        bold="the first that differs",
-    )
+    caption = f"{counted(len(rows), 'place')} as a table"
     return heatmap(
         cells,
         title="Difference each component makes by itself",
         summary="Root mean square of the difference over that of what the original makes of the same input. A"
         " feed-forward after an attention in series gets what that one made.",
         measure="relative difference",
-        table=table,
+        table=Table(caption, columns, rows, lit, folded=True, bold="the first that differs"),
         marked=None if first is None else cells[first],
     )
-
-
-def _place_cell(place: Place) -> Cell:
-    kind = "more than rounding explains" if place.differs else "within rounding" if place.relative else "equal"
-    told = (f"relative difference: {number(place.relative)}", kind)
-    return Cell(place.label, place.layer, _or_infinite(place.relative), told, place.differs)

@@ -1,7 +1,5 @@
 """The tour: every command on the trained samples, and what each step proves."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,32 +12,24 @@ from ..converter.convert import convert
 from ..converter.publish import sha256_file
 from ..converter.resolve import SAMPLES
 from ..modules.text import generate
-from ..parity.verify import Verification, verify
+from ..parity.verify import verify
 from ..surgery.swap import swap
-from .summaries import conversion_lines, number, swap_lines, verification_report
-from .tables import parameter_table
-
-__all__ = ["tour"]
+from .checkpoints import conversion_lines
+from .counts import parameter_table
+from .sheets import number
+from .surgery import swap_lines
+from .verification import verification_report
 
 PROMPT = "ROMEO:\n"
 SAMPLED = {"temperature": 0.8, "top_k": 40, "seed": 7}
 
 
 def tour(console: Console, keep: Path | None = None) -> bool:
-    """Run the tour; the checkpoints it makes go into `keep`, or into a folder that is removed afterwards.
-
-    Returns:
-        Whether every proof held.
-
-    """
-    if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
-        return _tour(console, keep)
-    with tempfile.TemporaryDirectory(prefix="gptkit-demo-") as folder:
-        return _tour(console, Path(folder))
-
-
-def _tour(console: Console, folder: Path) -> bool:
+    """Run the tour; its checkpoints go into `keep`, or a folder that is removed afterwards. True if all proofs held."""
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="gptkit-demo-") as folder:
+            return tour(console, Path(folder))
+    keep.mkdir(parents=True, exist_ok=True)
     say: Callable[..., None] = console.print
     held: list[bool] = []
 
@@ -52,25 +42,27 @@ def _tour(console: Console, folder: Path) -> bool:
         held.append(holds)
         say(f"[{'green' if holds else 'red'}]{'proved' if holds else 'FAILED'}[/]: {what}")
 
+    def lines(words: list[str]) -> None:
+        say("\n".join(words), markup=False)
+
     step("1. Count, without weights or torch", "gptkit params qwen3-8b")
-    (qwen,) = params("qwen3-8b")
-    say(parameter_table([(qwen.name, qwen.family, qwen.spec, qwen.count)]))
+    say(parameter_table([(c.name, c.family, c.spec, c.count) for c in params("qwen3-8b")]))
 
     step("2. Four trained checkpoints come along", "gptkit params sample:gpt2 sample:llama sample:bloom sample:falcon")
     counts = params(*(f"sample:{name}" for name in SAMPLES))
     say(parameter_table([(c.name, c.family, c.spec, c.count) for c in counts]))
 
     step("3. Take one apart", "gptkit convert sample:gpt2 gpt2-local --to local")
-    local = folder / "gpt2-local"
-    say("\n".join(conversion_lines(convert("sample:gpt2", local, force=True))), markup=False)
+    local = keep / "gpt2-local"
+    lines(conversion_lines(convert("sample:gpt2", local, force=True)))
 
     step("4. Prove that it still computes what transformers computes", "gptkit verify sample:gpt2 gpt2-local")
     say(verification_report(result := verify("sample:gpt2", local)))
     prove(result.verdict == "identical", "every logit has the same bits as transformers' own")
 
     step("5. And back", "gptkit convert gpt2-local gpt2-hf --to hf")
-    back = folder / "gpt2-hf"
-    say("\n".join(conversion_lines(convert(local, back, "hf", force=True))), markup=False)
+    back = keep / "gpt2-hf"
+    lines(conversion_lines(convert(local, back, "hf", force=True)))
     source = open_checkpoint("sample:gpt2").path
     same = all(sha256_file(source / n) == sha256_file(back / n) for n in ("model.safetensors", "config.json"))
     prove(same, "model.safetensors and config.json came back byte for byte")
@@ -78,11 +70,15 @@ def _tour(console: Console, folder: Path) -> bool:
     step("6. The other three families, the same way", "gptkit verify sample:llama   (and bloom, falcon)")
     for name in SAMPLES[1:]:
         result = verify(f"sample:{name}")
-        prove(result.verdict == "identical" and result.passed, one_line(name, result))
+        worst = max(prompt.maximum for prompt in result.prompts)
+        tokens = sum(prompt.positions for prompt in result.prompts)
+        tensors = "" if result.bytes is None else f"; {result.bytes.compared} tensors to the same bytes"
+        words = f"{name}: max Δ {number(worst)}, {tokens:,} positions, {result.attention}{tensors}"
+        prove(result.verdict == "identical" and result.passed, words)
 
     step("7. Change a component: LayerNorm -> RMSNorm", "gptkit swap sample:gpt2 gpt2-rms --norm rmsnorm")
-    swapped = folder / "gpt2-rms"
-    say("\n".join(swap_lines(swap("sample:gpt2", swapped, norm="rmsnorm", force=True))), markup=False)
+    swapped = keep / "gpt2-rms"
+    lines(swap_lines(swap("sample:gpt2", swapped, norm="rmsnorm", force=True)))
 
     step("8. Prove that this changed nothing", "gptkit verify sample:gpt2 gpt2-rms")
     result = verify("sample:gpt2", swapped)
@@ -90,7 +86,7 @@ def _tour(console: Console, folder: Path) -> bool:
     prove(result.verdict == "equal", "the same function: what differs is less than the rounding of either side")
 
     step("9. The naive replacement, for comparison", "gptkit swap sample:gpt2 gpt2-naive --norm rmsnorm --approximate")
-    naive = swap("sample:gpt2", folder / "gpt2-naive", norm="rmsnorm", approximate=True, force=True)
+    naive = swap("sample:gpt2", keep / "gpt2-naive", norm="rmsnorm", approximate=True, force=True)
     assert naive.measured is not None
     worst = naive.measured.maximum["float32"]
     prove(worst > 1, f"it is caught: logits off by {worst:.1f}, KL {naive.measured.kl:.2f} nats per token")
@@ -107,11 +103,3 @@ def _tour(console: Console, folder: Path) -> bool:
     say()
     say(f"[bold]{sum(held)} of {len(held)} proofs held.[/]")
     return all(held)
-
-
-def one_line(name: str, result: Verification) -> str:
-    """A verification in a line."""
-    worst = max(prompt.maximum for prompt in result.prompts)
-    tokens = sum(prompt.positions for prompt in result.prompts)
-    tensors = "" if result.bytes is None else f"; {result.bytes.compared} tensors to the same bytes"
-    return f"{name}: max Δ {number(worst)}, {tokens:,} positions, {result.attention}{tensors}"

@@ -1,9 +1,5 @@
 """The block diagram of an architecture, drawn from its tree: a figure with a box a node, and a line an edge."""
 
-from __future__ import annotations
-
-import html
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,91 +8,62 @@ import msgspec
 from ..analysis.parameters import describe
 from ..components import ModelSpec
 from ..components.operations import Scores
-from .graph import SYMBOLS, Kind, Node, Structure, layers_label, shape_words, sizes
-from .pages import Figure, Table, plain
-from .placement import Box, Frame, Metrics, Placement, Wire, boxed, experts_words, folded, place
-from .structure import structure
+from .pages import Figure, Table, figure, safe
+from .placement import Area, Box, Metrics, Size, Wire, boxed, experts_words, folded, place
+from .structure import SYMBOLS, Kind, Node, Structure, layers_label, shape_words, sizes, structure
 
-__all__ = ["block_diagram"]
-
-FONT, LINE, PAD = 11, 14, 5
-"""Pixels: of a letter, from one line to the next, between words and a box's border."""
-SUM = 18
-"""The width of a sum's circle."""
-HEADS = 15
-"""The height of the heads' picture in the scores' box."""
-PHONE = 343
-"""The width of a page's text on a screen of 375 pixels."""
+FONT, LINE, PAD = 11, 14, 5  # pixels: of a letter, from one line to the next, between words and a box's border
+SUM = 18  # the width of a sum's circle
+HEADS = 15  # the height of the heads' picture in the scores' box
+PHONE = 343  # the width of a page's text on a screen of 375 pixels
 ROOMS = (30, 24, 20, 18, *range(16, 8, -1))
 """Letters that a line of words may have; the first with which the diagram fits a phone is taken."""
-TRUNK_ROOM = 40
-"""The same of boxes on the stream, which have all of the width."""
-HEADS_MOST = 130
-"""How wide that picture makes the box at most."""
-HEADS_ROOM = 3
-"""The least width of a head in that picture; what has more heads than fit shows some of its groups."""
-GROUPED_ROOM = 2
-"""The same where several share a key head."""
-STEP = 14
-"""Pixels between the points that can be pointed at."""
-EDGE = 6
-"""Blank around the picture."""
-LEAST = 300
-"""The least width of a picture."""
+TRUNK_ROOM = 40  # the same of boxes on the stream, which have all of the width
+HEADS_MOST = 130  # how wide that picture makes the box at most
+HEADS_ROOM = 3  # the least width of a head in that picture; what has more heads than fit shows some of its groups
+GROUPED_ROOM = 2  # the same where several share a key head
+STEP = 14  # pixels between the points that can be pointed at
+EDGE = 6  # blank around the picture
+LEAST = 300  # the least width of a picture
 
 
 def block_diagram(spec: ModelSpec, layer: int = 0, model: str = "") -> Figure:
-    """The path from tokens to logits through one layer, as a figure.
-
-    Args:
-        spec: the tree.
-        layer: whose kind of layer it is.
-        model: its name, where several are drawn.
-
-    Raises:
-        IndexError: there is no such layer.
-
-    """
-    import plotly.graph_objects as go
-
+    """The path from tokens to logits through a layer, or IndexError. model: its name, where several are drawn."""
     graph = structure(spec)
     kind = graph.kind_of(layer)
-    nodes = graph.path(kind)
+    nodes, label = graph.path(kind), layers_label(graph, kind)
     placed = place(nodes, METRICS, PHONE - 2 * EDGE, ROOMS)
-    width = max(placed.width, LEAST)
-    shapes = [_block_frame(placed, width), *map(_experts_frame, placed.frames), *map(_line, placed.wires)]
-    shapes += [each for wire in placed.wires for each in _arrow(wire)]
-    shapes += [each for box in placed.boxes for each in (*_border(box), *_heads(box))]
-    notes = [each for box in placed.boxes for each in _words(box)]
-    notes += [_block_words(placed, graph, kind, width), *map(_experts_words, placed.frames)]
-    figure = go.Figure(_pointed(placed.boxes), _layout(width, placed.height, shapes, notes))
-    return Figure(
-        title=f"{f'{model}: block' if model else 'Block'} diagram, {layers_label(graph, kind)}",
-        summary=summary(graph, kind),
-        spec=json.loads(figure.to_json()),
-        height=placed.height + 2 * EDGE,
-        width=width + 2 * EDGE,
-        keys=(),
-        table=node_table(nodes, f"The block diagram as a table, {layers_label(graph, kind)}"),
-    )
-
-
-# --- in words --------------------------------------------------------------------------------------------------------
+    width, height = max(placed.width, LEAST), placed.height
+    top, bottom = placed.box("x").top, placed.box("block_output").bottom
+    block = Area(METRICS.trunk - 4, top, width - METRICS.trunk + 4 + EDGE, bottom - top + 4)
+    dotted = {"color": "var(--quiet)", "width": 1, "dash": "dot"}
+    shapes = [{**_rounded(block, 8, {"width": 0}, "var(--raised)"), "layer": "below"}]
+    shapes += [{**_rounded(frame, 6, dotted, "var(--rounding)"), "layer": "below"} for frame in placed.frames]
+    shapes += [*map(_line, placed.wires), *(arrow for wire in placed.wires for arrow in _arrow(wire))]
+    shapes += [shape for box in placed.boxes for shape in (*_border(box), *_heads(box))]
+    notes = [note for box in placed.boxes for note in _words(box)]
+    notes.append(_note(width - PAD, top + LINE // 2 + 3, label, True, "right"))
+    for frame in placed.frames:
+        words = experts_words(frame.copies)
+        notes.append(_note(frame.right - PAD, frame.bottom - LINE // 2 - 2, words, False, "right"))
+    axis = {"visible": False, "showgrid": False, "zeroline": False, "constrain": "domain"}
+    layout: dict[str, Any] = {"height": height + 2 * EDGE, "margin": dict.fromkeys("tbrl", 0), "hovermode": "closest"}
+    layout |= {"shapes": shapes, "annotations": notes, "xaxis": {**axis, "range": [-EDGE, width + EDGE]}}
+    layout["yaxis"] = {**axis, "range": [height + EDGE, -EDGE], "scaleanchor": "x", "scaleratio": 1}
+    title, table = f"{f'{model}: block' if model else 'Block'} diagram, {label}", _node_table(nodes, label)
+    return figure(title, summary(graph, kind), _pointed(placed.boxes), (), table, layout, width + 2 * EDGE, FONT)
 
 
 def summary(graph: Structure, kind: Kind) -> str:
     """What a diagram shows, in a sentence or two."""
     words = describe(msgspec.structs.replace(graph.spec, blocks=(kind.block,)))
-    told = [f"block {words['block']}", words["norm"], f"positions {words['positions']}", words["attention"]]
-    if words["q/k norm"] != "none":
-        told.append(f"q/k norm {words['q/k norm']}")
-    if words["window"] != "none":
-        told.append(f"window {words['window']}")
-    told += [f"feed-forward {words['feed-forward']}", f"head {words['head']}"]
-    return f"From tokens to logits, {layers_label(graph, kind)}: {'; '.join(told)}. {SYMBOLS}."
+    parts = [f"block {words['block']}", words["norm"], f"positions {words['positions']}", words["attention"]]
+    parts += [f"{aspect} {words[aspect]}" for aspect in ("q/k norm", "window") if words[aspect] != "none"]
+    parts += [f"feed-forward {words['feed-forward']}", f"head {words['head']}"]
+    return f"From tokens to logits, {layers_label(graph, kind)}: {'; '.join(parts)}. {SYMBOLS}."
 
 
-def node_table(nodes: Sequence[Node], caption: str) -> Table:
+def _node_table(nodes: Sequence[Node], label: str) -> Table:
     """The nodes of a path in the order of computation, for those who cannot see it drawn."""
     rows = []
     for node in nodes:
@@ -104,10 +71,8 @@ def node_table(nodes: Sequence[Node], caption: str) -> Table:
         parameters = f"{node.parameters:,}" if node.weights else "tied" if node.tied else "–"
         rows.append((node.id, what, ", ".join(node.inputs) or "–", shape_words(node), parameters, node.formula))
     columns = (("node", False), ("what it is", False), ("of", False), ("gives", False))
-    return Table(caption, (*columns, ("parameters", True), ("formula", False)), tuple(rows), folded=True)
-
-
-# --- boxes -----------------------------------------------------------------------------------------------------------
+    columns = (*columns, ("parameters", True), ("formula", False))
+    return Table(f"The block diagram as a table, {label}", columns, tuple(rows), folded=True)
 
 
 def _lines(node: Node, trunk: bool) -> list[str]:
@@ -122,7 +87,7 @@ def _lines(node: Node, trunk: bool) -> list[str]:
     return [node.title, *filter(None, [node.detail]), *([shape_words(node)] if shaped else [])]
 
 
-def _measure(node: Node, lanes: int, room: int) -> tuple[tuple[str, ...], int, int]:
+def _measure(node: Node, lanes: int, room: int) -> Size:
     lines = _lines(node, not lanes)
     if node.op == "add":
         return tuple(lines), SUM, SUM
@@ -153,14 +118,6 @@ FILLS = {"attention": "var(--zero)", "feed_forward": "var(--cell-0)", "norm": "v
 """What boxes with weights are painted in, by the module; the ends are `--raised`."""
 
 
-def _fill(node: Node) -> str:
-    if node.op == "norm":
-        return FILLS["norm"]
-    if not boxed(node):
-        return "var(--ground)"
-    return FILLS.get(node.id.partition(".")[0], "var(--raised)")
-
-
 def _border(box: Box) -> list[dict[str, Any]]:
     node = box.node
     if node.op == "stream":
@@ -174,20 +131,21 @@ def _border(box: Box) -> list[dict[str, Any]]:
         line = {"color": "var(--mark)" if box.trunk else "var(--quiet)", "width": 2 if box.trunk else 1.5}
         plus = f"M{cx - 5},{cy}L{cx + 5},{cy}M{cx},{cy - 5}L{cx},{cy + 5}"
         return [{**circle, "line": line, "fillcolor": "var(--ground)"}, {"type": "path", "path": plus, "line": line}]
-    path = rounded(box.left, box.top, box.width, box.height, 5)
     colour, dash = "var(--quiet)" if boxed(node) else "var(--line)", "dot" if node.tied else "solid"
-    line = {"color": colour, "width": 1, "dash": dash}
-    return [{"type": "path", "path": path, "line": line, "fillcolor": _fill(node)}]
+    fill = FILLS.get(node.id.partition(".")[0], "var(--raised)") if boxed(node) else "var(--ground)"
+    fill = FILLS["norm"] if node.op == "norm" else fill
+    return [_rounded(box, 5, {"color": colour, "width": 1, "dash": dash}, fill)]
 
 
-def rounded(left: int, top: int, width: int, height: int, r: int) -> str:
-    """The path of a rectangle with round corners."""
-    right, bottom = left + width, top + height
-    return (
+def _rounded(area: Area, r: int, line: dict[str, Any], fill: str) -> dict[str, Any]:
+    """A rectangle with round corners."""
+    left, top, right, bottom = area.left, area.top, area.right, area.bottom
+    path = (
         f"M{left + r},{top}L{right - r},{top}Q{right},{top},{right},{top + r}L{right},{bottom - r}"
         f"Q{right},{bottom},{right - r},{bottom}L{left + r},{bottom}Q{left},{bottom},{left},{bottom - r}"
         f"L{left},{top + r}Q{left},{top},{left + r},{top}Z"
     )
+    return {"type": "path", "path": path, "line": line, "fillcolor": fill}
 
 
 def _heads(box: Box) -> list[dict[str, Any]]:
@@ -199,15 +157,13 @@ def _heads(box: Box) -> list[dict[str, Any]]:
     shown = _shown(box)
     each = inside / (shown if shown == heads // group else shown + 1)
     top = box.bottom - HEADS - PAD // 2
-    found = []
+    bars = []
     for index in range(shown):
         left, room = box.left + PAD + index * each, each - (min(3, each / 4) if shown > 1 else 0)
-        found.append(_bar(left, top + 7, room, 5, "var(--mark)"))
-        for head in range(group):
-            found.append(
-                _bar(left + head * room / group, top, room / group * (0.8 if group > 1 else 1), 5, "var(--quiet)")
-            )
-    return found
+        bars.append(_bar(left, top + 7, room, "var(--mark)"))
+        wide = room / group * (0.8 if group > 1 else 1)
+        bars += [_bar(left + number * room / group, top, wide, "var(--quiet)") for number in range(group)]
+    return bars
 
 
 def _heads_of(node: Node) -> tuple[int, int]:
@@ -224,8 +180,8 @@ def _shown(box: Box) -> int:
     return heads // group if heads // group <= fit else max(fit - 1, 1)
 
 
-def _bar(left: float, top: float, width: float, height: float, colour: str) -> dict[str, Any]:
-    place = {"x0": round(left, 2), "x1": round(left + width, 2), "y0": round(top, 2), "y1": round(top + height, 2)}
+def _bar(left: float, top: float, width: float, colour: str) -> dict[str, Any]:
+    place = {"x0": round(left, 2), "x1": round(left + width, 2), "y0": round(top, 2), "y1": round(top + 5, 2)}
     return {"type": "rect", **place, "line": {"width": 0}, "fillcolor": colour}
 
 
@@ -234,48 +190,31 @@ def _words(box: Box) -> list[dict[str, Any]]:
     node = box.node
     if node.op == "add":
         return []
-    beside = node.op in ("tokens", "stream")
-    found = []
-    first = 0 if beside else title_lines(node, box.lines)
+    if node.op in ("tokens", "stream"):
+        return [_note(box.left + 2 * PAD, box.middle, box.lines[0], False, "left")]
+    notes = []
+    first = title_lines(node, box.lines)
     shape = False  # whose second line has no bracket of its own
     for index, line in enumerate(box.lines):
         shape = shape or line.startswith("(")
-        y = box.middle if beside else box.top + PAD + LINE * index + LINE // 2
-        bold = index < first
-        x = box.left + 2 * PAD if beside else box.left + box.width // 2
-        found.append(
-            _note(x, y, line, bold, "left" if beside else "center", "var(--quiet)" if shape else "var(--text)")
-        )
+        y = box.top + PAD + LINE * index + LINE // 2
+        notes.append(_note(box.left + box.width // 2, y, line, index < first, "center", shape))
     if node.op == "scores" and _shown(box) < _heads_of(node)[0] // _heads_of(node)[1]:
-        found.append(_note(box.right - PAD - 4, box.bottom - HEADS // 2 - 3, "…", False, "right", "var(--text)"))
-    return found
+        notes.append(_note(box.right - PAD - 4, box.bottom - HEADS // 2 - 3, "…", False, "right"))
+    return notes
 
 
-def _note(x: int, y: int, text: str, bold: bool, anchor: str, colour: str) -> dict[str, Any]:
-    safe = html.escape(plain(text), quote=False)
-    return {
-        "x": x,
-        "y": y,
-        "text": f"<b>{safe}</b>" if bold else safe,
-        "showarrow": False,
-        "xanchor": anchor,
-        "yanchor": "middle",
-        "borderpad": 0,
-        "font": {"size": FONT, "color": colour},
-    }
-
-
-# --- lines and frames ------------------------------------------------------------------------------------------------
+def _note(x: int, y: int, text: str, bold: bool, anchor: str, quiet: bool = False) -> dict[str, Any]:
+    words = f"<b>{safe(text)}</b>" if bold else safe(text)
+    place = {"x": x, "y": y, "xanchor": anchor, "yanchor": "middle", "borderpad": 0}
+    font = {"size": FONT, "color": "var(--quiet)" if quiet else "var(--text)"}
+    return {**place, "text": words, "showarrow": False, "font": font}
 
 
 def _line(wire: Wire) -> dict[str, Any]:
     path = "M" + "L".join(f"{x},{y}" for x, y in wire.points)
-    return {
-        "type": "path",
-        "path": path,
-        "line": LINES["residual" if _on_stream(wire) else wire.kind],
-        "layer": "below",
-    }
+    line = LINES["residual" if _on_stream(wire) else wire.kind]
+    return {"type": "path", "path": path, "line": line, "layer": "below"}
 
 
 LINES: dict[str, dict[str, Any]] = {
@@ -303,94 +242,34 @@ def _arrow(wire: Wire) -> list[dict[str, Any]]:
     return [{"type": "path", "path": path, "line": {"width": 0}, "fillcolor": "var(--quiet)"}]
 
 
-def _experts_frame(frame: Frame) -> dict[str, Any]:
-    path = rounded(frame.left, frame.top, frame.width, frame.height, 6)
-    line = {"color": "var(--quiet)", "width": 1, "dash": "dot"}
-    return {"type": "path", "path": path, "line": line, "fillcolor": "var(--rounding)", "layer": "below"}
-
-
-def _experts_words(frame: Frame) -> dict[str, Any]:
-    where = frame.left + frame.width - PAD, frame.top + frame.height - LINE // 2 - 2
-    return _note(*where, experts_words(frame.copies), False, "right", "var(--text)")
-
-
-def _block_ends(placed: Placement) -> tuple[int, int]:
-    """Where the block begins and ends, from above to below."""
-    return placed.box("x").top, placed.box("block_output").bottom
-
-
-def _block_frame(placed: Placement, width: int) -> dict[str, Any]:
-    top, bottom = _block_ends(placed)
-    path = rounded(METRICS.trunk - 4, top, width - METRICS.trunk + 4 + EDGE, bottom - top + 4, 8)
-    return {"type": "path", "path": path, "line": {"width": 0}, "fillcolor": "var(--raised)", "layer": "below"}
-
-
-def _block_words(placed: Placement, graph: Structure, kind: Kind, width: int) -> dict[str, Any]:
-    top, _ = _block_ends(placed)
-    return _note(width - PAD, top + LINE // 2 + 3, layers_label(graph, kind), True, "right", "var(--text)")
-
-
 def _pointed(boxes: Sequence[Box]) -> list[dict[str, Any]]:
-    """What whoever points at a box is told: points that cannot be seen. One a box, which a keyboard reaches (it goes
-    by `hovertext`), and more for the mouse, close enough to one another to fill the box.
-    """
-    middles: list[tuple[int, int, str]] = []
-    more: list[tuple[int, int, str]] = []
+    """What pointing at a box tells: unseen points, one a box for keyboards (`hovertext`), more for a mouse."""
+    middles, more = [], []
     for box in boxes:
-        told = _told(box.node)
-        middles.append((box.left + box.width // 2, box.middle, told))
+        hint = _hint(box.node)
+        middles.append((box.left + box.width // 2, box.middle, hint))
         across, down = max(box.width // STEP, 1), max(box.height // STEP, 1)
         more += [
-            (box.left + round(box.width * (i + 0.5) / across), box.top + round(box.height * (j + 0.5) / down), told)
+            (box.left + round(box.width * (i + 0.5) / across), box.top + round(box.height * (j + 0.5) / down), hint)
             for i in range(across)
             for j in range(down)
         ]
-    return [_points(middles, "hovertext"), _points(more, "text")]
-
-
-def _points(points: Sequence[tuple[int, int, str]], words: str) -> dict[str, Any]:
-    xs, ys, told = (list(each) for each in zip(*points, strict=True))
     marker = {"size": STEP, "opacity": 0, "color": "var(--mark)"}
-    shown = {"type": "scatter", "mode": "markers", "hoverinfo": "text", "marker": marker, "showlegend": False}
-    return {**shown, "x": xs, "y": ys, words: told}
+    hidden = {"type": "scatter", "mode": "markers", "hoverinfo": "text", "marker": marker, "showlegend": False}
+    traces = []
+    for words, points in (("hovertext", middles), ("text", more)):
+        xs, ys, hints = map(list, zip(*points, strict=True))
+        traces.append({**hidden, "x": xs, "y": ys, words: hints})
+    return traces
 
 
-def _told(node: Node) -> str:
-    lines = [f"gives {shape_words(node)}"]
-    lines += [f"{name} [{sizes(shape)}]" for name, shape in node.weights]
-    if node.copies > 1:
-        lines.append(f"{node.copies:,} of them")
-    if node.parameters:
-        lines.append(f"{node.parameters:,} parameters")
-    if node.tied:
-        lines.append("tied: the embedding's weight, stored once")
-    lines += [line for line in (node.formula,) if line]
-    safe = [html.escape(plain(line), quote=False) for line in lines]
-    return "<br>".join([f"<b>{html.escape(node.id, quote=False)}</b>", *safe])
-
-
-def _layout(width: int, height: int, shapes: list[dict[str, Any]], notes: list[dict[str, Any]]) -> dict[str, Any]:
-    axis = {"visible": False, "showgrid": False, "zeroline": False, "constrain": "domain"}
-    return {
-        "template": "none",
-        "height": height + 2 * EDGE,
-        "margin": {"t": 0, "b": 0, "r": 0, "l": 0},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"color": "var(--text)", "size": FONT, "family": "system-ui, sans-serif"},
-        "hoverlabel": {
-            "bgcolor": "var(--raised)",
-            "bordercolor": "var(--line)",
-            "font": {"color": "var(--text)", "size": 13},
-            "align": "left",
-        },
-        "hovermode": "closest",
-        "xaxis": {**axis, "range": [-EDGE, width + EDGE]},
-        "yaxis": {**axis, "range": [height + EDGE, -EDGE], "scaleanchor": "x", "scaleratio": 1},
-        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "var(--quiet)", "activecolor": "var(--text)"},
-        "shapes": shapes,
-        "annotations": notes,
-    }
+def _hint(node: Node) -> str:
+    lines = [f"gives {shape_words(node)}", *(f"{name} [{sizes(shape)}]" for name, shape in node.weights)]
+    lines += [f"{node.copies:,} of them"] if node.copies > 1 else []
+    lines += [f"{node.parameters:,} parameters"] if node.parameters else []
+    lines += ["tied: the embedding's weight, stored once"] if node.tied else []
+    lines += [node.formula] if node.formula else []
+    return "<br>".join([f"<b>{safe(node.id)}</b>", *map(safe, lines)])
 
 
 def _least(copies: int) -> int:

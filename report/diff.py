@@ -1,85 +1,310 @@
-"""What `diff` prints: a verdict, what it rests on, a table by component or layer, and the tensors that changed most."""
+"""What `diff` prints: a verdict, what it rests on, a table by component or layer, the tensors that changed most; and
+its page, with a heatmap of the relative change by layer and component, and tables of all that differs.
+"""
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderResult
 from rich.text import Text
 
-from .diff_words import (
-    HEADINGS,
-    figure,
-    files_told,
-    listed,
-    most_changed,
-    readings,
-    remarks,
-    sides,
-    some,
-    tree_told,
-    verdict,
-)
+from ..components.ranges import number_ranges, range_label
+from ..parity.changes import STATUSES, Group
+from ..version import __version__
+from .heatmap import Cell, heatmap
+from .pages import Figure, Lines, Page, Section, Table, counted, noted
 from .rows import By
-from .sheets import Drawing, Layout, Row, Sheet
+from .sheets import Layout, Row, Sheet, drawing
 
 if TYPE_CHECKING:
-    from ..parity.changes import Diff, Group, TensorDiff
+    from ..parity.changes import Diff, Status, TensorDiff
 
-__all__ = ["COLUMNS", "diff_report", "group_cells", "label"]
-
+MOST_RUNS = 4  # runs of rows that are named; of more, how many rows there are
+UNRELATED = 0.2  # a cosine below it says that two models were not trained from one another
+DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+HEADINGS: dict[Status, str] = {"reshaped": "Of another shape", "only_a": "Only in A", "only_b": "Only in B"}
+"""Of tensors that cannot be compared."""
+APART: dict[Status, str] = {"only_a": "A", "only_b": "B", "reshaped": "≠"}
+"""What stands in a cell of the heatmap that has no figure."""
 COLUMNS = ("tensors", "changed", "relative", "cosine", "rank")
-FIGURES = " (figures are of the tensors that changed)"
-SOME = 5
-"""Tensors that are listed unless all are asked for."""
+SOME = 5  # tensors that are listed unless all are asked for
 INDENT = 2
 
 
-def diff_report(found: Diff, by: By = "component", everything: bool = False) -> Drawing:
-    """What rich prints. `everything` lists all tensors that differ, and all that is told of trees and files."""
-    return Drawing(partial(_report, found, by, everything or by == "tensor"))
+# --- in words --------------------------------------------------------------------------------------------------------
 
 
-def _report(found: Diff, by: By, everything: bool, layout: Layout) -> RenderResult:
-    for line in sides(found):
+def sides(diff: Diff) -> list[str]:
+    """Which two were compared."""
+    lines = []
+    for name, side, total in zip("AB", (diff.a, diff.b), diff.parameters, strict=True):
+        dtypes = " and ".join(DTYPES.get(dtype, dtype) for dtype in sorted(set(side.dtypes.values())))
+        kind = f"{side.origin.family or 'no family'} ({side.format})"
+        lines.append(f"{name}  {side.reference}: {kind}, {total:,} parameters in {dtypes}")
+    return lines
+
+
+def verdict(diff: Diff) -> str:
+    """All of it in a line."""
+    number, counts = len(diff.tensors), diff.counts
+    tensors = f"all {number:,} tensors" if number > 1 else "the one tensor"
+    apart = {HEADINGS[status]: counts[status] for status in HEADINGS if counts[status]}
+    if diff.same and diff.same_bytes:
+        return f"The same: {tensors} to the last bit"
+    if diff.same:
+        dtype = counts["dtype"]
+        how = f", {dtype:,} in another dtype" if dtype else " (zeros or NaN by other bits)"
+        return f"The same values: {tensors}{how}"
+    rounded, changed, both = diff.rounded, len(diff.changed), number - sum(apart.values())
+    if rounded is not None and not apart:
+        one, other = ("B", "A") if rounded[1] == "b" else ("A", "B")
+        return f"Rounding alone: {one} is {other}, rounded to {DTYPES[rounded[0]]}"
+    if not both:
+        return "Different: no tensor of one has its like in the other"
+    if not changed and not apart:
+        return f"Different trees of the same values: {tensors}"
+    relative = diff.all.relative
+    size = f", relative change {figure(relative)}" if relative else ""
+    of_those = f", relative change of those {figure(relative)}" if relative and changed < both else size
+    if not changed:
+        return f"Different: the {counted(both, 'tensor')} of one shape are the same"
+    if changed == both == number:
+        return f"Different: {tensors} changed{size}"
+    return f"Different: {changed:,} of {counted(both, 'tensor')} {'of one shape ' * bool(apart)}changed{of_those}"
+
+
+def readings(diff: Diff) -> list[str]:
+    """What the figures come to, in sentences."""
+    lines = []
+    if not diff.same:
+        counts = "; ".join(f"{number:,} {STATUSES[status]}" for status, number in diff.counts.items() if number)
+        lines.append(f"{counts}.")
+    if diff.changed:
+        # All matrices of one shape, where most changed and their cosine is about zero.
+        both = [each for each in diff.tensors if each.shape_a == each.shape_b and len(each.shape_a or ()) > 1]
+        matrices = Group("matrices", None, tuple(both))
+        cosine = matrices.cosine
+        if cosine is not None and abs(cosine) < UNRELATED and 2 * len(matrices.changed) > len(both):
+            about = round(cosine, 2) + 0.0  # not -0.00
+            lines.append(f"The matrices have nothing in common (cosine {about:.2f}): neither came from the other.")
+        else:
+            lines += _rank_readings(diff)
+    lines += [f"{each.name}: {line}" for each in diff.tensors for line in _row_readings(each)]
+    names = [each.name for each in diff.tensors if each.figures is not None and any(each.figures.not_finite)]
+    if names:
+        lines.append(
+            f"NaN or infinite values in {some(names)}: figures are of the values that are finite on both sides."
+        )
+    return lines
+
+
+def _rank_readings(diff: Diff) -> list[str]:
+    low, lines = diff.low_rank, []
+    readings = [each.reading for each in diff.changed if each.reading is not None]
+    high, unclear = readings.count("high"), readings.count("unclear")
+    if low is not None and not low.alone:  # the ranks as a plain fact, where more changed than an adapter changes
+        matrices = sum(each.status == "changed" and len(each.shape_a or ()) == 2 for each in diff.changed)
+        which = counted(matrices, "changed matrix", "changed matrices")
+        which = which if low.matrices == matrices else f"{low.matrices:,} of {which}"
+        rank = f"rank {low.rank}" if low.rank == 1 or low.matrices == 1 else f"a rank of at most {low.rank}"
+        lines.append(f"{which}, in {some(low.modules)}, {'each ' if low.matrices > 1 else ''}by {rank}.")
+    elif low is not None:
+        which = "the one changed matrix" if low.matrices == 1 else f"all {low.matrices:,} changed matrices"
+        if low.unclear:
+            which = f"{low.matrices:,} of {low.matrices + low.unclear:,} changed matrices"
+        many = "rank" if low.matrices == 1 else "ranks up to"
+        lines.append(f"A LoRA-sized update: {which}, in {some(low.modules)}, by {many} {low.rank}.")
+    elif high:
+        lines.append(f"No LoRA-sized update: {high:,} of {len(readings):,} changed matrices by a high rank.")
+    quantised = sum(bool(each.quantised) for each in diff.changed)
+    if quantised:
+        lines.append(f"{counted(quantised, 'changed tensor')} quantised: rounding to few bits is in the figures.")
+    if unclear:
+        lines.append(f"{counted(unclear, 'matrix', 'matrices')} changed too little beside rounding to tell the rank.")
+    return lines
+
+
+def _row_readings(each: TensorDiff) -> list[str]:
+    """Tensors whose rows have names: which changed, where there are few."""
+    figures = each.figures
+    if figures is None or any(figures.not_finite) or not each.name.startswith(("embedding.w", "positions.", "head.")):
+        return []
+    if each.status == "reshaped":
+        assert each.shape_a is not None and each.shape_b is not None
+        rows = f"{each.shape_a[0]:,} → {each.shape_b[0]:,} rows"
+        if not figures.changed:
+            return [f"{rows}, those in common the same"]
+        return [f"{rows}, of those in common {figures.rows_changed:,} changed, relative {figure(figures.relative)}"]
+    if each.status in ("only_a", "only_b"):
+        one, other = ("A", "B") if each.status == "only_a" else ("B", "A")
+        how = "equal to it" if not figures.changed else f"relative change {figure(figures.relative)}"
+        return [f"only in {one}, whose counterpart in {other} is the embedding: {how}"]
+    return [_rows(each)] if 0 < figures.rows_changed <= figures.rows_all // 2 else []
+
+
+def remarks(each: TensorDiff) -> list[str]:
+    """What is said of one tensor that changed."""
+    figures = each.figures
+    if figures is None:
+        return []
+    words = []
+    if figures.square > 0 or not any(figures.not_finite):
+        words += [f"relative {figure(figures.relative)}", f"max |Δ| {figure(figures.largest)}"]
+        words += [] if figures.cosine is None else [f"cosine {figures.cosine:.5f}"]
+    words += _rank_told(each)
+    if figures.rounded is not None:
+        words.append(f"{'B' if figures.rounded[1] == 'b' else 'A'} as {DTYPES[figures.rounded[0]]} rounds")
+    if figures.scale is not None:
+        words.append(f"B = {figures.scale:.6g} · A")
+    if figures.order is not None:
+        words.append(f"the same {figures.order} in another order")
+    if 0 < figures.rows_changed < figures.rows_all and figures.order is None:
+        words.append(_rows(each))
+    for side, number in zip("AB", figures.not_finite, strict=True):
+        if number:
+            words.append(f"{number:,} of {side}'s values NaN or infinite")
+    if each.quantised:
+        words.append(f"quantised in {' and '.join(each.quantised).upper().replace('AND', 'and')}")
+    elif each.dtype_a != each.dtype_b:
+        words.append(f"{each.dtype_a} → {each.dtype_b}")
+    return words
+
+
+def _rank_told(each: TensorDiff) -> list[str]:
+    """The rank of its change in words, where that says more than its other figures."""
+    rank = None if each.figures is None else each.figures.rank
+    if rank is None or each.reading is None:
+        return []
+    if each.reading == "unclear":
+        return ["rank not told: too little beside rounding"]
+    if rank.more:
+        words = f"rank above {rank.limit} of {rank.of:,}"
+    elif rank.full:
+        words = f"full rank ({rank.of:,})"
+    else:
+        share = "–" if rank.share is None else f"{100 * rank.share:.1f} %"
+        share = ">99.9 %" if rank.share is not None and 0.999 < rank.share < 1 else share
+        words = f"rank {rank.rank} of {rank.of:,} ({share} of the change)"
+    if rank.most is not None and each.reading == "high" and rank.most < rank.of // 4:
+        return [words, f"99 % of the change in {counted(rank.most, 'direction')}"]
+    return [words]
+
+
+def _rows(each: TensorDiff) -> str:
+    figures = each.figures
+    assert figures is not None
+    count = f"{figures.rows_changed:,} of {figures.rows_all:,}"
+    if len(figures.rows) > MOST_RUNS:
+        return f"{count} rows changed"
+    runs = ", ".join(range_label(*run) for run in figures.rows)
+    return f"row{'s' if figures.rows_changed > 1 else ''} {runs} changed, {count}"
+
+
+def most_changed(diff: Diff) -> list[TensorDiff]:
+    """Tensors of other values, what no figure tells first, then by relative change."""
+    return sorted(diff.changed, key=lambda each: -math.inf if (size := relative(each)) is None else -size)
+
+
+def relative(each: TensorDiff) -> float | None:
+    """A tensor's relative change, where there is one."""
+    return None if each.figures is None else each.figures.relative
+
+
+def listed(tensors: Sequence[TensorDiff]) -> list[str]:
+    """Tensors that cannot be compared, those of several layers in a line."""
+    folded: dict[str, list[int]] = {}
+    for each in tensors:
+        shapes = [" × ".join(map(str, shape)) for shape in (each.shape_a, each.shape_b) if shape is not None]
+        line = f"{each.everywhere}  {' → '.join(shapes)}"
+        folded.setdefault(line, []).extend([] if each.layer is None else [each.layer])
+    return [
+        f"{line}  (layer{'s' if len(layers) > 1 else ''} {number_ranges(layers)})" if layers else line
+        for line, layers in folded.items()
+    ]
+
+
+def files_told(diff: Diff, most: int | None = None) -> list[str]:
+    """Small files that differ, and in what; at most so many of a file's lines."""
+    lines = []
+    for each in diff.files:
+        if each.only is not None:
+            lines.append(f"{each.name}: only in {each.only.upper()}")
+            continue
+        left = 0 if most is None else len(each.told) - most
+        more = f"; {left} more" if left > 0 else ""
+        lines.append(f"{each.name}: {'; '.join(each.told[:most]) or 'other bytes'}{more}")
+    return lines
+
+
+def some(names: Sequence[str], most: int = 4) -> str:
+    """As in a, b and c; of many the first ones and how many more."""
+    if len(names) > most:
+        return f"{', '.join(names[:most])} and {len(names) - most} more"
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
+def figure(value: float | None) -> str:
+    """Two digits: 0.012, 3.1e-05; a dash where there is none."""
+    return "–" if value is None else f"{value:.2g}"
+
+
+# --- in the terminal -------------------------------------------------------------------------------------------------
+
+
+@drawing
+def diff_report(layout: Layout, diff: Diff, by: By = "component", everything: bool = False) -> RenderResult:
+    """What rich prints. `everything` lists all tensors that differ, and all that is to say of trees and files."""
+    for line in sides(diff):
         yield from _wrapped(layout, line, 0, "dim")
-    yield from _wrapped(layout, verdict(found), 0, "bold")
-    for line in readings(found):
+    yield from _wrapped(layout, verdict(diff), 0, "bold")
+    for line in readings(diff):
         yield from _wrapped(layout, line, INDENT)
-    for heading, lines in _sections(found, by, everything):
+    for heading, lines in _parts(diff, by, everything or by == "tensor"):
         yield ""
         yield from _wrapped(layout, heading, 0, "bold")
         for each in lines:
-            if isinstance(each, Sheet):
-                yield each
-            else:
-                yield from _wrapped(layout, each, INDENT)
-    if found.notes:
+            yield from [each] if isinstance(each, Sheet) else _wrapped(layout, each, INDENT)
+    if diff.notes:
         yield ""
-    for line in found.notes:
+    for line in diff.notes:
         yield from _wrapped(layout, f"note: {line}", 0, "dim")
 
 
-def _sections(found: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence[str | Sheet]]]:
+def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence[str | Sheet]]]:
     """What stands under which heading."""
-    if found.changed and by != "tensor":
-        groups = found.by_layer() if by == "layer" else found.by_module()
-        yield f"Changed values{FIGURES}", (_sheet(groups), *_unchanged(groups), *_layers(found, by))
-    shown = most_changed(found) if everything else most_changed(found)[:SOME]
+    if diff.changed and by != "tensor":
+        groups = diff.by_layer() if by == "layer" else diff.by_module()
+        rows = [Row(label(group), group_cells(group)) for group in groups if group.changed]
+        lines: list[str | Sheet] = [Sheet("", COLUMNS, tuple(rows))]
+        same = [label(group) for group in groups if group.same == len(group.tensors)]
+        lines += [f"Unchanged: {some(same, 8)}"] if same else []
+        layers = [group for group in diff.by_layer() if group.layer is not None and group.relative]
+        if by != "layer" and len(layers) > 1:
+            most = sorted(layers, key=lambda group: -(group.relative or 0.0))[:3]
+            lines.append(f"Most in layer {', '.join(f'{group.layer} ({figure(group.relative)})' for group in most)}")
+        yield "Changed values (figures are of the tensors that changed)", lines
+    shown = most_changed(diff) if everything else most_changed(diff)[:SOME]
     if shown:
-        part = f" ({len(shown)} of {len(found.changed)}, most changed first; --all lists all)"
-        yield f"Tensors{part if len(shown) < len(found.changed) else ''}", [*_tensors(shown)]
+        part = f" ({len(shown)} of {len(diff.changed)}, most changed first; --all lists all)"
+        tensors = [f"{each.name}\n{', '.join(remarks(each))}" for each in shown]
+        yield f"Tensors{part if len(shown) < len(diff.changed) else ''}", tensors
     for status, heading in HEADINGS.items():
-        lines = listed([each for each in found.tensors if each.status == status])
-        if lines:
-            yield heading, lines
-    if found.tree:
-        yield "The trees differ (A → B)", tree_told(found, everything)
-    if found.files:
-        yield "Files beside the weights (A → B)", files_told(found, None if everything else SOME)
+        apart = listed([each for each in diff.tensors if each.status == status])
+        if apart:
+            yield heading, apart
+    if diff.tree:  # how they round is counted alone unless all is wanted
+        tree = [each for each in diff.tree if everything or not each.rounding]
+        layered = ["" if each.layers is None else f"  (layers {each.layers})" for each in tree]
+        fields = [f"{each.path}: {each.a} → {each.b}{where}" for each, where in zip(tree, layered, strict=True)]
+        left = len(diff.tree) - len(tree)
+        rounding = [f"{counted(left, 'field')} of how it rounds: --all"] if left else []
+        yield "The trees differ (A → B)", [*fields, *rounding]
+    if diff.files:
+        yield "Files beside the weights (A → B)", files_told(diff, None if everything else SOME)
 
 
 def _wrapped(layout: Layout, text: str, indent: int, style: str = "") -> Iterator[Any]:
@@ -87,18 +312,10 @@ def _wrapped(layout: Layout, text: str, indent: int, style: str = "") -> Iterato
     for number, line in enumerate(text.split("\n")):
         first = indent + 2 * INDENT * (number > 0)
         rest = " " * (first + (INDENT if indent else 3))
-        for part in textwrap.wrap(
-            layout.clean(line),
-            layout.width,
-            initial_indent=" " * first,
-            subsequent_indent=rest if number == 0 else " " * first,
-            break_long_words=False,
-            break_on_hyphens=False,
-        ):
+        indents: Any = {"initial_indent": " " * first, "subsequent_indent": rest if number == 0 else " " * first}
+        whole: Any = {"break_long_words": False, "break_on_hyphens": False}
+        for part in textwrap.wrap(layout.clean(line), layout.width, **indents, **whole):
             yield Text(part, style=style, no_wrap=True, overflow="ignore")  # a name beyond the width stays whole
-
-
-# --- tables -------------------------------------------------------------------------------------------------
 
 
 def group_cells(group: Group) -> tuple[str, ...]:
@@ -124,30 +341,112 @@ def _ranks(changed: Sequence[TensorDiff]) -> str:
     return "full" if any(rank.full for rank in known) else f"{'≤ ' if len(known) > 1 else ''}{largest}"
 
 
-def _sheet(groups: Sequence[Group]) -> Sheet:
-    rows = [Row(label(group), group_cells(group)) for group in groups if group.changed]
-    return Sheet("", COLUMNS, tuple(rows))
-
-
 def label(group: Group) -> str:
     """What its row is called."""
     return group.name if group.layer is None else f"{group.name} {group.layer}"
 
 
-def _unchanged(groups: Sequence[Group]) -> list[str]:
-    same = [label(group) for group in groups if group.same == len(group.tensors)]
-    return [f"Unchanged: {some(same, 8)}"] if same else []
+# --- the page --------------------------------------------------------------------------------------------------------
 
 
-def _layers(found: Diff, by: By) -> list[str]:
-    """The layers that changed most, in a line."""
-    groups = [group for group in found.by_layer() if group.layer is not None and group.relative]
-    if by == "layer" or len(groups) < 2:
-        return []
-    most = sorted(groups, key=lambda group: -(group.relative or 0.0))[:3]
-    return [f"Most in layer {', '.join(f'{group.layer} ({figure(group.relative)})' for group in most)}"]
+def diff_page(diff: Diff) -> Page:
+    """The page of a comparison."""
+    everything = diff.all
+    facts = [(STATUSES[status], f"{number:,}") for status, number in diff.counts.items() if number]
+    if everything.relative:
+        part = "" if len(everything.changed) == len(diff.tensors) else " of the changed"
+        facts.append((f"relative change{part}", figure(everything.relative)))
+    if diff.low_rank is not None:
+        facts.append(("largest rank", f"{diff.low_rank.rank:,}"))
+    return Page(
+        title=f"{diff.a.reference} → {diff.b.reference}",
+        subtitle="two checkpoints, tensor by tensor",
+        verdict=verdict(diff),
+        good=True if diff.same else None,
+        facts=(*facts, ("gptkit", __version__)),
+        sections=tuple(_sections(diff)),
+    )
 
 
-def _tensors(shown: Sequence[TensorDiff]) -> Iterator[str]:
-    for each in shown:
-        yield f"{each.name}\n{', '.join(remarks(each))}"
+def _sections(diff: Diff) -> Iterator[Section]:
+    lines = [*(line.replace("  ", ": ", 1) for line in sides(diff)), *readings(diff)]
+    yield Section("What differs", (Lines(tuple(lines)),))
+    if any(map(_compared, diff.by_place())):
+        words = Lines(("In these tables relative change, cosine and rank are of the tensors that changed.",))
+        yield Section("Where", (_figure(diff.by_place()), words, _groups("By component", diff.by_module())))
+        yield Section("By layer", (_groups("By layer, and what stands outside of layers", diff.by_layer()),))
+    changed = most_changed(diff)
+    if changed:
+        rows = []
+        for each in changed:
+            dtypes = [DTYPES.get(dtype or "", dtype or "–") for dtype in dict.fromkeys((each.dtype_a, each.dtype_b))]
+            rows.append((each.name, figure(relative(each)), " → ".join(dtypes), ", ".join(remarks(each))))
+        columns = (("tensor", False), ("relative", True), ("stored as", False), ("", False))
+        caption = f"{counted(len(rows), 'tensor')} of other values, most changed first"
+        yield Section("Tensors", (Table(caption, columns, tuple(rows), folded=True),))
+    for status, heading in HEADINGS.items():
+        lines = listed([each for each in diff.tensors if each.status == status])
+        if lines:
+            yield Section(f"Tensors {heading[0].lower()}{heading[1:]}", (Lines(tuple(lines), listed=True),))
+    if diff.tree:
+        columns = (("field", False), ("layers", False), ("A", False), ("B", False))
+        fields = tuple((each.path, each.layers or "", each.a, each.b) for each in diff.tree)
+        yield Section("Trees", (Table("Where the trees differ", columns, fields),))
+    if diff.files:
+        yield Section("Files beside the weights", (Lines(tuple(files_told(diff)), listed=True),))
+    yield from noted(diff.notes)
+
+
+def _compared(group: Group) -> bool:
+    return any(each.status in ("same", "dtype", "rounded", "changed") for each in group.tensors)
+
+
+def _figure(groups: Sequence[Group]) -> Figure:
+    def place(group: Group) -> str:
+        return group.name if group.layer is None else f"layer {group.layer} {group.name}"
+
+    cells = list(map(_cell, groups))
+    rows = tuple((place(group), *group_cells(group)) for group in groups)
+    most = max((group for group in groups if group.changed), key=_size, default=None)
+    apart = any(cell.apart for cell in cells)
+    largest = f"Nothing {'of one shape ' * apart}changed."
+    if most is not None:
+        largest = f"Largest: {place(most)}, {group_cells(most)[2]}."
+    columns = (("place", False), *((name, True) for name in COLUMNS))
+    marks = " A, B: on that side alone; ≠: of another shape." * apart
+    return heatmap(
+        cells,
+        title="Relative change by layer and component",
+        summary=f"|B − A| / |A| (Frobenius) of what changed at each place. {largest}{marks}",
+        measure="relative change",
+        table=Table(f"{counted(len(rows), 'place')} as a table", columns, rows, folded=True),
+    )
+
+
+def _cell(group: Group) -> Cell:
+    """Rounding to a narrower dtype has a colour of its own; a change from zero is beyond all figures."""
+    changed = group.changed
+    counts = any(each.status == "changed" for each in changed)
+    words = [f"relative change: {figure(group.relative) if changed else '0'}"]
+    if changed:
+        words += [f"{len(changed)} of {counted(len(group.tensors), 'tensor')} changed"]
+        words += [f"{each.name.split('.')[-1]}: {', '.join(remarks(each))}" for each in changed[:2]]
+    value = _size(group) if changed else 0.0
+    name = group.name.replace("_forward", "-forward").replace("_norm", " norm").replace(".", " ")
+    if _compared(group):
+        return Cell(name, group.layer, value, tuple(words), counts)
+    kinds = {each.status for each in group.tensors}
+    apart = APART[kinds.pop()] if len(kinds) == 1 else "≠"
+    return Cell(name, group.layer, 0.0, tuple(listed(group.tensors)[:2]), True, apart)
+
+
+def _size(group: Group) -> float:
+    """The relative change; what is in no figure (a change to NaN, or from zeros) is beyond all of them."""
+    return float("inf") if group.relative is None or group.not_finite else group.relative
+
+
+def _groups(caption: str, groups: Sequence[Group]) -> Table:
+    rows = tuple((label(group), *group_cells(group)) for group in groups)
+    lit = frozenset(index for index, group in enumerate(groups) if group.changed)
+    some = lit if len(lit) < len(groups) else frozenset()
+    return Table(caption, (("", False), *((name, True) for name in COLUMNS)), rows, some, bold="something changed here")

@@ -4,28 +4,20 @@ The path is laid out by `placement`, a character being a unit. Where it is wider
 order of computation. Drawings need no colours, and get by with ASCII where the terminal has nothing else.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from rich.text import Text
 
 from ..components.operations import Scores
-from .graph import Kind, Node, Structure, layers_label, shape_words
-from .placement import Box, Frame, Metrics, Placement, Wire, boxed, experts_words, folded, place
-
-__all__ = ["path_lines"]
+from .placement import Box, Frame, Metrics, Placement, Size, Wire, boxed, experts_words, folded, place
+from .structure import Kind, Node, Structure, layers_label, shape_words
 
 STREAM, TRUNK, LEFT, BESIDE = 2, 0, 6, 2
 """Columns: of the residual stream, of boxes on it, of what stands beside it; and the blank between two boxes."""
-ROOMS = (28, *range(24, 7, -1))
-"""Letters that a line of words may have; the first with which the drawing fits is taken."""
+ROOMS = (28, *range(24, 7, -1))  # letters that a line of words may have; the first with which the drawing fits is taken
 TRUNK_ROOM = 40
-BRACKET = 2
-"""Columns of the bracket on the right that holds the block together."""
-
+BRACKET = 2  # columns of the bracket on the right that holds the block together
 WORDS = {"×": "x", "–": "-", "·": "*", "ᵀ": "^T", "√": "sqrt ", "−": "-", "Σ": "sum", "…": "...", "²": "^2", "⊕": "+"}
 """What ASCII has instead, in words."""
 
@@ -45,22 +37,13 @@ def path_lines(graph: Structure, kind: Kind, width: int, ascii_only: bool = Fals
     if placed.width + BRACKET > width:
         yield from _listed(nodes, label, width, ascii_only)
         return
-    canvas = _Canvas(placed.width + BRACKET, placed.height, ascii_only)
-    for wire in placed.wires:
-        canvas.wire(wire)
-    for frame in placed.frames:
-        canvas.frame(frame)
-    for box in placed.boxes:
-        canvas.box(box)
-    canvas.bracket(placed, label)
-    yield from canvas.lines()
-
-
-# --- words -----------------------------------------------------------------------------------------------------------
+    yield from _Canvas(placed, label, ascii_only).lines()
 
 
 def metrics(ascii_only: bool) -> Metrics:
-    def measure(node: Node, lanes: int, room: int) -> tuple[tuple[str, ...], int, int]:
+    """How large things are, in characters."""
+
+    def measure(node: Node, lanes: int, room: int) -> Size:
         lines = _lines(node, lanes * room, ascii_only)
         wide = max(map(len, lines))
         if node.op == "add":
@@ -84,8 +67,8 @@ def _lines(node: Node, room: int, ascii_only: bool) -> list[str]:
     first = [node.title, *filter(None, [node.detail])]
     if not boxed(node) and node.op != "scores" and len(", ".join(first)) <= room:
         first = [", ".join(first)]
-    told = [*first, *([shape_words(node)] if shaped else [])]
-    lines = [part for line in told for part in folded(plain_words(line, ascii_only), room or TRUNK_ROOM)]
+    words = [*first, *([shape_words(node)] if shaped else [])]
+    lines = [part for line in words for part in folded(plain_words(line, ascii_only), room or TRUNK_ROOM)]
     return [*lines, *_groups(node, room, ascii_only)] if node.op == "scores" else lines
 
 
@@ -101,14 +84,10 @@ def _groups(node: Node, room: int, ascii_only: bool) -> list[str]:
     if groups > fit:
         fit = max((room - len(more)) // (group + 1), 1)
     shown = min(groups, fit)
-    queries, keys = ["q" * group] * shown, ["k".center(group)] * shown
-    if groups > shown:
-        queries.append(more)
-        keys.append(" " * len(more))
-    return [" ".join(queries), " ".join(keys)]
+    rest = groups > shown
+    queries = ["q" * group] * shown + [more] * rest
+    return [" ".join(queries), " ".join(["k".center(group)] * shown + [" " * len(more)] * rest)]
 
-
-# --- the canvas ------------------------------------------------------------------------------------------------------
 
 UP, DOWN, LEFTWARDS, RIGHTWARDS = range(4)
 
@@ -122,16 +101,21 @@ HEAVY = {"│": "┃", "├": "┠", "┤": "┨", "┼": "╂", "┬": "┰", "
 """The same where what goes up and down is the residual stream."""
 
 
-@dataclass
 class _Canvas:
     """Characters, the lines between them, and their styles; y counts down."""
 
-    width: int
-    height: int
-    ascii_only: bool
-    letters: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict)
-    joints: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    heavy: set[tuple[int, int]] = field(default_factory=set)
+    def __init__(self, placed: Placement, label: str, ascii_only: bool) -> None:
+        self.width, self.height, self.ascii_only = placed.width + BRACKET, placed.height, ascii_only
+        self.letters: dict[tuple[int, int], tuple[str, str]] = {}
+        self.joints: dict[tuple[int, int], list[int]] = {}
+        self.heavy: set[tuple[int, int]] = set()
+        for wire in placed.wires:
+            self.wire(wire)
+        for frame in placed.frames:
+            self.frame(frame)
+        for box in placed.boxes:
+            self.box(box)
+        self.bracket(placed, label)
 
     def join(self, x: int, y: int, *ways: int) -> None:
         """A line that leaves a character's middle in some of four ways."""
@@ -151,40 +135,33 @@ class _Canvas:
             self.join(x, y, *([LEFTWARDS] if x > low else []), *([RIGHTWARDS] if x < high else []))
 
     def write(self, x: int, y: int, text: str, style: str) -> None:
-        """Words, from a column on."""
         for index, letter in enumerate(text):
             self.letters[x + index, y] = (letter, style)
 
-    # --- what is drawn ---
-
     def wire(self, wire: Wire) -> None:
-        """An edge; a tied head is told in words."""
         points = wire.points
         if wire.kind == "weights":
             return
+        (x, top), (_, turn) = points[:2]
+        self.down(x, top, turn)
         if len(points) == 2:
-            (x, top), (_, bottom) = points
-            self.down(x, top, bottom)
             if x == STREAM:
-                self.heavy |= {(x, y) for y in range(top, bottom)}
-        elif len(points) == 3:
-            (x, top), (_, turn), (end, _) = points
-            self.down(x, top, turn)
-            self.join(x, turn, UP)
+                self.heavy |= {(x, y) for y in range(top, turn)}
+            return
+        self.join(x, turn, UP)
+        end = points[2][0]
+        if len(points) == 3:
             self.along(turn, x, end if end < x else end - 1)
             if wire.kind == "choice":
                 self.write(end - 1, turn, ">" if self.ascii_only else "▸", "dim")
         else:
-            (x, top), (_, turn), (end, _), (_, bottom) = points
-            self.down(x, top, turn)
-            self.join(x, turn, UP)
             self.along(turn, x, end)
             self.join(end, turn, DOWN)
-            self.down(end, turn + 1, bottom)
+            self.down(end, turn + 1, points[3][1])
 
     def frame(self, frame: Frame) -> None:
         """A dashed border, below what crosses it, with its words at the lower right."""
-        right, bottom = frame.left + frame.width - 1, frame.top + frame.height - 1
+        right, bottom = frame.right - 1, frame.bottom - 1
         across, along = (".", ":") if self.ascii_only else ("╌", "╎")
         for x in range(frame.left, right + 1):
             for y in (frame.top, bottom):
@@ -200,21 +177,19 @@ class _Canvas:
         if box.node.op == "add":
             self.write(box.left, box.top, box.lines[0], "bold")
             return
-        if boxed(box.node):
-            self._border(box)
-        top = box.top + (1 if boxed(box.node) else 0)
+        bordered = boxed(box.node)
         for index, line in enumerate(box.lines):
             left = box.left + (box.width - len(line)) // 2
-            if not boxed(box.node):
+            if not bordered:
                 left = box.left + BESIDE if box.trunk else box.port - len(line) // 2
-            self.write(left, top + index, line, "bold" if index == 0 else "dim" if line.startswith("(") else "")
-        if not boxed(box.node):
+            style = "bold" if index == 0 else "dim" if line.startswith("(") else ""
+            self.write(left, box.top + bordered + index, line, style)
+        if not bordered:
             self.down(box.port, box.top + len(box.lines), box.bottom)
-        if box.trunk and not boxed(box.node):
-            self.join(box.port, box.top, DOWN, *([UP] if box.top else []))
-            self.heavy.add((box.port, box.top))
-
-    def _border(self, box: Box) -> None:
+            if box.trunk:
+                self.join(box.port, box.top, DOWN, *([UP] if box.top else []))
+                self.heavy.add((box.port, box.top))
+            return
         right, bottom = box.right - 1, box.bottom - 1
         for y in (box.top, bottom):
             self.along(y, box.left, right)
@@ -237,8 +212,6 @@ class _Canvas:
         self.down(x, top + 1, bottom)
         self.join(x - 1, bottom, RIGHTWARDS)
         self.write(x - 1 - len(label), top, f"{plain_words(label, self.ascii_only)} ", "bold")
-
-    # --- what is printed ---
 
     def cell(self, x: int, y: int) -> tuple[str, str]:
         """A character and its style; lines go over frames, words over lines."""
@@ -266,27 +239,18 @@ class _Canvas:
             yield line
 
 
-# --- the list --------------------------------------------------------------------------------------------------------
-
-
 def _listed(nodes: Sequence[Node], label: str, width: int, ascii_only: bool) -> Iterator[Text]:
     """The nodes one below the other, each with what it is made of, for terminals too narrow for a drawing."""
-
-    def lines(parts: Iterable[tuple[str, str]]) -> Iterator[Text]:
+    for node in nodes:
+        parts = [(node.id, "bold")]
+        if node.op == "stream":
+            parts = [(f"{label}: x", "bold")]
+        else:
+            title = node.title if node.title != node.id.rpartition(".")[2] else ""
+            sources = f"of {', '.join(node.inputs)}" if node.inputs else ""
+            details = filter(None, [sources, ", ".join(filter(None, [title, node.detail]))])
+            parts += [*((words, "") for words in details), (shape_words(node), "dim")]
         for words, style in parts:
             indent = "" if style == "bold" else "  "
             for line in folded(plain_words(words, ascii_only), max(width - len(indent), 1)):
                 yield Text(indent + line, style=style, no_wrap=True, overflow="ignore")
-
-    for node in nodes:
-        if node.op == "stream":
-            yield from lines([(f"{label}: x", "bold")])
-            continue
-        sources = ", ".join(node.inputs)
-        told: list[tuple[str, str]] = [(node.id, "bold")]
-        if sources:
-            told.append((f"of {sources}", ""))
-        what = ", ".join(filter(None, [node.title if node.title != node.id.rpartition(".")[2] else "", node.detail]))
-        told += [(each, "") for each in (what,) if each]
-        told.append((shape_words(node), "dim"))
-        yield from lines(told)

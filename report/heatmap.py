@@ -5,32 +5,21 @@ for it, and so has what rounding explains, whatever its size. What counts as a d
 scale, from the least of the figure's own values to the largest: what is worst stands out, whatever its size.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .pages import Figure, Key, Table
-from .plots import drawn, safe
+from .pages import Figure, Key, Table, figure, safe
 
-__all__ = ["Cell", "heatmap"]
-
-NARROWEST = 0.5
-"""Powers of ten that the colours span at least: what is nearly alike looks alike."""
-TICKS = 6
-"""Values named on the scale, at most."""
-ROW, MARGIN, SCALE = 32, 50, 70
-"""Pixels: of a row, of the axis above, of the colour scale below."""
+NARROWEST = 0.5  # powers of ten that the colours span at least: what is nearly alike looks alike
+TICKS = 6  # values named on the scale, at most
+ROW, MARGIN, SCALE = 32, 50, 70  # pixels: of a row, of the axis above, of the colour scale below
 LABELS, COLUMN, NARROW = 160, 34, 18
 """Pixels: of the components' names and their title, of a column at least with figures in it, and without."""
-MOST_FIGURES = 16
-"""Columns up to which the cells have figures in them."""
-LONGEST = 17
-"""Characters of a component's name on one line."""
-SOME = 5
-"""Of narrow columns every so many has its layer above it."""
+MOST_FIGURES = 16  # columns up to which the cells have figures in them
+LONGEST = 17  # characters of a component's name on one line
+SOME = 5  # of narrow columns every so many has its layer above it
 BEFORE, AFTER = "in", "out"
 KINDS = {
     "zero": "exactly 0",
@@ -56,7 +45,6 @@ class Cell:
 
     @property
     def kind(self) -> Literal["zero", "rounding", "counts", "apart"]:
-        """Which of the four it is coloured as."""
         if self.apart:
             return "apart"
         return "zero" if self.value == 0 else "counts" if self.counts else "rounding"
@@ -72,41 +60,55 @@ def heatmap(
     marked: Cell | None = None,
     down: str = "component",
 ) -> Figure:
-    """The figure of cells in the order of computation.
-
-    Args:
-        cells: at least one.
-        title: the figure's name.
-        summary: what it shows, in a sentence.
-        measure: what the colours are, in two or three words.
-        table: the same figures.
-        marked: the cell that gets a frame.
-        down: what the rows are.
-
-    """
-    rows = _components(cells)
-    columns = _columns(cells)
-    at = {(cell.component, column): cell for cell, column in _placed(cells)}
+    """The figure of cells in the order of computation. measure: what colours are; marked: the cell with a frame."""
+    rows: list[str] = []  # what one layer alone has stands behind what it follows there
+    placed: list[tuple[Cell, str]] = []
+    outside, before = BEFORE, None
+    for cell in cells:
+        if cell.component not in rows:
+            follows = before is not None and before.layer == cell.layer
+            rows.insert(rows.index(before.component) + 1 if before and follows else len(rows), cell.component)
+        outside, before = outside if cell.layer is None else AFTER, cell
+        placed.append((cell, outside if cell.layer is None else str(cell.layer)))
+    layers = sorted({cell.layer for cell in cells if cell.layer is not None})
+    used = {column for _, column in placed}
+    columns = [name for name in (BEFORE, *map(str, layers), AFTER) if name in used]
+    at = {(cell.component, column): cell for cell, column in placed}
     grid = [[at.get((row, column)) for column in columns] for row in rows]
     kinds = [kind for kind in KINDS if any(cell.kind == kind for cell in cells)]
     written = len(columns) <= MOST_FIGURES
     below = SCALE if "counts" in kinds else SCALE // 5
-    height = ROW * len(rows) + MARGIN + below
-    frames = [
-        _frame(columns.index(column), rows.index(cell.component)) for cell, column in _placed(cells) if cell is marked
-    ]
-    ends = _ends(cells)
+    frames, keys = [], [Key(kind, KINDS[kind]) for kind in kinds]
+    if marked is not None:
+        x, y = columns.index(next(column for cell, column in placed if cell is marked)), rows.index(marked.component)
+        corners = {"x0": x - 0.5, "x1": x + 0.5, "y0": y - 0.5, "y1": y + 0.5}
+        frames.append({"type": "rect", **corners, "line": {"color": "var(--mark)", "width": 3}})
+        keys.append(Key("mark", "the first place that parts"))
+    # The logarithms of the least and the largest value that counts; infinite ones have the colour of the largest.
+    logs = [math.log10(cell.value) for cell in cells if cell.kind == "counts" and 0 < cell.value < math.inf]
+    low, high = min(logs, default=0.0), max(logs, default=0.0)
+    middle, half = (low + high) / 2, max(high - low, NARROWEST) / 2
+    ends = (middle - half, middle + half)
+    named = columns
+    if not written:  # where columns are narrow only some have their name above, so that names do not touch
+        some = {str(layer) for layer in layers if layer % SOME == 0}
+        some -= {*([columns[-2]] if columns[-1] == AFTER else []), *(["0"] if columns[0] == BEFORE else [])}
+        named = [name for name in columns if name in some or name in (BEFORE, AFTER)]
+    axis = {"showgrid": False, "zeroline": False, "showline": False, "ticks": "", "tickangle": 0}
+    # Ticks stand by name: a number would be taken for the column that is called so.
+    ordered = {"type": "category", "categoryorder": "array", "categoryarray": columns}
+    across = {"side": "top", "title": {"text": "layer", "standoff": 4}, "range": [-0.5, len(columns) - 0.5]}
+    below_another = {"title": {"text": down, "standoff": 14}, "automargin": True, "range": [len(rows) - 0.5, -0.5]}
+    by_row = {"tickvals": list(range(len(rows))), "ticktext": [_folded(row) for row in rows]}
+    layout: dict[str, Any] = {
+        "height": ROW * len(rows) + MARGIN + below,
+        "margin": {"t": MARGIN, "b": below, "r": 4, "l": 8},
+    }
+    layout |= {"xaxis": {**axis, **ordered, **across, "tickvals": named, "ticktext": named}}
+    layout |= {"yaxis": {**axis, **below_another, **by_row}, "shapes": frames}
     traces = [{"type": "heatmap", "x": columns, **_trace(kind, grid, written, measure, ends)} for kind in kinds]
-    keys = [Key(kind, KINDS[kind]) for kind in kinds]
-    return Figure(
-        title=title,
-        summary=summary,
-        spec=drawn(traces, height, **_layout(below, [_folded(row) for row in rows], columns, frames, down)),
-        height=height,
-        width=LABELS + (COLUMN if written else NARROW) * len(columns),
-        keys=tuple(keys if marked is None else [*keys, Key("mark", "the first place that parts")]),
-        table=table,
-    )
+    width = LABELS + (COLUMN if written else NARROW) * len(columns)
+    return figure(title, summary, traces, keys, table, layout, width)
 
 
 def _trace(
@@ -115,124 +117,35 @@ def _trace(
     """The cells of one kind; `grid` has a row a component, a column a layer."""
     mine = [[cell if cell is not None and cell.kind == kind else None for cell in line] for line in grid]
     scaled, one = kind == "counts", [[at, f"var(--{kind})"] for at in (0, 1)]
+
+    def height(cell: Cell) -> float:
+        return 0 if not scaled else math.log10(cell.value) if cell.value < math.inf else ends[1]
+
+    look = {"hoverinfo": "text", "hoverongaps": False, "xgap": 2, "ygap": 2}
+    look |= _scale(measure, ends) if scaled else {"colorscale": one, "showscale": False}
     return {
-        "z": [[None if cell is None else _log(cell.value, ends) if scaled else 0 for cell in line] for line in mine],
+        "z": [[None if cell is None else height(cell) for cell in line] for line in mine],
         "hovertext": [["" if cell is None else _hover(cell) for cell in line] for line in mine],
         "text": [["" if cell is None else cell.apart or _short(cell.value) for cell in line] for line in mine],
         "texttemplate": "%{text}" if written else None,
-        "hoverinfo": "text",
-        "hoverongaps": False,
-        "xgap": 2,
-        "ygap": 2,
-        **(_scale(measure, ends) if scaled else {"colorscale": one, "showscale": False}),
+        **look,
     }
 
 
-def _ends(cells: Sequence[Cell]) -> tuple[float, float]:
-    """The logarithms of the least and the largest value that counts; infinite ones have the colour of the largest."""
-    found = [math.log10(cell.value) for cell in cells if cell.kind == "counts" and 0 < cell.value < math.inf]
-    low, high = min(found, default=0.0), max(found, default=0.0)
-    middle, half = (low + high) / 2, max(high - low, NARROWEST) / 2
-    return middle - half, middle + half
-
-
-def _ticks(ends: tuple[float, float]) -> list[float]:
-    """Round values between the ends, as many as are legible: powers of ten, with 2 and 5 between them where few are."""
+def _scale(measure: str, ends: tuple[float, float]) -> dict[str, Any]:
+    """The colours of what counts, and their scale: powers of ten, with 2 and 5 between them where few are."""
     low, high = ends
     powers = range(math.floor(low), math.ceil(high) + 1)
     step = max(1, math.ceil((high - low) / TICKS))
     digits = (1, 2, 3, 5) if high - low < 1 else (1, 2, 5) if high - low < 2 else (1,)
-    named = [math.log10(digit) + power for power in powers[::step] for digit in digits]
-    inside = [value for value in named if low - 1e-9 <= value <= high + 1e-9]
-    return inside if len(inside) > 1 else [low, high]
-
-
-def _scale(measure: str, ends: tuple[float, float]) -> dict[str, Any]:
-    """The colours of what counts, and their scale below."""
-    ticks = _ticks(ends)
-    return {
-        "zmin": ends[0],
-        "zmax": ends[1],
-        "colorscale": [[step / 4, f"var(--cell-{step})"] for step in range(5)],
-        "textfont": {"weight": "bold"},
-        "colorbar": {
-            "orientation": "h",
-            "y": 0,
-            "yanchor": "top",
-            "thickness": 12,
-            "outlinewidth": 0,
-            "title": {"text": measure, "side": "top", "font": {"size": 12}},
-            "tickvals": ticks,
-            "ticktext": [_short(10**tick) for tick in ticks],
-        },
-    }
-
-
-def _layout(
-    below: int, names: list[str], columns: list[str], shapes: list[dict[str, Any]], down: str
-) -> dict[str, Any]:
-    axis = {"showgrid": False, "zeroline": False, "showline": False, "ticks": "", "tickangle": 0}
-    named = [column for column in columns if _named(column, columns)]
-    return {
-        "margin": {"t": MARGIN, "b": below, "r": 4, "l": 8},
-        "xaxis": {
-            **axis,
-            "type": "category",
-            "categoryorder": "array",
-            "categoryarray": columns,
-            "side": "top",
-            "title": {"text": "layer", "standoff": 4},
-            "tickvals": named,  # by name: a number would be taken for the column that is called so
-            "ticktext": named,
-            "range": [-0.5, len(columns) - 0.5],
-        },
-        "yaxis": {
-            **axis,
-            "range": [len(names) - 0.5, -0.5],
-            "title": {"text": down, "standoff": 14},
-            "automargin": True,
-            "tickvals": list(range(len(names))),
-            "ticktext": names,
-        },
-        "shapes": shapes,
-    }
-
-
-def _named(column: str, columns: list[str]) -> bool:
-    """Whether a column has its name above it; where they are narrow, only some have, so that names do not touch."""
-    if len(columns) <= MOST_FIGURES or column in (BEFORE, AFTER):
-        return True
-    layer = int(column)
-    return layer % SOME == 0 and columns[-2:] != [column, AFTER] and (layer > 0 or columns[0] != BEFORE)
-
-
-def _components(cells: Sequence[Cell]) -> list[str]:
-    """The rows in the order of computation; what one layer alone has stands behind what it follows there."""
-    rows: list[str] = []
-    before: Cell | None = None
-    for cell in cells:
-        if cell.component not in rows:
-            same = before is not None and before.layer == cell.layer
-            rows.insert(rows.index(before.component) + 1 if before is not None and same else len(rows), cell.component)
-        before = cell
-    return rows
-
-
-def _placed(cells: Sequence[Cell]) -> list[tuple[Cell, str]]:
-    """Each cell with its column."""
-    seen = False
-    found = []
-    for cell in cells:
-        seen = seen or cell.layer is not None
-        found.append((cell, str(cell.layer) if cell.layer is not None else AFTER if seen else BEFORE))
-    return found
-
-
-def _columns(cells: Sequence[Cell]) -> list[str]:
-    layers = sorted({cell.layer for cell in cells if cell.layer is not None})
-    used = {column for _, column in _placed(cells)}
-    ends = ([BEFORE] if BEFORE in used else []), ([AFTER] if AFTER in used else [])
-    return [*ends[0], *map(str, layers), *ends[1]]
+    logs = [math.log10(digit) + power for power in powers[::step] for digit in digits]
+    inside = [value for value in logs if low - 1e-9 <= value <= high + 1e-9]
+    ticks = inside if len(inside) > 1 else [low, high]
+    named = {"tickvals": ticks, "ticktext": [_short(10**tick) for tick in ticks]}
+    title = {"text": measure, "side": "top", "font": {"size": 12}}
+    bar = {"orientation": "h", "y": 0, "yanchor": "top", "thickness": 12, "outlinewidth": 0, "title": title, **named}
+    colours = [[step / 4, f"var(--cell-{step})"] for step in range(5)]
+    return {"zmin": low, "zmax": high, "colorscale": colours, "textfont": {"weight": "bold"}, "colorbar": bar}
 
 
 def _folded(component: str) -> str:
@@ -258,14 +171,3 @@ def _short(value: float) -> str:
         return f"{value:.2f}" if value < 0.995 else f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
     digits, _, power = f"{value:.0e}".partition("e")
     return f"{digits}e{int(power)}"
-
-
-def _log(value: float, ends: tuple[float, float]) -> float:
-    """The value's place on the scale."""
-    return math.log10(value) if value < math.inf else ends[1]
-
-
-def _frame(x: int, y: int) -> dict[str, Any]:
-    """A frame around the cell in this column and row."""
-    line = {"color": "var(--mark)", "width": 3}
-    return {"type": "rect", "x0": x - 0.5, "x1": x + 0.5, "y0": y - 0.5, "y1": y + 0.5, "line": line}

@@ -1,7 +1,4 @@
-"""What a notebook shows: values as the tables that commands print, and progress without a terminal.
-
-rich writes the table, and what it wrote becomes one block of HTML; IPython is asked only where it runs already.
-"""
+"""What a notebook shows: values as the tables that commands print, in HTML, and progress without a terminal."""
 
 from __future__ import annotations
 
@@ -16,17 +13,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, Group, RenderableType
 
 from ..terminal import printable, status
-from .sheets import Sheet, nbytes
+from .sheets import Row, Sheet, nbytes
 
 if TYPE_CHECKING:
     from ..analysis.params import ModelCount
 
-__all__ = ["html", "progress"]
-
-WIDTH = 100
-"""Characters of a line."""
-OFTEN = 0.1
-"""Seconds between two changes of a line of progress, at least."""
+WIDTH = 100  # characters of a line
+OFTEN = 0.1  # seconds between two changes of a line of progress, at least
 BLOCK = '<pre style="white-space: pre; overflow-x: auto; line-height: 1.3; font-family: monospace">{code}</pre>'
 """What of rich's page is wanted: no colours but those of the notebook."""
 
@@ -48,18 +41,15 @@ def _tree(spec: Any) -> Iterator[RenderableType]:
 
 def _counts(counts: list[ModelCount]) -> Iterator[RenderableType]:
     from .costs import cost_sheets
-    from .tables import parameter_table
+    from .counts import parameter_table
 
     yield parameter_table([(each.name, each.family, each.spec, each.count) for each in counts])
-    told = [(each.name, each.spec, each.figures) for each in counts if each.figures is not None]
-    for sheet in cost_sheets(told, told[0][2].asked) if told else ():
-        yield ""
-        yield sheet
+    figures = [(each.name, each.spec, each.figures) for each in counts if each.figures is not None]
+    for sheet in cost_sheets(figures, figures[0][2].asked) if figures else ():
+        yield from ("", sheet)
 
 
 def _count(count: Any) -> Iterator[RenderableType]:
-    from .sheets import Row
-
     rows = [Row(label, (f"{number:,}",)) for label, number in count.by_component.items()]
     yield Sheet("", ("parameters",), (*rows, Row("total", (f"{count.total:,}",), "bold", ruled=True)))
 
@@ -82,15 +72,12 @@ DRAWN: dict[str, Callable[[Any], Iterable[RenderableType]]] = {
     "Comparison": _by("comparison", "comparison_table"),
     "Recommendation": _by("recommendation", "recommendation_table"),
     "Diff": _by("diff", "diff_report"),
-    "Verification": _by("summaries", "verification_report"),
-    "Checkpoint": _by("summaries", "load_summary"),
-    "Conversion": _by("summaries", "conversion_lines"),
-    "SwapResult": _by("summaries", "swap_lines"),
+    "Verification": _by("verification", "verification_report"),
+    "Checkpoint": _by("checkpoints", "load_summary"),
+    "Conversion": _by("checkpoints", "conversion_lines"),
+    "SwapResult": _by("surgery", "swap_lines"),
 }
 """By the name of a value's class, so that none of them is imported for the sake of another."""
-
-
-# --- progress --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

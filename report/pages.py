@@ -7,14 +7,14 @@ how it looks. Text is escaped by the template, since names of models and prompts
 Colours in a figure are names, "var(--cell-high)", which page.css gives a value for light and for dark.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
+import html
+import json
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
@@ -25,24 +25,9 @@ from typing import Any, ClassVar
 from ..errors import UsageError
 from ..version import __version__
 
-__all__ = [
-    "Code",
-    "Figure",
-    "Key",
-    "Lines",
-    "Page",
-    "Section",
-    "Table",
-    "counted",
-    "listing",
-    "noted",
-    "plain",
-    "put",
-    "ready",
-    "render",
-    "writable",
-    "write_page",
-]
+PALETTE = 8  # page.css's colours for kinds of things, c0 to c7, with on-c0 to on-c7 for text on them
+COLOURS = {"attention": 0, "feed-forward": 1, "embedding": 2, "head": 3, "positions": 4, "router": 5, "norms": 6}
+"""A component has one colour wherever it is drawn."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +49,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of words and figures; `columns` are (heading, whether it holds figures), `lit` the rows that stand out in
-    bold, and `bold` what that means, for the line above them.
-    """
+    """Rows below (heading, whether it holds figures); `lit` rows stand out in bold, and `bold` says what that means."""
 
     kind: ClassVar[str] = "table"
     caption: str
@@ -114,9 +97,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """All of it. verdict: in a line that stands out, if there is one; good: whether it is good news, None for neither;
-    facts: (what, value) in a line below.
-    """
+    """All of it. verdict: in a line that stands out; good: whether that is good news, None for neither."""
 
     title: str
     subtitle: str
@@ -127,18 +108,53 @@ class Page:
     footer: str = f"Made by gptkit {__version__}. This page asks no server for anything."
 
     def figures(self) -> list[Figure]:
-        """All of them, in the order of the page."""
         return [block for section in self.sections for block in section.blocks if isinstance(block, Figure)]
+
+
+def figure(
+    title: str,
+    summary: str,
+    data: Sequence[Any],
+    keys: Iterable[Key],
+    table: Table,
+    layout: Mapping[str, Any],
+    width: int = 280,
+    font_size: int = 12,
+) -> Figure:
+    """A figure of plotly's in the page's font and colours; `layout` has its height, and what is special about it."""
+    import plotly.graph_objects as go
+
+    clear, text = "rgba(0,0,0,0)", "var(--text)"
+    hover = {"bgcolor": "var(--raised)", "bordercolor": "var(--line)", "font": {"color": text, "size": 13}}
+    common = {
+        "template": "none",
+        "paper_bgcolor": clear,
+        "plot_bgcolor": clear,
+        "font": {"color": text, "size": font_size, "family": "system-ui, sans-serif"},
+        "hoverlabel": {**hover, "align": "left"},
+        "modebar": {"bgcolor": clear, "color": "var(--quiet)", "activecolor": text},
+    }
+    spec: dict[str, Any] = json.loads(go.Figure(list(data), {**common, **layout}).to_json())
+    return Figure(title, summary, spec, layout["height"], width, tuple(keys), table)
+
+
+def safe(text: str) -> str:
+    """For plotly, which takes some HTML in texts, never in attributes, and knows no escaped quotes in all of them."""
+    return html.escape(plain(text), quote=False)
 
 
 def ready(path: Path) -> None:
     """Raise UsageError where a page could not be made or not be written at `path`: before the work, not after it."""
-    missing = [name for name in ("jinja2", "plotly") if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"--html needs {' and '.join(missing)}", f'pip install {" ".join(missing)} # gptkit\'s extra "html"'
-        )
+    require("--html", ("jinja2", "plotly"), "html")
     writable(path, "--html")
+
+
+def require(option: str, packages: Sequence[str], extra: str) -> None:
+    """Raise UsageError where a package is missing that an option needs."""
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        install = f'pip install {" ".join(missing)} # gptkit\'s extra "{extra}"'
+        raise UsageError(f"{option} needs {' and '.join(missing)}", install)
 
 
 def writable(path: Path, option: str) -> None:
@@ -155,9 +171,7 @@ def writable(path: Path, option: str) -> None:
 
 
 def plain(text: str) -> str:
-    """Text without control characters and what turns the direction of writing: as escapes. A blank that holds words
-    together stays.
-    """
+    """Text with control characters, and what turns the direction of writing, as escapes; a hard blank stays."""
     return "".join(c if c.isprintable() or c == "\u00a0" else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -178,6 +192,7 @@ def render(page: Page) -> str:
         return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
     scripts = [_plotly(), own("page.js")] if page.figures() else []
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, finalize=shown, trim_blocks=True, lstrip_blocks=True
     )
@@ -186,7 +201,7 @@ def render(page: Page) -> str:
         page=page,
         style=Markup(own("page.css")),  # noqa: S704 (our own files, and plotly's script)
         scripts=[Markup(script) for script in scripts],  # noqa: S704
-        allowed=Markup(" ".join(map(_hash, scripts)) or "'none'"),  # noqa: S704
+        allowed=Markup(" ".join(f"'sha256-{each}'" for each in hashes) or "'none'"),  # noqa: S704
     )
 
 
@@ -197,18 +212,8 @@ def _plotly() -> str:
     return script
 
 
-def _hash(script: str) -> str:
-    """A script's name in a content security policy."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-
-
 def write_page(page: Page, path: Path) -> None:
-    """Write the page at `path`, all of it or nothing; what is there is replaced.
-
-    Raises:
-        UsageError: it cannot be written, or a package is missing.
-
-    """
+    """Write the page at `path`, all of it or nothing; what is there is replaced. Raises UsageError where that fails."""
     ready(path)
     put(render(page).encode("utf-8", "replace"), path)
 
@@ -230,11 +235,6 @@ def put(content: bytes, path: Path) -> None:
 def counted(number: int, what: str, many: str | None = None) -> str:
     """1 tensor, 2 tensors."""
     return f"{number:,} {what if number == 1 else many or what + 's'}"
-
-
-def listing(words: Sequence[str], caption: str) -> Table:
-    """Names one below the other, folded away."""
-    return Table(caption, ((caption, False),), tuple((word,) for word in words), folded=True)
 
 
 def noted(notes: Sequence[str], title: str = "Notes") -> tuple[Section, ...]:

@@ -4,14 +4,11 @@ Pictures are drawn by the system's Chrome or Chromium, which kaleido drives, wit
 package. Nothing is fetched: no MathJax, and the browser's proxy is a port where nobody listens.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from threading import Thread
@@ -19,35 +16,26 @@ from typing import Any
 
 from ..errors import UsageError
 from . import pages
-from .pages import Figure, Page
-from .plots import safe
+from .pages import Figure, Page, safe
 
-__all__ = ["drawn", "named", "ready", "write"]
-
-WIDTH = 520
-"""Pixels: a column of a paper (84 mm) makes 12 of them 6 points high."""
-SCALE = 4
-"""Pixels of a PNG for each of the drawing's: 600 dots an inch in such a column."""
-NOWHERE = "127.0.0.1:9"
-"""A proxy that nobody is: the discard port."""
+WIDTH = 520  # pixels: a column of a paper (84 mm) makes 12 of them 6 points high
+SCALE = 4  # pixels of a PNG for each of the drawing's: 600 dots an inch in such a column
+NOWHERE = "127.0.0.1:9"  # a proxy that nobody is: the discard port
 SECONDS = 120
 FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 
-TITLE = 26
-"""Pixels above the figure for its name."""
-
-STILL = {"pathbar": {"visible": False}}
-"""Of nested areas on paper, where nothing leads back."""
+TITLE = 26  # pixels above the figure for its name
 
 
 def ready(html: Path | None, png: Path | None, svg: Path | None) -> None:
     """Raise UsageError where one of them could not be made or written: before the work, not after it."""
     if html is not None:
-        if html.suffix.lower() in (".png", ".svg"):
-            raise UsageError(f"--html {html}: not the name of a page", f"--{html.suffix.lower()[1:]} {html} draws it.")
+        suffix, problem = html.suffix.lower(), f"--html {html}: not the name of a page"
+        if suffix in (".png", ".svg"):
+            raise UsageError(problem, f"--{suffix[1:]} {html} draws it.")
         pages.ready(html)
-        if html.suffix.lower() not in (".html", ".htm"):
-            raise UsageError(f"--html {html}: not the name of a page", "End it in .html.")
+        if suffix not in (".html", ".htm"):
+            raise UsageError(problem, "End it in .html.")
     given = [(option, path) for option, path in (("--png", png), ("--svg", svg)) if path is not None]
     for option, path in given:
         if path.suffix.lower() != f".{option[2:]}":
@@ -58,11 +46,7 @@ def ready(html: Path | None, png: Path | None, svg: Path | None) -> None:
 
 
 def _can_draw(option: str) -> None:
-    missing = [name for name in ("plotly", "kaleido", "choreographer") if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"{option} needs {' and '.join(missing)}", f'pip install {" ".join(missing)} # gptkit\'s extra "images"'
-        )
+    pages.require(option, ("plotly", "kaleido", "choreographer"), "images")
     if _browser() is None:
         raise UsageError(
             f"{option} needs Chrome or Chromium to draw with, and none was found",
@@ -85,23 +69,11 @@ def _browser() -> str | None:
 def write(
     page: Page, html: Path | None, png: Path | None, svg: Path | None, name: str | None = None
 ) -> list[tuple[Path, str]]:
-    """Write the page, and one of its figures as a picture; what was asked for.
+    """Write the page and pictures of one of its figures (by words of its title, or the first), where asked for.
 
-    Each file is written whole or not at all, and replaces what is there.
-
-    Args:
-        page: what is drawn.
-        html: where the page goes, if anywhere.
-        png: where a picture goes.
-        svg: the same.
-        name: the figure that the pictures show, by words of its title; by default the first.
-
-    Returns:
-        The paths written, and the title of the figure in each; "" of the page.
-
-    Raises:
-        UsageError: one cannot be written or drawn, a package is missing, or the page has no such figure.
-
+    Each file is written whole or not at all, and replaces what is there. Returns the paths written, and the title of
+    the figure in each, "" of the page. Raises UsageError where one cannot be written or drawn, or there is no such
+    figure.
     """
     written: list[tuple[Path, str]] = []
     if html is not None:
@@ -122,28 +94,18 @@ def write(
 
 
 def named(figures: Sequence[Figure], name: str) -> Figure:
-    """The figure with this title, or the only one whose title has these words.
-
-    Raises:
-        UsageError: there is none, or more than one.
-
-    """
+    """The figure with this title, or the only one whose title has these words; raises UsageError for none or many."""
     wanted = name.casefold()
-    found = [figure for figure in figures if figure.title.casefold() == wanted]
-    found = found or [figure for figure in figures if all(word in figure.title.casefold() for word in wanted.split())]
-    if len(found) == 1:
-        return found[0]
-    titles = "; ".join(figure.title for figure in found or figures)
-    raise UsageError(f"--figure {name!r} is {'more than one' if found else 'none'} of the page's figures", titles)
+    fitting = [figure for figure in figures if figure.title.casefold() == wanted]
+    fitting = fitting or [each for each in figures if all(word in each.title.casefold() for word in wanted.split())]
+    if len(fitting) == 1:
+        return fitting[0]
+    titles = "; ".join(figure.title for figure in fitting or figures)
+    raise UsageError(f"--figure {name!r} is {'more than one' if fitting else 'none'} of the page's figures", titles)
 
 
 def drawn(figures: Sequence[tuple[Figure, str]]) -> list[bytes]:
-    """Figures as "png" or "svg" files: on white, with a legend, as wide as a paper's column or as they need.
-
-    Raises:
-        UsageError: the browser could not draw one.
-
-    """
+    """Figures as "png" or "svg" files: on white, with a legend; raises UsageError where the browser fails."""
     import asyncio
 
     failed: list[Exception] = []
@@ -176,22 +138,18 @@ async def _drawn(figures: Sequence[tuple[Figure, str]]) -> list[bytes]:
             size = {"width": max(figure.width, WIDTH), "height": spec["layout"]["height"]}
             options = {"format": form, **size, "scale": SCALE if form == "png" else 1}
             content = bytes(await kaleido.calc_fig(spec, opts=options))
-            made.append(_same(content) if form == "svg" else content)
+            # The same file for the same figure: plotly makes its names by chance.
+            chance = re.search(rb'id="defs-([0-9a-f]{6})"', content) if form == "svg" else None
+            made.append(content if chance is None else content.replace(chance[1], b"gptkit"))
     return made
-
-
-def _same(svg: bytes) -> bytes:
-    """The same file for the same figure: plotly makes its names by chance."""
-    chance = re.search(rb'id="defs-([0-9a-f]{6})"', svg)
-    return svg if chance is None else svg.replace(chance[1], b"gptkit")
-
-
-# --- a figure that stands alone ---------------------------------------------------------------------------------------
 
 
 def _static(figure: Figure) -> dict[str, Any]:
     """The figure as plotly takes it without the page around it."""
-    values = _colours()
+    # page.css's colours by name, as they are in the light
+    style = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
+    light = style[style.index(":root {") : style.index("@media")]
+    values = dict(re.findall(r"(--[\w-]+): (#[0-9a-f]{6});", light))
     spec: dict[str, Any] = _painted(figure.spec, values)
     layout = spec["layout"]
     shapes = list(layout.get("shapes", ()))
@@ -204,10 +162,16 @@ def _static(figure: Figure) -> dict[str, Any]:
         else:
             data.append(_in_sight(trace) if trace["type"] == "treemap" else {**trace, "showlegend": False})
     legend = [_legend(key.style.split(), key.words, values) for key in figure.keys if key.style != "counts"]
-    more = _legend_height(legend, max(figure.width, WIDTH))
+    more = 0
+    if legend:  # below the figure; plotly gives all of its entries the width of the longest
+        widest = 50 + 7 * max(len(entry["name"]) for entry in legend)
+        more = 12 + 20 * math.ceil(len(legend) / max(1, max(figure.width, WIDTH) // widest))
     margin = {"t": 0, **layout.get("margin", {})}
-    if any(trace["type"] == "treemap" for trace in data):
+    nested = any(trace["type"] == "treemap" for trace in data)
+    if nested:
         margin["t"] = 2  # its bar above is left out
+    corner = {"xref": "container", "yref": "container", "x": 0.01, "xanchor": "left", "y": 1, "yanchor": "top"}
+    bottom = {"xref": "container", "yref": "container", "x": 0, "y": 0, "yanchor": "bottom"}
     layout = {
         **layout,
         "shapes": shapes,
@@ -215,29 +179,11 @@ def _static(figure: Figure) -> dict[str, Any]:
         "font": {**layout["font"], "family": FONT, "size": 12},
         "height": figure.height + TITLE + more,
         "margin": {**margin, "t": margin["t"] + TITLE, "b": margin.get("b", 0) + more},
-        "title": {
-            "text": f"<b>{safe(figure.title)}</b>",
-            "font": {"size": 13},
-            "xref": "container",
-            "x": 0.01,
-            "xanchor": "left",
-            "yref": "container",
-            "y": 1,
-            "yanchor": "top",
-            "pad": {"t": 6},
-        },
+        "title": {"text": f"<b>{safe(figure.title)}</b>", "font": {"size": 13}, **corner, "pad": {"t": 6}},
         "showlegend": bool(legend),
-        "legend": {
-            "orientation": "h",
-            "traceorder": "normal",
-            "yref": "container",
-            "y": 0,
-            "yanchor": "bottom",
-            "xref": "container",
-            "x": 0,
-        },
+        "legend": {"orientation": "h", "traceorder": "normal", **bottom},
     }
-    if any(trace["type"] == "treemap" for trace in data):  # the legend's traces bring axes along
+    if nested:  # the legend's traces bring axes along
         layout |= {"xaxis": {"visible": False}, "yaxis": {"visible": False}}
     # Names of their own, instead of those that plotly draws lots for.
     return {"data": [{**trace, "uid": str(n)} for n, trace in enumerate([*data, *legend])], "layout": layout}
@@ -256,18 +202,13 @@ def _in_sight(trace: dict[str, Any]) -> dict[str, Any]:
         listed = isinstance(values, list) and len(values) == len(trace["ids"])
         return [values[index] for index in kept] if listed else values
 
-    return {**{name: cut(values) for name, values in trace.items()}, **STILL}
-
-
-def _colours() -> dict[str, str]:
-    """page.css's colours by name, as they are in the light."""
-    style = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
-    light = style[style.index(":root {") : style.index("@media")]
-    return dict(re.findall(r"(--[\w-]+): (#[0-9a-f]{6});", light))
+    return {
+        **{name: cut(values) for name, values in trace.items()},
+        "pathbar": {"visible": False},
+    }  # nothing leads back
 
 
 def _painted(value: Any, values: dict[str, str]) -> Any:
-    """As page.js does it."""
     if isinstance(value, str):
         named = re.fullmatch(r"var\((--[\w-]+)\)", value)
         return values[named[1]] if named else value
@@ -288,49 +229,25 @@ def _legend(style: list[str], words: str, values: dict[str, str]) -> dict[str, A
     return {"type": "scatter", "x": [None], "y": [None], "name": safe(words), "showlegend": True, **drawn}
 
 
-def _legend_height(entries: list[dict[str, Any]], width: int) -> int:
-    """Pixels below the figure for so many entries; plotly gives all of them the width of the longest."""
-    if not entries:
-        return 0
-    widest = 50 + 7 * max(len(entry["name"]) for entry in entries)
-    columns = max(1, width // widest)
-    return 12 + 20 * math.ceil(len(entries) / columns)
-
-
 def _vector(trace: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """A heatmap's cells as rectangles, since plotly draws it as a bitmap, and a trace of its words and colour bar."""
     low, high = trace.get("zmin", 0.0), trace.get("zmax", 1.0)
     cells, x, y, text, ink = [], [], [], [], []
-    for row, column, value in _filled(trace["z"]):
-        colour = _between(trace["colorscale"], (value - low) / (high - low))
+    filled = [(row, column) for row, line in enumerate(trace["z"]) for column, z in enumerate(line) if z is not None]
+    for row, column in filled:
+        colour = _between(trace["colorscale"], (trace["z"][row][column] - low) / (high - low))
         place = {"x0": column - 0.46, "x1": column + 0.46, "y0": row - 0.46, "y1": row + 0.46}
         cells.append({"type": "rect", "layer": "below", "fillcolor": colour, "line": {"width": 0}, **place})
         x.append(trace["x"][column])
         y.append(row)
         text.append(trace["text"][row][column] if trace.get("texttemplate") else "")
-        light, dark = "#ffffff", "#000000"  # one of them stands out on any colour
-        ink.append(light if _contrast(light, colour) > _contrast(dark, colour) else dark)
-    marker = {"opacity": 0, "color": [low] * len(x), "cmin": low, "cmax": high}
+        # White or black, whichever has the larger contrast, 1 to 21, as WCAG 2.2 defines it.
+        ink.append("#ffffff" if 1.05 / (_luminance(colour) + 0.05) > (_luminance(colour) + 0.05) / 0.05 else "#000000")
+    marker: dict[str, Any] = {"opacity": 0, "color": [low] * len(x), "cmin": low, "cmax": high}
     marker |= {name: trace[name] for name in ("colorscale", "colorbar") if name in trace}
-    words: dict[str, Any] = {
-        "type": "scatter",
-        "mode": "markers+text",
-        "x": x,
-        "y": y,
-        "text": text,
-        "textfont": {"color": ink, "size": 11},
-        "marker": {**marker, "showscale": trace.get("showscale", True)},
-        "cliponaxis": False,
-        "showlegend": False,
-    }
-    return cells, words
-
-
-def _filled(rows: list[list[float | None]]) -> Iterator[tuple[int, int, float]]:
-    for row, line in enumerate(rows):
-        for column, value in enumerate(line):
-            if value is not None:
-                yield row, column, value
+    marker["showscale"] = trace.get("showscale", True)
+    words = {"type": "scatter", "mode": "markers+text", "x": x, "y": y, "cliponaxis": False, "showlegend": False}
+    return cells, {**words, "text": text, "textfont": {"color": ink, "size": 11}, "marker": marker}
 
 
 def _between(scale: list[tuple[float, str]], part: float) -> str:
@@ -346,12 +263,6 @@ def _between(scale: list[tuple[float, str]], part: float) -> str:
 
 def _rgb(colour: str) -> tuple[int, int, int]:
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
-
-
-def _contrast(a: str, b: str) -> float:
-    """The contrast of two colours, 1 to 21, as WCAG 2.2 defines it."""
-    high, low = sorted((_luminance(a), _luminance(b)), reverse=True)
-    return (high + 0.05) / (low + 0.05)
 
 
 def _luminance(colour: str) -> float:

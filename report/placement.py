@@ -1,24 +1,24 @@
 """Where the nodes of a path stand in a drawing, and how the lines between them run.
 
 One layout serves the terminal, where a unit is a character, and the pictures, where it is a pixel. All of it is found
-from the graph: `lanes` says what stands below and beside what.
+from the graph. The *trunk* is the residual stream: from the last node back along residual edges. What is beside it
+between two of its nodes is a *stage*. There a fork opens a *lane* for each way, what leads to a fork spans all of them,
+and so does what joins them again, so that lines never cross. A node's *rank* is one more than that of the last of its
+inputs, and all that leaves the trunk stands below where it left.
 
 A line goes down from its source, sideways in a *track* between two ranks (below a fork, above a join), and down again.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from .graph import EdgeKind, Node
-from .lanes import Lanes, Span, ways
-
-__all__ = ["Box", "Frame", "Metrics", "Placement", "Wire", "boxed", "experts_words", "folded", "place"]
+from .structure import EdgeKind, Node
 
 Point = tuple[int, int]
+Size = tuple[tuple[str, ...], int, int]  # a box's lines, its width and its height
+Span = tuple[int, int]  # the first and the last lane
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Metrics:
     that; around: what a frame adds on each side, (x, y).
     """
 
-    measure: Callable[[Node, int, int], tuple[tuple[str, ...], int, int]]
+    measure: Callable[[Node, int, int], Size]
     frame: Callable[[int], int]
     stream: int
     trunk: int
@@ -43,17 +43,13 @@ class Metrics:
 
 
 @dataclass(frozen=True)
-class Box:
-    """A node's place. port: the x at which lines enter above and leave below."""
+class Area:
+    """A rectangle."""
 
-    node: Node
-    lines: tuple[str, ...]
     left: int
     top: int
     width: int
     height: int
-    port: int
-    trunk: bool
 
     @property
     def right(self) -> int:
@@ -69,6 +65,24 @@ class Box:
 
 
 @dataclass(frozen=True)
+class Box(Area):
+    """A node's place. port: the x at which lines enter above and leave below."""
+
+    node: Node
+    lines: tuple[str, ...]
+    port: int
+    trunk: bool
+
+
+@dataclass(frozen=True)
+class Frame(Area):
+    """A border around nodes that belong together: the experts."""
+
+    nodes: tuple[str, ...]
+    copies: int
+
+
+@dataclass(frozen=True)
 class Wire:
     """An edge's line, by its corners. It begins below its source, and ends above its target, or at its side."""
 
@@ -76,18 +90,6 @@ class Wire:
     target: str
     kind: EdgeKind
     points: tuple[Point, ...]
-
-
-@dataclass(frozen=True)
-class Frame:
-    """A border around nodes that belong together: the experts."""
-
-    nodes: tuple[str, ...]
-    copies: int
-    left: int
-    top: int
-    width: int
-    height: int
 
 
 @dataclass(frozen=True)
@@ -101,104 +103,174 @@ class Placement:
     height: int
 
     def box(self, name: str) -> Box:
-        """The box of a node."""
         return next(box for box in self.boxes if box.node.id == name)
 
 
 def place(nodes: Sequence[Node], metrics: Metrics, limit: int, rooms: Sequence[int]) -> Placement:
-    """The drawing of a path from its first node to its last, all of which lead to the last.
+    """The drawing of a path whose nodes, in an order in which they can be computed, all lead to the last.
 
-    Args:
-        nodes: in an order in which they can be computed.
-        metrics: how large things are.
-        limit: the width that it should have at most.
-        rooms: widths for a line of words, the widest first: the first is taken with which all of it fits, or the last.
-
+    limit: the width that it should have at most; rooms: widths for a line of words, the widest first, of which the
+    first is taken with which all of it fits, or the last.
     """
-    graph = Lanes.of(nodes)
-    spans = graph.spans
+    graph = _Lanes(nodes)
     sizes = {name: metrics.measure(graph.nodes[name], 0, max(rooms)) for name in graph.trunk}
     for stage in graph.lanes:
-        mine = [name for name in graph.stage if graph.stage[name] == stage]
+        beside = {name: 1 + last - first for name, (first, last) in graph.spans.items() if graph.stage[name] == stage}
         for room in rooms:
-            tried = {
-                name: metrics.measure(graph.nodes[name], 1 + spans[name][1] - spans[name][0], room) for name in mine
-            }
-            needed = _Placing(graph, metrics, {**sizes, **tried}, (stage,)).width
-            if needed <= limit:
+            tried = {name: metrics.measure(graph.nodes[name], lanes, room) for name, lanes in beside.items()}
+            if _Arrangement(graph, metrics, {**sizes, **tried}, (stage,)).width <= limit:
                 break
         sizes |= tried
-    return _Placing(graph, metrics, sizes, tuple(graph.lanes)).placement()
+    return _Arrangement(graph, metrics, sizes, tuple(graph.lanes)).placement()
 
 
 def folded(line: str, room: int) -> list[str]:
-    """A line in several of at most `room` letters where its words allow it: between words, but not behind a sign, and
-    in a module's name. Numbers are never cut.
-    """
-    found: list[str] = []
+    """A line in several of at most `room` letters, broken between words or in a module's name, never in a number."""
+    lines: list[str] = []
     for unit in re.sub(r"(^| )([×+·/]) ", "\\1\\2\0", line).split(" "):
         word = unit.replace("\0", " ")
-        if found and len(found[-1]) + 1 + len(word) <= room:
-            found[-1] += f" {word}"
+        if lines and len(lines[-1]) + 1 + len(word) <= room:
+            lines[-1] += f" {word}"
         elif len(word) > room and re.fullmatch(r"[A-Za-z_.]+,?", word):
-            found += _name(word, room)
+            first, *pieces = re.findall(r"[^_.]*[_.]|[^_.]+$", word)
+            lines.append(first)
+            for piece in pieces:
+                if len(lines[-1]) + len(piece) <= room:
+                    lines[-1] += piece
+                else:
+                    lines.append(piece)
         else:
-            found.append(word)
-    return found
+            lines.append(word)
+    return lines
 
 
-def _name(name: str, room: int) -> list[str]:
-    """A module's name in pieces; each but the last ends with its underscore or dot."""
-    found: list[str] = []
-    for piece in re.findall(r"[^_.]*[_.]|[^_.]+$", name):
-        if found and len(found[-1]) + len(piece) <= room:
-            found[-1] += piece
-        else:
-            found.append(piece)
-    return found
+def boxed(node: Node) -> bool:
+    """Whether it has weights, its own or another's, and so a border."""
+    return bool(node.weights) or node.tied is not None
+
+
+def experts_words(copies: int) -> str:
+    """What a frame's words are."""
+    return "1 expert" if copies == 1 else f"{copies:,} experts"
+
+
+# --- ranks and lanes -------------------------------------------------------------------------------------------------
+
+
+def ways(node: Node) -> list[str]:
+    """The inputs that a line is drawn from."""
+    return [source for source in node.inputs if source != node.choice]
+
+
+class _Lanes:
+    """nodes by name in order; trunk: names, first to last; stage: for what is beside it, the trunk's node that it leads
+    to; rank; spans: of what is beside the trunk, in lanes of its stage; lanes: how many a stage has.
+    """
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self.nodes = {node.id: node for node in nodes}
+        trunk = [nodes[-1].id]
+        while self.nodes[trunk[-1]].inputs:
+            node = self.nodes[trunk[-1]]
+            trunk.append(node.residual or node.inputs[0])
+        self.trunk = trunk[::-1]
+        self.stage: dict[str, str] = {}
+        for node in reversed(nodes):
+            for source in node.inputs:
+                if source not in trunk:
+                    self.stage[source] = node.id if node.id in trunk else self.stage[node.id]
+        self.rank: dict[str, int] = {}
+        for node in nodes:
+            on = self.trunk.index(self.stage.get(node.id, node.id))
+            above = [self.rank[self.trunk[on - 1]]] if on else []
+            self.rank[node.id] = 1 + max([*above, *(self.rank[source] for source in node.inputs)], default=-1)
+        self.spans: dict[str, Span] = {}
+        self.lanes: dict[str, int] = defaultdict(int)
+        self._open(nodes)
+
+    def _open(self, nodes: Sequence[Node]) -> None:
+        """Find the lanes that nodes beside the trunk span, and how many lanes each stage has."""
+        beside = {node.id: [way for way in ways(node) if way in self.stage] for node in nodes if node.id in self.stage}
+        children: dict[str, list[str]] = defaultdict(list)
+        for name, sources in beside.items():
+            if len(sources) == 1:
+                children[sources[0]].append(name)
+
+        def span(name: str) -> Span:
+            parts = [span(child) for child in children[name]]
+            if not parts:
+                lane = self.lanes[self.stage[name]]
+                self.lanes[self.stage[name]] += 1
+                parts = [(lane, lane)]
+            self.spans[name] = (parts[0][0], parts[-1][1])
+            return self.spans[name]
+
+        for name, sources in beside.items():
+            if not sources:
+                span(name)
+        for name, sources in beside.items():  # what joins lanes, and what follows it
+            if name not in self.spans:
+                self.spans[name] = self.hull(sources)
+
+    def hull(self, names: Sequence[str]) -> Span:
+        """The lanes that several span together."""
+        spans = [self.spans[name] for name in names]
+        return min(first for first, _ in spans), max(last for _, last in spans)
+
+    def expert(self, name: str) -> str:
+        """The node itself, or the linear that leads to it: what is computed between an expert's two linears."""
+        node = self.nodes[name]
+        while not node.weights and ways(node) and node.op in ("activation", "product"):
+            node = self.nodes[ways(node)[0]]
+        return node.id
 
 
 # --- sizes and places ------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Placing:
-    """Boxes of known sizes (lines, width, height), of the stages that are named."""
+class _Arrangement:
+    """Boxes of known sizes (lines, width, height), of the stages that are named.
 
-    graph: Lanes
-    metrics: Metrics
-    sizes: Mapping[str, tuple[tuple[str, ...], int, int]]
-    stages: Sequence[str]
-    columns: dict[str, list[Span]] = field(default_factory=dict)
-    """Of each stage, where its lanes begin and end."""
+    columns: of each stage, where its lanes begin and end. inside: of each stage, what stands in the experts' frame.
+    """
 
-    def __post_init__(self) -> None:
-        graph = self.graph
-        self.framed = [name for name, node in graph.nodes.items() if graph.nodes[_expert(graph, node)].choice]
-        widths = {stage: self._widths(stage) for stage in self.stages}
-        gaps = {stage: self._gaps(stage) for stage in self.stages}
-        totals = {stage: sum(widths[stage]) + sum(gaps[stage]) for stage in self.stages}
-        area = max(totals.values(), default=0)
-        trunk = max(self._trunk_left(name) + self.sizes[name][1] for name in graph.trunk)
-        self.width = max(self.metrics.left + area, trunk)
-        area = max(area, self.width - self.metrics.left)
+    def __init__(self, graph: _Lanes, metrics: Metrics, sizes: Mapping[str, Size], stages: Sequence[str]) -> None:
+        self.graph, self.metrics, self.sizes = graph, metrics, sizes
+        framed = [name for name in graph.nodes if graph.nodes[graph.expert(name)].choice]
+        self.ranks_framed = {graph.rank[name] for name in framed}
+        self.inside: dict[str, list[str]] = defaultdict(list)
+        for name in framed:
+            self.inside[graph.stage[name]].append(name)
+        gaps = {stage: self._gaps(stage) for stage in stages}
+        widths = {stage: self._widths(stage, gaps[stage]) for stage in stages}
+        totals = {stage: sum(widths[stage]) + sum(gaps[stage]) for stage in stages}
+        trunk = max(self._trunk_left(name) + sizes[name][1] for name in graph.trunk)
+        self.width = max(metrics.left + max(totals.values(), default=0), trunk)
+        area = self.width - metrics.left
+        self.columns: dict[str, list[Span]] = {stage: [] for stage in stages}
         for stage, lanes in widths.items():
-            x = self.metrics.left + (area - totals[stage]) // 2
-            self.columns[stage] = []
+            x = metrics.left + (area - totals[stage]) // 2
             for gap, width in zip(gaps[stage], lanes, strict=False):
                 self.columns[stage].append((x + gap, x + gap + width))
                 x += gap + width
 
-    def _widths(self, stage: str) -> list[int]:
+    def _gaps(self, stage: str) -> list[int]:
+        """Blanks before each lane and behind the last: a frame needs more."""
+        gaps = [0, *[self.metrics.beside] * (self.graph.lanes[stage] - 1), 0]
+        if self.inside[stage]:
+            first, last = self.graph.hull(self.inside[stage])
+            gaps[first] += self.metrics.around[0]
+            gaps[last + 1] += self.metrics.around[0]
+        return gaps
+
+    def _widths(self, stage: str, gaps: Sequence[int]) -> list[int]:
         """Of a stage's lanes, as what stands in them needs."""
-        graph, metrics = self.graph, self.metrics
+        graph, metrics, inside = self.graph, self.metrics, self.inside[stage]
         lanes = [0] * graph.lanes[stage]
-        gaps = self._gaps(stage)
         needs = [(graph.spans[name], self.sizes[name][1]) for name in graph.stage if graph.stage[name] == stage]
-        inside = [name for name in self.framed if graph.stage[name] == stage]
         if inside:
             copies = max(graph.nodes[name].copies for name in inside)
-            needs.append((self._hull(inside), metrics.frame(copies) - 2 * metrics.around[0]))
+            needs.append((graph.hull(inside), metrics.frame(copies) - 2 * metrics.around[0]))
         for (first, last), width in sorted(needs, key=lambda need: need[0][1] - need[0][0]):
             there = sum(lanes[first : last + 1]) + sum(gaps[first + 1 : last + 1])
             missing = max(width - there, 0)
@@ -208,21 +280,6 @@ class _Placing:
                 missing -= share
         return lanes
 
-    def _hull(self, names: Sequence[str]) -> Span:
-        spans = [self.graph.spans[name] for name in names]
-        return min(span[0] for span in spans), max(span[1] for span in spans)
-
-    def _gaps(self, stage: str) -> list[int]:
-        """Blanks before each lane and behind the last: a frame needs more."""
-        graph = self.graph
-        gaps = [0, *[self.metrics.beside] * (graph.lanes[stage] - 1), 0]
-        inside = [name for name in self.framed if graph.stage[name] == stage]
-        if inside:
-            first, last = self._hull(inside)
-            gaps[first] += self.metrics.around[0]
-            gaps[last + 1] += self.metrics.around[0]
-        return gaps
-
     def _trunk_left(self, name: str) -> int:
         """Boxes with weights begin left of the stream's line, words right of it; a sum stands on it."""
         node = self.graph.nodes[name]
@@ -231,62 +288,54 @@ class _Placing:
         return self.metrics.trunk if boxed(node) else self.metrics.stream
 
     def _port(self, name: str) -> int:
-        if name in self.graph.trunk:
-            return self.metrics.stream
-        stage, span = self.graph.stage[name], self.graph.spans[name]
-        return self._middle(stage, span)
-
-    def _middle(self, stage: str, span: Span) -> int:
-        """The middle of the lanes spanned, or of the lane in their middle where all that spans them has room
-        around it: a line to it is straight then.
+        """The stream's x; beside it the middle of the lanes spanned, or of the lane in their middle where all that
+        spans them has room around it: a line to it is straight then.
         """
+        graph = self.graph
+        if name in graph.trunk:
+            return self.metrics.stream
+        stage, span = graph.stage[name], graph.spans[name]
         lanes = self.columns[stage][span[0] : span[1] + 1]
         left, right = lanes[0][0], lanes[-1][1]
         middle = (left + right) // 2
         if len(lanes) % 2 == 0:
             return middle
         inner = sum(lanes[len(lanes) // 2]) // 2
-        graph = self.graph
-        alike = [name for name in graph.stage if graph.stage[name] == stage and graph.spans[name] == span]
-        widths = [self.sizes[name][1] for name in alike]
+        alike = [other for other in graph.stage if graph.stage[other] == stage and graph.spans[other] == span]
+        widths = [self.sizes[other][1] for other in alike]
         fits = all(left <= inner - width // 2 and inner - width // 2 + width <= right for width in widths)
         return inner if fits else middle
 
     def placement(self) -> Placement:
         graph = self.graph
-        ports = {name: self._port(name) for name in graph.nodes}
-        turns = self._turns(ports)
-        tops, tracks, height = self._rows(turns)
-        boxes = []
+        self.ports = {name: self._port(name) for name in graph.nodes}
+        self.turns = self._turns()
+        tops, tracks, height = self._rows()
+        boxes = {}
         for name, node in graph.nodes.items():
             lines, width, tall = self.sizes[name]
             on = name in graph.trunk
-            left = self._trunk_left(name) if on else ports[name] - width // 2
-            boxes.append(Box(node, lines, left, tops[graph.rank[name]], width, tall, ports[name], on))
-        by_name = {box.node.id: box for box in boxes}
-        frames = self._frames(by_name)
-        wires = [wire for box in boxes for wire in self._wires(box, by_name, frames, turns, tracks)]
-        return Placement(tuple(boxes), tuple(wires), tuple(frames), self.width, height)
+            left = self._trunk_left(name) if on else self.ports[name] - width // 2
+            boxes[name] = Box(left, tops[graph.rank[name]], width, tall, node, lines, self.ports[name], on)
+        frames = [self._frame(stage, names, boxes) for stage, names in self.inside.items() if names]
+        wires = [wire for box in boxes.values() for wire in self._wires(box, boxes, frames, tracks)]
+        return Placement(tuple(boxes.values()), tuple(wires), tuple(frames), self.width, height)
 
-    def _turns(self, ports: Mapping[str, int]) -> dict[tuple[str, str], tuple[int, str]]:
+    def _turns(self) -> dict[tuple[str, str], tuple[int, str]]:
         """For each line that goes sideways between ranks: the rank below which it does, and with whose others."""
-        graph = self.graph
-        found = {}
+        graph, turns = self.graph, {}
         for name, node in graph.nodes.items():
             sources = ways(node)
             for source in sources:
-                if ports[source] == ports[name] or (name in graph.trunk and source not in graph.trunk):
-                    continue
-                joins = len(sources) > 1
-                found[source, name] = (graph.rank[name] - 1, name) if joins else (graph.rank[source], source)
-        return found
+                joins_trunk = name in graph.trunk and source not in graph.trunk
+                if self.ports[source] != self.ports[name] and not joins_trunk:
+                    fork = (graph.rank[source], source)
+                    turns[source, name] = (graph.rank[name] - 1, name) if len(sources) > 1 else fork
+        return turns
 
-    def _rows(
-        self, turns: Mapping[tuple[str, str], tuple[int, str]]
-    ) -> tuple[dict[int, int], dict[tuple[int, str], int], int]:
+    def _rows(self) -> tuple[dict[int, int], dict[tuple[int, str], int], int]:
         """The y of each rank, of each track by (rank above it, whose it is), and of the end."""
-        graph, metrics = self.graph, self.metrics
-        framed = {graph.rank[name] for name in self.framed}
+        graph, metrics, framed = self.graph, self.metrics, self.ranks_framed
         heights: dict[int, int] = defaultdict(int)
         for name, rank in graph.rank.items():
             heights[rank] = max(heights[rank], self.sizes[name][2])
@@ -294,22 +343,20 @@ class _Placing:
         for rank in range(max(heights) + 1):
             tops[rank] = y
             y += heights[rank] + (metrics.around[1] if rank in framed and rank + 1 not in framed else 0)
-            rows = self._tracks(rank, turns)
-            number = 1 + max(rows.values(), default=-1)
-            last = rank == max(heights)
-            gutter = 0 if last else max(metrics.gap, number * metrics.track)
-            spare = (gutter - number * metrics.track) // 2
+            rows = self._tracks(rank)
+            needed = (1 + max(rows.values(), default=-1)) * metrics.track
+            gutter = 0 if rank == max(heights) else max(metrics.gap, needed)
             for owner, row in rows.items():
-                tracks[rank, owner] = y + spare + row * metrics.track + metrics.track // 2
+                tracks[rank, owner] = y + (gutter - needed) // 2 + row * metrics.track + metrics.track // 2
             y += gutter + (metrics.around[1] if rank + 1 in framed and rank not in framed else 0)
         return tops, tracks, y
 
-    def _tracks(self, rank: int, turns: Mapping[tuple[str, str], tuple[int, str]]) -> dict[str, int]:
+    def _tracks(self, rank: int) -> dict[str, int]:
         """Which of the tracks below a rank each line takes: forks above joins, as many beside each other as fit."""
         reach: dict[str, list[int]] = defaultdict(list)
-        for (source, target), (below, owner) in turns.items():
+        for (source, target), (below, owner) in self.turns.items():
             if below == rank:
-                reach[owner] += [self._port(source), self._port(target)]
+                reach[owner] += [self.ports[source], self.ports[target]]
         rows: dict[str, int] = {}
         for owner in sorted(reach, key=lambda name: self.graph.rank[name]):
             low, high = min(reach[owner]), max(reach[owner])
@@ -317,32 +364,18 @@ class _Placing:
             rows[owner] = 1 + max(taken, default=-1)
         return rows
 
-    def _frames(self, boxes: Mapping[str, Box]) -> list[Frame]:
-        inside: dict[str, list[str]] = defaultdict(list)
-        for name in self.framed:
-            inside[self.graph.stage[name]].append(name)
+    def _frame(self, stage: str, names: Sequence[str], boxes: Mapping[str, Box]) -> Frame:
         dx, dy = self.metrics.around
-        found = []
-        for stage, names in inside.items():
-            first, last = self._hull(names)
-            left = self.columns[stage][first][0] - dx
-            right = self.columns[stage][last][1] + dx
-            top = min(boxes[name].top for name in names) - dy
-            bottom = max(boxes[name].bottom for name in names) + dy
-            copies = max(self.graph.nodes[name].copies for name in names)
-            found.append(Frame(tuple(names), copies, left, top, right - left, bottom - top))
-        return found
+        first, last = self.graph.hull(names)
+        left, right = self.columns[stage][first][0] - dx, self.columns[stage][last][1] + dx
+        top, bottom = min(boxes[name].top for name in names) - dy, max(boxes[name].bottom for name in names) + dy
+        copies = max(self.graph.nodes[name].copies for name in names)
+        return Frame(left, top, right - left, bottom - top, tuple(names), copies)
 
     def _wires(
-        self,
-        box: Box,
-        boxes: Mapping[str, Box],
-        frames: Sequence[Frame],
-        turns: Mapping[tuple[str, str], tuple[int, str]],
-        tracks: Mapping[tuple[int, str], int],
+        self, box: Box, boxes: Mapping[str, Box], frames: Sequence[Frame], tracks: Mapping[tuple[int, str], int]
     ) -> list[Wire]:
-        """The lines to a box."""
-        found = []
+        wires = []
         for edge in box.node.edges():
             source = boxes.get(edge.source)
             if source is None:
@@ -358,27 +391,10 @@ class _Placing:
                 points = (start, (source.port, box.middle), (frame.left, box.middle))
             elif box.trunk and not source.trunk:
                 points = (start, (source.port, box.middle), (box.right, box.middle))
-            elif (edge.source, box.node.id) in turns:
-                y = tracks[turns[edge.source, box.node.id]]
+            elif (edge.source, box.node.id) in self.turns:
+                y = tracks[self.turns[edge.source, box.node.id]]
                 points = (start, (source.port, y), (box.port, y), end)
             else:
                 points = (start, end)
-            found.append(Wire(edge.source, edge.target, edge.kind, points))
-        return found
-
-
-def boxed(node: Node) -> bool:
-    """Whether it has weights, its own or another's, and so a border."""
-    return bool(node.weights) or node.tied is not None
-
-
-def experts_words(copies: int) -> str:
-    """What a frame's words are."""
-    return "1 expert" if copies == 1 else f"{copies:,} experts"
-
-
-def _expert(graph: Lanes, node: Node) -> str:
-    """The node itself, or the linear that leads to it: what is computed between an expert's two linears."""
-    while not node.weights and len(ways(node)) and node.op in ("activation", "product"):
-        node = graph.nodes[ways(node)[0]]
-    return node.id
+            wires.append(Wire(edge.source, edge.target, edge.kind, points))
+        return wires

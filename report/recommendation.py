@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderResult
@@ -13,123 +12,91 @@ from rich.text import Text
 
 from .comparison import flops
 from .pages import counted
-from .sheets import Drawing, Layout, Row, Sheet, nbytes
+from .sheets import Layout, Row, Sheet, drawing, nbytes
 
 if TYPE_CHECKING:
     from ..analysis.recommend import Choice, Recommendation
 
-__all__ = ["recommendation_table"]
-
-NARROWEST = 72
-"""Characters below which a choice is told in lines one below the other."""
+NARROWEST = 72  # characters below which a choice is told in lines one below the other
 BETWEEN = 2
 
 
-def recommendation_table(found: Recommendation) -> Drawing:
+@drawing
+def recommendation_table(page: Layout, advice: Recommendation) -> RenderResult:
     """What rich prints."""
-    return Drawing(partial(_table, found))
-
-
-def _table(found: Recommendation, layout: Layout) -> RenderResult:
-    page = _Page(layout.width, layout.ascii_only)
-    off = 100 * (found.parameters / found.budget - 1)
-    contrary = any(finding.against for finding in found.findings)
-    size = f"{found.parameters:,} parameters, {off:+.1f}% of what was asked for"
-    yield Text.assemble((page.clean(found.goal), "bold"), page.clean(f"  {size}"))
-    yield page.note(shape_words(found))
+    spec, shape = advice.spec, advice.shape
+    off = 100 * (advice.parameters / advice.budget - 1)
+    contrary = any(finding.against for finding in advice.findings)
+    size = f"{advice.parameters:,} parameters, {off:+.1f}% of what was asked for"
+    heads = f"{shape.heads} heads of {shape.head_dim}" if shape.heads > 1 else f"one head of {shape.head_dim}"
+    yield Text.assemble((page.clean(advice.goal), "bold"), page.clean(f"  {size}"))
+    yield page.note(
+        f"{counted(len(spec.blocks), 'layer')} · {spec.hidden_size:,} wide · {heads}"
+        f" · vocabulary {spec.vocab_size:,} · context {advice.context:,}"
+    )
     yield ""
     yield Text("Components, in the order of their effect", style="bold")
-    told = " The costs disagree: see below." if contrary else ""
-    yield page.note(f"As usually advised for {found.goal}: {found.way}.{told}")
-    yield from page.choices(found.choices)
-    yield ""
-    yield costs_sheet(found)
-    yield ""
+    disagree = " The costs disagree: see below." if contrary else ""
+    yield page.note(f"As usually advised for {advice.goal}: {advice.way}.{disagree}")
+    if page.width >= NARROWEST:  # what, why, and where it is written, beside each other
+        rows = [(choice.words, choice.why, str(choice.paper or "")) for choice in advice.choices]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = Table(box=None, show_edge=False, show_header=False, padding=(0, BETWEEN, 0, 0), pad_edge=False)
+        table.add_column(no_wrap=True, width=widths[0], style="bold")
+        table.add_column(overflow="fold")
+        table.add_column(no_wrap=True, width=widths[2], style="dim")
+        for row in rows:
+            table.add_row(*map(page.text, row))
+        yield table
+    for choice in advice.choices if page.width < NARROWEST else ():
+        yield page.text(choice.words)
+        yield _item(page, choice.why, "  ")
+        if choice.paper is not None:
+            yield _item(page, str(choice.paper), "  ")
+    yield from ("", costs_sheet(advice), "")
     for title, against in (("Where the costs disagree with the advice", True), ("What the costs say", False)):
-        said = [finding.words for finding in found.findings if finding.against == against]
+        said = [finding.words for finding in advice.findings if finding.against == against]
         if said:
             yield Text(title, style="bold")
-            yield from (page.item(words) for words in said)
+            yield from (_item(page, words) for words in said)
             yield ""
-    yield from (page.note(note) for note in found.notes)
+    yield from map(page.note, advice.notes)
 
 
-def shape_words(found: Recommendation) -> str:
-    """The shape in a line."""
-    spec, shape = found.spec, found.shape
-    heads = f"{shape.heads} heads of {shape.head_dim}" if shape.heads > 1 else f"one head of {shape.head_dim}"
-    return (
-        f"{counted(len(spec.blocks), 'layer')} · {spec.hidden_size:,} wide · {heads}"
-        f" · vocabulary {spec.vocab_size:,} · context {found.context:,}"
-    )
+def _item(page: Layout, words: str, before: str = "- ") -> Padding:
+    """A line that is set in where it goes on."""
+    table = Table(box=None, show_edge=False, show_header=False, padding=0, pad_edge=False)
+    table.add_column(no_wrap=True, width=len(before))
+    table.add_column(overflow="fold")
+    table.add_row(page.text(before), page.text(words))
+    return Padding(table, 0)
 
 
-def costs_sheet(found: Recommendation) -> Sheet:
+def costs_sheet(advice: Recommendation) -> Sheet:
     """Each choice exchanged alone in the baseline, what else there is, and both models as they are."""
-    layers, hidden = len(found.baseline.blocks), found.baseline.hidden_size
-    rows = [_whole_row("GPT-2's way", found.baseline_costs)]
-    rows += [_exchange(choice) for choice in found.choices if not choice.usual]
-    if found.considered:
-        first, *rest = (_exchange(choice, "dim") for choice in found.considered)
-        rows += [Row(f"({first.label})", first.cells, first.style, ruled=True)]
-        rows += [Row(f"({row.label})", row.cells, row.style) for row in rest]
-    own = _whole_row("recommended", found.costs)
-    rows.append(Row(own.label, own.cells, "bold", ruled=True))
-    return Sheet(
-        title="exchanged alone",
-        columns=("parameters", f"KV at {found.context:,}", "FLOPs per token"),
-        rows=tuple(rows),
-        notes=(
-            f"GPT-2's way: {counted(layers, 'layer')}, {hidden:,} wide, and a table of {found.context:,} positions."
-            f" Cache in bf16; a token sees {found.context:,}.",
-            *(("What is in brackets was not chosen.",) if found.considered else ()),
-        ),
-    )
+
+    def whole(label: str, costs: Any, ruled: bool) -> Row:
+        cells = (f"{costs.parameters:,}", nbytes(costs.held_bytes()), flops(costs.total_flops))
+        return Row(label, cells, "bold", ruled)
+
+    def exchange(choice: Choice) -> tuple[str, ...]:
+        cost = choice.cost
+        parameters = f"{cost.parameters:+,}" if cost.parameters else "0"
+        return (parameters, signed(cost.cache, nbytes), signed(cost.flops, flops))
+
+    rows = [whole("GPT-2's way", advice.baseline_costs, False)]
+    rows += [Row(choice.alone, exchange(choice)) for choice in advice.choices if not choice.usual]
+    for index, choice in enumerate(advice.considered):
+        rows.append(Row(f"({choice.alone})", exchange(choice), "dim", ruled=index == 0))
+    rows.append(whole("recommended", advice.costs, True))
+    layers, wide, context = len(advice.baseline.blocks), f"{advice.baseline.hidden_size:,} wide", f"{advice.context:,}"
+    way = f"GPT-2's way: {counted(layers, 'layer')}, {wide}, and a table of {context} positions."
+    notes = [f"{way} Cache in bf16; a token sees {context}."]
+    notes += ["What is in brackets was not chosen."] if advice.considered else []
+    columns = ("parameters", f"KV at {context}", "FLOPs per token")
+    return Sheet("exchanged alone", columns, tuple(rows), tuple(notes))
 
 
-def _whole_row(label: str, costs: Any) -> Row:
-    return Row(label, (f"{costs.parameters:,}", nbytes(costs.held_bytes()), flops(costs.total_flops)), "bold")
-
-
-def _exchange(choice: Choice, style: str | None = None) -> Row:
-    cost = choice.cost
-    cells = (f"{cost.parameters:+,}" if cost.parameters else "0", signed(cost.cache, nbytes), signed(cost.flops, flops))
-    return Row(choice.alone, cells, style)
-
-
-def signed(number: int, words: Any) -> str:
+def signed(number: int, words: Callable[[int], str]) -> str:
     """A difference in words that have no sign."""
     return "0" if number == 0 else f"{'+' if number > 0 else '-'}{words(abs(number))}"
-
-
-@dataclass(frozen=True)
-class _Page(Layout):
-    """Choices on a terminal this wide."""
-
-    def choices(self, choices: tuple[Choice, ...]) -> RenderResult:
-        if self.width >= NARROWEST:
-            yield self.beside(choices)
-            return
-        for choice in choices:
-            yield self.text(choice.words)
-            yield self.item(choice.why, "  ")
-            if choice.paper is not None:
-                yield self.item(str(choice.paper), "  ")
-
-    def beside(self, choices: tuple[Choice, ...]) -> Table:
-        """What, why, and where it is written."""
-        table = Table(box=None, show_edge=False, show_header=False, padding=(0, BETWEEN, 0, 0), pad_edge=False)
-        table.add_column(no_wrap=True, width=max(len(choice.words) for choice in choices), style="bold")
-        table.add_column(overflow="fold")
-        table.add_column(no_wrap=True, width=max(len(str(choice.paper or "")) for choice in choices), style="dim")
-        for choice in choices:
-            table.add_row(*map(self.text, (choice.words, choice.why, str(choice.paper or ""))))
-        return table
-
-    def item(self, words: str, before: str = "- ") -> Any:
-        """A line that is set in where it goes on."""
-        table = Table(box=None, show_edge=False, show_header=False, padding=0, pad_edge=False)
-        table.add_column(no_wrap=True, width=len(before))
-        table.add_column(overflow="fold")
-        table.add_row(self.text(before), self.text(words))
-        return Padding(table, 0)

@@ -4,8 +4,6 @@ RFC 4180 by Python's csv module, numbers without separators. A cell that begins 
 take for a formula, has a ' before it; only models have such names.
 """
 
-from __future__ import annotations
-
 import csv
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,14 +14,11 @@ from ..analysis.parameters import ParameterCount
 from ..analysis.params import ModelCount
 from ..terminal import printable
 
-__all__ = ["By", "count_rows", "model_rows", "write_csv"]
-
 FORMULA = ("=", "+", "-", "@")
 
 By = Literal["component", "layer", "tensor"]
 
-Row = dict[str, str | int]
-"""A cell for each heading; a heading that it lacks is an empty cell."""
+Row = dict[str, str | int]  # a cell for each heading; a heading that it lacks is an empty cell
 
 
 def write_csv(rows: Sequence[Row], file: TextIO | None = None) -> None:
@@ -48,18 +43,13 @@ def _cell(value: str | int) -> str | int:
 
 
 def count_rows(counts: Sequence[ModelCount], by: By, dtype: str | None = None) -> list[Row]:
-    """A row a component and model; by layer, a row for each of its components; by tensor, one for each.
-
-    What lies in no layer is there too, so that the parameters of a model's rows sum to its total.
-    """
+    """A row a component and model, of each layer, or a tensor; the parameters of a model's rows sum to its total."""
     rows = []
     for model in counts:
         weights = None if dtype is None else weighed(model.spec, dtype, model.family)
         for cells, parameters, nbytes in _parts(model, by, dtype, weights):
             row: Row = {"model": model.name, "family": model.family, **cells, "parameters": parameters}
-            if dtype is not None:
-                row |= {"dtype": dtype, "bytes": nbytes}
-            rows.append(row)
+            rows.append(row if dtype is None else row | {"dtype": dtype, "bytes": nbytes})
     return rows
 
 
@@ -87,25 +77,21 @@ def _parts(
 
 def model_rows(counts: Sequence[ModelCount]) -> list[Row]:
     """A row a model: its figures as `as_json` has them, a column for each path to a number, kv_cache.8192.bytes."""
-    return [dict(_flat(_plain(model))) for model in counts]
-
-
-def _plain(model: ModelCount) -> dict[str, Any]:
-    """What of the JSON is one figure a model."""
-    data = model.as_json()
-    for listed in ("by_layer", "notes", "stored"):
-        data.pop(listed, None)
-    if "kv_cache" in data:
-        data["kv_cache"] = {str(each.pop("context")): each for each in data["kv_cache"]}
-    if "stages" in data.get("parallel", {}):
-        parallel = data["parallel"]
-        data["parallel"] = {**parallel, "notes": None, "stages": dict(enumerate(parallel["stages"]))}
-        for stage in parallel["stages"]:
-            stage.pop("layers")
-    for each in data.get("memory", {}).values():
-        if isinstance(each, dict):
-            each.pop("assumed", None)
-    return data
+    rows = []
+    for model in counts:  # what of the JSON is one figure a model
+        data = {name: value for name, value in model.as_json().items() if name not in ("by_layer", "notes", "stored")}
+        if "kv_cache" in data:
+            data["kv_cache"] = {str(each.pop("context")): each for each in data["kv_cache"]}
+        if "stages" in data.get("parallel", {}):
+            parallel = data["parallel"]
+            data["parallel"] = {**parallel, "notes": None, "stages": dict(enumerate(parallel["stages"]))}
+            for stage in parallel["stages"]:
+                stage.pop("layers")
+        for each in data.get("memory", {}).values():
+            if isinstance(each, dict):
+                each.pop("assumed", None)
+        rows.append(dict(_flat(data)))
+    return rows
 
 
 def _flat(data: dict[Any, Any], path: str = "") -> Iterator[tuple[str, str | int]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -14,31 +16,10 @@ from rich.text import Text
 
 from . import pages as page
 
-__all__ = [
-    "GAP",
-    "Drawing",
-    "Layout",
-    "Row",
-    "Sheet",
-    "binary",
-    "change",
-    "decimal",
-    "difference",
-    "nbytes",
-    "percentage",
-    "sentences",
-    "whole_bytes",
-]
-
-GAP = 3
-"""Blank characters between two columns of a table; rich draws one of them itself."""
-
+GAP = 3  # blank characters between two columns of a table; rich draws one of them itself
 ASCII = str.maketrans({"×": "x", "–": "-", "−": "-", "·": "-", "…": ".", "²": "^2", "³": "^3"})
 """For terminals that have no other characters."""
-
-WIDEST_NAME = 24
-"""Longer names, of folders most of them, are folded."""
-
+WIDEST_NAME = 24  # longer names, of folders most of them, are folded
 DECIMAL = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -71,10 +52,47 @@ def _prefixed(number: int, base: int, units: Sequence[str]) -> str:
     return f"{value:,.{digits}f} {units[power]}"
 
 
+def human_bytes(nbytes: float) -> str:
+    """1,234 bytes, 1.2 MB, 16.4 GB: decimal units, as disks are sold and the hub counts."""
+    if nbytes < 10_000:
+        return f"{nbytes:,.0f} bytes"
+    power = next((power for power in (1, 2, 3) if nbytes / 1000**power < 1000), 4)
+    return f"{nbytes / 1000**power:,.1f} {('kB', 'MB', 'GB', 'TB')[power - 1]}"
+
+
+def number(value: float) -> str:
+    """An error: 0 where it is 0 to the last bit, else two digits."""
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def indented(text: str, indent: int = 10) -> list[str]:
+    """A sentence in lines of up to 80 characters, each behind `indent` spaces."""
+    return textwrap.wrap(text, 80, initial_indent=" " * indent, subsequent_indent=" " * indent)
+
+
 def percentage(number: int, total: int) -> str:
     """Of the total, one digit after the point, and never 0 where it is not: 7.6 %, <0.1 %."""
     share = 100 * number / total
     return "<0.1 %" if 0 < share < 0.05 else f"{share:.1f} %"
+
+
+def short(number: int, units: Sequence[str] = "KMBT", one: str = "") -> str:
+    """Three digits of a number of parameters: 982, 12.3M, 1.24B, 405B; of anything else with units "kMGT"."""
+    for power, unit in zip((12, 9, 6, 3), reversed(units), strict=True):
+        if number >= 10**power:
+            value = number / 10**power
+            return f"{value:,.0f}{unit}" if value >= 99.95 else f"{value:.3g}{unit}"
+    return f"{number:,}{one}"
+
+
+def held(nbytes: int) -> str:
+    """Bytes in units of 1,000, as in the tables, in three digits: 37.7 MB, 1.5 GB."""
+    return short(nbytes, (" kB", " MB", " GB", " TB"), " B")
+
+
+def share(number: int, total: int) -> str:
+    """Per cent, as the terminal's tables have it, in one piece where lines end."""
+    return percentage(number, total).replace(" ", "\u00a0")
 
 
 def whole_bytes(nbytes: int) -> str:
@@ -115,26 +133,19 @@ class Sheet:
     notes: tuple[str, ...] = ()
     words: int = 0
 
-    def turned(self) -> Sheet:
-        """Columns as rows."""
-        rows = (Row(name, tuple(row.cells[index] for row in self.rows)) for index, name in enumerate(self.columns))
-        return Sheet(self.title, tuple(row.label for row in self.rows), tuple(rows))
-
     def width(self) -> int:
-        """Of its table."""
         headings = [name[:WIDEST_NAME] for name in self.columns]
         widths = [max(map(len, cells)) for cells in zip(headings, *(row.cells for row in self.rows), strict=True)]
-        return self.label_width() + sum(widths) + GAP * len(widths)
-
-    def label_width(self) -> int:
-        return max((min(len(row.label), WIDEST_NAME) for row in self.rows), default=0)
+        labels = max((min(len(row.label), WIDEST_NAME) for row in self.rows), default=0)
+        return labels + sum(widths) + GAP * len(widths)
 
     def parts(self, width: int) -> list[Sheet]:
         """Sheets that are no wider than that, where one column is: as few as can be, as it is or turned."""
         whole = [self] if self.words else self.cut(width)
         if len(whole) == 1 or len(self.columns) < 3:
             return whole
-        turned = self.turned().cut(width)
+        rows = (Row(name, tuple(row.cells[index] for row in self.rows)) for index, name in enumerate(self.columns))
+        turned = Sheet(self.title, tuple(row.label for row in self.rows), tuple(rows)).cut(width)  # columns as rows
         return turned if len(turned) < len(whole) else whole
 
     def cut(self, width: int) -> list[Sheet]:
@@ -154,7 +165,6 @@ class Sheet:
         return Sheet(self.title, self.columns[first:last], tuple(row for row in rows if any(row.cells)))
 
     def as_table(self) -> page.Table:
-        """For a page."""
         columns = (("", False), *((name, index >= self.words) for index, name in enumerate(self.columns)))
         lit = frozenset(index for index, row in enumerate(self.rows) if row.ruled and row.style != "dim")
         return page.Table(self.title, columns, tuple((row.label, *row.cells) for row in self.rows), lit, bold="totals")
@@ -166,13 +176,13 @@ class Sheet:
         for index, part in enumerate(self.parts(options.max_width) if self.rows else ()):
             if index:
                 yield ""
-            yield layout.sheet(part)
+            table = layout.table(["", *part.columns[: part.words]], part.columns[part.words :])
+            for row in part.rows:
+                if row.ruled:
+                    table.add_section()
+                table.add_row(*map(layout.text, [row.label, *row.cells]), style=row.style)
+            yield table
         yield from map(layout.note, self.notes)
-
-
-def sentences(lines: Sequence[str]) -> Drawing:
-    """Sentences below tables."""
-    return Drawing(lambda layout: map(layout.note, lines))
 
 
 @dataclass(frozen=True)
@@ -182,15 +192,6 @@ class Layout:
     width: int
     ascii_only: bool
 
-    def sheet(self, sheet: Sheet) -> Table:
-        """A sheet as a table, as it is."""
-        table = self.table(["", *sheet.columns[: sheet.words]], sheet.columns[sheet.words :])
-        for row in sheet.rows:
-            if row.ruled:
-                table.add_section()
-            table.add_row(*map(self.text, [row.label, *row.cells]), style=row.style)
-        return table
-
     def table(self, words: Sequence[str], numbers: Sequence[str]) -> Table:
         """An empty table: columns of words that may wrap, then right-aligned columns that do not."""
         table = Table(
@@ -198,8 +199,10 @@ class Layout:
         )
         for title in words:
             table.add_column(self.text(title), overflow="fold")
-        for title in numbers:
-            table.add_column(self.folded(title), justify="right", no_wrap=True)
+        for title in numbers:  # in lines where it is long
+            lines = [title[first : first + WIDEST_NAME] for first in range(0, len(title), WIDEST_NAME)]
+            heading = Text("\n").join(map(self.text, lines or [""]))
+            table.add_column(heading, justify="right", no_wrap=True)
         return table
 
     def note(self, words: str) -> Any:
@@ -209,11 +212,6 @@ class Layout:
     def text(self, words: str) -> Any:
         """A cell: its brackets are no markup."""
         return Text(self.clean(words))
-
-    def folded(self, name: str) -> Any:
-        """A heading, in lines where it is long."""
-        pieces = [name[first : first + WIDEST_NAME] for first in range(0, len(name), WIDEST_NAME)]
-        return Text("\n").join(map(self.text, pieces or [""]))
 
     def clean(self, words: str) -> str:
         """Characters that the terminal has; a name from outside may hold control characters."""
@@ -231,3 +229,27 @@ class Drawing:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from self.draw(Layout(options.max_width, options.ascii_only))
+
+
+Arguments = ParamSpec("Arguments")
+
+
+def drawing(function: Callable[Concatenate[Layout, Arguments], RenderResult]) -> Callable[Arguments, Drawing]:
+    """Make a function that draws on a page one whose result waits until the page is known."""
+
+    @wraps(function)
+    def waiting(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Drawing:
+        return Drawing(lambda page: function(page, *args, **kwargs))
+
+    return waiting
+
+
+def plain_table(*columns: tuple[str, bool], rows: Iterable[Sequence[str | Text]] = (), gap: int = GAP) -> Table:
+    """A table of (heading, whether it holds figures) columns without frames; without any heading, no row of them."""
+    shown = any(heading for heading, _ in columns)
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold", show_header=shown)
+    for heading, figures in columns:
+        table.add_column(heading, justify="right" if figures else "left", no_wrap=figures)
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,9 +1,6 @@
 """What `show` says of a model: its tree and the data's path through a layer, for a terminal, for a page, as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,33 +10,33 @@ from rich.text import Text
 from ..analysis.parameters import describe
 from ..analysis.params import ModelCount
 from ..components import differences
+from .diagram import block_diagram
 from .drawing import path_lines, plain_words
-from .graph import SYMBOLS, Kind, Structure, layers_label
-from .pages import Figure, Lines, Page, Section, Table, noted
+from .pages import Lines, Page, Section, Table, noted
 from .placement import folded
-from .sheets import Drawing, Layout
+from .sheets import Layout, drawing
+from .structure import SYMBOLS, Kind, Structure, layers_label
 from .tree import tree_json, tree_lines, tree_table
 
-__all__ = ["kinds_differ", "model_drawing", "show_json", "show_page"]
-
-MOST_KINDS = 8
-"""Kinds of layers that a page draws, and that a terminal tells apart in words."""
+MOST_KINDS = 8  # kinds of layers that a page draws, and that a terminal tells apart in words
 
 
-def model_drawing(model: ModelCount, graph: Structure, kind: Kind, layer: int | None) -> Drawing:
+@drawing
+def model_drawing(page: Layout, model: ModelCount, graph: Structure, kind: Kind, layer: int | None) -> RenderResult:
     """The model's name, its tree, the path through a kind of layer, and how other kinds differ."""
-    return Drawing(partial(_drawing, model, graph, kind, layer))
-
-
-def _drawing(model: ModelCount, graph: Structure, kind: Kind, layer: int | None, page: Layout) -> RenderResult:
     width, ascii_only = page.width, page.ascii_only
 
     def line(words: str, style: str = "dim") -> list[Text]:
         cleaned = plain_words("".join(c if c.isprintable() else "?" for c in words), ascii_only)
         return [Text(each, style=style, no_wrap=True, overflow="ignore") for each in folded(cleaned, width)]
 
+    words = describe(model.spec)
+    number, *differ = words["layers"].split(" ", 1)
+    facts = [model.family, " ".join([number, "layer" if number == "1" else "layers", *differ])]
+    facts += [f"hidden size {words['hidden size']}", f"positions {words['positions']}"]
+    facts += [] if words["window"] == "none" else [f"window {words['window']}"]
     yield from line(model.name, "bold")
-    yield from line(" · ".join(filter(None, [model.family, *_facts(model)])))
+    yield from line(" · ".join(filter(None, [*facts, words["block"], f"context {words['context']}"])))
     yield ""
     if layer is None:
         yield from tree_lines(graph, width, ascii_only)
@@ -48,19 +45,10 @@ def _drawing(model: ModelCount, graph: Structure, kind: Kind, layer: int | None,
     yield ""
     yield from line(f"{SYMBOLS}; weights are [out × in]")
     others = kinds_differ(graph) if layer is None else ()
-    for kind, words in others[1:]:
-        yield from line(f"{layers_label(graph, kind)}: {words} (--layer {kind.layers[0]})", "")
+    for kind, difference in others[1:]:
+        yield from line(f"{layers_label(graph, kind)}: {difference} (--layer {kind.layers[0]})", "")
     if others and len(graph.kinds) > len(others):
         yield from line(f"{len(graph.kinds) - len(others):,} more kinds of layers: --layer N draws any", "")
-
-
-def _facts(model: ModelCount) -> list[str]:
-    words = describe(model.spec)
-    number, *differ = words["layers"].split(" ", 1)
-    layers = " ".join([number, "layer" if number == "1" else "layers", *differ])
-    facts = [layers, f"hidden size {words['hidden size']}", f"positions {words['positions']}"]
-    facts += [] if words["window"] == "none" else [f"window {words['window']}"]
-    return [*facts, words["block"], f"context {words['context']}"]
 
 
 def kinds_differ(graph: Structure) -> list[tuple[Kind, str]]:
@@ -69,55 +57,39 @@ def kinds_differ(graph: Structure) -> list[tuple[Kind, str]]:
     each = [describe(msgspec.structs.replace(graph.spec, blocks=(kind.block,))) for kind in kinds]
     every = dict.fromkeys(aspect for words in each for aspect in words)
     differ = [aspect for aspect in every if len({words.get(aspect, "none") for words in each}) > 1]
-    told = ["; ".join(f"{aspect} {words.get(aspect, 'none')}" for aspect in differ) for words in each]
-    return [(kind, words or _fields(kinds, kind)) for kind, words in zip(kinds, told, strict=True)]
-
-
-def _fields(kinds: Sequence[Kind], kind: Kind) -> str:
-    """The records' fields in which a kind differs from the first, where words do not tell it."""
-    found = [path for path, _, _ in differences(kinds[0].block, kind.block)]
-    return f"another {', '.join(found)}" if found else "the first kind"
+    pairs = []
+    for kind, words in zip(kinds, each, strict=True):
+        line = "; ".join(f"{aspect} {words.get(aspect, 'none')}" for aspect in differ)
+        if not line:  # words do not tell it: the records' fields in which it differs from the first kind
+            fields = [path for path, _, _ in differences(kinds[0].block, kind.block)]
+            line = f"another {', '.join(fields)}" if fields else "the first kind"
+        pairs.append((kind, line))
+    return pairs
 
 
 def show_json(model: ModelCount, graph: Structure, kinds: Sequence[Kind]) -> dict[str, Any]:
     """Plain JSON values: the tree, and the path through each kind of layer as nodes and edges."""
-    return {
-        "schema_version": 1,
-        "model": model.name,
-        "family": model.family,
-        "revision": model.revision,
-        "notes": list(model.notes),
-        "total": model.count.total,
-        "tree": tree_json(graph),
-        "paths": [
-            {
-                "layers": list(kind.layers),
-                "nodes": [
-                    {**node.as_json(), "in_block": any(node.id == each.id for each in kind.nodes)} for node in path
-                ],
-                "edges": [
-                    {"from": edge.source, "to": edge.target, "kind": edge.kind}
-                    for node in path
-                    for edge in node.edges()
-                ],
-            }
-            for kind in kinds
-            for path in [graph.path(kind)]
-        ],
-    }
+    paths = []
+    for kind in kinds:
+        path, inside = graph.path(kind), {node.id for node in kind.nodes}
+        nodes = [{**node.as_json(), "in_block": node.id in inside} for node in path]
+        edges = [edge for node in path for edge in node.edges()]
+        written = [{"from": edge.source, "to": edge.target, "kind": edge.kind} for edge in edges]
+        paths.append({"layers": list(kind.layers), "nodes": nodes, "edges": written})
+    data = {"schema_version": 1, "model": model.name, "family": model.family, "revision": model.revision}
+    data |= {"notes": list(model.notes), "total": model.count.total}
+    return {**data, "tree": tree_json(graph), "paths": paths}
 
 
 def show_page(model: ModelCount, graph: Structure, kinds: Sequence[Kind]) -> Page:
     """The page: a diagram a kind of layer, the tree, and what it is in words."""
-    from .diagram import block_diagram
-
     words = describe(model.spec)
     differ = dict(kinds_differ(graph)) if len(graph.kinds) > 1 else {}
     sections = []
     for kind in kinds[:MOST_KINDS]:
         lead = (Lines((differ[kind],)),) if kind in differ else ()
-        figure: Figure = block_diagram(model.spec, kind.layers[0])
-        sections.append(Section(f"The data's path through {layers_label(graph, kind)}", (*lead, figure)))
+        title = f"The data's path through {layers_label(graph, kind)}"
+        sections.append(Section(title, (*lead, block_diagram(model.spec, kind.layers[0]))))
     if len(kinds) > MOST_KINDS:
         more = f"{len(kinds) - MOST_KINDS:,} more kinds of layers are not drawn here: --layer N draws any."
         sections.append(Section("More layers", (Lines((more,)),)))

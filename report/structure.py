@@ -1,17 +1,140 @@
-"""The graph of a tree: its operations from tokens to logits with words for people, one block of each kind. No torch."""
+"""A model as a graph that is drawn: its operations from tokens to logits with words for people, one block of each kind.
 
-from __future__ import annotations
+It has every weight and every operation between tokens and logits, so that whoever evaluates the nodes in their order
+gets the model's logits; tests do that. What each computes is told in `components.operations`, whose class names in
+lower case are `Node.op`. A linear with `copies` is one an expert: a second input says which of them each token takes.
+No torch.
+"""
 
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
-from ..components import Block, ModelSpec
+from ..analysis.parameters import range_label
+from ..components import Block, ModelSpec, Shape
 from ..components import operations as ops
+from ..components.operations import AnyOperation, Sizes
 from ..components.words import NOT_THERE
-from .graph import Kind, Node, Structure, sizes
 
-__all__ = ["structure"]
+EdgeKind = Literal["data", "residual", "choice", "weights"]
+SYMBOLS = "B sequences, T tokens, S tokens in sight with those in the cache"
+
+
+@dataclass(frozen=True)
+class Edge:
+    """residual: past a branch, to the sum behind it; choice: which experts; weights: used again, by a tied head."""
+
+    source: str
+    target: str
+    kind: EdgeKind
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation.
+
+    id: a module's shared name within its block, or a name for what has no weights; unique in a path. inputs: ids, in
+    the order of the operation's arguments. shape: of its output. weights: the module's own, by name. copies: so many
+    modules alike, of which a token takes some. residual: which input came past a branch. tied: whose weight it uses.
+    operation: what else it needs. title, detail, formula: for people.
+    """
+
+    id: str
+    op: str
+    inputs: tuple[str, ...]
+    shape: Sizes
+    operation: AnyOperation
+    title: str
+    detail: str = ""
+    formula: str = ""
+    weights: tuple[tuple[str, Shape], ...] = ()
+    copies: int = 1
+    residual: str | None = None
+    choice: str | None = None
+    tied: str | None = None
+
+    @property
+    def parameters(self) -> int:
+        """Stored under this node, all copies together."""
+        return self.copies * sum(math.prod(shape) for _, shape in self.weights)
+
+    def edges(self) -> Iterator[Edge]:
+        kinds: dict[str | None, EdgeKind] = {self.choice: "choice", self.residual: "residual"}
+        for source in self.inputs:
+            yield Edge(source, self.id, kinds.get(source, "data"))
+        if self.tied is not None:
+            yield Edge(self.tied, self.id, "weights")
+
+    def as_json(self) -> dict[str, Any]:
+        weights = {name: list(shape) for name, shape in self.weights}
+        shaped = {"shape": list(self.shape), "parameters": self.parameters, "weights": weights, "copies": self.copies}
+        words = {"title": self.title, "detail": self.detail, "formula": self.formula}
+        return {"id": self.id, "op": self.op, **shaped, **words}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Layers alike: which they are, their record, and its nodes from the stream's node to the sum that leaves it."""
+
+    layers: tuple[int, ...]
+    block: Block
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A model: the nodes before its blocks, each kind of block in the order of appearance, the nodes behind them.
+
+    The stream of a path's block is fed by the last node before it, and the first node behind it by the block's last.
+    """
+
+    spec: ModelSpec
+    before: tuple[Node, ...]
+    kinds: tuple[Kind, ...]
+    after: tuple[Node, ...]
+
+    def kind_of(self, layer: int) -> Kind:
+        """The kind of a layer; raises IndexError where there is none of that number."""
+        for kind in self.kinds:
+            if layer in kind.layers:
+                return kind
+        raise IndexError(f"there is no layer {layer}")
+
+    def path(self, kind: Kind) -> tuple[Node, ...]:
+        """From tokens to logits through one block of that kind, in an order in which it can be evaluated."""
+
+        def fed(node: Node, source: Node) -> Node:
+            """The node with another first input, wherever it takes that one."""
+            inputs = (source.id if name == node.inputs[0] else name for name in node.inputs)
+            return replace(node, inputs=tuple(inputs))
+
+        stream, *block = kind.nodes
+        first, *behind = self.after
+        return (*self.before, fed(stream, self.before[-1]), *block, fed(first, kind.nodes[-1]), *behind)
+
+
+def sizes(shape: Sequence[int | str], times: str = " × ") -> str:
+    """A shape in words: 4,096 × 1,024."""
+    return times.join(each if isinstance(each, str) else f"{each:,}" for each in shape)
+
+
+def layers_label(graph: Structure, kind: Kind) -> str:
+    """Which layers are of a kind: "each of 32 layers", "layers 0–3", "layer 5", "16 layers: 0, 2, 4, …"."""
+    layers, total = kind.layers, len(graph.spec.blocks)
+    if len(layers) == total:
+        return "the layer" if total == 1 else f"each of {total:,} layers"
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    if layers[-1] - layers[0] + 1 == len(layers):
+        return f"layers {range_label(layers[0], layers[-1])}"
+    named = ", ".join(map(str, layers[:4])) + (", …" if len(layers) > 4 else "")
+    return f"{len(layers)} layers: {named}"
+
+
+def shape_words(node: Node) -> str:
+    """The shape of what a node gives: (B, T, 32, 128)."""
+    return f"({sizes(node.shape, ', ')})"
 
 
 def structure(spec: ModelSpec) -> Structure:
@@ -19,42 +142,28 @@ def structure(spec: ModelSpec) -> Structure:
     layers: dict[Block, list[int]] = {}
     for layer, block in enumerate(spec.blocks):
         layers.setdefault(block, []).append(layer)
-    kinds = (
-        Kind(tuple(layers[block]), block, _nodes(spec.block_operations(block), _positions(spec, block)))
-        for block in layers
-    )
+    kinds = []
+    for block, of_block in layers.items():
+        program = spec.block_operations(block)
+        turned = any(isinstance(operation, ops.Rotate) for operation in program)
+        positions = block.aspects().get("position", NOT_THERE).long if turned else ""
+        kinds.append(Kind(tuple(of_block), block, _nodes(program, positions)))
     return Structure(spec, _nodes(spec.before_blocks()), tuple(kinds), _nodes(spec.after_blocks()))
-
-
-def _positions(spec: ModelSpec, block: Block) -> str:
-    """A block's positions in words, where it turns any."""
-    turned = any(isinstance(each, ops.Rotate) for each in spec.block_operations(block))
-    return block.aspects().get("position", NOT_THERE).long if turned else ""
 
 
 def _nodes(program: ops.Program, positions: str = "") -> tuple[Node, ...]:
     """A program's operations as nodes. That tokens are gathered for their experts is drawn where experts choose."""
     operations = {each.id: each for each in program}
+    gathered = {each.id: each.inputs[0] for each in program if isinstance(each, ops.Gather)}
     nodes = []
     for each in program:
-        if isinstance(each, ops.Gather):
-            continue
-        sources = (operations.get(name) for name in each.inputs)
-        inputs = (
-            source.inputs[0] if isinstance(source, ops.Gather) else name
-            for name, source in zip(each.inputs, sources, strict=True)
-        )
-        words = _caption(each, operations, positions)
-        node = Node(
-            *(each.id, type(each).__name__.lower(), tuple(inputs), each.shape, each),
-            *words,
-            weights=each.weights,
-            copies=each.copies,
-            residual=each.residual if isinstance(each, ops.Add) else None,
-            choice=each.choice if isinstance(each, ops.Linear) else None,
-            tied=each.tied if isinstance(each, ops.Linear) else None,
-        )
-        nodes.append(node)
+        if each.id not in gathered:
+            op, inputs = type(each).__name__.lower(), tuple(gathered.get(name, name) for name in each.inputs)
+            residual = each.residual if isinstance(each, ops.Add) else None
+            choice, tied = (each.choice, each.tied) if isinstance(each, ops.Linear) else (None, None)
+            words = _caption(each, operations, positions)
+            more = (each.weights, each.copies, residual, choice, tied)
+            nodes.append(Node(each.id, op, inputs, each.shape, each, *words, *more))
     return tuple(nodes)
 
 
@@ -68,6 +177,7 @@ class Caption(NamedTuple):
 
 def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation], positions: str) -> Caption:
     """An operation for people; raises ConfigError for one that is not in the vocabulary."""
+    last = operation.id.rpartition(".")[2]
     match operation:
         case ops.Tokens():
             return Caption("token ids", formula="numbers of the vocabulary's entries")
@@ -78,18 +188,13 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
         case ops.Positions():
             return Caption("positions", _matrix(operation), "row of the position")
         case ops.Norm(kind=kind, formula=formula):
-            title = "embedding norm" if operation.id == "embedding.norm" else _last(operation)
-            return Caption(title, kind, formula)
-        case ops.Linear():
-            bias = " + b" if operation.bias else ""
-            if operation.tied is not None:
-                matrix = sizes((operation.shape[-1], operation.inputs_wide))
-                return Caption(
-                    "head",
-                    f"the {operation.tied}'s {matrix}" + _with_bias(operation),
-                    f"x·Eᵀ, E the {operation.tied}{bias}",
-                )
-            return Caption(_last(operation), _matrix(operation) + _with_bias(operation), f"x·Wᵀ{bias}")
+            return Caption("embedding norm" if operation.id == "embedding.norm" else last, kind, formula)
+        case ops.Linear(tied=tied):
+            bias, with_bias = (" + b", " + bias") if operation.bias else ("", "")
+            if tied is None:
+                return Caption(last, f"{_matrix(operation)}{with_bias}", f"x·Wᵀ{bias}")
+            matrix = sizes((operation.shape[-1], operation.inputs_wide))
+            return Caption("head", f"the {tied}'s {matrix}{with_bias}", f"x·Eᵀ, E the {tied}{bias}")
         case ops.Rotate(turned=turned):
             size = operation.shape[-1]
             return Caption(operation.rotary.title, "" if turned == size else f"{turned} of {size} dims", positions)
@@ -100,12 +205,16 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             formula = "the head's own part, then the rotated part that all heads share"
             return Caption("key of each head", "rotated part shared by all heads", formula)
         case ops.Scores():
-            title = f"q·kᵀ {_scale(operation.scale, operation.query_dim)}"
-            return Caption(title, _shared(operation.heads, operation.kv_heads), title)
+            title, heads, kv_heads = _scaled_by(operation), operation.heads, operation.kv_heads
+            shared = "1 kv head" if kv_heads == 1 else f"{heads // kv_heads:,} to each kv head"
+            detail = (
+                "1 head" if heads == 1 else f"{heads:,} heads" if heads == kv_heads else f"{heads:,} q heads, {shared}"
+            )
+            return Caption(f"q·kᵀ {title}", detail, f"q·kᵀ {title}")
         case ops.Alibi():
             (scores,) = (others[name] for name in operation.inputs)
-            scale = _scale(operation.scale, scores.query_dim) if isinstance(scores, ops.Scores) else ""
-            bias = operation.alibi.formula + (f" {scale}" if operation.alibi.scaled else "")
+            scale = f" {_scaled_by(scores, operation.scale)}" if isinstance(scores, ops.Scores) else " "
+            bias = operation.alibi.formula + (scale if operation.alibi.scaled else "")
             return Caption(f"+ {operation.alibi.title}", bias, f"scores + {bias}, s the key's position")
         case ops.Cap(limit=limit):
             return Caption("soft cap", f"{limit:g}", f"{limit:g} · tanh(x / {limit:g})")
@@ -122,18 +231,25 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
         case ops.Activation(function=function):
             return Caption(function)
         case ops.Product():
-            return _product(*(others[name] for name in operation.inputs))
+            gate, up = (others[name] for name in operation.inputs)
+            if isinstance(gate, ops.Activation):
+                return Caption("gate · up", formula=f"{gate.function}(gate) · up")
+            return Caption("·", formula=f"{gate.id} · {up.id}")
         case ops.Scale(factor=factor):
             return Caption(f"× {factor:.4g}", formula=f"{factor:.4g} · x")
         case ops.Add():
-            return _sum(operation, others)
+            past, branch = operation.inputs
+            if operation.residual is None:
+                return Caption("+", "both branches", "attention + feed-forward")
+            if isinstance(others.get(branch), ops.Positions):
+                return Caption("+", "positions added")
+            stream = "the norm's output" if isinstance(others.get(past), ops.Norm) else "the stream"
+            return Caption("+", stream, f"{stream} + {branch}")
         case ops.Choose(top_k=top_k, normalise=normalise):
-            normalised = ", divided by their sum" if normalise else ""
-            return Caption(
-                f"top {top_k} of {operation.experts}",
-                "softmax, renormalised" if normalise else "softmax",
-                f"largest {top_k} of softmax{normalised}",
-            )
+            title, formula = f"top {top_k} of {operation.experts}", f"largest {top_k} of softmax"
+            if normalise:
+                return Caption(title, "softmax, renormalised", f"{formula}, divided by their sum")
+            return Caption(title, "softmax", formula)
         case ops.Combine():
             return Caption("weighted sum", formula="Σ weight(e) · expert e(x)")
         case ops.Gather():
@@ -142,44 +258,13 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             raise ops.unknown(operation, "the drawing")
 
 
-def _last(operation: ops.AnyOperation) -> str:
-    return operation.id.rpartition(".")[2]
-
-
 def _matrix(operation: ops.AnyOperation) -> str:
     return sizes(dict(operation.weights)["weight"])
 
 
-def _with_bias(operation: ops.Linear) -> str:
-    return " + bias" if operation.bias else ""
-
-
-def _product(one: ops.AnyOperation, other: ops.AnyOperation) -> Caption:
-    if isinstance(one, ops.Activation):
-        return Caption("gate · up", formula=f"{one.function}(gate) · up")
-    return Caption("·", formula=f"{one.id} · {other.id}")
-
-
-def _sum(operation: ops.Add, others: Mapping[str, ops.AnyOperation]) -> Caption:
-    past, branch = operation.inputs
-    if operation.residual is None:
-        return Caption("+", "both branches", "attention + feed-forward")
-    if isinstance(others.get(branch), ops.Positions):
-        return Caption("+", "positions added")
-    stream = "the norm's output" if isinstance(others.get(past), ops.Norm) else "the stream"
-    return Caption("+", stream, f"{stream} + {branch}")
-
-
-def _scale(scale: float, size: int) -> str:
-    """The factor of the scores, as 1/√d where it is that."""
+def _scaled_by(scores: ops.Scores, factor: float | None = None) -> str:
+    """The scores' factor, or another that is multiplied with them, as 1/√d where it is that."""
+    scale = scores.scale if factor is None else factor
     if math.isclose(scale, 1.0, rel_tol=1e-12):
         return "× 1"
-    return f"/ √{size}" if math.isclose(scale, size**-0.5, rel_tol=1e-6) else f"× {scale:.4g}"
-
-
-def _shared(heads: int, kv_heads: int) -> str:
-    if heads == 1:
-        return "1 head"
-    if heads == kv_heads:
-        return f"{heads:,} heads"
-    return f"{heads:,} q heads, " + ("1 kv head" if kv_heads == 1 else f"{heads // kv_heads:,} to each kv head")
+    return f"/ √{scores.query_dim}" if math.isclose(scale, scores.query_dim**-0.5, rel_tol=1e-6) else f"× {scale:.4g}"

@@ -1,4 +1,4 @@
-"""Tables about swaps: what is possible, what a recipe does, what each step of it costs; 80 columns are enough."""
+"""What `swap` and `swaps` tell: what is possible, what was done, what each step costs; 80 columns are enough."""
 
 from __future__ import annotations
 
@@ -12,29 +12,14 @@ from rich.text import Text
 from ..analysis.costs import Costs, costs
 from ..analysis.parameters import count
 from ..surgery.synonyms import guarantee_in_words
-from .summaries import human_bytes, number, plain_table, wrap
-from .tables import parameter_table
+from .counts import parameter_table
+from .sheets import human_bytes, indented, number, plain_table
 
 if TYPE_CHECKING:
     from ..surgery.listing import Listed, Listing
     from ..surgery.recipe import Recipe
     from ..surgery.registry import Swap
     from ..surgery.swap import SwapResult
-
-__all__ = [
-    "change",
-    "costs_table",
-    "dry_run_report",
-    "listing_report",
-    "recipes_json",
-    "recipes_report",
-    "registry_json",
-    "registry_report",
-    "steps_cells",
-    "steps_report",
-    "steps_table",
-    "steps_words",
-]
 
 HEADINGS = {
     "exact": "Possible and exact here",
@@ -59,116 +44,88 @@ def change(before: float, after: float) -> str:
 
 def flops(value: float) -> str:
     """1,234, 1.24 M, 16.1 G, with a space before the unit."""
-    for unit in ("", " k", " M", " G", " T"):
-        if value < 1000 or unit == " T":
-            return f"{value:,.0f}" if not unit else f"{value:,.2f}{unit}"
-        value /= 1000
-    raise AssertionError
+    if value < 1000:
+        return f"{value:,.0f}"
+    power = next((power for power in (1, 2, 3) if value / 1000**power < 1000), 4)
+    return f"{value / 1000**power:,.2f} {'kMGT'[power - 1]}"
 
 
 # --- what can be swapped ----------------------------------------------------------------------------------------------
 
+TWO, THREE = (("", False),) * 2, (("", False),) * 3  # columns of words without headings
 
-def listing_report(found: Listing) -> RenderableType:
-    """Every swap on a model, by what it would guarantee, with its costs."""
-    before = found.before
+
+def listing_report(listing: Listing) -> RenderableType:
+    """Every swap on a model, by what it would guarantee, with its costs; papers and code by option."""
+    before = listing.before
     parts: list[RenderableType] = [
-        Text(found.reference, style="bold"),
+        Text(listing.reference, style="bold"),
         Text(
             f"{before.parameters:,} parameters; a token that sees {before.context:,}: {flops(before.total_flops)}FLOP,"
             f" {human_bytes(before.cache_bytes())} of cache in bf16"
         ),
     ]
     for verdict, heading in HEADINGS.items():
-        entries = [entry for entry in found.entries if entry.verdict == verdict]
+        entries = [entry for entry in listing.entries if entry.verdict == verdict]
         if entries:
             parts += [Text(), Text(f"{heading} ({len(entries)})", style="bold")]
             parts.append(refusals(entries) if verdict == "refused" else possible(entries, before))
-    return Group(*parts, Text(), Text("Where they come from", style="bold"), sources(found.entries))
+    known: dict[str, dict[str, None]] = {}
+    for entry in listing.entries:
+        if entry.verdict != "refused":
+            known.setdefault(entry.swap.option, {}).update(dict.fromkeys(entry.swap.source.split("; ")))
+    rows = [(Text(f"--{name.replace('_', '-')}"), Text("; ".join(found), style="dim")) for name, found in known.items()]
+    return Group(*parts, Text(), Text("Where they come from", style="bold"), plain_table(*TWO, rows=rows))
 
 
 def possible(entries: Sequence[Listed], before: Costs) -> Table:
     """A row a swap: what it gives, and how its costs change."""
-    table = plain_table(("", False), ("", False), ("params", True), ("FLOPs", True), ("KV", True))
+    rows = []
     for entry in entries:
-        cells = ["?"] * 3
+        cells: list[str | Text] = ["?"] * 3
         if entry.costs is not None:
-            now = entry.costs
-            cells = [
-                change(before.parameters, now.parameters),
-                change(before.total_flops, now.total_flops),
-                change(before.cached, now.cached),
-            ]
-        what = Text(entry.swap.gives_for(entry.value))
-        if entry.limits:
-            what.append(f"; {entry.limits}", style="dim")
-        table.add_row(Text(entry.asked), what, *cells)
-    return table
+            figures = ("parameters", "total_flops", "cached")
+            cells = [change(getattr(before, name), getattr(entry.costs, name)) for name in figures]
+        limits = f"; {entry.limits}" if entry.limits else ""
+        rows.append([Text(entry.asked), Text.assemble(entry.swap.gives_for(entry.value), (limits, "dim")), *cells])
+    return plain_table(*TWO, ("params", True), ("FLOPs", True), ("KV", True), rows=rows)
 
 
 def refusals(entries: Sequence[Listed]) -> Table:
     """A row a reason: which swaps it stops, and what would be possible."""
-    table = plain_table(("", False), ("", False))
     reasons: dict[tuple[str, str], list[str]] = {}
     for entry in entries:
-        reasons.setdefault((entry.said, entry.hint), []).append(entry.asked)
-    for (said, hint), asked in reasons.items():
-        why = Text(said)
-        if hint:
-            why.append(f"\n{hint}", style="dim")
-        table.add_row(Text("\n".join(asked)), why)
-    return table
-
-
-def sources(entries: Sequence[Listed]) -> Table:
-    """Papers and code, by option."""
-    table = plain_table(("", False), ("", False))
-    known: dict[str, dict[str, None]] = {}
-    for entry in entries:
-        if entry.verdict != "refused":
-            known.setdefault(entry.swap.option, {}).update(dict.fromkeys(entry.swap.source.split("; ")))
-    for option, found in known.items():
-        table.add_row(Text(f"--{option.replace('_', '-')}"), Text("; ".join(found), style="dim"))
-    return table
+        reasons.setdefault((entry.said, f"\n{entry.hint}" if entry.hint else ""), []).append(entry.asked)
+    rows = [(Text("\n".join(asked)), Text.assemble(said, (hint, "dim"))) for (said, hint), asked in reasons.items()]
+    return plain_table(*TWO, rows=rows)
 
 
 def registry_report(swaps: Sequence[Swap], groups: Mapping[str, str]) -> RenderableType:
-    """What there is at all: each swap, its guarantee, what it needs and where it comes from.
-
-    `groups` has the heading of each option.
-    """
+    """Each swap, its guarantee, what it needs and its source, under its option's heading in `groups`."""
     parts: list[RenderableType] = []
     for heading in dict.fromkeys(groups.values()):
-        chosen = [swap for swap in swaps if groups.get(swap.option) == heading]
-        if not chosen:
-            continue
-        table = plain_table(("", False), ("", False), ("", False))
-        for swap in chosen:
-            asked = f"--{swap.option.replace('_', '-')} {swap.form}".strip()
-            what = Text(swap.title)
-            what.append(f"\n{needed(swap)}", style="dim")
-            what.append(f"\nSource: {swap.source}.", style="dim")
-            table.add_row(Text(asked), what, Text(guarantee_in_words(swap.guarantee)))
-        parts += [*([Text()] if parts else []), Text(heading, style="bold"), table]
+        rows = []
+        for swap in swaps:
+            if groups.get(swap.option) == heading:
+                asked = f"--{swap.option.replace('_', '-')} {swap.form}".strip()
+                text = ", and a text" if swap.calibrated and "text" not in swap.needs else ""
+                verb = "is" if swap.needs.startswith("exact") else "needs"
+                more = f"\nIt {verb} {swap.needs}{text}.\nSource: {swap.source}."
+                guarantee = Text(guarantee_in_words(swap.guarantee))
+                rows.append((Text(asked), Text.assemble(swap.title, (more, "dim")), guarantee))
+        if rows:
+            parts += [*([Text()] if parts else []), Text(heading, style="bold"), plain_table(*THREE, rows=rows)]
     notes = "The guarantee is the best there is; gptkit swaps MODEL tells what holds on a model."
     return Group(*parts, Text(), Text(notes))
 
 
-def needed(swap: Swap) -> str:
-    """What a swap needs, in a sentence."""
-    text = ", and a text" if swap.calibrated and "text" not in swap.needs else ""
-    return f"It {'is' if swap.needs.startswith('exact') else 'needs'} {swap.needs}{text}."
-
-
 def recipes_report(recipes: Sequence[Recipe]) -> RenderableType:
     """A row a recipe, with its steps."""
-    table = plain_table(("recipe", False), ("what it does", False))
+    rows = []
     for recipe in recipes:
-        what = Text(recipe.description.strip())
-        for index, step in enumerate(recipe.steps, 1):
-            what.append(f"\n{index}. {step}", style="dim")
-        table.add_row(Text(recipe.name), what)
-    return table
+        steps = "".join(f"\n{index}. {step}" for index, step in enumerate(recipe.steps, 1))
+        rows.append((Text(recipe.name), Text.assemble(recipe.description.strip(), (steps, "dim"))))
+    return plain_table(("recipe", False), ("what it does", False), rows=rows)
 
 
 def registry_json(swaps: Sequence[Swap]) -> dict[str, Any]:
@@ -186,28 +143,78 @@ def recipes_json(recipes: Sequence[Recipe]) -> dict[str, Any]:
 # --- what a swap does -------------------------------------------------------------------------------------------------
 
 
+def swap_lines(result: SwapResult) -> list[str]:
+    """What was exchanged, at what price, and how well the guarantee held."""
+    before, after = result.parameters
+    done = "wrote" if result.published else "would write"
+    what = "a swap that needs training" if result.guarantee == "retrained" else f"{result.guarantee} swap"
+    computed = any(result.chain.computed(parameter.name) for parameter in result.spec.parameters())
+    rounds = result.guarantee == "exact" and computed and result.dtype not in ("float64", "float32")
+    lines = [f"{done} {result.target}: {what}{f', up to the rounding to {result.dtype}' if rounds else ''}"]
+    if result.family is not None:
+        lines.append(f"format      Hugging Face files, {result.family.name}: {result.family.hf_class}")
+    if result.recipe is not None and result.recipe.name:
+        lines.append(f"recipe      {result.recipe.name}")
+    lines += stored_lines(result, computed)
+    lines.append(f"parameters  {before:,} -> {after:,}" + (f" ({after - before:+,})" if after != before else ""))
+    other = "the recipe was made of other files than these: the result has other bytes"
+    notes = [*result.chain.notes, *([other] if result.same_source is False else [])]
+    lines += [line for note in notes for line in indented(note, 12)]
+    measured, naive = result.measured, result.naive
+    if measured is None:
+        return [*lines, "not measured"] if result.published else lines
+    for dtype, error in measured.maximum.items():
+        apart = f"max Δ {number(error)}, relative {number(measured.relative[dtype])}"
+        lines.append(f"{dtype:<12}logits before against after: {apart}")
+    same = f"top-1 {measured.top1:.1%}, {measured.positions:,} positions"
+    lines.append(f"            KL {number(measured.kl)} nats per token, {same}")
+    if measured.perplexity is not None and measured.kl_text is not None and measured.top1_text is not None:
+        perplexity = " -> ".join(map(short, measured.perplexity))
+        same = f"top-1 {measured.top1_text:.1%}, {measured.text_positions:,} tokens"
+        lines.append(f"text        perplexity {perplexity}, KL {number(measured.kl_text)}, {same}")
+    if naive is not None and naive.perplexity is not None and naive.kl_text is not None:
+        perplexity, kl = short(naive.perplexity[1]), number(naive.kl_text)
+        lines.append(f"plain form  perplexity {perplexity}, KL {kl}: the same, not fitted")
+    return lines + [line for note in measured.notes for line in indented(note, 12)]
+
+
+def stored_lines(result: SwapResult, computed: bool) -> list[str]:
+    """What computed tensors are stored as, and why; nothing where none is."""
+    asked = None if result.recipe is None else result.recipe.dtype
+    exact, whole = result.guarantee == "exact", asked is not None and result.family is not None
+    if not whole and not computed:
+        return []
+    if asked is None and exact and result.dtype == "float64":
+        return ["stored as   float64 where computed, so that the file itself proves exactness"]
+    before = "; exact before rounding" if computed and exact and result.dtype != "float64" else ""
+    why = "as the source is" if asked is None else "as asked"
+    return [f"stored as   {result.dtype}{'' if whole else ' where computed'}, {why}{before}"]
+
+
+def short(perplexity: float) -> str:
+    """Two decimals of what has few digits before them."""
+    if perplexity >= 1e7:
+        return number(perplexity)
+    return f"{perplexity:,.2f}" if perplexity < 1000 else f"{perplexity:,.0f}"
+
+
 def costs_table(before: Costs, after: Costs) -> Table:
     """Costs before and after."""
-    table = plain_table(("", False), ("before", True), ("after", True), ("", True))
-    size = before.cache_bytes() or after.cache_bytes()
     rows: list[tuple[str, float, float, Any]] = [("parameters", before.parameters, after.parameters, "{:,}".format)]
     if (before.active, after.active) != (before.parameters, after.parameters):
         rows.append(("active per token", before.active, after.active, "{:,}".format))
     rows.append((f"FLOPs per token at {before.context:,}", before.total_flops, after.total_flops, flops))
     for name in dict.fromkeys([*before.flops, *after.flops]):
         rows.append((f"  {name}", before.flops.get(name, 0), after.flops.get(name, 0), flops))
-    if size:
+    if before.cache_bytes() or after.cache_bytes():
         rows.append(("KV cache per token, bf16", before.cache_bytes(), after.cache_bytes(), human_bytes))
         rows.append((f"cache at {before.context:,} tokens", before.held_bytes(), after.held_bytes(), human_bytes))
-    for label, old, new, shown in rows:
-        table.add_row(label, shown(old), shown(new), change(old, new))
-    return table
+    cells = [(label, shown(old), shown(new), change(old, new)) for label, old, new, shown in rows]
+    return plain_table(("", False), ("before", True), ("after", True), ("", True), rows=cells)
 
 
 def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, bool], ...], list[tuple[str, ...]]]:
-    """A row a step: what it guarantees and what it costs by itself, where that was measured; behind the columns'
-    headings, and whether they hold figures.
-    """
+    """The columns, and a row a step: what it guarantees, and what it costs by itself where that was measured."""
     measured = result.each
     text = [each.perplexity for each in measured if each.perplexity is not None]
     columns = [("step", False), ("", False), ("guarantee", False), ("params", True)]
@@ -219,9 +226,9 @@ def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, bool], ...], list[
         cells = [str(index + 1), str(step), guarantee_in_words(swapped.guarantee), change(before, after)]
         if measured:
             one = measured[index]
-            kl, top1 = (
-                (one.kl, one.top1) if one.kl_text is None or one.top1_text is None else (one.kl_text, one.top1_text)
-            )
+            kl, top1 = one.kl, one.top1
+            if one.kl_text is not None and one.top1_text is not None:
+                kl, top1 = one.kl_text, one.top1_text
             cells += [number(kl), f"{top1:.1%}"]
             if text:
                 cells.append("" if one.perplexity is None else f"{one.perplexity[1]:,.2f}")
@@ -232,10 +239,7 @@ def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, bool], ...], list[
 def steps_table(result: SwapResult) -> Table:
     """`steps_cells` for the terminal."""
     columns, rows = steps_cells(result)
-    table = plain_table(*columns)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
+    return plain_table(*columns, rows=[[*map(Text, row)] for row in rows])
 
 
 def steps_words(result: SwapResult) -> str:
@@ -255,13 +259,12 @@ def steps_report(result: SwapResult) -> RenderableType:
 def dry_run_report(result: SwapResult) -> RenderableType:
     """The tree that would come out, its costs, and what each step guarantees."""
     before, spec = costs(result.source.spec), result.spec
-    family = "as it would be"
     parts: list[RenderableType] = [
-        parameter_table([(str(result.target), family, spec, count(spec))]),
+        parameter_table([(str(result.target), "as it would be", spec, count(spec))]),
         Text(),
         costs_table(before, costs(spec, before.context)),
         Text(),
         steps_table(result),
     ]
-    notes = [line for note in result.chain.notes for line in wrap(f"note: {note}", indent=0, width=80)]
-    return Group(*parts, *([Text()] if notes else []), *(Text(line) for line in notes))
+    notes = [line for note in result.chain.notes for line in indented(f"note: {note}", 0)]
+    return Group(*parts, *([Text()] if notes else []), *map(Text, notes))

@@ -1,27 +1,21 @@
 """A model's tree: every module by its shared name, with its shape and its parameters; what is alike is told once."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 from rich.text import Text
 
-from ..analysis.parameters import count, describe
+from ..analysis.parameters import count, describe, range_label
 from ..components.operations import Norm
-from .graph import Kind, Node, Structure, sizes
 from .pages import Table
 from .placement import folded
-from .sheets import Drawing
+from .sheets import Layout, drawing
+from .structure import Kind, Node, Structure, sizes
 
-__all__ = ["Row", "tree_drawing", "tree_json", "tree_rows", "tree_table"]
-
-NARROWEST = 18
-"""A column of words is at least so wide."""
-GAP = 2
-"""Blanks between two columns."""
+NARROWEST = 18  # a column of words is at least so wide
+GAP = 2  # blanks between two columns
 GUIDES = {"│": "|", "├": "|", "└": "`", "─": "-", "×": "x", "–": "-", "·": "*", "…": "..."}
 
 
@@ -50,109 +44,86 @@ class Row:
 
 
 def tree_rows(graph: Structure) -> list[Row]:
-    """The whole tree, layers alike and experts alike folded; the numbers of the uppermost rows, times their copies, sum
-    to the model's parameters.
-    """
-    ends = [[_row(node) for node in nodes if node.weights or node.tied] for nodes in (graph.before, graph.after)]
-    return [*ends[0], *_blocks(graph), *ends[1]]
+    """The tree, layers alike and experts alike folded; the uppermost rows, times their copies, sum to the total."""
+    before, after = (
+        [_row(each) for each in nodes if each.weights or each.tied] for nodes in (graph.before, graph.after)
+    )
+    return [*before, *_blocks(graph), *after]
 
 
 def _row(node: Node, depth: int = 0, name: str = "") -> Row:
     """A module that has weights, its own or another's."""
-    matrix = dict(node.weights)
-    if node.tied:
-        what = f"the {node.tied}'s"
-    elif isinstance(node.operation, Norm):
-        what = f"{node.operation.kind.partition(',')[0]} [{sizes(next(iter(matrix.values())))}]"
-    else:
-        what = f"[{sizes(next(iter(matrix.values())))}]"
-    bias = " + bias" if "bias" in matrix else ""
+    weights = dict(node.weights)
+    what = f"the {node.tied}'s" if node.tied else f"[{sizes(next(iter(weights.values())))}]"
+    if isinstance(node.operation, Norm):
+        what = f"{node.operation.kind.partition(',')[0]} {what}"
+    bias = " + bias" if "bias" in weights else ""
     return Row(depth, name or node.id, what + bias, node.parameters // node.copies, tied=node.tied is not None)
 
 
 def _blocks(graph: Structure) -> Iterator[Row]:
     """Of each kind of layer its modules; kinds that differ in none of them (in a window, say) are one."""
-    found: dict[tuple[Row, ...], list[int]] = {}
-    told: dict[tuple[Row, ...], list[Row]] = {}
+    by_shapes: dict[tuple[Row, ...], tuple[list[int], list[Row]]] = {}
     for kind in graph.kinds:
         rows = list(_modules(graph, kind))
         shapes = tuple(replace(row, what="") if row.group else row for row in rows)
-        found.setdefault(shapes, []).extend(kind.layers)
-        first = told.setdefault(shapes, rows)
-        told[shapes] = [a if a == b else replace(a, what="layers differ") for a, b in zip(first, rows, strict=True)]
-    for shapes, layers in found.items():
-        rows = told[shapes]
+        layers, first = by_shapes.get(shapes, ([], rows))
+        alike_rows = [a if a == b else replace(a, what="layers differ") for a, b in zip(first, rows, strict=True)]
+        by_shapes[shapes] = ([*layers, *kind.layers], alike_rows)
+    for layers, rows in by_shapes.values():
         alike = "alike" if any(set(layers) == set(kind.layers) for kind in graph.kinds) else "of one shape"
         number = sum(row.number for row in rows if row.depth == 1)
         what = f"{len(layers):,} {alike}, each" if len(layers) > 1 else ""
-        yield Row(0, f"blocks.{_layers(sorted(layers))}", what, number, len(layers), layers=tuple(sorted(layers)))
+        layers.sort()
+        name = range_label(layers[0], layers[-1])  # 0–35; 5; 0, 2, 4, …
+        if layers[-1] - layers[0] + 1 != len(layers):
+            name = ", ".join(map(str, layers[:3])) + (", …" if len(layers) > 3 else "")
+        yield Row(0, f"blocks.{name}", what, number, len(layers), layers=tuple(layers))
         yield from rows
 
 
 def _modules(graph: Structure, kind: Kind) -> Iterator[Row]:
-    """What is below a layer's row."""
-    one = msgspec.structs.replace(graph.spec, blocks=(kind.block,))
-    words = describe(one)
-    told: set[str] = set()
+    """Below a layer's row: modules with weights, under those that have others (attention, one of the experts)."""
+    words = describe(msgspec.structs.replace(graph.spec, blocks=(kind.block,)))
+    groups: set[str] = set()
     for node in kind.nodes:
         if not node.weights:
             continue
         parts = node.id.split(".")
         for depth in range(1, len(parts)):
             path = ".".join(parts[:depth])
-            if path not in told:
-                told.add(path)
-                yield _group(depth, path, [each for each in kind.nodes if each.id.startswith(f"{path}.")], words)
+            if path in groups:
+                continue
+            groups.add(path)
+            inside = [each for each in kind.nodes if each.id.startswith(f"{path}.")]
+            number, copies = sum(each.parameters for each in inside), max(each.copies for each in inside)
+            if path.endswith("experts"):
+                yield Row(depth, f"experts.{range_label(0, copies - 1)}", "each", number // copies, copies)
+            else:
+                yield Row(depth, path, words.get(path.replace("_", "-"), ""), number, group=True)
         yield _row(node, len(parts), parts[-1])
 
 
-def _group(depth: int, path: str, nodes: Sequence[Node], words: Mapping[str, str]) -> Row:
-    """A module that has others: attention, feed-forward, the experts, of which the rows below are one."""
-    copies = max(node.copies for node in nodes)
-    if path.endswith("experts"):
-        name = f"experts.0–{copies - 1}" if copies > 1 else "experts.0"
-        return Row(depth, name, "each", sum(node.parameters for node in nodes) // copies, copies)
-    return Row(depth, path, words.get(path.replace("_", "-"), ""), sum(node.parameters for node in nodes), group=True)
-
-
-def _layers(layers: Sequence[int]) -> str:
-    """0–35; 5; 0, 2, 4, …"""
-    if len(layers) == 1:
-        return f"{layers[0]}"
-    if layers[-1] - layers[0] + 1 == len(layers):
-        return f"{layers[0]}–{layers[-1]}"
-    return ", ".join(map(str, layers[:3])) + (", …" if len(layers) > 3 else "")
-
-
-# --- drawn -----------------------------------------------------------------------------------------------------------
-
-
-def guided(rows: Sequence[Row]) -> list[str]:
-    """The lines that lead to each row."""
-    found = []
-    open_at: set[int] = set()
-    for row in reversed(rows):
-        open_at = {depth for depth in open_at if depth <= row.depth}
-        lead = "".join("│  " if depth in open_at else "   " for depth in range(1, row.depth))
-        found.append(lead + ("" if row.depth == 0 else "├─ " if row.depth in open_at else "└─ "))
-        if row.depth:
-            open_at.add(row.depth)
-    return found[::-1]
-
-
-def tree_drawing(graph: Structure) -> Drawing:
-    """A row a module in columns; where they do not fit, what a module is stands below its name."""
-    return Drawing(lambda layout: tree_lines(graph, layout.width, layout.ascii_only))
+@drawing
+def tree_drawing(layout: Layout, graph: Structure) -> Iterator[Text]:
+    """The tree as wide as the page."""
+    return tree_lines(graph, layout.width, layout.ascii_only)
 
 
 def tree_lines(graph: Structure, width: int, ascii_only: bool = False) -> Iterator[Text]:
-    """The lines of the tree; words are folded, figures never."""
+    """A row a module in columns, or what it is stands below its name. Words are folded, figures never."""
 
     def words(text: str) -> str:
         return "".join(GUIDES.get(letter, letter) for letter in text) if ascii_only else text
 
     rows = [*tree_rows(graph), Row(0, "total", "", count(graph.spec).total)]
-    leads = [words(lead) for lead in guided(rows)]
+    leads: list[str] = []  # the lines that lead to each row
+    open_at: set[int] = set()
+    for row in reversed(rows):
+        open_at = {depth for depth in open_at if depth <= row.depth}
+        lead = "".join("│  " if depth in open_at else "   " for depth in range(1, row.depth))
+        leads.insert(0, words(lead + ("" if row.depth == 0 else "├─ " if row.depth in open_at else "└─ ")))
+        open_at |= {row.depth} - {0}
     names = max(len(lead) + len(words(row.name)) for lead, row in zip(leads, rows, strict=True))
     whats = max(len(words(row.what)) for row in rows)
     figures = max(len(words(row.figures)) for row in rows)
@@ -174,11 +145,7 @@ def tree_lines(graph: Structure, width: int, ascii_only: bool = False) -> Iterat
         yield line
         if line_width > width:
             yield Text(figure.rjust(width), style=style, no_wrap=True, overflow="ignore")
-        onwards = (
-            lead.replace("├─ ", "│  ").replace("└─ ", "   ")
-            if not ascii_only
-            else lead.replace("`", " ").replace("-", " ")
-        )
+        onwards = lead.translate(str.maketrans("├└─`-", "│    "))
         for part in parts[0 if below else 1 :]:
             more = Text(no_wrap=True, overflow="ignore").append(onwards, "dim")
             yield more.append(" " * (3 if below else names + GAP - len(onwards))).append(part, "dim" if below else "")
@@ -197,14 +164,9 @@ def tree_table(graph: Structure) -> Table:
 
 def tree_json(graph: Structure) -> list[dict[str, Any]]:
     """The same as plain JSON values."""
-    return [
-        {
-            "depth": row.depth,
-            "name": row.name,
-            "what": row.what,
-            "parameters": row.number,
-            "copies": row.copies,
-            **({"layers": list(row.layers)} if row.layers else {}),
-        }
-        for row in tree_rows(graph)
-    ]
+    rows = []
+    for row in tree_rows(graph):
+        words = {"depth": row.depth, "name": row.name, "what": row.what}
+        layers = {"layers": list(row.layers)} if row.layers else {}
+        rows.append({**words, "parameters": row.number, "copies": row.copies, **layers})
+    return rows

@@ -1,18 +1,24 @@
-"""The pages of `verify --html`: what was compared, what came of it, and where in the tree it lies."""
+"""What `verify` tells: how far logits are apart, the two verdicts, and on pages where in the tree a difference lies."""
 
 from __future__ import annotations
 
 import math
 import platform
+import re
 import shlex
+import textwrap
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from .damage import damage_sections
+from rich.console import Group, RenderableType
+from rich.table import Table as Grid
+from rich.text import Text
+
+from .damage import damage_lines, damage_sections
 from .heatmap import Cell, heatmap
-from .pages import Code, Figure, Lines, Page, Section, Table, counted, listing, noted
-from .summaries import PROBE, number, port_causes, prompt_cells, some
+from .pages import Code, Figure, Lines, Page, Section, Table, counted, noted
+from .sheets import indented, number, plain_table
 
 if TYPE_CHECKING:
     from ..parity.bisect import Divergence, Part
@@ -21,15 +27,172 @@ if TYPE_CHECKING:
     from ..parity.score import Score
     from ..parity.verify import BytesVerdict, Noise, Verification
 
-__all__ = ["port_page", "verification_page"]
-
+SHOWN = 5  # tensors named, of however many
+PROBE = (("probe", False), ("tokens", True), ("max Δ", True), ("mean Δ", True), ("KL", True), ("top-1", True))
+"""Columns of a row a prompt: how far the logits are apart."""
 VERDICTS = {
     "identical": "Identical to the last bit",
     "equal": "The same function: what differs is rounding",
     "different": "Different",
 }
-MEASURE = "relative difference"
+WORDS = {"identical": "identical to the last bit", "equal": "the same", "different": "DIFFERENT"}
 RELATIVE = "Relative: the largest difference over the reference's largest value there, in float64 on the whole probe."
+
+
+def some(names: Sequence[str]) -> str:
+    """Tensors by name, at most so many, those of all layers together."""
+    names = list(dict.fromkeys(re.sub(r"\bblocks\.\d+\.", "blocks.*.", name) for name in names))
+    return ", ".join(names[:SHOWN]) + (f", … ({len(names) - SHOWN} more)" if len(names) > SHOWN else "")
+
+
+# --- in the terminal -------------------------------------------------------------------------------------------------
+
+
+def verification_report(result: Verification) -> RenderableType:
+    """A row a prompt, then the two verdicts."""
+    lines = [part for line in verdict_lines(result) for part in under_its_label(line)]
+    parts: list[RenderableType] = [prompt_table(result.prompts), Text(), *map(Text, lines)]
+    divergence = result.divergence
+    if divergence is not None and divergence.first is not None:
+        # The components around the first that parts, in the order of computation.
+        table = plain_table(("component", False), ("relative Δ", True), ("rounding there", True), ("", False))
+        first = next(index for index, place in enumerate(divergence.places) if place.parts)
+        for place in divergence.places[max(first - 3, 0) : first + 6]:
+            mark = "<- parts here" if place is divergence.first else "differs" if place.parts else "equal"
+            table.add_row(place.name, number(place.relative), number(place.noise), mark)
+        parts += [Text(), table]
+    if result.damage is not None:
+        parts += [Text(), *map(Text, damage_lines(result.damage))]
+    return Group(*parts)
+
+
+def under_its_label(line: str) -> list[str]:
+    """A line of `verdict_lines` in as many as 80 columns need, set in below its words."""
+    whole = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(line, 80, subsequent_indent=" " * 10, **whole) or [line]  # type: ignore[arg-type]
+
+
+def prompt_cells(prompt: Difference) -> tuple[str, ...]:
+    """The cells below `PROBE`."""
+    errors = (prompt.maximum, prompt.mean, prompt.kl)
+    return (prompt.name, f"{prompt.positions:,}", *map(number, errors), f"{prompt.top1:.1%}")
+
+
+def prompt_table(prompts: Sequence[Difference]) -> Grid:
+    """A row a prompt, of long names the beginning."""
+    rows: list[list[str | Text]] = []
+    for name, *figures in map(prompt_cells, prompts):
+        name = name if name.isprintable() else repr(name)
+        rows.append([Text(name if len(name) <= 30 else name[:29] + "…"), *figures])
+    return plain_table(*PROBE, rows=rows)
+
+
+def verdict_lines(result: Verification) -> list[str]:
+    """The verdicts in words."""
+    lines = []
+    if result.bytes is not None:
+        bad, compared, cast = result.bytes.different, result.bytes.compared, len(result.bytes.cast)
+        lines.append(f"bytes     {compared - len(bad)} of {compared} tensors equal {result.bytes.against}")
+        lines += [f"          {cast} of them in value, stored in another dtype"] if cast else []
+        if bad and not result.bytes.required:
+            lines.append(f"          the trees differ, and so may the other {len(bad)}")
+        else:
+            lines += [f"          differs: {name}" for name in bad[:SHOWN]]
+            lines += [f"          … ({len(bad) - SHOWN} more)"] if len(bad) > SHOWN else []
+        if result.bytes.alone:
+            lines += indented(f"{len(result.bytes.alone)} on one side alone: {some(result.bytes.alone)}")
+    reach = "" if result.up_to is None else f" up to {result.up_to:,} tokens"
+    where = f"transformers, {result.dtype}, {result.attention} attention"
+    worst = f", max Δ {number(max(prompt.maximum for prompt in result.prompts))}"
+    reach, worst = {"identical": (reach, ""), "equal": (reach, worst), "different": ("", worst)}[result.verdict]
+    lines.append(f"function  {WORDS[result.verdict]}{reach}: {where}{worst}")
+    noise, marks, divergence = result.noise, result.score, result.divergence
+    if noise is not None:
+        lines.append(f"          {_apart(noise.functions, noise.allowed)}:")
+        sides = f"transformers {number(noise.reference)}, gptkit {number(noise.candidate)}"
+        lines.append(f"          float32 against float64: {sides}")
+        if noise.paths is not None:
+            lines.append(f"          sdpa against eager in float32: transformers {number(noise.paths)}")
+        lines += [f"          {_rounds_worse(dtype, noise.errors[dtype])}" for dtype in noise.imprecise]
+    if result.verdict != "different":
+        for each in result.limited:
+            lines += textwrap.wrap(f"LIMITED   not looked at: {each}", 80, subsequent_indent=" " * 10)
+    if marks is not None:
+        seen = marks.tried - len(marks.missed)
+        lines.append(f"probe     {seen} of {marks.tried} mistakes made on purpose were caught")
+        for how, names in (("only with", marks.caught_random), ("nor with", marks.invisible)):
+            if names:
+                lines += indented(f"not visible on this checkpoint, {how} random weights: {', '.join(names)}")
+        lines += [f"          MISSED: {name}" for name in marks.missed]
+        if marks.missed and result.same:
+            lines.append("          the models are the same as far as the probe tells: it should tell more")
+    if divergence is not None:
+        if divergence.first is not None:
+            lines.append(f"place     {divergence.first.name}: the first component that differs")
+        for index, cause in enumerate(_cause_words(divergence)):
+            lines.append(f"{'' if index else 'cause':<10}{cause}")
+        if not divergence.causes and result.verdict == "different":
+            lines.append("cause     not found among the repairs tried")
+    return lines + [f"note: {note}" for note in result.notes]
+
+
+def _apart(functions: float, allowed: float) -> str:
+    return f"in float64 they differ by {number(functions)}; rounding explains up to {number(allowed)}"
+
+
+def _rounds_worse(dtype: str, errors: tuple[float, float]) -> str:
+    theirs, ours = errors
+    return f"{dtype} rounds worse: mean error {number(ours)}, transformers' own {number(theirs)}"
+
+
+def _cause_words(divergence: Divergence) -> list[str]:
+    return [
+        f"{cause.repair} {'restores parity' if cause.restores else f'leaves {number(cause.left)}'}"
+        for cause in divergence.causes
+    ]
+
+
+def port_report(result: PortVerification) -> RenderableType:
+    """A port's verdict: a row a prompt, then where it leaves the reference."""
+    lines = [
+        f"function  {WORDS[result.verdict]}: {result.against} against transformers",
+        f"          {_apart(result.functions, result.allowed)}",
+    ]
+    if result.imprecise:
+        lines.append(f"          {_rounds_worse('float32', result.rounding)}")
+    if result.first is not None:
+        near = result.first.module or "no module has an output of its size"
+        lines.append(f"place     {result.first.place.name}")
+        lines.append("          the first component that no module of yours computes")
+        lines.append(f"          nearest: {near}, off by {number(result.first.place.relative)}")
+    for cause in port_causes(result):
+        first, *rest = indented(cause)
+        lines += [f"cause     {first.strip()}", *rest]
+    lines += [f"note: {note}" for note in result.notes]
+    parts: list[RenderableType] = [prompt_table(result.prompts), Text(), *map(Text, lines)]
+    if result.matches:
+        start = max(next((i for i, m in enumerate(result.matches) if m.place.parts), 0) - 4, 0)
+        shown = result.matches[start : start + 9]
+        rows = [(each.place.name, number(each.place.relative), Text(each.module or "-")) for each in shown]
+        columns = (("component", False), ("relative Δ", True), ("your module", False))
+        parts += [Text(), plain_table(*columns, rows=rows)]
+    return Group(*parts)
+
+
+def port_causes(result: PortVerification) -> list[str]:
+    """The mistakes that explain what a port computes, in words."""
+    if result.functions <= result.allowed:
+        return []
+    causes = [
+        f"{cause.mistake}: the reference with this mistake computes what yours does"
+        if cause.explains
+        else f"{cause.mistake}: it explains this place, and logits still differ by {number(cause.left)}: more is wrong"
+        for cause in result.causes
+    ]
+    return causes or ["not found among the mistakes tried"]
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
 
 
 def verification_page(result: Verification) -> Page:
@@ -43,92 +206,71 @@ def verification_page(result: Verification) -> Page:
             verdict += ", but the bytes differ"
         elif not result.passed:
             verdict += ", but not all was looked at" if result.limited else ", but the probe missed mistakes"
-    sections = [Section("By component and layer", _place_blocks(result)), _probe(result.prompts)]
-    if result.damage is not None:
-        sections += damage_sections(result.damage)
-    if result.bytes is not None:
-        sections.append(_bytes(result.bytes))
-    if result.noise is not None:
-        sections.append(_rounding(result.noise))
-    if result.score is not None:
-        sections.append(_mistakes(result.score))
-    sections += [*noted(result.limited, "Not looked at"), *noted(result.notes)]
+    facts = [("computed in", result.dtype), ("attention", result.attention)]
+    sections = [
+        *([] if result.damage is None else damage_sections(result.damage)),
+        *([] if result.bytes is None else [_bytes(result.bytes)]),
+        *([] if result.noise is None else [_rounding(result.noise)]),
+        *([] if result.score is None else [_mistakes(result.score)]),
+        *noted(result.limited, "Not looked at"),
+        *noted(result.notes),
+    ]
+    title = result.other or result.model
+    subtitle = f"verified against {result.model if result.other is not None else 'itself'} in transformers"
+    return _page(result, title, subtitle, verdict, facts, _place_blocks(result), sections, command(result))
+
+
+def _page(
+    result: Verification | PortVerification,
+    title: str,
+    subtitle: str,
+    verdict: str,
+    facts: Sequence[tuple[str, str]],
+    places: Sequence[Lines | Figure],
+    sections: Sequence[Section],
+    command: str,
+) -> Page:
+    """What the pages of checkpoints and ports share."""
+    worst = max((each.maximum for each in result.prompts), key=lambda value: math.inf if math.isnan(value) else value)
+    packages = [(name, version(name)) for name in ("transformers", "torch")]
+    machine = (("Python", platform.python_version()), ("machine", platform.machine()))
+    probe = Table("Logits by input", PROBE, tuple(map(prompt_cells, result.prompts)))
+    words = "Largest and mean absolute difference of logits, KL divergence in nats per token, same likeliest token."
+    first = [Section("By component and layer", tuple(places)), Section("Probe", (Lines((words,)), probe))]
     return Page(
-        title=result.other or result.model,
-        subtitle=f"verified against {result.model if result.other is not None else 'itself'} in transformers",
-        verdict=verdict,
-        good=result.passed,
-        facts=(
-            ("largest difference of logits", number(_worst(result.prompts))),
-            ("computed in", result.dtype),
-            ("attention", result.attention),
-            *_versions(),
-        ),
-        sections=(*sections, Section("Repeat it", (Code(command(result)),))),
+        title,
+        subtitle,
+        verdict,
+        result.passed,
+        facts=(("largest difference of logits", number(worst)), *facts, *packages, *machine),
+        sections=(*first, *sections, Section("Repeat it", (Code(command),))),
     )
 
 
 def port_page(result: PortVerification) -> Page:
     """The page of a port's verification."""
-    blocks: tuple[Lines | Figure, ...] = (
-        Lines(("The functions are the same. Components are laid side by side where they differ.",)),
-    )
+    same = "The functions are the same. Components are laid side by side where they differ."
+    blocks: list[Lines | Figure] = [Lines((same,))]
     if result.matches:
-        cells = [
-            _cell(match.place, f"your module: {match.module or 'none has an output of its size'}")
-            for match in result.matches
-        ]
-        first = result.first
         words = "Each component of the reference beside the nearest output of your modules."
+        first = result.first
         if first is not None:
             words = f"{first.place.name}: the first component that no module of yours computes. {words}"
-        blocks = (
-            heatmap(
-                cells,
-                title="Difference by component and layer",
-                summary=words,
-                measure=MEASURE,
-                table=_places_table(
-                    [match.place for match in result.matches], [match.module or "-" for match in result.matches]
-                ),
-                marked=None if first is None else cells[result.matches.index(first)],
-            ),
-        )
+        places, modules = [each.place for each in result.matches], [each.module for each in result.matches]
+        blocks = [_places_figure(places, None if first is None else first.place, words, modules)]
     causes = port_causes(result)
     if causes:
-        blocks = (
-            Lines(("Causes, found by making mistakes in the reference:",)),
-            Lines(tuple(causes), listed=True),
-            *blocks,
-        )
-    return Page(
-        title=result.against,
-        subtitle=f"a port, verified against {result.model} in transformers",
-        verdict=VERDICTS[result.verdict],
-        good=result.passed,
-        facts=(
-            ("largest difference of logits", number(_worst(result.prompts))),
-            ("between the functions, in float64", number(result.functions)),
-            ("rounding explains up to", number(result.allowed)),
-            ("mean error in float32: transformers, the port", " and ".join(map(number, result.rounding))),
-            *_versions(),
-        ),
-        sections=(
-            Section("By component and layer", blocks),
-            _probe(result.prompts),
-            *noted([f"{note}." for note in result.notes]),
-            Section("Repeat it", (Code(shlex.join(["gptkit", "verify", result.model, "--against", result.against])),)),
-        ),
-    )
-
-
-def _worst(prompts: Sequence[Difference]) -> float:
-    return max((prompt.maximum for prompt in prompts), key=lambda value: math.inf if math.isnan(value) else value)
-
-
-def _versions() -> tuple[tuple[str, str], ...]:
-    packages = [(name, version(name)) for name in ("transformers", "torch")]
-    return (*packages, ("Python", platform.python_version()), ("machine", platform.machine()))
+        words = "Causes, found by making mistakes in the reference:"
+        blocks = [Lines((words,)), Lines(tuple(causes), listed=True), *blocks]
+    facts = [
+        ("between the functions, in float64", number(result.functions)),
+        ("rounding explains up to", number(result.allowed)),
+        ("mean error in float32: transformers, the port", " and ".join(map(number, result.rounding))),
+    ]
+    subtitle = f"a port, verified against {result.model} in transformers"
+    notes = noted([f"{note}." for note in result.notes])
+    command = shlex.join(["gptkit", "verify", result.model, "--against", result.against])
+    return _page(result, result.against, subtitle, VERDICTS[result.verdict], facts, blocks, notes, command)
 
 
 def _place_blocks(result: Verification) -> tuple[Lines | Figure, ...]:
@@ -136,84 +278,59 @@ def _place_blocks(result: Verification) -> tuple[Lines | Figure, ...]:
     divergence = result.divergence
     if divergence is None or not divergence.places:
         return (Lines(("The components were not laid side by side; the notes say why.",)),)
-    lines = [_place_words(result, divergence)]
-    if result.verdict == "different" and not divergence.causes:
-        lines.append("No cause was found among the repairs tried.")
-    causes = [
-        f"{cause.repair} {'restores parity' if cause.restores else f'leaves {number(cause.left)}'}"
-        for cause in divergence.causes
-    ]
-    listed = (Lines(("Likely causes, found by trying repairs:",)), Lines(tuple(causes), listed=True)) if causes else ()
-    return (Lines(tuple(lines)), *listed, _divergence_figure(divergence))
-
-
-def _place_words(result: Verification, divergence: Divergence) -> str:
-    if divergence.first is not None:
-        return f"{divergence.first.name}: the first component that differs by more than rounding."
-    if all(place.relative == 0 for place in divergence.places):
-        return "Every component gives the same numbers to the last bit, in float64 too."
-    if result.verdict == "identical":
-        return "Every logit has the same bits. Components are compared in float64: what differs there is rounding."
-    return "No component differs by more than rounding."
-
-
-def _divergence_figure(divergence: Divergence) -> Figure:
-    cells = [_cell(place) for place in divergence.places]
-    worst = max(divergence.places, key=lambda place: place.relative)
-    zero = sum(place.relative == 0 for place in divergence.places)
-    if worst.relative == 0:
-        summary = f"The difference is exactly 0 at all {counted(len(cells), 'place')}."
-    else:
+    places, first = divergence.places, divergence.first
+    worst = max(places, key=lambda place: place.relative)
+    zero, many = sum(place.relative == 0 for place in places), counted(len(places), "place")
+    summary = f"The difference is exactly 0 at all {many}."
+    if worst.relative != 0:
         largest = f"The largest difference is {_figure(worst.relative)}, at {worst.name}"
-        summary = f"{largest}; at {zero} of {counted(len(cells), 'place')} it is exactly 0. {RELATIVE}"
+        summary = f"{largest}; at {zero} of {many} it is exactly 0. {RELATIVE}"
+    if first is not None:
+        where = f"{first.name}: the first component that differs by more than rounding."
+    elif zero == len(places):
+        where = "Every component gives the same numbers to the last bit, in float64 too."
+    elif result.verdict == "identical":
+        where = "Every logit has the same bits. Components are compared in float64: what differs there is rounding."
+    else:
+        where = "No component differs by more than rounding."
+    causes = tuple(_cause_words(divergence))
+    none = ["No cause was found among the repairs tried."] if result.verdict == "different" and not causes else []
+    listed = (Lines(("Likely causes, found by trying repairs:",)), Lines(causes, listed=True)) if causes else ()
+    return (Lines((where, *none)), *listed, _places_figure(places, first, summary))
+
+
+def _places_figure(
+    places: Sequence[Part], first: Part | None, summary: str, modules: Sequence[str | None] | None = None
+) -> Figure:
+    """The difference at each place, and of a port the user's modules that are nearest to them."""
+    cells, rows = [], []
+    first_index = next((index for index, place in enumerate(places) if place.parts), None)
+    for index, place in enumerate(places):
+        mark = "more than rounding explains" if place.parts else "equal" if place.relative == 0 else "within rounding"
+        lines = [f"relative difference: {_figure(place.relative)}", f"rounding there: {_figure(place.noise)}", mark]
+        mark = "parts here" if index == first_index else "differs" if place.parts else mark
+        row = [place.name, _figure(place.relative), _figure(place.noise), mark]
+        if modules is not None:
+            lines.append(f"your module: {modules[index] or 'none has an output of its size'}")
+            row.append(modules[index] or "-")
+        cells.append(Cell(place.label, place.layer, place.relative, tuple(lines), place.parts))
+        rows.append(tuple(row))
+    columns = [("component", False), ("relative Δ", True), ("rounding there", True), ("", False)]
+    columns += [] if modules is None else [("your module", False)]
+    lit = frozenset() if first_index is None else frozenset([first_index])
+    caption = f"{counted(len(rows), 'place')} as a table"
     return heatmap(
         cells,
         title="Difference by component and layer",
         summary=summary,
-        measure=MEASURE,
-        table=_places_table(divergence.places),
-        marked=next((cells[i] for i, place in enumerate(divergence.places) if place is divergence.first), None),
+        measure="relative difference",
+        table=Table(caption, tuple(columns), tuple(rows), lit, folded=True, bold="the first that parts"),
+        marked=next((cell for cell, place in zip(cells, places, strict=True) if place is first), None),
     )
 
 
 def _figure(value: float) -> str:
     return number(value) if math.isfinite(value) else "not a number"
-
-
-def _cell(place: Part, *more: str) -> Cell:
-    told = (
-        f"relative difference: {_figure(place.relative)}",
-        f"rounding there: {_figure(place.noise)}",
-        "more than rounding explains" if place.parts else "equal" if place.relative == 0 else "within rounding",
-        *more,
-    )
-    return Cell(place.label, place.layer, place.relative, told, place.parts)
-
-
-def _places_table(places: Sequence[Part], modules: Sequence[str] | None = None) -> Table:
-    first = next((index for index, place in enumerate(places) if place.parts), None)
-    rows = []
-    for index, place in enumerate(places):
-        mark = "parts here" if index == first else "differs" if place.parts else "equal" if not place.relative else ""
-        row = (place.name, _figure(place.relative), _figure(place.noise), mark or "within rounding")
-        rows.append(row if modules is None else (*row, modules[index]))
-    columns = [("component", False), ("relative Δ", True), ("rounding there", True), ("", False)]
-    columns += [] if modules is None else [("your module", False)]
-    lit = frozenset() if first is None else frozenset([first])
-    return Table(
-        f"{counted(len(rows), 'place')} as a table",
-        tuple(columns),
-        tuple(rows),
-        lit,
-        folded=True,
-        bold="the first that parts",
-    )
-
-
-def _probe(prompts: Sequence[Difference]) -> Section:
-    table = Table("Logits by input", PROBE, tuple(map(prompt_cells, prompts)))
-    words = "Largest and mean absolute difference of logits, KL divergence in nats per token, same likeliest token."
-    return Section("Probe", (Lines((words,)), table))
 
 
 def _bytes(verdict: BytesVerdict) -> Section:
@@ -225,36 +342,38 @@ def _bytes(verdict: BytesVerdict) -> Section:
         line += f" {counted(len(verdict.alone), 'tensor')} on one side alone: {some(verdict.alone)}."
     if bad and not verdict.required:
         line += " The trees differ, and so may tensors: the function holds them."
-    names = (listing(bad, f"{counted(len(bad), 'tensor')} that differ{'s' if len(bad) == 1 else ''}"),) if bad else ()
+    caption = f"{counted(len(bad), 'tensor')} that differ{'s' if len(bad) == 1 else ''}"
+    names = [Table(caption, ((caption, False),), tuple((name,) for name in bad), folded=True)] if bad else []
     return Section("Bytes", (Lines((line,)), *names))
 
 
 def _rounding(noise: Noise) -> Section:
-    rows = [
-        ("the two functions against each other, in float64", number(noise.functions)),
-        ("rounding explains up to", number(noise.allowed)),
-        ("transformers: float32 against float64", number(noise.reference)),
-        ("gptkit: float32 against float64", number(noise.candidate)),
-    ]
-    if noise.paths is not None:
-        rows.append(("transformers: sdpa against eager, in float32", number(noise.paths)))
+    errors = {
+        "the two functions against each other, in float64": noise.functions,
+        "rounding explains up to": noise.allowed,
+        "transformers: float32 against float64": noise.reference,
+        "gptkit: float32 against float64": noise.candidate,
+        **({} if noise.paths is None else {"transformers: sdpa against eager, in float32": noise.paths}),
+    }
     for dtype, (theirs, ours) in noise.errors.items():
         worse = " (rounds worse)" if dtype in noise.imprecise else ""
-        rows.append((f"mean error in {dtype}: transformers", number(theirs)))
-        rows.append((f"mean error in {dtype}: gptkit{worse}", number(ours)))
-    table = Table("Differences of logits that rounding makes", (("of logits", False), ("max Δ", True)), tuple(rows))
-    return Section("Rounding", (table,))
+        errors |= {f"mean error in {dtype}: transformers": theirs, f"mean error in {dtype}: gptkit{worse}": ours}
+    rows = tuple((what, number(error)) for what, error in errors.items())
+    columns = (("of logits", False), ("max Δ", True))
+    return Section("Rounding", (Table("Differences of logits that rounding makes", columns, rows),))
 
 
 def _mistakes(score: Score) -> Section:
     seen = score.tried - len(score.missed)
     words = f"{seen} of {score.tried} mistakes made on purpose were caught by this probe."
-    rows = [(name, "caught") for name in score.caught]
-    rows += [(name, "not visible on this checkpoint, caught with random weights") for name in score.caught_random]
-    rows += [(name, "not visible on this checkpoint, nor with random weights") for name in score.invisible]
-    rows += [(name, "MISSED") for name in score.missed]
-    lit = frozenset(index for index, (_, what) in enumerate(rows) if what == "MISSED")
-    table = Table(
-        "The mistakes", (("mistake", False), ("", False)), tuple(rows), lit, folded=not lit, bold="not caught"
-    )
+    kinds = {
+        "caught": score.caught,
+        "not visible on this checkpoint, caught with random weights": score.caught_random,
+        "not visible on this checkpoint, nor with random weights": score.invisible,
+        "MISSED": score.missed,
+    }
+    rows = tuple((name, what) for what, names in kinds.items() for name in names)
+    lit = frozenset(range(len(rows) - len(score.missed), len(rows)))
+    columns = (("mistake", False), ("", False))
+    table = Table("The mistakes", columns, rows, lit, folded=not lit, bold="not caught")
     return Section("Mistakes made on purpose", (Lines((words,)), table))

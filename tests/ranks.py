@@ -19,7 +19,7 @@ import torch.distributed  # noqa: F401, so that no rank has to
 
 from gptkit import cli
 from gptkit.converter import block_file, convert, transfer  # noqa: F401, as above
-from gptkit.report import summaries  # noqa: F401
+from gptkit.report import checkpoints  # noqa: F401
 
 PATIENCE = 600.0
 """Seconds after which ranks are killed that wait for something that never comes: a guard, and no bound on speed."""

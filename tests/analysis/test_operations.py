@@ -42,10 +42,10 @@ from gptkit.components import (
 from gptkit.components import operations as ops
 from gptkit.errors import ConfigError
 from gptkit.modules import Decoder
+from gptkit.report.counts import parameter_table
 from gptkit.report.drawing import path_lines
 from gptkit.report.show import model_drawing
 from gptkit.report.structure import structure
-from gptkit.report.tables import parameter_table
 
 replace = msgspec.structs.replace
 

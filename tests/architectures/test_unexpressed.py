@@ -17,7 +17,7 @@ from gptkit.architectures.families.llama import LLAMA
 from gptkit.cli import app
 from gptkit.components import ALiBi, Embedding, Head, LatentAttention, ModelSpec
 from gptkit.errors import CannotExpress
-from gptkit.report.tables import parameter_table
+from gptkit.report.counts import parameter_table
 
 
 def unknown(spec: ModelSpec) -> str:

@@ -36,7 +36,7 @@ from gptkit.errors import (
     UntrustedInput,
     UsageError,
 )
-from gptkit.report.summaries import load_json, load_summary
+from gptkit.report.checkpoints import load_json, load_summary
 
 Folder = Path
 FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

@@ -26,7 +26,7 @@ from gptkit.converter.journal import Journal
 from gptkit.converter.lock import Lock
 from gptkit.converter.tokenizer import load_tokenizer
 from gptkit.errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, UsageError
-from gptkit.report.summaries import conversion_lines
+from gptkit.report.checkpoints import conversion_lines
 
 gguf = pytest.importorskip("gguf")
 

@@ -11,7 +11,7 @@ from helpers.command import call
 
 from gptkit.errors import InvalidInput, UsageError
 from gptkit.parity.port import load_port, verify_port
-from gptkit.report.summaries import port_causes
+from gptkit.report.verification import port_causes
 
 PORT = '''
 """A llama written from scratch: other names, q, k and v in one matrix, no gptkit modules."""

@@ -131,7 +131,7 @@ def test_room_goes_where_cells_come_onto_one_line() -> None:
 
 def test_the_page() -> None:
     pytest.importorskip("plotly")
-    from gptkit.report.comparison_page import comparison_page
+    from gptkit.report.comparison import comparison_page
     from gptkit.report.pages import Figure, Table, render
 
     found = compare(*FOUR, context=4096)
@@ -147,7 +147,7 @@ def test_the_page() -> None:
 
 def test_the_page_of_many_models_draws_some() -> None:
     pytest.importorskip("plotly")
-    from gptkit.report.comparison_page import MOST_DRAWN, comparison_page
+    from gptkit.report.comparison import MOST_DRAWN, comparison_page
 
     found = compare(*["gpt2", "gpt2-medium"] * 8)
     page = comparison_page(found, found.shown())
@@ -160,7 +160,7 @@ def test_the_page_draws_each_kind_of_layer() -> None:
     pytest.importorskip("plotly")
     import msgspec
 
-    from gptkit.report.comparison_page import comparison_page
+    from gptkit.report.comparison import comparison_page
 
     gpt2 = params("gpt2")[0].spec
     replace = msgspec.structs.replace

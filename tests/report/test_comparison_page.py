@@ -8,7 +8,7 @@ import pytest
 from helpers.browser import chromium, opened
 
 from gptkit.analysis.compare import compare
-from gptkit.report.comparison_page import comparison_page
+from gptkit.report.comparison import comparison_page
 from gptkit.report.pages import write_page
 
 pytest.importorskip("plotly")

@@ -12,8 +12,8 @@ from helpers.command import call
 import gptkit
 from gptkit.analysis.costs import costs
 from gptkit.analysis.figures import Asked
-from gptkit.report.counts_page import counts_page
-from gptkit.report.pages import Figure, Lines, Page, Section, Table, render, write_page
+from gptkit.report.counts import counts_page
+from gptkit.report.pages import Figure, Lines, Page, Table, render, write_page
 
 pytest.importorskip("plotly", reason='the pages need pip install "gptkit[html]"')
 
@@ -47,17 +47,17 @@ def test_one_model() -> None:
 
 
 def test_a_dtype_of_the_cache_and_more_sections() -> None:
-    more = Section("Memory", (Lines(("what was asked for",)),))
-    page = counts_page(gptkit.params("gpt2"), dtype="float32", more=(more,))
+    asked = Asked(kv_dtype="float32", memory=True)
+    page = counts_page(gptkit.params("gpt2", asked=asked), asked)
     assert dict(page.facts)["KV cache per token, float32"] == "73.7 kB"
-    assert more in page.sections
+    assert any(section.title.startswith("Memory for 1,024 tokens") for section in page.sections)
 
 
 def test_what_was_asked_for_is_in_the_charts() -> None:
     """int4, two contexts and a batch: each is in a chart, not only in the tables below."""
     asked = Asked("int4", kv=(8192, 131_072), memory=True, context=4096, batch=4)
     (model,) = gptkit.params("llama-3-8b", asked=asked)
-    page = counts_page([model], dtype=asked.cached)
+    page = counts_page([model], asked)
     figures = {each.title: each for each in blocks(page, Figure)}
     weights = figures["Weights by component, int4"].spec["data"]
     assert sum(trace["x"][0] for trace in weights if trace["type"] == "bar") == model.count.total // 2

@@ -14,9 +14,8 @@ from helpers.trees import TREES, random_weights
 from typer.testing import Result
 
 from gptkit.parity.damage import Bin, Damage, Layer, Place, damage
-from gptkit.report.damage import damage_sections, swap_page
+from gptkit.report.damage import damage_lines, damage_sections, swap_page
 from gptkit.report.pages import Figure, Lines, Page, Table, render
-from gptkit.report.summaries import damage_lines
 from gptkit.report.surgery import steps_cells
 from gptkit.surgery.damage import assess
 from gptkit.surgery.swap import swap

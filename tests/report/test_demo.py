@@ -16,7 +16,7 @@ from gptkit.parity.compare import Difference
 from gptkit.parity.verify import BytesVerdict, Noise, Verification
 from gptkit.report import demo
 from gptkit.report.demo import tour
-from gptkit.report.summaries import under_its_label, verdict_lines, verification_report
+from gptkit.report.verification import under_its_label, verdict_lines, verification_report
 
 pytestmark = pytest.mark.skipif(
     not all((SAMPLES_DIR / name).is_dir() for name in SAMPLES), reason=f"not all samples are in {SAMPLES_DIR}"

@@ -18,7 +18,7 @@ from typer.testing import Result
 
 import gptkit
 from gptkit.parity.diff import diff
-from gptkit.report.diff_words import readings, verdict
+from gptkit.report.diff import readings, verdict
 
 CONFIG = {**LLAMA, "hidden_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
 ATTACK = "<img src=x onerror=alert(1)>\x1b[31m"
@@ -233,7 +233,7 @@ def test_json(base: Path, altered: Callable[..., Path]) -> None:
 
 def test_the_page(base: Path, altered: Callable[..., Path], tmp_path: Path) -> None:
     pytest.importorskip("plotly")
-    from gptkit.report.diff_page import diff_page
+    from gptkit.report.diff import diff_page
     from gptkit.report.pages import Figure
 
     b = altered(adapter)
@@ -257,7 +257,7 @@ def test_the_page(base: Path, altered: Callable[..., Path], tmp_path: Path) -> N
 
 def test_places_that_cannot_be_compared_are_on_the_map(base: Path, tmp_path: Path) -> None:
     pytest.importorskip("plotly")
-    from gptkit.report.diff_page import diff_page
+    from gptkit.report.diff import diff_page
     from gptkit.report.pages import Figure
 
     save_hf({**CONFIG, "num_key_value_heads": 2, "num_hidden_layers": 5}, tmp_path / "b")
@@ -278,7 +278,7 @@ def test_names_break_behind_dots_on_the_page(base: Path, altered: Callable[..., 
 
 def test_rounding_and_what_cannot_be_compared_on_the_page(base: Path, tmp_path: Path) -> None:
     pytest.importorskip("plotly")
-    from gptkit.report.diff_page import diff_page
+    from gptkit.report.diff import diff_page
     from gptkit.report.pages import Figure
 
     gptkit.convert(base, tmp_path / "half", to="hf", dtype="bfloat16")

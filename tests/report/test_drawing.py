@@ -21,10 +21,9 @@ from gptkit.components import ModelSpec
 from gptkit.report import diagram, drawing
 from gptkit.report.diagram import block_diagram, text_width, title_lines
 from gptkit.report.drawing import path_lines
-from gptkit.report.graph import Structure
 from gptkit.report.placement import Box, Metrics, Placement, Wire, folded, place
 from gptkit.report.sheets import Drawing
-from gptkit.report.structure import structure
+from gptkit.report.structure import Structure, structure
 from gptkit.report.tree import tree_drawing, tree_lines, tree_rows
 
 ALL: dict[str, ModelSpec] = {**{name: spec_of(config) for name, config in CONFIGS.items()}, **TREES}

@@ -18,7 +18,7 @@ import gptkit
 from gptkit.errors import UsageError
 from gptkit.report import pages, pictures
 from gptkit.report.charts import cache_chart
-from gptkit.report.counts_page import counts_page
+from gptkit.report.counts import counts_page
 from gptkit.report.diagram import block_diagram
 from gptkit.report.heatmap import Cell, heatmap
 from gptkit.report.pages import Figure, Page, Table
@@ -64,11 +64,11 @@ def test_what_cannot_be_written_is_refused_first(
 
 
 def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "find_spec", lambda name: None if name == "kaleido" else object())
+    monkeypatch.setattr(pages, "find_spec", lambda name: None if name == "kaleido" else object())
     with pytest.raises(UsageError, match="--svg needs kaleido") as told:
         pictures.ready(None, None, tmp_path / "a.svg")
     assert told.value.hint == 'pip install kaleido # gptkit\'s extra "images"'
-    monkeypatch.setattr(pictures, "find_spec", lambda name: None if name != "plotly" else object())
+    monkeypatch.setattr(pages, "find_spec", lambda name: None if name != "plotly" else object())
     with pytest.raises(UsageError, match="--svg needs kaleido and choreographer") as told:
         pictures.ready(None, None, tmp_path / "a.svg")
     assert told.value.hint.startswith("pip install kaleido choreographer #")

@@ -18,8 +18,7 @@ from gptkit.components import LatentAttention, ModelSpec
 from gptkit.modules import Decoder
 from gptkit.modules.layers import ACTIVATIONS
 from gptkit.modules.positions import alibi_bias, apply_rotary, rotary_tables
-from gptkit.report.graph import Kind, Node, Structure, layers_label
-from gptkit.report.structure import structure
+from gptkit.report.structure import Kind, Node, Structure, layers_label, structure
 
 ALL: dict[str, ModelSpec] = {**{name: spec_of(config) for name, config in CONFIGS.items()}, **TREES}
 BATCH, STEPS = 2, 23  # past the windows of 16, 11 and 9

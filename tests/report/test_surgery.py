@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 import gptkit
 from gptkit.analysis.costs import costs
 from gptkit.cli import app
-from gptkit.report.summaries import swap_lines
 from gptkit.report.surgery import (
     change,
     costs_table,
@@ -21,6 +20,7 @@ from gptkit.report.surgery import (
     recipes_report,
     registry_report,
     steps_report,
+    swap_lines,
 )
 from gptkit.surgery.listing import listing
 from gptkit.surgery.options import OPTIONS

@@ -12,8 +12,8 @@ from gptkit.analysis.parameters import count, to_json
 from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
 from gptkit.components import ModelSpec
+from gptkit.report.counts import Model, parameter_table
 from gptkit.report.rows import By
-from gptkit.report.tables import Model, parameter_table
 from gptkit.terminal import print_json
 
 WIDTHS = [20, 40, 60, 80, 200]

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import gptkit
 from gptkit.errors import GptkitError, InvalidInput, Offline, SwapRefused, UntrustedInput
-from gptkit.report.summaries import swap_lines
+from gptkit.report.surgery import swap_lines
 from gptkit.surgery.registry import Step
 from gptkit.surgery.swaps import lora as module
 from gptkit.surgery.swaps.adapter import Adapter

@@ -18,7 +18,7 @@ from gptkit.components import LayerNorm, RMSNorm
 from gptkit.converter.publish import check_manifest
 from gptkit.converter.resolve import SAMPLES_DIR, located
 from gptkit.errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, SwapRefused, UsageError
-from gptkit.report.summaries import swap_lines
+from gptkit.report.surgery import swap_lines
 from gptkit.surgery.swap import SwapResult
 
 

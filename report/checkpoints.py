@@ -1,0 +1,185 @@
+"""What the commands say of checkpoints: opened, drawn at random, converted, counted; 80 columns are enough for all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ..analysis.parameters import count, describe
+from ..components import ModelSpec
+from .pages import counted
+from .sheets import human_bytes, number, plain_table
+
+if TYPE_CHECKING:
+    from ..analysis.params import ModelCount
+    from ..converter.checkpoint import Checkpoint
+    from ..converter.convert import Conversion
+    from ..converter.outline import Outline
+    from ..converter.transfer import Transferred
+
+SHOWN = 5  # tensors named, of however many
+
+
+def facts_report(title: str, facts: Iterable[tuple[str, str]], notes: Iterable[str]) -> RenderableType:
+    """What is known of a model, a row a fact, and notes below."""
+    table = plain_table(("", False), ("", False), rows=facts)
+    return Group(Text(title, style="bold"), table, *(Text(f"note: {note}") for note in notes))
+
+
+def component_facts(spec: ModelSpec) -> list[tuple[str, str]]:
+    """What a tree is in words, without what it has not."""
+    return [(aspect, words) for aspect, words in describe(spec).items() if words not in ("none", "")]
+
+
+def load_summary(checkpoint: Checkpoint) -> RenderableType:
+    """Family, components, dtypes, files, and anything unexpected."""
+    spec, files, history = checkpoint.spec, checkpoint.files, checkpoint.origin.history
+    stored = sorted({checkpoint.stored_of(leaf)[0] for leaf in checkpoint.leaves})
+    where = f"{counted(len(files), 'file')}, {human_bytes(sum(path.stat().st_size for path in files))}"
+    facts = [
+        ("family", f"{checkpoint.origin.family or 'none'} ({checkpoint.format} format)"),
+        *([("revision", checkpoint.revision)] if checkpoint.revision else []),
+        ("parameters", f"{count(spec).total:,}"),
+        ("stored as", f"{', '.join(stored)}, {len(checkpoint.leaves)} tensors in {where}"),
+        *component_facts(spec),
+        *(("history", ", ".join(f"{key} {value}" for key, value in each.items())) for each in history),
+    ]
+    return facts_report(str(checkpoint.reference), facts, checkpoint.notes)
+
+
+def load_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What `load_summary` says, for programs."""
+    return {
+        "schema_version": 1,
+        "model": checkpoint.reference,
+        "family": checkpoint.origin.family,
+        "format": checkpoint.format,
+        "revision": checkpoint.revision,
+        "parameters": count(checkpoint.spec).total,
+        "dtype": checkpoint.dtype,
+        "tensors": len(checkpoint.leaves),
+        "files": [path.name for path in checkpoint.files],
+        "components": describe(checkpoint.spec),
+        "history": list(checkpoint.origin.history),
+        "notes": checkpoint.notes,
+    }
+
+
+@dataclass(frozen=True)
+class RandomModel:
+    """A tree with random weights, which `load --random` tells of.
+
+    initialisation: in words. finite: whether a forward pass gave logits that are numbers, None where there was none.
+    out, nbytes: the folder that they were written to, and how large its weights are. notes: for a person.
+    """
+
+    reference: str
+    tree: Outline
+    dtype: str
+    seed: int
+    initialisation: str
+    finite: bool | None
+    out: str | None = None
+    nbytes: int = 0
+    notes: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "schema_version": 1,
+            "model": self.reference,
+            "family": self.tree.origin.family,
+            "parameters": count(self.tree.spec).total,
+            "dtype": self.dtype,
+            "initialisation": self.initialisation,
+            "seed": self.seed,
+            "finite_logits": self.finite,
+            "out": self.out,
+            "bytes": self.nbytes if self.out is not None else None,
+            "components": describe(self.tree.spec),
+            "notes": list(self.notes),
+        }
+
+    def summary(self) -> RenderableType:
+        spec = self.tree.spec
+        logits = {True: "logits are finite", False: "logits are NaN or infinite", None: "none"}[self.finite]
+        facts = [
+            ("family", self.tree.origin.family or "none"),
+            ("parameters", f"{count(spec).total:,} as {self.dtype}"),
+            *component_facts(spec),
+            ("weights", self.initialisation),
+            ("seed", str(self.seed)),
+            ("forward pass", logits),
+            *([("written", f"{human_bytes(self.nbytes)} of weights")] if self.out is not None else []),
+        ]
+        return facts_report(f"{self.reference}, random weights", facts, self.notes)
+
+
+def source_lines(counts: Sequence[ModelCount]) -> list[str]:
+    """Where counted models came from, what their files hold, and what else there is to know."""
+    lines = []
+    for model in counts:
+        name = f"{model.name}: " if len(counts) > 1 else ""
+        if model.revision is not None:
+            lines.append(f"{name}at commit {model.revision}")
+        if model.stored is not None:
+            kinds = ", ".join(
+                f"{dtype} {human_bytes(nbytes)} in {tensors} tensor{'s' if tensors > 1 else ''}"
+                for dtype, (tensors, _, nbytes) in model.stored.by_dtype().items()
+            )
+            lines.append(f"{name}stored as {kinds}, {counted(len(model.stored.files), 'file')}")
+        lines += [f"note: {name}{note}" for note in model.notes]
+    return lines
+
+
+def conversion_lines(conversion: Conversion) -> list[str]:
+    """What was written, or would be."""
+    source, plan, transferred = conversion.source, conversion.plan, conversion.transferred
+    wrote, family = "wrote" if conversion.published else "would write", source.origin.family or "a tree"
+    size = f"{plan.tensors} tensors in {counted(len(plan.shards), 'file')}, {human_bytes(plan.nbytes)}"
+    lines = [f"{wrote} {conversion.target}: {family} as {conversion.to}, {size}"]
+    if source.revision is not None:
+        lines.append(f"  from {source.reference} at commit {source.revision}")
+    if transferred is None:
+        sizes = [(shard.name, shard.size, f", {len(shard.outputs)} tensors") for shard in plan.shards]
+        sizes += [(name, len(text), "") for name, text in plan.texts.items()]
+        sizes += [(path.name, path.stat().st_size, "") for path in plan.companions]
+        lines += [f"  {name}  {human_bytes(nbytes)}{more}" for name, nbytes, more in sizes]
+        alone = [shard.name for shard in plan.shards] == [conversion.target.name]
+        lines.append(f"  disk: {human_bytes(plan.nbytes)}{'' if alone else ', and a manifest'}")
+        memory, largest = human_bytes(conversion.memory), human_bytes(plan.largest)
+        lines.append(f"  memory: {memory} of tensors; the largest has {largest}")
+    else:
+        quantised = Counter(o.dtype for shard in plan.shards for o in shard.outputs if o.encode is not None)
+        for dtype, tensors in quantised.items():
+            lines.append(f"{tensors} of {plan.tensors} tensors are quantised to {dtype}")
+        lines += transfer_lines(transferred)
+    return lines + [f"note: {note}" for note in source.notes]
+
+
+def transfer_lines(done: Transferred) -> list[str]:
+    """What a person should know of how the tensors went over: what this run's quantising and rounding cost."""
+    from ..converter.dtypes import Quantisation, Rounding  # here, because it imports numpy
+
+    lines = []
+    if done.quantised:
+        loss = sum(done.quantised.values(), Quantisation())
+        lines.append(f"  off by {number(loss.largest)} at most, with a relative RMS error of {number(loss.relative)}")
+    if done.resumed:
+        lines.append(f"resumed: {human_bytes(done.resumed)} were there from an earlier run, and are unchanged")
+    if done.rounded:
+        cost = sum(done.rounded.values(), Rounding())
+        tensors = f"{len(done.rounded)} {'other ' if done.quantised else ''}tensors"
+        zeroed = f", {cost.zeroed:,} of them to zero" if cost.zeroed else ""
+        lines.append(
+            f"rounded {cost.changed:,} values of {tensors}{zeroed}, by {cost.relative:.1e} of their size at most"
+        )
+    for name, values in list(done.not_finite.items())[:SHOWN]:
+        lines.append(f"warning: {name} holds {values:,} values that are NaN or infinite, copied as they are")
+    if len(done.not_finite) > SHOWN:
+        lines.append(f"warning: … and {len(done.not_finite) - SHOWN} more tensors")
+    return lines

@@ -1,0 +1,430 @@
+"""What `params` tells: tables for the terminal, which fit its width and neither wrap nor cut numbers, and the page."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
+from typing import Any
+
+from rich.console import RenderableType, RenderResult
+from rich.table import Table as Grid
+from rich.text import Text
+
+from ..analysis.costs import cache_bytes, costs
+from ..analysis.figures import Asked, common_context, fits
+from ..analysis.formats import sizer, weighed
+from ..analysis.parameters import ParameterCount, describe, layer_ranges, range_label
+from ..analysis.params import ModelCount
+from ..analysis.tensors import tensor_groups
+from ..components import ModelSpec
+from . import sheets
+from .charts import bars, cache_chart, parameter_bars
+from .costs import cost_sheets
+from .diagram import block_diagram
+from .pages import Figure, Lines, Page, Section, Table, counted, noted
+from .rows import By
+from .sheets import GAP, Layout, Row, Sheet, drawing, held, nbytes, percentage, share, short
+from .treemap import treemap
+
+Model = tuple[str, str, ModelSpec, ParameterCount]  # a name, its family, its tree, and the tree's count
+NARROWEST_WORDS = 20  # a column of words that would be narrower than this is left out
+NARROWEST_NAMES = 32  # names of tensors keep so much room, or shapes stand below them
+MOST_RUNS = 8  # so many runs of layers alike are told below the total; more are left to `by` layer
+MOST_NAMES = 6  # models whose names make a page's title
+MOST_DIAGRAMS = 4  # kinds of layers that are drawn; `show` has all of them
+
+
+@drawing
+def parameter_table(
+    page: Layout, models: Sequence[Model], by: By = "component", dtype: str | None = None, compared: bool = False
+) -> RenderResult:
+    """What rich prints for `params`.
+
+    One model: its components, what each is, and its share. Several: a column a model where they fit, else a row a
+    model. `by` "layer" adds each model's layers, neighbours alike folded into one row, "tensor" its tensors. `dtype`
+    adds the bytes that the weights take in it; `compared` what the second model has more or less than the first.
+    """
+    if len(models) == 1:
+        yield from _one(page, models[0], dtype)
+    elif models:
+        sheet = _side_by_side(models, dtype, compared)
+        yield sheet if compared or sheet.width() <= page.width else _one_below_the_other(page, models, dtype)
+    for model in models if by != "component" else ():
+        yield ""
+        if len(models) > 1:
+            yield page.text(model[0])
+        yield _layers(page, model, dtype) if by == "layer" else _tensors(page, model, dtype)
+
+
+def tables(counts: Sequence[ModelCount], asked: Asked, by: By, pairs: bool) -> Iterator[RenderableType | list[str]]:
+    """All that `params` prints, of all models or of each beside what swaps make of it; lists are plain lines."""
+    size = 2 if pairs else len(counts)
+    for first in range(0, len(counts), size):
+        some = counts[first : first + size]
+        names = [model.name for model in some]
+        if pairs:
+            yield [*([""] if first else []), names[1], ""]
+            names = ["now", "swapped"]
+        named = [(name, model.family, model.spec, model.count) for name, model in zip(names, some, strict=True)]
+        yield parameter_table(named, by, asked.dtype, compared=pairs)
+        if asked.more or asked.dtype:
+            figures = [(name, each.spec, each.figures) for name, each in zip(names, some, strict=True) if each.figures]
+            for sheet in cost_sheets(figures, asked, compared=pairs):
+                yield from ("", sheet)
+        for model in some:
+            if model.swap is not None:
+                lines = (f"guarantee: {_promise(model.swap)}", *model.swap["notes"])
+                yield from ("", _sentences(lines))
+
+
+@drawing
+def _sentences(page: Layout, lines: Sequence[str]) -> RenderResult:
+    return map(page.note, lines)
+
+
+def _promise(swap: Mapping[str, Any]) -> str:
+    """What a chain of swaps promises; where the weights decide it, what trained ones give, and who can tell."""
+    from ..surgery.synonyms import guarantee_in_words
+
+    usual = guarantee_in_words(swap["usual"])
+    if swap["guarantee"] == swap["usual"]:
+        return usual
+    return f"{usual} on trained weights; gptkit swap MODEL OUT --dry-run tells it of yours"
+
+
+def _weights(model: Model, dtype: str | None) -> ParameterCount | None:
+    return None if dtype is None else weighed(model[2], dtype, model[1])
+
+
+# --- one model -------------------------------------------------------------------------------------------------------
+
+
+def _one(page: Layout, model: Model, dtype: str | None) -> RenderResult:
+    """What a model is, and its components with their parameters, the bytes of these, and their share of the total."""
+    name, family, spec, count = model
+    words, layers = describe(spec), len(spec.blocks)
+    facts = [
+        f"{layers:,} layer{'' if layers == 1 else 's'}{' (they differ)' if len(set(spec.blocks)) > 1 else ''}",
+        f"hidden size {words['hidden size']}",
+        f"positions: {words['positions']}",
+        *(() if words["window"] == "none" else (f"window {words['window']}",)),
+        *(() if words["block"] == "serial" else (words["block"],)),
+        f"context {words['context']}",
+    ]
+    yield Text.assemble((page.clean(name), "bold"), "  ", (page.clean(family), "dim"))
+    yield Text(page.clean(" · ".join(facts)), style="dim")
+    yield ""
+    weights = _weights(model, dtype)
+    tied = count.tied and "head" not in count.by_component
+    room = page.width - max(map(len, [*count.by_component, *(["head"] if tied else [])]))
+    room -= GAP + max(len(f"{count.total:,}"), len("parameters"))
+    with_bytes = weights is not None and room >= len(nbytes(weights.total)) + GAP
+    room -= GAP + max(len(dtype or ""), len("999.9 GB")) if with_bytes else 0
+    with_share = room >= len("100.0 %") + GAP
+    with_words = room >= len("100.0 %") + 2 * GAP + NARROWEST_WORDS
+    with_columns = (True, with_words, True, with_bytes, with_share)
+    titles = list(compress(("component", "what it is", "parameters", dtype or "", "share"), with_columns))
+    table = page.table(titles[: 1 + with_words], titles[1 + with_words :])
+
+    def row(
+        label: str, what: str, number: int | None, size: int | None, style: str | None = None, instead: str = ""
+    ) -> None:
+        figures = (instead, "") if number is None else (f"{number:,}", percentage(number, count.total))
+        cells = (label, what, figures[0], "" if size is None else nbytes(size), figures[1])
+        table.add_row(*map(page.text, compress(cells, with_columns)), style=style)
+
+    for label, number in count.by_component.items():
+        row(label, _what(label, spec, words), number, None if weights is None else weights.by_component.get(label))
+    if tied:
+        row("head", "tied to the embedding, counted once", None, None, instead="tied")
+    table.add_section()
+    row("total", "", count.total, None if weights is None else weights.total, "bold")
+    if with_bytes and weights is not None:
+        table.add_row(*compress(("", "", "", sheets.binary(weights.total), ""), with_columns), style="bold")
+    table.add_section()
+    without, active = (None, None) if weights is None else (weights.non_embedding, weights.active)
+    row("no embedding", "without embedding, positions and head", count.non_embedding, without, "dim")
+    if count.active != count.total:
+        row("active", "used per token", count.active, active, "dim")
+    runs = layer_ranges(count.by_layer)
+    if len(runs) > MOST_RUNS:
+        totals = [layer.total for layer in count.by_layer]
+        row("each layer", f"from {min(totals):,} to {max(totals):,}", None, None, "dim", "varies")
+    for first, last, layer in runs if len(runs) <= MOST_RUNS else ():
+        alike = {} if weights is None else {each.total: None for each in weights.by_layer[first : last + 1]}
+        size = next(iter(alike)) if len(alike) == 1 else None  # formats are wider in some layers
+        if first == last:
+            label, what = "layer" if layers == 1 else f"layer {first}", ""
+        elif last - first + 1 == layers:
+            label, what = "layer", f"each of {layers:,} layers"
+        else:
+            label, what = f"layers {range_label(first, last)}", f"each of {last - first + 1:,} layers"
+        row(label, what, layer.total, size, "dim")
+    yield table
+
+
+def _what(label: str, spec: ModelSpec, words: Mapping[str, str]) -> str:
+    """A component in few words, for the table's second column."""
+    matrix = f"{spec.vocab_size:,} × {spec.hidden_size:,}"
+    if label == "embedding":
+        return matrix
+    if label == "positions" and spec.positions is not None:
+        return f"learned, {spec.positions.length:,} × {spec.positions.size:,}"
+    if label == "head":
+        return "tied to the embedding, counted once; bias" if spec.head.tied else matrix + " and bias" * spec.head.bias
+    if label == "router":
+        return "a row for each expert"
+    aspect = words.get("norm" if label == "norms" else label, "")
+    return "layers differ" if aspect.startswith("layers differ") else aspect
+
+
+# --- several models --------------------------------------------------------------------------------------------------
+
+
+def _side_by_side(models: Sequence[Model], dtype: str | None, compared: bool) -> Sheet:
+    """A column a model."""
+    counts = [count for *_, count in models]
+    labels = list(dict.fromkeys(label for count in counts for label in count.by_component))
+    labels += [] if "head" in labels else ["head"]  # tied in all of them, so that no count has it
+    families = [family or "–" for _, family, _, _ in models]
+    rows = [Row("family", (*families, *([""] * 2 if compared else [])), "dim")]
+    listed: list[tuple[str, Sequence[int | None], str | None, Any]] = []
+    listed.append(("layers", [len(spec.blocks) for _, _, spec, _ in models], "dim", "{:,}".format))
+    listed += [(label, [count.by_component.get(label) for count in counts], None, "{:,}".format) for label in labels]
+    listed.append(("total", [count.total for count in counts], "bold", "{:,}".format))
+    if dtype is not None:
+        sizes = [weighed(spec, dtype, family).total for _, family, spec, _ in models]
+        listed += [(dtype, sizes, None, nbytes), ("", sizes, None, sheets.binary)]
+    listed.append(("no embedding", [count.non_embedding for count in counts], "dim", "{:,}".format))
+    if any(count.active != count.total for count in counts):
+        listed.append(("active", [count.active for count in counts], "dim", "{:,}".format))
+    for label, numbers, style, words in listed:
+        cells = ["–" if number is None else words(number) for number in numbers]
+        if label == "head":
+            cells = [
+                "tied" if number is None and count.tied else cell
+                for number, count, cell in zip(numbers, counts, cells, strict=True)
+            ]
+        if compared:
+            before, after = (number or 0 for number in numbers)
+            cells += [sheets.difference(before, after, words), sheets.change(before, after)]
+        rows.append(Row(label, tuple(cells), style, ruled=label == "total"))
+    names = [name for name, *_ in models]
+    return Sheet("", (*names, *(["difference", "change"] if compared else [])), tuple(rows))
+
+
+def _one_below_the_other(page: Layout, models: Sequence[Model], dtype: str | None) -> Grid:
+    """A row a model, with as many of its figures as there is room for."""
+    counts = [count for *_, count in models]
+    columns = [("parameters", [f"{count.total:,}" for count in counts])]
+    if dtype is not None:
+        columns.append((dtype, [nbytes(weighed(spec, dtype, family).total) for _, family, spec, _ in models]))
+    if any(count.active != count.total for count in counts):
+        columns.append(("active", [f"{count.active:,}" for count in counts]))
+    columns += [
+        ("no embedding", [f"{count.non_embedding:,}" for count in counts]),
+        ("layers", [f"{len(spec.blocks):,}" for _, _, spec, _ in models]),
+        ("head", ["tied" if count.tied else "own" for count in counts]),
+    ]
+    room = page.width - min(NARROWEST_WORDS, max(len(name) for name, *_ in models))
+    shown: list[tuple[str, list[str]]] = []
+    for title, cells in columns:
+        room -= GAP + max(map(len, [title, *cells]))
+        if room < 0 and shown:
+            break
+        shown.append((title, cells))
+    table = page.table(["model"], [title for title, _ in shown])
+    for index, (name, *_) in enumerate(models):
+        table.add_row(*map(page.text, [name, *(cells[index] for _, cells in shown)]))
+    return table
+
+
+# --- layers and tensors ----------------------------------------------------------------------------------------------
+
+
+def _layers(page: Layout, model: Model, dtype: str | None) -> Grid:
+    """One row a run of layers alike: a column a component where they fit, else a line a component."""
+    count, weights = model[3], _weights(model, dtype)
+    runs = layer_ranges(zip(count.by_layer, (weights or count).by_layer, strict=True))
+    labels = list(dict.fromkeys(label for _, _, (layer, _) in runs for label in layer.by_component))
+    ranges = [range_label(first, last) for first, last, _ in runs]
+    in_dtype = [dtype] if dtype else []
+    figures = []
+    for _, _, (layer, sizes) in runs:
+        numbers = (*(layer.by_component.get(label, 0) for label in labels), layer.total)
+        figures.append([*(f"{number:,}" for number in numbers), *(nbytes(sizes.total) for _ in in_dtype)])
+    titles = [*labels, "each layer", *in_dtype]
+    widths = [max(map(len, column)) for column in zip(titles, *figures, strict=True)]
+    if max(map(len, ["layer", *ranges])) + sum(widths) + GAP * len(widths) <= page.width:
+        table = page.table(["layer"], titles)
+        for layers, cells in zip(ranges, figures, strict=True):
+            table.add_row(*map(page.text, [layers, *cells]))
+        return table
+    table = page.table(["layer"], ["parameters", *in_dtype])
+    for (_, _, (layer, sizes)), layers in zip(runs, ranges, strict=True):
+        lines = [(layers, layer.total, sizes.total, "bold")]
+        lines += [(f" {name}", *(each.by_component.get(name, 0) for each in (layer, sizes)), "") for name in labels]
+        for label, number, size, style in lines:
+            cells = [label, f"{number:,}", *(nbytes(size) for _ in in_dtype)]
+            table.add_row(*map(page.text, cells), style=style or None)
+    return table
+
+
+def _tensors(page: Layout, model: Model, dtype: str | None) -> Grid:
+    """A row a tensor, those of layers alike folded; shapes below the names where there is no room beside."""
+    _, family, spec, count = model
+    weights = _weights(model, dtype)
+    groups = tensor_groups(spec, None if dtype is None else sizer(spec, dtype, family))
+    shapes = [" × ".join(f"{size:,}" for size in group.shape) for group in groups]
+    names = max(len(group.name) for group in groups)
+    figures = [f"{count.total:,}", *([] if weights is None else [nbytes(weights.total)])]
+    room = page.width - sum(GAP + max(len(cell), len("parameters")) for cell in figures)
+    if dtype and room < NARROWEST_WORDS:
+        return _tensors(page, model, None)
+    beside = room - GAP - max(map(len, [*shapes, "shape"]))
+    with_shape = beside >= min(names, NARROWEST_NAMES)
+    with_number = beside - GAP - len("number") >= names
+    with_columns = (with_shape, with_number, True, dtype is not None)
+    table = page.table(["tensor"], list(compress(("shape", "number", "parameters", dtype or ""), with_columns)))
+    for group, shape in zip(groups, shapes, strict=True):
+        lines = _broken(group.name, beside if with_shape else room) + ([] if with_shape else [shape])
+        number = f"×{group.number:,}" if group.number > 1 else ""
+        cells = compress((shape, number, f"{group.parameters:,}", nbytes(group.nbytes)), with_columns)
+        table.add_row(Text("\n ").join(map(page.text, lines)), *map(page.text, cells))
+    table.add_section()
+    blank = [""] * (with_shape + with_number)
+    table.add_row(*map(page.text, ["total", *blank, *figures]), style="bold")
+    return table
+
+
+def _broken(name: str, width: int) -> list[str]:
+    """A dotted name in lines of at most that many characters where its parts allow it, broken behind dots."""
+    lines = [""]
+    for part in re.findall(r"[^.]*\.?", name):
+        if lines[-1] and len(lines[-1]) + len(part) > width - (len(lines) > 1):
+            lines.append("")
+        lines[-1] += part
+    return lines
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def counts_page(counts: Sequence[ModelCount], asked: Asked | None = None) -> Page:
+    """The page of some models' counts, at least one: what each holds and costs, and figures that were asked for."""
+    asked = asked or next((model.figures.asked for model in counts if model.figures is not None), Asked())
+    figures = [(model.name, model.spec, model.figures) for model in counts if model.figures]
+    more = [
+        Section(sheet.title, (sheet.as_table(), *([Lines(sheet.notes)] if sheet.notes else [])))
+        for sheet in cost_sheets(figures, asked, compared=len(counts) == 2 and counts[1].swap is not None)
+        if sheet.rows
+    ]
+    for model in counts:
+        if model.swap is not None:
+            lines = (f"Guarantee: {_promise(model.swap)}", *model.swap["notes"])
+            more.append(Section(f"{model.name}: what it promises", (Lines(lines, listed=True),)))
+    weights = [(each.name, each.figures.weights) for each in counts if each.figures and each.figures.weights]
+    parts = [(name, {part: size for part, size in sizes.items() if part != "total"}) for name, sizes in weights]
+    components: list[Table | Figure] = [_components(counts)]
+    components += [bars(parts, title=f"Weights by component, {asked.dtype}", what="bytes")] if parts else []
+    aspects = _aspects(counts)
+    cache = cache_chart([(each.name, each.spec) for each in counts], asked.cached, batch=asked.batch, at=asked.kv)
+    costly = (Section("Key-value cache", (cache, *_memory(counts, asked))), Section("FLOPs", _flops(counts)), *more)
+    if len(counts) == 1:
+        (model,) = counts
+        count, spec, active = model.count, model.spec, costs(model.spec).active
+        facts = [("parameters", f"{count.total:,}"), ("without embedding", f"{count.non_embedding:,}")]
+        facts += [("used per token", f"{active:,}")] if active != count.total else []
+        facts += [("layers", f"{len(spec.blocks):,}"), ("hidden size", f"{spec.hidden_size:,}")]
+        facts += [("context", describe(spec)["context"])]
+        facts += [(f"KV cache per token, {asked.cached}", held(cache_bytes(spec, 1, asked.cached).a_token))]
+        subtitle = f"{model.family or 'of no family'}, {short(count.total)} parameters"
+        sections = [
+            Section("Parameters", (treemap(model.name, spec), *components)),
+            Section("What it is", (aspects, *layer_diagrams(spec))),
+            *costly,
+            *noted(model.notes),
+        ]
+        return Page(model.name, subtitle, facts=tuple(facts), sections=tuple(sections))
+    totals = [model.count.total for model in counts]
+    many = counted(len(counts), "model")
+    layers = [figure for model in counts for figure in layer_diagrams(model.spec, model.name)]
+    sections = [
+        Section(
+            "Parameters", (*parameter_bars([(each.name, each.count.by_component) for each in counts]), *components)
+        ),
+        Section("What they are", (aspects,)),
+        *costly,
+        *(Section(model.name, (treemap(model.name, model.spec),)) for model in counts),
+        Section("Layers", tuple(layers), beside=True),
+        *noted([f"{model.name}: {note}" for model in counts for note in model.notes]),
+    ]
+    return Page(
+        title=", ".join(model.name for model in counts) if len(counts) <= MOST_NAMES else f"{len(counts)} models",
+        subtitle=f"{many} side by side, from {short(min(totals))} to {short(max(totals))} parameters",
+        sections=tuple(sections),
+    )
+
+
+def _memory(counts: Sequence[ModelCount], asked: Asked) -> list[Figure]:
+    """Weights and cache together, a bar a model and context; with activations where memory was asked for."""
+    dtype = asked.dtype or "bfloat16"
+    rows: dict[str, dict[str, int]] = {}
+    for model in counts:
+        if model.figures is None:
+            continue
+        weights = weighed(model.spec, dtype, model.family).total
+        parts = {size.context: {"weights": weights, "KV cache": size.held} for size in model.figures.cache if size}
+        if (run := model.figures.inference_memory) is not None:
+            parts[run.context] = {"weights": run.weights, "KV cache": run.cache, "activations": run.activations}
+        for context, sizes in sorted(parts.items()):
+            rows[f"{model.name} {f'{asked.batch:,} × ' if asked.batch > 1 else ''}{context:,} tokens"] = sizes
+    title = f"Memory to run, weights in {dtype}, cache in {asked.cached}"
+    return [bars(list(rows.items()), title=title, what="bytes")] if rows else []
+
+
+def _components(counts: Sequence[ModelCount]) -> Table:
+    """A row a component, a column a model; of one model with its share."""
+    labels = list(dict.fromkeys(label for model in counts for label in model.count.by_component))
+    alone = len(counts) == 1
+    listed = [(label, [model.count.by_component.get(label) for model in counts]) for label in labels]
+    listed.append(("total", [model.count.total for model in counts]))
+    listed.append(("without embedding, positions and head", [model.count.non_embedding for model in counts]))
+    rows = []
+    for label, numbers in listed:
+        cells = ["–" if number is None else f"{number:,}" for number in numbers]
+        rows.append((label, *cells, *([share(numbers[0] or 0, counts[0].count.total)] if alone else [])))
+    names = ["parameters", "share"] if alone else [model.name for model in counts]
+    columns = (("component", False), *((name, True) for name in names))
+    return Table("Parameters by component", columns, tuple(rows), frozenset([len(labels)]), bold="the total")
+
+
+def _aspects(counts: Sequence[ModelCount]) -> Table:
+    """A row an aspect, a column a model."""
+    words = [describe(model.spec) for model in counts]
+    every = dict.fromkeys(aspect for of_model in words for aspect in of_model)
+    rows = [("family", *(model.family or "–" for model in counts))]
+    rows += [(aspect, *(of_model.get(aspect, "none") for of_model in words)) for aspect in every]
+    names = ["what it is"] if len(counts) == 1 else [model.name for model in counts]
+    return Table("What they are", (("aspect", False), *((name, False) for name in names)), tuple(rows))
+
+
+def layer_diagrams(spec: ModelSpec, name: str = "") -> list[Figure]:
+    """One for each kind of layer, of the first that is of it; of many kinds the first ones."""
+    kinds = [spec.blocks.index(block) for block in dict.fromkeys(spec.blocks)]
+    return [block_diagram(spec, layer, name) for layer in kinds[:MOST_DIAGRAMS]]
+
+
+def _flops(counts: Sequence[ModelCount]) -> tuple[Lines | Figure, ...]:
+    """Of one token, at the context that everything on the page is told at: one for all."""
+    context = next((model.figures.context for model in counts if model.figures is not None), None)
+    context = common_context([model.spec for model in counts]) if context is None else context
+    able = [(model.name, costs(model.spec, context).flops) for model in counts if fits(model.spec, context)]
+    lines = [
+        f"These are the FLOPs of the forward pass for one token that sees {context:,} tokens, itself among them. In"
+        " matrix products a multiplication and its addition count as two."
+    ]
+    lines += [
+        f"{each.name} has positions for fewer tokens than that." for each in counts if not fits(each.spec, context)
+    ]
+    chart = [bars(able, title="FLOPs per token by component", what="FLOPs")] if able else []
+    return (Lines(tuple(lines)), *chart)
