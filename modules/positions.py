@@ -135,6 +135,7 @@ class RotaryTurn:
 
     tables = staticmethod(rotary_tables)
     turn = staticmethod(apply_rotary)
+    frequencies = staticmethod(inverse_frequencies)
 
 
 def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +32,6 @@ from .probe import RUNNING, Batch
 from .rows import states
 from .scope import Scope, inputs
 
-__all__ = ["Bin", "Damage", "Layer", "Place", "damage"]
-
 SMALL = 50_000_000
 """Parameters up to which fp64 is computed in, and all positions are looked at."""
 TEXT = 2048
@@ -48,6 +46,9 @@ ALIKE = 0.25
 """And up to which a tree with the same norms still has the same basis (a table that was rounded, or refitted)."""
 FLOORS = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Relative difference that rounding may make in one component, in what is computed in."""
+
+Pairs = Sequence[tuple[int, int]]
+"""Layers (before, after) that stand for one another."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,8 @@ class Damage:
     @property
     def born(self) -> Place | None:
         """The component that differs most by itself; one of a block, not the block."""
-        found = [place for place in self.places if place.differs and place.label != PARTS[""]]
-        return max(found, key=lambda place: _order(place.relative), default=None)
+        parts = [place for place in self.places if place.differs and place.label != PARTS[""]]
+        return max(parts, key=lambda place: math.inf if math.isnan(place.relative) else place.relative, default=None)
 
     @property
     def first(self) -> Place | None:
@@ -148,7 +149,7 @@ def damage(
     text: Sequence[int] | None = None,
     tokens: Tokens | None = None,
     most: int | None = None,
-    layers: Sequence[tuple[int, int]] | None = None,
+    layers: Pairs | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Damage:
     """Run both and lay them side by side.
@@ -170,31 +171,30 @@ def damage(
     require_same_tokens(before, after, tokens)
     say = progress or (lambda _: None)
     dtype = torch.float64 if max(map(_size, (before.spec, after.spec))) <= SMALL else torch.float32
-    scope = Scope(before.spec, after.spec, tokens, most)
-    given = _given(scope, text)
+    given = _given(Scope(before.spec, after.spec, tokens, most), text)
     notes = [*given.notes]
     pairs = _pairs(before.spec, after.spec, layers, notes)
-    with ExitStack() as stack:
-        streams = [_Streams(stack.enter_context(closing(Kept())), given) for _ in range(2)]
-        final = []
-        for tree, kept, batches, name in zip(
-            (before, after), streams, (given.batches, given.renamed), ("the original", "the other"), strict=True
-        ):
-            say(name)
-            found = states(tree, batches, dtype, see=kept.see, seen=["embedding", *_blocks(tree.spec)])
-            final.append(torch.cat([x.flatten(0, 1) for x in found]))
+    with closing(Kept()) as first, closing(Kept()) as second:
+        streams, final = (_Streams(first, given), _Streams(second, given)), []
+        for tree, stream, batches in zip((before, after), streams, (given.batches, given.renamed), strict=True):
+            say("the original" if tree is before else "the other")
+            blocks = [f"blocks.{layer}" for layer in range(len(tree.spec.blocks))]
+            ends = states(tree, batches, dtype, see=stream.see, seen=["embedding", *blocks])
+            final.append(torch.cat([x.flatten(0, 1) for x in ends]))
         total = compare_heads(before, after, (final[0], final[1]), tokens=tokens, targets=given.targets)
         del final
         say("layer by layer")
         lens = _Lens(before, after, given, streams, dtype, tokens, notes)
         by_layer = tuple(lens.at(*pair) for pair in pairs)
         say("component by component")
-        tables = _relative_embeddings(streams)
+        tables = _relative(*(stream.all(TABLE) for stream in streams))
         reason = _other_basis(before.spec, after.spec, tables)
         if reason is not None:
             notes.append(f"no component was given the original's stream: {reason}")
-        own = None if reason is not None or not pairs else _Own(before, after, given, streams[0], pairs, dtype)
-        places = () if own is None else (_place("embedding", None, tables, dtype), *own.places(), lens.end())
+        places: tuple[Place, ...] = ()
+        if reason is None and pairs:
+            own = _Own(before, after, given, streams[0], pairs, dtype)
+            places = (_place("embedding", None, tables or 0.0, dtype), *own.places(), lens.end())
     whole = torch.ones(len(given.positions), dtype=torch.bool)
     return Damage(
         on=given.on,
@@ -212,8 +212,8 @@ def damage(
 
 @dataclass(frozen=True)
 class _Given:
-    """Batches without padding, each of another name, in the old vocabulary and in the new one; of each of their tokens
-    (N in all) its position and what follows, where that is known.
+    """Batches without padding, each named by its number, in the old vocabulary and in the new one; of each of their
+    tokens (N in all) its position and what follows, where that is known.
     """
 
     batches: list[Batch]
@@ -222,11 +222,6 @@ class _Given:
     targets: Tensor | None
     on: str
     notes: tuple[str, ...] = ()
-
-    @cached_property
-    def numbers(self) -> dict[str, int]:
-        """The batches by name."""
-        return {batch.name: number for number, batch in enumerate(self.batches)}
 
     @property
     def edges(self) -> list[tuple[int, int]]:
@@ -259,21 +254,15 @@ def _given(scope: Scope, text: Sequence[int] | None) -> _Given:
         on = f"{taken:,} tokens of the probe"
         notes = ("no text: the probe's tokens are made up, and have no perplexity",)
     batches = [replace(batch, name=str(number)) for number, batch in enumerate(batches)]
-    return _Given(batches, [scope.renamed(batch) for batch in batches], _positions(batches), targets, on, notes)
-
-
-def _positions(batches: Sequence[Batch]) -> Tensor:
-    shapes = [batch.input_ids.shape for batch in batches]
-    return torch.cat([torch.arange(steps).repeat(rows) for rows, steps in shapes])
+    positions = torch.cat([torch.arange(steps).repeat(rows) for rows, steps in (b.input_ids.shape for b in batches)])
+    return _Given(batches, [scope.renamed(batch) for batch in batches], positions, targets, on, notes)
 
 
 def _size(spec: ModelSpec) -> int:
     return sum(parameter.count for parameter in spec.parameters())
 
 
-def _pairs(
-    before: ModelSpec, after: ModelSpec, layers: Sequence[tuple[int, int]] | None, notes: list[str]
-) -> list[tuple[int, int]]:
+def _pairs(before: ModelSpec, after: ModelSpec, layers: Pairs | None, notes: list[str]) -> Pairs:
     """The layers that stand for one another."""
     counts = len(before.blocks), len(after.blocks)
     if layers is not None:
@@ -281,7 +270,7 @@ def _pairs(
             alone = sorted(set(range(count)) - {pair[side] for pair in layers})
             if alone:
                 notes.append(f"not compared: {of} layer{'s' if len(alone) > 1 else ''} {', '.join(map(str, alone))}")
-        return list(layers)
+        return layers
     if counts[0] == counts[1]:
         return [(layer, layer) for layer in range(counts[0])]
     notes.append(f"not compared by layer: {counts[0]} layers before, {counts[1]} after")
@@ -301,11 +290,6 @@ def _bin(first: int, last: int, here: Tensor, found: Compared, targets: Tensor |
     )
 
 
-def _order(value: float) -> float:
-    """For finding the largest: what is no number is larger than all."""
-    return math.inf if math.isnan(value) else value
-
-
 # --- by layer ---------------------------------------------------------------------------------------------------------
 
 INTO, TABLE = -1, -2
@@ -320,37 +304,32 @@ class _Streams:
 
     def see(self, path: str, given: Tensor, made: Tensor) -> None:
         """What a block was given and made, in a pass."""
-        number = self._given.numbers[RUNNING.get().name]
-        if path == "embedding":
-            self._kept[number, TABLE] = made.double()
-            return
-        layer = int(path.removeprefix("blocks."))
+        number, layer = _running(), TABLE if path == "embedding" else int(path.removeprefix("blocks."))
         if layer == 0:
             self._kept[number, INTO] = given.double()
         self._kept[number, layer] = made.double()
 
-    def of(self, batch: Batch, layer: int) -> Tensor:
-        """(B, T, hidden) in fp64, after a layer."""
-        found = self._kept.get((self._given.numbers[batch.name], layer))
-        assert found is not None
-        return found
+    def of(self, number: int, layer: int) -> Tensor:
+        """(B, T, hidden) of a batch in fp64, after a layer."""
+        states = self._kept.get((number, layer))
+        assert states is not None
+        return states
 
     def all(self, layer: int) -> Tensor:
         """(N, hidden) of all batches."""
-        return torch.cat([self.of(batch, layer).flatten(0, 1) for batch in self._given.batches])
+        return torch.cat([self.of(number, layer).flatten(0, 1) for number in range(len(self._given.batches))])
 
 
-def _blocks(spec: ModelSpec) -> list[str]:
-    return [f"blocks.{layer}" for layer in range(len(spec.blocks))]
+def _running() -> int:
+    """The number of the batch whose pass this is."""
+    return int(RUNNING.get().name)
 
 
-def _root(x: Tensor) -> float:
-    return x.double().square().mean().sqrt().item()
-
-
-def _relative(a: Tensor, b: Tensor) -> float:
-    """The size of b - a over that of a."""
-    size, gap = _root(a), _root(b.double() - a.double())
+def _relative(a: Tensor, b: Tensor) -> float | None:
+    """The size of b - a over that of a, by root mean squares; None where they are not as wide."""
+    if a.shape != b.shape:
+        return None
+    size, gap = (each.square().mean().sqrt().item() for each in (a, b - a))
     return gap / size if size else gap
 
 
@@ -383,7 +362,6 @@ class _Lens:
     def at(self, before: int, after: int) -> Layer:
         """After these layers."""
         sides = [each.all(layer) for each, layer in zip(self.streams, (before, after), strict=True)]
-        stream = _relative(*sides) if sides[0].shape == sides[1].shape else None
         with torch.inference_mode():
             normed = [norm(x[self.rows].to(self.dtype)) for norm, x in zip(self.norms, sides, strict=True)]
         targets = None if self.given.targets is None else self.given.targets[self.rows]
@@ -393,7 +371,7 @@ class _Lens:
         return Layer(
             before=before,
             after=after,
-            stream=stream,
+            stream=_relative(*sides),
             kl=whole.kl,
             top1=whole.top1,
             by_bin=tuple(found.kl[here].mean().item() for here in inside),
@@ -402,7 +380,7 @@ class _Lens:
         )
 
     def end(self) -> Place:
-        """The last norm and the head, both given what goes into the original's."""
+        """Of the last norm and the head, both given what goes into the original's."""
         last = self.streams[0].all(len(self.trees[0].spec.blocks) - 1)[self.rows].to(self.dtype)
         with torch.inference_mode():
             normed = [norm(last) for norm in self.norms]
@@ -426,51 +404,38 @@ class _Own:
     """
 
     def __init__(
-        self,
-        before: Tree,
-        after: Tree,
-        given: _Given,
-        streams: _Streams,
-        pairs: Sequence[tuple[int, int]],
-        dtype: torch.dtype,
+        self, before: Tree, after: Tree, given: _Given, streams: _Streams, pairs: Pairs, dtype: torch.dtype
     ) -> None:
-        self.given, self.streams, self.pairs, self.dtype = given, streams, pairs, dtype
-        self._partner = {b: a for a, b in pairs}
+        self.streams, self.pairs, self.dtype = streams, pairs, dtype
         self._squares: dict[str, tuple[float, float]] = {}
         """Of what the original's component makes, and of the difference, by path in `after`."""
         paths = [[f"blocks.{layer}{part}" for layer in layers for part in PARTS] for layers in zip(*pairs, strict=True)]
         self._keys = [{path: key for key, path in enumerate(side)} for side in paths]
+        partner = {b: a for a, b in pairs}
+
+        def feed(layer: int) -> Tensor | None:
+            return streams.of(_running(), partner[layer] - 1).to(dtype) if layer in partner else None
+
         with closing(Kept()) as self._made:
             states(before, given.batches, dtype, see=self._keep, seen=paths[0])
-            states(after, given.renamed, dtype, see=self._hold, seen=paths[1], feed=self._feed)
+            states(after, given.renamed, dtype, see=self._hold, seen=paths[1], feed=feed)
 
-    def places(self) -> list[Place]:
+    def places(self) -> Iterator[Place]:
         """Every component in the order of computation."""
-        return [
-            _place(label, layer, self._relative(f"blocks.{layer}{part}"), self.dtype)
-            for _, layer in self.pairs
-            for part, label in PARTS.items()
-        ]
-
-    def _relative(self, path: str) -> float:
-        size, gap = (math.sqrt(each) for each in self._squares[path])
-        return gap / size if size else gap
+        for _, layer in self.pairs:
+            for part, label in PARTS.items():
+                size, gap = (math.sqrt(each) for each in self._squares[f"blocks.{layer}{part}"])
+                yield _place(label, layer, gap / size if size else gap, self.dtype)
 
     def _keep(self, path: str, given: Tensor, made: Tensor) -> None:
-        key = self.given.numbers[RUNNING.get().name], self._keys[0][path]
-        self._made[key] = _added(path, given, made)
+        self._made[_running(), self._keys[0][path]] = _added(path, given, made)
 
     def _hold(self, path: str, given: Tensor, made: Tensor) -> None:
-        right = self._made.get((self.given.numbers[RUNNING.get().name], self._keys[1][path]))
+        right = self._made.get((_running(), self._keys[1][path]))
         assert right is not None
         size, gap = self._squares.get(path, (0.0, 0.0))
         difference = _added(path, given, made) - right
         self._squares[path] = size + right.square().sum().item(), gap + difference.square().sum().item()
-
-    def _feed(self, layer: int) -> Tensor | None:
-        if layer not in self._partner:
-            return None
-        return self.streams.of(RUNNING.get(), self._partner[layer] - 1).to(self.dtype)
 
 
 def _added(path: str, given: Tensor, made: Tensor) -> Tensor:
@@ -478,15 +443,9 @@ def _added(path: str, given: Tensor, made: Tensor) -> Tensor:
     return (made - given).double() if path.count(".") == 1 else made.double()
 
 
-def _relative_embeddings(streams: Sequence[_Streams]) -> float:
-    """How far the embeddings are apart; infinite where they are not as wide."""
-    sides = [each.all(TABLE) for each in streams]
-    return _relative(*sides) if sides[0].shape == sides[1].shape else math.inf
-
-
-def _other_basis(before: ModelSpec, after: ModelSpec, tables: float) -> str | None:
-    """Why the streams of two trees cannot be compared number by number, by what their embeddings give."""
-    if before.hidden_size != after.hidden_size:
+def _other_basis(before: ModelSpec, after: ModelSpec, tables: float | None) -> str | None:
+    """Why the streams of two trees cannot be compared number by number, by how far their embeddings are apart."""
+    if tables is None:
         return f"it is {before.hidden_size} wide, the other's {after.hidden_size}"
     if tables <= SAME:
         return None

@@ -17,12 +17,10 @@ from ..modules.load import load_checkpoint
 from .bisect import Divergence, bisect
 from .damage import Damage, damage
 from .miniature import miniature, narrow_batches, random_weights
-from .probe import Batch, limits
+from .probe import TABLES, Batch, limits
 from .repair import find_causes
 from .score import Score, score
 from .sides import Sides
-
-__all__ = ["assess", "diagnose", "try_mistakes", "unprobed", "where_they_differ", "wide_weights"]
 
 SMALL = 50_000_000
 """Parameters up to which mistakes are made in the model itself, and causes looked for in memory, unasked: each takes a
@@ -36,26 +34,18 @@ ROOM = 2**30
 
 
 def try_mistakes(
-    source: Checkpoint,
-    batches: Sequence[Batch],
-    asked: bool | None,
-    stream: bool,
-    notes: list[str],
-    up_to: int | None = None,
-) -> Score | None:
+    source: Checkpoint, batches: Sequence[Batch], asked: bool, stream: bool, notes: list[str], up_to: int | None
+) -> Score:
     """What the probe would have caught: in the model itself, or, where that is large and nobody asked for it or it is
-    larger than memory, in a small copy of its tree, which a note says. None where they are not wanted.
+    larger than memory, in a small copy of its tree, which a note says.
     """
-    if asked is False:
-        return None
     if not stream and (asked or _count(source) <= SMALL):
         return score(source.spec, wide_weights(source), batches, unprobed(source.spec, batches), up_to)
     own = "" if stream else "; --mutations makes them in the model itself"
     notes.append(f"mistakes on purpose were made on a small copy of this tree with random weights{own}")
     copy = miniature(source.spec, max(batch.input_ids.shape[1] for batch in batches))
     narrow, beyond = narrow_batches(batches, copy), unprobed(source.spec, batches)
-    marks = score(copy, random_weights(copy), narrow, beyond, up_to)
-    return replace(marks, small_copy=True)
+    return replace(score(copy, random_weights(copy), narrow, beyond, up_to), small_copy=True)
 
 
 def _count(checkpoint: Checkpoint) -> int:
@@ -107,10 +97,12 @@ def diagnose(
         notes.append("not bisected: the models have different numbers of layers")
         return None
     if large:
-        batches = where_they_differ(batches, gaps, _row_bytes(source))
+        # About what one position takes in fp64, of all outputs, and of as many inputs of projections.
+        row = 16 * sum(each.shape[0] for each in source.spec.parameters() if each.name not in TABLES)
+        batches = where_they_differ(batches, gaps, row)
     places = bisect(both, batches, path)
     if allowed is None or source.spec.hidden_size != target.spec.hidden_size:
-        return Divergence(tuple(places), ())
+        return Divergence(tuple(places))
     return Divergence(tuple(places), tuple(find_causes(both, batches, path, allowed, places, few=large)))
 
 
@@ -129,26 +121,13 @@ def assess(
     if size > SMALL and not asked:
         notes.append(f"damage by position and layer left out, at {size:,} parameters: --damage")
         return None
-    ids = text(source)
-    return damage(source, target, text=ids, progress=lambda words: say(f"the damage: {words}"))
-
-
-def _row_bytes(checkpoint: Checkpoint) -> int:
-    """About what one position's outputs of all components take in fp64."""
-    tables = ("embedding.weight", "positions.weight")
-    widths = [sum(each.shape[:1]) for each in checkpoint.spec.parameters() if each.name not in tables]
-    return 16 * sum(widths)  # twice: a projection's input is looked at as its output is
+    return damage(source, target, text=text(source), progress=lambda words: say(f"the damage: {words}"))
 
 
 def where_they_differ(batches: Sequence[Batch], gaps: Sequence[Tensor] | None, row: int) -> list[Batch]:
     """The batches where two models differ most, of `TOKENS` tokens together, and of theirs the positions where they do:
-    as many as `ROOM` has place for.
-
-    Args:
-        batches: the probe.
-        gaps: how much the logits of each position differ, (N,) a batch; None where they do not.
-        row: bytes of one position.
-
+    as many as `ROOM` has place for, at `row` bytes of one position. `gaps`: how much the logits of each position
+    differ, (N,) a batch; None where they do not.
     """
     if gaps is None:
         gaps = [torch.zeros(len(batch.valid(batch.input_ids[..., None]))) for batch in batches]

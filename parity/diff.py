@@ -22,11 +22,9 @@ from ..components.ranges import layer_ranges, range_label
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.scheduler import IN_FLIGHT, Scheduler, dependents, shared_tensors
 from ..converter.threads import available_cores
-from .changes import STATUSES, Diff, Group, LowRank, Status, TensorDiff
+from .changes import STATUSES, Diff, Status, TensorDiff
 from .surroundings import TreeChange, changed_files, changed_tree, same_layers
 from .tensor_diff import CHUNK, Figures, compare_tensors, same_bytes
-
-__all__ = ["STATUSES", "Diff", "Group", "LowRank", "TensorDiff", "diff"]
 
 Array = NDArray[Any]
 
@@ -125,15 +123,12 @@ class _Comparison:
         leaves = [(side, leaf) for side in (0, 1) for leaf in self.sides[side].leaves]
         at = {(side, name): index for index, (side, leaf) in enumerate(leaves) for name in leaf.shared}
         pairs = [(name, name) for _, name in at if (0, name) in at and (1, name) in at]
-        tied = [("embedding.weight", "head.weight"), ("head.weight", "embedding.weight")]
-        pairs += [(x, y) for x, y in tied if (0, x) in at and (1, y) in at and self._tied((x, y))]
-        groups = dependents(len(leaves), ((at[0, one], at[1, other]) for one, other in pairs))
+        tied = tuple(side.spec.head.tied for side in self.sides)
+        if tied[0] != tied[1]:  # the one's embedding is the other's head too
+            pairs.append(("embedding.weight", "head.weight") if tied[0] else ("head.weight", "embedding.weight"))
+        known = ((at[0, one], at[1, other]) for one, other in pairs if (0, one) in at and (1, other) in at)
+        groups = dependents(len(leaves), known)
         return [self._job([leaves[index] for index in group]) for group in groups]
-
-    def _tied(self, pair: tuple[str, str]) -> bool:
-        """Whether one side ties its head to its embedding and the other does not."""
-        tied = tuple(name == "embedding.weight" for name in pair)
-        return tied == tuple(side.spec.head.tied for side in self.sides)
 
     def _job(self, leaves: Sequence[tuple[int, BoundLeaf]]) -> _Job:
         parts = tuple(tuple(leaf for side, leaf in leaves if side == which) for which in (0, 1))
@@ -178,9 +173,8 @@ class _Comparison:
             return False
         (one,), (other,) = job.leaves
         a, b = self.sides
-        if (one.layout, one.sizes, one.shape, one.shared) != (other.layout, other.sizes, other.shape, other.shared):
-            return False
-        if a.dtype_of(one) != b.dtype_of(other):
+        alike = all(getattr(one, name) == getattr(other, name) for name in ("layout", "sizes", "shape", "shared"))
+        if not alike or a.dtype_of(one) != b.dtype_of(other):
             return False
         places = a.span(one), b.span(other)
         if places[0] is None or places[1] is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 
 import msgspec
 import torch
@@ -13,8 +14,6 @@ from torch import Tensor
 from ..components import ModelSpec
 from .heads import Tokens
 from .probe import Batch, longest, probe
-
-__all__ = ["Scope", "inputs"]
 
 WINDOW = 1024
 """Tokens of text that a model is given at once."""
@@ -45,13 +44,16 @@ class Scope:
                 embedding=msgspec.structs.replace(spec.embedding, vocab_size=len(kept)),
                 head=msgspec.structs.replace(spec.head, vocab_size=len(kept)),
             )
-        found = []
-        for batch in probe(spec, self.after):
-            ids = batch.input_ids[:, : self.most]
-            mask = None if batch.attention_mask is None else batch.attention_mask[:, : self.most]
-            if mask is None or bool(mask.any()):
-                found.append(Batch(batch.name, ids if kept is None else kept[ids], mask))
-        return found
+        cut = slice(None), slice(self.most)
+        batches = (
+            (each, None if each.attention_mask is None else each.attention_mask[cut])
+            for each in probe(spec, self.after)
+        )
+        return [
+            Batch(batch.name, batch.input_ids[cut] if kept is None else kept[batch.input_ids[cut]], mask)
+            for batch, mask in batches
+            if mask is None or bool(mask.any())
+        ]
 
     def renamed(self, batch: Batch) -> Batch:
         """A batch of the old vocabulary in the new one."""
@@ -69,12 +71,8 @@ class Scope:
         specs = (self.before, self.after)
         lengths = [longest(*specs), *(spec.context_length for spec in specs), self.most]
         width = min([WINDOW, *(length for length in lengths if length is not None)])
-        runs: list[list[int]] = [[]]
-        for token in text:
-            if self.tokens is None or token in self._numbers:
-                runs[-1].append(int(token))
-            else:
-                runs.append([])
+        there = groupby(map(int, text), key=lambda token: self.tokens is None or token in self._numbers)
+        runs = [list(run) for kept, run in there if kept]
         pieces = [run[start : start + width + 1] for run in runs for start in range(0, len(run), width)]
         return [piece for piece in pieces if len(piece) > 1]
 

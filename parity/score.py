@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +10,9 @@ from torch import Tensor
 
 from ..components import ModelSpec
 from ..modules import Decoder
-from .compare import largest_gap
-from .mutations import Weights, applicable, make_in_code
-from .probe import AFFORDABLE, LONG, Batch, limits, longest
-from .stored import TABLES
-
-__all__ = ["Score", "filled", "plain_inputs", "random_parameter", "run_tree", "score", "tree_gap"]
+from .compare import gap_up_to, largest_gap
+from .mutations import Weights, applicable
+from .probe import AFFORDABLE, LONG, TABLES, Batch, limits, longest
 
 
 @dataclass(frozen=True)
@@ -57,36 +54,30 @@ def score(
     unprobed: Sequence[str] = (),
     up_to: int | None = None,
 ) -> Score:
-    """Make every mutation that applies, and see whether the batches tell it from the original.
+    """Make every mutation that applies to a tree with weights in fp64, and see whether the batches tell it from the
+    original.
 
     What they do not is made with random weights too, and then on inputs that were made for this tree (`plain_inputs`),
-    whatever the probe looks like: only what shows there is missed.
-
-    Args:
-        spec: the tree.
-        weights: its parameters in fp64, by shared name.
-        batches: the probe.
-        unprobed: mutations that the probe says it does not reach; they are not counted.
-        up_to: tokens of the longest sequence that matters.
-
+    whatever the probe looks like: only what shows there is missed. `unprobed` are mutations that the probe says it does
+    not reach, which are not counted; `up_to` is the longest sequence that matters.
     """
     names = [mutation.name for mutation, _ in applicable(spec, weights) if mutation.name not in unprobed]
     caught, allowed = _caught(spec, weights, batches, names)
-    open_ = [name for name in names if name not in caught]
-    by_chance, missed = _by_random(spec, weights, batches, open_), list[str]()
-    if len(by_chance) < len(open_):
-        unseen = [name for name in open_ if name not in by_chance]
-        missed = _by_random(spec, weights, plain_inputs(spec, up_to), unseen, CLEAR)
-    invisible = [name for name in open_ if name not in (*by_chance, *missed)]
-    return Score(tuple(caught), tuple(by_chance), tuple(missed), allowed, invisible=tuple(invisible))
+    unseen = [name for name in names if name not in caught]
+    by_chance, missed = _by_random(spec, weights, batches, unseen), list[str]()
+    if len(by_chance) < len(unseen):
+        rest = [name for name in unseen if name not in by_chance]
+        missed = _by_random(spec, weights, plain_inputs(spec, up_to), rest, CLEAR)
+    invisible = tuple(name for name in unseen if name not in (*by_chance, *missed))
+    return Score(tuple(caught), tuple(by_chance), tuple(missed), allowed, invisible=invisible)
 
 
 def plain_inputs(spec: ModelSpec, up_to: int | None = None) -> list[Batch]:
     """Random tokens, as many as it takes to go past every window and original context that a probe does, and padded."""
-    generator = torch.Generator().manual_seed(1)
     lengths = [LONG, *(limit.beyond for limit in limits(spec) if limit.tokens <= AFFORDABLE)]
     most = [length for length in (longest(spec), up_to) if length is not None]
-    ids = torch.randint(spec.vocab_size, (2, min([max(lengths), *most])), generator=generator)
+    size = (2, min([max(lengths), *most]))
+    ids = torch.randint(spec.vocab_size, size, generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[1, : ids.shape[1] // 2] = 0
     return [Batch("random tokens", ids), Batch("left padding", ids, mask)]
@@ -96,14 +87,14 @@ def _by_random(
     spec: ModelSpec, weights: Weights, batches: Sequence[Batch], names: Sequence[str], clear: float = 1.0
 ) -> list[str]:
     """Which of these mutations show with random weights of some size, by `clear` times what rounding explains."""
-    generator, found = torch.Generator().manual_seed(0), list[str]()
+    generator, seen = torch.Generator().manual_seed(0), list[str]()
     random = {name: random_parameter(name, tensor, generator) for name, tensor in weights.items()}
     for size in SIZES:
-        open_ = [name for name in names if name not in found]
-        if open_:
+        unseen = [name for name in names if name not in seen]
+        if unseen:
             sized = {name: tensor * size if name in TABLES else tensor for name, tensor in random.items()}
-            found += _caught(spec, sized, batches, open_, clear)[0]
-    return [name for name in names if name in found]
+            seen += _caught(spec, sized, batches, unseen, clear)[0]
+    return [name for name in names if name in seen]
 
 
 def _caught(
@@ -129,31 +120,27 @@ def random_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> T
 
 def run_tree(spec: ModelSpec, weights: Weights, batches: Sequence[Batch]) -> list[Tensor]:
     """The logits of real tokens, (N, V) a batch, of a tree with these weights."""
-    model = filled(spec, weights)
-    with torch.inference_mode():
-        return [batch.valid(model(batch.input_ids, batch.attention_mask)) for batch in batches]
+    return list(_logits(spec, weights, batches))
 
 
 def tree_gap(
     spec: ModelSpec, weights: Weights, batches: Sequence[Batch], expected: Sequence[Tensor], enough: float
 ) -> float:
-    """How far a tree's logits are from those expected: the largest difference, NaN where there is one, of the batches
-    up to the first that is further off than `enough`. Most mistakes show on a few tokens, and cost no more.
-    """
-    model, gap = filled(spec, weights), 0.0
-    with torch.inference_mode():
-        for batch, logits in zip(batches, expected, strict=True):
-            here = largest_gap([logits], [batch.valid(model(batch.input_ids, batch.attention_mask))])
-            gap = here if not here <= gap else gap
-            if not gap <= enough:
-                break
-    return gap
+    """How far a tree's logits are from those expected, as `gap_up_to`."""
+    return gap_up_to(expected, _logits(spec, weights, batches), enough)
 
 
-def filled(spec: ModelSpec, weights: Weights) -> Decoder:
-    """A tree as a module in eval mode, with the mistakes of code made in it that it names."""
+def _logits(spec: ModelSpec, weights: Weights, batches: Sequence[Batch]) -> Iterator[Tensor]:
+    model = assigned(spec, weights)
+    for batch in batches:
+        with torch.inference_mode():
+            logits = batch.valid(model(batch.input_ids, batch.attention_mask))
+        yield logits
+
+
+def assigned(spec: ModelSpec, weights: Weights) -> Decoder:
+    """A tree as a module in eval mode, of these very tensors."""
     with torch.device("meta"):
         model = Decoder(spec)
     model.load_state_dict(dict(weights), assign=True)
-    make_in_code(model)
     return model.eval()

@@ -8,25 +8,27 @@ and the activations.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._pytree import tree_leaves
 
 from ..converter.checkpoint import Checkpoint
 from ..converter.tensors import Tree
-from ..errors import CannotExpress
+from ..errors import CannotExpress, GptkitError
 from ..modules.attention import Kernel
 from ..modules.decoder import Decoder
 from ..modules.load import tensor_of, view_as_torch
-from .passes import ask, run_together
+from .passes import ask, hooked, run_together
 from .probe import Batch
 from .reference import (
+    NO_CLASS,
     compute_experts_plainly,
     experts_path,
     forget_lengths,
@@ -35,70 +37,87 @@ from .reference import (
     reference_logits,
 )
 
-__all__ = ["Stream", "stream_candidate", "stream_reference"]
-
 KEPT_BYTES = 256 * 2**20
 """Parameters up to this size leave their memory to the next of their shape."""
 
-Read = Callable[[str], Tensor]
-"""A parameter's values by the module tree's own name for it."""
+Call = Callable[[Any, Tensor, Tensor | None], Tensor]
+"""The logits (B, T, V) of a model, of token ids and a mask."""
+
+
+class Absent(Tensor):
+    """A parameter that is not there: its shape, and a refusal of any other use. torch computes some products with a
+    tensor of the meta device, from whatever lies in memory.
+    """
+
+    full_name: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            result = super().__torch_function__(func, types, args, kwargs or {})
+            if not any(isinstance(each, Tensor) for each in tree_leaves(result)):
+                return result
+        except RuntimeError:  # most operations refuse one themselves
+            pass
+        name = next(each.full_name for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
+        raise GptkitError(
+            f"this model computes with {name} without calling the module that holds it: it cannot be run a layer at a"
+            " time",
+            "Leave --stream out.",
+        )
 
 
 class Stream:
-    """A model on the meta device whose units (see `units_of`) are filled while they compute."""
+    """A model whose units (see `units_of`) are filled while they compute, by `read`, which has a parameter's values by
+    the module tree's own name for it; without, a model that has its parameters.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        read: Read,
-        dtype: torch.dtype,
-        call: Callable[[nn.Module, Batch], Tensor],
+        call: Call,
+        read: Callable[[str], Tensor] | None = None,
+        dtype: torch.dtype = torch.float32,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        self.model, self.read, self.dtype, self.call, self.release = model, read, dtype, call, release
+        self.model, self.call, self.read, self.dtype, self.release = model, call, read, dtype, release
         self.peak = 0
         """The most bytes of parameters that were present at once."""
         self._spare: dict[tuple[Any, ...], list[Tensor]] = {}
-
-    def take(self, like: Tensor) -> Tensor:
-        """Memory for a parameter: what an earlier one of its shape left (layers are alike), else new."""
-        spare = self._spare.get((like.shape, like.stride()), [])
-        # Laid out as the module has it: GPT-2's products read their weights [in, out] in memory.
-        return spare.pop() if spare else torch.empty_strided(like.shape, like.stride(), dtype=self.dtype)
-
-    def give_back(self, value: Tensor) -> None:
-        """Keep a parameter's memory for the next of its shape; tables are too large to keep."""
-        if value.nbytes <= KEPT_BYTES:
-            self._spare.setdefault((value.shape, value.stride()), []).append(value)
+        self._units = units_of(model) if read is not None else []
+        for _, owners in self._units:
+            self._drop(owners)
 
     def run(self, batches: Sequence[Batch]) -> list[Tensor]:
         """The logits of real tokens, (N, V) a batch."""
-        units = units_of(self.model)
-        hooks = [
-            unit.register_forward_pre_hook(lambda *_, place=place: ask(place)) for place, (unit, _) in enumerate(units)
-        ]
 
         def serve(place: int, brought: list[Any]) -> Generator[Any]:
-            owners = list(_owners(*units[place]))
+            owners = self._units[place][1]
             try:
                 self._fill(owners)
                 yield from brought
             finally:
                 self._drop(owners)
+                trim_heaps()
 
-        try:
-            return run_together(lambda batch: batch.valid(self.call(self.model, batch)), batches, serve)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        def call(batch: Batch) -> Tensor:
+            return batch.valid(self.call(self.model, batch.input_ids, batch.attention_mask))
+
+        stops = (unit.register_forward_pre_hook(lambda *_, n=n: ask(n)) for n, (unit, _) in enumerate(self._units))
+        with hooked(stops):
+            return run_together(call, batches, serve)
 
     def _fill(self, owners: Sequence[Owner]) -> None:
         total = 0
+        assert self.read is not None
         with torch.inference_mode(False):
             for module, name, full in owners:
-                held = module._parameters[name]
-                assert held is not None
-                value = self.take(held)
+                like = module._parameters[name]
+                assert like is not None
+                # Memory that an earlier one of its shape left (layers are alike), else new, laid out as the module has
+                # it: GPT-2's products read their weights [in, out] in memory.
+                spare = self._spare.get((like.shape, like.stride()), [])
+                value = spare.pop() if spare else torch.empty_strided(like.shape, like.stride(), dtype=self.dtype)
                 value.copy_(self.read(full))
                 module._parameters[name] = nn.Parameter(value, requires_grad=False)
                 total += value.nbytes
@@ -106,24 +125,17 @@ class Stream:
         self.peak = max(self.peak, total)
 
     def _drop(self, owners: Sequence[Owner]) -> None:
-        for module, name, _ in owners:
-            held = module._parameters[name]
-            assert held is not None
-            if held.device.type != "meta":
-                self.give_back(held.data)
-            empty = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="meta")
-            module._parameters[name] = nn.Parameter(empty, requires_grad=False)
-        trim_heaps()
+        for module, name, full in owners:
+            held: Any = module._parameters[name]
+            if held.device.type != "meta" and held.nbytes <= KEPT_BYTES:  # tables are too large to keep
+                self._spare.setdefault((held.shape, held.stride()), []).append(held.data)
+            empty = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="meta").as_subclass(Absent)
+            empty.full_name = full
+            module._parameters[name] = empty  # type: ignore[assignment]
 
 
 Owner = tuple[nn.Module, str, str]
 """A module, the name in it of a parameter, and that one's full name."""
-
-
-def _owners(unit: nn.Module, names: dict[str, str]) -> Iterator[Owner]:
-    for local, full in names.items():
-        path, _, name = local.rpartition(".")
-        yield unit.get_submodule(path), name, full
 
 
 def trim_heaps() -> None:
@@ -133,67 +145,67 @@ def trim_heaps() -> None:
         trim(0)
 
 
-def units_of(model: nn.Module) -> list[tuple[nn.Module, dict[str, str]]]:
-    """What is filled at once: every layer of a module list, and every module outside of them that has parameters of its
-    own. Each with its parameters' names: (name within the unit -> name in the model).
+def units_of(model: nn.Module) -> list[tuple[nn.Module, list[Owner]]]:
+    """What is filled at once, with its parameters: every layer of a module list, and every module outside of them that
+    has parameters of its own.
     """
-    found: list[tuple[nn.Module, dict[str, str]]] = []
+    found: list[tuple[nn.Module, list[Owner]]] = []
 
     def walk(module: nn.Module, path: str, in_list: bool) -> None:
-        own = [name for name, parameter in module._parameters.items() if parameter is not None]
-        if in_list or own:
-            names = {name: f"{path}.{name}" for name, _ in module.named_parameters(remove_duplicate=False)}
-            found.append((module, names))
+        if not in_list and all(each is None for each in module._parameters.values()):
+            for name, child in module.named_children():
+                walk(child, f"{path}{name}.", isinstance(module, nn.ModuleList))
             return
-        for name, child in module.named_children():
-            walk(child, f"{path}.{name}" if path else name, isinstance(module, nn.ModuleList))
+        names = [name.rpartition(".") for name, _ in module.named_parameters(remove_duplicate=False)]
+        owners = [(module.get_submodule(at), name, f"{path}{at}{dot}{name}") for at, dot, name in names]
+        found.append((module, owners))
 
     walk(model, "", False)
     return found
 
 
+def decoder_logits(model: Decoder, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """The logits (B, T, V) of gptkit's model."""
+    logits: Tensor = model(input_ids, attention_mask)
+    return logits
+
+
 def stream_candidate(tree: Tree, dtype: torch.dtype, attention: Kernel) -> Stream:
     """gptkit's decoder of a tree, fed from where its tensors lie."""
-    spec = tree.spec
+    tied = tree.spec.head.tied
     with torch.device("meta"):
-        model = Decoder(spec, attention).to(dtype).eval()
-    if spec.head.tied:
+        model = Decoder(tree.spec, attention).to(dtype).eval()
+    if tied:
         # The head computes with the embedding's table; it gets the same values when its turn comes.
         model.head.weight = nn.Parameter(torch.empty_like(model.embedding.weight), requires_grad=False)
 
     def read(name: str) -> Tensor:
-        return tensor_of(tree, "embedding.weight" if name == "head.weight" and spec.head.tied else name)
+        return tensor_of(tree, "embedding.weight" if name == "head.weight" and tied else name)
 
-    return Stream(model, read, dtype, lambda m, batch: m(batch.input_ids, batch.attention_mask), tree.release)
+    return Stream(model, decoder_logits, read, dtype, tree.release)
 
 
 def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str) -> Stream:
-    """transformers' own class, fed from the checkpoint's files.
-
-    Raises:
-        CannotExpress: no transformers class computes this tree.
-
-    """
+    """transformers' own class, fed from the checkpoint's files. Raises CannotExpress where none computes this tree."""
     import transformers
 
     architecture = checkpoint.architecture
     if architecture is None:
-        raise CannotExpress("this tree never had a transformers class to compare with")
+        raise CannotExpress(NO_CLASS)
     original = checkpoint.origin.config
-    config = architecture.export_config(checkpoint.spec, original) or original
+    config = dict(architecture.export_config(checkpoint.spec, original) or original or {})
     leaves = {leaf.checkpoint: leaf for leaf in architecture.bind(checkpoint.spec)}
     table = next(leaf for leaf in leaves.values() if leaf.shared == ("embedding.weight",))
     with quiet(), _parameters_on_meta():
-        model = own_reference(config or {}, dtype, attention)
+        model = own_reference(config, dtype, attention)
         if model is None:
             model = transformers.AutoModelForCausalLM.from_config(
-                transformers.AutoConfig.for_model(**dict(config or {})),
+                transformers.AutoConfig.for_model(**config),
                 dtype=dtype,
                 attn_implementation=attention,
                 experts_implementation=experts_path(dtype),
             )
             compute_experts_plainly(model)
-    model.eval()
     forget_lengths(model)
     stacked = architecture.parameters(checkpoint.spec)
 
@@ -209,16 +221,10 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
         parts = [checkpoint.tensor(shared) for shared in leaf.shared]
         return view_as_torch(leaf.to_checkpoint([array for array, _ in parts]), parts[0][1])
 
-    return Stream(
-        model,
-        read,
-        dtype,
-        lambda m, batch: reference_logits(m, batch.input_ids, batch.attention_mask),
-        checkpoint.release,
-    )
+    return Stream(model.eval(), reference_logits, read, dtype, checkpoint.release)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Models that this thread builds while it is open have their parameters on the meta device and their buffers
     (rotary frequencies) in memory.
@@ -230,8 +236,5 @@ def _parameters_on_meta() -> Iterator[None]:
             return None  # which leaves it as it is
         return nn.Parameter(parameter.data.to("meta"), requires_grad=False)
 
-    hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
-    try:
+    with hooked([register_module_parameter_registration_hook(on_meta)]):  # type: ignore[arg-type]
         yield
-    finally:
-        hook.remove()

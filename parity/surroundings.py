@@ -17,8 +17,6 @@ from ..converter.dtypes import to_float64
 from ..converter.tokenizer import token_files
 from ..errors import InvalidInput
 
-__all__ = ["FileChange", "TreeChange", "changed_files", "changed_tree", "same_layers"]
-
 MOST_BYTES = 64 * 2**20
 """A tokenizer.json beyond it is compared as bytes alone."""
 TOLD = 4

@@ -18,8 +18,6 @@ from ..converter.dtypes import to_float64
 from ..converter.transfer import contiguous
 from .low_rank import EPS, LIMIT, Floor, Projection, Rank, Sketch, rank_of
 
-__all__ = ["Figures", "Order", "compare_tensors", "runs", "same_bytes"]
-
 Array = NDArray[Any]
 Order = Literal["rows", "columns"]
 
