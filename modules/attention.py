@@ -167,7 +167,11 @@ class LatentAttentionModule(nn.Module):
         self.k_up_proj = Linear(rank, spec.heads * spec.nope_dim, False, arithmetic) if spec.nope_dim else None
         self.v_up_proj = Linear(rank, spec.heads * spec.value_dim, False, arithmetic)
         self.o_proj = Linear(spec.heads * spec.value_dim, hidden, spec.output_bias, arithmetic)
-        self.mix = Mixing(_of_every_head(spec), kernel)
+        # What is left to do once every head has a key and a value of its own, positions applied.
+        position = spec.position if isinstance(spec.position, Biasing) else None
+        sizes = {"heads": spec.heads, "kv_heads": spec.heads, "head_dim": spec.query_dim, "scale": spec.scale}
+        mixed: Any = {"hidden_size": hidden, **sizes, "position": position, "window": spec.window}
+        self.mix = Mixing(Attention(**mixed), kernel)
         self.kernel = self.mix.kernel
 
     @staticmethod
@@ -214,19 +218,6 @@ def turned(position: Any, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Te
 def _heads(x: Tensor, heads: int) -> Tensor:
     """(B, T, H·d) -> (B, H, T, d)."""
     return torch.unflatten(x, -1, (heads, -1)).transpose(1, 2)
-
-
-def _of_every_head(spec: LatentAttention) -> Attention:
-    """What is left to do once every head has a key and a value of its own, positions applied."""
-    return Attention(
-        hidden_size=spec.hidden_size,
-        heads=spec.heads,
-        kv_heads=spec.heads,
-        head_dim=spec.query_dim,
-        scale=spec.scale,
-        position=spec.position if isinstance(spec.position, Biasing) else None,
-        window=spec.window,
-    )
 
 
 def repeat_heads(x: Tensor, times: int) -> Tensor:

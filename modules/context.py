@@ -10,8 +10,6 @@ from torch import Tensor
 from ..components import Biasing, Turning
 from .registry import module_of
 
-__all__ = ["Context"]
-
 
 class Context:
     """One forward pass of T new tokens after `past` earlier ones.
@@ -69,13 +67,9 @@ class Context:
             self._biases[key] = module_of(spec).bias(spec, heads, mask.long(), self.dtype)[..., first:]
         return self._biases[key]
 
-    def _unmasked(self, window: int | None) -> bool:
-        """Whether every new token may look at every key."""
-        return self.steps == 1 and not self.padded and (window is None or self.keys(window) < window)
-
     def allowed(self, window: int | None) -> Tensor | None:
         """True where query t may look at key s: (B or 1, 1, T, S). None where it may everywhere."""
-        if self._unmasked(window):
+        if self.steps == 1 and not self.padded and (window is None or self.keys(window) < window):
             return None
         if window not in self._allowed:
             device, first = self.position_ids.device, self.first_key(window)

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from ..components import Activation, Arithmetic, LayerNorm, RMSNorm
 from .registry import computes
 
-__all__ = ["ACTIVATIONS", "FusedLinears", "LayerNormModule", "Linear", "RMSNormModule", "capped"]
-
 VECTOR = 16
 """Bytes. Where rows begin between multiples of it, a product may sum them in another order (in fp32 an odd head's)."""
 

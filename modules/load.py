@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,17 +21,12 @@ from ..errors import UsageError
 from .attention import Kernel
 from .decoder import Decoder
 
-__all__ = ["build", "filled", "load", "load_checkpoint", "load_random", "torch_dtype"]
-
 M = TypeVar("M", bound=nn.Module)
 
 
 def torch_dtype(dtype: torch.dtype | str | None, default: str = "F32") -> torch.dtype:
-    """A torch dtype from itself, its name, or safetensors' name of the default.
-
-    Raises:
-        UsageError: not one of the four floating point types gptkit computes in.
-
+    """A torch dtype from itself, its name, or safetensors' name of the default; raises UsageError for any but the four
+    floating point types that gptkit computes in.
     """
     name = dtype if isinstance(dtype, str) else str(dtype) if dtype is not None else HF_NAMES[default]
     found: torch.dtype = getattr(torch, HF_NAMES[parse_dtype(name)])
@@ -138,7 +134,7 @@ def build(
                 progress(array.nbytes)
 
     try:
-        model = _empty(lambda: Decoder(spec, attention), dtype, device)
+        model = _empty(partial(Decoder, spec, attention), dtype, device)
     except (RuntimeError, AssertionError) as error:  # no such device, or no memory for the model on it
         raise UsageError(f"cannot place the model on {device}: {str(error).splitlines()[0]}") from error
     return _fill(model, values())

@@ -24,17 +24,6 @@ from ..components import (
 )
 from .registry import computes
 
-__all__ = [
-    "AlibiBias",
-    "RotaryTables",
-    "RotaryTurn",
-    "alibi_bias",
-    "alibi_slopes",
-    "apply_rotary",
-    "inverse_frequencies",
-    "rotary_tables",
-]
-
 
 class RotaryTables(NamedTuple):
     """cos and sin, each (1 or B, 1, T, dim), in the model's dtype; sin is negative for the first of each pair, where
