@@ -12,14 +12,8 @@ from .registry import module_of
 
 
 class Context:
-    """One forward pass of T new tokens after `past` earlier ones.
-
-    Args:
-        batch, steps: B and T of the new tokens.
-        past: tokens already in the cache.
-        position_ids: (1 or B, T).
-        attention_mask: (B, past + T), 1 where a token is real, or None where all are.
-
+    """One forward pass of T new tokens (`steps`) a row of a batch, after `past` earlier ones in the cache; position ids
+    are (1 or B, T), the mask is (B, past + T), 1 where a token is real, or None where all are.
     """
 
     def __init__(

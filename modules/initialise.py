@@ -60,9 +60,6 @@ def initialised(spec: ModelSpec, seed: int = 0, dtype: str = "F32") -> Iterator[
         yield name, cast(values, "F32", dtype), dtype
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
 def available_memory() -> int | None:
     """Bytes that this process may still take, by the kernel and by its control group; None where neither tells."""
     lines = _lines(Path("/proc/meminfo"))
@@ -100,9 +97,6 @@ def require_memory(spec: ModelSpec, dtype: str, name: str = "the model") -> None
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"
-
-
-# --- what becomes of it -----------------------------------------------------------------------------------------------
 
 
 def finite_logits(model: Decoder) -> bool:
@@ -143,18 +137,11 @@ def write_random(
     force: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Written:
-    """Write a tree with random weights in gptkit's own format, one tensor at a time, whatever its size.
-
-    Args:
-        tree: the tree, where it comes from, and beside which files of a tokenizer lie.
-        out: the folder to make.
-        seed: of the random numbers.
-        dtype: what the weights are stored in and computed in.
-        force: replace an existing checkpoint folder, in one step.
-        progress: called with the bytes of every tensor written.
+    """Write a tree with random weights in gptkit's own format, one tensor at a time, whatever its size; `progress` is
+    called with the bytes of each.
 
     Raises:
-        UsageError: `out` exists, or its parent does not; an unknown dtype; a negative seed.
+        UsageError: `out` exists (and not `force`), or its parent does not; an unknown dtype; a negative seed.
         GptkitError: the disk is too small or a write fails; nothing is published.
 
     """

@@ -141,14 +141,8 @@ def build(
 
 
 def filled(make: Callable[[], M], read: Callable[[str], Tensor], dtype: torch.dtype, path: str = "") -> M:
-    """A part of a tree as a module in eval mode, with its parameters in `dtype`.
-
-    Args:
-        make: the module, which is made on the meta device.
-        read: a parameter's values by its shared name.
-        dtype: what is computed in.
-        path: the module's own name in the tree ("blocks.0"); by default its parameters have shared names themselves.
-
+    """A part of a tree as a module in eval mode, made on the meta device, with its parameters in `dtype`, which `read`
+    has by shared name. `path` is its own name in the tree ("blocks.0"), where its parameters' names are within that.
     """
     module, prefix = _empty(make, dtype, "cpu"), f"{path}." if path else ""
     return _fill(module, ((name, read(prefix + name)) for name, _ in module.named_parameters()))

@@ -152,7 +152,7 @@ def damage(
     layers: Pairs | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Damage:
-    """Run both and lay them side by side.
+    """Run both and lay them side by side. Raises GptkitError as `require_same_tokens`.
 
     Args:
         before: the original.
@@ -160,12 +160,8 @@ def damage(
         text: token ids of the old vocabulary; without, the probe's tokens, which have no perplexity.
         tokens: the same tokens' ids before and after, where the vocabulary changed.
         most: tokens that a model is given at most.
-        layers: pairs (layer before, layer after) that stand for one another; by default each and its like, where there
-            are as many.
+        layers: those that stand for one another; by default each and its like, where there are as many.
         progress: told what is being done.
-
-    Raises:
-        GptkitError: the vocabularies are of different sizes, and `tokens` does not say which tokens are the same.
 
     """
     require_same_tokens(before, after, tokens)
@@ -205,9 +201,6 @@ def damage(
         places=places,
         notes=tuple(notes),
     )
-
-
-# --- what the models are given ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -289,8 +282,6 @@ def _bin(first: int, last: int, here: Tensor, found: Compared, targets: Tensor |
         after=perplexity(found.after[here]) if known else None,
     )
 
-
-# --- by layer ---------------------------------------------------------------------------------------------------------
 
 INTO, TABLE = -1, -2
 """The layers under which what goes into the first block is kept, and what the embedding gives."""
@@ -387,8 +378,6 @@ class _Lens:
         found = compare_heads(*self.trees, (normed[0], normed[1]), tokens=self.tokens)
         return _place("final norm and head", None, (found.gap.max() / found.largest.max()).item(), self.dtype)
 
-
-# --- where it is born -------------------------------------------------------------------------------------------------
 
 PARTS = {".attention": "attention", ".feed_forward": "feed-forward", "": "whole block"}
 """Modules in a block whose outputs are compared, and what they are called; of a block what it adds to the stream."""

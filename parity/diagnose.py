@@ -16,10 +16,9 @@ from ..modules.attention import Kernel
 from ..modules.load import load_checkpoint
 from .bisect import Divergence, bisect
 from .damage import Damage, damage
-from .miniature import miniature, narrow_batches, random_weights
 from .probe import TABLES, Batch, limits
 from .repair import find_causes
-from .score import Score, score
+from .score import Score, miniature, narrow_batches, random_weights, score
 from .sides import Sides
 
 SMALL = 50_000_000
@@ -76,17 +75,11 @@ def diagnose(
     gaps: Sequence[Tensor] | None = None,
     asked: bool = False,
 ) -> Divergence | None:
-    """Where the two sides part, and what would put it right; None, with a note, where they cannot be laid side by side.
+    """Where the two sides part, and what would put it right; None, with a note, where they cannot be laid side by side,
+    or are large and nobody asked.
 
-    Args:
-        both: the sides.
-        batches: the probe.
-        path: the attention they computed with.
-        allowed: the difference of logits that rounding explains; None looks for no cause, since the models are one.
-        notes: gets the reason why not.
-        gaps: how much the logits of each position differ, (N,) a batch; a large model is looked at where they do most.
-        asked: whatever the size.
-
+    `allowed` is the difference of logits that rounding explains; None looks for no cause, since the models are one.
+    `gaps` says how much the logits of each position differ, (N,) a batch: a large model is looked at where most do.
     """
     source, target = both.source, both.target
     large = max(_count(source), _count(target)) > SMALL

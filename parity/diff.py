@@ -82,9 +82,6 @@ def diff(
     )
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Job:
     """Leaves of both sides that hold parts of one another, and the names to compare in them."""
@@ -258,9 +255,6 @@ def _status(a: Parameter | None, b: Parameter | None, figures: Figures | None, o
     if figures.changed == 0:
         return "same" if one_dtype else "dtype"
     return "rounded" if figures.rounded is not None else "changed"
-
-
-# --- in order ---------------------------------------------------------------------------------------------------------
 
 
 def _order(a: Sequence[Parameter], b: Sequence[Parameter]) -> Callable[[TensorDiff], tuple[int, int]]:

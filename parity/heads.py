@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..converter.tensors import Tree
 from ..errors import GptkitError
+from .passes import trim_heaps
 from .rows import head_rows
-from .stream import trim_heaps
 
 CHUNK_BYTES = 8 * 2**20
 """Of a head's widened rows at once, and about of the logits made with them."""

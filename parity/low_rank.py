@@ -193,15 +193,10 @@ def _values(gram: Array) -> Array:
 
 
 def rank_of(spectrum: Array, energy: float, floor: Floor, grids: tuple[str, str]) -> Rank:
-    """The rank above rounding.
-
-    Args:
-        spectrum: the largest singular values, falling: all of them, or LIMIT and some more.
-        energy: the change's squared Frobenius norm.
-        floor: what rounding makes.
-        grids: for either side the narrowest dtype that holds its values. Where they differ, the coarser side may have
-            been rounded, or may be what both were before one was changed: what the counted directions leave tells.
-
+    """The rank above rounding, of the largest singular values, falling (all of them, or LIMIT and some more), and the
+    squared Frobenius norm. `grids`: for either side the narrowest dtype that holds its values. Where they differ, the
+    coarser side may have been rounded, or may be what both were before one was changed: what the counted directions
+    leave tells.
     """
     of = min(len(floor.rows), len(floor.columns))
     limit = min(LIMIT, of)

@@ -77,9 +77,6 @@ def _changed(spec: ModelSpec, weights: Weights, mutant: Mutant) -> bool:
     return mutant[0] != spec or any(not torch.equal(weights[name], tensor) for name, tensor in mutant[1].items())
 
 
-# --- weights in each other's place -----------------------------------------------------------------------------------
-
-
 def _exchanged(first: str, second: str) -> Apply:
     """Two projections of every component that has both; of unequal ones (grouped heads) the rows that both have."""
 
@@ -160,9 +157,6 @@ def _head_not_tied(spec: ModelSpec, weights: Weights) -> Mutant | None:
     table = weights["embedding.weight"]
     noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(0)).to(table) * 0.02
     return replace(spec, head=replace(spec.head, tied=False)), {**weights, "head.weight": noise}
-
-
-# --- fields of components --------------------------------------------------------------------------------------------
 
 
 def _slipped(name: str) -> Apply:
@@ -253,9 +247,6 @@ def _valued(fields: Fields) -> Apply:
     return apply
 
 
-# --- code ------------------------------------------------------------------------------------------------------------
-
-
 class MistakenRotary(Rotary, frozen=True, kw_only=True):
     """Rotary positions that code applies wrongly: to queries or to keys alone, or with both products of a pair added,
     which is rotate_half without its minus.
@@ -292,9 +283,6 @@ def _in_code(mistake: Literal["queries", "keys", "added"]) -> Apply:
         return replace(node, position=MistakenRotary(**fields, mistake=mistake))
 
     return lambda spec, weights: (spec.mapped(change), dict(weights))
-
-
-# --- all of them -----------------------------------------------------------------------------------------------------
 
 
 def _both_ways(name: str, repair: str, other: str = "") -> Mutation:

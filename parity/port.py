@@ -38,7 +38,7 @@ from .passes import hooked
 from .probe import Batch, limits, longest, passed, probe
 from .reference import NO_CLASS, load_reference, quiet, reference_folder, reference_logits
 from .score import assigned, tree_gap
-from .stream import Call, Stream, decoder_logits
+from .sides import Call, Stream, decoder_logits
 from .verify import IMPRECISE
 
 SHOWN = 3
@@ -118,12 +118,8 @@ class PortVerification:
 
 
 def load_port(reference: str) -> nn.Module:
-    """The module that `package.module:callable` returns, imported as from the working directory.
-
-    Raises:
-        UsageError: no such module or callable, one that needs arguments, or that returns something else.
-        InvalidInput: the user's own code raises; the message says what and where.
-
+    """The module that `package.module:callable` returns, imported as from the working directory. Raises UsageError for
+    one that is not there, needs arguments or returns something else, and InvalidInput as `blaming`.
     """
     name, _, attribute = reference.partition(":")
     if not name or not attribute:
@@ -205,14 +201,8 @@ def verify_port(
     offline: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> PortVerification:
-    """Hold a port against transformers, in fp32 and in fp64.
-
-    Args:
-        model: the checkpoint that the port implements.
-        against: `package.module:callable`, which returns the port with its weights.
-        long: also probe past windows and contexts of more than 1,024 tokens.
-        offline: use local files and the hub's cache only.
-        progress: told what is being done.
+    """Hold a port of a checkpoint, which `package.module:callable` returns with its weights, against transformers, in
+    fp32 and in fp64; the options are those of `verify`.
 
     Raises:
         InvalidInput, Offline: as `open_checkpoint`; the port raises, or gives something else than logits.
@@ -377,9 +367,6 @@ def _columns(value: Tensor, wanted: Tensor) -> slice | None:
 
 def _follows(match: Match, other: Match) -> bool:
     return other.place.layer is None or match.place.layer is None or other.place.layer >= match.place.layer
-
-
-# --- the cause -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -124,9 +124,6 @@ def _within(own: ModelSpec, other: ModelSpec, unit: Unit) -> ModelSpec:
     return replace(own, blocks=tuple(blocks))
 
 
-# --- one unit at a time ----------------------------------------------------------------------------------------------
-
-
 Seen = dict[int, Tensor]
 """Hidden states (B, T, hidden) by the identity of the batch."""
 
@@ -182,23 +179,12 @@ def _around(model: nn.Module, name: str, seen: tuple[Seen, Seen]) -> ExitStack:
     return hooked([before, module.register_forward_hook(coming_out)])
 
 
-# --- trying ----------------------------------------------------------------------------------------------------------
-
-
 def find_causes(
     both: Sides, batches: Sequence[Batch], path: Kernel, allowed: float, places: Sequence[Part], few: bool
 ) -> list[Cause]:
     """Repairs that bring the candidate's logits closer, those that restore parity first, for sides of one width and one
-    number of layers.
-
-    Args:
-        both: the two sides.
-        batches: the inputs.
-        path: the attention that both compute with.
-        allowed: the difference of logits that rounding explains.
-        places: where the models part, from `bisect`.
-        few: make few of them in the whole model, since running it takes long.
-
+    number of layers that part at `places`. `allowed` is the difference of logits that rounding explains; with `few` few
+    repairs are made in the whole model, since running it takes long.
     """
     first = next((place for place in places if place.parts), None)
     if first is None:

@@ -21,9 +21,8 @@ from ..converter.tensors import Tree
 from ..modules.decoder import Decoder, HeadModule
 from ..modules.layers import Linear, multiply
 from ..modules.load import tensor_of
-from .passes import ask, hooked, run_together
+from .passes import ask, hooked, run_together, trim_heaps
 from .probe import TABLES, Batch
-from .stream import trim_heaps
 
 CHUNK_BYTES = 8 * 2**20
 """Widened rows of a weight that are there at once."""

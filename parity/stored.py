@@ -137,9 +137,6 @@ def _rows(a: np.ndarray, a_dtype: str, b: np.ndarray, b_dtype: str) -> np.ndarra
     return found
 
 
-# --- rows that the probe has to read ---------------------------------------------------------------------------------
-
-
 def rows_to_probe(
     source: Checkpoint,
     target: Checkpoint,

@@ -110,16 +110,9 @@ def cosine(product: float, square_a: float, square_b: float) -> float | None:
 def compare_tensors(
     a: Array, dtype_a: str, b: Array, dtype_b: str, *, rank: bool = True, pause: Callable[[int], None] = lambda _: None
 ) -> Figures:
-    """Hold B against A, arrays of one shape in their carrier dtypes.
-
-    Args:
-        a: a view of a file, or an array.
-        dtype_a: what its bytes are.
-        b: the other.
-        dtype_b: of the other.
-        rank: also look for the rank of the change.
-        pause: called between chunks with the bytes read since; may raise, to stop.
-
+    """Hold B against A, arrays of one shape (or views of files) in their carrier dtypes, each with what its bytes are.
+    `rank` looks for the rank of the change too; `pause` is called between chunks with the bytes read since, and may
+    raise, to stop.
     """
     pair = _Pair(a, dtype_a, b, dtype_b, pause)
     if pair.same():

@@ -43,10 +43,9 @@ from gptkit.converter.publish import MANIFEST, Staging
 from gptkit.converter.resolve import SAMPLES
 from gptkit.modules.positions import alibi_slopes
 from gptkit.parity.bisect import MIXED, taps
-from gptkit.parity.miniature import miniature
 from gptkit.parity.mutations import MUTATIONS, Mutant, Mutation, applicable
 from gptkit.parity.probe import probe
-from gptkit.parity.score import score
+from gptkit.parity.score import miniature, score
 
 BY_NAME = {mutation.name: mutation for mutation in MUTATIONS}
 
