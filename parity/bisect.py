@@ -200,9 +200,10 @@ class Kept:
         self._at[key] = self._file.seek(0, 2), value.shape
         self._file.write(value.contiguous().numpy().tobytes())
 
-    def get(self, key: Key) -> Tensor | None:
-        if key not in self._at:
-            return None
+    def __contains__(self, key: Key) -> bool:
+        return key in self._at
+
+    def __getitem__(self, key: Key) -> Tensor:
         start, shape = self._at[key]
         self._file.seek(start)
         data = bytearray(self._file.read(8 * shape.numel()))
@@ -236,8 +237,7 @@ def bisect(both: Sides, batches: Sequence[Batch], path: Kernel) -> list[Part]:
 
     def against(kept: Kept, gaps: dict[int, float]) -> See:
         def see(key: Key, rows: Tensor) -> None:
-            right = kept.get(key)
-            if right is not None and rows.shape == right.shape:
+            if key in kept and rows.shape == (right := kept[key]).shape:
                 gaps[key[1]] = max(gaps.get(key[1], 0.0), relative_gap(right, rows))
 
         return see

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -166,39 +166,30 @@ def damage(
     """
     require_same_tokens(before, after, tokens)
     say = progress or (lambda _: None)
-    dtype = torch.float64 if max(map(_size, (before.spec, after.spec))) <= SMALL else torch.float32
     given = _given(Scope(before.spec, after.spec, tokens, most), text)
     notes = [*given.notes]
     pairs = _pairs(before.spec, after.spec, layers, notes)
     with closing(Kept()) as first, closing(Kept()) as second:
-        streams, final = (_Streams(first, given), _Streams(second, given)), []
-        for tree, stream, batches in zip((before, after), streams, (given.batches, given.renamed), strict=True):
-            say("the original" if tree is before else "the other")
-            blocks = [f"blocks.{layer}" for layer in range(len(tree.spec.blocks))]
-            ends = states(tree, batches, dtype, see=stream.see, seen=["embedding", *blocks])
-            final.append(torch.cat([x.flatten(0, 1) for x in ends]))
-        total = compare_heads(before, after, (final[0], final[1]), tokens=tokens, targets=given.targets)
-        del final
+        both = _Both((before, after), given, tokens, (first, second))
+        total = both.run(say)
         say("layer by layer")
-        lens = _Lens(before, after, given, streams, dtype, tokens, notes)
-        by_layer = tuple(lens.at(*pair) for pair in pairs)
+        if len(both.rows) < len(given.positions):
+            notes.append(f"by layer on {len(both.rows):,} of {len(given.positions):,} positions")
+        by_layer = tuple(both.lens(*pair) for pair in pairs)
         say("component by component")
-        tables = _relative(*(stream.all(TABLE) for stream in streams))
+        tables = _relative(*(both.stream(side, TABLE) for side in range(2)))
         reason = _other_basis(before.spec, after.spec, tables)
         if reason is not None:
             notes.append(f"no component was given the original's stream: {reason}")
-        places: tuple[Place, ...] = ()
-        if reason is None and pairs:
-            own = _Own(before, after, given, streams[0], pairs, dtype)
-            places = (_place("embedding", None, tables or 0.0, dtype), *own.places(), lens.end())
+        apart = {} if reason is not None or not pairs else {("embedding", None): tables or 0.0, **both.own(pairs)}
     whole = torch.ones(len(given.positions), dtype=torch.bool)
     return Damage(
         on=given.on,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(both.dtype).removeprefix("torch."),
         total=_bin(0, int(given.positions.max()), whole, total, given.targets),
         bins=tuple(_bin(*edges, given.within(edges), total, given.targets) for edges in given.edges),
         layers=by_layer,
-        places=places,
+        places=tuple(Place(*place, gap, not gap <= FLOORS[both.dtype]) for place, gap in apart.items()),
         notes=tuple(notes),
     )
 
@@ -285,30 +276,97 @@ def _bin(first: int, last: int, here: Tensor, found: Compared, targets: Tensor |
 
 INTO, TABLE = -1, -2
 """The layers under which what goes into the first block is kept, and what the embedding gives."""
+PARTS = {".attention": "attention", ".feed_forward": "feed-forward", "": "whole block"}
+"""Modules in a block whose outputs are compared, and what they are called; of a block what it adds to the stream."""
 
 
-class _Streams:
-    """The residual stream of each batch after each block, and before the first, in a file."""
+class _Both:
+    """The two models, what they are given, and the residual stream of each batch after each block, in files."""
 
-    def __init__(self, kept: Kept, given: _Given) -> None:
-        self._kept, self._given = kept, given
+    def __init__(self, trees: tuple[Tree, Tree], given: _Given, tokens: Tokens | None, kept: tuple[Kept, Kept]) -> None:
+        self.trees, self.given, self.tokens, self.kept = trees, given, tokens, kept
+        specs = [tree.spec for tree in trees]
+        self.dtype = torch.float64 if max(map(_size, specs)) <= SMALL else torch.float32
+        self.norms = [
+            filled(partial(build_module, tree.spec.final_norm), partial(tensor_of, tree), self.dtype, "final_norm")
+            for tree in trees
+        ]
+        work = max(len(spec.blocks) * spec.vocab_size * spec.hidden_size for spec in specs)
+        count = len(given.positions)
+        taken = min(count, max(LENS_WORK // work, len(given.edges)))
+        self.rows = torch.linspace(0, count - 1, taken, dtype=torch.float64).round().long()
+        """The positions that are looked at by layer."""
 
-    def see(self, path: str, given: Tensor, made: Tensor) -> None:
-        """What a block was given and made, in a pass."""
-        number, layer = _running(), TABLE if path == "embedding" else int(path.removeprefix("blocks."))
-        if layer == 0:
-            self._kept[number, INTO] = given.double()
-        self._kept[number, layer] = made.double()
+    def run(self, say: Callable[[str], None]) -> Compared:
+        """Both as they are, their streams kept."""
+        final, batches = [], (self.given.batches, self.given.renamed)
+        for tree, kept, inputs_, name in zip(self.trees, self.kept, batches, ("original", "other"), strict=True):
+            say(f"the {name}")
 
-    def of(self, number: int, layer: int) -> Tensor:
-        """(B, T, hidden) of a batch in fp64, after a layer."""
-        states = self._kept.get((number, layer))
-        assert states is not None
-        return states
+            def see(path: str, given: Tensor, made: Tensor, kept: Kept = kept) -> None:
+                layer = TABLE if path == "embedding" else int(path.removeprefix("blocks."))
+                if layer == 0:
+                    kept[_running(), INTO] = given.double()
+                kept[_running(), layer] = made.double()
 
-    def all(self, layer: int) -> Tensor:
-        """(N, hidden) of all batches."""
-        return torch.cat([self.of(number, layer).flatten(0, 1) for number in range(len(self._given.batches))])
+            blocks = [f"blocks.{layer}" for layer in range(len(tree.spec.blocks))]
+            ends = states(tree, inputs_, self.dtype, see=see, seen=["embedding", *blocks])
+            final.append(torch.cat([x.flatten(0, 1) for x in ends]))
+        return compare_heads(*self.trees, (final[0], final[1]), tokens=self.tokens, targets=self.given.targets)
+
+    def stream(self, side: int, layer: int) -> Tensor:
+        """(N, hidden) of all batches in fp64, after a layer."""
+        return torch.cat([self.kept[side][n, layer].flatten(0, 1) for n in range(len(self.given.batches))])
+
+    def ended(self, *streams: Tensor, targets: Tensor | None = None) -> Compared:
+        """Each model's last norm and head on a stream, at `rows`."""
+        with torch.inference_mode():
+            normed = [norm(x[self.rows].to(self.dtype)) for norm, x in zip(self.norms, streams, strict=True)]
+        return compare_heads(*self.trees, (normed[0], normed[1]), tokens=self.tokens, targets=targets)
+
+    def lens(self, before: int, after: int) -> Layer:
+        """What both models would say if they ended after these layers."""
+        streams = self.stream(0, before), self.stream(1, after)
+        targets = None if self.given.targets is None else self.given.targets[self.rows]
+        found = self.ended(*streams, targets=targets)
+        whole = _bin(0, 0, torch.ones(len(self.rows), dtype=torch.bool), found, targets)
+        inside = [self.given.within(edges)[self.rows] for edges in self.given.edges]
+        by_bin = tuple(found.kl[here].mean().item() for here in inside)
+        return Layer(before, after, _relative(*streams), whole.kl, whole.top1, by_bin, whole.before, whole.after)
+
+    def own(self, pairs: Pairs) -> dict[tuple[str, int | None], float]:
+        """How far each component of the other is off by itself: what it makes of the original's stream against what the
+        original's own makes of it. The other runs with the input of each block exchanged for the original's.
+        """
+        squares: dict[str, tuple[float, float]] = {}
+        paths = [[f"blocks.{layer}{part}" for layer in layers for part in PARTS] for layers in zip(*pairs, strict=True)]
+        partner, named = {b: a for a, b in pairs}, dict(zip(paths[1], paths[0], strict=True))
+        keys = {path: key for key, path in enumerate(paths[0])}
+
+        def feed(layer: int) -> Tensor | None:
+            return self.kept[0][_running(), partner[layer] - 1].to(self.dtype) if layer in partner else None
+
+        with closing(Kept()) as made_before:
+
+            def keep(path: str, given: Tensor, made: Tensor) -> None:
+                made_before[_running(), keys[path]] = _added(path, given, made)
+
+            def hold(path: str, given: Tensor, made: Tensor) -> None:
+                right = made_before[_running(), keys[named[path]]]
+                size, gap = squares.get(path, (0.0, 0.0))
+                difference = _added(path, given, made) - right
+                squares[path] = size + right.square().sum().item(), gap + difference.square().sum().item()
+
+            states(self.trees[0], self.given.batches, self.dtype, see=keep, seen=paths[0])
+            states(self.trees[1], self.given.renamed, self.dtype, see=hold, seen=paths[1], feed=feed)
+        found: dict[tuple[str, int | None], float] = {}
+        for _, layer in pairs:
+            for part, label in PARTS.items():
+                size, gap = (math.sqrt(each) for each in squares[f"blocks.{layer}{part}"])
+                found[label, layer] = gap / size if size else gap
+        last = self.stream(0, len(self.trees[0].spec.blocks) - 1)
+        ends = self.ended(last, last)
+        return {**found, ("final norm and head", None): (ends.gap.max() / ends.largest.max()).item()}
 
 
 def _running() -> int:
@@ -322,109 +380,6 @@ def _relative(a: Tensor, b: Tensor) -> float | None:
         return None
     size, gap = (each.square().mean().sqrt().item() for each in (a, b - a))
     return gap / size if size else gap
-
-
-class _Lens:
-    """What both models would say if they ended after a layer."""
-
-    def __init__(
-        self,
-        before: Tree,
-        after: Tree,
-        given: _Given,
-        streams: Sequence[_Streams],
-        dtype: torch.dtype,
-        tokens: Tokens | None,
-        notes: list[str],
-    ) -> None:
-        self.trees, self.given, self.streams, self.dtype, self.tokens = (before, after), given, streams, dtype, tokens
-        self.norms = [
-            filled(partial(build_module, tree.spec.final_norm), partial(tensor_of, tree), dtype, "final_norm")
-            for tree in self.trees
-        ]
-        specs = before.spec, after.spec
-        row = max(len(spec.blocks) * spec.vocab_size * spec.hidden_size for spec in specs)
-        count = len(given.positions)
-        taken = min(count, max(LENS_WORK // row, len(given.edges)))
-        self.rows = torch.linspace(0, count - 1, taken, dtype=torch.float64).round().long()
-        if taken < count:
-            notes.append(f"by layer on {taken:,} of {count:,} positions")
-
-    def at(self, before: int, after: int) -> Layer:
-        """After these layers."""
-        sides = [each.all(layer) for each, layer in zip(self.streams, (before, after), strict=True)]
-        with torch.inference_mode():
-            normed = [norm(x[self.rows].to(self.dtype)) for norm, x in zip(self.norms, sides, strict=True)]
-        targets = None if self.given.targets is None else self.given.targets[self.rows]
-        found = compare_heads(*self.trees, (normed[0], normed[1]), tokens=self.tokens, targets=targets)
-        whole = _bin(0, 0, torch.ones(len(self.rows), dtype=torch.bool), found, targets)
-        inside = [self.given.within(edges)[self.rows] for edges in self.given.edges]
-        return Layer(
-            before=before,
-            after=after,
-            stream=_relative(*sides),
-            kl=whole.kl,
-            top1=whole.top1,
-            by_bin=tuple(found.kl[here].mean().item() for here in inside),
-            perplexity_before=whole.before,
-            perplexity_after=whole.after,
-        )
-
-    def end(self) -> Place:
-        """Of the last norm and the head, both given what goes into the original's."""
-        last = self.streams[0].all(len(self.trees[0].spec.blocks) - 1)[self.rows].to(self.dtype)
-        with torch.inference_mode():
-            normed = [norm(last) for norm in self.norms]
-        found = compare_heads(*self.trees, (normed[0], normed[1]), tokens=self.tokens)
-        return _place("final norm and head", None, (found.gap.max() / found.largest.max()).item(), self.dtype)
-
-
-PARTS = {".attention": "attention", ".feed_forward": "feed-forward", "": "whole block"}
-"""Modules in a block whose outputs are compared, and what they are called; of a block what it adds to the stream."""
-
-
-def _place(label: str, layer: int | None, relative: float, dtype: torch.dtype) -> Place:
-    return Place(label, layer, relative, not relative <= FLOORS[dtype])
-
-
-class _Own:
-    """What each component of `after` makes of the stream of `before`, against what that one's own makes of it: it runs
-    with the input of each block exchanged for the original's.
-    """
-
-    def __init__(
-        self, before: Tree, after: Tree, given: _Given, streams: _Streams, pairs: Pairs, dtype: torch.dtype
-    ) -> None:
-        self.streams, self.pairs, self.dtype = streams, pairs, dtype
-        self._squares: dict[str, tuple[float, float]] = {}
-        """Of what the original's component makes, and of the difference, by path in `after`."""
-        paths = [[f"blocks.{layer}{part}" for layer in layers for part in PARTS] for layers in zip(*pairs, strict=True)]
-        self._keys = [{path: key for key, path in enumerate(side)} for side in paths]
-        partner = {b: a for a, b in pairs}
-
-        def feed(layer: int) -> Tensor | None:
-            return streams.of(_running(), partner[layer] - 1).to(dtype) if layer in partner else None
-
-        with closing(Kept()) as self._made:
-            states(before, given.batches, dtype, see=self._keep, seen=paths[0])
-            states(after, given.renamed, dtype, see=self._hold, seen=paths[1], feed=feed)
-
-    def places(self) -> Iterator[Place]:
-        """Every component in the order of computation."""
-        for _, layer in self.pairs:
-            for part, label in PARTS.items():
-                size, gap = (math.sqrt(each) for each in self._squares[f"blocks.{layer}{part}"])
-                yield _place(label, layer, gap / size if size else gap, self.dtype)
-
-    def _keep(self, path: str, given: Tensor, made: Tensor) -> None:
-        self._made[_running(), self._keys[0][path]] = _added(path, given, made)
-
-    def _hold(self, path: str, given: Tensor, made: Tensor) -> None:
-        right = self._made.get((_running(), self._keys[1][path]))
-        assert right is not None
-        size, gap = self._squares.get(path, (0.0, 0.0))
-        difference = _added(path, given, made) - right
-        self._squares[path] = size + right.square().sum().item(), gap + difference.square().sum().item()
 
 
 def _added(path: str, given: Tensor, made: Tensor) -> Tensor:

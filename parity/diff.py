@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from numpy.typing import NDArray
 
@@ -82,11 +81,10 @@ def diff(
     )
 
 
-@dataclass(frozen=True)
-class _Job:
-    """Leaves of both sides that hold parts of one another, and the names to compare in them."""
+class _Job(NamedTuple):
+    """Leaves of both sides that hold parts of one another, the memory that reading them takes, and their bytes."""
 
-    leaves: tuple[tuple[BoundLeaf, ...], tuple[BoundLeaf, ...]]
+    leaves: tuple[list[BoundLeaf], list[BoundLeaf]]
     memory: int
     nbytes: int
 
@@ -128,14 +126,14 @@ class _Comparison:
         return [self._job([leaves[index] for index in group]) for group in groups]
 
     def _job(self, leaves: Sequence[tuple[int, BoundLeaf]]) -> _Job:
-        parts = tuple(tuple(leaf for side, leaf in leaves if side == which) for which in (0, 1))
         nbytes = memory = 0
         for side, leaf in leaves:
             size = self.sides[side].nbytes_of(leaf)
             nbytes += size
             mapped = leaf.layout.is_identity and self.sides[side].span(leaf) is not None
             memory += min(size, MAPPED_BYTES) if mapped else size
-        return _Job((parts[0], parts[1]), memory, nbytes)
+        parts = ([leaf for side, leaf in leaves if side == which] for which in (0, 1))
+        return _Job((next(parts), next(parts)), memory, nbytes)
 
     def _compare(self, job: _Job) -> None:
         found = self._tensors(job)
@@ -147,15 +145,13 @@ class _Comparison:
                 self.progress(job.nbytes, self.total)
 
     def _tensors(self, job: _Job) -> list[TensorDiff]:
-        names = [tuple(name for leaf in leaves for name in leaf.shared) for leaves in job.leaves]
+        names = [name for leaves in job.leaves for leaf in leaves for name in leaf.shared]
         if self._as_they_lie(job):
-            return [
-                self._told(name, Figures(math.prod(self.parameters[0][name].shape), same_bytes=True))
-                for name in names[0]
-            ]
+            sizes = {name: math.prod(self.parameters[0][name].shape) for name in names}
+            return [self._told(name, Figures(size, same_bytes=True)) for name, size in sizes.items()]
         held = [shared_tensors(side, leaves) for side, leaves in zip(self.sides, job.leaves, strict=True)]
         found = []
-        for name in dict.fromkeys((*names[0], *names[1])):
+        for name in dict.fromkeys(names):
             here, there = (held[side].get(name) for side in (0, 1))
             if name == "head.weight" and (here is None or there is None):
                 tied = self.sides[0 if here is None else 1].spec.head.tied
@@ -204,19 +200,10 @@ class _Comparison:
         a, b = (parameters.get(name) for parameters in self.parameters)
         known = a or b
         assert known is not None
-        dtypes = [each.get(name) for each in self.dtypes]
-        return TensorDiff(
-            name=name,
-            component=known.component,
-            layer=known.layer,
-            status=_status(a, b, figures, dtypes[0] == dtypes[1]),
-            shape_a=None if a is None else a.shape,
-            shape_b=None if b is None else b.shape,
-            dtype_a=dtypes[0],
-            dtype_b=dtypes[1],
-            figures=figures,
-            quantised=tuple(side for side, names in zip(SIDES, self.quantised, strict=True) if name in names),
-        )
+        shapes, dtypes = [None if each is None else each.shape for each in (a, b)], [d.get(name) for d in self.dtypes]
+        status = _status(a, b, figures, dtypes[0] == dtypes[1])
+        quantised = tuple(side for side, names in zip(SIDES, self.quantised, strict=True) if name in names)
+        return TensorDiff(name, known.component, known.layer, status, *shapes, *dtypes, figures, quantised)
 
     def _pause(self, nbytes: int) -> None:
         """Between chunks: stop where another thread failed, and let go of pages that were read."""
@@ -272,13 +259,12 @@ def _order(a: Sequence[Parameter], b: Sequence[Parameter]) -> Callable[[TensorDi
 def _notes(a: Checkpoint, b: Checkpoint, tree: Sequence[TreeChange]) -> list[str]:
     """What a person should know before believing the figures."""
     notes = []
-    families = [each.origin.family for each in (a, b)]
-    if None not in families and families[0] != families[1]:
-        notes.append(f"A is a {families[0]}, B a {families[1]}: tensors of the same place and shape are compared")
+    one, other = (each.origin.family for each in (a, b))
+    if None not in (one, other) and one != other:
+        notes.append(f"A is a {one}, B a {other}: tensors of the same place and shape are compared")
     if any(each.path.endswith(".position.pairs") for each in tree):
-        notes.append(
-            "rotary positions turn other pairs: rows of q_proj and k_proj that do the same lie in another order"
-        )
+        told = "rows of q_proj and k_proj that do the same lie in another order"
+        notes.append(f"rotary positions turn other pairs: {told}")
     moved = same_layers(a, b)
     if moved is not None:
         shifts = layer_ranges(None if layer is None else layer - index for index, layer in enumerate(moved))

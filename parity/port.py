@@ -253,9 +253,15 @@ def verify_port(
         del narrow, wide
         say("mistakes that explain it")
         part = next((match.place for match in matches if match.place.parts), None)
-        taken = (tap for tap in watched if part is not None and part_at(tap, 0.0, 0.0).name == part.name)
-        place = None if part is None else _Place(next(taken), part, batch, outputs[0])
-        causes = tuple(_causes(spec, wide_weights(source), batches, exact, candidate64, allowed, place))
+        parting = [tap for tap in watched if part is not None and part_at(tap, 0.0, 0.0).name == part.name]
+
+        def explained(tree: ModelSpec, weights: Weights) -> bool:
+            """Whether some module of the port computes what this tree does where they part."""
+            seen = _seen(assigned(tree, weights), parting, True, batch, decoder_logits, None) if parting else {}
+            gaps = [gap for gap, _, _ in _near(seen[0], outputs[0])] if seen else []
+            return part is not None and not replace(part, relative=min(gaps, default=float("inf"))).parts
+
+        causes = tuple(_causes(spec, wide_weights(source), batches, exact, candidate64, allowed, explained))
     notes = [f"not probed: {', '.join(left_out)}, since forward takes no attention_mask"] if left_out else []
     beyond = [limit for limit in limits(spec) if not passed(limit, longest(spec), long)]
     notes += [f"not probed past the {limit}: --long does" for limit in beyond]
@@ -325,11 +331,13 @@ def _matches(
         matches.append(Match(part_at(tap, best, noise), name))
     # What a port need not have as a module of its own is left out where something behind it agrees: a later component
     # of the same layer that is computed rightly shows that what it is computed from was right too.
-    return [
-        match
-        for place, match in enumerate(matches, 1)
-        if not (match.place.parts and any(not each.place.parts and _follows(match, each) for each in matches[place:]))
-    ]
+    kept = []
+    for number, match in enumerate(matches, 1):
+        layer, right = match.place.layer, (each.place for each in matches[number:] if not each.place.parts)
+        follows = any(layer is None or each.layer is None or each.layer >= layer for each in right)
+        if not (match.place.parts and follows):
+            kept.append(match)
+    return kept
 
 
 def _seen(
@@ -347,44 +355,16 @@ def _seen(
 
 
 def _near(wanted: Tensor, outputs: Mapping[str, Tensor]) -> list[tuple[float, str, slice]]:
-    """How far each output of the port is from what is wanted, (relative difference, module and side, columns)."""
-    return [
-        (relative_gap(wanted, value[:, columns]), name, columns)
-        for name, value in outputs.items()
-        if (columns := _columns(value, wanted)) is not None
-    ]
-
-
-def _columns(value: Tensor, wanted: Tensor) -> slice | None:
-    """The run of columns of `value` (N, F') that is nearest to `wanted` (N, F): a port may fuse q, k and v."""
-    if value.shape[0] != wanted.shape[0] or value.shape[1] < wanted.shape[1]:
-        return None
-    width = wanted.shape[1]
-    starts = (value[0].unfold(0, width, 1) - wanted[0]).abs().amax(dim=1)  # (F' - F + 1,)
-    start = int(starts.argmin())
-    return slice(start, start + width)
-
-
-def _follows(match: Match, other: Match) -> bool:
-    return other.place.layer is None or match.place.layer is None or other.place.layer >= match.place.layer
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where the port leaves the reference: what gptkit computes there is seen by `tap` on `batch`, and what the port's
-    modules gave on it is in `outputs`, in fp64.
+    """How far each output (N, F') of the port is from what is wanted, (N, F): the relative difference, module and side,
+    and the run of columns that is nearest, since a port may fuse q, k and v.
     """
-
-    tap: Tap
-    part: Part
-    batch: Batch
-    outputs: Mapping[str, Tensor]
-
-    def explained(self, spec: ModelSpec, weights: Weights) -> bool:
-        """Whether some module of the port computes what this tree does at the place."""
-        seen = _seen(assigned(spec, weights), [self.tap], True, self.batch, decoder_logits, None)
-        near = _near(seen[0], self.outputs) if seen else []
-        return not replace(self.part, relative=min((each[0] for each in near), default=float("inf"))).parts
+    found, width = [], wanted.shape[1]
+    for name, value in outputs.items():
+        if value.shape[0] == wanted.shape[0] and value.shape[1] >= width:
+            start = int((value[0].unfold(0, width, 1) - wanted[0]).abs().amax(dim=1).argmin())  # of F' - F + 1
+            columns = slice(start, start + width)
+            found.append((relative_gap(wanted, value[:, columns]), name, columns))
+    return found
 
 
 def _causes(
@@ -394,7 +374,7 @@ def _causes(
     exact: Sequence[Tensor],
     port: Sequence[Tensor],
     allowed: float,
-    place: _Place | None,
+    explained: Callable[[ModelSpec, Weights], bool],
 ) -> Iterator[Made]:
     """The mistake that makes gptkit's tree of the reference compute what the port does; where no single one does, those
     that explain the place where they part. `exact` and `port`: the logits of either in fp64, (N, V) a batch.
@@ -411,6 +391,6 @@ def _causes(
         if gap <= enough:
             yield Made(mistake, True, gap)
             return
-        if place is not None and len(at_place) < SHOWN and place.explained(tree, changed):
+        if len(at_place) < SHOWN and explained(tree, changed):
             at_place.append(Made(mistake, False, tree_gap(tree, changed, inputs, wanted, enough=float("inf"))))
     yield from sorted(at_place, key=lambda made: made.left)

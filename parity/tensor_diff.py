@@ -225,10 +225,9 @@ class _Sums:
         for values, grids in zip((x, y), self.grids, strict=True):
             while len(grids) > 1 and not _rounds(values, grids[0], values):
                 grids.pop(0)
+        pairs = {"a": (y, x), "b": (x, y)}
         self.roundings = [
-            (grid, side)
-            for grid, side in self.roundings
-            if (_rounds(x, grid, y) if side == "b" else _rounds(y, grid, x))
+            (grid, side) for grid, side in self.roundings if _rounds(pairs[side][0], grid, pairs[side][1])
         ]
 
     def _finite(self, rows: slice, x: Array, y: Array) -> tuple[Array, Array]:
@@ -309,8 +308,10 @@ class _Sums:
         if square <= 1e-6 * square_a or abs(square_a - square_b) > 1e-11 * square_a:
             return None
         rows, columns = self.pair.shape
-        keys = np.random.default_rng(1).integers(1, 2**63, columns, np.uint64) | np.uint64(1)
-        turned = np.random.default_rng(2).integers(1, 2**63, rows, np.uint64) | np.uint64(1)
+        keys, turned = (
+            np.random.default_rng(seed).integers(1, 2**63, size, np.uint64) | np.uint64(1)
+            for seed, size in ((1, columns), (2, rows))
+        )
         by_row, by_column = np.zeros((2, rows), np.uint64), np.zeros((2, columns), np.uint64)
         for part, x, y, _ in self.pair.walk():
             for side, values in enumerate((x, y)):
@@ -318,14 +319,11 @@ class _Sums:
                 bits = bits ^ (bits >> np.uint64(32))
                 by_row[side, part] = (bits * keys).sum(1, np.uint64)
                 by_column[side] += (bits * turned[part, None]).sum(0, np.uint64)
-        found: Order | None = None
-        if rows > 1 and np.array_equal(np.sort(by_row[0]), np.sort(by_row[1])):
-            found = "rows"
-        elif columns > 1 and np.array_equal(np.sort(by_column[0]), np.sort(by_column[1])):
-            found = "columns"
-        if found is not None and self.pair.turned:
-            found = "columns" if found == "rows" else "rows"
-        return found
+        names: list[Order] = ["columns", "rows"] if self.pair.turned else ["rows", "columns"]
+        for name, count, (one, other) in zip(names, (rows, columns), (by_row, by_column), strict=True):
+            if count > 1 and np.array_equal(np.sort(one), np.sort(other)):
+                return name
+        return None
 
 
 def _dot(x: Array, y: Array) -> float:
