@@ -132,7 +132,6 @@ def generate(
 
 def _prompt(model: Decoder, input_ids: Sequence[int] | Tensor) -> Tensor:
     """The prompt as a checked tensor (1, T) of int64 on the model's device."""
-    device = model.embedding.weight.device
     ids = input_ids if isinstance(input_ids, Tensor) else torch.tensor(_integers(input_ids), dtype=torch.long)
     if ids.dim() == 1:
         ids = ids[None]
@@ -141,11 +140,9 @@ def _prompt(model: Decoder, input_ids: Sequence[int] | Tensor) -> Tensor:
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise UsageError(f"token ids of dtype {ids.dtype}, expected integers")
     if ids.shape[1] == 0:
-        raise UsageError(
-            "the prompt is empty", "give at least one token, such as the model's beginning-of-sequence one"
-        )
-    ids = ids.to(device=device, dtype=torch.long)
-    vocab_size = model.spec.vocab_size
+        hint = "give at least one token, such as the model's beginning-of-sequence one"
+        raise UsageError("the prompt is empty", hint)
+    ids, vocab_size = ids.to(device=model.embedding.weight.device, dtype=torch.long), model.spec.vocab_size
     outside = ids[(ids < 0) | (ids >= vocab_size)].tolist()
     if outside:
         raise outside_vocabulary(outside, vocab_size, f"token ids go from 0 to {vocab_size - 1}")
@@ -157,11 +154,9 @@ def _integers(ids: Sequence[int]) -> list[int]:
     for each in ids:
         if isinstance(each, bool) or not hasattr(each, "__index__"):
             raise UsageError(f"{each!r:.60} is not a token id", "token ids are integers")
-    values = [each.__index__() for each in ids]
-    beyond = [value for value in values if not -(2**63) <= value < 2**63]
-    if beyond:
-        raise UsageError(f"{beyond[0]} is not a token id", "token ids are integers from 0 to the vocabulary's size")
-    return values
+        if not -(2**63) <= each.__index__() < 2**63:
+            raise UsageError(f"{each} is not a token id", "token ids are integers from 0 to the vocabulary's size")
+    return [each.__index__() for each in ids]
 
 
 def outside_vocabulary(ids: Sequence[int], vocab_size: int, hint: str) -> UsageError:

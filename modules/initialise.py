@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ..analysis.parameters import count
-from ..components import ModelSpec
+from ..components import ModelSpec, Parameter
 from ..converter.convert import plan_output
 from ..converter.dtypes import HF_NAMES, cast, parse_dtype
 from ..converter.outline import Outline
@@ -44,26 +44,39 @@ Array = np.ndarray[Any, Any]
 
 
 def initialised(spec: ModelSpec, seed: int = 0, dtype: str = "F32") -> Iterator[tuple[str, Array, str]]:
-    """Every tensor of a tree, made one at a time: (shared name, array in its carrier dtype, safetensors' name of that).
-    Raises UsageError where the seed is negative.
+    """Every tensor of a tree, made one at a time: (shared name, array in its carrier dtype, dtype).
+
+    Args:
+        spec: the tree.
+        seed: a whole number from 0.
+        dtype: by safetensors' name.
+
+    Raises:
+        UsageError: the seed is negative.
+
     """
     if seed < 0:
         raise UsageError(f"the seed is {seed}, expected a whole number from 0")
-    small = DEVIATION / math.sqrt(2 * len(spec.blocks))
     for parameter in spec.parameters():
-        name, shape = parameter.name, parameter.shape
-        if parameter.initial is None:
-            values = np.random.default_rng([seed, *name.encode()]).standard_normal(shape, np.float32)
-            values *= np.float32(small if parameter.role == "writes" else DEVIATION)
-        else:
-            values = np.full(shape, parameter.initial, np.float32)
-        yield name, cast(values, "F32", dtype), dtype
+        yield parameter.name, cast(_drawn(parameter, len(spec.blocks), seed), "F32", dtype), dtype
+
+
+def _drawn(parameter: Parameter, layers: int, seed: int) -> Array:
+    name, shape = parameter.name, parameter.shape
+    if parameter.initial is not None:
+        return np.full(shape, parameter.initial, np.float32)
+    generator = np.random.default_rng([seed, *name.encode()])
+    found: Array = generator.standard_normal(shape, np.float32)
+    found *= np.float32(DEVIATION / math.sqrt(2 * layers) if parameter.role == "writes" else DEVIATION)
+    return found
 
 
 def available_memory() -> int | None:
     """Bytes that this process may still take, by the kernel and by its control group; None where neither tells."""
-    lines = _lines(Path("/proc/meminfo"))
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    found = []
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            found.append(int(line.split()[1]) * 1024)
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -82,7 +95,12 @@ def _lines(path: Path) -> list[str]:
 
 
 def require_memory(spec: ModelSpec, dtype: str, name: str = "the model") -> None:
-    """Raise GptkitError where a tree's weights do not fit into memory, with what they take and what there is."""
+    """Refuse a tree whose weights do not fit into memory.
+
+    Raises:
+        GptkitError: they do not; the message says how much they take, and how much there is.
+
+    """
     parameters = count(spec).total
     needed, free = parameters * DTYPES[dtype].itemsize, available_memory()
     if free is not None and needed > free:
@@ -141,7 +159,7 @@ def write_random(
     called with the bytes of each.
 
     Raises:
-        UsageError: `out` exists (and not `force`), or its parent does not; an unknown dtype; a negative seed.
+        UsageError: `out` exists, or its parent does not; an unknown dtype; a negative seed.
         GptkitError: the disk is too small or a write fails; nothing is published.
 
     """
