@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -71,28 +71,21 @@ def load(
     if random:
         from .initialise import drawn_from
 
-        found = outline(str(model), offline=offline, allow_pickle=allow_pickle)
-        made = load_random(found.spec, dtype, attention, seed=seed, device=device, progress=progress, name=str(model))
-        made.source = drawn_from(found, seed, parse_dtype(str(torch_dtype(dtype))))
-        return made
+        tree = outline(str(model), offline=offline, allow_pickle=allow_pickle)
+        drawn = load_random(tree.spec, dtype, attention, seed=seed, name=str(model), device=device, progress=progress)
+        drawn.source = drawn_from(tree, seed, parse_dtype(str(torch_dtype(dtype))))
+        return drawn
     checkpoint = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
     return load_checkpoint(checkpoint, dtype, attention, device=device, progress=progress)
 
 
 def load_checkpoint(
-    checkpoint: Checkpoint,
-    dtype: torch.dtype | str | None = None,
-    attention: Kernel = "sdpa",
-    *,
-    device: str | torch.device = "cpu",
-    progress: Callable[[int], None] | None = None,
+    checkpoint: Checkpoint, dtype: torch.dtype | str | None = None, attention: Kernel = "sdpa", **options: Any
 ) -> Decoder:
     """As `load`, for an opened checkpoint. Memory is the model's in `dtype` plus one tensor."""
-    wanted = torch_dtype(dtype, checkpoint.dtype)
-    model = build(checkpoint.spec, checkpoint.tensors(), wanted, attention, device=device, progress=progress)
-    model.source = Outline(
-        checkpoint.spec, checkpoint.origin, companions(checkpoint), checkpoint.revision, texts=checkpoint.texts
-    )
+    spec, folder = checkpoint.spec, companions(checkpoint)
+    model = build(spec, checkpoint.tensors(), torch_dtype(dtype, checkpoint.dtype), attention, **options)
+    model.source = Outline(spec, checkpoint.origin, folder, checkpoint.revision, texts=checkpoint.texts)
     return model
 
 
@@ -102,9 +95,9 @@ def load_random(
     attention: Kernel = "sdpa",
     *,
     seed: int = 0,
-    device: str | torch.device = "cpu",
-    progress: Callable[[int], None] | None = None,
     name: str = "the model",
+    device: str | torch.device = "cpu",
+    **options: Any,
 ) -> Decoder:
     """As `load`, for a tree with random weights; `name` is what errors call it."""
     from .initialise import initialised, require_memory
@@ -113,7 +106,7 @@ def load_random(
     stored = parse_dtype(str(wanted))
     if str(device).startswith("cpu"):
         require_memory(spec, stored, name)
-    return build(spec, initialised(spec, seed, stored), wanted, attention, device=device, progress=progress)
+    return build(spec, initialised(spec, seed, stored), wanted, attention, device=device, **options)
 
 
 def build(

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..analysis.parameters import count
 from ..components import ModelSpec
 from ..converter.tensors import Tree
 from ..modules.load import filled, tensor_of
@@ -242,10 +243,6 @@ def _given(scope: Scope, text: Sequence[int] | None) -> _Given:
     return _Given(batches, [scope.renamed(batch) for batch in batches], positions, targets, on, notes)
 
 
-def _size(spec: ModelSpec) -> int:
-    return sum(parameter.count for parameter in spec.parameters())
-
-
 def _pairs(before: ModelSpec, after: ModelSpec, layers: Pairs | None, notes: list[str]) -> Pairs:
     """The layers that stand for one another."""
     counts = len(before.blocks), len(after.blocks)
@@ -286,15 +283,15 @@ class _Both:
     def __init__(self, trees: tuple[Tree, Tree], given: _Given, tokens: Tokens | None, kept: tuple[Kept, Kept]) -> None:
         self.trees, self.given, self.tokens, self.kept = trees, given, tokens, kept
         specs = [tree.spec for tree in trees]
-        self.dtype = torch.float64 if max(map(_size, specs)) <= SMALL else torch.float32
+        self.dtype = torch.float64 if max(count(spec).total for spec in specs) <= SMALL else torch.float32
         self.norms = [
             filled(partial(build_module, tree.spec.final_norm), partial(tensor_of, tree), self.dtype, "final_norm")
             for tree in trees
         ]
         work = max(len(spec.blocks) * spec.vocab_size * spec.hidden_size for spec in specs)
-        count = len(given.positions)
-        taken = min(count, max(LENS_WORK // work, len(given.edges)))
-        self.rows = torch.linspace(0, count - 1, taken, dtype=torch.float64).round().long()
+        last = len(given.positions) - 1
+        taken = min(last + 1, max(LENS_WORK // work, len(given.edges)))
+        self.rows = torch.linspace(0, last, taken, dtype=torch.float64).round().long()
         """The positions that are looked at by layer."""
 
     def run(self, say: Callable[[str], None]) -> Compared:

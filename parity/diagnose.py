@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..analysis.parameters import count
 from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint
 from ..modules.attention import Kernel
@@ -38,17 +39,13 @@ def try_mistakes(
     """What the probe would have caught: in the model itself, or, where that is large and nobody asked for it or it is
     larger than memory, in a small copy of its tree, which a note says.
     """
-    if not stream and (asked or _count(source) <= SMALL):
+    if not stream and (asked or count(source.spec).total <= SMALL):
         return score(source.spec, wide_weights(source), batches, unprobed(source.spec, batches), up_to)
     own = "" if stream else "; --mutations makes them in the model itself"
     notes.append(f"mistakes on purpose were made on a small copy of this tree with random weights{own}")
     copy = miniature(source.spec, max(batch.input_ids.shape[1] for batch in batches))
     narrow, beyond = narrow_batches(batches, copy), unprobed(source.spec, batches)
     return replace(score(copy, random_weights(copy), narrow, beyond, up_to), small_copy=True)
-
-
-def _count(checkpoint: Checkpoint) -> int:
-    return sum(parameter.count for parameter in checkpoint.spec.parameters())
 
 
 def wide_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -82,7 +79,7 @@ def diagnose(
     `gaps` says how much the logits of each position differ, (N,) a batch: a large model is looked at where most do.
     """
     source, target = both.source, both.target
-    large = max(_count(source), _count(target)) > SMALL
+    large = max(count(each.spec).total for each in (source, target)) > SMALL
     if large and both.folder is not None and not asked:
         notes.append("not bisected: that takes seven passes, and is done unasked up to 50 million parameters")
         return None
@@ -110,7 +107,7 @@ def assess(
     """What it costs to have the target in the source's place; None, and a note, where the models are large and nobody
     asked.
     """
-    size = max(_count(source), _count(target))
+    size = max(count(each.spec).total for each in (source, target))
     if size > SMALL and not asked:
         notes.append(f"damage by position and layer left out, at {size:,} parameters: --damage")
         return None

@@ -200,10 +200,19 @@ class _Comparison:
         a, b = (parameters.get(name) for parameters in self.parameters)
         known = a or b
         assert known is not None
-        shapes, dtypes = [None if each is None else each.shape for each in (a, b)], [d.get(name) for d in self.dtypes]
-        status = _status(a, b, figures, dtypes[0] == dtypes[1])
-        quantised = tuple(side for side, names in zip(SIDES, self.quantised, strict=True) if name in names)
-        return TensorDiff(name, known.component, known.layer, status, *shapes, *dtypes, figures, quantised)
+        dtypes = [each.get(name) for each in self.dtypes]
+        return TensorDiff(
+            name=name,
+            component=known.component,
+            layer=known.layer,
+            status=_status(a, b, figures, dtypes[0] == dtypes[1]),
+            shape_a=None if a is None else a.shape,
+            shape_b=None if b is None else b.shape,
+            dtype_a=dtypes[0],
+            dtype_b=dtypes[1],
+            figures=figures,
+            quantised=tuple(side for side, names in zip(SIDES, self.quantised, strict=True) if name in names),
+        )
 
     def _pause(self, nbytes: int) -> None:
         """Between chunks: stop where another thread failed, and let go of pages that were read."""

@@ -103,10 +103,8 @@ class _Sums:
 
     def __init__(self, count: int) -> None:
         self.gap, self.largest, self.weighed = torch.zeros(3, count, dtype=torch.float64)
-        """weighed: the sum of exp(a)·(a - b)."""
-        self.exponentials = [*torch.zeros(2, count, dtype=torch.float64)]
-        self.tops = [*torch.full((2, count), -math.inf, dtype=torch.float64)]
-        """The largest logit of each side, by which its exponentials are divided."""
+        """weighed: the sum of exp(a)·(a - b), over that of exp(a)."""
+        self.tops, self.logsums = ([*each] for each in torch.full((2, 2, count), -math.inf, dtype=torch.float64))
         self.at_target = [*torch.full((2, count), math.nan, dtype=torch.float64)]
         self.likeliest = [*torch.zeros(2, count, dtype=torch.long)]
 
@@ -119,22 +117,20 @@ class _Sums:
         for side, logits in enumerate((a, b)):
             top, where = logits.max(-1)
             self.likeliest[side] = torch.where(top > self.tops[side], where + start, self.likeliest[side])
-            new = torch.maximum(self.tops[side], top)
-            shrunk = torch.exp(self.tops[side] - new)
-            share = torch.exp(logits - new[:, None])
-            self.exponentials[side] = self.exponentials[side] * shrunk + share.sum(-1)
+            self.tops[side] = torch.maximum(self.tops[side], top)
+            new = torch.logaddexp(self.logsums[side], logits.logsumexp(-1))
             if side == 0:
-                self.weighed = self.weighed * shrunk + (share * difference).sum(-1)
-            self.tops[side] = new
+                share = torch.exp(logits - new[:, None])
+                self.weighed = self.weighed * torch.exp(self.logsums[0] - new) + (share * difference).sum(-1)
+            self.logsums[side] = new
             if targets is not None:
                 here = (targets >= start) & (targets < start + logits.shape[1])
                 self.at_target[side][here] = logits[here, targets[here] - start]
 
     def total(self) -> tuple[Tensor, ...]:
         """The fields of `Compared`."""
-        logsums = [top + each.log() for top, each in zip(self.tops, self.exponentials, strict=True)]
-        kl = self.weighed / self.exponentials[0] - logsums[0] + logsums[1]
-        lost = [whole - here for whole, here in zip(logsums, self.at_target, strict=True)]
+        kl = self.weighed - self.logsums[0] + self.logsums[1]
+        lost = [whole - here for whole, here in zip(self.logsums, self.at_target, strict=True)]
         agree = self.likeliest[0] == self.likeliest[1]
         # Where logits are large the three terms cancel to a little less than nothing.
         return self.gap, self.largest, kl.clamp_min(0), agree, lost[0], lost[1]

@@ -29,7 +29,7 @@ def one_function(a: ModelSpec, b: ModelSpec) -> bool:
     def bare(node: Component, _: str) -> Any:
         fields = {name: getattr(node, name) for name in node.__struct_fields__}
         fields |= {name: float(f"{value:.6g}") for name, value in fields.items() if isinstance(value, float)}
-        return type(node)(**fields | node.by_length)
+        return type(node)(**{**fields, **node.by_length})
 
     return bool(without_rounding(a).mapped(bare) == without_rounding(b).mapped(bare))
 
@@ -38,7 +38,8 @@ def parts_behind(a: ModelSpec, b: ModelSpec) -> list[Limit]:
     """The lengths behind which the trees differ, the shortest first; of 0 tokens where they do from the first on, and
     the more the longer a sequence is.
     """
-    sizes = {("position tables", *(None if tree.positions is None else tree.positions.length for tree in (a, b)))}
+    tables = [None if tree.positions is None else tree.positions.length for tree in (a, b)]
+    sizes: set[tuple[str, int | None, int | None]] = {("position tables", tables[0], tables[1])}
     found: set[Limit] = set()
     for pair in _counterparts(a, b):
         x, y = (getattr(each, "window", None) for each in pair)

@@ -65,11 +65,7 @@ QUIET = 0.05
 
 
 def score(
-    spec: ModelSpec,
-    weights: Weights,
-    batches: Sequence[Batch],
-    unprobed: Sequence[str] = (),
-    up_to: int | None = None,
+    spec: ModelSpec, weights: Weights, batches: Sequence[Batch], unprobed: Sequence[str] = (), up_to: int | None = None
 ) -> Score:
     """Make every mutation that applies to a tree with weights in fp64, and see whether the batches tell it from the
     original.

@@ -59,7 +59,7 @@ class Absent(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            result = super().__torch_function__(func, types, args, kwargs or {})
+            result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
             if not any(isinstance(each, Tensor) for each in tree_leaves(result)):
                 return result
         except RuntimeError:  # most operations refuse one themselves

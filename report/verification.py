@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from ..parity.compare import Difference
     from ..parity.port import PortVerification
     from ..parity.score import Score
-    from ..parity.verify import BytesVerdict, Noise, Verification
+    from ..parity.stored import BytesVerdict
+    from ..parity.verify import Noise, Verification
 
 __all__ = ["port_page", "verification_page"]
 
