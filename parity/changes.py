@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -64,19 +65,13 @@ class TensorDiff:
     @property
     def module(self) -> str:
         """What it belongs to in every layer: "attention.q_proj"; "model.layers.*.query" of one with no place."""
-        parts = self.everywhere.split(".")
-        parts = parts[2:] if parts[0] == "blocks" else parts
-        if "experts" in parts:
-            del parts[parts.index("experts") + 1]
-        return ".".join(parts[:-1]) or self.name
+        name = re.sub(r"\.experts\.[^.]+", ".experts", self.everywhere.removeprefix("blocks.*."))
+        return name.rpartition(".")[0] or self.name
 
     @property
     def everywhere(self) -> str:
         """Its name with a star for the layer."""
-        parts = self.name.split(".")
-        if self.layer is not None:
-            parts[next(index for index, part in enumerate(parts) if part.isdecimal())] = "*"
-        return ".".join(parts)
+        return self.name if self.layer is None else re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", self.name, count=1)
 
     @property
     def part(self) -> str:
@@ -100,21 +95,9 @@ class TensorDiff:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values; figures that are beyond fp64 are null."""
-        names = (
-            "name",
-            "module",
-            "component",
-            "layer",
-            "status",
-            "shape_a",
-            "shape_b",
-            "dtype_a",
-            "dtype_b",
-            "quantised",
-        )
-        values = {name: getattr(self, name) for name in names}
-        found = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-        figures = self.figures
+        fields = {"name": self.name, "module": self.module, **vars(self)}
+        figures = fields.pop("figures")
+        found = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
         if figures is None:
             return {**found, "compared": None}
         rank, rounded = figures.rank, figures.rounded or (None, None)
@@ -195,14 +178,8 @@ class Group:
         return {**(dict.fromkeys(found) if self.not_finite else found), "not_finite": self.not_finite}
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "layer": self.layer,
-            "tensors": len(self.tensors),
-            "same": self.same,
-            "changed": len(self.changed),
-            **self.told,
-        }
+        counts = {"tensors": len(self.tensors), "same": self.same, "changed": len(self.changed)}
+        return {"name": self.name, "layer": self.layer, **counts, **self.told}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ..components import Component, ModelSpec, differences, without_rounding
+from ..components import ModelSpec, differences, without_rounding
 from ..components.ranges import number_ranges
 from ..converter.checkpoint import Checkpoint
 from ..converter.dtypes import to_float64
@@ -99,7 +99,7 @@ def _rows_of(checkpoint: Checkpoint) -> list[bytes]:
 
 def _words(value: Any) -> str:
     """A value of the tree in short: a component by what kind it is."""
-    if isinstance(value, Component):
+    if hasattr(value, "__struct_fields__"):
         return type(value).__name__
     if isinstance(value, bool):
         return "yes" if value else "no"
