@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -14,7 +15,7 @@ from ..components import without_rounding
 from ..converter.checkpoint import Checkpoint
 from ..display import Shown
 from .surroundings import FileChange, TreeChange
-from .tensor_diff import Figures, cosine, relative
+from .tensor_diff import Figures
 
 Status = Literal["same", "dtype", "rounded", "changed", "reshaped", "only_a", "only_b"]
 STATUSES: dict[Status, str] = {
@@ -149,18 +150,15 @@ class Group:
 
     @property
     def relative(self) -> float | None:
-        found = self._figures
-        return relative(math.fsum(x.square for x in found), math.fsum(x.square_a for x in found)) if found else None
+        return None if self._total is None else self._total.relative
 
     @property
     def cosine(self) -> float | None:
-        found = self._figures
-        sums = (math.fsum(getattr(x, name) for x in found) for name in ("product", "square_a", "square_b"))
-        return cosine(*sums) if found else None
+        return None if self._total is None else self._total.cosine
 
     @property
     def largest(self) -> float | None:
-        return _finite(max((x.largest for x in self._figures), default=0.0)) if self._figures else None
+        return None if self._total is None else _finite(self._total.largest)
 
     @property
     def not_finite(self) -> bool:
@@ -170,6 +168,14 @@ class Group:
     @property
     def _figures(self) -> list[Figures]:
         return [each.figures for each in self.changed if each.figures is not None]
+
+    @cached_property
+    def _total(self) -> Figures | None:
+        """Of what changed together, the sums and the extreme."""
+        found = self._figures
+        names = ("square_a", "square_b", "square", "product")
+        sums: dict[str, Any] = {name: math.fsum(getattr(x, name) for x in found) for name in names}
+        return Figures(0, **sums, largest=max(x.largest for x in found)) if found else None
 
     @property
     def told(self) -> dict[str, Any]:
@@ -275,7 +281,6 @@ class Diff(Shown):
         return _groups(self.tensors, lambda each: (each.part, each.layer))
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
         low, rounded = self.low_rank, self.rounded or (None, None)
         return {
             "schema_version": 1,

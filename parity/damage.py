@@ -70,7 +70,6 @@ class Bin:
 
     @property
     def name(self) -> str:
-        """The positions in words."""
         return f"{self.first:,}" if self.first == self.last else f"{self.first:,}–{self.last:,}"
 
 
@@ -105,7 +104,6 @@ class Place:
 
     @property
     def name(self) -> str:
-        """The place in words."""
         return self.label if self.layer is None else f"layer {self.layer} {self.label}"
 
 

@@ -128,7 +128,6 @@ class _Sums:
                 self.at_target[side][here] = logits[here, targets[here] - start]
 
     def total(self) -> tuple[Tensor, ...]:
-        """The fields of `Compared`."""
         kl = self.weighed - self.logsums[0] + self.logsums[1]
         lost = [whole - here for whole, here in zip(self.logsums, self.at_target, strict=True)]
         agree = self.likeliest[0] == self.likeliest[1]

@@ -112,7 +112,6 @@ class _Products:
         self._filled = 0
 
     def add(self, rows: Array) -> None:
-        """Some rows."""
         at = 0
         while at < len(rows):
             count = min(len(rows) - at, len(self._buffer) - self._filled)

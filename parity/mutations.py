@@ -286,7 +286,6 @@ def _in_code(mistake: Literal["queries", "keys", "added"]) -> Apply:
 
 
 def _both_ways(name: str, repair: str, other: str = "") -> Mutation:
-    """A slip, and what undoes it."""
     return Mutation(name, repair, _slipped(name), _slipped(other or f"{name}, the other way round"))
 
 

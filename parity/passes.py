@@ -43,7 +43,6 @@ class _Pass(greenlet):  # type: ignore[misc]
         self.result = self.call(self.batch)
 
     def empty(self) -> Any:
-        """Take what it carries."""
         parcel, self.parcel = self.parcel, None
         return parcel
 

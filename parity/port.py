@@ -108,7 +108,6 @@ class PortVerification:
         return self.verdict != "different"
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values, with the verdict."""
         return {"schema_version": 1, "verdict": self.verdict, "passed": self.passed, **asdict(self)}
 
     @property

@@ -61,7 +61,6 @@ class Limit:
 
     @property
     def beyond(self) -> int:
-        """A length well past it."""
         return self.tokens + self.tokens // 4 + 8
 
     def __str__(self) -> str:

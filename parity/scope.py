@@ -44,16 +44,13 @@ class Scope:
                 embedding=msgspec.structs.replace(spec.embedding, vocab_size=len(kept)),
                 head=msgspec.structs.replace(spec.head, vocab_size=len(kept)),
             )
-        cut = slice(None), slice(self.most)
-        batches = (
-            (each, None if each.attention_mask is None else each.attention_mask[cut])
-            for each in probe(spec, self.after)
-        )
-        return [
-            Batch(batch.name, batch.input_ids[cut] if kept is None else kept[batch.input_ids[cut]], mask)
-            for batch, mask in batches
-            if mask is None or bool(mask.any())
-        ]
+        found = []
+        for batch in probe(spec, self.after):
+            ids = batch.input_ids[:, : self.most]
+            mask = None if batch.attention_mask is None else batch.attention_mask[:, : self.most]
+            if mask is None or bool(mask.any()):
+                found.append(Batch(batch.name, ids if kept is None else kept[ids], mask))
+        return found
 
     def renamed(self, batch: Batch) -> Batch:
         """A batch of the old vocabulary in the new one."""

@@ -66,12 +66,22 @@ class Figures:
     @property
     def relative(self) -> float | None:
         """|B - A| / |A| (Frobenius); None where A is zero and B is not, or the figures are beyond fp64."""
-        return relative(self.square, self.square_a)
+        if self.square == 0:
+            return 0.0
+        if 0 < self.square_a < TINY or self.square < TINY:
+            return None
+        found = math.sqrt(self.square / self.square_a) if self.square_a > 0 else math.inf
+        return found if math.isfinite(found) else None
 
     @property
     def cosine(self) -> float | None:
-        """Of the angle between both; None where one of them is zero."""
-        return cosine(self.product, self.square_a, self.square_b)
+        """Of the angle between both, from -1 to 1; None where one of them is zero."""
+        norms = math.sqrt(self.square_a) * math.sqrt(self.square_b)
+        if 0 < min(self.square_a, self.square_b) < TINY:
+            return None
+        if not (norms > 0 and math.isfinite(norms) and math.isfinite(self.product)):
+            return None
+        return min(1.0, max(-1.0, self.product / norms))
 
     @property
     def scale(self) -> float | None:
@@ -85,26 +95,6 @@ class Figures:
         if few or any(self.not_finite) or left > max(rounding / 2, SCALED) ** 2 * self.square_b:
             return None
         return factor if abs(factor - 1) > rounding else None
-
-
-def relative(square: float, square_a: float) -> float | None:
-    """The root of a quotient of sums of squares; 0 for none of either, None where fp64 cannot tell."""
-    if square == 0:
-        return 0.0
-    if 0 < square_a < TINY or square < TINY:
-        return None
-    found = math.sqrt(square / square_a) if square_a > 0 else math.inf
-    return found if math.isfinite(found) else None
-
-
-def cosine(product: float, square_a: float, square_b: float) -> float | None:
-    """Between -1 and 1; None where one side is zero."""
-    norms = math.sqrt(square_a) * math.sqrt(square_b)
-    if 0 < min(square_a, square_b) < TINY:
-        return None
-    if not (norms > 0 and math.isfinite(norms) and math.isfinite(product)):
-        return None
-    return min(1.0, max(-1.0, product / norms))
 
 
 def compare_tensors(

@@ -95,7 +95,6 @@ class Noise:
 
     @property
     def explains(self) -> bool:
-        """Whether rounding explains all that differs."""
         return self.functions <= self.allowed and not self.imprecise
 
 
@@ -151,7 +150,6 @@ class Verification(Shown):
         return 0 if self.passed else 6 if self.same else 3
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values, with the verdicts."""
         data = json.loads(json.dumps(asdict(replace(self, damage=None))))
         data["damage"] = None if self.damage is None else self.damage.as_json()
         return {"schema_version": 1, "verdict": self.verdict, "passed": self.passed, **data}
@@ -237,8 +235,13 @@ def verify(
         say("transformers")
         with computable(wanted):
             reference = both.reference(batches, wanted, path)
-        batches, reference, dropped = _finite_batches(batches, reference, source, wanted)
-        notes += dropped
+        bare = [logits for batch, logits in zip(batches, reference, strict=True) if batch.attention_mask is None]
+        _require_finite(bare, f"transformers' logits of {source.reference}", wanted)
+        # Its eager bloom has NaN in fp64 where a padded row may look at nothing.
+        finite = [bool(torch.isfinite(logits).all()) for logits in reference]
+        left_out = [batch.name for batch, good in zip(batches, finite, strict=True) if not good]
+        notes += [f"left out, since transformers' own logits are not finite there: {name}" for name in left_out]
+        batches, reference = list(compress(batches, finite)), list(compress(reference, finite))
         say("gptkit")
         reached = Reached()
         with computable(wanted):
@@ -313,7 +316,6 @@ def computable(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _attention(source: Checkpoint, asked: str | None) -> Kernel:
-    """The path to compare on."""
     architecture = source.architecture
     sound = ("sdpa", "eager") if architecture is None else architecture.reference(source.spec)
     asked = sound[0] if asked is None else asked
@@ -371,21 +373,6 @@ def _batches(
 def _some(words: Sequence[str]) -> str:
     more = f", … ({len(words) - SHOWN} more)" if len(words) > SHOWN else ""
     return f"{', '.join(words[:SHOWN])}{more}"
-
-
-def _finite_batches(
-    batches: list[Batch], reference: list[Tensor], source: Checkpoint, dtype: torch.dtype
-) -> tuple[list[Batch], list[Tensor], list[str]]:
-    """The batches on which transformers gives numbers: (batches, its logits, notes on those left out).
-
-    Its eager bloom has NaN in fp64 where a padded row may look at nothing. Without padding, NaN is the model's own.
-    """
-    finite = [bool(torch.isfinite(logits).all()) for logits in reference]
-    bare = [logits for batch, logits in zip(batches, reference, strict=True) if batch.attention_mask is None]
-    _require_finite(bare, f"transformers' logits of {source.reference}", dtype)
-    left_out = [batch.name for batch, good in zip(batches, finite, strict=True) if not good]
-    notes = [f"left out, since transformers' own logits are not finite there: {name}" for name in left_out]
-    return list(compress(batches, finite)), list(compress(reference, finite)), notes
 
 
 def _require_finite(logits: Sequence[Tensor], whose: str, dtype: torch.dtype) -> None:
