@@ -1,13 +1,10 @@
 """Where two models part: the first component whose output differs.
 
-Both models run on the same input in fp64, and the outputs of their components are laid side by side in the order of
-computation. Which transformers module computes which component is not declared anywhere: a leaf says under which name
-a component's weight is stored, and transformers stores it under the name of the module that uses it. A fused q-k-v
-module's output is taken apart by its weight's own layout. What counts as a difference is judged, component by
-component, by what rounding to fp32 makes there in the two of them.
-
-One model runs at a time, in memory or a layer at a time (`sides`). What the reference's components gave waits in a file
-without a name, and what the others give is compared as it comes.
+Both run on the same input in fp64, and the outputs of their components are laid side by side in the order of
+computation. Which transformers module computes which component is declared nowhere: a leaf says under which name a
+component's weight is stored, and that is the module's name. What counts as a difference is judged, component by
+component, by what rounding to fp32 makes there in the two of them. One model runs at a time: what the reference's
+components gave waits in a file without a name, and what the others give is compared as it comes.
 """
 
 from __future__ import annotations

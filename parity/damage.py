@@ -1,10 +1,9 @@
 """The damage report: how far a changed model is from its original, by position, by layer, and where that is born.
 
 By position: KL and perplexity of what follows after so many tokens. By layer: the difference of the residual streams,
-and what each model would say if it ended there, its own last norm and head on its own stream (the logit lens,
-nostalgebraist 2020): how the difference grows or heals on the way up. Where it is born: what each component of the
-changed model makes of the *original's* stream, against what the original makes of it, so that what came from below does
-not count. That needs streams in one basis, which is decided by what the embeddings give.
+and what each model would say if it ended there (the logit lens, nostalgebraist 2020). Where it is born: what each
+component of the changed model makes of the *original's* stream, against what the original makes of it, so that what
+came from below does not count. That needs streams in one basis, which is decided by what the embeddings give.
 
 Both models are read by rows of their weights (see `rows`), and streams wait in files without a name.
 """

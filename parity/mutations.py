@@ -285,6 +285,10 @@ def _in_code(mistake: Literal["queries", "keys", "added"]) -> Apply:
     return lambda spec, weights: (spec.mapped(change), dict(weights))
 
 
+def _once(made: Callable[[str], Apply], name: str, repair: str) -> Mutation:
+    return Mutation(name, repair, made(name))
+
+
 def _both_ways(name: str, repair: str, other: str = "") -> Mutation:
     return Mutation(name, repair, _slipped(name), _slipped(other or f"{name}, the other way round"))
 
@@ -303,45 +307,37 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("gate and up swapped", "swapping gate and up", _exchanged("gate_proj", "up_proj")),
     _reordered(PERMUTE, "undoing an interleaved RoPE layout"),
     _reordered("rope permute done twice", "undoing a RoPE permutation too many", PERMUTE, back=True),
-    Mutation("RoPE turned the other way", "turning RoPE the other way", _disordered("RoPE turned the other way")),
+    _once(_disordered, "RoPE turned the other way", "turning RoPE the other way"),
     Mutation("RoPE on queries alone", "RoPE on keys too", _in_code("queries"), in_code=True),
     Mutation("RoPE on keys alone", "RoPE on queries too", _in_code("keys"), in_code=True),
     Mutation("RoPE adds where it should subtract", "the minus in rotate_half", _in_code("added"), in_code=True),
     _reordered("key-value heads tiled, not repeated", "repeating key-value heads in runs", GROUPS, back=True),
     _reordered(GROUPS, "re-grouping the query heads"),
     _both_ways("wrong rope base", "a RoPE base ten times smaller"),
-    Mutation("rope scaling dropped", "the RoPE scaling", _forgotten("rope scaling dropped")),
+    _once(_forgotten, "rope scaling dropped", "the RoPE scaling"),
     Mutation("norms swapped", "swapping a layer's two norms", _norms_exchanged),
-    Mutation("QKV bias dropped", "the q, k and v biases", _forgotten("QKV bias dropped")),
+    _once(_forgotten, "QKV bias dropped", "the q, k and v biases"),
     _both_ways(LARGE, "norms' eps ten times smaller", SMALL),
     _both_ways(SMALL, "norms' eps ten times larger", LARGE),
-    Mutation("another activation", "another activation", _slipped("another activation")),
-    Mutation("window ignored", "the sliding window", _forgotten("window ignored")),
+    _once(_slipped, "another activation", "another activation"),
+    _once(_forgotten, "window ignored", "the sliding window"),
     Mutation(
         "kinds of layers shifted by one",
         "shifting the kinds of layers by one",
         _other_kinds(back=False),
         _other_kinds(back=True),
     ),
-    Mutation("scores not scaled", "the scale of the scores", _slipped("scores not scaled")),
+    _once(_slipped, "scores not scaled", "the scale of the scores"),
     _reordered("ALiBi slopes in descending order", "ALiBi slopes in the paper's order", back=True),
-    Mutation(
-        "RoPE pairs of latent attention confused",
-        "the other RoPE pairs of latent attention",
-        _slipped("RoPE pairs of latent attention confused"),
-    ),
-    Mutation("latent not normed", "leaving out the latent's norm", _forgotten("latent not normed")),
+    _once(_slipped, "RoPE pairs of latent attention confused", "the other RoPE pairs of latent attention"),
+    _once(_forgotten, "latent not normed", "leaving out the latent's norm"),
     _reordered("experts in other places", "shifting experts by one"),
     _both_ways("an expert a token too many", "one expert a token less"),
-    Mutation(
-        "weights of experts normalised or not",
-        "normalising the weights of experts, or not",
-        _slipped("weights of experts normalised or not"),
-    ),
+    _once(_slipped, "weights of experts normalised or not", "normalising the weights of experts, or not"),
     Mutation("tied head ignored", "tying the head to the embedding", _head_not_tied),
-    Mutation("head bias dropped", "the head's bias", _forgotten("head bias dropped")),
+    _once(_forgotten, "head bias dropped", "the head's bias"),
     Mutation("another layer's tensor", "exchanging layers 0 and 1", _other_layer),
     Mutation("square matrix transposed", "transposing a square matrix", _square_transposed),
     _reordered("positions off by one", "shifting positions by one"),
-    Mutation("parallel block run in series", "running the block in parallel", _slipped("parallel block run in series")),
+    _once(_slipped, "parallel block run in series", "running the block in parallel"),
 )

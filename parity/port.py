@@ -1,11 +1,9 @@
 """A port of somebody's own: a user's torch module held against transformers, component by component.
 
 Nothing is asked of the port but that it takes token ids (B, T) and gives logits (B, T, V), as a tensor, in a tuple or
-as `.logits`. Its modules need no particular names: for every component of the reference the port's module is looked for
-whose output is the same, and the first component that no module of the port computes is where they part.
-
-A port's code cannot be repaired from outside, so its cause is found the other way round: mistakes are made in gptkit's
-tree of the reference, one at a time, and the one that then computes what the port computes is the port's.
+as `.logits`. For every component of the reference the port's module is looked for whose output is the same, and the
+first component that no module of the port computes is where they part. Its cause is found by making mistakes in
+gptkit's tree of the reference, one at a time: the one that then computes what the port computes is the port's.
 """
 
 from __future__ import annotations

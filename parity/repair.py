@@ -1,11 +1,9 @@
 """Why two models part: what would put it right.
 
-The cause is found by trying: every mutation of `parity.mutations`, the reference's own fields and the reference's own
-values. Each is tried first on the one unit where the models part (what stands before the layers, a layer, or what
-stands behind them), fed with what the reference fed its own: that takes one unit's memory and time. What helps there
-is made in the whole model, in all layers or in that one alone, and what brings the logits back is named.
-
-A repair is made while weights are read, so that the same code repairs a model in memory and one a layer at a time.
+Every mutation of `parity.mutations`, the reference's own fields and its own values are tried first on the one unit
+where the models part, fed with what the reference fed its own: that takes one unit's memory and time. What helps there
+is made in the whole model, in all layers or in that one alone, and what brings the logits back is named. A repair is
+made while weights are read, so that the same code repairs a model in memory and one a layer at a time.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The two sides of a verification: transformers' logits and gptkit's, in memory or a layer at a time.
 
-Of models larger than memory one layer's weights are present at a time. Both sides run their own, unchanged forward:
-parameters are on the meta device, and just before a layer (or the
-embedding, the last norm, the head) is called its weights are read from the files, and dropped right after. All batches
-go through a layer before the next is read (see `passes`). Memory is the largest layer's, twice while it is converted,
-and the activations.
+Of models larger than memory both sides run their own, unchanged forward with parameters on the meta device: just before
+a layer (or the embedding, the last norm, the head) is called its weights are read from the files, and dropped right
+after. All batches go through a layer before the next is read (see `passes`). Memory is the largest layer's, twice while
+it is converted, and the activations.
 """
 
 from __future__ import annotations

@@ -1,16 +1,10 @@
 """verify: does a checkpoint, as gptkit reads and computes it, give transformers' logits?
 
-Two verdicts, kept apart. Bytes: every tensor goes into the shared layout and back to the same bytes; of two checkpoints
-all that both have is compared, and has to be the same unless their trees give weights a reason to differ (a swap).
-Function: logits on the probe, which reads every row of a table that holds other bytes (`stored`), and goes past the
-lengths at which the trees part (`reach`): what was not looked at is told, and is no pass. Equal to the last bit is the
-normal result; where it is not (after a swap, or across kernels) two things must hold, both measured in the same run:
-
-- the functions are one: in fp64 they differ by no more than rounding to fp32 makes in either of them. Always fp32,
-  whatever dtype is asked for: bf16's own noise is as large as a wrong activation, eps or rope base, and would hide it.
-  It is not fp64's noise, since transformers keeps parts of an "fp64" model in fp32 (rotary tables, RMSNorm, softmax).
-- the candidate rounds no worse: its mean error against its own fp64 is of the reference's size, in fp32 and in the
-  dtype asked for. So it cannot widen its own allowance by being imprecise.
+Two verdicts, kept apart: bytes (every tensor forth and back, or of two checkpoints all that both have) and function
+(logits on the probe). What was not looked at is told, and is no pass. Where logits are not equal to the last bit, two
+things must hold, both measured in the same run: in fp64 the functions differ by no more than rounding to fp32 makes in
+either of them (always fp32, whatever dtype is asked for, and not fp64's noise, since transformers keeps parts of an
+"fp64" model in fp32), and the candidate rounds no worse than the reference, so that it cannot widen its own allowance.
 
 What no such comparison sees: a change below fp32's noise on the probe (an eps far below the stream's variance, a bias
 that softmax cancels), and another way to round in bf16 whose error is of bf16's own size (rope tables rounded, which is
