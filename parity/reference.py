@@ -93,9 +93,7 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
         with quiet():
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
-                dtype=dtype,
-                attn_implementation=attention,
-                experts_implementation=experts_path(dtype),
+                **class_options(dtype, attention),
                 output_loading_info=True,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -120,6 +118,12 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
     return model.eval()
 
 
+def class_options(dtype: torch.dtype, attention: str) -> dict[str, Any]:
+    """How transformers is to build a class; its default way to compute a mixture of experts has no fp64."""
+    experts = "eager" if dtype == torch.float64 else None
+    return {"dtype": dtype, "attn_implementation": attention, "experts_implementation": experts}
+
+
 def own_reference(config: Mapping[str, Any], dtype: torch.dtype, attention: str) -> Any:
     """The model of a family that brings its own (`Architecture.model`), its weights not filled; None of any other."""
     family = BY_MODEL_TYPE.get(str(config.get("model_type")))
@@ -132,11 +136,6 @@ def own_reference(config: Mapping[str, Any], dtype: torch.dtype, attention: str)
         return getattr(import_module(module), name)(config, attention)
     finally:
         torch.set_default_dtype(before)
-
-
-def experts_path(dtype: torch.dtype) -> str | None:
-    """transformers' way to compute a mixture of experts: its default, which has no fp64."""
-    return "eager" if dtype == torch.float64 else None
 
 
 def compute_experts_plainly(model: Any) -> None:

@@ -31,8 +31,8 @@ from .passes import ask, hooked, run_together, trim_heaps
 from .probe import Batch
 from .reference import (
     NO_CLASS,
+    class_options,
     compute_experts_plainly,
-    experts_path,
     forget_lengths,
     load_reference,
     own_reference,
@@ -196,12 +196,8 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
     with quiet(), _parameters_on_meta():
         model = own_reference(config, dtype, attention)
         if model is None:
-            model = transformers.AutoModelForCausalLM.from_config(
-                transformers.AutoConfig.for_model(**config),
-                dtype=dtype,
-                attn_implementation=attention,
-                experts_implementation=experts_path(dtype),
-            )
+            made = transformers.AutoConfig.for_model(**config)
+            model = transformers.AutoModelForCausalLM.from_config(made, **class_options(dtype, attention))
             compute_experts_plainly(model)
     forget_lengths(model)
     stacked = architecture.parameters(checkpoint.spec)
