@@ -61,9 +61,7 @@ class Sampling:
         return self.temperature == 0
 
     def filtered(self, logits: Tensor) -> Tensor:
-        """The logits (B, vocabulary) in fp32 after a temperature above 0, top-k and top-p: -inf where a token is left
-        out.
-        """
+        """The logits (B, vocabulary) in fp32 after a temperature above 0, top-k and top-p: -inf for tokens left out."""
         scores = logits.float() / self.temperature
         if self.top_k is not None:
             smallest = scores.topk(min(self.top_k, scores.shape[-1])).values[..., -1:]

@@ -25,9 +25,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def torch_dtype(dtype: torch.dtype | str | None, default: str = "F32") -> torch.dtype:
-    """A torch dtype from itself, its name, or safetensors' name of the default; raises UsageError for any but the four
-    floating point types that gptkit computes in.
-    """
+    """A torch dtype from itself, its name, or safetensors' of the default; UsageError for one not computed in."""
     name = dtype if isinstance(dtype, str) else str(dtype) if dtype is not None else HF_NAMES[default]
     found: torch.dtype = getattr(torch, HF_NAMES[parse_dtype(name)])
     return found

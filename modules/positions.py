@@ -50,9 +50,7 @@ def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> R
 
 
 def inverse_frequencies(rotary: Rotary, length: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """One angular frequency a pair, (dim/2,), for a sequence of `length` tokens (which dynamic scaling and longrope
-    look at).
-    """
+    """One angular frequency a pair, (dim/2,), for a sequence of `length` tokens, where a scaling looks at that."""
     dim, base, scaling = rotary.dim, rotary.base, rotary.scaling
     exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).to(dtype) / dim
     match scaling:

@@ -80,9 +80,7 @@ def save(
 
 
 def in_memory(model: Decoder, dtype: str | None = None) -> Checkpoint:
-    """A module as a checkpoint whose tensors are its parameters, to be stored as `dtype`, by torch's name; raises as
-    `save`.
-    """
+    """A module as a checkpoint of its parameters, to be stored as `dtype`, by torch's name; raises as `save`."""
     if not isinstance(model, Decoder):
         raise UsageError(
             f"save takes what gptkit.load returns, not a {type(model).__name__}",

@@ -101,9 +101,7 @@ def generate(
 
 
 def prompt_ids(name: str, spec: ModelSpec, tokenizer: Tokenizer | None, prompt: str | Sequence[int]) -> list[int]:
-    """The token ids of a prompt for a tree, which messages call `name`. Raises UsageError for a text where there is no
-    tokenizer, or one with more tokens than the model.
-    """
+    """The token ids of a prompt for a tree, called `name`; UsageError for a text that no tokenizer here reads."""
     if not isinstance(prompt, str):
         return list(prompt)
     if tokenizer is None:

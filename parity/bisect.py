@@ -184,9 +184,7 @@ def watching(model: nn.Module, watched: Sequence[Tap], ours: bool, see: Callable
 
 
 class Kept:
-    """Tensors in fp64 by key, in a file that is gone when it is closed: one row of every component of a large model is
-    100 MB.
-    """
+    """Tensors in fp64 by key, in a file that is gone when it is closed: of a large model they are 100 MB a row."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="gptkit-")  # noqa: SIM115 (closed by whoever holds this)
@@ -212,9 +210,7 @@ See = Callable[[Key, Tensor], None]
 
 
 def bisect(both: Sides, batches: Sequence[Batch], path: Kernel) -> list[Part]:
-    """Every tap's difference, in the order of computation, on what `Batch.valid` leaves of the batches: four passes,
-    the last three held against what was kept of one before.
-    """
+    """Every tap's difference, in the order of computation, on what `Batch.valid` leaves: in four passes."""
     architecture, spec = both.source.architecture, both.source.spec
     assert architecture is not None
     watched = taps(architecture, spec)

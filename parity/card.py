@@ -25,9 +25,7 @@ from .verify import Verification
 def card(
     result: Verification, *, offline: bool = False, allow_pickle: bool = False, allow_extra: bool = False
 ) -> dict[str, Any]:
-    """The card of a verification as plain JSON values; hashes the weight files of both sides. Raises InvalidInput or
-    Offline where a checkpoint that was verified is no longer there.
-    """
+    """The card as plain JSON values; hashes both sides' weight files, and raises as `open_checkpoint`."""
     options = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
     references = {"model": result.model} | ({} if result.other is None else {"other": result.other})
     found = result.bytes
@@ -124,9 +122,7 @@ def markdown(data: dict[str, Any]) -> str:
 
 
 def write_card(result: Verification, path: Path, **options: bool) -> tuple[Path, Path]:
-    """Write the card beside `path` as .json and .md (whatever ending it has), and return both; raises UsageError where
-    they cannot be written.
-    """
+    """Write the card as .json and .md, whatever ending `path` has; raises UsageError where they cannot be."""
     data = card(result, **options)
     targets = path.with_suffix(".json"), path.with_suffix(".md")
     try:

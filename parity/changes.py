@@ -81,9 +81,7 @@ class TensorDiff:
 
     @property
     def reading(self) -> Reading | None:
-        """What the rank of the change says; None where it says nothing: no matrix, not changed, not looked for, some
-        rows alone, a multiple.
-        """
+        """What the rank of the change says; None where there is none, or it says nothing (some rows, a multiple)."""
         figures = self.figures
         rank = None if figures is None else figures.rank
         if figures is None or rank is None or self.shape_a is None or self.status != "changed":

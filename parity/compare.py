@@ -68,9 +68,7 @@ def largest_gap(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
 
 
 def gap_up_to(expected: Iterable[Tensor], given: Iterable[Tensor], enough: float) -> float:
-    """As `largest_gap`, up to the first that is further off than `enough`: most of what is tried is wrong, and shows it
-    on a few tokens.
-    """
+    """As `largest_gap`, up to the first further off than `enough`: what is wrong mostly shows on a few tokens."""
     gap = 0.0
     for a, b in zip(expected, given, strict=True):
         here = largest_gap([a], [b])

@@ -36,9 +36,7 @@ ROOM = 2**30
 def try_mistakes(
     source: Checkpoint, batches: Sequence[Batch], asked: bool, stream: bool, notes: list[str], up_to: int | None
 ) -> Score:
-    """What the probe would have caught: in the model itself, or, where that is large and nobody asked for it or it is
-    larger than memory, in a small copy of its tree, which a note says.
-    """
+    """What the probe would have caught: in the model, or, of a large one unasked, in a small copy (a note says so)."""
     if not stream and (asked or count(source.spec).total <= SMALL):
         return score(source.spec, wide_weights(source), batches, unprobed(source.spec, batches), up_to)
     own = "" if stream else "; --mutations makes them in the model itself"
@@ -104,9 +102,7 @@ def assess(
     say: Callable[[str], None],
     notes: list[str],
 ) -> Damage | None:
-    """What it costs to have the target in the source's place; None, and a note, where the models are large and nobody
-    asked.
-    """
+    """What the target costs in the source's place; None, and a note, where they are large and nobody asked."""
     size = max(count(each.spec).total for each in (source, target))
     if size > SMALL and not asked:
         notes.append(f"damage by position and layer left out, at {size:,} parameters: --damage")

@@ -188,9 +188,7 @@ Fields = dict[type[Component], tuple[str, Any]]
 
 
 def _forgettable() -> dict[str, Fields]:
-    """The mistake of every field of every kind that changes what it computes, as its record says it in words: that the
-    field is as by default.
-    """
+    """For every field of every kind that changes what it computes, the mistake that it is as by default."""
     found: dict[str, Fields] = {}
     for kind in KINDS.values():
         for name, value in kind.choices().items():
@@ -248,9 +246,7 @@ def _valued(fields: Fields) -> Apply:
 
 
 class MistakenRotary(Rotary, frozen=True, kw_only=True):
-    """Rotary positions that code applies wrongly: to queries or to keys alone, or with both products of a pair added,
-    which is rotate_half without its minus.
-    """
+    """Rotary positions that code applies to queries or to keys alone, or without rotate_half's minus."""
 
     mistake: Literal["queries", "keys", "added"]
 

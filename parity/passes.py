@@ -58,9 +58,7 @@ def ask(place: int, brought: Any = None) -> Any:
 
 
 def run_together(call: Callable[[Batch], Tensor], batches: Sequence[Batch], serve: Serve | None = None) -> list[Tensor]:
-    """What each batch's pass gives, computed without gradients; one after the other where none of them stops. What one
-    of the passes, or `serve`, fails with is raised, and the other passes end where they are.
-    """
+    """What each batch's pass gives, without gradients; what a pass or `serve` fails with ends all of them."""
     passes = [_Pass(call, batch) for batch in batches]
     try:
         with torch.inference_mode():

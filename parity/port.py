@@ -115,9 +115,7 @@ class PortVerification:
 
 
 def load_port(reference: str) -> nn.Module:
-    """The module that `package.module:callable` returns, imported as from the working directory. Raises UsageError for
-    one that is not there, needs arguments or returns something else, and InvalidInput as `blaming`.
-    """
+    """The module that `package.module:callable` returns, from the working directory; UsageError where it does not."""
     name, _, attribute = reference.partition(":")
     if not name or not attribute:
         raise UsageError(f"{reference!r} is not MODULE:CALLABLE", "for instance my_port:build")
@@ -171,9 +169,7 @@ def blaming(who: str, when: str) -> Iterator[None]:
 
 
 def _line_of(error: BaseException) -> str:
-    """The innermost line of the user's own code in a traceback, as ", in FILE:LINE"; of a syntax error the line that
-    is wrong.
-    """
+    """The innermost line of the user's own code in a traceback (or the line that is no syntax), as ", in FILE:LINE"."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f", in {_shown(error.filename)}:{error.lineno}"
     others = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")

@@ -28,9 +28,7 @@ KEPT = 256
 
 @dataclass(frozen=True)
 class Batch:
-    """One probe: token ids (B, T), the mask (B, T) where there is padding, and, where not all of the real tokens are
-    looked at, which rows of them.
-    """
+    """One probe: token ids (B, T), their mask where there is padding, the rows looked at where those are not all."""
 
     name: str
     input_ids: Tensor
@@ -124,9 +122,7 @@ def probe(
 
 
 def text_batch(name: str, ids: Sequence[int], spec: ModelSpec, *others: ModelSpec) -> Batch:
-    """A prompt as a batch, for the trees that are compared. Raises UsageError where it is empty, too long for a table
-    of positions, or has ids beyond the vocabulary.
-    """
+    """A prompt as a batch for some trees; UsageError where it is empty, too long, or beyond the vocabulary."""
     if not ids:
         raise UsageError(f"the prompt {name!r:.40} has no tokens: nothing to compare")
     if max(ids) >= spec.vocab_size:

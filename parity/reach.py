@@ -35,9 +35,7 @@ def one_function(a: ModelSpec, b: ModelSpec) -> bool:
 
 
 def parts_behind(a: ModelSpec, b: ModelSpec) -> list[Limit]:
-    """The lengths behind which the trees differ, the shortest first; of 0 tokens where they do from the first on, and
-    the more the longer a sequence is.
-    """
+    """The lengths behind which the trees differ, the shortest first; 0 where they do from the first token on."""
     tables = [None if tree.positions is None else tree.positions.length for tree in (a, b)]
     sizes: set[tuple[str, int | None, int | None]] = {("position tables", tables[0], tables[1])}
     found: set[Limit] = set()
@@ -55,9 +53,7 @@ def parts_behind(a: ModelSpec, b: ModelSpec) -> list[Limit]:
 
 
 def whole_context(a: ModelSpec, b: ModelSpec) -> int | None:
-    """The longest sequence that either tree was made for, where they count positions otherwise, so that no shorter one
-    would do; None where they do not, or where nobody knows it.
-    """
+    """The longest sequence made for, where the trees count positions otherwise; None where they do not, or unknown."""
     known = [tree.context_length for tree in (a, b) if tree.context_length is not None]
     if len(known) < 2 or all(limit.tokens for limit in parts_behind(a, b)):
         return None

@@ -139,18 +139,14 @@ def own_reference(config: Mapping[str, Any], dtype: torch.dtype, attention: str)
 
 
 def compute_experts_plainly(model: Any) -> None:
-    """Have a mixture whose rows are no multiple of 16 bytes computed expert by expert: transformers' default, torch's
-    grouped product, raises on such.
-    """
+    """Compute experts of rows of no multiple of 16 bytes one by one: torch's grouped product raises on such."""
     stacked = [each for each in model.parameters() if each.ndim == 3]
     if any(each.shape[dim] * each.element_size() % 16 for each in stacked for dim in (1, 2)):
         model.set_experts_implementation("eager")
 
 
 def forget_lengths(model: Any) -> None:
-    """Have every pass of a model with dynamic rotary scaling be as its first: it keeps the base that the longest of the
-    sequences before needed.
-    """
+    """Have every pass with dynamic rotary scaling be as the first: it keeps the longest sequence's base."""
 
     def forget(module: Any, *_: Any) -> None:
         module.inv_freq = module.original_inv_freq.clone()

@@ -127,9 +127,7 @@ Seen = dict[int, Tensor]
 
 
 def run_unit(tree: Repaired, unit: Unit, inputs: Seen, batches: Sequence[Batch], path: Kernel) -> Iterator[Tensor]:
-    """What a unit of a tree makes of its inputs (of the front's the dtype alone counts), (N, features) a batch in fp64,
-    computed in the inputs' dtype; batch by batch.
-    """
+    """What a unit makes of its inputs, (N, features) a batch in fp64, computed in the inputs' dtype."""
     dtype, read = next(iter(inputs.values())).dtype, partial(tensor_of, tree)
     if unit == "front":
         module: nn.Module = filled(partial(Front, tree.spec), read, dtype)

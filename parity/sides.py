@@ -72,9 +72,7 @@ class Absent(Tensor):
 
 
 class Stream:
-    """A model whose units (see `units_of`) are filled while they compute, by `read`, which has a parameter's values by
-    the module tree's own name for it; without, a model that has its parameters.
-    """
+    """A model whose units are filled by `read` (a parameter's name -> its values) while they compute, or is whole."""
 
     def __init__(
         self,
@@ -143,9 +141,7 @@ Owner = tuple[nn.Module, str, str]
 
 
 def units_of(model: nn.Module) -> list[tuple[nn.Module, list[Owner]]]:
-    """What is filled at once, with its parameters: every layer of a module list, and every module outside of them that
-    has parameters of its own.
-    """
+    """What is filled at once: each layer of a module list, and each module outside of them with own parameters."""
     found: list[tuple[nn.Module, list[Owner]]] = []
 
     def walk(module: nn.Module, path: str, in_list: bool) -> None:
@@ -219,9 +215,7 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Models that this thread builds while it is open have their parameters on the meta device and their buffers
-    (rotary frequencies) in memory.
-    """
+    """Models that this thread builds meanwhile have parameters on the meta device and buffers in memory."""
     builder = threading.get_ident()
 
     def on_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -239,9 +233,7 @@ Watch = Callable[[nn.Module], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class Sides:
-    """What computes logits of real tokens, (N, V) a batch. `folder` holds what transformers loads; None streams both
-    sides from their files.
-    """
+    """What computes logits of real tokens, (N, V) a batch, from transformers' `folder`, or (None) streamed."""
 
     source: Checkpoint
     target: Checkpoint
@@ -280,9 +272,7 @@ class Sides:
 
 @contextmanager
 def sides(source: Checkpoint, target: Checkpoint, stream: bool) -> Iterator[Sides]:
-    """Both sides while the reference's folder is there. Raises CannotExpress where no transformers class computes the
-    reference's tree.
-    """
+    """Both sides while the reference's folder is there; raises CannotExpress as `reference_folder`."""
     place: AbstractContextManager[Path | None] = nullcontext() if stream else reference_folder(source)
     with place as folder:
         yield Sides(source, target, folder)

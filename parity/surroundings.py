@@ -38,9 +38,7 @@ class TreeChange:
 
 @dataclass(frozen=True)
 class FileChange:
-    """A small file that differs, or is on one side alone ("a" or "b"), and what is different in it, where that can be
-    told.
-    """
+    """A small file that differs, or is on one side ("a", "b") alone, and what is different in it."""
 
     name: str
     only: str | None

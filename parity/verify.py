@@ -399,9 +399,7 @@ def _noise(
     reference: list[Tensor],
     candidate: list[Tensor],
 ) -> tuple[Noise, list[Tensor]]:
-    """See `Noise`, and how much the two functions differ at each position, (N,) a batch. One model in memory at a time;
-    `reference` and `candidate` were computed in `dtype`.
-    """
+    """`Noise`, and how much the two functions differ at each position, (N,) a batch; one model at a time."""
     computed = {dtype: (reference, candidate)}
     if dtype != torch.float32:
         reference = both.reference(batches, torch.float32, path)
