@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from .architectures import Architecture
 from .architectures.config import COMMON_IRRELEVANT, COMMON_REFUSED
-from .components import ModelSpec
 from .modules.decoder import Decoder
 from .parity.probe import Batch as Probe
 from .parity.reference import own_reference
@@ -90,11 +89,6 @@ def names_and_shapes_agree(family: Architecture, config: Config, theirs: Shapes)
     ours = {leaf.checkpoint: leaf.shape for leaf in family.bind(spec)}
     drop = family.head if spec.head.tied else None
     assert ours == {name: shape for name, shape in theirs.items() if name != drop}
-    modules_have_the_names_of(spec)
-
-
-def modules_have_the_names_of(spec: ModelSpec) -> None:
-    """What torch modules of the tree hold is what the tree says."""
     with torch.device("meta"):
         decoder = Decoder(spec)
     modules = {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}

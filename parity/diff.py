@@ -98,7 +98,11 @@ class _Comparison:
         self.sides, self.rank, self.progress = (a, b), rank, progress
         self.parameters = [{each.name: each for each in _parameters(side)} for side in self.sides]
         self.dtypes = [side.shared_dtypes() for side in self.sides]
-        self.quantised = [_quantised(side) for side in self.sides]
+        quantising = [side.leaves if side.format in QUANTISING else [] for side in self.sides]
+        self.quantised = [  # the shared tensors that are dequantised when they are read
+            {name for leaf in leaves if side.span(leaf) is None for name in leaf.shared}
+            for side, leaves in zip(self.sides, quantising, strict=True)
+        ]
         self.jobs = self._jobs()
         self.total = sum(job.nbytes for job in self.jobs)
         self.lock = threading.Lock()
@@ -233,13 +237,6 @@ def _parameters(checkpoint: Checkpoint) -> list[Parameter]:
         layer = next((int(part) for part in name.split(".") if part.isdecimal()), None)
         held.append(Parameter(name, leaf.shape, "no place", layer))
     return held
-
-
-def _quantised(checkpoint: Checkpoint) -> set[str]:
-    """The shared tensors that are dequantised when they are read."""
-    if checkpoint.format not in QUANTISING:
-        return set()
-    return {name for leaf in checkpoint.leaves if checkpoint.span(leaf) is None for name in leaf.shared}
 
 
 def _status(a: Parameter | None, b: Parameter | None, figures: Figures | None, one_dtype: bool) -> Status:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replaced
-from typing import Any
 
 import msgspec
 import torch
@@ -181,13 +180,9 @@ def _layers(spec: ModelSpec) -> list[Block]:
     """The first two layers, and the first of every other kind; a scale of its own makes none (gpt2's by layer)."""
     kinds: dict[Block, Block] = {}
     for block in spec.blocks:
-        kinds.setdefault(block.mapped(_unscaled), block)
+        kinds.setdefault(block.mapped(lambda node, _: node.slips().get("scores not scaled", node)), block)
     first = list(spec.blocks[:2])
     return first + [block for block in kinds.values() if block not in first]
-
-
-def _unscaled(node: Any, _: str) -> Any:
-    return node.slips().get("scores not scaled", node)
 
 
 def _written_from(mixer: Mixer) -> int:
