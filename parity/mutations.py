@@ -10,7 +10,7 @@ weights or as a tree that a checkpoint could hold: a kind of position of their o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -77,14 +77,13 @@ def _changed(spec: ModelSpec, weights: Weights, mutant: Mutant) -> bool:
     return mutant[0] != spec or any(not torch.equal(weights[name], tensor) for name, tensor in mutant[1].items())
 
 
-def _exchanged(first: str, second: str) -> Apply:
-    """Two projections of every component that has both; of unequal ones (grouped heads) the rows that both have."""
+def _exchanged(pairs: Callable[[ModelSpec], Iterable[tuple[str, str]]]) -> Apply:
+    """Modules in each other's place, where both are there; of unequal ones (grouped heads) the rows that both have."""
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant:
         new = dict(weights)
-        for path, _ in spec.nodes():
-            for suffix in ("weight", "bias"):
-                a, b = f"{path}.{first}.{suffix}", f"{path}.{second}.{suffix}"
+        for first, second in pairs(spec):
+            for a, b in ((f"{first}.{suffix}", f"{second}.{suffix}") for suffix in ("weight", "bias")):
                 if a in weights and b in weights:
                     rows = min(weights[a].shape[0], weights[b].shape[0])
                     new[a] = torch.cat([weights[b][:rows], weights[a][rows:]])
@@ -94,15 +93,16 @@ def _exchanged(first: str, second: str) -> Apply:
     return apply
 
 
-def _norms_exchanged(spec: ModelSpec, weights: Weights) -> Mutant:
-    new = dict(weights)
+def _projections(first: str, second: str) -> Apply:
+    return _exchanged(lambda spec: [(f"{path}.{first}", f"{path}.{second}") for path, _ in spec.nodes()])
+
+
+def _two_norms(spec: ModelSpec) -> Iterator[tuple[str, str]]:
+    """The first two norms before sub-layers, of every layer that has as many."""
     for layer, block in enumerate(spec.blocks):
-        norms = [f"{each.mixer.slot}_norm" for each in block.sublayers if each.norm is not None]
-        for suffix in ("weight", "bias") if len(norms) > 1 else ():
-            a, b = (f"blocks.{layer}.{norm}.{suffix}" for norm in norms[:2])
-            if a in weights and b in weights:
-                new[a], new[b] = weights[b], weights[a]
-    return spec, new
+        norms = [f"blocks.{layer}.{each.mixer.slot}_norm" for each in block.sublayers if each.norm is not None]
+        if len(norms) > 1:
+            yield norms[0], norms[1]
 
 
 def _other_layer(spec: ModelSpec, weights: Weights) -> Mutant | None:
@@ -298,9 +298,9 @@ LARGE, SMALL = "eps ten times as large", "eps ten times as small"
 PERMUTE, GROUPS = "rope permute missing", "query heads in other groups"
 
 MUTATIONS: tuple[Mutation, ...] = (
-    Mutation("q and k swapped", "swapping q and k", _exchanged("q_proj", "k_proj")),
-    Mutation("k and v swapped", "swapping k and v", _exchanged("k_proj", "v_proj")),
-    Mutation("gate and up swapped", "swapping gate and up", _exchanged("gate_proj", "up_proj")),
+    Mutation("q and k swapped", "swapping q and k", _projections("q_proj", "k_proj")),
+    Mutation("k and v swapped", "swapping k and v", _projections("k_proj", "v_proj")),
+    Mutation("gate and up swapped", "swapping gate and up", _projections("gate_proj", "up_proj")),
     _reordered(PERMUTE, "undoing an interleaved RoPE layout"),
     _reordered("rope permute done twice", "undoing a RoPE permutation too many", PERMUTE, back=True),
     _once(_disordered, "RoPE turned the other way", "turning RoPE the other way"),
@@ -311,7 +311,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     _reordered(GROUPS, "re-grouping the query heads"),
     _both_ways("wrong rope base", "a RoPE base ten times smaller"),
     _once(_forgotten, "rope scaling dropped", "the RoPE scaling"),
-    Mutation("norms swapped", "swapping a layer's two norms", _norms_exchanged),
+    Mutation("norms swapped", "swapping a layer's two norms", _exchanged(_two_norms)),
     _once(_forgotten, "QKV bias dropped", "the q, k and v biases"),
     _both_ways(LARGE, "norms' eps ten times smaller", SMALL),
     _both_ways(SMALL, "norms' eps ten times larger", LARGE),
