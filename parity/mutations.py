@@ -30,6 +30,10 @@ Mutant = tuple[ModelSpec, dict[str, Tensor]]
 Apply = Callable[[ModelSpec, Weights], Mutant | None]
 """The changed tree and weights; None where a mistake has no object."""
 
+IN_PORTS = ("RoPE in the other pairs (neighbours or halves)", "no RoPE")
+"""Slips that in a checkpoint are others, or cannot be overlooked there."""
+BACK = ", the other way round"
+
 replace = msgspec.structs.replace
 
 
@@ -53,7 +57,7 @@ class Mutation:
 
 def applicable(spec: ModelSpec, weights: Weights) -> Iterator[tuple[Mutation, Mutant]]:
     """The mutations that change this tree or these weights, each with its mutant."""
-    for mutation in (*MUTATIONS, *forgotten()):
+    for mutation in (*MUTATIONS, *forgotten(), *_declared(spec)):
         mutant = mutation.apply(spec, weights)
         if mutant is not None and _changed(spec, weights, mutant):
             yield mutation, mutant
@@ -64,9 +68,9 @@ def of_ports(spec: ModelSpec, weights: Weights) -> Iterator[tuple[str, Mutant]]:
     a form in code, and those of checkpoints in either direction. Of two that come to the same the plainer one first.
     """
     tried = [(words, _valued(fields)) for words, fields in _usual().items()]
-    tried += [(name, _slipped(name)) for name in ("RoPE in the other pairs (neighbours or halves)", "no RoPE")]
-    tried += [(mutation.name, mutation.apply) for mutation in (*MUTATIONS, *forgotten())]
-    tried += [(f"{each.name}, the other way round", each.undo) for each in MUTATIONS if each.undo is not None]
+    tried += [(name, _slipped(name)) for name in IN_PORTS]
+    tried += [(mutation.name, mutation.apply) for mutation in (*MUTATIONS, *forgotten(), *_declared(spec))]
+    tried += [(each.name + BACK, each.undo) for each in MUTATIONS if each.undo is not None]
     for name, apply in tried:
         mutant = apply(spec, weights)
         if mutant is not None and _changed(spec, weights, mutant):
@@ -218,6 +222,15 @@ def forgotten() -> list[Mutation]:
     ]
 
 
+def _declared(spec: ModelSpec) -> list[Mutation]:
+    """What records of a tree say themselves, as a plugin's may, but for what stands here."""
+    nodes = dict.fromkeys(spec.components())
+    made = {name: _slipped for node in nodes for name in node.slips() if not name.endswith(BACK)}
+    made |= {name: _disordered for node in nodes for name in _disorder(node)}
+    known = {*IN_PORTS, *(mutation.name for mutation in MUTATIONS)}
+    return [Mutation(name, f"undoing: {name}", apply(name)) for name, apply in made.items() if name not in known]
+
+
 def _forgotten(words: str) -> Apply:
     return lambda spec, weights: _valued(_forgettable()[words])(spec, weights)
 
@@ -286,7 +299,7 @@ def _once(made: Callable[[str], Apply], name: str, repair: str) -> Mutation:
 
 
 def _both_ways(name: str, repair: str, other: str = "") -> Mutation:
-    return Mutation(name, repair, _slipped(name), _slipped(other or f"{name}, the other way round"))
+    return Mutation(name, repair, _slipped(name), _slipped(other or name + BACK))
 
 
 def _reordered(name: str, repair: str, said: str = "", back: bool = False) -> Mutation:
