@@ -1,18 +1,5 @@
-"""The exceptions gptkit raises, and the exit code the command line turns each into.
-
-    GptkitError                    1  failed
-    ├── UsageError                 2  the call itself is wrong: options that clash, an OUT that exists
-    ├── Different                  3  verified, and different
-    ├── InvalidInput               4  a file or reference that cannot be used as it is
-    │   ├── ConfigError               config.json: a field of the wrong type or range, or one that gptkit refuses
-    │   ├── UnknownFamily             no architecture file knows this config.json
-    │   ├── CheckpointError           tensors missing, extra, mis-shaped, truncated, damaged
-    │   └── UntrustedInput            pickle files, paths that leave the checkpoint's folder
-    ├── Offline                    5  needs the network, and there is none or it was forbidden
-    ├── CannotExpress              1  the target format has no place for some of the tree's components
-    ├── MissingComponent           1  what is asked for needs a component that the tree does not have
-    ├── SwapRefused                1  a swap's preconditions do not hold for this checkpoint
-    └── Elsewhere                  *  another process of the same run failed, and has told why; its exit code
+"""The exceptions gptkit raises, and the exit code the command line turns each into: 1 it failed, 2 the call itself is
+wrong, 3 verified and different, 4 a file or reference that cannot be used as it is, 5 the network is needed.
 
 Every message is one or two lines: what is wrong, then what to do about it.
 """
@@ -20,22 +7,6 @@ Every message is one or two lines: what is wrong, then what to do about it.
 from __future__ import annotations
 
 from typing import ClassVar
-
-__all__ = [
-    "CannotExpress",
-    "CheckpointError",
-    "ConfigError",
-    "Different",
-    "Elsewhere",
-    "GptkitError",
-    "InvalidInput",
-    "MissingComponent",
-    "Offline",
-    "SwapRefused",
-    "UnknownFamily",
-    "UntrustedInput",
-    "UsageError",
-]
 
 
 class GptkitError(Exception):

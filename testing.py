@@ -12,7 +12,6 @@ names, and which returns what has `logits`; that of a family which names its own
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,8 @@ from torch import Tensor, nn
 
 from .architectures import Architecture
 from .architectures.config import COMMON_IRRELEVANT, COMMON_REFUSED
-from .components import ModelSpec
 from .modules.decoder import Decoder
+from .parity.probe import Batch as Probe
 from .parity.reference import own_reference
 
 __all__ = [
@@ -42,9 +41,6 @@ Config = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-# --- 1: every field of the config ------------------------------------------------------------------------------------
-
-
 def fields_are_accounted_for(family: Architecture, configs: Iterable[Config], fields: Iterable[str]) -> None:
     """Every one of the reference's config fields is read in one of the configs, or declared; none is both."""
     read: set[str] = set()
@@ -61,9 +57,6 @@ def fields_are_accounted_for(family: Architecture, configs: Iterable[Config], fi
     reasons = [*family.irrelevant.values(), *(reason for _, reason in family.refused.values())]
     short = [each for each in reasons if len(each.split()) < 2 and each not in ("generation", "tokenizer")]
     assert not short, f"no reasons: {short}"
-
-
-# --- 2: every element once, and back ---------------------------------------------------------------------------------
 
 
 def elements_land_once(family: Architecture, config: Config) -> None:
@@ -88,59 +81,31 @@ def elements_land_once(family: Architecture, config: Config) -> None:
     assert start == sum(parameter.count for parameter in spec.parameters())
 
 
-# --- 3: names and shapes ---------------------------------------------------------------------------------------------
-
-
 def names_and_shapes_agree(family: Architecture, config: Config, theirs: Shapes) -> None:
-    """The tree's checkpoint names and shapes are the reference's, and the modules' those of the tree.
-
-    Args:
-        family: the family.
-        config: a config.json.
-        theirs: the tensors of the reference's checkpoint by name; a tied head's may be among them.
-
+    """The tree's checkpoint names and shapes of a config.json are `theirs`, those of the reference's checkpoint (a tied
+    head's may be among them), and the modules' those of the tree.
     """
     spec = family.spec(config)
     ours = {leaf.checkpoint: leaf.shape for leaf in family.bind(spec)}
     drop = family.head if spec.head.tied else None
     assert ours == {name: shape for name, shape in theirs.items() if name != drop}
-    modules_have_the_names_of(spec)
-
-
-def modules_have_the_names_of(spec: ModelSpec) -> None:
-    """What torch modules of the tree hold is what the tree says."""
     with torch.device("meta"):
         decoder = Decoder(spec)
     modules = {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
     assert modules == {parameter.name: parameter.shape for parameter in spec.parameters()}
 
 
-# --- 4: logits -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Probe:
-    """Input ids (B, T) and, for a padded batch, their mask."""
-
-    input_ids: Tensor
-    attention_mask: Tensor | None
-    name: str
-
-
 def probes(length: int, batch: int, paddings: tuple[str, ...], vocabulary: int) -> Iterator[Probe]:
     """A batch of `length` tokens, plain and padded: the first row stays whole, later ones lose more and more."""
     generator = torch.Generator().manual_seed(length)
     ids = torch.randint(0, vocabulary, (batch, length), generator=generator)
-    yield Probe(ids, None, f"T={length} B={batch}")
+    yield Probe(f"T={length} B={batch}", ids)
     for side in paddings if batch > 1 and length > 1 else ():
         mask = torch.ones_like(ids)
         for row in range(1, batch):
             padding = row * length // 4
-            if side == "left":
-                mask[row, :padding] = 0
-            else:
-                mask[row, length - padding :] = 0
-        yield Probe(ids, mask, f"T={length} B={batch} padded {side}")
+            mask[row, slice(padding) if side == "left" else slice(length - padding, None)] = 0
+        yield Probe(f"T={length} B={batch} padded {side}", ids, mask)
 
 
 def reference(

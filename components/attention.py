@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 import msgspec
@@ -11,7 +12,7 @@ from ..errors import ConfigError, UsageError
 from .base import Arithmetic, Component, Mixer, Positive, Scale, Size, Weight, bias, divided
 from .norms import Norm, inside
 from .operations import AnyOperation, Cache, Program, Rotate, Sizes, attend, linear, out_of
-from .positions import ALL_OF_IT, Biasing, Position, Turning
+from .positions import ALL_OF_IT, ALiBi, Biasing, Position, Rotary, Turning
 from .words import NOT_THERE, Words
 
 __all__ = ["Attention"]
@@ -33,6 +34,7 @@ class Attention(Mixer, Component, frozen=True):
     slot = "attention"
     rounds = ("arithmetic", "scaling", "kv_expansion", "fused", "softmax", "scores")
     tells = ("head_dim", "scale", "position", "window", "q_norm", "k_norm", "qkv_bias", "output_bias")
+    by_length: ClassVar[dict[str, Any]] = {"window": None}
     forgotten: ClassVar[dict[str, str]] = {
         "position": "no positions in attention",
         "window": "window ignored",
@@ -143,6 +145,42 @@ class Attention(Mixer, Component, frozen=True):
             )
         return msgspec.structs.replace(self, heads=heads, kv_heads=max(kv_heads // devices, 1))
 
+    def small(self, hidden: int) -> Self:
+        kv_heads = min(self.kv_heads, 2)
+        heads = kv_heads * min(self.group, 2)
+        if isinstance(self.position, ALiBi):
+            heads = few_biased(self.heads)
+            kv_heads = {self.heads: heads, 1: 1}.get(self.kv_heads, 2)
+        return msgspec.structs.replace(self, hidden_size=hidden, heads=heads, kv_heads=kv_heads)
+
+    def slips(self) -> dict[str, Self]:
+        found = {"scores not scaled": msgspec.structs.replace(self, scale=1.0)}
+        rotary = isinstance(self.position, Rotary)
+        return found | ({"no RoPE": msgspec.structs.replace(self, position=None)} if rotary else {})
+
+    def disorder(self) -> dict[str, dict[str, list[int]]]:
+        heads, kv_heads, width, half = self.heads, self.kv_heads, range(self.head_dim), self.head_dim // 2
+        found: dict[str, dict[str, list[int]]] = {}
+
+        def rows(order: Iterable[int], inside: Sequence[int] = width) -> list[int]:
+            return [head * self.head_dim + at for head in order for at in inside]
+
+        if isinstance(self.position, Rotary):
+            both = {"q": range(heads), "k": range(kv_heads)}
+            woven = [at for pair in zip(width[:half], width[half:], strict=True) for at in pair]
+            found["rope permute missing"] = {f"{name}_proj": rows(each, woven) for name, each in both.items()}
+            turned = [*self.position.partners(), *width[self.position.dim :]]
+            found["RoPE turned the other way"] = {f"{name}_proj": rows(each, turned) for name, each in both.items()}
+            found["RoPE turned the other way"] |= {"q_norm": turned, "k_norm": turned}
+        if kv_heads not in (1, heads):
+            order = rows([head for each in range(self.group) for head in range(each, heads, self.group)])
+            found["query heads in other groups"] = {"q_proj": order, "o_proj": order}
+        elif isinstance(self.position, ALiBi):
+            order = rows(self.position.by_slope(heads))
+            moved = ("q_proj", "o_proj", *(("k_proj", "v_proj") if kv_heads > 1 else ()))
+            found["ALiBi slopes in descending order"] = dict.fromkeys(moved, order)
+        return found
+
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         row, end = "attention", f"{path}.o_proj"  # what has a name is there until then
         together: dict[str, Any] = {
@@ -184,6 +222,11 @@ class Attention(Mixer, Component, frozen=True):
         q, k, v = inputs
         found += attend(path, (q, k, v), scores, self.heads, self.head_dim, **rest)
         return (*found, linear(self, "o_proj", path, f"{path}.mixed", shape, row))
+
+
+def few_biased(heads: int) -> int:
+    """Heads that show what ALiBi makes of so many: of no power of two, slopes have an order of their own."""
+    return min(heads, 6 if heads & (heads - 1) else 4)
 
 
 def plain_scale(scale: float) -> float:

@@ -87,6 +87,8 @@ class Component(
     rows: the letter of its tables' rows, where it has tables (see `letters`).
     tells: the fields that its `words` tell under another name than their own.
     given: those that need no words of their own, as how wide the stream is.
+    by_length: the fields that act by the length of a sequence alone, each with a value that stands for all.
+    usual: of fields, in words with a place for the value, values that other models have.
     computed_in: the module that has to be imported for what computes it, by its full name; a plugin's kinds say it.
     """
 
@@ -97,6 +99,8 @@ class Component(
     rows: ClassVar[str] = ""
     tells: ClassVar[tuple[str, ...]] = ()
     given: ClassVar[tuple[str, ...]] = ()
+    by_length: ClassVar[Mapping[str, Any]] = {}
+    usual: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {}
     computed_in: ClassVar[str] = ""
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -223,8 +227,34 @@ class Component(
         """
         if any(len(shape) > 1 for shape in self.shapes().values()):
             raise ConfigError(f"{type(self).__name__} does not say how {devices} devices share it")
-        fields = {name: _shared(getattr(self, name), devices) for name in self.__struct_fields__}
-        return msgspec.structs.replace(self, **fields)
+        return self._with_parts(lambda part: part.share(devices))
+
+    def small(self, hidden: int) -> Self:
+        """A copy for a stream of that width, with few heads, units and experts, which can be mistaken alike."""
+        widths = {name: hidden for name in ("hidden_size", "size") if name in self.__struct_fields__}
+        return self._with_parts(lambda part: part.small(hidden), **widths)
+
+    def _with_parts(self, change: Callable[[Component], Component], **fields: Any) -> Self:
+        """With other fields, and with what `change` makes of the components inside it."""
+
+        def made(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(made, value))
+            return change(value) if isinstance(value, Component) else value
+
+        return msgspec.structs.replace(self, **{n: made(getattr(self, n)) for n in self.__struct_fields__} | fields)
+
+    def slips(self) -> dict[str, Self]:
+        """The component as somebody gets it wrong who ports it, by the mistake's name (see `parity.mutations`); what
+        undoes one that does not undo itself goes by ", the other way round".
+        """
+        return {}
+
+    def disorder(self) -> dict[str, dict[str, list[int]]]:
+        """Orders in which somebody who ports it leaves rows of its parameters, by the mistake's name and then by module
+        (of a module that writes the stream: its columns).
+        """
+        return {}
 
 
 def _kind(node: Component) -> Words:
@@ -240,12 +270,6 @@ def _field(name: str, value: Any) -> tuple[str, Any]:
     if value is None or isinstance(value, bool):
         return told if value else f"no {told}", data
     return f"{told} {plain_number(value) if isinstance(value, int | float) else value}", data
-
-
-def _shared(value: Any, devices: int) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_shared(each, devices) for each in value)
-    return value.share(devices) if isinstance(value, Component) else value
 
 
 def divided(number: int, devices: int, what: str) -> int:

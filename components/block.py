@@ -106,6 +106,10 @@ class Block(Component, frozen=True):
         sublayers = tuple(each.mapped(change, path) for each in self.sublayers)
         return change(msgspec.structs.replace(self, sublayers=sublayers), path)
 
+    def slips(self) -> dict[str, Block]:
+        alone = self.parallel and all(sublayer.norm is not None for sublayer in self.sublayers)
+        return {"parallel block run in series": msgspec.structs.replace(self, parallel=False)} if alone else {}
+
     def widths(self) -> Iterator[tuple[str, int]]:
         """How wide each part is that meets the stream: (name, size)."""
         for sublayer in self.sublayers:

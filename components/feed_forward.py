@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args
 
 import msgspec
 
@@ -14,6 +14,8 @@ from .words import Words
 
 __all__ = ["FeedForward", "GatedFeedForward"]
 
+USUAL = {"activation": ("the activation {}", get_args(Activation))}
+
 
 class FeedForward(Mixer, Component, frozen=True):
     """down(activation(up(x)))."""
@@ -22,6 +24,7 @@ class FeedForward(Mixer, Component, frozen=True):
     slot = "feed_forward"
     rounds = ("arithmetic",)
     tells = ("intermediate_size", "activation", "up_bias", "down_bias")
+    usual: ClassVar[dict[str, Any]] = USUAL
     forgotten: ClassVar[dict[str, str]] = {
         "up_bias": "biases into the feed-forward dropped",
         "down_bias": "bias out of the feed-forward dropped",
@@ -54,6 +57,12 @@ class FeedForward(Mixer, Component, frozen=True):
     def alike(self) -> Self:
         return msgspec.structs.replace(super().alike(), activation=function_of(self.activation))
 
+    def small(self, hidden: int) -> Self:
+        return msgspec.structs.replace(self, hidden_size=hidden, intermediate_size=2 * hidden)
+
+    def slips(self) -> dict[str, Self]:
+        return {"another activation": msgspec.structs.replace(self, activation=_another(self.activation))}
+
     def letters(self, part: str = "") -> dict[str, int]:  # noqa: ARG002
         return {"f": self.intermediate_size}
 
@@ -82,6 +91,7 @@ class GatedFeedForward(Mixer, Component, frozen=True):
     slot = "feed_forward"
     rounds = ("arithmetic", "fused")
     tells = ("intermediate_size", "activation", "up_bias", "down_bias")
+    usual: ClassVar[dict[str, Any]] = USUAL
     forgotten: ClassVar[dict[str, str]] = {
         "up_bias": "biases into the feed-forward dropped",
         "down_bias": "bias out of the feed-forward dropped",
@@ -117,6 +127,12 @@ class GatedFeedForward(Mixer, Component, frozen=True):
     def alike(self) -> Self:
         return msgspec.structs.replace(super().alike(), activation=function_of(self.activation))
 
+    def small(self, hidden: int) -> Self:
+        return msgspec.structs.replace(self, hidden_size=hidden, intermediate_size=2 * hidden)
+
+    def slips(self) -> dict[str, Self]:
+        return {"another activation": msgspec.structs.replace(self, activation=_another(self.activation))}
+
     def letters(self, part: str = "") -> dict[str, int]:  # noqa: ARG002
         return {"f": self.intermediate_size}
 
@@ -141,6 +157,11 @@ class GatedFeedForward(Mixer, Component, frozen=True):
             Product(gated, (active, up.id), inner, row, in_place=not self.fused),
             linear(self, "down_proj", path, gated, shape, row),
         )
+
+
+def _another(activation: Activation) -> Activation:
+    """GELU in another's place, and its approximation in its own (gelu_10 is GELU below 10)."""
+    return "gelu_tanh" if function_of(activation) in ("gelu", "gelu_10") else "gelu"
 
 
 def _words(node: FeedForward | GatedFeedForward, kind: str, short: str) -> dict[str, Words]:

@@ -8,11 +8,11 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import ConfigError
-from .attention import plain_scale, scale_words, shared_words
+from .attention import few_biased, plain_scale, scale_words, shared_words
 from .base import Arithmetic, Component, Mixer, Scale, Size, Weight, bias, divided
 from .norms import Norm, inside
 from .operations import AnyOperation, Cache, Concat, Program, Rotate, Sizes, attend, linear, out_of
-from .positions import ALL_OF_IT, Position, Turning
+from .positions import ALL_OF_IT, ALiBi, Position, Rotary, Turning
 from .words import Words
 
 __all__ = ["LatentAttention"]
@@ -37,6 +37,7 @@ class LatentAttention(Mixer, Component, frozen=True):
     slot = "attention"
     rounds = ("arithmetic",)
     tells = ("nope_dim", "value_dim", "scale", "position", "window", "kv_norm", "qkv_bias", "output_bias")
+    by_length: ClassVar[dict[str, Any]] = {"window": None}
     forgotten: ClassVar[dict[str, str]] = {
         "rope_heads": "rotary keys of latent attention left out",
         "position": "no positions in attention",
@@ -137,6 +138,19 @@ class LatentAttention(Mixer, Component, frozen=True):
 
     def share(self, devices: int) -> Self:
         return msgspec.structs.replace(self, heads=divided(self.heads, devices, "query heads"))
+
+    def small(self, hidden: int) -> Self:
+        heads = few_biased(self.heads) if isinstance(self.position, ALiBi) else min(self.heads, 2)
+        rank = min(self.kv_rank, 64)
+        norm = None if self.kv_norm is None else self.kv_norm.small(rank)
+        return msgspec.structs.replace(self, hidden_size=hidden, heads=heads, kv_rank=rank, kv_norm=norm)
+
+    def slips(self) -> dict[str, Self]:
+        found = {"scores not scaled": msgspec.structs.replace(self, scale=1.0)}
+        if isinstance(self.position, Rotary):
+            other = self.position.slips()["RoPE in the other pairs (neighbours or halves)"]
+            found["RoPE pairs of latent attention confused"] = msgspec.structs.replace(self, position=other)
+        return found
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         row, end = "attention", f"{path}.o_proj"  # what has a name is there until then

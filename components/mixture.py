@@ -69,6 +69,24 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         expert = msgspec.structs.replace(self.expert, intermediate_size=units)
         return msgspec.structs.replace(self, expert=expert)
 
+    def small(self, hidden: int) -> Self:
+        """All experts are taken where all were, and one more is there where there are more."""
+        top_k = min(self.top_k, 3)
+        experts = top_k if self.top_k == self.experts else min(self.experts, 4)
+        expert = msgspec.structs.replace(self.expert, hidden_size=hidden, intermediate_size=3 * hidden // 2)
+        return msgspec.structs.replace(self, hidden_size=hidden, experts=experts, top_k=top_k, expert=expert)
+
+    def slips(self) -> dict[str, Self]:
+        more = "an expert a token too many"
+        counts = {more: self.top_k + 1, f"{more}, the other way round": self.top_k - 1}
+        found = {name: msgspec.structs.replace(self, top_k=k) for name, k in counts.items() if 1 <= k <= self.experts}
+        if self.top_k < self.experts:  # the weights of all of them sum to one anyway
+            found["weights of experts normalised or not"] = msgspec.structs.replace(self, normalise=not self.normalise)
+        return found
+
+    def disorder(self) -> dict[str, dict[str, list[int]]]:
+        return {"experts in other places": {"router": [*range(1, self.experts), 0]}}
+
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         taken: Sizes = (*shape[:-1], self.top_k, self.hidden_size)
         chosen, gathered, combined = f"{path}.chosen", f"{path}.gathered", f"{path}.combined"

@@ -25,6 +25,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
 
     tells = ("embedding", "positions", "blocks", "final_norm", "head", "context_length")
     notes = ("context_length",)
+    by_length: ClassVar[dict[str, Any]] = {"context_length": None}
     forgotten: ClassVar[dict[str, str]] = {"positions": "table of positions left out"}
 
     embedding: Embedding

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
+import msgspec
+
 from .base import Component, Open, Positive, Size, Weight, bias
 from .operations import Norm as NormOperation
 from .operations import Program, Sizes
@@ -24,6 +26,7 @@ class Norm(Open, frozen=True):
 
     __slots__ = ()
     given = ("size",)
+    usual: ClassVar[dict[str, Any]] = {"eps": ("norms with an eps of {:.0e}", (1e-5, 1e-6, 1e-8, 1e-12))}
     centred: ClassVar[bool]
     size: int
     eps: float
@@ -40,6 +43,10 @@ class Norm(Open, frozen=True):
     def weight_of(self, factor: Any) -> Any:
         """The weight whose `factor` is this: the inverse."""
         return factor - 1.0 if self.gain == "1 + weight" else factor
+
+    def slips(self) -> dict[str, Any]:
+        large, small = (msgspec.structs.replace(self, eps=self.eps * factor) for factor in (10.0, 0.1))
+        return {"eps ten times as large": large, "eps ten times as small": small}
 
     def gains(self) -> dict[str, Weight]:
         """Its weight, where it has one, which starts where the factor is 1."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from msgspec import Meta
@@ -34,6 +34,7 @@ class LearnedPositions(Component, frozen=True):
     label = "positions"
     rows = "T"
     tells = ("length", "size")
+    by_length: ClassVar[dict[str, Any]] = {"length": 1}
 
     length: Size
     size: Size
@@ -43,6 +44,9 @@ class LearnedPositions(Component, frozen=True):
 
     def words(self) -> dict[str, Words]:
         return {"position": Words(f"learned {self.length:,}", self.length, f"learned, {self.length:,}")}
+
+    def disorder(self) -> dict[str, dict[str, list[int]]]:
+        return {"positions off by one": {"": [*range(1, self.length), 0]}}
 
 
 class LinearScaling(Component, frozen=True):
@@ -179,6 +183,8 @@ class Rotary(Turning, Component, frozen=True):
 
     title = "RoPE"
     tells = ("dim", "scaling", "pairs")
+    by_length: ClassVar[dict[str, Any]] = {"base": 1.0, "scaling": None}
+    usual: ClassVar[dict[str, Any]] = {"base": ("a RoPE base of {:,.0f}", (1e4, 1e5, 5e5, 1e6, 1e7))}
     forgotten: ClassVar[dict[str, str]] = {
         "scaling": "rope scaling dropped",
         "pairs": "RoPE in the other pairs",
@@ -216,6 +222,17 @@ class Rotary(Turning, Component, frozen=True):
     def aspects_on(self, on: Words) -> dict[str, Words]:
         return self.whole(self.words(on))
 
+    def slips(self) -> dict[str, Self]:
+        name, bases = "wrong rope base", [msgspec.structs.replace(self, base=self.base * each) for each in (10.0, 0.1)]
+        other = msgspec.structs.replace(self, pairs="adjacent" if self.pairs == "halves" else "halves")
+        pairs = "RoPE in the other pairs (neighbours or halves)"
+        return {name: bases[0], f"{name}, the other way round": bases[1], pairs: other}
+
+    def partners(self) -> list[int]:
+        """Of each element that turns, the one that turns with it."""
+        half = self.dim // 2
+        return [(at + half) % self.dim if self.pairs == "halves" else at ^ 1 for at in range(self.dim)]
+
 
 class ALiBi(Biasing, Component, frozen=True):
     """A bias of slope(head) · position of the key (Press et al. 2108.12409).
@@ -235,3 +252,8 @@ class ALiBi(Biasing, Component, frozen=True):
     def words(self) -> dict[str, Words]:
         short = "ALiBi, scaled" if self.scaled else "ALiBi"
         return {"position": Words(short, {"kind": "ALiBi", "scaled": self.scaled}, "ALiBi")}
+
+    def by_slope(self, heads: int) -> list[int]:
+        """The heads by falling slopes; see `modules.positions.alibi_slopes`."""
+        whole = 1 << heads.bit_length() - 1
+        return sorted(range(heads), key=[*range(2, 2 * whole + 1, 2), *range(1, 2 * (heads - whole), 2)].__getitem__)

@@ -8,8 +8,6 @@ paths do, and each follows its counterpart there to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,11 +20,7 @@ from .context import Context
 from .layers import FusedLinears, Linear, capped
 from .registry import build_module, computes, module_of
 
-__all__ = ["AttentionModule", "Kernel", "LatentAttentionModule", "Turn"]
-
 Kernel = Literal["sdpa", "eager"]
-Turn = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
-"""q (B, H, T, hd) and k (B, KV, T, hd) -> the same with positions applied."""
 
 
 class Mixing:
@@ -125,8 +119,6 @@ class AttentionModule(nn.Module):
         self.fused = FusedLinears(1 if spec.arithmetic == "conv1d" else spec.kv_heads) if spec.fused else None
         self.q_norm = build_module(spec.q_norm) if spec.q_norm else None
         self.k_norm = build_module(spec.k_norm) if spec.k_norm else None
-        self.turn: Turn = partial(turned, spec.position)
-        """How positions turn q and k, for `parity.mutations` to do it wrongly."""
 
     @staticmethod
     def cache(spec: Attention) -> LayerCache:
@@ -147,7 +139,7 @@ class AttentionModule(nn.Module):
             k, v = k.repeat_interleave(spec.group, dim=2), v.repeat_interleave(spec.group, dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, hd)
         if isinstance(spec.position, Turning):
-            q, k = self.turn(q, k, context.tables(spec.position))
+            q, k = turned(spec.position, q, k, context.tables(spec.position))
         if cache is None:
             # As after a cache, which is what transformers' products run on by default: they sum in memory's order.
             k, v = k.contiguous(), v.contiguous()
@@ -175,7 +167,11 @@ class LatentAttentionModule(nn.Module):
         self.k_up_proj = Linear(rank, spec.heads * spec.nope_dim, False, arithmetic) if spec.nope_dim else None
         self.v_up_proj = Linear(rank, spec.heads * spec.value_dim, False, arithmetic)
         self.o_proj = Linear(spec.heads * spec.value_dim, hidden, spec.output_bias, arithmetic)
-        self.mix = Mixing(_of_every_head(spec), kernel)
+        # What is left to do once every head has a key and a value of its own, positions applied.
+        position = spec.position if isinstance(spec.position, Biasing) else None
+        sizes = {"heads": spec.heads, "kv_heads": spec.heads, "head_dim": spec.query_dim, "scale": spec.scale}
+        mixed: Any = {"hidden_size": hidden, **sizes, "position": position, "window": spec.window}
+        self.mix = Mixing(Attention(**mixed), kernel)
         self.kernel = self.mix.kernel
 
     @staticmethod
@@ -212,27 +208,16 @@ class LatentAttentionModule(nn.Module):
 
 
 def turned(position: Any, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
-    """Both turned by positions that turn, as they should be."""
-    turn = module_of(position).turn
-    return turn(q, tables), turn(k, tables)
+    """q (B, H, T, hd) and k (B, KV, T, hd), turned by positions that turn: each, or as the positions' `both` says."""
+    module = module_of(position)
+    if hasattr(module, "both"):
+        return module.both(position, q, k, tables)  # type: ignore[no-any-return]
+    return module.turn(q, tables), module.turn(k, tables)
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
     """(B, T, H·d) -> (B, H, T, d)."""
     return torch.unflatten(x, -1, (heads, -1)).transpose(1, 2)
-
-
-def _of_every_head(spec: LatentAttention) -> Attention:
-    """What is left to do once every head has a key and a value of its own, positions applied."""
-    return Attention(
-        hidden_size=spec.hidden_size,
-        heads=spec.heads,
-        kv_heads=spec.heads,
-        head_dim=spec.query_dim,
-        scale=spec.scale,
-        position=spec.position if isinstance(spec.position, Biasing) else None,
-        window=spec.window,
-    )
 
 
 def repeat_heads(x: Tensor, times: int) -> Tensor:

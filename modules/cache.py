@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..components import Block, ModelSpec
+from ..components import ModelSpec
 from .registry import module_of
-
-__all__ = ["Cache", "LayerCache"]
 
 ROOM = 8
 """Tokens to make memory for ahead of time: earlier ones are copied once in so many steps, not in each."""
@@ -77,12 +74,9 @@ class Cache:
     """
 
     def __init__(self, spec: ModelSpec) -> None:
-        self.layers = [dict(_kept(block)) for block in spec.blocks]
+        mixers = [[sublayer.mixer for sublayer in block.sublayers] for block in spec.blocks]
+        self.layers: list[dict[str, Any]] = [
+            {each.slot: module_of(each).cache(each) for each in block if hasattr(module_of(each), "cache")}
+            for block in mixers
+        ]
         self.length = 0
-
-
-def _kept(block: Block) -> Iterator[tuple[str, Any]]:
-    for sublayer in block.sublayers:
-        made = getattr(module_of(sublayer.mixer), "cache", None)  # what keeps nothing has none
-        if made is not None:
-            yield sublayer.mixer.slot, made(sublayer.mixer)

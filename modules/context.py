@@ -10,18 +10,10 @@ from torch import Tensor
 from ..components import Biasing, Turning
 from .registry import module_of
 
-__all__ = ["Context"]
-
 
 class Context:
-    """One forward pass of T new tokens after `past` earlier ones.
-
-    Args:
-        batch, steps: B and T of the new tokens.
-        past: tokens already in the cache.
-        position_ids: (1 or B, T).
-        attention_mask: (B, past + T), 1 where a token is real, or None where all are.
-
+    """One forward pass of T new tokens (`steps`) a row of a batch, after `past` earlier ones in the cache; position ids
+    are (1 or B, T), the mask is (B, past + T), 1 where a token is real, or None where all are.
     """
 
     def __init__(
@@ -69,13 +61,9 @@ class Context:
             self._biases[key] = module_of(spec).bias(spec, heads, mask.long(), self.dtype)[..., first:]
         return self._biases[key]
 
-    def _unmasked(self, window: int | None) -> bool:
-        """Whether every new token may look at every key."""
-        return self.steps == 1 and not self.padded and (window is None or self.keys(window) < window)
-
     def allowed(self, window: int | None) -> Tensor | None:
         """True where query t may look at key s: (B or 1, 1, T, S). None where it may everywhere."""
-        if self._unmasked(window):
+        if self.steps == 1 and not self.padded and (window is None or self.keys(window) < window):
             return None
         if window not in self._allowed:
             device, first = self.position_ids.device, self.first_key(window)

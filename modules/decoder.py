@@ -22,8 +22,6 @@ from .context import Context
 from .layers import capped
 from .registry import build_module
 
-__all__ = ["BlockModule", "Decoder"]
-
 
 class EmbeddingModule(nn.Module):
     """Token ids (B, T) -> (B, T, hidden)."""

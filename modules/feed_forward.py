@@ -11,8 +11,6 @@ from ..components import FeedForward, GatedFeedForward, MixtureOfExperts
 from .layers import ACTIVATIONS, FusedLinears, Linear
 from .registry import build_module, computes
 
-__all__ = ["FeedForwardModule", "GatedFeedForwardModule", "MixtureOfExpertsModule"]
-
 
 @computes(FeedForward)
 class FeedForwardModule(nn.Module):

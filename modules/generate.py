@@ -14,12 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..components import DynamicScaling, ModelSpec, Rotary
+from ..components import DynamicScaling, Rotary
 from ..errors import GptkitError, UsageError
 from .cache import Cache
 from .decoder import Decoder
-
-__all__ = ["Sampling", "generate", "outside_vocabulary"]
 
 _SMALLEST_TEMPERATURE = 1e-6  # below it, logits divided by it may leave fp32's range
 
@@ -63,10 +61,7 @@ class Sampling:
         return self.temperature == 0
 
     def filtered(self, logits: Tensor) -> Tensor:
-        """The logits (B, vocabulary) in fp32 after temperature, top-k and top-p: -inf where a token is left out.
-
-        Of a temperature above 0; greedy decoding filters nothing.
-        """
+        """The logits (B, vocabulary) in fp32 after a temperature above 0, top-k and top-p: -inf for tokens left out."""
         scores = logits.float() / self.temperature
         if self.top_k is not None:
             smallest = scores.topk(min(self.top_k, scores.shape[-1])).values[..., -1:]
@@ -133,16 +128,8 @@ def generate(
     return _stream(model, prompt, max_new_tokens, sampling, frozenset(stop), tell)
 
 
-def rotary_context(spec: ModelSpec) -> int | None:
-    """The tokens that a rotary model was made for, None where that is not known or its scaling grows with the text."""
-    rotaries = [each for each in spec.components() if isinstance(each, Rotary)]
-    grows = any(isinstance(each.scaling, DynamicScaling) for each in rotaries)
-    return spec.context_length if rotaries and not grows else None
-
-
 def _prompt(model: Decoder, input_ids: Sequence[int] | Tensor) -> Tensor:
     """The prompt as a checked tensor (1, T) of int64 on the model's device."""
-    device = model.embedding.weight.device
     ids = input_ids if isinstance(input_ids, Tensor) else torch.tensor(_integers(input_ids), dtype=torch.long)
     if ids.dim() == 1:
         ids = ids[None]
@@ -151,11 +138,9 @@ def _prompt(model: Decoder, input_ids: Sequence[int] | Tensor) -> Tensor:
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise UsageError(f"token ids of dtype {ids.dtype}, expected integers")
     if ids.shape[1] == 0:
-        raise UsageError(
-            "the prompt is empty", "give at least one token, such as the model's beginning-of-sequence one"
-        )
-    ids = ids.to(device=device, dtype=torch.long)
-    vocab_size = model.spec.vocab_size
+        hint = "give at least one token, such as the model's beginning-of-sequence one"
+        raise UsageError("the prompt is empty", hint)
+    ids, vocab_size = ids.to(device=model.embedding.weight.device, dtype=torch.long), model.spec.vocab_size
     outside = ids[(ids < 0) | (ids >= vocab_size)].tolist()
     if outside:
         raise outside_vocabulary(outside, vocab_size, f"token ids go from 0 to {vocab_size - 1}")
@@ -163,20 +148,13 @@ def _prompt(model: Decoder, input_ids: Sequence[int] | Tensor) -> Tensor:
 
 
 def _integers(ids: Sequence[int]) -> list[int]:
-    """Python integers that fit a tensor.
-
-    Raises:
-        UsageError: one that is no integer, or no token of any vocabulary.
-
-    """
+    """Python integers that fit a tensor; raises UsageError for what is no integer, or no token of any vocabulary."""
     for each in ids:
         if isinstance(each, bool) or not hasattr(each, "__index__"):
             raise UsageError(f"{each!r:.60} is not a token id", "token ids are integers")
-    values = [each.__index__() for each in ids]
-    beyond = [value for value in values if not -(2**63) <= value < 2**63]
-    if beyond:
-        raise UsageError(f"{beyond[0]} is not a token id", "token ids are integers from 0 to the vocabulary's size")
-    return values
+        if not -(2**63) <= each.__index__() < 2**63:
+            raise UsageError(f"{each} is not a token id", "token ids are integers from 0 to the vocabulary's size")
+    return [each.__index__() for each in ids]
 
 
 def outside_vocabulary(ids: Sequence[int], vocab_size: int, hint: str) -> UsageError:
@@ -195,9 +173,16 @@ def _stream(
     tell: Callable[[str], None],
 ) -> Iterator[int]:
     """The loop: feed what is new, choose, give out."""
-    cache = Cache(model.spec)
-    generator = None if sampling.greedy else _generator(sampling.seed, prompt.device)
-    table, context = model.spec.positions, rotary_context(model.spec)
+    cache, spec, generator = Cache(model.spec), model.spec, None
+    if not sampling.greedy:
+        generator = torch.Generator(device=prompt.device)
+        if sampling.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(sampling.seed)
+    rotaries = [each for each in spec.components() if isinstance(each, Rotary)]
+    grows = any(isinstance(each.scaling, DynamicScaling) for each in rotaries)  # with the text
+    table, context = spec.positions, spec.context_length if rotaries and not grows else None
     ids = prompt
     for step in range(max_new_tokens):
         read = prompt.shape[1] + step
@@ -216,15 +201,6 @@ def _stream(
         yield token
         if token in stop:
             return
-
-
-def _generator(seed: int | None, device: torch.device) -> torch.Generator:
-    generator = torch.Generator(device=device)
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
-    return generator
 
 
 # Step by step, because around a `yield` the mode would hold in the caller's code too.

@@ -33,16 +33,6 @@ from ..errors import GptkitError, UsageError
 from ..version import __version__
 from .decoder import Decoder
 
-__all__ = [
-    "DEVIATION",
-    "available_memory",
-    "drawn_from",
-    "finite_logits",
-    "initialised",
-    "require_memory",
-    "write_random",
-]
-
 DEVIATION = 0.02
 TOLD = "N(0, 0.02), o_proj and down_proj over sqrt(2 * layers); norms 1, biases 0 (GPT-2)"
 """The initialisation in words."""
@@ -79,9 +69,6 @@ def _drawn(parameter: Parameter, layers: int, seed: int) -> Array:
     found: Array = generator.standard_normal(shape, np.float32)
     found *= np.float32(DEVIATION / math.sqrt(2 * layers) if parameter.role == "writes" else DEVIATION)
     return found
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def available_memory() -> int | None:
@@ -130,9 +117,6 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"
 
 
-# --- what becomes of it -----------------------------------------------------------------------------------------------
-
-
 def finite_logits(model: Decoder) -> bool:
     """Whether a forward pass over some tokens of the vocabulary gives logits that are numbers."""
     spec = model.spec
@@ -171,15 +155,8 @@ def write_random(
     force: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Written:
-    """Write a tree with random weights in gptkit's own format, one tensor at a time, whatever its size.
-
-    Args:
-        tree: the tree, where it comes from, and beside which files of a tokenizer lie.
-        out: the folder to make.
-        seed: of the random numbers.
-        dtype: what the weights are stored in and computed in.
-        force: replace an existing checkpoint folder, in one step.
-        progress: called with the bytes of every tensor written.
+    """Write a tree with random weights in gptkit's own format, one tensor at a time, whatever its size; `progress` is
+    called with the bytes of each.
 
     Raises:
         UsageError: `out` exists, or its parent does not; an unknown dtype; a negative seed.

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from ..components import Activation, Arithmetic, LayerNorm, RMSNorm
 from .registry import computes
 
-__all__ = ["ACTIVATIONS", "FusedLinears", "LayerNormModule", "Linear", "RMSNormModule", "capped"]
-
 VECTOR = 16
 """Bytes. Where rows begin between multiples of it, a product may sum them in another order (in fp32 an odd head's)."""
 
@@ -73,30 +71,22 @@ class FusedLinears:
         plain = [each for each in linears if type(each) is Linear and not each._forward_hooks]
         if len(plain) < len(linears) or any(each._forward_pre_hooks for each in plain):
             return tuple(each(x) for each in linears)
-        if self._lies_in_groups(plain):
-            return self._by_groups(plain, x)
+        last = plain[-1].weight  # which has the fewest rows
+        if self.groups > 1 and last.shape[0] // self.groups * last.element_size() % VECTOR:
+            rows = [linear.weight.shape[0] // self.groups for linear in plain]
+            weight, bias = self._concatenated(plain, self.groups)
+            out = torch.unflatten(multiply(x, weight, bias, plain[0].arithmetic), -1, (self.groups, -1))
+            return torch.split(out, rows, dim=-1)
         if torch.is_grad_enabled() and any(p.requires_grad for linear in plain for p in linear.parameters()):
             weight, bias = self._concatenated(plain)
         else:
-            if not self._is_current(plain):
+            biases: list[Tensor] = [linear.bias for linear in plain if linear.bias is not None]
+            if not (are_rows([linear.weight for linear in plain], self.weight) and are_rows(biases, self.bias)):
                 self._fuse(plain)
             assert self.weight is not None
             weight, bias = self.weight, self.bias
         sizes = [linear.weight.shape[0] for linear in plain]
         return torch.split(multiply(x, weight, bias, plain[0].arithmetic), sizes, dim=-1)
-
-    def _lies_in_groups(self, linears: Sequence[Linear]) -> bool:
-        """Whether it shows that the family's matrix lies in groups: the last linear has the fewest rows of each."""
-        if self.groups == 1:
-            return False
-        weight = linears[-1].weight
-        return weight.shape[0] // self.groups * weight.element_size() % VECTOR != 0
-
-    def _by_groups(self, linears: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
-        """The product with the matrix that has a group's rows of all linears together."""
-        weight, bias = self._concatenated(linears, self.groups)
-        out = torch.unflatten(multiply(x, weight, bias, linears[0].arithmetic), -1, (self.groups, -1))
-        return torch.split(out, [each.weight.shape[0] // self.groups for each in linears], dim=-1)
 
     @staticmethod
     def _concatenated(linears: Sequence[Linear], groups: int = 1) -> tuple[Tensor, Tensor | None]:
@@ -113,10 +103,6 @@ class FusedLinears:
             weight = joined([linear.weight for linear in linears])
         biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
         return weight, joined(biases) if biases else None
-
-    def _is_current(self, linears: Sequence[Linear]) -> bool:
-        biases = [linear.bias for linear in linears if linear.bias is not None]
-        return are_rows([linear.weight for linear in linears], self.weight) and are_rows(biases, self.bias)
 
     def _fuse(self, linears: Sequence[Linear]) -> None:
         """Make the matrix and let the parameters be views of it, so that nothing is held twice."""

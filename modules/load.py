@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,18 +21,11 @@ from ..errors import UsageError
 from .attention import Kernel
 from .decoder import Decoder
 
-__all__ = ["build", "filled", "load", "load_checkpoint", "load_random", "torch_dtype"]
-
 M = TypeVar("M", bound=nn.Module)
 
 
 def torch_dtype(dtype: torch.dtype | str | None, default: str = "F32") -> torch.dtype:
-    """A torch dtype from itself, its name, or safetensors' name of the default.
-
-    Raises:
-        UsageError: not one of the four floating point types gptkit computes in.
-
-    """
+    """A torch dtype from itself, its name, or safetensors' of the default; UsageError for one not computed in."""
     name = dtype if isinstance(dtype, str) else str(dtype) if dtype is not None else HF_NAMES[default]
     found: torch.dtype = getattr(torch, HF_NAMES[parse_dtype(name)])
     return found
@@ -75,28 +69,21 @@ def load(
     if random:
         from .initialise import drawn_from
 
-        found = outline(str(model), offline=offline, allow_pickle=allow_pickle)
-        made = load_random(found.spec, dtype, attention, seed=seed, device=device, progress=progress, name=str(model))
-        made.source = drawn_from(found, seed, parse_dtype(str(torch_dtype(dtype))))
-        return made
+        tree = outline(str(model), offline=offline, allow_pickle=allow_pickle)
+        drawn = load_random(tree.spec, dtype, attention, seed=seed, name=str(model), device=device, progress=progress)
+        drawn.source = drawn_from(tree, seed, parse_dtype(str(torch_dtype(dtype))))
+        return drawn
     checkpoint = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
     return load_checkpoint(checkpoint, dtype, attention, device=device, progress=progress)
 
 
 def load_checkpoint(
-    checkpoint: Checkpoint,
-    dtype: torch.dtype | str | None = None,
-    attention: Kernel = "sdpa",
-    *,
-    device: str | torch.device = "cpu",
-    progress: Callable[[int], None] | None = None,
+    checkpoint: Checkpoint, dtype: torch.dtype | str | None = None, attention: Kernel = "sdpa", **options: Any
 ) -> Decoder:
     """As `load`, for an opened checkpoint. Memory is the model's in `dtype` plus one tensor."""
-    wanted = torch_dtype(dtype, checkpoint.dtype)
-    model = build(checkpoint.spec, checkpoint.tensors(), wanted, attention, device=device, progress=progress)
-    model.source = Outline(
-        checkpoint.spec, checkpoint.origin, companions(checkpoint), checkpoint.revision, texts=checkpoint.texts
-    )
+    spec, folder = checkpoint.spec, companions(checkpoint)
+    model = build(spec, checkpoint.tensors(), torch_dtype(dtype, checkpoint.dtype), attention, **options)
+    model.source = Outline(spec, checkpoint.origin, folder, checkpoint.revision, texts=checkpoint.texts)
     return model
 
 
@@ -106,9 +93,9 @@ def load_random(
     attention: Kernel = "sdpa",
     *,
     seed: int = 0,
-    device: str | torch.device = "cpu",
-    progress: Callable[[int], None] | None = None,
     name: str = "the model",
+    device: str | torch.device = "cpu",
+    **options: Any,
 ) -> Decoder:
     """As `load`, for a tree with random weights; `name` is what errors call it."""
     from .initialise import initialised, require_memory
@@ -117,7 +104,7 @@ def load_random(
     stored = parse_dtype(str(wanted))
     if str(device).startswith("cpu"):
         require_memory(spec, stored, name)
-    return build(spec, initialised(spec, seed, stored), wanted, attention, device=device, progress=progress)
+    return build(spec, initialised(spec, seed, stored), wanted, attention, device=device, **options)
 
 
 def build(
@@ -138,21 +125,15 @@ def build(
                 progress(array.nbytes)
 
     try:
-        model = _empty(lambda: Decoder(spec, attention), dtype, device)
+        model = _empty(partial(Decoder, spec, attention), dtype, device)
     except (RuntimeError, AssertionError) as error:  # no such device, or no memory for the model on it
         raise UsageError(f"cannot place the model on {device}: {str(error).splitlines()[0]}") from error
     return _fill(model, values())
 
 
 def filled(make: Callable[[], M], read: Callable[[str], Tensor], dtype: torch.dtype, path: str = "") -> M:
-    """A part of a tree as a module in eval mode, with its parameters in `dtype`.
-
-    Args:
-        make: the module, which is made on the meta device.
-        read: a parameter's values by its shared name.
-        dtype: what is computed in.
-        path: the module's own name in the tree ("blocks.0"); by default its parameters have shared names themselves.
-
+    """A part of a tree as a module in eval mode, made on the meta device, with its parameters in `dtype`, which `read`
+    has by shared name. `path` is its own name in the tree ("blocks.0"), where its parameters' names are within that.
     """
     module, prefix = _empty(make, dtype, "cpu"), f"{path}." if path else ""
     return _fill(module, ((name, read(prefix + name)) for name, _ in module.named_parameters()))

@@ -24,17 +24,6 @@ from ..components import (
 )
 from .registry import computes
 
-__all__ = [
-    "AlibiBias",
-    "RotaryTables",
-    "RotaryTurn",
-    "alibi_bias",
-    "alibi_slopes",
-    "apply_rotary",
-    "inverse_frequencies",
-    "rotary_tables",
-]
-
 
 class RotaryTables(NamedTuple):
     """cos and sin, each (1 or B, 1, T, dim), in the model's dtype; sin is negative for the first of each pair, where
@@ -61,9 +50,7 @@ def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> R
 
 
 def inverse_frequencies(rotary: Rotary, length: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """One angular frequency a pair, (dim/2,), for a sequence of `length` tokens (which dynamic scaling and longrope
-    look at).
-    """
+    """One angular frequency a pair, (dim/2,), for a sequence of `length` tokens, where a scaling looks at that."""
     dim, base, scaling = rotary.dim, rotary.base, rotary.scaling
     exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).to(dtype) / dim
     match scaling:
@@ -135,6 +122,7 @@ class RotaryTurn:
 
     tables = staticmethod(rotary_tables)
     turn = staticmethod(apply_rotary)
+    frequencies = staticmethod(inverse_frequencies)
 
 
 def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:

@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 from ..components import Component
 from ..errors import MissingComponent
 
-__all__ = ["build_module", "computes", "module_of"]
-
 MODULES: dict[type[Component], type[Any]] = {}
 Made = TypeVar("Made", bound=type[Any])
 

@@ -27,8 +27,6 @@ from ..version import __version__
 from .decoder import Decoder
 from .load import as_array
 
-__all__ = ["save"]
-
 TOLD = "from memory: its weights as a program left them, trained or edited"
 SHOWN = 4
 
@@ -84,14 +82,7 @@ def save(
 
 
 def in_memory(model: Decoder, dtype: str | None = None) -> Checkpoint:
-    """A module as a checkpoint whose tensors are its parameters. `dtype` is what they are to be stored as, by torch's
-    name.
-
-    Raises:
-        UsageError: it is no Decoder, or in a dtype that no checkpoint has.
-        InvalidInput: its parameters are not those of its tree, or have no values.
-
-    """
+    """A module as a checkpoint of its parameters, to be stored as `dtype`, by torch's name; raises as `save`."""
     if not isinstance(model, Decoder):
         raise UsageError(
             f"save takes what gptkit.load returns, not a {type(model).__name__}",

@@ -20,8 +20,6 @@ from .generate import Sampling, outside_vocabulary, warn
 from .generate import generate as generate_tokens
 from .load import load_checkpoint
 
-__all__ = ["generate", "prompt_ids"]
-
 WARNED = partial(warn, stacklevel=4)
 """A limit of the model as a warning of the code that asks for the next piece."""
 
@@ -87,28 +85,23 @@ def generate(
         stop = tokenizer.eos_ids if tokenizer is not None else _stated_eos(about.origin)
         decoder = model
     else:
-        checkpoint = (
-            model
-            if isinstance(model, Checkpoint)
-            else open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
-        )
+        options = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
+        checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model, **options)
         tokenizer = load_tokenizer(checkpoint.folder, checkpoint.texts)
         ids = prompt_ids(checkpoint.reference, checkpoint.spec, tokenizer, prompt)
-        stop = stop_ids(checkpoint, tokenizer)
+        folder, texts = checkpoint.folder, checkpoint.texts
+        stop = eos_ids(folder, None, texts) if tokenizer is None else tokenizer.eos_ids
+        if not stop and checkpoint.format != "hf":  # by the config.json that it once had
+            stop = _stated_eos(checkpoint.origin)
         decoder = load_checkpoint(checkpoint, dtype, attention)
-    tokens = generate_tokens(
-        decoder, ids, max_new_tokens, sampling=sampling, stop=stop if stop_at_eos else (), tell=tell
+    stop = stop if stop_at_eos else ()
+    return _pieces(
+        generate_tokens(decoder, ids, max_new_tokens, sampling=sampling, stop=stop, tell=tell), tokenizer, ids
     )
-    return _pieces(tokens, tokenizer, ids)
 
 
 def prompt_ids(name: str, spec: ModelSpec, tokenizer: Tokenizer | None, prompt: str | Sequence[int]) -> list[int]:
-    """The token ids of a prompt for a tree, which messages call `name`.
-
-    Raises:
-        UsageError: a text for a checkpoint without a tokenizer, or whose tokenizer has more tokens than the model.
-
-    """
+    """The token ids of a prompt for a tree, called `name`; UsageError for a text that no tokenizer here reads."""
     if not isinstance(prompt, str):
         return list(prompt)
     if tokenizer is None:
@@ -117,12 +110,6 @@ def prompt_ids(name: str, spec: ModelSpec, tokenizer: Tokenizer | None, prompt: 
     if outside := [each for each in ids if each >= spec.vocab_size]:
         raise outside_vocabulary(outside, spec.vocab_size, "is the tokenizer that of this model?")
     return ids
-
-
-def stop_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> Sequence[int]:
-    """The ids after which a text ends: by the checkpoint's files, else by the config.json that it once had."""
-    found = tokenizer.eos_ids if tokenizer is not None else eos_ids(checkpoint.folder, None, checkpoint.texts)
-    return found if found or checkpoint.format == "hf" else _stated_eos(checkpoint.origin)
 
 
 def _stated_eos(origin: Origin) -> Sequence[int]:

@@ -19,36 +19,26 @@ from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.publish import sha256_file
 from ..errors import UsageError
 from ..version import __version__
-from .verify import BytesVerdict, Verification
-
-__all__ = ["card", "command", "markdown", "write_card"]
-
-SCHEMA_VERSION = 1
+from .verify import Verification
 
 
 def card(
     result: Verification, *, offline: bool = False, allow_pickle: bool = False, allow_extra: bool = False
 ) -> dict[str, Any]:
-    """The card of a verification as plain JSON values; hashes the weight files of both sides.
-
-    Raises:
-        InvalidInput, Offline: a checkpoint that was verified is no longer there.
-
-    """
-    checkpoints = {"model": result.model, **({"other": result.other} if result.other is not None else {})}
+    """The card as plain JSON values; hashes both sides' weight files, and raises as `open_checkpoint`."""
+    options = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
+    references = {"model": result.model} | ({} if result.other is None else {"other": result.other})
+    found = result.bytes
+    if found is None:
+        bytes_word = None
+    elif found.different:
+        bytes_word = "different" if found.required else "different as the trees are"
+    else:
+        bytes_word = "equal in value" if found.cast else "equal"
     return {
-        "schema_version": SCHEMA_VERSION,
-        "checkpoints": {
-            role: _describe(
-                open_checkpoint(reference, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
-            )
-            for role, reference in checkpoints.items()
-        },
-        "verdict": {
-            "function": result.verdict,
-            "bytes": _bytes_word(result.bytes),
-            "passed": result.passed,
-        },
+        "schema_version": 1,
+        "checkpoints": {role: _describe(open_checkpoint(each, **options)) for role, each in references.items()},
+        "verdict": {"function": result.verdict, "bytes": bytes_word, "passed": result.passed},
         "up_to": result.up_to,
         "limited": list(result.limited),
         "versions": {
@@ -61,21 +51,13 @@ def card(
         "dtype": result.dtype,
         "attention": result.attention,
         "prompts": [asdict(prompt) for prompt in result.prompts],
-        "bytes": None if result.bytes is None else {**asdict(result.bytes), "different": list(result.bytes.different)},
+        "bytes": None if found is None else {**asdict(found), "different": list(found.different)},
         "noise": None if result.noise is None else {**asdict(result.noise), "allowed": result.noise.allowed},
         "mutations": None if result.score is None else {**asdict(result.score), "tried": result.score.tried},
         "divergence": None if result.divergence is None else asdict(result.divergence),
         "notes": list(result.notes),
         "command": command(result),
     }
-
-
-def _bytes_word(found: BytesVerdict | None) -> str | None:
-    if found is None:
-        return None
-    if found.different:
-        return "different" if found.required else "different as the trees are"
-    return "equal in value" if found.cast else "equal"
 
 
 def command(result: Verification) -> str:
@@ -140,12 +122,7 @@ def markdown(data: dict[str, Any]) -> str:
 
 
 def write_card(result: Verification, path: Path, **options: bool) -> tuple[Path, Path]:
-    """Write the card beside `path` as .json and .md (whatever ending it has); returns both.
-
-    Raises:
-        UsageError: they cannot be written.
-
-    """
+    """Write the card as .json and .md, whatever ending `path` has; raises UsageError where they cannot be."""
     data = card(result, **options)
     targets = path.with_suffix(".json"), path.with_suffix(".md")
     try:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
 
-from ..components import ModelSpec, without_rounding
+from ..components import without_rounding
 from ..converter.checkpoint import Checkpoint
 from ..display import Shown
 from .surroundings import FileChange, TreeChange
-from .tensor_diff import Figures, cosine, relative
-
-__all__ = ["STATUSES", "Diff", "Group", "LowRank", "Status", "TensorDiff"]
+from .tensor_diff import Figures
 
 Status = Literal["same", "dtype", "rounded", "changed", "reshaped", "only_a", "only_b"]
 STATUSES: dict[Status, str] = {
@@ -66,19 +66,13 @@ class TensorDiff:
     @property
     def module(self) -> str:
         """What it belongs to in every layer: "attention.q_proj"; "model.layers.*.query" of one with no place."""
-        parts = self.everywhere.split(".")
-        parts = parts[2:] if parts[0] == "blocks" else parts
-        if "experts" in parts:
-            del parts[parts.index("experts") + 1]
-        return ".".join(parts[:-1]) or self.name
+        name = re.sub(r"\.experts\.[^.]+", ".experts", self.everywhere.removeprefix("blocks.*."))
+        return name.rpartition(".")[0] or self.name
 
     @property
     def everywhere(self) -> str:
         """Its name with a star for the layer."""
-        parts = self.name.split(".")
-        if self.layer is not None:
-            parts[next(index for index, part in enumerate(parts) if part.isdecimal())] = "*"
-        return ".".join(parts)
+        return self.name if self.layer is None else re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", self.name, count=1)
 
     @property
     def part(self) -> str:
@@ -87,9 +81,7 @@ class TensorDiff:
 
     @property
     def reading(self) -> Reading | None:
-        """What the rank of the change says; None where it says nothing: no matrix, not changed, not looked for, some
-        rows alone, a multiple.
-        """
+        """What the rank of the change says; None where there is none, or it says nothing (some rows, a multiple)."""
         figures = self.figures
         rank = None if figures is None else figures.rank
         if figures is None or rank is None or self.shape_a is None or self.status != "changed":
@@ -102,49 +94,35 @@ class TensorDiff:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values; figures that are beyond fp64 are null."""
-        found: dict[str, Any] = {
-            "name": self.name,
-            "module": self.module,
-            "component": self.component,
-            "layer": self.layer,
-            "status": self.status,
-            "shape_a": None if self.shape_a is None else list(self.shape_a),
-            "shape_b": None if self.shape_b is None else list(self.shape_b),
-            "dtype_a": self.dtype_a,
-            "dtype_b": self.dtype_b,
-            "quantised": list(self.quantised),
-        }
-        figures = self.figures
+        fields = {"name": self.name, "module": self.module, **vars(self)}
+        figures = fields.pop("figures")
+        found = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
         if figures is None:
             return {**found, "compared": None}
-        rank = figures.rank
-        few = len(figures.rows) <= FEW_RUNS
-        return {
-            **found,
-            "compared": {
-                "elements": figures.elements,
-                "changed": figures.changed,
-                "same_bytes": figures.same_bytes,
-                "relative": figures.relative,
-                "max_abs": _finite(figures.largest),
-                "cosine": figures.cosine if figures.square_a else None,
-                "scale": figures.scale,
-                "rows": figures.rows_all,
-                "rows_changed": figures.rows_changed,
-                "row_ranges": [list(run) for run in figures.rows] if few else None,
-                "not_finite_a": figures.not_finite[0],
-                "not_finite_b": figures.not_finite[1],
-                "rounded_to": figures.rounded[0] if figures.rounded else None,
-                "rounded_side": figures.rounded[1] if figures.rounded else None,
-                "order": figures.order,
-                "reading": self.reading,
-                "rank": None if rank is None or rank.more else rank.rank or None,
-                "rank_above": rank.limit if rank is not None and rank.more else None,
-                "rank_of": None if rank is None else rank.of,
-                "rank_share": None if rank is None else rank.share,
-                "rank_99": None if rank is None else rank.most,
-            },
+        rank, rounded = figures.rank, figures.rounded or (None, None)
+        more = rank is not None and rank.more
+        compared = {
+            "elements": figures.elements,
+            "changed": figures.changed,
+            "same_bytes": figures.same_bytes,
+            "relative": figures.relative,
+            "max_abs": _finite(figures.largest),
+            "cosine": figures.cosine if figures.square_a else None,
+            "scale": figures.scale,
+            "rows": figures.rows_all,
+            "rows_changed": figures.rows_changed,
+            "row_ranges": [list(run) for run in figures.rows] if len(figures.rows) <= FEW_RUNS else None,
+            "not_finite_a": figures.not_finite[0],
+            "not_finite_b": figures.not_finite[1],
+            "rounded_to": rounded[0],
+            "rounded_side": rounded[1],
+            "order": figures.order,
+            "reading": self.reading,
+            "rank": None if rank is None or more else rank.rank or None,
+            "rank_above": rank.limit if rank is not None and more else None,
         }
+        ranks = {"rank_of": "of", "rank_share": "share", "rank_99": "most"}
+        return {**found, "compared": compared | {key: getattr(rank, name, None) for key, name in ranks.items()}}
 
 
 @dataclass(frozen=True)
@@ -170,21 +148,15 @@ class Group:
 
     @property
     def relative(self) -> float | None:
-        found = self._figures
-        return relative(math.fsum(x.square for x in found), math.fsum(x.square_a for x in found)) if found else None
+        return None if self._total is None else self._total.relative
 
     @property
     def cosine(self) -> float | None:
-        found = self._figures
-        sums = (
-            math.fsum(x.product for x in found),
-            *(math.fsum(getattr(x, f"square_{s}") for x in found) for s in "ab"),
-        )
-        return cosine(*sums) if found else None
+        return None if self._total is None else self._total.cosine
 
     @property
     def largest(self) -> float | None:
-        return _finite(max((x.largest for x in self._figures), default=0.0)) if self._figures else None
+        return None if self._total is None else _finite(self._total.largest)
 
     @property
     def not_finite(self) -> bool:
@@ -195,6 +167,14 @@ class Group:
     def _figures(self) -> list[Figures]:
         return [each.figures for each in self.changed if each.figures is not None]
 
+    @cached_property
+    def _total(self) -> Figures | None:
+        """Of what changed together, the sums and the extreme."""
+        found = self._figures
+        names = ("square_a", "square_b", "square", "product")
+        sums: dict[str, Any] = {name: math.fsum(getattr(x, name) for x in found) for name in names}
+        return Figures(0, **sums, largest=max(x.largest for x in found)) if found else None
+
     @property
     def told(self) -> dict[str, Any]:
         """The figures as JSON values: none of them where NaN or infinities changed, which no figure covers."""
@@ -202,14 +182,8 @@ class Group:
         return {**(dict.fromkeys(found) if self.not_finite else found), "not_finite": self.not_finite}
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "layer": self.layer,
-            "tensors": len(self.tensors),
-            "same": self.same,
-            "changed": len(self.changed),
-            **self.told,
-        }
+        counts = {"tensors": len(self.tensors), "same": self.same, "changed": len(self.changed)}
+        return {"name": self.name, "layer": self.layer, **counts, **self.told}
 
 
 @dataclass(frozen=True)
@@ -247,8 +221,10 @@ class Diff(Shown):
     @property
     def same(self) -> bool:
         """The same function of the same values: in whatever dtypes, with whatever files beside."""
-        values = all(each.status in ("same", "dtype") for each in self.tensors)
-        return values and _function(self.a.spec) == _function(self.b.spec)
+        values = self.all.same == len(self.tensors)
+        # Without what decides the last bits, and without the length that a model was trained for.
+        a, b = (without_rounding(msgspec.structs.replace(each.spec, context_length=None)) for each in (self.a, self.b))
+        return values and bool(a == b)
 
     @property
     def same_bytes(self) -> bool:
@@ -256,13 +232,13 @@ class Diff(Shown):
         return all(each.figures is not None and each.figures.same_bytes for each in self.tensors)
 
     @property
+    def all(self) -> Group:
+        return Group("all", None, self.tensors)
+
+    @property
     def changed(self) -> tuple[TensorDiff, ...]:
         """Tensors with other values, of one shape on both sides, as the tree has them."""
         return self.all.changed
-
-    @property
-    def all(self) -> Group:
-        return Group("all", None, self.tensors)
 
     @property
     def parameters(self) -> tuple[int, int]:
@@ -285,10 +261,10 @@ class Diff(Shown):
         if not low or 2 * len(low) < len(matrices) or any(each.reading == "high" for each in matrices):
             return None
         ranks = [each.figures.rank.rank for each in low if each.figures is not None and each.figures.rank is not None]
-        modules = dict.fromkeys(each.module for each in low)
         apart = any(self.counts[status] for status in ("reshaped", "only_a", "only_b"))
         alone = not apart and self.counts["changed"] == len(matrices)
-        return LowRank(alone, len(low), len(matrices) - len(low), max(ranks), tuple(modules))
+        modules = tuple(dict.fromkeys(each.module for each in low))
+        return LowRank(alone, len(low), len(matrices) - len(low), max(ranks), modules)
 
     def by_module(self) -> list[Group]:
         """A group a module's weights, and one its biases, in the order of computation."""
@@ -303,8 +279,7 @@ class Diff(Shown):
         return _groups(self.tensors, lambda each: (each.part, each.layer))
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        low, rounded, everything = self.low_rank, self.rounded, self.all
+        low, rounded = self.low_rank, self.rounded or (None, None)
         return {
             "schema_version": 1,
             "a": _side(self.a, self.parameters[0]),
@@ -312,9 +287,9 @@ class Diff(Shown):
             "same": self.same,
             "same_bytes": self.same_bytes,
             "counts": dict(self.counts),
-            **everything.told,
-            "rounded_to": None if rounded is None else rounded[0],
-            "rounded_side": None if rounded is None else rounded[1],
+            **self.all.told,
+            "rounded_to": rounded[0],
+            "rounded_side": rounded[1],
             "low_rank": None if low is None else {**vars(low), "modules": list(low.modules)},
             "tree": [vars(each) for each in self.tree],
             "files": [{**vars(each), "told": list(each.told)} for each in self.files],
@@ -330,12 +305,6 @@ def _groups(tensors: Iterable[TensorDiff], key: Callable[[TensorDiff], tuple[str
     for each in tensors:
         found.setdefault(key(each), []).append(each)
     return [Group(name, layer, tuple(members)) for (name, layer), members in found.items()]
-
-
-def _function(spec: ModelSpec) -> ModelSpec:
-    """The tree without what decides the last bits, and without the length it was trained for."""
-    found: ModelSpec = without_rounding(msgspec.structs.replace(spec, context_length=None))
-    return found
 
 
 def _side(checkpoint: Checkpoint, parameters: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import GptkitError
-
-__all__ = ["Difference", "compare", "kl_divergence", "largest_gap", "mean_gap", "row_gaps"]
 
 ROWS = 128
 """Positions that are widened to fp64 at once: a vocabulary is large."""
@@ -48,12 +46,7 @@ def kl_divergence(reference: Tensor, candidate: Tensor) -> Tensor:
 
 
 def compare(name: str, reference: Tensor, candidate: Tensor) -> Difference:
-    """Logits (N, V) of the same positions.
-
-    Raises:
-        GptkitError: there are none, or not of the same positions and vocabulary.
-
-    """
+    """Logits (N, V) of the same positions. Raises GptkitError where there are none, or of other shapes."""
     if reference.shape != candidate.shape:
         raise GptkitError(f"{name}: logits of shapes {tuple(reference.shape)} and {tuple(candidate.shape)}")
     if reference.numel() == 0:
@@ -71,20 +64,26 @@ def compare(name: str, reference: Tensor, candidate: Tensor) -> Difference:
 def largest_gap(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     """The largest absolute difference over several sets of logits; NaN where there is one anywhere."""
     # Not Python's max, which loses a NaN that does not come first.
-    return torch.stack([gap.max() for gap in _gaps(a, b)]).max().item()
+    return torch.stack([gap.max() for gap in gaps(a, b)]).max().item()
+
+
+def gap_up_to(expected: Iterable[Tensor], given: Iterable[Tensor], enough: float) -> float:
+    """As `largest_gap`, up to the first further off than `enough`: what is wrong mostly shows on a few tokens."""
+    gap = 0.0
+    for a, b in zip(expected, given, strict=True):
+        here = largest_gap([a], [b])
+        gap = here if not here <= gap else gap
+        if not gap <= enough:
+            break
+    return gap
 
 
 def mean_gap(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     """The mean absolute difference over several sets of logits."""
-    return torch.stack([gap.sum() for gap in _gaps(a, b)]).sum().item() / sum(each.numel() for each in a)
+    return torch.stack([gap.sum() for gap in gaps(a, b)]).sum().item() / sum(each.numel() for each in a)
 
 
-def row_gaps(a: Tensor, b: Tensor) -> Tensor:
-    """The largest absolute difference of each row, (N,)."""
-    return torch.cat([gap.amax(dim=-1) for gap in _gaps([a], [b])])
-
-
-def _gaps(a: Sequence[Tensor], b: Sequence[Tensor]) -> Iterator[Tensor]:
+def gaps(a: Sequence[Tensor], b: Sequence[Tensor]) -> Iterator[Tensor]:
     """Absolute differences in fp64, some rows at a time."""
     for x, y in zip(a, b, strict=True):
         for part, other in zip(torch.split(x, ROWS), torch.split(y, ROWS), strict=True):

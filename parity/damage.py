@@ -1,10 +1,9 @@
 """The damage report: how far a changed model is from its original, by position, by layer, and where that is born.
 
 By position: KL and perplexity of what follows after so many tokens. By layer: the difference of the residual streams,
-and what each model would say if it ended there, its own last norm and head on its own stream (the logit lens,
-nostalgebraist 2020): how the difference grows or heals on the way up. Where it is born: what each component of the
-changed model makes of the *original's* stream, against what the original makes of it, so that what came from below does
-not count. That needs streams in one basis, which is decided by what the embeddings give.
+and what each model would say if it ended there (the logit lens, nostalgebraist 2020). Where it is born: what each
+component of the changed model makes of the *original's* stream, against what the original makes of it, so that what
+came from below does not count. That needs streams in one basis, which is decided by what the embeddings give.
 
 Both models are read by rows of their weights (see `rows`), and streams wait in files without a name.
 """
@@ -14,14 +13,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..analysis.parameters import count
 from ..components import ModelSpec
 from ..converter.tensors import Tree
 from ..modules.load import filled, tensor_of
@@ -31,8 +31,6 @@ from .heads import Compared, Tokens, compare_heads, perplexity, require_same_tok
 from .probe import RUNNING, Batch
 from .rows import states
 from .scope import Scope, inputs
-
-__all__ = ["Bin", "Damage", "Layer", "Place", "damage"]
 
 SMALL = 50_000_000
 """Parameters up to which fp64 is computed in, and all positions are looked at."""
@@ -48,6 +46,9 @@ ALIKE = 0.25
 """And up to which a tree with the same norms still has the same basis (a table that was rounded, or refitted)."""
 FLOORS = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Relative difference that rounding may make in one component, in what is computed in."""
+
+Pairs = Sequence[tuple[int, int]]
+"""Layers (before, after) that stand for one another."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,6 @@ class Bin:
 
     @property
     def name(self) -> str:
-        """The positions in words."""
         return f"{self.first:,}" if self.first == self.last else f"{self.first:,}–{self.last:,}"
 
 
@@ -103,7 +103,6 @@ class Place:
 
     @property
     def name(self) -> str:
-        """The place in words."""
         return self.label if self.layer is None else f"layer {self.layer} {self.label}"
 
 
@@ -126,8 +125,8 @@ class Damage:
     @property
     def born(self) -> Place | None:
         """The component that differs most by itself; one of a block, not the block."""
-        found = [place for place in self.places if place.differs and place.label != PARTS[""]]
-        return max(found, key=lambda place: _order(place.relative), default=None)
+        parts = [place for place in self.places if place.differs and place.label != PARTS[""]]
+        return max(parts, key=lambda place: math.inf if math.isnan(place.relative) else place.relative, default=None)
 
     @property
     def first(self) -> Place | None:
@@ -148,10 +147,10 @@ def damage(
     text: Sequence[int] | None = None,
     tokens: Tokens | None = None,
     most: int | None = None,
-    layers: Sequence[tuple[int, int]] | None = None,
+    layers: Pairs | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Damage:
-    """Run both and lay them side by side.
+    """Run both and lay them side by side. Raises GptkitError as `require_same_tokens`.
 
     Args:
         before: the original.
@@ -159,61 +158,44 @@ def damage(
         text: token ids of the old vocabulary; without, the probe's tokens, which have no perplexity.
         tokens: the same tokens' ids before and after, where the vocabulary changed.
         most: tokens that a model is given at most.
-        layers: pairs (layer before, layer after) that stand for one another; by default each and its like, where there
-            are as many.
+        layers: those that stand for one another; by default each and its like, where there are as many.
         progress: told what is being done.
-
-    Raises:
-        GptkitError: the vocabularies are of different sizes, and `tokens` does not say which tokens are the same.
 
     """
     require_same_tokens(before, after, tokens)
     say = progress or (lambda _: None)
-    dtype = torch.float64 if max(map(_size, (before.spec, after.spec))) <= SMALL else torch.float32
-    scope = Scope(before.spec, after.spec, tokens, most)
-    given = _given(scope, text)
+    given = _given(Scope(before.spec, after.spec, tokens, most), text)
     notes = [*given.notes]
     pairs = _pairs(before.spec, after.spec, layers, notes)
-    with ExitStack() as stack:
-        streams = [_Streams(stack.enter_context(closing(Kept())), given) for _ in range(2)]
-        final = []
-        for tree, kept, batches, name in zip(
-            (before, after), streams, (given.batches, given.renamed), ("the original", "the other"), strict=True
-        ):
-            say(name)
-            found = states(tree, batches, dtype, see=kept.see, seen=["embedding", *_blocks(tree.spec)])
-            final.append(torch.cat([x.flatten(0, 1) for x in found]))
-        total = compare_heads(before, after, (final[0], final[1]), tokens=tokens, targets=given.targets)
-        del final
+    with closing(Kept()) as first, closing(Kept()) as second:
+        both = _Both((before, after), given, tokens, (first, second))
+        total = both.run(say)
         say("layer by layer")
-        lens = _Lens(before, after, given, streams, dtype, tokens, notes)
-        by_layer = tuple(lens.at(*pair) for pair in pairs)
+        if len(both.rows) < len(given.positions):
+            notes.append(f"by layer on {len(both.rows):,} of {len(given.positions):,} positions")
+        by_layer = tuple(both.lens(*pair) for pair in pairs)
         say("component by component")
-        tables = _relative_embeddings(streams)
+        tables = _relative(*(both.stream(side, TABLE) for side in range(2)))
         reason = _other_basis(before.spec, after.spec, tables)
         if reason is not None:
             notes.append(f"no component was given the original's stream: {reason}")
-        own = None if reason is not None or not pairs else _Own(before, after, given, streams[0], pairs, dtype)
-        places = () if own is None else (_place("embedding", None, tables, dtype), *own.places(), lens.end())
+        apart = {} if reason is not None or not pairs else {("embedding", None): tables or 0.0, **both.own(pairs)}
     whole = torch.ones(len(given.positions), dtype=torch.bool)
     return Damage(
         on=given.on,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(both.dtype).removeprefix("torch."),
         total=_bin(0, int(given.positions.max()), whole, total, given.targets),
         bins=tuple(_bin(*edges, given.within(edges), total, given.targets) for edges in given.edges),
         layers=by_layer,
-        places=places,
+        places=tuple(Place(*place, gap, not gap <= FLOORS[both.dtype]) for place, gap in apart.items()),
         notes=tuple(notes),
     )
 
 
-# --- what the models are given ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Given:
-    """Batches without padding, each of another name, in the old vocabulary and in the new one; of each of their tokens
-    (N in all) its position and what follows, where that is known.
+    """Batches without padding, each named by its number, in the old vocabulary and in the new one; of each of their
+    tokens (N in all) its position and what follows, where that is known.
     """
 
     batches: list[Batch]
@@ -222,11 +204,6 @@ class _Given:
     targets: Tensor | None
     on: str
     notes: tuple[str, ...] = ()
-
-    @cached_property
-    def numbers(self) -> dict[str, int]:
-        """The batches by name."""
-        return {batch.name: number for number, batch in enumerate(self.batches)}
 
     @property
     def edges(self) -> list[tuple[int, int]]:
@@ -259,21 +236,11 @@ def _given(scope: Scope, text: Sequence[int] | None) -> _Given:
         on = f"{taken:,} tokens of the probe"
         notes = ("no text: the probe's tokens are made up, and have no perplexity",)
     batches = [replace(batch, name=str(number)) for number, batch in enumerate(batches)]
-    return _Given(batches, [scope.renamed(batch) for batch in batches], _positions(batches), targets, on, notes)
+    positions = torch.cat([torch.arange(steps).repeat(rows) for rows, steps in (b.input_ids.shape for b in batches)])
+    return _Given(batches, [scope.renamed(batch) for batch in batches], positions, targets, on, notes)
 
 
-def _positions(batches: Sequence[Batch]) -> Tensor:
-    shapes = [batch.input_ids.shape for batch in batches]
-    return torch.cat([torch.arange(steps).repeat(rows) for rows, steps in shapes])
-
-
-def _size(spec: ModelSpec) -> int:
-    return sum(parameter.count for parameter in spec.parameters())
-
-
-def _pairs(
-    before: ModelSpec, after: ModelSpec, layers: Sequence[tuple[int, int]] | None, notes: list[str]
-) -> list[tuple[int, int]]:
+def _pairs(before: ModelSpec, after: ModelSpec, layers: Pairs | None, notes: list[str]) -> Pairs:
     """The layers that stand for one another."""
     counts = len(before.blocks), len(after.blocks)
     if layers is not None:
@@ -281,7 +248,7 @@ def _pairs(
             alone = sorted(set(range(count)) - {pair[side] for pair in layers})
             if alone:
                 notes.append(f"not compared: {of} layer{'s' if len(alone) > 1 else ''} {', '.join(map(str, alone))}")
-        return list(layers)
+        return layers
     if counts[0] == counts[1]:
         return [(layer, layer) for layer in range(counts[0])]
     notes.append(f"not compared by layer: {counts[0]} layers before, {counts[1]} after")
@@ -301,176 +268,112 @@ def _bin(first: int, last: int, here: Tensor, found: Compared, targets: Tensor |
     )
 
 
-def _order(value: float) -> float:
-    """For finding the largest: what is no number is larger than all."""
-    return math.inf if math.isnan(value) else value
-
-
-# --- by layer ---------------------------------------------------------------------------------------------------------
-
 INTO, TABLE = -1, -2
 """The layers under which what goes into the first block is kept, and what the embedding gives."""
-
-
-class _Streams:
-    """The residual stream of each batch after each block, and before the first, in a file."""
-
-    def __init__(self, kept: Kept, given: _Given) -> None:
-        self._kept, self._given = kept, given
-
-    def see(self, path: str, given: Tensor, made: Tensor) -> None:
-        """What a block was given and made, in a pass."""
-        number = self._given.numbers[RUNNING.get().name]
-        if path == "embedding":
-            self._kept[number, TABLE] = made.double()
-            return
-        layer = int(path.removeprefix("blocks."))
-        if layer == 0:
-            self._kept[number, INTO] = given.double()
-        self._kept[number, layer] = made.double()
-
-    def of(self, batch: Batch, layer: int) -> Tensor:
-        """(B, T, hidden) in fp64, after a layer."""
-        found = self._kept.get((self._given.numbers[batch.name], layer))
-        assert found is not None
-        return found
-
-    def all(self, layer: int) -> Tensor:
-        """(N, hidden) of all batches."""
-        return torch.cat([self.of(batch, layer).flatten(0, 1) for batch in self._given.batches])
-
-
-def _blocks(spec: ModelSpec) -> list[str]:
-    return [f"blocks.{layer}" for layer in range(len(spec.blocks))]
-
-
-def _root(x: Tensor) -> float:
-    return x.double().square().mean().sqrt().item()
-
-
-def _relative(a: Tensor, b: Tensor) -> float:
-    """The size of b - a over that of a."""
-    size, gap = _root(a), _root(b.double() - a.double())
-    return gap / size if size else gap
-
-
-class _Lens:
-    """What both models would say if they ended after a layer."""
-
-    def __init__(
-        self,
-        before: Tree,
-        after: Tree,
-        given: _Given,
-        streams: Sequence[_Streams],
-        dtype: torch.dtype,
-        tokens: Tokens | None,
-        notes: list[str],
-    ) -> None:
-        self.trees, self.given, self.streams, self.dtype, self.tokens = (before, after), given, streams, dtype, tokens
-        self.norms = [
-            filled(partial(build_module, tree.spec.final_norm), partial(tensor_of, tree), dtype, "final_norm")
-            for tree in self.trees
-        ]
-        specs = before.spec, after.spec
-        row = max(len(spec.blocks) * spec.vocab_size * spec.hidden_size for spec in specs)
-        count = len(given.positions)
-        taken = min(count, max(LENS_WORK // row, len(given.edges)))
-        self.rows = torch.linspace(0, count - 1, taken, dtype=torch.float64).round().long()
-        if taken < count:
-            notes.append(f"by layer on {taken:,} of {count:,} positions")
-
-    def at(self, before: int, after: int) -> Layer:
-        """After these layers."""
-        sides = [each.all(layer) for each, layer in zip(self.streams, (before, after), strict=True)]
-        stream = _relative(*sides) if sides[0].shape == sides[1].shape else None
-        with torch.inference_mode():
-            normed = [norm(x[self.rows].to(self.dtype)) for norm, x in zip(self.norms, sides, strict=True)]
-        targets = None if self.given.targets is None else self.given.targets[self.rows]
-        found = compare_heads(*self.trees, (normed[0], normed[1]), tokens=self.tokens, targets=targets)
-        whole = _bin(0, 0, torch.ones(len(self.rows), dtype=torch.bool), found, targets)
-        inside = [self.given.within(edges)[self.rows] for edges in self.given.edges]
-        return Layer(
-            before=before,
-            after=after,
-            stream=stream,
-            kl=whole.kl,
-            top1=whole.top1,
-            by_bin=tuple(found.kl[here].mean().item() for here in inside),
-            perplexity_before=whole.before,
-            perplexity_after=whole.after,
-        )
-
-    def end(self) -> Place:
-        """The last norm and the head, both given what goes into the original's."""
-        last = self.streams[0].all(len(self.trees[0].spec.blocks) - 1)[self.rows].to(self.dtype)
-        with torch.inference_mode():
-            normed = [norm(last) for norm in self.norms]
-        found = compare_heads(*self.trees, (normed[0], normed[1]), tokens=self.tokens)
-        return _place("final norm and head", None, (found.gap.max() / found.largest.max()).item(), self.dtype)
-
-
-# --- where it is born -------------------------------------------------------------------------------------------------
-
 PARTS = {".attention": "attention", ".feed_forward": "feed-forward", "": "whole block"}
 """Modules in a block whose outputs are compared, and what they are called; of a block what it adds to the stream."""
 
 
-def _place(label: str, layer: int | None, relative: float, dtype: torch.dtype) -> Place:
-    return Place(label, layer, relative, not relative <= FLOORS[dtype])
+class _Both:
+    """The two models, what they are given, and the residual stream of each batch after each block, in files."""
 
-
-class _Own:
-    """What each component of `after` makes of the stream of `before`, against what that one's own makes of it: it runs
-    with the input of each block exchanged for the original's.
-    """
-
-    def __init__(
-        self,
-        before: Tree,
-        after: Tree,
-        given: _Given,
-        streams: _Streams,
-        pairs: Sequence[tuple[int, int]],
-        dtype: torch.dtype,
-    ) -> None:
-        self.given, self.streams, self.pairs, self.dtype = given, streams, pairs, dtype
-        self._partner = {b: a for a, b in pairs}
-        self._squares: dict[str, tuple[float, float]] = {}
-        """Of what the original's component makes, and of the difference, by path in `after`."""
-        paths = [[f"blocks.{layer}{part}" for layer in layers for part in PARTS] for layers in zip(*pairs, strict=True)]
-        self._keys = [{path: key for key, path in enumerate(side)} for side in paths]
-        with closing(Kept()) as self._made:
-            states(before, given.batches, dtype, see=self._keep, seen=paths[0])
-            states(after, given.renamed, dtype, see=self._hold, seen=paths[1], feed=self._feed)
-
-    def places(self) -> list[Place]:
-        """Every component in the order of computation."""
-        return [
-            _place(label, layer, self._relative(f"blocks.{layer}{part}"), self.dtype)
-            for _, layer in self.pairs
-            for part, label in PARTS.items()
+    def __init__(self, trees: tuple[Tree, Tree], given: _Given, tokens: Tokens | None, kept: tuple[Kept, Kept]) -> None:
+        self.trees, self.given, self.tokens, self.kept = trees, given, tokens, kept
+        specs = [tree.spec for tree in trees]
+        self.dtype = torch.float64 if max(count(spec).total for spec in specs) <= SMALL else torch.float32
+        self.norms = [
+            filled(partial(build_module, tree.spec.final_norm), partial(tensor_of, tree), self.dtype, "final_norm")
+            for tree in trees
         ]
+        work = max(len(spec.blocks) * spec.vocab_size * spec.hidden_size for spec in specs)
+        last = len(given.positions) - 1
+        taken = min(last + 1, max(LENS_WORK // work, len(given.edges)))
+        self.rows = torch.linspace(0, last, taken, dtype=torch.float64).round().long()
+        """The positions that are looked at by layer."""
 
-    def _relative(self, path: str) -> float:
-        size, gap = (math.sqrt(each) for each in self._squares[path])
-        return gap / size if size else gap
+    def run(self, say: Callable[[str], None]) -> Compared:
+        """Both as they are, their streams kept."""
+        final, batches = [], (self.given.batches, self.given.renamed)
+        for tree, kept, inputs_, name in zip(self.trees, self.kept, batches, ("original", "other"), strict=True):
+            say(f"the {name}")
 
-    def _keep(self, path: str, given: Tensor, made: Tensor) -> None:
-        key = self.given.numbers[RUNNING.get().name], self._keys[0][path]
-        self._made[key] = _added(path, given, made)
+            def see(path: str, given: Tensor, made: Tensor, kept: Kept = kept) -> None:
+                layer = TABLE if path == "embedding" else int(path.removeprefix("blocks."))
+                if layer == 0:
+                    kept[_running(), INTO] = given.double()
+                kept[_running(), layer] = made.double()
 
-    def _hold(self, path: str, given: Tensor, made: Tensor) -> None:
-        right = self._made.get((self.given.numbers[RUNNING.get().name], self._keys[1][path]))
-        assert right is not None
-        size, gap = self._squares.get(path, (0.0, 0.0))
-        difference = _added(path, given, made) - right
-        self._squares[path] = size + right.square().sum().item(), gap + difference.square().sum().item()
+            blocks = [f"blocks.{layer}" for layer in range(len(tree.spec.blocks))]
+            ends = states(tree, inputs_, self.dtype, see=see, seen=["embedding", *blocks])
+            final.append(torch.cat([x.flatten(0, 1) for x in ends]))
+        return compare_heads(*self.trees, (final[0], final[1]), tokens=self.tokens, targets=self.given.targets)
 
-    def _feed(self, layer: int) -> Tensor | None:
-        if layer not in self._partner:
-            return None
-        return self.streams.of(RUNNING.get(), self._partner[layer] - 1).to(self.dtype)
+    def stream(self, side: int, layer: int) -> Tensor:
+        """(N, hidden) of all batches in fp64, after a layer."""
+        return torch.cat([self.kept[side][n, layer].flatten(0, 1) for n in range(len(self.given.batches))])
+
+    def ended(self, *streams: Tensor, targets: Tensor | None = None) -> Compared:
+        """Each model's last norm and head on a stream, at `rows`."""
+        with torch.inference_mode():
+            normed = [norm(x[self.rows].to(self.dtype)) for norm, x in zip(self.norms, streams, strict=True)]
+        return compare_heads(*self.trees, (normed[0], normed[1]), tokens=self.tokens, targets=targets)
+
+    def lens(self, before: int, after: int) -> Layer:
+        """What both models would say if they ended after these layers."""
+        streams = self.stream(0, before), self.stream(1, after)
+        targets = None if self.given.targets is None else self.given.targets[self.rows]
+        found = self.ended(*streams, targets=targets)
+        whole = _bin(0, 0, torch.ones(len(self.rows), dtype=torch.bool), found, targets)
+        inside = [self.given.within(edges)[self.rows] for edges in self.given.edges]
+        by_bin = tuple(found.kl[here].mean().item() for here in inside)
+        return Layer(before, after, _relative(*streams), whole.kl, whole.top1, by_bin, whole.before, whole.after)
+
+    def own(self, pairs: Pairs) -> dict[tuple[str, int | None], float]:
+        """How far each component of the other is off by itself: what it makes of the original's stream against what the
+        original's own makes of it. The other runs with the input of each block exchanged for the original's.
+        """
+        squares: dict[str, tuple[float, float]] = {}
+        paths = [[f"blocks.{layer}{part}" for layer in layers for part in PARTS] for layers in zip(*pairs, strict=True)]
+        partner, named = {b: a for a, b in pairs}, dict(zip(paths[1], paths[0], strict=True))
+        keys = {path: key for key, path in enumerate(paths[0])}
+
+        def feed(layer: int) -> Tensor | None:
+            return self.kept[0][_running(), partner[layer] - 1].to(self.dtype) if layer in partner else None
+
+        with closing(Kept()) as made_before:
+
+            def keep(path: str, given: Tensor, made: Tensor) -> None:
+                made_before[_running(), keys[path]] = _added(path, given, made)
+
+            def hold(path: str, given: Tensor, made: Tensor) -> None:
+                right = made_before[_running(), keys[named[path]]]
+                size, gap = squares.get(path, (0.0, 0.0))
+                difference = _added(path, given, made) - right
+                squares[path] = size + right.square().sum().item(), gap + difference.square().sum().item()
+
+            states(self.trees[0], self.given.batches, self.dtype, see=keep, seen=paths[0])
+            states(self.trees[1], self.given.renamed, self.dtype, see=hold, seen=paths[1], feed=feed)
+        found: dict[tuple[str, int | None], float] = {}
+        for _, layer in pairs:
+            for part, label in PARTS.items():
+                size, gap = (math.sqrt(each) for each in squares[f"blocks.{layer}{part}"])
+                found[label, layer] = gap / size if size else gap
+        last = self.stream(0, len(self.trees[0].spec.blocks) - 1)
+        ends = self.ended(last, last)
+        return {**found, ("final norm and head", None): (ends.gap.max() / ends.largest.max()).item()}
+
+
+def _running() -> int:
+    """The number of the batch whose pass this is."""
+    return int(RUNNING.get().name)
+
+
+def _relative(a: Tensor, b: Tensor) -> float | None:
+    """The size of b - a over that of a, by root mean squares; None where they are not as wide."""
+    if a.shape != b.shape:
+        return None
+    size, gap = (each.square().mean().sqrt().item() for each in (a, b - a))
+    return gap / size if size else gap
 
 
 def _added(path: str, given: Tensor, made: Tensor) -> Tensor:
@@ -478,15 +381,9 @@ def _added(path: str, given: Tensor, made: Tensor) -> Tensor:
     return (made - given).double() if path.count(".") == 1 else made.double()
 
 
-def _relative_embeddings(streams: Sequence[_Streams]) -> float:
-    """How far the embeddings are apart; infinite where they are not as wide."""
-    sides = [each.all(TABLE) for each in streams]
-    return _relative(*sides) if sides[0].shape == sides[1].shape else math.inf
-
-
-def _other_basis(before: ModelSpec, after: ModelSpec, tables: float) -> str | None:
-    """Why the streams of two trees cannot be compared number by number, by what their embeddings give."""
-    if before.hidden_size != after.hidden_size:
+def _other_basis(before: ModelSpec, after: ModelSpec, tables: float | None) -> str | None:
+    """Why the streams of two trees cannot be compared number by number, by how far their embeddings are apart."""
+    if tables is None:
         return f"it is {before.hidden_size} wide, the other's {after.hidden_size}"
     if tables <= SAME:
         return None

@@ -10,19 +10,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..analysis.parameters import count
 from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint
 from ..modules.attention import Kernel
 from ..modules.load import load_checkpoint
 from .bisect import Divergence, bisect
 from .damage import Damage, damage
-from .miniature import miniature, narrow_batches, random_weights
-from .probe import Batch, limits
+from .probe import TABLES, Batch, limits
 from .repair import find_causes
-from .score import Score, score
+from .score import Score, miniature, narrow_batches, random_weights, score
 from .sides import Sides
-
-__all__ = ["assess", "diagnose", "try_mistakes", "unprobed", "where_they_differ", "wide_weights"]
 
 SMALL = 50_000_000
 """Parameters up to which mistakes are made in the model itself, and causes looked for in memory, unasked: each takes a
@@ -36,30 +34,16 @@ ROOM = 2**30
 
 
 def try_mistakes(
-    source: Checkpoint,
-    batches: Sequence[Batch],
-    asked: bool | None,
-    stream: bool,
-    notes: list[str],
-    up_to: int | None = None,
-) -> Score | None:
-    """What the probe would have caught: in the model itself, or, where that is large and nobody asked for it or it is
-    larger than memory, in a small copy of its tree, which a note says. None where they are not wanted.
-    """
-    if asked is False:
-        return None
-    if not stream and (asked or _count(source) <= SMALL):
+    source: Checkpoint, batches: Sequence[Batch], asked: bool, stream: bool, notes: list[str], up_to: int | None
+) -> Score:
+    """What the probe would have caught: in the model, or, of a large one unasked, in a small copy (a note says so)."""
+    if not stream and (asked or count(source.spec).total <= SMALL):
         return score(source.spec, wide_weights(source), batches, unprobed(source.spec, batches), up_to)
     own = "" if stream else "; --mutations makes them in the model itself"
     notes.append(f"mistakes on purpose were made on a small copy of this tree with random weights{own}")
     copy = miniature(source.spec, max(batch.input_ids.shape[1] for batch in batches))
     narrow, beyond = narrow_batches(batches, copy), unprobed(source.spec, batches)
-    marks = score(copy, random_weights(copy), narrow, beyond, up_to)
-    return replace(marks, small_copy=True)
-
-
-def _count(checkpoint: Checkpoint) -> int:
-    return sum(parameter.count for parameter in checkpoint.spec.parameters())
+    return replace(score(copy, random_weights(copy), narrow, beyond, up_to), small_copy=True)
 
 
 def wide_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -86,20 +70,14 @@ def diagnose(
     gaps: Sequence[Tensor] | None = None,
     asked: bool = False,
 ) -> Divergence | None:
-    """Where the two sides part, and what would put it right; None, with a note, where they cannot be laid side by side.
+    """Where the two sides part, and what would put it right; None, with a note, where they cannot be laid side by side,
+    or are large and nobody asked.
 
-    Args:
-        both: the sides.
-        batches: the probe.
-        path: the attention they computed with.
-        allowed: the difference of logits that rounding explains; None looks for no cause, since the models are one.
-        notes: gets the reason why not.
-        gaps: how much the logits of each position differ, (N,) a batch; a large model is looked at where they do most.
-        asked: whatever the size.
-
+    `allowed` is the difference of logits that rounding explains; None looks for no cause, since the models are one.
+    `gaps` says how much the logits of each position differ, (N,) a batch: a large model is looked at where most do.
     """
     source, target = both.source, both.target
-    large = max(_count(source), _count(target)) > SMALL
+    large = max(count(each.spec).total for each in (source, target)) > SMALL
     if large and both.folder is not None and not asked:
         notes.append("not bisected: that takes seven passes, and is done unasked up to 50 million parameters")
         return None
@@ -107,10 +85,12 @@ def diagnose(
         notes.append("not bisected: the models have different numbers of layers")
         return None
     if large:
-        batches = where_they_differ(batches, gaps, _row_bytes(source))
+        # About what one position takes in fp64, of all outputs, and of as many inputs of projections.
+        row = 16 * sum(each.shape[0] for each in source.spec.parameters() if each.name not in TABLES)
+        batches = where_they_differ(batches, gaps, row)
     places = bisect(both, batches, path)
     if allowed is None or source.spec.hidden_size != target.spec.hidden_size:
-        return Divergence(tuple(places), ())
+        return Divergence(tuple(places))
     return Divergence(tuple(places), tuple(find_causes(both, batches, path, allowed, places, few=large)))
 
 
@@ -122,33 +102,18 @@ def assess(
     say: Callable[[str], None],
     notes: list[str],
 ) -> Damage | None:
-    """What it costs to have the target in the source's place; None, and a note, where the models are large and nobody
-    asked.
-    """
-    size = max(_count(source), _count(target))
+    """What the target costs in the source's place; None, and a note, where they are large and nobody asked."""
+    size = max(count(each.spec).total for each in (source, target))
     if size > SMALL and not asked:
         notes.append(f"damage by position and layer left out, at {size:,} parameters: --damage")
         return None
-    ids = text(source)
-    return damage(source, target, text=ids, progress=lambda words: say(f"the damage: {words}"))
-
-
-def _row_bytes(checkpoint: Checkpoint) -> int:
-    """About what one position's outputs of all components take in fp64."""
-    tables = ("embedding.weight", "positions.weight")
-    widths = [sum(each.shape[:1]) for each in checkpoint.spec.parameters() if each.name not in tables]
-    return 16 * sum(widths)  # twice: a projection's input is looked at as its output is
+    return damage(source, target, text=text(source), progress=lambda words: say(f"the damage: {words}"))
 
 
 def where_they_differ(batches: Sequence[Batch], gaps: Sequence[Tensor] | None, row: int) -> list[Batch]:
     """The batches where two models differ most, of `TOKENS` tokens together, and of theirs the positions where they do:
-    as many as `ROOM` has place for.
-
-    Args:
-        batches: the probe.
-        gaps: how much the logits of each position differ, (N,) a batch; None where they do not.
-        row: bytes of one position.
-
+    as many as `ROOM` has place for, at `row` bytes of one position. `gaps`: how much the logits of each position
+    differ, (N,) a batch; None where they do not.
     """
     if gaps is None:
         gaps = [torch.zeros(len(batch.valid(batch.input_ids[..., None]))) for batch in batches]

@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from numpy.typing import NDArray
 
@@ -22,11 +21,9 @@ from ..components.ranges import layer_ranges, range_label
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.scheduler import IN_FLIGHT, Scheduler, dependents, shared_tensors
 from ..converter.threads import available_cores
-from .changes import STATUSES, Diff, Group, LowRank, Status, TensorDiff
+from .changes import STATUSES, Diff, Status, TensorDiff
 from .surroundings import TreeChange, changed_files, changed_tree, same_layers
 from .tensor_diff import CHUNK, Figures, compare_tensors, same_bytes
-
-__all__ = ["STATUSES", "Diff", "Group", "LowRank", "TensorDiff", "diff"]
 
 Array = NDArray[Any]
 
@@ -84,14 +81,10 @@ def diff(
     )
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
+class _Job(NamedTuple):
+    """Leaves of both sides that hold parts of one another, the memory that reading them takes, and their bytes."""
 
-
-@dataclass(frozen=True)
-class _Job:
-    """Leaves of both sides that hold parts of one another, and the names to compare in them."""
-
-    leaves: tuple[tuple[BoundLeaf, ...], tuple[BoundLeaf, ...]]
+    leaves: tuple[list[BoundLeaf], list[BoundLeaf]]
     memory: int
     nbytes: int
 
@@ -105,7 +98,11 @@ class _Comparison:
         self.sides, self.rank, self.progress = (a, b), rank, progress
         self.parameters = [{each.name: each for each in _parameters(side)} for side in self.sides]
         self.dtypes = [side.shared_dtypes() for side in self.sides]
-        self.quantised = [_quantised(side) for side in self.sides]
+        quantising = [side.leaves if side.format in QUANTISING else [] for side in self.sides]
+        self.quantised = [  # the shared tensors that are dequantised when they are read
+            {name for leaf in leaves if side.span(leaf) is None for name in leaf.shared}
+            for side, leaves in zip(self.sides, quantising, strict=True)
+        ]
         self.jobs = self._jobs()
         self.total = sum(job.nbytes for job in self.jobs)
         self.lock = threading.Lock()
@@ -125,25 +122,22 @@ class _Comparison:
         leaves = [(side, leaf) for side in (0, 1) for leaf in self.sides[side].leaves]
         at = {(side, name): index for index, (side, leaf) in enumerate(leaves) for name in leaf.shared}
         pairs = [(name, name) for _, name in at if (0, name) in at and (1, name) in at]
-        tied = [("embedding.weight", "head.weight"), ("head.weight", "embedding.weight")]
-        pairs += [(x, y) for x, y in tied if (0, x) in at and (1, y) in at and self._tied((x, y))]
-        groups = dependents(len(leaves), ((at[0, one], at[1, other]) for one, other in pairs))
+        tied = tuple(side.spec.head.tied for side in self.sides)
+        if tied[0] != tied[1]:  # the one's embedding is the other's head too
+            pairs.append(("embedding.weight", "head.weight") if tied[0] else ("head.weight", "embedding.weight"))
+        known = ((at[0, one], at[1, other]) for one, other in pairs if (0, one) in at and (1, other) in at)
+        groups = dependents(len(leaves), known)
         return [self._job([leaves[index] for index in group]) for group in groups]
 
-    def _tied(self, pair: tuple[str, str]) -> bool:
-        """Whether one side ties its head to its embedding and the other does not."""
-        tied = tuple(name == "embedding.weight" for name in pair)
-        return tied == tuple(side.spec.head.tied for side in self.sides)
-
     def _job(self, leaves: Sequence[tuple[int, BoundLeaf]]) -> _Job:
-        parts = tuple(tuple(leaf for side, leaf in leaves if side == which) for which in (0, 1))
         nbytes = memory = 0
         for side, leaf in leaves:
             size = self.sides[side].nbytes_of(leaf)
             nbytes += size
             mapped = leaf.layout.is_identity and self.sides[side].span(leaf) is not None
             memory += min(size, MAPPED_BYTES) if mapped else size
-        return _Job((parts[0], parts[1]), memory, nbytes)
+        parts = ([leaf for side, leaf in leaves if side == which] for which in (0, 1))
+        return _Job((next(parts), next(parts)), memory, nbytes)
 
     def _compare(self, job: _Job) -> None:
         found = self._tensors(job)
@@ -155,15 +149,13 @@ class _Comparison:
                 self.progress(job.nbytes, self.total)
 
     def _tensors(self, job: _Job) -> list[TensorDiff]:
-        names = [tuple(name for leaf in leaves for name in leaf.shared) for leaves in job.leaves]
+        names = [name for leaves in job.leaves for leaf in leaves for name in leaf.shared]
         if self._as_they_lie(job):
-            return [
-                self._told(name, Figures(math.prod(self.parameters[0][name].shape), same_bytes=True))
-                for name in names[0]
-            ]
+            sizes = {name: math.prod(self.parameters[0][name].shape) for name in names}
+            return [self._told(name, Figures(size, same_bytes=True)) for name, size in sizes.items()]
         held = [shared_tensors(side, leaves) for side, leaves in zip(self.sides, job.leaves, strict=True)]
         found = []
-        for name in dict.fromkeys((*names[0], *names[1])):
+        for name in dict.fromkeys(names):
             here, there = (held[side].get(name) for side in (0, 1))
             if name == "head.weight" and (here is None or there is None):
                 tied = self.sides[0 if here is None else 1].spec.head.tied
@@ -178,9 +170,8 @@ class _Comparison:
             return False
         (one,), (other,) = job.leaves
         a, b = self.sides
-        if (one.layout, one.sizes, one.shape, one.shared) != (other.layout, other.sizes, other.shape, other.shared):
-            return False
-        if a.dtype_of(one) != b.dtype_of(other):
+        alike = all(getattr(one, name) == getattr(other, name) for name in ("layout", "sizes", "shape", "shared"))
+        if not alike or a.dtype_of(one) != b.dtype_of(other):
             return False
         places = a.span(one), b.span(other)
         if places[0] is None or places[1] is None:
@@ -248,13 +239,6 @@ def _parameters(checkpoint: Checkpoint) -> list[Parameter]:
     return held
 
 
-def _quantised(checkpoint: Checkpoint) -> set[str]:
-    """The shared tensors that are dequantised when they are read."""
-    if checkpoint.format not in QUANTISING:
-        return set()
-    return {name for leaf in checkpoint.leaves if checkpoint.span(leaf) is None for name in leaf.shared}
-
-
 def _status(a: Parameter | None, b: Parameter | None, figures: Figures | None, one_dtype: bool) -> Status:
     if a is None or b is None:
         return "only_b" if a is None else "only_a"
@@ -264,9 +248,6 @@ def _status(a: Parameter | None, b: Parameter | None, figures: Figures | None, o
     if figures.changed == 0:
         return "same" if one_dtype else "dtype"
     return "rounded" if figures.rounded is not None else "changed"
-
-
-# --- in order ---------------------------------------------------------------------------------------------------------
 
 
 def _order(a: Sequence[Parameter], b: Sequence[Parameter]) -> Callable[[TensorDiff], tuple[int, int]]:
@@ -284,13 +265,12 @@ def _order(a: Sequence[Parameter], b: Sequence[Parameter]) -> Callable[[TensorDi
 def _notes(a: Checkpoint, b: Checkpoint, tree: Sequence[TreeChange]) -> list[str]:
     """What a person should know before believing the figures."""
     notes = []
-    families = [each.origin.family for each in (a, b)]
-    if None not in families and families[0] != families[1]:
-        notes.append(f"A is a {families[0]}, B a {families[1]}: tensors of the same place and shape are compared")
+    one, other = (each.origin.family for each in (a, b))
+    if None not in (one, other) and one != other:
+        notes.append(f"A is a {one}, B a {other}: tensors of the same place and shape are compared")
     if any(each.path.endswith(".position.pairs") for each in tree):
-        notes.append(
-            "rotary positions turn other pairs: rows of q_proj and k_proj that do the same lie in another order"
-        )
+        told = "rows of q_proj and k_proj that do the same lie in another order"
+        notes.append(f"rotary positions turn other pairs: {told}")
     moved = same_layers(a, b)
     if moved is not None:
         shifts = layer_ranges(None if layer is None else layer - index for index, layer in enumerate(moved))

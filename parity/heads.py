@@ -11,16 +11,13 @@ from torch import Tensor
 
 from ..converter.tensors import Tree
 from ..errors import GptkitError
+from .passes import trim_heaps
 from .rows import head_rows
-from .stream import trim_heaps
-
-__all__ = ["Compared", "Tokens", "compare_heads", "perplexity", "require_same_tokens"]
 
 CHUNK_BYTES = 8 * 2**20
 """Of a head's widened rows at once, and about of the logits made with them."""
 ROWS = 2048
 """Positions whose logits are made at once."""
-
 TRIMMED = 2**17
 """Logits of one side after which freed memory is given back."""
 
@@ -53,7 +50,7 @@ def compare_heads(
     tokens: Tokens | None = None,
     targets: Tensor | None = None,
 ) -> Compared:
-    """Each model's head on its own states, side by side.
+    """Each model's head on its own states, side by side. Raises GptkitError as `require_same_tokens`.
 
     Args:
         before: the original.
@@ -61,9 +58,6 @@ def compare_heads(
         states: what comes out of each one's last norm, (N, hidden), in the dtype to compute in.
         tokens: the ids that are compared, in the one vocabulary and in the other; all where both are one.
         targets: (N,) the token that follows, as a number among those compared; -1 where none is known.
-
-    Raises:
-        GptkitError: the vocabularies are of different sizes and nothing says which tokens are the same.
 
     """
     require_same_tokens(before, after, tokens)
@@ -108,17 +102,11 @@ class _Sums:
     """What has to be remembered of the logits so far, of N positions."""
 
     def __init__(self, count: int) -> None:
-        def filled(value: float) -> Tensor:
-            return torch.full((count,), value, dtype=torch.float64)
-
-        self.gap, self.largest = filled(0.0), filled(0.0)
-        self.tops = [filled(-math.inf), filled(-math.inf)]
-        """The largest logit of each side, by which its exponentials are divided."""
-        self.likeliest = [torch.zeros(count, dtype=torch.long) for _ in range(2)]
-        self.exponentials = [filled(0.0), filled(0.0)]
-        self.weighed = filled(0.0)
-        """The sum of exp(a)·(a - b)."""
-        self.at_target = [filled(math.nan), filled(math.nan)]
+        self.gap, self.largest, self.weighed = torch.zeros(3, count, dtype=torch.float64)
+        """weighed: the sum of exp(a)·(a - b), over that of exp(a)."""
+        self.tops, self.logsums = ([*each] for each in torch.full((2, 2, count), -math.inf, dtype=torch.float64))
+        self.at_target = [*torch.full((2, count), math.nan, dtype=torch.float64)]
+        self.likeliest = [*torch.zeros(2, count, dtype=torch.long)]
 
     def add(self, a: Tensor, b: Tensor, start: int, targets: Tensor | None) -> None:
         """The logits (N, tokens) of the tokens from `start` on, of both."""
@@ -129,22 +117,19 @@ class _Sums:
         for side, logits in enumerate((a, b)):
             top, where = logits.max(-1)
             self.likeliest[side] = torch.where(top > self.tops[side], where + start, self.likeliest[side])
-            new = torch.maximum(self.tops[side], top)
-            shrunk = torch.exp(self.tops[side] - new)
-            share = torch.exp(logits - new[:, None])
-            self.exponentials[side] = self.exponentials[side] * shrunk + share.sum(-1)
+            self.tops[side] = torch.maximum(self.tops[side], top)
+            new = torch.logaddexp(self.logsums[side], logits.logsumexp(-1))
             if side == 0:
-                self.weighed = self.weighed * shrunk + (share * difference).sum(-1)
-            self.tops[side] = new
+                share = torch.exp(logits - new[:, None])
+                self.weighed = self.weighed * torch.exp(self.logsums[0] - new) + (share * difference).sum(-1)
+            self.logsums[side] = new
             if targets is not None:
                 here = (targets >= start) & (targets < start + logits.shape[1])
                 self.at_target[side][here] = logits[here, targets[here] - start]
 
     def total(self) -> tuple[Tensor, ...]:
-        """The fields of `Compared`."""
-        logsums = [top + each.log() for top, each in zip(self.tops, self.exponentials, strict=True)]
-        kl = self.weighed / self.exponentials[0] - logsums[0] + logsums[1]
-        lost = [whole - here for whole, here in zip(logsums, self.at_target, strict=True)]
+        kl = self.weighed - self.logsums[0] + self.logsums[1]
+        lost = [whole - here for whole, here in zip(self.logsums, self.at_target, strict=True)]
         agree = self.likeliest[0] == self.likeliest[1]
         # Where logits are large the three terms cancel to a little less than nothing.
         return self.gap, self.largest, kl.clamp_min(0), agree, lost[0], lost[1]

@@ -13,14 +13,11 @@ largest column's norm together (Bandeira, van Handel 1408.6185). Only what is ab
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-__all__ = ["EPS", "LIMIT", "Floor", "Projection", "Rank", "Sketch", "rank_of"]
 
 Array = NDArray[Any]
 
@@ -105,27 +102,44 @@ class Floor:
         return MEAN_SQUARE * EPS[dtype] ** 2 / 12
 
 
-class Sketch:
-    """The first pass: takes a change by rows."""
+class _Products:
+    """Takes a change by rows (rows of zeros may be left out), and multiplies them once there are enough."""
+
+    total: Array
+
+    def __init__(self, columns: int, dtype: str) -> None:
+        self._buffer = np.empty((max(1, BUFFER // max(columns, 1)), columns), dtype)
+        self._filled = 0
+
+    def add(self, rows: Array) -> None:
+        at = 0
+        while at < len(rows):
+            count = min(len(rows) - at, len(self._buffer) - self._filled)
+            self._buffer[self._filled : self._filled + count] = rows[at : at + count]
+            self._filled, at = self._filled + count, at + count
+            if self._filled == len(self._buffer):
+                self.finish()
+
+    def finish(self) -> None:
+        """All rows have come, or there is no room for more."""
+        if self._filled:
+            self._multiply(self._buffer[: self._filled])
+        self._filled = 0
+
+    def _multiply(self, change: Array) -> None:
+        raise NotImplementedError
+
+
+class Sketch(_Products):
+    """The first pass."""
 
     def __init__(self, rows: int, columns: int, dtype: str) -> None:
         """`dtype`: "float32" where the change is coarse, for twice the speed; "float64"."""
-        self.rows, self.columns = rows, columns
-        self.width = min(LIMIT + OVERSAMPLING, rows, columns)
         self.direct = columns <= NARROW
+        super().__init__(columns, "float64" if self.direct else dtype)
+        self.rows, self.columns, self.width = rows, columns, min(LIMIT + OVERSAMPLING, rows, columns)
         self.total = np.zeros((columns, columns if self.direct else self.width))
         self._random = np.random.default_rng(SEED)
-        self._rows = _Rows(columns, "float64" if self.direct else dtype)
-
-    def add(self, change: Array) -> None:
-        """Some rows; rows of zeros may be left out."""
-        for block in self._rows.add(change):
-            self._multiply(block)
-
-    def finish(self) -> None:
-        """All rows have come."""
-        for block in self._rows.rest():
-            self._multiply(block)
 
     def _multiply(self, change: Array) -> None:
         if self.direct:
@@ -153,23 +167,13 @@ class Sketch:
         return np.linalg.qr(self.total)[0]
 
 
-class Projection:
+class Projection(_Products):
     """The second pass: the change in the sketch's directions."""
 
     def __init__(self, basis: Array, dtype: str) -> None:
+        super().__init__(len(basis), dtype)
         self._basis = basis.astype(dtype)
         self.total = np.zeros((basis.shape[1], basis.shape[1]))
-        self._rows = _Rows(len(basis), dtype)
-
-    def add(self, change: Array) -> None:
-        """Some rows; rows of zeros may be left out."""
-        for block in self._rows.add(change):
-            self._multiply(block)
-
-    def finish(self) -> None:
-        """All rows have come."""
-        for block in self._rows.rest():
-            self._multiply(block)
 
     def _multiply(self, change: Array) -> None:
         part = (change @ self._basis).astype(np.float64)
@@ -181,30 +185,6 @@ class Projection:
         return _values(self.total)
 
 
-class _Rows:
-    """Gathers rows until there are enough of them for a product."""
-
-    def __init__(self, columns: int, dtype: str) -> None:
-        self._buffer = np.empty((max(1, BUFFER // max(columns, 1)), columns), dtype)
-        self._filled = 0
-
-    def add(self, rows: Array) -> Iterator[Array]:
-        """Blocks that are full, each to be used before the next is asked for."""
-        at = 0
-        while at < len(rows):
-            count = min(len(rows) - at, len(self._buffer) - self._filled)
-            self._buffer[self._filled : self._filled + count] = rows[at : at + count]
-            self._filled, at = self._filled + count, at + count
-            if self._filled == len(self._buffer):
-                yield from self.rest()
-
-    def rest(self) -> Iterator[Array]:
-        """What is left, if anything is."""
-        if self._filled:
-            yield self._buffer[: self._filled]
-        self._filled = 0
-
-
 def _values(gram: Array) -> Array:
     """Singular values from a matrix of inner products."""
     values: Array = np.sqrt(np.clip(np.linalg.eigvalsh(gram)[::-1], 0.0, None))
@@ -212,15 +192,10 @@ def _values(gram: Array) -> Array:
 
 
 def rank_of(spectrum: Array, energy: float, floor: Floor, grids: tuple[str, str]) -> Rank:
-    """The rank above rounding.
-
-    Args:
-        spectrum: the largest singular values, falling: all of them, or LIMIT and some more.
-        energy: the change's squared Frobenius norm.
-        floor: what rounding makes.
-        grids: for either side the narrowest dtype that holds its values. Where they differ, the coarser side may have
-            been rounded, or may be what both were before one was changed: what the counted directions leave tells.
-
+    """The rank above rounding, of the largest singular values, falling (all of them, or LIMIT and some more), and the
+    squared Frobenius norm. `grids`: for either side the narrowest dtype that holds its values. Where they differ, the
+    coarser side may have been rounded, or may be what both were before one was changed: what the counted directions
+    leave tells.
     """
     of = min(len(floor.rows), len(floor.columns))
     limit = min(LIMIT, of)

@@ -8,17 +8,16 @@ that no router sends to an expert does not wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+import ctypes
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor
 
-from .probe import Batch, running
-
-__all__ = ["Serve", "ask", "run_together"]
+from .probe import RUNNING, Batch
 
 Serve = Callable[[int, list[Any]], Generator[Any]]
 """Of a place, by its number in the order of computation, and what each pass brought there, what each of them gets. It
@@ -27,23 +26,23 @@ is closed once all have gone on to their next stop.
 
 
 class _Pass(greenlet):  # type: ignore[misc]
-    """One batch's forward pass."""
+    """One batch's forward pass: where it has stopped, what it brought there and then gets (nothing else refers to that,
+    so it goes when it is used), and what it gives.
+    """
+
+    place = -1
+    parcel: Any = None
+    result: Tensor | None = None
 
     def __init__(self, call: Callable[[Batch], Tensor], batch: Batch) -> None:
         super().__init__()
         self.call, self.batch = call, batch
-        self.place = -1
-        """Where it has stopped."""
-        self.parcel: Any = None
-        """What it brought there, and then what it gets: nothing else refers to that, so it goes when it is used."""
-        self.result: Tensor | None = None
 
     def run(self) -> None:
-        with running(self.batch):
-            self.result = self.call(self.batch)
+        RUNNING.set(self.batch)  # in a context of its own, which ends with it
+        self.result = self.call(self.batch)
 
     def empty(self) -> Any:
-        """Take what it carries."""
         parcel, self.parcel = self.parcel, None
         return parcel
 
@@ -59,12 +58,7 @@ def ask(place: int, brought: Any = None) -> Any:
 
 
 def run_together(call: Callable[[Batch], Tensor], batches: Sequence[Batch], serve: Serve | None = None) -> list[Tensor]:
-    """What each batch's pass gives, computed without gradients; one after the other where none of them stops.
-
-    Raises:
-        BaseException: what one of the passes, or `serve`, failed with; the other passes end where they are.
-
-    """
+    """What each batch's pass gives, without gradients; what a pass or `serve` fails with ends all of them."""
     passes = [_Pass(call, batch) for batch in batches]
     try:
         with torch.inference_mode():
@@ -82,3 +76,18 @@ def run_together(call: Callable[[Batch], Tensor], batches: Sequence[Batch], serv
         for each in passes:
             each.throw()
     return [each.result for each in passes if each.result is not None]
+
+
+def hooked(hooks: Iterable[AbstractContextManager[Any]]) -> ExitStack:
+    """Hooks on modules that are taken off again where a `with` ends."""
+    stack = ExitStack()
+    for hook in hooks:
+        stack.enter_context(hook)
+    return stack
+
+
+def trim_heaps() -> None:
+    """Let glibc give freed memory back to the system, of which its heaps keep much. Elsewhere this does nothing."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,11 +1,9 @@
 """A port of somebody's own: a user's torch module held against transformers, component by component.
 
 Nothing is asked of the port but that it takes token ids (B, T) and gives logits (B, T, V), as a tensor, in a tuple or
-as `.logits`. Its modules need no particular names: for every component of the reference the port's module is looked for
-whose output is the same, and the first component that no module of the port computes is where they part.
-
-A port's code cannot be repaired from outside, so its cause is found the other way round: mistakes are made in gptkit's
-tree of the reference, one at a time, and the one that then computes what the port computes is the port's.
+as `.logits`. For every component of the reference the port's module is looked for whose output is the same, and the
+first component that no module of the port computes is where they part. Its cause is found by making mistakes in
+gptkit's tree of the reference, one at a time: the one that then computes what the port computes is the port's.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +28,16 @@ from ..components import ModelSpec
 from ..converter.checkpoint import open_checkpoint
 from ..converter.threads import as_before, suit
 from ..errors import CannotExpress, GptkitError, InvalidInput, UsageError
-from .bisect import Part, Tap, relative_gap, taps, valid_rows, watching
+from .bisect import Part, Tap, part_at, relative_gap, taps, valid_rows, watching
 from .compare import Difference, compare, largest_gap, mean_gap
 from .diagnose import wide_weights
 from .mutations import Weights, of_ports
+from .passes import hooked
 from .probe import Batch, limits, longest, passed, probe
-from .reference import load_reference, reference_folder, reference_logits
-from .score import filled, tree_gap
+from .reference import NO_CLASS, load_reference, quiet, reference_folder, reference_logits
+from .score import assigned, tree_gap
+from .sides import Call, Stream, decoder_logits
 from .verify import IMPRECISE
-
-__all__ = ["Made", "Match", "PortVerification", "load_port", "verify_port"]
 
 SHOWN = 3
 """Mistakes that explain the place and not all of the rest."""
@@ -108,7 +106,6 @@ class PortVerification:
         return self.verdict != "different"
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values, with the verdict."""
         return {"schema_version": 1, "verdict": self.verdict, "passed": self.passed, **asdict(self)}
 
     @property
@@ -118,13 +115,7 @@ class PortVerification:
 
 
 def load_port(reference: str) -> nn.Module:
-    """The module that `package.module:callable` returns, imported as from the working directory.
-
-    Raises:
-        UsageError: no such module or callable, one that needs arguments, or that returns something else.
-        InvalidInput: the user's own code raises; the message says what and where.
-
-    """
+    """The module that `package.module:callable` returns, from the working directory; UsageError where it does not."""
     name, _, attribute = reference.partition(":")
     if not name or not attribute:
         raise UsageError(f"{reference!r} is not MODULE:CALLABLE", "for instance my_port:build")
@@ -132,7 +123,11 @@ def load_port(reference: str) -> nn.Module:
     sys.path.insert(0, here)
     try:
         with blaming(f"{name} raised", "while it was imported"):
-            build = getattr(_imported(name), attribute, None)
+            try:
+                build = getattr(importlib.import_module(name), attribute, None)
+            except ImportError as error:
+                hint = "It is looked for from the working directory."
+                raise UsageError(f"cannot import {name}: {error}", hint) from error
     finally:
         sys.path.remove(here)
     if build is None:
@@ -144,27 +139,15 @@ def load_port(reference: str) -> nn.Module:
     return port.eval()
 
 
-def _imported(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UsageError(f"cannot import {name}: {error}", "It is looked for from the working directory.") from error
-
-
 def _called(reference: str, build: Any) -> Any:
     """What the callable returns. Raises UsageError where it is none that can be called without arguments."""
+    hint = "Name a function that returns your torch module."
     if not callable(build):
-        raise UsageError(
-            f"{reference} is a {type(build).__name__}, not a callable",
-            "Name a function that returns your torch module.",
-        )
+        raise UsageError(f"{reference} is a {type(build).__name__}, not a callable", hint)
     try:
         inspect.signature(build).bind()
     except TypeError as error:
-        raise UsageError(
-            f"{reference} cannot be called without arguments: {error}",
-            "Name a function that returns your torch module.",
-        ) from error
+        raise UsageError(f"{reference} cannot be called without arguments: {error}", hint) from error
     except ValueError:  # a builtin that does not say what it takes: calling it tells
         pass
     return build()
@@ -172,12 +155,7 @@ def _called(reference: str, build: Any) -> Any:
 
 @contextmanager
 def blaming(who: str, when: str) -> Iterator[None]:
-    """While open, whatever the user's own code raises is told as theirs, with the line of theirs that raised it.
-
-    Raises:
-        InvalidInput: it did.
-
-    """
+    """While open, whatever the user's own code raises is InvalidInput, with the line of theirs that raised it."""
     try:
         yield
     except (GptkitError, MemoryError):
@@ -191,15 +169,12 @@ def blaming(who: str, when: str) -> Iterator[None]:
 
 
 def _line_of(error: BaseException) -> str:
-    """The innermost line of the user's own code in a traceback, as ", in FILE:LINE"; of a syntax error the line that
-    is wrong.
-    """
+    """The innermost line of the user's own code in a traceback (or the line that is no syntax), as ", in FILE:LINE"."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f", in {_shown(error.filename)}:{error.lineno}"
-    ours, stdlib = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")
+    others = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        installed = "site-packages" in frame.filename or frame.filename.startswith((ours, stdlib, "<"))
-        if not installed:
+        if "site-packages" not in frame.filename and not frame.filename.startswith(others):
             return f", in {_shown(frame.filename)}:{frame.lineno}"
     return ""
 
@@ -219,14 +194,8 @@ def verify_port(
     offline: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> PortVerification:
-    """Hold a port against transformers, in fp32 and in fp64.
-
-    Args:
-        model: the checkpoint that the port implements.
-        against: `package.module:callable`, which returns the port with its weights.
-        long: also probe past windows and contexts of more than 1,024 tokens.
-        offline: use local files and the hub's cache only.
-        progress: told what is being done.
+    """Hold a port of a checkpoint, which `package.module:callable` returns with its weights, against transformers, in
+    fp32 and in fp64; the options are those of `verify`.
 
     Raises:
         InvalidInput, Offline: as `open_checkpoint`; the port raises, or gives something else than logits.
@@ -239,7 +208,7 @@ def verify_port(
     suit(source.spec)
     architecture, spec = source.architecture, source.spec
     if architecture is None:
-        raise CannotExpress("this tree never had a transformers class to compare with")
+        raise CannotExpress(NO_CLASS)
     say("a port of your own")
     port = load_port(against)
     with blaming("your module raised", "when it was put into float32 and float64"):
@@ -253,14 +222,15 @@ def verify_port(
     candidate, candidate64 = ([_logits(m, b, takes_mask) for b in batches] for m in (port, ours64))
     with reference_folder(source) as folder:
         narrow, wide = (load_reference(folder, dtype, path) for dtype in (torch.float32, torch.float64))
-        reference = [b.valid(reference_logits(narrow, b.input_ids, b.attention_mask)) for b in batches]
-        exact = [b.valid(reference_logits(wide, b.input_ids, b.attention_mask)) for b in batches]
+        with quiet():
+            reference, exact = (Stream(model, reference_logits).run(batches) for model in (narrow, wide))
         for batch, theirs, ours in zip(batches, reference, candidate, strict=True):
             if theirs.shape != ours.shape:
                 shapes = f"{tuple(ours.shape)}, transformers {tuple(theirs.shape)}"
                 raise InvalidInput(f"{against} gives logits of {shapes} for {batch.name}", "(real tokens, vocabulary)")
         found = tuple(compare(b.name, r, c) for b, r, c in zip(batches, reference, candidate, strict=True))
         matches: tuple[Match, ...] = ()
+        causes: tuple[Made, ...] = ()
         functions = largest_gap(exact, candidate64)
         allowed = 2 * largest_gap(reference, exact)
         rounding = mean_gap(reference, exact), mean_gap(candidate, candidate64)
@@ -272,27 +242,25 @@ def verify_port(
             watched = taps(architecture, spec)
             outputs = [_outputs(model, batch, takes_mask) for model in (ours64, port)]
             matches = tuple(_matches(watched, batch, (wide, narrow), outputs))
-    causes: tuple[Made, ...] = ()
     if differs:
         del narrow, wide
         say("mistakes that explain it")
         part = next((match.place for match in matches if match.place.parts), None)
-        place = None
-        if part is not None:
-            tap = next(each for each in watched if each.name == part.name)
-            place = _Place(tap, part, batch, outputs[0])
-        causes = tuple(_causes(spec, wide_weights(source), batches, exact, candidate64, allowed, place))
-    notes = tuple(_notes(spec, left_out, long))
-    return PortVerification(str(model), against, found, functions, allowed, rounding, matches, causes, left_out, notes)
+        parting = [tap for tap in watched if part is not None and part_at(tap, 0.0, 0.0).name == part.name]
 
+        def explained(tree: ModelSpec, weights: Weights) -> bool:
+            """Whether some module of the port computes what this tree does where they part."""
+            seen = _seen(assigned(tree, weights), parting, True, batch, decoder_logits, None) if parting else {}
+            gaps = [gap for gap, _, _ in _near(seen[0], outputs[0])] if seen else []
+            return part is not None and not replace(part, relative=min(gaps, default=float("inf"))).parts
 
-def _notes(spec: ModelSpec, left_out: Sequence[str], long: bool) -> Iterator[str]:
-    """What the port was not given, and why."""
-    if left_out:
-        yield f"not probed: {', '.join(left_out)}, since forward takes no attention_mask"
-    for limit in limits(spec):
-        if not passed(limit, longest(spec), long):
-            yield f"not probed past the {limit}: --long does"
+        causes = tuple(_causes(spec, wide_weights(source), batches, exact, candidate64, allowed, explained))
+    notes = [f"not probed: {', '.join(left_out)}, since forward takes no attention_mask"] if left_out else []
+    beyond = [limit for limit in limits(spec) if not passed(limit, longest(spec), long)]
+    notes += [f"not probed past the {limit}: --long does" for limit in beyond]
+    return PortVerification(
+        str(model), against, found, functions, allowed, rounding, matches, causes, left_out, tuple(notes)
+    )
 
 
 def _logits(model: nn.Module, batch: Batch, takes_mask: bool) -> Tensor:
@@ -317,106 +285,79 @@ def _logits(model: nn.Module, batch: Batch, takes_mask: bool) -> Tensor:
 
 def _outputs(model: nn.Module, batch: Batch, takes_mask: bool) -> dict[str, Tensor]:
     """What every module of the port gives and is given first, (N, features) in fp64 by name and side."""
-    with _watching_all(model) as values:
+    seen: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, inputs: Any, output: Any) -> None:
+            for side, value in (("", output), (" (input)", inputs[0] if inputs else None)):
+                value = value[0] if isinstance(value, tuple) and value else value
+                if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+                    seen[name + side] = value.detach().clone()
+
+        return hook
+
+    named = model.named_modules()
+    with hooked(module.register_forward_hook(keep(name or "the model")) for name, module in named):
         _logits(model, batch, takes_mask)
-    return {name: _flat(value, batch) for name, value in values.items()}
+    return {name: valid_rows(value, batch) for name, value in seen.items()}
 
 
 def _matches(
     watched: Sequence[Tap], batch: Batch, reference: tuple[Any, Any], outputs: Sequence[Mapping[str, Tensor]]
 ) -> list[Match]:
     """For each component of the reference the module of the port with the nearest output; both in fp64 and in fp32."""
-    seen: list[dict[int, Tensor]] = []
-    for model in reference:
-        found: dict[int, Tensor] = {}
-
-        def see(index: int, value: Tensor, found: dict[int, Tensor] = found) -> None:
-            found[index] = value.clone()  # Falcon adds to a module's output in place
-
-        with torch.inference_mode(), watching(model, watched, False, see):
-            reference_logits(model, batch.input_ids, batch.attention_mask)
-        seen.append(found)
+    mask = batch.attention_mask
+    with quiet():
+        wide, narrow = (_seen(model, watched, False, batch, reference_logits, mask) for model in reference)
     matches = []
     for index, tap in enumerate(watched):
-        if index not in seen[0]:
+        if index not in wide:
             continue
-        exact, rounded = (valid_rows(each[index], batch) for each in seen)
-        near = _near(exact, outputs[0])
-        noise = relative_gap(exact, rounded)
+        near, noise = _near(wide[index], outputs[0]), relative_gap(wide[index], narrow[index])
         if not near:
-            matches.append(Match(Part(tap.name, tap.label, tap.layer, float("inf"), noise), None))
+            matches.append(Match(part_at(tap, float("inf"), noise), None))
             continue
         best, name, columns = min(near, key=lambda each: each[0])
         if name in outputs[1]:
             own = relative_gap(outputs[0][name][:, columns], outputs[1][name][:, columns])
             noise += min(own, IMPRECISE * max(noise, torch.finfo(torch.float32).eps))  # nobody widens his own bound
-        matches.append(Match(Part(tap.name, tap.label, tap.layer, best, noise), name))
-    return _without_fused(matches)
-
-
-def _near(wanted: Tensor, outputs: Mapping[str, Tensor]) -> list[tuple[float, str, slice]]:
-    """How far each output of the port is from what is wanted, (relative difference, module and side, columns)."""
-    return [
-        (relative_gap(wanted, value[:, columns]), name, columns)
-        for name, value in outputs.items()
-        if (columns := _columns(value, wanted)) is not None
-    ]
-
-
-def _columns(value: Tensor, wanted: Tensor) -> slice | None:
-    """The run of columns of `value` (N, F') that is nearest to `wanted` (N, F): a port may fuse q, k and v."""
-    if value.shape[0] != wanted.shape[0] or value.shape[1] < wanted.shape[1]:
-        return None
-    width = wanted.shape[1]
-    starts = (value[0].unfold(0, width, 1) - wanted[0]).abs().amax(dim=1)  # (F' - F + 1,)
-    start = int(starts.argmin())
-    return slice(start, start + width)
-
-
-def _without_fused(matches: list[Match]) -> list[Match]:
-    """Leave out what a port need not have as a module of its own, where something behind it agrees: a later component
-    of the same layer that is computed rightly shows that what it is computed from was right too.
-    """
+        matches.append(Match(part_at(tap, best, noise), name))
+    # What a port need not have as a module of its own is left out where something behind it agrees: a later component
+    # of the same layer that is computed rightly shows that what it is computed from was right too.
     kept = []
-    for position, match in enumerate(matches):
-        later = matches[position + 1 :]
-        if match.place.parts and any(not other.place.parts for other in later if _follows(match, other)):
-            continue
-        kept.append(match)
+    for number, match in enumerate(matches, 1):
+        layer, right = match.place.layer, (each.place for each in matches[number:] if not each.place.parts)
+        follows = any(layer is None or each.layer is None or each.layer >= layer for each in right)
+        if not (match.place.parts and follows):
+            kept.append(match)
     return kept
 
 
-def _follows(match: Match, other: Match) -> bool:
-    return other.place.layer is None or match.place.layer is None or other.place.layer >= match.place.layer
+def _seen(
+    model: Any, watched: Sequence[Tap], ours: bool, batch: Batch, call: Call, mask: Tensor | None
+) -> dict[int, Tensor]:
+    """What taps see of a model, (N, features) in fp64 by their index."""
+    seen: dict[int, Tensor] = {}
+
+    def see(index: int, value: Tensor) -> None:
+        seen[index] = valid_rows(value, batch).clone()  # Falcon adds to a module's output in place
+
+    with torch.inference_mode(), watching(model, watched, ours, see):
+        call(model, batch.input_ids, mask)
+    return seen
 
 
-# --- the cause -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where the port leaves the reference: what gptkit computes there is seen by `tap` on `batch`, and what the port's
-    modules gave on it is in `outputs`, in fp64.
+def _near(wanted: Tensor, outputs: Mapping[str, Tensor]) -> list[tuple[float, str, slice]]:
+    """How far each output (N, F') of the port is from what is wanted, (N, F): the relative difference, module and side,
+    and the run of columns that is nearest, since a port may fuse q, k and v.
     """
-
-    tap: Tap
-    part: Part
-    batch: Batch
-    outputs: Mapping[str, Tensor]
-
-    def explained(self, spec: ModelSpec, weights: Weights) -> bool:
-        """Whether some module of the port computes what this tree does at the place."""
-        model, seen = filled(spec, weights), dict[int, Tensor]()
-        with (
-            torch.inference_mode(),
-            watching(model, [self.tap], True, lambda i, value: seen.update({i: value.clone()})),
-        ):
-            model(self.batch.input_ids)
-        if 0 not in seen:
-            return False
-        near = _near(valid_rows(seen[0], self.batch), self.outputs)
-        gap = min((each[0] for each in near), default=float("inf"))
-        return not Part(self.part.name, self.part.label, self.part.layer, gap, self.part.noise).parts
+    found, width = [], wanted.shape[1]
+    for name, value in outputs.items():
+        if value.shape[0] == wanted.shape[0] and value.shape[1] >= width:
+            start = int((value[0].unfold(0, width, 1) - wanted[0]).abs().amax(dim=1).argmin())  # of F' - F + 1
+            columns = slice(start, start + width)
+            found.append((relative_gap(wanted, value[:, columns]), name, columns))
+    return found
 
 
 def _causes(
@@ -426,20 +367,10 @@ def _causes(
     exact: Sequence[Tensor],
     port: Sequence[Tensor],
     allowed: float,
-    place: _Place | None,
+    explained: Callable[[ModelSpec, Weights], bool],
 ) -> Iterator[Made]:
     """The mistake that makes gptkit's tree of the reference compute what the port does; where no single one does, those
-    that explain the place.
-
-    Args:
-        spec: the reference's tree.
-        weights: its parameters in fp64.
-        batches: the probe.
-        exact: the reference's logits in fp64, (N, V) a batch.
-        port: the port's.
-        allowed: the difference of logits that rounding explains.
-        place: where they part, where that was found.
-
+    that explain the place where they part. `exact` and `port`: the logits of either in fp64, (N, V) a batch.
     """
     differ = [not largest_gap([a], [b]) <= allowed for a, b in zip(exact, port, strict=True)]
     # First the shortest of those that differ: most mistakes are not the port's, and show it there.
@@ -453,35 +384,6 @@ def _causes(
         if gap <= enough:
             yield Made(mistake, True, gap)
             return
-        if place is not None and len(at_place) < SHOWN and place.explained(tree, changed):
+        if len(at_place) < SHOWN and explained(tree, changed):
             at_place.append(Made(mistake, False, tree_gap(tree, changed, inputs, wanted, enough=float("inf"))))
     yield from sorted(at_place, key=lambda made: made.left)
-
-
-@contextmanager
-def _watching_all(model: nn.Module) -> Any:
-    """While open, a forward pass leaves every module's output and first input, by name and side."""
-    seen: dict[str, Tensor] = {}
-
-    def keep(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, inputs: Any, output: Any) -> None:
-            for side, value in (("", output), (" (input)", inputs[0] if inputs else None)):
-                value = value[0] if isinstance(value, tuple) and value else value
-                if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
-                    seen[name + side] = value.detach().clone()
-
-        return hook
-
-    hooks = [module.register_forward_hook(keep(name or "the model")) for name, module in model.named_modules()]
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _flat(value: Tensor, batch: Batch) -> Tensor:
-    shape = batch.input_ids.shape
-    if value.shape[:2] == shape or value.shape[0] == shape[0] * shape[1]:
-        return batch.valid(value.reshape(*shape, -1)).double()
-    return value.reshape(-1, value.shape[-1]).double() if value.ndim else value.reshape(1, 1).double()

@@ -5,19 +5,18 @@ tokens, 5.3 logits at 256).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..components import DynamicScaling, Llama3Scaling, LongRopeScaling, ModelSpec, YarnScaling
+from ..components import ModelSpec
 from ..errors import UsageError
 
-__all__ = ["RUNNING", "Batch", "Limit", "limits", "longest", "passed", "probe", "running", "text_batch"]
-
+EMBEDDING, POSITIONS = TABLES = ("embedding.weight", "positions.weight")
+"""The tensors of which an input reads some rows alone. A head's rows are all in every logit."""
 AFFORDABLE = 1024
 """Tokens: a window or context beyond it is only probed when asked for, since attention grows with the square."""
 LONG = 200
@@ -29,9 +28,7 @@ KEPT = 256
 
 @dataclass(frozen=True)
 class Batch:
-    """One probe: token ids (B, T), the mask (B, T) where there is padding, and, where not all of the real tokens are
-    looked at, which rows of them.
-    """
+    """One probe: token ids (B, T), their mask where there is padding, the rows looked at where those are not all."""
 
     name: str
     input_ids: Tensor
@@ -53,26 +50,15 @@ RUNNING: ContextVar[Batch] = ContextVar("RUNNING")
 """The batch whose forward pass this is, in the thread that runs it, for hooks that are told of a module alone."""
 
 
-@contextmanager
-def running(batch: Batch) -> Iterator[None]:
-    """While open, this thread's passes are those of `batch`."""
-    token = RUNNING.set(batch)
-    try:
-        yield
-    finally:
-        RUNNING.reset(token)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Limit:
     """A length beyond which a tree computes something else: a window, or the context its positions were made for."""
 
-    name: str
     tokens: int
+    name: str
 
     @property
     def beyond(self) -> int:
-        """A length well past it."""
         return self.tokens + self.tokens // 4 + 8
 
     def __str__(self) -> str:
@@ -81,15 +67,10 @@ class Limit:
 
 def limits(*specs: ModelSpec) -> list[Limit]:
     """Every limit of any of the trees, the shortest first."""
-    found = set()
-    for node in (node for spec in specs for node in spec.components()):
-        window = getattr(node, "window", None)
-        if window is not None:
-            found.add(Limit("window", window))
-        scaling = getattr(node, "scaling", None)
-        if isinstance(scaling, DynamicScaling | Llama3Scaling | LongRopeScaling | YarnScaling):
-            found.add(Limit("original context", scaling.original_context))
-    return sorted(found, key=lambda limit: (limit.tokens, limit.name))
+    nodes = {node for spec in specs for node in spec.components()}
+    names = {"window": "window", "original_context": "original context"}
+    sizes = {(getattr(node, field, None), name) for node in nodes for field, name in names.items()}
+    return sorted(Limit(size, name) for size, name in sizes if size is not None)
 
 
 def longest(*specs: ModelSpec) -> int | None:
@@ -141,12 +122,7 @@ def probe(
 
 
 def text_batch(name: str, ids: Sequence[int], spec: ModelSpec, *others: ModelSpec) -> Batch:
-    """A prompt as a batch, for the trees that are compared.
-
-    Raises:
-        UsageError: it is empty, too long for the model's position table, or has ids beyond the vocabulary.
-
-    """
+    """A prompt as a batch for some trees; UsageError where it is empty, too long, or beyond the vocabulary."""
     if not ids:
         raise UsageError(f"the prompt {name!r:.40} has no tokens: nothing to compare")
     if max(ids) >= spec.vocab_size:

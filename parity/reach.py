@@ -13,59 +13,49 @@ from typing import Any
 
 import torch
 
-from ..components import Component, LearnedPositions, ModelSpec, Rotary, without_rounding
-from ..modules.positions import inverse_frequencies
+from ..components import Component, ModelSpec, without_rounding
+from ..modules.registry import module_of
 from .probe import Limit, longest
-
-__all__ = ["limited_to", "one_function", "parts_behind", "whole_context"]
 
 NEAR = 1e-9
 """Relative difference of frequencies that come of one base by another way to compute them."""
 
 
 def one_function(a: ModelSpec, b: ModelSpec) -> bool:
-    """Whether the trees leave weights no reason to differ: they are one but for how they round, and for what acts by
-    the length of a sequence alone.
+    """Whether the trees leave weights no reason to differ: they are one but for how they round, for what acts by the
+    length of a sequence alone, and for the last digits of numbers, to which no weights answer.
     """
-    return bool(without_rounding(a).mapped(_at_no_length) == without_rounding(b).mapped(_at_no_length))
 
+    def bare(node: Component, _: str) -> Any:
+        fields = {name: getattr(node, name) for name in node.__struct_fields__}
+        fields |= {name: float(f"{value:.6g}") for name, value in fields.items() if isinstance(value, float)}
+        return type(node)(**{**fields, **node.by_length})
 
-def _at_no_length(node: Component, _: str = "") -> Any:
-    """A component without what acts by the length of a sequence alone, and without the last digits of its numbers, to
-    which no weights answer.
-    """
-    fields = {name: getattr(node, name) for name in node.__struct_fields__}
-    fields.update({name: float(f"{value:.6g}") for name, value in fields.items() if isinstance(value, float)})
-    fields.update({name: None for name in ("window", "context_length") if name in fields})
-    if isinstance(node, Rotary):
-        fields.update(base=1.0, scaling=None)
-    if isinstance(node, LearnedPositions):
-        fields.update(length=1)
-    return type(node)(**fields)
+    return bool(without_rounding(a).mapped(bare) == without_rounding(b).mapped(bare))
 
 
 def parts_behind(a: ModelSpec, b: ModelSpec) -> list[Limit]:
-    """The lengths behind which the trees differ, the shortest first; of 0 tokens where they do from the first on, and
-    the more the longer a sequence is.
-    """
-    found: set[Limit] = set()
+    """The lengths behind which the trees differ, the shortest first; 0 where they do from the first token on."""
     tables = [None if tree.positions is None else tree.positions.length for tree in (a, b)]
-    _add(found, "position tables", tables)
-    for x, y in _counterparts(a, b):
-        _add(found, "windows", [getattr(each, "window", None) for each in (x, y)])
-        length = _alike_up_to(*(getattr(each, "position", None) for each in (x, y)))
+    sizes: set[tuple[str, int | None, int | None]] = {("position tables", tables[0], tables[1])}
+    found: set[Limit] = set()
+    for pair in _counterparts(a, b):
+        x, y = (getattr(each, "window", None) for each in pair)
+        sizes.add(("windows", x, y))
+        length = _alike_up_to(*(getattr(each, "position", None) for each in pair))
         if length is not None:
-            found.add(Limit("positions counted otherwise", length))
-    return sorted(found, key=lambda limit: (limit.tokens, limit.name))
+            found.add(Limit(length, "positions counted otherwise"))
+    for name, x, y in sizes:
+        if x != y:
+            words = " and ".join("none" if size is None else f"{size:,}" for size in (x, y))
+            found.add(Limit(min(size for size in (x, y) if size is not None), f"{name} of {words} tokens"))
+    return sorted(found)
 
 
 def whole_context(a: ModelSpec, b: ModelSpec) -> int | None:
-    """The longest sequence that either tree was made for, where they count positions otherwise, so that no shorter one
-    would do; None where they do not, or where nobody knows it.
-    """
-    contexts = [tree.context_length for tree in (a, b)]
-    known = [length for length in contexts if length is not None]
-    if len(known) < len(contexts) or all(limit.tokens for limit in parts_behind(a, b)):
+    """The longest sequence made for, where the trees count positions otherwise; None where they do not, or unknown."""
+    known = [tree.context_length for tree in (a, b) if tree.context_length is not None]
+    if len(known) < 2 or all(limit.tokens for limit in parts_behind(a, b)):
         return None
     return min(max(known), longest(a, b) or max(known))
 
@@ -73,12 +63,7 @@ def whole_context(a: ModelSpec, b: ModelSpec) -> int | None:
 def limited_to(a: ModelSpec, b: ModelSpec, probed: int, up_to: int | None) -> tuple[int | None, list[str]]:
     """The most tokens that a verdict on the two can speak of, None for any, and in words why it is not more.
 
-    Args:
-        a: one tree.
-        b: the other.
-        probed: tokens of the longest batch.
-        up_to: the length that was asked for, which then is among the batches.
-
+    `probed` are the tokens of the longest batch; `up_to` is the length that was asked for, which then is among them.
     """
     if up_to is not None:
         return up_to, []
@@ -102,36 +87,25 @@ def _counterparts(a: ModelSpec, b: ModelSpec) -> list[tuple[Any, Any]]:
     first, second = ([block.sublayers[0].mixer for block in tree.blocks] for tree in (a, b))
     if len(first) == len(second):
         return list(dict.fromkeys(zip(first, second, strict=True)))
-    kinds = [dict.fromkeys(each) for each in (first, second)]
-    if set(kinds[0]) == set(kinds[1]):
+    if set(first) == set(second):
         return []
+    kinds = [dict.fromkeys(each) for each in (first, second)]
     own = [[each for each in mine if each not in others] or list(mine) for mine, others in (kinds, kinds[::-1])]
     return [(x, y) for x in own[0] for y in own[1]]
 
 
-def _add(found: set[Limit], name: str, sizes: list[int | None]) -> None:
-    if sizes[0] != sizes[1]:
-        told = " and ".join("none" if size is None else f"{size:,}" for size in sizes)
-        found.add(Limit(f"{name} of {told} tokens", min(size for size in sizes if size is not None)))
-
-
 def _alike_up_to(a: Any, b: Any) -> int | None:
     """Tokens up to which positions of attention are the same; None where they are at any length."""
-    if not isinstance(a, Rotary) or not isinstance(b, Rotary):
+    turns: list[Any] = [None if each is None else getattr(module_of(each), "frequencies", None) for each in (a, b)]
+    if None in turns:
         return None if without_rounding(a) == without_rounding(b) else 0
-    found = [getattr(each.scaling, "original_context", None) for each in (a, b)]
-    contexts = {context for context in found if context is not None}
+    contexts = {getattr(each.scaling, "original_context", 0) for each in (a, b)} - {0}
     alike = 0
     for length in sorted({1, *contexts, *(context + 1 for context in contexts), 4 * max(contexts, default=1)}):
-        if not _same_turns(a, b, length):
+        # One may have more pairs, which then meet weights that the other has not.
+        turned = [turn(each, length, torch.float64) for turn, each in zip(turns, (a, b), strict=True)]
+        few, many = sorted(turned, key=len)
+        if not bool(((few[:, None] - many).abs().amin(dim=1) <= NEAR * few).all()):
             return alike
         alike = length
     return None
-
-
-def _same_turns(a: Rotary, b: Rotary, length: int) -> bool:
-    """Whether the pairs of one turn as pairs of the other, in a sequence of this length. One may have more pairs, which
-    then meet weights that the other has not.
-    """
-    few, many = sorted((inverse_frequencies(each, length, torch.float64) for each in (a, b)), key=len)
-    return bool(((few[:, None] - many).abs().amin(dim=1) <= NEAR * few).all())

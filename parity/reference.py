@@ -22,21 +22,17 @@ from ..converter.publish import Staging
 from ..converter.write import execute
 from ..errors import CannotExpress, CheckpointError, GptkitError
 
-__all__ = ["forget_lengths", "load_reference", "reference_folder", "reference_logits"]
+NO_CLASS = "this tree never had a transformers class to compare with"
 
 
 @contextlib.contextmanager
 def reference_folder(checkpoint: Checkpoint) -> Iterator[Path]:
     """A folder that `AutoModelForCausalLM.from_pretrained` loads: the checkpoint's own where it can be, else the
-    checkpoint converted to HF files in a temporary place.
-
-    Raises:
-        CannotExpress: no transformers class computes this tree.
-
+    checkpoint converted to HF files in a temporary place. Raises CannotExpress where no transformers class computes it.
     """
     architecture = checkpoint.architecture
     if architecture is None:
-        raise CannotExpress("this tree never had a transformers class to compare with")
+        raise CannotExpress(NO_CLASS)
     readable = checkpoint.format == "hf" and checkpoint.path.is_dir() and not checkpoint.notes
     if readable and architecture.export_config(checkpoint.spec, checkpoint.origin.config) is None:
         yield checkpoint.path
@@ -58,36 +54,30 @@ def reference_folder(checkpoint: Checkpoint) -> Iterator[Path]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without transformers' advice to its own users, its progress bars and its warnings."""
-    import transformers
+    from transformers import logging
 
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    level = logging.get_verbosity()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        try:
             yield
-    finally:
-        transformers.logging.set_verbosity(level)
-        transformers.logging.enable_progress_bar()
+        finally:
+            logging.set_verbosity(level)
+            logging.enable_progress_bar()
 
 
 def reference_logits(model: Any, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     """The logits (B, T, V) of transformers' model."""
-    with quiet():
-        logits: Tensor = model(input_ids=input_ids, attention_mask=attention_mask).logits
+    logits: Tensor = model(input_ids=input_ids, attention_mask=attention_mask).logits
     return logits
 
 
 def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
-    """The transformers model in `folder`, in eval mode.
-
-    Built by from_pretrained(dtype=…): `model.to(dtype)` would round its rotary frequencies too.
-
-    Raises:
-        CheckpointError: transformers left a tensor at random or had no use for one.
-        GptkitError: it cannot load the folder at all.
-
+    """The transformers model in `folder`, in eval mode, of from_pretrained(dtype=…): `model.to(dtype)` would round
+    its rotary frequencies too. Raises CheckpointError where transformers left a tensor at random or had no use for one,
+    and GptkitError where it cannot load the folder at all.
     """
     import transformers
 
@@ -103,9 +93,7 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
         with quiet():
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
-                dtype=dtype,
-                attn_implementation=attention,
-                experts_implementation=experts_path(dtype),
+                **class_options(dtype, attention),
                 output_loading_info=True,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -123,7 +111,17 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
             raise CheckpointError(f"transformers {what}: {names}")
     compute_experts_plainly(model)
     forget_lengths(model)
-    return _in_own_memory(model).eval()
+    # from_pretrained leaves parameters where they lie in the mapped file, at any multiple of 8 bytes, and fp32 products
+    # sum in another order there than on torch's 64 (up to 1e-5 in logits): a difference of files, not of models.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model.eval()
+
+
+def class_options(dtype: torch.dtype, attention: str) -> dict[str, Any]:
+    """How transformers is to build a class; its default way to compute a mixture of experts has no fp64."""
+    experts = "eager" if dtype == torch.float64 else None
+    return {"dtype": dtype, "attn_implementation": attention, "experts_implementation": experts}
 
 
 def own_reference(config: Mapping[str, Any], dtype: torch.dtype, attention: str) -> Any:
@@ -140,24 +138,15 @@ def own_reference(config: Mapping[str, Any], dtype: torch.dtype, attention: str)
         torch.set_default_dtype(before)
 
 
-def experts_path(dtype: torch.dtype) -> str | None:
-    """transformers' way to compute a mixture of experts: its default, which has no fp64."""
-    return "eager" if dtype == torch.float64 else None
-
-
 def compute_experts_plainly(model: Any) -> None:
-    """Have a mixture whose rows are no multiple of 16 bytes computed expert by expert: transformers' default, torch's
-    grouped product, raises on such.
-    """
+    """Compute experts of rows of no multiple of 16 bytes one by one: torch's grouped product raises on such."""
     stacked = [each for each in model.parameters() if each.ndim == 3]
     if any(each.shape[dim] * each.element_size() % 16 for each in stacked for dim in (1, 2)):
         model.set_experts_implementation("eager")
 
 
 def forget_lengths(model: Any) -> None:
-    """Have every pass of a model with dynamic rotary scaling be as its first: it keeps the base that the longest of the
-    sequences before needed.
-    """
+    """Have every pass with dynamic rotary scaling be as the first: it keeps the longest sequence's base."""
 
     def forget(module: Any, *_: Any) -> None:
         module.inv_freq = module.original_inv_freq.clone()
@@ -166,14 +155,3 @@ def forget_lengths(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "original_inv_freq") and "dynamic" in str(getattr(module, "rope_type", "")):
             module.register_forward_pre_hook(forget)
-
-
-def _in_own_memory(model: Any) -> Any:
-    """The model with parameters where torch would allocate them.
-
-    from_pretrained leaves them where they lie in the mapped file, at any multiple of 8 bytes, and fp32 products sum in
-    another order there than on torch's 64 (up to 1e-5 in logits): a difference of files, not of models.
-    """
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-    return model

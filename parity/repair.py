@@ -1,17 +1,15 @@
 """Why two models part: what would put it right.
 
-The cause is found by trying: every mutation of `parity.mutations`, the reference's own fields and the reference's own
-values. Each is tried first on the one unit where the models part (what stands before the layers, a layer, or what
-stands behind them), fed with what the reference fed its own: that takes one unit's memory and time. What helps there
-is made in the whole model, in all layers or in that one alone, and what brings the logits back is named.
-
-A repair is made while weights are read, so that the same code repairs a model in memory and one a layer at a time.
+Every mutation of `parity.mutations`, the reference's own fields and its own values are tried first on the one unit
+where the models part, fed with what the reference fed its own: that takes one unit's memory and time. What helps there
+is made in the whole model, in all layers or in that one alone, and what brings the logits back is named. A repair is
+made while weights are read, so that the same code repairs a model in memory and one a layer at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -30,12 +28,11 @@ from ..modules.decoder import BlockModule, EmbeddingModule, Front, HeadModule
 from ..modules.load import as_array, filled, tensor_of
 from ..modules.registry import build_module
 from .bisect import Cause, Part
-from .compare import largest_gap
+from .compare import gap_up_to, largest_gap
 from .mutations import MUTATIONS, Mutant, Weights
+from .passes import hooked
 from .probe import RUNNING, Batch
 from .sides import Sides
-
-__all__ = ["Repair", "Repaired", "find_causes", "unit_of"]
 
 Unit = int | Literal["front", "back"]
 """A layer by its index, what stands before all layers (embedding, its norm, positions), or behind (norm, head)."""
@@ -67,13 +64,17 @@ class Repaired:
     ) -> None:
         self.target, self.source, self.only = target, source, only
         self.repair = repair or Repair("nothing")
-        self._shapes = _on_meta(target.spec)
+        parameters = target.spec.parameters()
+        like = partial(torch.empty, dtype=torch.float64, device="meta")
+        self._shapes = {each.name: like(each.shape) for each in parameters}
         mutant = self.repair.apply(target.spec, self._shapes)
         tree, changed = (target.spec, self._shapes) if mutant is None else mutant
         self.spec = tree if only is None else _within(target.spec, tree, only)
         names = self.repair.values | {name for name, like in self._shapes.items() if changed.get(name) is not like}
         self._changed = names
-        self.touched = {name for name in names if only is None or only in _users(name, self.spec)}
+        tied = self.spec.head.tied  # then the table is the head's too
+        ends = ("embedding.weight",) if only == "back" and tied else ()
+        self.touched = {name for name in names if only is None or unit_of(name) == only or name in ends}
         self._made: tuple[frozenset[str], Weights] = frozenset(), {}
 
     @property
@@ -102,20 +103,11 @@ class Repaired:
         self.source.release()
 
 
-def _on_meta(spec: ModelSpec) -> dict[str, Tensor]:
-    return {each.name: torch.empty(each.shape, dtype=torch.float64, device="meta") for each in spec.parameters()}
-
-
 def unit_of(name: str) -> Unit:
     """The unit of a parameter or component by its shared name."""
     if name.startswith("blocks."):
         return int(name.split(".", 2)[1])
     return "back" if name.startswith(("final_norm", "head")) else "front"
-
-
-def _users(name: str, spec: ModelSpec) -> tuple[Unit, ...]:
-    """The units that compute with a parameter: a tied table is the head's too."""
-    return ("front", "back") if name == "embedding.weight" and spec.head.tied else (unit_of(name),)
 
 
 def _within(own: ModelSpec, other: ModelSpec, unit: Unit) -> ModelSpec:
@@ -130,24 +122,12 @@ def _within(own: ModelSpec, other: ModelSpec, unit: Unit) -> ModelSpec:
     return replace(own, blocks=tuple(blocks))
 
 
-# --- one unit at a time ----------------------------------------------------------------------------------------------
-
-
 Seen = dict[int, Tensor]
 """Hidden states (B, T, hidden) by the identity of the batch."""
 
 
 def run_unit(tree: Repaired, unit: Unit, inputs: Seen, batches: Sequence[Batch], path: Kernel) -> Iterator[Tensor]:
-    """What a unit makes of its inputs, (N, features) a batch in fp64, computed in the inputs' dtype; batch by batch.
-
-    Args:
-        tree: the tree that it is a unit of.
-        unit: which.
-        inputs: by the identity of the batch, hidden states (B, T, hidden); for the front their dtype alone counts.
-        batches: what to run.
-        path: the attention to compute with.
-
-    """
+    """What a unit makes of its inputs, (N, features) a batch in fp64, computed in the inputs' dtype."""
     dtype, read = next(iter(inputs.values())).dtype, partial(tensor_of, tree)
     if unit == "front":
         module: nn.Module = filled(partial(Front, tree.spec), read, dtype)
@@ -156,19 +136,13 @@ def run_unit(tree: Repaired, unit: Unit, inputs: Seen, batches: Sequence[Batch],
     else:
         module = filled(partial(BlockModule, tree.spec.blocks[unit], path), read, dtype, f"blocks.{unit}")
     for batch in batches:
-        given = inputs[id(batch)]
-        shape = batch.input_ids.shape
-        positions = torch.arange(shape[1])[None]
+        rows, steps = batch.input_ids.shape
+        x, positions = inputs[id(batch)], torch.arange(steps)[None]
+        context = Context(rows, steps, 0, False, positions, batch.attention_mask, dtype)
+        given = (batch.input_ids, positions) if unit == "front" else (x,) if unit == "back" else (x, context)
         with torch.inference_mode():
-            if unit == "front":
-                out = module(batch.input_ids, positions)
-            elif unit == "back":
-                out = module(given)
-            else:
-                context = Context(shape[0], shape[1], 0, False, positions, batch.attention_mask, dtype)
-                out = module(given, context)
-            rows = batch.valid(out).double()
-        yield rows
+            out = batch.valid(module(*given)).double()
+        yield out
 
 
 class _Back(nn.Module):
@@ -187,55 +161,26 @@ class _Back(nn.Module):
         return logits
 
 
-@contextmanager
-def _around(model: nn.Module, name: str, seen: tuple[dict[int, Tensor], dict[int, Tensor]]) -> Iterator[None]:
+def _around(model: nn.Module, name: str, seen: tuple[Seen, Seen]) -> ExitStack:
     """While open, what goes into a module and what comes out of it is left by batch."""
 
     def going_in(_: nn.Module, args: Any, kwargs: Any) -> None:
-        batch = RUNNING.get(None)
-        if batch is not None:
-            seen[0][id(batch)] = (args[0] if args else kwargs["hidden_states"]).detach().clone()
+        seen[0][id(RUNNING.get())] = (args[0] if args else kwargs["hidden_states"]).detach().clone()
 
     def coming_out(_: nn.Module, __: Any, output: Any) -> None:
-        batch = RUNNING.get(None)
-        if batch is not None:
-            seen[1][id(batch)] = (output[0] if isinstance(output, tuple) else output).detach().clone()
+        seen[1][id(RUNNING.get())] = (output[0] if isinstance(output, tuple) else output).detach().clone()
 
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(going_in, with_kwargs=True),
-        model.get_submodule(name).register_forward_hook(coming_out),
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _layer_name(source: Checkpoint, layer: int) -> str:
-    """The transformers module that is a layer: the name of its tensors up to its number."""
-    assert source.architecture is not None
-    bound = source.architecture.bind(source.spec)
-    parts = next(leaf.checkpoint for leaf in bound if leaf.shared[0].startswith(f"blocks.{layer}.")).split(".")
-    return ".".join(parts[: parts.index(str(layer)) + 1])
-
-
-# --- trying ----------------------------------------------------------------------------------------------------------
+    module = model.get_submodule(name)
+    before = module.register_forward_pre_hook(going_in, with_kwargs=True)
+    return hooked([before, module.register_forward_hook(coming_out)])
 
 
 def find_causes(
     both: Sides, batches: Sequence[Batch], path: Kernel, allowed: float, places: Sequence[Part], few: bool
 ) -> list[Cause]:
-    """Repairs that bring the candidate's logits closer, those that restore parity first.
-
-    Args:
-        both: the two sides, of one width and one number of layers.
-        batches: the inputs.
-        path: the attention that both compute with.
-        allowed: the difference of logits that rounding explains.
-        places: where the models part, from `bisect`.
-        few: make few of them in the whole model, since running it takes long.
-
+    """Repairs that bring the candidate's logits closer, those that restore parity first, for sides of one width and one
+    number of layers that part at `places`. `allowed` is the difference of logits that rounding explains; with `few` few
+    repairs are made in the whole model, since running it takes long.
     """
     first = next((place for place in places if place.parts), None)
     if first is None:
@@ -245,7 +190,11 @@ def find_causes(
     unit = ends if first.layer is None else first.layer
     layer = len(source.spec.blocks) - 1 if unit == "back" else 0 if unit == "front" else unit
     seen: tuple[Seen, Seen] = {}, {}
-    exact = both.reference(batches, torch.float64, path, partial(_around, name=_layer_name(source, layer), seen=seen))
+    assert source.architecture is not None
+    bound = source.architecture.bind(source.spec)
+    stored = next(leaf.checkpoint for leaf in bound if leaf.shared[0].startswith(f"blocks.{layer}."))
+    name = stored.partition(f".{layer}.")[0] + f".{layer}"  # transformers' module is named as its tensors are
+    exact = both.reference(batches, torch.float64, path, partial(_around, name=name, seen=seen))
     finite = [bool(torch.isfinite(logits).all()) for logits in exact]
     batches = [batch for batch, good in zip(batches, finite, strict=True) if good]
     exact = [logits for logits, good in zip(exact, finite, strict=True) if good]
@@ -254,19 +203,9 @@ def find_causes(
     else:
         inputs, outputs = seen[0], [batch.valid(seen[0 if unit == "front" else 1][id(batch)]) for batch in batches]
 
-    def gap_of(tree: Repaired, enough: float) -> float:
-        """How far off the unit is, up to the first batch that is further off than `enough`: most repairs are wrong, and
-        show it on a few tokens.
-        """
-        gap = 0.0
-        for expected, found in zip(outputs, run_unit(tree, unit, inputs, batches, path), strict=True):
-            here = largest_gap([expected], [found])
-            gap = here if not here <= gap else gap
-            if not gap <= enough:
-                break
-        return gap
-
-    def left(tree: Repaired) -> float:
+    def left(repair: Repair | None = None, only: Unit | None = None) -> float:
+        """What differs in the whole model where a repair is made in it."""
+        tree = Repaired(target, source, repair, only)
         return largest_gap(exact, both.candidate(batches, torch.float64, path, tree=tree))
 
     as_it_is = Repaired(target, source)
@@ -280,68 +219,50 @@ def find_causes(
         tree = Repaired(target, source, repair, unit)
         if not tree.changes:
             continue
-        gap = gap_of(tree, enough=max(rounding, start / 10))
+        gap = gap_up_to(outputs, run_unit(tree, unit, inputs, batches, path), max(rounding, start / 10))
         if gap <= rounding or gap < start / 10:
             helps.append((gap <= rounding, repair))
     helps.sort(key=lambda pair: not pair[0])
-    whole = left(as_it_is)
-    found = []
-    for restores, repair in helps[: TRIED if few else None]:
-        found += list(_in_the_whole(left, both, repair, unit, allowed, whole, restores))
-    return sorted(found, key=lambda cause: (not cause.restores, cause.left))[:SHOWN]
-
-
-def _in_the_whole(
-    left: Callable[[Repaired], float],
-    both: Sides,
-    repair: Repair,
-    unit: Unit,
-    allowed: float,
-    start: float,
-    restores: bool,
-) -> Iterator[Cause]:
-    """The repair made everywhere, and, where that does not do, in that unit alone."""
-    gap = left(Repaired(both.target, both.source, repair))
-    if gap <= allowed or gap < start / 10:
-        yield Cause(repair.words, gap <= allowed, gap)
-    if not gap <= allowed:
-        alone = left(Repaired(both.target, both.source, repair, unit))
-        # A repair that puts its unit right is a cause, though there are others behind it.
-        if alone <= allowed or alone < start / 10 or restores:
-            where = f" in layer {unit}" if isinstance(unit, int) else ""
-            yield Cause(repair.words + where, alone <= allowed, alone)
+    whole, causes = left(), list[Cause]()
+    where = f" in layer {unit}" if isinstance(unit, int) else ""
+    for restores, repair in helps[: TRIED if few else None]:  # everywhere, and, where that does not do, in that unit
+        gap = left(repair)
+        if gap <= allowed or gap < whole / 10:
+            causes.append(Cause(repair.words, gap <= allowed, gap))
+        if not gap <= allowed:
+            alone = left(repair, unit)
+            # A repair that puts its unit right is a cause, though there are others behind it.
+            if alone <= allowed or alone < whole / 10 or restores:
+                causes.append(Cause(repair.words + where, alone <= allowed, alone))
+    return sorted(causes, key=lambda cause: (not cause.restores, cause.left))[:SHOWN]
 
 
 def _repairs(source: Checkpoint, target: Checkpoint) -> Iterator[Repair]:
     """Everything to try, whether or not it changes anything."""
     spec, own = source.spec, target.spec
+
+    def tie(tree: ModelSpec, weights: Weights) -> Mutant:
+        kept = {name: tensor for name, tensor in weights.items() if name != "head.weight"}
+        return msgspec.structs.replace(tree, head=spec.head), kept
+
     for mutation in MUTATIONS:
         if mutation.name != "tied head ignored" and not mutation.in_code:  # a head at random puts nothing right
             yield Repair(mutation.repair, mutation.mend)
     if spec.head.tied and not own.head.tied and not own.head.bias:
-
-        def tie(tree: ModelSpec, weights: Weights) -> Mutant:
-            kept = {name: tensor for name, tensor in weights.items() if name != "head.weight"}
-            return msgspec.structs.replace(tree, head=spec.head), kept
-
         yield Repair("tying the head to the embedding", tie)
     if [(p.name, p.shape) for p in spec.parameters()] != [(p.name, p.shape) for p in own.parameters()]:
         return
     if spec != own:
         fields = sorted({path.split(".")[-1] for path, _, _ in differences(spec, own)})
         yield Repair(f"the reference's {', '.join(fields)}", lambda tree, weights: (spec, dict(weights)))
-    wrong = list(_unequal(source, target))
+    wrong = []
+    for name in (parameter.name for parameter in spec.parameters()):
+        a, b = source.tensor(name), target.tensor(name)
+        if not (np.array_equal(a[0], b[0]) if a[1] == b[1] else np.array_equal(to_float64(*a), to_float64(*b))):
+            wrong.append(name)
+        source.release()
+        target.release()
     if wrong:
         kinds = dict.fromkeys(name.split(".", 2)[-1] if name.startswith("blocks.") else name for name in wrong)
         words = ", ".join(list(kinds)[:4]) + (", …" if len(kinds) > 4 else "")
         yield Repair(f"the reference's values of {words}", values=frozenset(wrong))
-
-
-def _unequal(source: Checkpoint, target: Checkpoint) -> Iterator[str]:
-    """Parameters of one tree whose values differ."""
-    for parameter in source.spec.parameters():
-        a, b = source.tensor(parameter.name), target.tensor(parameter.name)
-        if not (np.array_equal(a[0], b[0]) if a[1] == b[1] else np.array_equal(to_float64(*a), to_float64(*b))):
-            yield parameter.name
-        source.release()
-        target.release()

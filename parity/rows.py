@@ -18,14 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ..converter.tensors import Tree
-from ..modules.decoder import Decoder, EmbeddingModule, HeadModule, PositionsModule
+from ..modules.decoder import Decoder, HeadModule
 from ..modules.layers import Linear, multiply
 from ..modules.load import tensor_of
-from .passes import ask, run_together
-from .probe import Batch
-from .stream import trim_heaps
-
-__all__ = ["Feed", "See", "head_rows", "states"]
+from .passes import ask, hooked, run_together, trim_heaps
+from .probe import TABLES, Batch
 
 CHUNK_BYTES = 8 * 2**20
 """Widened rows of a weight that are there at once."""
@@ -50,7 +47,8 @@ def states(
     feed: Feed | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Tensor]:
-    """The last norm's output, (B, T, hidden) a batch.
+    """The last norm's output, (B, T, hidden) a batch. Raises IndexError for a token id beyond the vocabulary, or more
+    tokens than a table has positions.
 
     Args:
         tree: the model, read by rows.
@@ -61,19 +59,23 @@ def states(
         feed: exchanges the input of blocks.
         progress: called with the bytes of every weight that was read.
 
-    Raises:
-        IndexError: a token id beyond the vocabulary, or more tokens than a table has positions.
-
     """
     model = _model(tree, dtype)
     modules = dict(model.named_modules())
-    hooks = [modules[path].register_forward_hook(partial(_tell, see, path)) for path in seen if see is not None]
-    if feed is not None:
-        hooks += [block.register_forward_pre_hook(partial(_fed, feed, n)) for n, block in enumerate(model.blocks)]
-    for name in ("embedding", "positions"):
-        table = getattr(model, name)
-        if isinstance(table, EmbeddingModule | PositionsModule):
-            hooks += _gathered(table, tree, f"{name}.weight", dtype)
+
+    def tell(path: str, _: nn.Module, inputs: Any, output: Any) -> None:
+        if see is not None:
+            see(path, inputs[0], output)
+
+    def fed(layer: int, _: nn.Module, inputs: Any) -> Any:
+        value = None if feed is None else feed(layer)
+        return None if value is None else (value, *inputs[1:])
+
+    hooks = [modules[path].register_forward_hook(partial(tell, path)) for path in seen]
+    hooks += [block.register_forward_pre_hook(partial(fed, n)) for n, block in enumerate(model.blocks)]
+    for table in TABLES:
+        if (module := modules.get(table.removesuffix(".weight"))) is not None:
+            hooks += _gathered(module, tree, table, dtype)
     linears = [module for module in model.modules() if isinstance(module, _Rows)]
 
     def serve(place: int, brought: list[Tensor]) -> Generator[Tensor]:
@@ -84,12 +86,10 @@ def states(
         while parts:
             yield parts.pop(0)
 
-    try:
-        return run_together(lambda batch: model(batch.input_ids, batch.attention_mask), batches, serve)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        trim_heaps()
+    with hooked(hooks):
+        found = run_together(lambda batch: model(batch.input_ids, batch.attention_mask), batches, serve)
+    trim_heaps()
+    return found
 
 
 def head_rows(
@@ -165,12 +165,11 @@ def _model(tree: Tree, dtype: torch.dtype) -> Decoder:
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, _Rows(linear, name, order, tree, dtype))
     for name, parameter in list(model.named_parameters()):
-        if name in ("embedding.weight", "positions.weight"):
-            continue
-        path, _, own = name.rpartition(".")
-        value = tensor_of(tree, name).to(dtype, copy=True)
-        assert value.shape == parameter.shape, f"{name} is {tuple(value.shape)}, expected {tuple(parameter.shape)}"
-        model.get_submodule(path)._parameters[own] = nn.Parameter(value, requires_grad=False)
+        if name not in TABLES:
+            path, _, own = name.rpartition(".")
+            value = tensor_of(tree, name).to(dtype, copy=True)
+            assert value.shape == parameter.shape, f"{name} is {tuple(value.shape)}, expected {tuple(parameter.shape)}"
+            model.get_submodule(path)._parameters[own] = nn.Parameter(value, requires_grad=False)
     tree.release()
     return model
 
@@ -182,16 +181,7 @@ class _Ends(nn.Module):
         return x
 
 
-def _tell(see: See, path: str, _: nn.Module, inputs: Any, output: Any) -> None:
-    see(path, inputs[0], output)
-
-
-def _fed(feed: Feed, layer: int, _: nn.Module, inputs: Any) -> Any:
-    value = feed(layer)
-    return None if value is None else (value, *inputs[1:])
-
-
-def _gathered(module: EmbeddingModule | PositionsModule, tree: Tree, name: str, dtype: torch.dtype) -> list[Any]:
+def _gathered(module: nn.Module, tree: Tree, name: str, dtype: torch.dtype) -> list[Any]:
     """Hooks: while it is called a table has the rows that are asked for, and the ids are numbers of these."""
     whole = module.weight
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 
 import msgspec
 import torch
@@ -13,8 +14,6 @@ from torch import Tensor
 from ..components import ModelSpec
 from .heads import Tokens
 from .probe import Batch, longest, probe
-
-__all__ = ["Scope", "inputs"]
 
 WINDOW = 1024
 """Tokens of text that a model is given at once."""
@@ -69,12 +68,8 @@ class Scope:
         specs = (self.before, self.after)
         lengths = [longest(*specs), *(spec.context_length for spec in specs), self.most]
         width = min([WINDOW, *(length for length in lengths if length is not None)])
-        runs: list[list[int]] = [[]]
-        for token in text:
-            if self.tokens is None or token in self._numbers:
-                runs[-1].append(int(token))
-            else:
-                runs.append([])
+        there = groupby(map(int, text), key=lambda token: self.tokens is None or token in self._numbers)
+        runs = [list(run) for kept, run in there if kept]
         pieces = [run[start : start + width + 1] for run in runs for start in range(0, len(run), width)]
         return [piece for piece in pieces if len(piece) > 1]
 

@@ -1,21 +1,26 @@
-"""What the probe is worth: mistakes made on purpose, and whether the verdict's own rule would have seen each."""
+"""What the probe is worth: mistakes made on purpose, and whether the verdict's own rule would have seen each.
+
+Of a large tree they are made in a small copy with random weights, since each takes a pass. Everything that a mistake
+can be made in stays: each kind of layer, how a component rounds, windows, rotary scaling, eps, the dimension of a head,
+and how heads share keys. Only layers, heads, tokens and widths are fewer (each record's `small`), so that the probe's
+lengths and padding show on the copy what they show on the tree.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replaced
 
+import msgspec
 import torch
 from torch import Tensor
 
-from ..components import ModelSpec
+from ..components import Block, Mixer, ModelSpec
 from ..modules import Decoder
-from .compare import largest_gap
-from .mutations import Weights, applicable, make_in_code
-from .probe import AFFORDABLE, LONG, Batch, limits, longest
-from .stored import TABLES
-
-__all__ = ["Score", "filled", "plain_inputs", "random_parameter", "run_tree", "score", "tree_gap"]
+from .compare import gap_up_to, largest_gap
+from .mutations import Weights, applicable
+from .probe import AFFORDABLE, LONG, TABLES, Batch, limits, longest
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,8 @@ class Score:
         return len(self.caught) + len(self.caught_random) + len(self.missed)
 
 
+replace = msgspec.structs.replace
+
 CLEAR = 10.0
 """Times what rounding explains that a mistake has to make for a probe to be blamed for not having seen it."""
 SIZES = (1.0, 0.05, 0.002)
@@ -49,44 +56,40 @@ SIZES = (1.0, 0.05, 0.002)
 stream (Gemma scales its embeddings up) no eps shows, and a small one is nearly all norms.
 """
 
+WIDTH = 64
+"""Of the stream, where no attention says how wide it is to be."""
+TOKENS = 512
+QUIET = 0.05
+"""The size of the tables' values: as in a trained model the stream starts so small that a wrong eps shows."""
+
 
 def score(
-    spec: ModelSpec,
-    weights: Weights,
-    batches: Sequence[Batch],
-    unprobed: Sequence[str] = (),
-    up_to: int | None = None,
+    spec: ModelSpec, weights: Weights, batches: Sequence[Batch], unprobed: Sequence[str] = (), up_to: int | None = None
 ) -> Score:
-    """Make every mutation that applies, and see whether the batches tell it from the original.
+    """Make every mutation that applies to a tree with weights in fp64, and see whether the batches tell it from the
+    original.
 
     What they do not is made with random weights too, and then on inputs that were made for this tree (`plain_inputs`),
-    whatever the probe looks like: only what shows there is missed.
-
-    Args:
-        spec: the tree.
-        weights: its parameters in fp64, by shared name.
-        batches: the probe.
-        unprobed: mutations that the probe says it does not reach; they are not counted.
-        up_to: tokens of the longest sequence that matters.
-
+    whatever the probe looks like: only what shows there is missed. `unprobed` are mutations that the probe says it does
+    not reach, which are not counted; `up_to` is the longest sequence that matters.
     """
     names = [mutation.name for mutation, _ in applicable(spec, weights) if mutation.name not in unprobed]
     caught, allowed = _caught(spec, weights, batches, names)
-    open_ = [name for name in names if name not in caught]
-    by_chance, missed = _by_random(spec, weights, batches, open_), list[str]()
-    if len(by_chance) < len(open_):
-        unseen = [name for name in open_ if name not in by_chance]
-        missed = _by_random(spec, weights, plain_inputs(spec, up_to), unseen, CLEAR)
-    invisible = [name for name in open_ if name not in (*by_chance, *missed)]
-    return Score(tuple(caught), tuple(by_chance), tuple(missed), allowed, invisible=tuple(invisible))
+    unseen = [name for name in names if name not in caught]
+    by_chance, missed = _by_random(spec, weights, batches, unseen), list[str]()
+    if len(by_chance) < len(unseen):
+        rest = [name for name in unseen if name not in by_chance]
+        missed = _by_random(spec, weights, plain_inputs(spec, up_to), rest, CLEAR)
+    invisible = tuple(name for name in unseen if name not in (*by_chance, *missed))
+    return Score(tuple(caught), tuple(by_chance), tuple(missed), allowed, invisible=invisible)
 
 
 def plain_inputs(spec: ModelSpec, up_to: int | None = None) -> list[Batch]:
     """Random tokens, as many as it takes to go past every window and original context that a probe does, and padded."""
-    generator = torch.Generator().manual_seed(1)
     lengths = [LONG, *(limit.beyond for limit in limits(spec) if limit.tokens <= AFFORDABLE)]
     most = [length for length in (longest(spec), up_to) if length is not None]
-    ids = torch.randint(spec.vocab_size, (2, min([max(lengths), *most])), generator=generator)
+    size = (2, min([max(lengths), *most]))
+    ids = torch.randint(spec.vocab_size, size, generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[1, : ids.shape[1] // 2] = 0
     return [Batch("random tokens", ids), Batch("left padding", ids, mask)]
@@ -96,14 +99,14 @@ def _by_random(
     spec: ModelSpec, weights: Weights, batches: Sequence[Batch], names: Sequence[str], clear: float = 1.0
 ) -> list[str]:
     """Which of these mutations show with random weights of some size, by `clear` times what rounding explains."""
-    generator, found = torch.Generator().manual_seed(0), list[str]()
+    generator, seen = torch.Generator().manual_seed(0), list[str]()
     random = {name: random_parameter(name, tensor, generator) for name, tensor in weights.items()}
     for size in SIZES:
-        open_ = [name for name in names if name not in found]
-        if open_:
+        unseen = [name for name in names if name not in seen]
+        if unseen:
             sized = {name: tensor * size if name in TABLES else tensor for name, tensor in random.items()}
-            found += _caught(spec, sized, batches, open_, clear)[0]
-    return [name for name in names if name in found]
+            seen += _caught(spec, sized, batches, unseen, clear)[0]
+    return [name for name in names if name in seen]
 
 
 def _caught(
@@ -129,31 +132,72 @@ def random_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> T
 
 def run_tree(spec: ModelSpec, weights: Weights, batches: Sequence[Batch]) -> list[Tensor]:
     """The logits of real tokens, (N, V) a batch, of a tree with these weights."""
-    model = filled(spec, weights)
-    with torch.inference_mode():
-        return [batch.valid(model(batch.input_ids, batch.attention_mask)) for batch in batches]
+    return list(_logits(spec, weights, batches))
 
 
 def tree_gap(
     spec: ModelSpec, weights: Weights, batches: Sequence[Batch], expected: Sequence[Tensor], enough: float
 ) -> float:
-    """How far a tree's logits are from those expected: the largest difference, NaN where there is one, of the batches
-    up to the first that is further off than `enough`. Most mistakes show on a few tokens, and cost no more.
-    """
-    model, gap = filled(spec, weights), 0.0
-    with torch.inference_mode():
-        for batch, logits in zip(batches, expected, strict=True):
-            here = largest_gap([logits], [batch.valid(model(batch.input_ids, batch.attention_mask))])
-            gap = here if not here <= gap else gap
-            if not gap <= enough:
-                break
-    return gap
+    """How far a tree's logits are from those expected, as `gap_up_to`."""
+    return gap_up_to(expected, _logits(spec, weights, batches), enough)
 
 
-def filled(spec: ModelSpec, weights: Weights) -> Decoder:
-    """A tree as a module in eval mode, with the mistakes of code made in it that it names."""
+def _logits(spec: ModelSpec, weights: Weights, batches: Sequence[Batch]) -> Iterator[Tensor]:
+    model = assigned(spec, weights)
+    for batch in batches:
+        with torch.inference_mode():
+            logits = batch.valid(model(batch.input_ids, batch.attention_mask))
+        yield logits
+
+
+def assigned(spec: ModelSpec, weights: Weights) -> Decoder:
+    """A tree as a module in eval mode, of these very tensors."""
     with torch.device("meta"):
         model = Decoder(spec)
     model.load_state_dict(dict(weights), assign=True)
-    make_in_code(model)
     return model.eval()
+
+
+def miniature(spec: ModelSpec, tokens: int) -> ModelSpec:
+    """The small copy, for rows of at most `tokens` tokens."""
+    blocks = _layers(spec)
+    mixers = [mixer for block in blocks if (mixer := block.mixer("attention")) is not None]
+    square = not mixers or _written_from(mixers[0]) == spec.hidden_size
+    few = [_written_from(mixer.small(mixer.hidden_size)) for mixer in mixers]
+    width = max(few, default=min(spec.hidden_size, WIDTH))
+    copy = replace(spec, blocks=tuple(blocks)).small(width if square else width + 16)
+    vocab = min(spec.vocab_size, TOKENS)
+    table = copy.positions
+    return replace(
+        copy,
+        embedding=replace(copy.embedding, vocab_size=vocab),
+        head=replace(copy.head, vocab_size=vocab),
+        positions=None if table is None else replace(table, length=min(table.length, tokens + 1)),
+    )
+
+
+def _layers(spec: ModelSpec) -> list[Block]:
+    """The first two layers, and the first of every other kind; a scale of its own makes none (gpt2's by layer)."""
+    kinds: dict[Block, Block] = {}
+    for block in spec.blocks:
+        kinds.setdefault(block.mapped(lambda node, _: node.slips().get("scores not scaled", node)), block)
+    first = list(spec.blocks[:2])
+    return first + [block for block in kinds.values() if block not in first]
+
+
+def _written_from(mixer: Mixer) -> int:
+    """How wide that is from which a mixer writes the stream."""
+    return next((each.shape[1] for each in mixer.weights().values() if each.role == "writes"), mixer.hidden_size)
+
+
+def random_weights(spec: ModelSpec) -> dict[str, Tensor]:
+    """Its parameters in fp64, of the size that trained ones have."""
+    generator = torch.Generator().manual_seed(0)
+    empty = {each.name: torch.empty(each.shape, dtype=torch.float64) for each in spec.parameters()}
+    drawn = {name: random_parameter(name, tensor, generator) for name, tensor in empty.items()}
+    return {name: tensor * QUIET if name in TABLES else tensor for name, tensor in drawn.items()}
+
+
+def narrow_batches(batches: Sequence[Batch], spec: ModelSpec) -> list[Batch]:
+    """The same probe over a smaller vocabulary: lengths, padding and repetitions as they are."""
+    return [replaced(batch, input_ids=batch.input_ids % spec.vocab_size) for batch in batches]

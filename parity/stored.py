@@ -8,8 +8,8 @@ without their layers (`front_to_back`), which takes no pass through either.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,14 +25,10 @@ from ..errors import CheckpointError
 from ..modules.decoder import EmbeddingModule, HeadModule, PositionsModule
 from ..modules.load import filled
 from ..modules.registry import build_module
-from .probe import AFFORDABLE, Batch, longest
-
-__all__ = ["BytesVerdict", "Reached", "Rows", "compare_bytes", "rows_to_probe"]
+from .passes import hooked
+from .probe import AFFORDABLE, EMBEDDING, POSITIONS, TABLES, Batch, longest
 
 replace = msgspec.structs.replace
-
-EMBEDDING, POSITIONS = TABLES = ("embedding.weight", "positions.weight")
-"""The tensors of which an input reads some rows alone. A head's rows are all in every logit."""
 
 Rows = Mapping[str, np.ndarray]
 """Of each table the numbers of the rows that hold other bytes, or that one side alone has."""
@@ -71,21 +67,18 @@ class BytesVerdict:
 
 
 def compare_bytes(source: Checkpoint, target: Checkpoint, required: bool) -> tuple[BytesVerdict, Rows]:
-    """Every tensor that both have, whatever else their trees differ in; a source alone, forth and back.
-
-    Args:
-        source: the reference.
-        target: what is held against it, or the reference itself.
-        required: whether the trees call for the same bytes.
-
-    Raises:
-        CheckpointError: a folder of gptkit's own, which nothing is held against, is not as its manifest says.
-
+    """Every tensor that both have, whatever else their trees differ in (tables of two lengths, as far as both go); a
+    source alone, forth and back. `required`: whether the trees call for the same bytes. Raises CheckpointError where a
+    folder of gptkit's own, which nothing is held against, is not as its manifest says.
     """
     if source is target:
         return _forth_and_back(source), {}
     ours, theirs = ({each.name: each.shape for each in side.spec.parameters()} for side in (source, target))
-    both = [name for name, shape in ours.items() if theirs.get(name) == shape or _lengths_differ(name, ours, theirs)]
+    both = [
+        name
+        for name, shape in ours.items()
+        if name in theirs and (theirs[name] == shape or (name in TABLES and theirs[name][1:] == shape[1:]))
+    ]
     different, cast, rows = [], [], {}
     for name in both:
         (a, a_dtype), (b, b_dtype) = source.tensor(name), target.tensor(name)
@@ -105,11 +98,6 @@ def compare_bytes(source: Checkpoint, target: Checkpoint, required: bool) -> tup
     return BytesVerdict(len(both), source.reference, tuple(different), tuple(cast), required, tuple(alone)), rows
 
 
-def _lengths_differ(name: str, ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether both have this table, with rows of one width."""
-    return name in TABLES and name in theirs and ours[name][1:] == theirs[name][1:]
-
-
 def _forth_and_back(source: Checkpoint) -> BytesVerdict:
     """The source's own tensors through their layouts."""
     different = []
@@ -118,14 +106,13 @@ def _forth_and_back(source: Checkpoint) -> BytesVerdict:
         if not same(leaf.to_checkpoint(leaf.to_shared(stored)), stored):
             different.append(leaf.checkpoint)
         source.release()
-    if source.format == "local" and (source.folder / MANIFEST).is_file():
-        # Nothing else could tell here: the reference is made of the same files.
-        problems = check_manifest(source.folder)
-        if problems:
-            raise CheckpointError(
-                f"{source.reference} is not as it was written: {'; '.join(problems[:3])}",
-                "Convert it again, or compare it with its original: gptkit verify ORIGINAL THIS",
-            )
+    # Nothing else could tell here: the reference is made of the same files.
+    written = source.format == "local" and (source.folder / MANIFEST).is_file()
+    if written and (problems := check_manifest(source.folder)):
+        raise CheckpointError(
+            f"{source.reference} is not as it was written: {'; '.join(problems[:3])}",
+            "Convert it again, or compare it with its original: gptkit verify ORIGINAL THIS",
+        )
     return BytesVerdict(len(source.leaves), "the source, after its layout forth and back", tuple(different))
 
 
@@ -150,9 +137,6 @@ def _rows(a: np.ndarray, a_dtype: str, b: np.ndarray, b_dtype: str) -> np.ndarra
     return found
 
 
-# --- rows that the probe has to read ---------------------------------------------------------------------------------
-
-
 def rows_to_probe(
     source: Checkpoint,
     target: Checkpoint,
@@ -163,17 +147,10 @@ def rows_to_probe(
     long: bool,
     up_to: int | None,
 ) -> tuple[list[Batch], list[str]]:
-    """Batches that read the rows which no other batch does, and in words those that nothing looked at.
+    """Batches that read the rows which no batch of the probe does, and in words those that nothing looked at.
 
-    Args:
-        source: the reference.
-        target: what is held against it.
-        rows: what holds other bytes.
-        batches: the probe.
-        required: whether the bytes should be the same, so that there is nothing to be shown of a row but its effect.
-        long: read all of them, however many.
-        up_to: tokens of the longest sequence that matters.
-
+    Where the same bytes are `required` there is nothing to be shown of a row but its effect; `long` reads all of them,
+    however many; `up_to` is the longest sequence that matters.
     """
     tokens = max(batch.input_ids.shape[1] for batch in batches)
     most = longest(source.spec, target.spec)
@@ -187,15 +164,12 @@ def rows_to_probe(
         embedding = embedding[~alike_at_the_ends(source, target, EMBEDDING, embedding)]
         positions = positions[~alike_at_the_ends(source, target, POSITIONS, positions)]
     positions = positions[positions < min(most or 0, up_to or most or 0)]
-    more: list[Batch] = []
-    limited: list[str] = []
     # Where bytes are called for they have failed already, and a few rows show what it comes to.
     read, left = np.split(embedding, [len(embedding) if long else WIDTH if required else AFFORDABLE])
     width = min(WIDTH, most or WIDTH, up_to or WIDTH)
-    for start in range(0, len(read), width):
-        more.append(Batch("rows of the embedding", torch.from_numpy(read[start : start + width])[None]))
-    if len(left):
-        limited.append(_too_many(left, EMBEDDING))
+    pieces = [torch.from_numpy(read[start : start + width])[None] for start in range(0, len(read), width)]
+    more = [Batch("rows of the embedding", piece) for piece in pieces]
+    limited = [_too_many(left, EMBEDDING)] if len(left) else []
     if len(positions) and (long or positions[-1] < AFFORDABLE):
         every = torch.arange(int(positions[-1]) + 1) % source.spec.vocab_size
         more.append(Batch("rows of the position table", every[None]))
@@ -210,20 +184,11 @@ class Reached:
     def __init__(self) -> None:
         self.experts: set[str] = set()
 
-    @contextmanager
-    def watch(self, model: nn.Module) -> Iterator[None]:
+    def watch(self, model: nn.Module) -> ExitStack:
         """While open, passes of the model leave the paths of its experts that compute."""
-        last = [(path.rpartition(".")[0], each) for path, each in model.named_modules() if path.endswith(".down_proj")]
-        hooks = [
-            each.register_forward_hook(lambda *_, path=path: self.experts.add(path))
-            for path, each in last
-            if ".experts." in path
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        parts = [(path.rpartition("."), module) for path, module in model.named_modules() if ".experts." in path]
+        last = [(expert, module) for (expert, _, name), module in parts if name == "down_proj"]
+        return hooked(m.register_forward_hook(lambda *_, path=path: self.experts.add(path)) for path, m in last)
 
     def left_out(self, names: Sequence[str]) -> list[str]:
         """In words, the experts among the owners of these tensors that nothing was given to."""

@@ -10,14 +10,12 @@ from typing import Any
 
 import msgspec
 
-from ..components import Component, ModelSpec, differences, without_rounding
+from ..components import ModelSpec, differences, without_rounding
 from ..components.ranges import number_ranges
 from ..converter.checkpoint import Checkpoint
 from ..converter.dtypes import to_float64
 from ..converter.tokenizer import token_files
 from ..errors import InvalidInput
-
-__all__ = ["FileChange", "TreeChange", "changed_files", "changed_tree", "same_layers"]
 
 MOST_BYTES = 64 * 2**20
 """A tokenizer.json beyond it is compared as bytes alone."""
@@ -40,9 +38,7 @@ class TreeChange:
 
 @dataclass(frozen=True)
 class FileChange:
-    """A small file that differs, or is on one side alone ("a" or "b"), and what is different in it, where that can be
-    told.
-    """
+    """A small file that differs, or is on one side ("a", "b") alone, and what is different in it."""
 
     name: str
     only: str | None
@@ -61,16 +57,11 @@ def changed_tree(a: ModelSpec, b: ModelSpec) -> list[TreeChange]:
         layer = int(parts[1]) if parts[0] == "blocks" and len(parts) > 1 else None
         key = path if layer is None else ".".join(["blocks", "*", *parts[2:]])
         folded.setdefault((key, _words(x), _words(y)), []).extend([] if layer is None else [layer])
-    return [
-        TreeChange(
-            path,
-            number_ranges(where) or None,
-            x,
-            y,
-            path.replace("*", f"{min(where, default='*')}") not in function,
-        )
-        for (path, x, y), where in folded.items()
-    ]
+    changes = []
+    for (path, x, y), where in folded.items():
+        rounding = path.replace("*", f"{min(where, default='*')}") not in function
+        changes.append(TreeChange(path, number_ranges(where) or None, x, y, rounding))
+    return changes
 
 
 def same_layers(a: Checkpoint, b: Checkpoint) -> list[int | None] | None:
@@ -106,7 +97,7 @@ def _rows_of(checkpoint: Checkpoint) -> list[bytes]:
 
 def _words(value: Any) -> str:
     """A value of the tree in short: a component by what kind it is."""
-    if isinstance(value, Component):
+    if hasattr(value, "__struct_fields__"):
         return type(value).__name__
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -139,16 +130,11 @@ def changed_files(a: Checkpoint, b: Checkpoint) -> list[FileChange]:
 
 def _texts(checkpoint: Checkpoint) -> Mapping[str, bytes]:
     """The small files of a checkpoint by name: in a GGUF, inside; else beside the weights. No licences."""
-    found: dict[str, bytes] = {}
-    if checkpoint.format not in ("hf", "local"):
-        found.update({name: checkpoint.texts[name] for name in checkpoint.texts})
-    else:
-        for path in token_files(checkpoint.folder):
-            if not path.name.upper().startswith(("LICENSE", "NOTICE")):
-                found[path.name] = _bytes(path)
-    if checkpoint.origin.config_text is not None:
-        found["config.json"] = checkpoint.origin.config_text.encode()
-    return found
+    paths = [path for path in token_files(checkpoint.folder) if not path.name.upper().startswith(("LICENSE", "NOTICE"))]
+    stored = checkpoint.format in ("hf", "local")
+    found = {path.name: _bytes(path) for path in paths} if stored else dict(checkpoint.texts)
+    config = checkpoint.origin.config_text
+    return found if config is None else {**found, "config.json": config.encode()}
 
 
 def _bytes(path: Path) -> bytes:
@@ -175,15 +161,13 @@ def _told(name: str, x: bytes, y: bytes) -> tuple[str, ...] | None:
 
 def _keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
     """The keys that differ, with short values."""
-    lines = []
-    for key in dict.fromkeys((*one, *other)):
-        missing = object()
-        x, y = one.get(key, missing), other.get(key, missing)
-        if x != y:
-            told = ["absent" if value is missing else json.dumps(value, ensure_ascii=False) for value in (x, y)]
-            short = [text if len(text) <= 40 else text[:37] + "…" for text in told]
-            lines.append(f"{key}: {short[0]} → {short[1]}")
-    return tuple(lines)
+
+    def short(data: Mapping[str, Any], key: str) -> str:
+        text = json.dumps(data[key], ensure_ascii=False) if key in data else "absent"
+        return text if len(text) <= 40 else text[:37] + "…"
+
+    keys = [key for key in {**one, **other} if key not in one or key not in other or one[key] != other[key]]
+    return tuple(f"{key}: {short(one, key)} → {short(other, key)}" for key in keys)
 
 
 def _vocabularies(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
@@ -193,12 +177,8 @@ def _vocabularies(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str
         return ()
     added, gone = [token for token in y if token not in x], [token for token in x if token not in y]
     moved = [token for token in x if token in y and x[token] != y[token]]
-    lines = [
-        _some("added", added),
-        _some("gone", gone),
-        _some("with another id", moved),
-    ]
-    return tuple(line for line in lines if line)
+    lines = {"added": added, "gone": gone, "with another id": moved}
+    return tuple(_some(what, tokens) for what, tokens in lines.items() if tokens)
 
 
 def _tokens(data: Mapping[str, Any]) -> dict[str, int] | None:
@@ -219,8 +199,6 @@ def _tokens(data: Mapping[str, Any]) -> dict[str, int] | None:
 
 
 def _some(what: str, tokens: list[str]) -> str:
-    if not tokens:
-        return ""
     shown = ", ".join(json.dumps(token, ensure_ascii=False) for token in tokens[:TOLD])
     count = f"{len(tokens):,} token{'' if len(tokens) == 1 else 's'} {what}"
     return f"{count}: {shown}{', …' if len(tokens) > TOLD else ''}"

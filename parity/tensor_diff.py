@@ -18,8 +18,6 @@ from ..converter.dtypes import to_float64
 from ..converter.transfer import contiguous
 from .low_rank import EPS, LIMIT, Floor, Projection, Rank, Sketch, rank_of
 
-__all__ = ["Figures", "Order", "compare_tensors", "runs", "same_bytes"]
-
 Array = NDArray[Any]
 Order = Literal["rows", "columns"]
 
@@ -68,12 +66,22 @@ class Figures:
     @property
     def relative(self) -> float | None:
         """|B - A| / |A| (Frobenius); None where A is zero and B is not, or the figures are beyond fp64."""
-        return relative(self.square, self.square_a)
+        if self.square == 0:
+            return 0.0
+        if 0 < self.square_a < TINY or self.square < TINY:
+            return None
+        found = math.sqrt(self.square / self.square_a) if self.square_a > 0 else math.inf
+        return found if math.isfinite(found) else None
 
     @property
     def cosine(self) -> float | None:
-        """Of the angle between both; None where one of them is zero."""
-        return cosine(self.product, self.square_a, self.square_b)
+        """Of the angle between both, from -1 to 1; None where one of them is zero."""
+        norms = math.sqrt(self.square_a) * math.sqrt(self.square_b)
+        if 0 < min(self.square_a, self.square_b) < TINY:
+            return None
+        if not (norms > 0 and math.isfinite(norms) and math.isfinite(self.product)):
+            return None
+        return min(1.0, max(-1.0, self.product / norms))
 
     @property
     def scale(self) -> float | None:
@@ -89,39 +97,12 @@ class Figures:
         return factor if abs(factor - 1) > rounding else None
 
 
-def relative(square: float, square_a: float) -> float | None:
-    """The root of a quotient of sums of squares; 0 for none of either, None where fp64 cannot tell."""
-    if square == 0:
-        return 0.0
-    if 0 < square_a < TINY or square < TINY:
-        return None
-    found = math.sqrt(square / square_a) if square_a > 0 else math.inf
-    return found if math.isfinite(found) else None
-
-
-def cosine(product: float, square_a: float, square_b: float) -> float | None:
-    """Between -1 and 1; None where one side is zero."""
-    norms = math.sqrt(square_a) * math.sqrt(square_b)
-    if 0 < min(square_a, square_b) < TINY:
-        return None
-    if not (norms > 0 and math.isfinite(norms) and math.isfinite(product)):
-        return None
-    return min(1.0, max(-1.0, product / norms))
-
-
 def compare_tensors(
     a: Array, dtype_a: str, b: Array, dtype_b: str, *, rank: bool = True, pause: Callable[[int], None] = lambda _: None
 ) -> Figures:
-    """Hold B against A, arrays of one shape in their carrier dtypes.
-
-    Args:
-        a: a view of a file, or an array.
-        dtype_a: what its bytes are.
-        b: the other.
-        dtype_b: of the other.
-        rank: also look for the rank of the change.
-        pause: called between chunks with the bytes read since; may raise, to stop.
-
+    """Hold B against A, arrays of one shape (or views of files) in their carrier dtypes, each with what its bytes are.
+    `rank` looks for the rank of the change too; `pause` is called between chunks with the bytes read since, and may
+    raise, to stop.
     """
     pair = _Pair(a, dtype_a, b, dtype_b, pause)
     if pair.same():
@@ -234,10 +215,9 @@ class _Sums:
         for values, grids in zip((x, y), self.grids, strict=True):
             while len(grids) > 1 and not _rounds(values, grids[0], values):
                 grids.pop(0)
+        pairs = {"a": (y, x), "b": (x, y)}
         self.roundings = [
-            (grid, side)
-            for grid, side in self.roundings
-            if (_rounds(x, grid, y) if side == "b" else _rounds(y, grid, x))
+            (grid, side) for grid, side in self.roundings if _rounds(pairs[side][0], grid, pairs[side][1])
         ]
 
     def _finite(self, rows: slice, x: Array, y: Array) -> tuple[Array, Array]:
@@ -318,8 +298,10 @@ class _Sums:
         if square <= 1e-6 * square_a or abs(square_a - square_b) > 1e-11 * square_a:
             return None
         rows, columns = self.pair.shape
-        keys = np.random.default_rng(1).integers(1, 2**63, columns, np.uint64) | np.uint64(1)
-        turned = np.random.default_rng(2).integers(1, 2**63, rows, np.uint64) | np.uint64(1)
+        keys, turned = (
+            np.random.default_rng(seed).integers(1, 2**63, size, np.uint64) | np.uint64(1)
+            for seed, size in ((1, columns), (2, rows))
+        )
         by_row, by_column = np.zeros((2, rows), np.uint64), np.zeros((2, columns), np.uint64)
         for part, x, y, _ in self.pair.walk():
             for side, values in enumerate((x, y)):
@@ -327,14 +309,11 @@ class _Sums:
                 bits = bits ^ (bits >> np.uint64(32))
                 by_row[side, part] = (bits * keys).sum(1, np.uint64)
                 by_column[side] += (bits * turned[part, None]).sum(0, np.uint64)
-        found: Order | None = None
-        if rows > 1 and np.array_equal(np.sort(by_row[0]), np.sort(by_row[1])):
-            found = "rows"
-        elif columns > 1 and np.array_equal(np.sort(by_column[0]), np.sort(by_column[1])):
-            found = "columns"
-        if found is not None and self.pair.turned:
-            found = "columns" if found == "rows" else "rows"
-        return found
+        names: list[Order] = ["columns", "rows"] if self.pair.turned else ["rows", "columns"]
+        for name, count, (one, other) in zip(names, (rows, columns), (by_row, by_column), strict=True):
+            if count > 1 and np.array_equal(np.sort(one), np.sort(other)):
+                return name
+        return None
 
 
 def _dot(x: Array, y: Array) -> float:

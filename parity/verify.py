@@ -1,16 +1,10 @@
 """verify: does a checkpoint, as gptkit reads and computes it, give transformers' logits?
 
-Two verdicts, kept apart. Bytes: every tensor goes into the shared layout and back to the same bytes; of two checkpoints
-all that both have is compared, and has to be the same unless their trees give weights a reason to differ (a swap).
-Function: logits on the probe, which reads every row of a table that holds other bytes (`stored`), and goes past the
-lengths at which the trees part (`reach`): what was not looked at is told, and is no pass. Equal to the last bit is the
-normal result; where it is not (after a swap, or across kernels) two things must hold, both measured in the same run:
-
-- the functions are one: in fp64 they differ by no more than rounding to fp32 makes in either of them. Always fp32,
-  whatever dtype is asked for: bf16's own noise is as large as a wrong activation, eps or rope base, and would hide it.
-  It is not fp64's noise, since transformers keeps parts of an "fp64" model in fp32 (rotary tables, RMSNorm, softmax).
-- the candidate rounds no worse: its mean error against its own fp64 is of the reference's size, in fp32 and in the
-  dtype asked for. So it cannot widen its own allowance by being imprecise.
+Two verdicts, kept apart: bytes (every tensor forth and back, or of two checkpoints all that both have) and function
+(logits on the probe). What was not looked at is told, and is no pass. Where logits are not equal to the last bit, two
+things must hold, both measured in the same run: in fp64 the functions differ by no more than rounding to fp32 makes in
+either of them (always fp32, whatever dtype is asked for, and not fp64's noise, since transformers keeps parts of an
+"fp64" model in fp32), and the candidate rounds no worse than the reference, so that it cannot widen its own allowance.
 
 What no such comparison sees: a change below fp32's noise on the probe (an eps far below the stream's variance, a bias
 that softmax cancels), and another way to round in bf16 whose error is of bf16's own size (rope tables rounded, which is
@@ -22,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import compress
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..architectures.obstacles import by_layers, short
-from ..components import ModelSpec, differences, without_rounding
+from ..components import differences, without_rounding
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.threads import as_before, suit
 from ..converter.tokenizer import load_tokenizer
@@ -41,7 +35,7 @@ from ..errors import GptkitError, InvalidInput, UsageError
 from ..modules.attention import Kernel
 from ..modules.load import torch_dtype
 from .bisect import Divergence
-from .compare import Difference, compare, largest_gap, mean_gap, row_gaps
+from .compare import Difference, compare, gaps, largest_gap, mean_gap
 from .damage import Damage
 from .diagnose import assess, diagnose, try_mistakes
 from .probe import AFFORDABLE, Batch, limits, longest, passed, probe, text_batch
@@ -50,15 +44,11 @@ from .score import Score
 from .sides import Sides, sides
 from .stored import BytesVerdict, Reached, compare_bytes, rows_to_probe
 
-__all__ = ["BytesVerdict", "Noise", "Verification", "require_finite_weights", "verify"]
-
 PROMPTS = (
     "KING RICHARD:\nNow is the winter",
     "Once upon a time, there was a little girl",
     "def main():\n    return 0\n",
 )
-
-
 SHOWN = 5
 """Names in a message, of however many."""
 IMPRECISE = 4.0
@@ -99,7 +89,6 @@ class Noise:
 
     @property
     def explains(self) -> bool:
-        """Whether rounding explains all that differs."""
         return self.functions <= self.allowed and not self.imprecise
 
 
@@ -124,8 +113,8 @@ class Verification(Shown):
     noise: Noise | None
     score: Score | None = None
     divergence: Divergence | None = None
-    notes: tuple[str, ...] = field(default=())
-    arguments: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
     damage: Damage | None = None
     up_to: int | None = None
     limited: tuple[str, ...] = ()
@@ -155,10 +144,8 @@ class Verification(Shown):
         return 0 if self.passed else 6 if self.same else 3
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values, with the verdicts."""
         data = json.loads(json.dumps(asdict(replace(self, damage=None))))
-        if self.damage is not None:
-            data["damage"] = self.damage.as_json()
+        data["damage"] = None if self.damage is None else self.damage.as_json()
         return {"schema_version": 1, "verdict": self.verdict, "passed": self.passed, **data}
 
 
@@ -213,7 +200,7 @@ def verify(
     """
     if damaged and other is None:
         raise UsageError("the damage is of one checkpoint beside another", "gptkit verify ORIGINAL CHANGED --damage")
-    say = progress or (lambda text: None)
+    say = progress or (lambda _: None)
     options = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
     source = open_checkpoint(model, **options)
     target = source if other is None else open_checkpoint(other, **options)
@@ -230,7 +217,8 @@ def verify(
     if not batches:
         raise GptkitError("nothing was compared: the probe is empty")
     say("comparing bytes")
-    for checkpoint in (source,) if target is source else (source, target):
+    both_sides = (source,) if target is source else (source, target)
+    for checkpoint in both_sides:
         require_finite_weights(checkpoint)
     required = target is source or one_function(source.spec, target.spec)
     bytes_verdict, rows = compare_bytes(source, target, required)
@@ -241,8 +229,13 @@ def verify(
         say("transformers")
         with computable(wanted):
             reference = both.reference(batches, wanted, path)
-        batches, reference, dropped = _finite_batches(batches, reference, source, wanted)
-        notes += dropped
+        bare = [logits for batch, logits in zip(batches, reference, strict=True) if batch.attention_mask is None]
+        _require_finite(bare, f"transformers' logits of {source.reference}", wanted)
+        # Its eager bloom has NaN in fp64 where a padded row may look at nothing.
+        finite = [bool(torch.isfinite(logits).all()) for logits in reference]
+        left_out = [batch.name for batch, good in zip(batches, finite, strict=True) if not good]
+        notes += [f"left out, since transformers' own logits are not finite there: {name}" for name in left_out]
+        batches, reference = list(compress(batches, finite)), list(compress(reference, finite))
         say("gptkit")
         reached = Reached()
         with computable(wanted):
@@ -252,26 +245,30 @@ def verify(
         found = tuple(compare(b.name, r, c) for b, r, c in zip(batches, reference, candidate, strict=True))
         if not found:
             raise GptkitError("nothing was compared: transformers' logits are finite nowhere")
-        noise, gaps = None, None
+        noise, apart = None, None
         if not all(difference.identical for difference in found):
             say("measuring the noise of rounding")
-            noise, gaps = _noise(both, batches, path, wanted, reference, candidate)
+            noise, apart = _noise(both, batches, path, wanted, reference, candidate)
         divergence = None
         different = noise is not None and not noise.explains
         if bisected or (different and bisected is None):
             say("looking for the place and the cause" if different else "laying the components side by side")
             allowed = max(noise.allowed, noise.repaired) if noise is not None and different else None
-            divergence = diagnose(both, batches, path, allowed, notes, gaps=gaps, asked=bool(bisected))
+            divergence = diagnose(both, batches, path, allowed, notes, gaps=apart, asked=bool(bisected))
     cost = None
-    if damaged or (damaged is None and different and _changed(source.spec, target.spec)):
+    changed = without_rounding(source.spec) != without_rounding(target.spec)
+    if damaged or (damaged is None and different and changed):
         cost = assess(source, target, text, damaged, say, notes)
+    marks = None
     if mutations is not False:
         say("making mistakes on purpose")
-    marks = try_mistakes(source, batches, mutations, stream, notes, up_to)
+        marks = try_mistakes(source, batches, bool(mutations), stream, notes, up_to)
+    asked = {"long": long, "stream": stream, "allow-pickle": allow_pickle, "allow-extra": allow_extra}
+    dtype_name = str(wanted).removeprefix("torch.")
     return Verification(
         model=str(model),
         other=None if other is None else str(other),
-        dtype=str(wanted).removeprefix("torch."),
+        dtype=dtype_name,
         attention=path,
         prompts=found,
         bytes=bytes_verdict,
@@ -281,31 +278,16 @@ def verify(
         damage=cost,
         up_to=reach,
         limited=tuple(limited),
-        notes=tuple(source.notes + ([] if target is source else target.notes) + notes),
+        notes=tuple([note for each in both_sides for note in each.notes] + notes),
         arguments=(
-            *(resolved(checkpoint) for checkpoint in ((source,) if other is None else (source, target))),
-            *("--dtype", str(wanted).removeprefix("torch."), "--attention", path),
+            *map(resolved, both_sides),
+            *("--dtype", dtype_name, "--attention", path),
             *(f"--prompt={text}" for text in prompts),  # a text may begin with dashes
             *(() if up_to is None else ("--up-to", str(up_to))),
             *(() if mutations is None else ("--mutations",) if mutations else ("--no-mutations",)),
-            *(
-                f"--{name}"
-                for name, asked in {
-                    "long": long,
-                    "stream": stream,
-                    "allow-pickle": allow_pickle,
-                    "allow-extra": allow_extra,
-                    "damage": bool(damaged),
-                }.items()
-                if asked
-            ),
+            *(f"--{name}" for name, value in (asked | {"damage": damaged}).items() if value),
         ),
     )
-
-
-def _changed(before: ModelSpec, after: ModelSpec) -> bool:
-    """Whether the trees are of different functions."""
-    return bool(without_rounding(before) != without_rounding(after))
 
 
 def resolved(checkpoint: Checkpoint) -> str:
@@ -316,12 +298,7 @@ def resolved(checkpoint: Checkpoint) -> str:
 
 @contextmanager
 def computable(dtype: torch.dtype) -> Iterator[None]:
-    """Tell of a dtype that torch knows and this machine's kernels do not.
-
-    Raises:
-        UsageError: something is not implemented in it.
-
-    """
+    """Raise UsageError for a dtype that torch knows and this machine's kernels do not."""
     try:
         yield
     except RuntimeError as error:
@@ -333,11 +310,9 @@ def computable(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _attention(source: Checkpoint, asked: str | None) -> Kernel:
-    """The path to compare on."""
     architecture = source.architecture
     sound = ("sdpa", "eager") if architecture is None else architecture.reference(source.spec)
-    if asked is None:
-        return "eager" if sound[0] == "eager" else "sdpa"
+    asked = sound[0] if asked is None else asked
     if asked not in ("sdpa", "eager"):
         raise UsageError(f"unknown attention {asked!r}", "known: sdpa, eager")
     if asked not in sound:
@@ -383,30 +358,15 @@ def _batches(
     tables = [spec.positions.length for spec in specs if spec.positions is not None]
     if len(set(tables)) > 1:
         notes.append(f"position tables of {tables[0]:,} and {tables[1]:,}: compared on up to {most:,} tokens")
-    return batches, notes + _tree_notes(*specs)
+    apart = by_layers(differences(specs[0], specs[-1]), len(specs[0].blocks))
+    if apart:
+        notes.append(f"the trees differ: {_some([f'{path} {short(a)} -> {short(b)}' for path, a, b, _ in apart])}")
+    return batches, notes
 
 
-def _tree_notes(spec: ModelSpec, other: ModelSpec | None = None) -> list[str]:
-    """Where two trees differ."""
-    found = [] if other is None else by_layers(differences(spec, other), len(spec.blocks))
-    told = [f"{path} {short(a)} -> {short(b)}" for path, a, b, _ in found]
-    more = f", … ({len(told) - SHOWN} more)" if len(told) > SHOWN else ""
-    return [f"the trees differ: {', '.join(told[:SHOWN])}{more}"] if told else []
-
-
-def _finite_batches(
-    batches: list[Batch], reference: list[Tensor], source: Checkpoint, dtype: torch.dtype
-) -> tuple[list[Batch], list[Tensor], list[str]]:
-    """The batches on which transformers gives numbers: (batches, its logits, notes on those left out).
-
-    Its eager bloom has NaN in fp64 where a padded row may look at nothing. Without padding, NaN is the model's own.
-    """
-    finite = [bool(torch.isfinite(logits).all()) for logits in reference]
-    bare = [logits for batch, logits in zip(batches, reference, strict=True) if batch.attention_mask is None]
-    _require_finite(bare, f"transformers' logits of {source.reference}", dtype)
-    left_out = [batch.name for batch, good in zip(batches, finite, strict=True) if not good]
-    notes = [f"left out, since transformers' own logits are not finite there: {name}" for name in left_out]
-    return list(compress(batches, finite)), list(compress(reference, finite)), notes
+def _some(words: Sequence[str]) -> str:
+    more = f", … ({len(words) - SHOWN} more)" if len(words) > SHOWN else ""
+    return f"{', '.join(words[:SHOWN])}{more}"
 
 
 def _require_finite(logits: Sequence[Tensor], whose: str, dtype: torch.dtype) -> None:
@@ -428,8 +388,7 @@ def require_finite_weights(checkpoint: Checkpoint) -> None:
             bad.append(f"{name} ({int((~finite).sum()):,} values)")
         checkpoint.release()
     if bad:
-        more = f", … ({len(bad) - SHOWN} more)" if len(bad) > SHOWN else ""
-        raise InvalidInput(f"{checkpoint.reference}: weights are not finite: {', '.join(bad[:SHOWN])}{more}")
+        raise InvalidInput(f"{checkpoint.reference}: weights are not finite: {_some(bad)}")
 
 
 def _noise(
@@ -440,9 +399,7 @@ def _noise(
     reference: list[Tensor],
     candidate: list[Tensor],
 ) -> tuple[Noise, list[Tensor]]:
-    """See `Noise`, and how much the two functions differ at each position, (N,) a batch. One model in memory at a time;
-    `reference` and `candidate` were computed in `dtype`.
-    """
+    """`Noise`, and how much the two functions differ at each position, (N,) a batch; one model at a time."""
     computed = {dtype: (reference, candidate)}
     if dtype != torch.float32:
         reference = both.reference(batches, torch.float32, path)
@@ -466,4 +423,6 @@ def _noise(
             for each, (ours, theirs) in computed.items()
         },
     )
-    return noise, [row_gaps(a, b) for a, b in zip(exact, exact_candidate, strict=True)]
+    return noise, [
+        torch.cat([gap.amax(dim=-1) for gap in gaps([a], [b])]) for a, b in zip(exact, exact_candidate, strict=True)
+    ]

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from ..parity.compare import Difference
     from ..parity.port import PortVerification
     from ..parity.score import Score
-    from ..parity.verify import BytesVerdict, Noise, Verification
+    from ..parity.stored import BytesVerdict
+    from ..parity.verify import Noise, Verification
 
 SHOWN = 5  # tensors named, of however many
 PROBE = (("probe", False), ("tokens", True), ("max Δ", True), ("mean Δ", True), ("KL", True), ("top-1", True))

@@ -10,7 +10,7 @@ import torch
 from helpers.families import CONFIGS, spec_of
 from helpers.trees import TREES, random_weights
 
-from gptkit.components import KINDS, Block, Component, ModelSpec, SubLayer, YarnScaling
+from gptkit.components import KINDS, Block, Component, ModelSpec, RMSNorm, SubLayer, YarnScaling
 from gptkit.parity.mutations import MUTATIONS, applicable, forgotten
 from gptkit.parity.probe import probe
 from gptkit.parity.score import run_tree, tree_gap
@@ -104,6 +104,25 @@ def test_a_mistake_has_one_name_that_says_what_it_is(kind: str, field: str) -> N
     words = OURS[kind].forgotten[field]
     assert words in MISTAKES and 2 <= len(words.split()) < 10
     assert set(OURS[kind].forgotten) == set(OURS[kind].choices())
+
+
+def test_a_kind_of_another_package_says_its_mistakes_itself() -> None:
+    class Tilted(RMSNorm, frozen=True):
+        def slips(self) -> dict[str, Any]:
+            return super().slips() | {"tilted the other way": replace(self, eps=self.eps * 3)}
+
+        def disorder(self) -> dict[str, dict[str, list[int]]]:
+            return {"gain back to front": {"": [*range(self.size)][::-1]}}
+
+    try:
+        spec = SPECS["llama"]
+        spec = replace(spec, final_norm=Tilted(size=spec.hidden_size, eps=1e-5))
+        weights = random_weights(spec)
+        made = {mutation.name: mutant for mutation, mutant in applicable(spec, weights)}
+        assert made["tilted the other way"][0].final_norm.eps == 1e-5 * 3
+        assert torch.equal(made["gain back to front"][1]["final_norm.weight"], weights["final_norm.weight"].flip(0))
+    finally:
+        del KINDS["Tilted"]
 
 
 def test_a_kind_that_says_nothing_has_mistakes_all_the_same() -> None:

@@ -225,8 +225,8 @@ def test_kept_tensors_come_back():
     for key, value in values.items():
         kept[key] = value
     for key, value in values.items():
-        assert torch.equal(kept.get(key), value)
-    assert kept.get((9, 9)) is None
+        assert torch.equal(kept[key], value)
+    assert (9, 9) not in kept
     kept.close()
 
 

@@ -9,10 +9,9 @@ from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
 from gptkit.parity import diagnose
 from gptkit.parity.card import card, markdown
-from gptkit.parity.miniature import miniature, narrow_batches, random_weights
 from gptkit.parity.mutations import MUTATIONS
 from gptkit.parity.probe import Batch, limits, probe
-from gptkit.parity.score import score
+from gptkit.parity.score import miniature, narrow_batches, random_weights, score
 from gptkit.parity.verify import verify
 
 WELL_KNOWN = ("gpt2", "llama-3.2-1b", "qwen2-0.5b", "qwen3-0.6b", "bloom-176b", "falcon-40b", "falcon-rw-1b")

@@ -1,15 +1,18 @@
 """A layer at a time gives the same bits as all at once, in the memory of a layer."""
 
+import warnings
+from importlib import import_module
+
 import pytest
 import torch
 from helpers.families import VARIANTS, save_hf
 
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert
+from gptkit.errors import GptkitError
 from gptkit.modules.load import load_checkpoint
 from gptkit.parity.probe import Batch, probe
-from gptkit.parity.sides import sides
-from gptkit.parity.stream import stream_candidate, stream_reference, units_of
+from gptkit.parity.sides import Stream, sides, stream_candidate, stream_reference, units_of
 from gptkit.parity.verify import verify
 
 QUICK = [variant for variant in VARIANTS if variant.name != "mistral-default-window"]
@@ -84,3 +87,42 @@ def test_streaming_can_be_repeated():
         expected = [batch.valid(model(batch.input_ids, batch.attention_mask)) for batch in batches]
     for _ in range(2):
         assert all(torch.equal(a, b) for a, b in zip(stream.run(batches), expected, strict=True))
+
+
+class Reader(torch.nn.Module):
+    """A model that computes with a weight of a module that it never calls."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.embed, self.spare = torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8, bias=False)
+        self.how = how
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        x = self.embed(ids)
+        if self.how == "product":  # which torch computes, from whatever lies in memory
+            return x @ self.spare.weight.T
+        if self.how == "sum":  # which torch refuses
+            return x + self.spare.weight[0]
+        return self.spare(x).to(self.spare.weight.dtype) * self.spare.weight.shape[1]
+
+
+@pytest.mark.parametrize("how", ["product", "sum", "dtype and shape alone"])
+def test_a_weight_that_is_used_without_its_module_is_refused_by_name(how):
+    values = {"embed.weight": torch.ones(8, 4), "spare.weight": torch.ones(8, 4)}
+    stream = Stream(Reader(how), lambda model, ids, mask: model(ids, mask), values.__getitem__)
+    batches = [Batch("some", torch.tensor([[1, 2]]))]
+    if how == "dtype and shape alone":
+        assert stream.run(batches)[0].tolist() == torch.full((2, 8), 16.0).tolist()
+        return
+    with pytest.raises(GptkitError, match=r"computes with spare\.weight without calling"):
+        stream.run(batches)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_progress_bars_forbidden_by_the_environment_are_no_warning(stream, monkeypatch):
+    """huggingface_hub warns where somebody turns on what HF_HUB_DISABLE_PROGRESS_BARS turns off."""
+    monkeypatch.setattr(import_module("huggingface_hub.utils.tqdm"), "HF_HUB_DISABLE_PROGRESS_BARS", True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        verify("sample:llama", stream=stream, mutations=False)
+    assert [str(each.message) for each in told if "progress bars" in str(each.message)] == []

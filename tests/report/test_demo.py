@@ -13,7 +13,8 @@ from gptkit.converter.publish import check_manifest
 from gptkit.converter.resolve import SAMPLES, SAMPLES_DIR
 from gptkit.parity.bisect import Divergence
 from gptkit.parity.compare import Difference
-from gptkit.parity.verify import BytesVerdict, Noise, Verification
+from gptkit.parity.stored import BytesVerdict
+from gptkit.parity.verify import Noise, Verification
 from gptkit.report import demo
 from gptkit.report.demo import tour
 from gptkit.report.verification import under_its_label, verdict_lines, verification_report

@@ -28,7 +28,8 @@ from gptkit.parity.bisect import Cause, Divergence, Part
 from gptkit.parity.compare import Difference
 from gptkit.parity.port import Made, Match, PortVerification
 from gptkit.parity.score import Score
-from gptkit.parity.verify import BytesVerdict, Noise, Verification
+from gptkit.parity.stored import BytesVerdict
+from gptkit.parity.verify import Noise, Verification
 from gptkit.report import pages
 from gptkit.report.heatmap import Cell, heatmap
 from gptkit.report.pages import Figure, Page, Table, ready, render, write_page
