@@ -199,6 +199,8 @@ def _apart(function: Callable[..., None]) -> tuple[inspect.Signature, dict[str, 
     signature, together = inspect.signature(function, eval_str=True), {}
     parameters = []
     for each in signature.parameters.values():
+        if each.kind is each.VAR_KEYWORD:  # what a command has looked up by itself
+            continue
         found = [part for part in getattr(each.annotation, "__metadata__", ()) if isinstance(part, Together)]
         if not found:
             parameters.append(each)

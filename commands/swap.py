@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperOption
 
 from ..errors import UsageError
-from ..surgery.options import OPTIONS
 from ..terminal import answer, console, progress_bar, say, status
-from .base import F, Force, ForWeights, Json, ModelArgument, Quiet, app, examples, guarded, option
+from .base import Force, ForWeights, Json, ModelArgument, Quiet, app, examples, guarded, option
 from .completion import forms, one_of
 
 if TYPE_CHECKING:
+    from ..surgery.options import Option
     from ..surgery.swap import SwapResult
 
 
@@ -22,36 +23,34 @@ HOW = "How to swap"
 """The heading in the help of `swap` of what is no swap."""
 
 
-def with_swaps(function: F) -> F:
-    """An option for every swap of `surgery.options`; what was given arrives in the function's `**asked`."""
-    signature = inspect.signature(function, eval_str=True)
-    parameters = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    for each in OPTIONS:
-        kind: Any
-        kind, default = (bool, False) if each.flag else (str | None, None)
-        known = one_of(forms(each.metavar))
-        option = typer.Option(
-            each.spelled,
-            help=each.help,
-            metavar=each.metavar or None,
-            rich_help_panel=each.group,
-            autocompletion=None if each.flag else known,
-        )
-        annotation = Annotated[kind, option]
-        parameters.append(
-            inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        )
-    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return function
+class SwapCommand(TyperCommand):
+    """`swap`: its own options, and one for every option of a swap that is registered, plugins' too. They are looked up
+    when somebody swaps or asks for help; other commands do not wait for them. What was given arrives in `**asked`.
+    """
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        from ..surgery.registry import all_options
+
+        return [*super().get_params(ctx), *map(swap_option, all_options())]
+
+
+def swap_option(option: Option) -> TyperOption:
+    """An option of a swap as the command line has it."""
+    fields: dict[str, Any] = {"is_flag": True, "default": False}
+    if not option.flag:
+        complete = partial(lambda values, ctx, args, incomplete: values(incomplete), one_of(forms(option.metavar)))
+        fields = {"type": str, "metavar": option.metavar, "autocompletion": complete}
+    names = [option.name, option.spelled]
+    return TyperOption(param_decls=names, help=option.help, rich_help_panel=option.group, **fields)
 
 
 @app.command(
+    cls=SwapCommand,
     epilog=examples(
         "gptkit swap sample:gpt2 gpt2-rms --norm rmsnorm", "gptkit swap sample:gpt2 modern --recipe gpt2-to-modern"
-    )
+    ),
 )
 @guarded
-@with_swaps
 def swap(
     model: ModelArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
@@ -171,9 +170,9 @@ def swaps(
         found = [read_recipe(name) for name in shipped()]
         return answer(json, lambda: recipes_json(found), lambda: recipes_report(found))
     if model is None:
-        from ..surgery.registry import all_swaps
+        from ..surgery.registry import all_options, all_swaps
 
-        groups = {each.name: each.group for each in OPTIONS}
+        groups = {each.name: each.group for each in all_options()}
         return answer(json, lambda: registry_json(all_swaps()), lambda: registry_report(all_swaps(), groups))
     from ..converter.checkpoint import open_checkpoint
     from ..surgery.listing import listing

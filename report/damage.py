@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError
-from ..surgery.synonyms import guarantee_in_words
+from ..surgery.options import guarantee_in_words
 from ..version import __version__
 from .heatmap import Cell, heatmap
 from .pages import Figure, Lines, Page, Section, Table, counted, noted, ready, write_page

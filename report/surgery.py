@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ..analysis.costs import Costs, costs
 from ..analysis.parameters import count
-from ..surgery.synonyms import guarantee_in_words
+from ..surgery.options import guarantee_in_words
 from .summaries import human_bytes, number, plain_table, wrap
 from .tables import parameter_table
 

@@ -29,25 +29,6 @@ from ..converter.tensors import Tree
 from ..converter.tree import Origin
 from ..errors import GptkitError, InvalidInput
 
-__all__ = [
-    "Computed",
-    "Filled",
-    "Guarantee",
-    "Model",
-    "Moved",
-    "Promise",
-    "Read",
-    "Stored",
-    "Swapped",
-    "SwappedModel",
-    "Tensor",
-    "Wide",
-    "comparable",
-    "in_pieces",
-    "origin_of",
-    "weakest",
-]
-
 Guarantee = Literal["exact", "approximate", "retrained"]
 Wide = NDArray[np.float64]
 Array = NDArray[Any]

@@ -21,8 +21,6 @@ from .options import spelled
 from .recipe import called, plain, told_as
 from .registry import Step, apply, options
 
-__all__ = ["Chain", "chain", "leaving", "plainly"]
-
 
 @dataclass(frozen=True)
 class Chain:

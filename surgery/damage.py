@@ -13,8 +13,6 @@ from .chain import Chain
 from .fits.calibration import TOKENS, read_text
 from .swap import SwapResult
 
-__all__ = ["assess", "held_out", "layers_of"]
-
 
 @as_before()
 def assess(result: SwapResult, text: Sequence[int] | None, progress: Callable[[str], None] | None = None) -> Damage:

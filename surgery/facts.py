@@ -19,8 +19,6 @@ from ..errors import GptkitError
 if TYPE_CHECKING:
     from .base import Model, Swapped
 
-__all__ = ["Assumed", "TextWanted", "Value", "Weights", "values_after", "values_of"]
-
 T = TypeVar("T")
 Value = float | object
 """What is known of a tensor without its weights: the number that every element is, or a token that it shares with the

@@ -20,8 +20,6 @@ from ..converter.targets import FOLDERS, Target, target
 from .base import Filled, Model, Swapped, Tensor
 from .remedies import in_the_way
 
-__all__ = ["asked_families", "into", "leave", "zero_in"]
-
 
 def asked_families(origin: str | None, to: str | Target) -> list[Architecture]:
     """The families that may hold the result, in the order in which they are tried.

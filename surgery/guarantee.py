@@ -16,16 +16,6 @@ from .chain import Chain, plainly
 from .fits.calibration import Text
 from .measure import Measurement, measure
 
-__all__ = [
-    "EXACT_FP32",
-    "EXACT_FP64",
-    "SMALL",
-    "each_alone",
-    "hold_to_transformers",
-    "measured_from_files",
-    "plain_form",
-]
-
 EXACT_FP64 = 1e-12
 EXACT_FP32 = 1e-5
 """The largest relative error of logits that "exact" allows, in fp64 and in fp32."""

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from .base import Promise, Stored, Swapped
     from .fits.calibration import Calibration
 
-__all__ = ["Listed", "Listing", "Verdict", "listing", "values_of"]
-
 Verdict = Literal["exact", "approximate", "retrained", "needs a text", "refused"]
 
 FITTED_ON = 256

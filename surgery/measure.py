@@ -16,8 +16,6 @@ from ..parity.rows import states
 from ..parity.scope import Scope, inputs
 from .base import Promise
 
-__all__ = ["Measurement", "affordable", "measure"]
-
 EVERYTHING = Promise()
 
 WORK = 2 * 10**12

@@ -23,8 +23,6 @@ from .measure import measure
 from .registry import Step, all_swaps, apply, options
 from .shapes import swapped
 
-__all__ = ["Way", "in_the_way", "remedies", "way_to", "ways_from"]
-
 Remedy = tuple[Step, ...]
 """Steps that only together clear something."""
 

@@ -21,14 +21,12 @@ from ..converter.tree import Origin
 from ..errors import InvalidInput, SwapRefused, UsageError
 from .base import Guarantee, Swapped, weakest
 from .facts import Assumed, TextWanted, Value, values_after, values_of
+from .options import guarantee_in_words
 from .recipe import called, plain, read_recipe, told_as
-from .registry import Step, options, reshape, steps_named, swap_for
-from .synonyms import guarantee_in_words
+from .registry import Step, in_order, options, reshape, steps_named, swap_for
 
 if TYPE_CHECKING:
     from .fits.calibration import Calibration
-
-__all__ = ["DEPENDS", "Reshaped", "steps_from", "swapped", "without_text"]
 
 DEPENDS: Literal["depends on the weights"] = "depends on the weights"
 
@@ -45,19 +43,17 @@ def steps_from(swaps: Sequence[str] = (), recipe: str | Path | None = None) -> l
         InvalidInput: it is none.
 
     """
-    order = {option: place for place, option in enumerate(options())}
-    found: list[Step] = []
+    known, found = options(), list[Step]()
     for text in swaps:
         name, equals, value = text.strip().removeprefix("--").partition("=")
         option = name.strip().replace("-", "_").lower()
-        forms = [swap.form for swap in options().get(option, ()) if swap.form]
+        forms = [swap.form for swap in known.get(option, ()) if swap.form]
         if forms and not value:
             raise UsageError(f"{text!r}: to what?", f"known: {', '.join(f'{name}={form}' for form in forms)}")
-        if option in order and equals and not forms:
+        if option in known and equals and not forms:
             raise UsageError(f"{text!r}: this swap takes no value", f"Write it as {name}.")
         found += steps_named(option, value.strip())
-    told = read_recipe(recipe).steps if recipe is not None else ()
-    return [*told, *sorted(found, key=lambda step: order[step.option])]
+    return [*(read_recipe(recipe).steps if recipe is not None else ()), *in_order(found)]
 
 
 # --- without weights --------------------------------------------------------------------------------------------------

@@ -33,8 +33,6 @@ from .measure import Measurement
 from .recipe import Recipe, described, hashes, read_recipe, recipe_of_steps
 from .registry import Step, steps_of
 
-__all__ = ["SwapResult", "swap"]
-
 
 @dataclass(frozen=True)
 class SwapResult(Shown):

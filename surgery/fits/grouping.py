@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .regression import fit_keys, fit_values, score_error, value_error
 
-__all__ = ["Groups", "contiguous_groups", "group_similar", "head_similarity", "query_order"]
-
 Groups = tuple[tuple[int, ...], ...]
 
 

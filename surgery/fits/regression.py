@@ -22,22 +22,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Moment",
-    "augment",
-    "best_slope",
-    "block_influence",
-    "fit_keys",
-    "fit_values",
-    "mix_inputs",
-    "pool_mean",
-    "ridge",
-    "rotate",
-    "score_error",
-    "square_roots",
-    "value_error",
-]
-
 # --- statistics ------------------------------------------------------------------------------------------------------
 
 
@@ -56,6 +40,13 @@ class Moment:
         """Nothing seen yet, for inputs of `width` and targets of `out`."""
         cross = None if out is None else torch.zeros(out, width, dtype=dtype)
         return cls(torch.zeros(width, width, dtype=dtype), cross)
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor | None = None, weight: Tensor | None = None) -> Moment:
+        """Of these tokens and targets; see `add`."""
+        found = cls.zeros(x.shape[-1], None if y is None else y.shape[-1])
+        found.add(x, y, weight)
+        return found
 
     def add(self, x: Tensor, y: Tensor | None = None, weight: Tensor | None = None) -> None:
         """Take in tokens x (..., e), targets y (..., out), each token counted `weight` (...) times."""
@@ -127,7 +118,7 @@ def fit_values(values: Tensor, outputs: Tensor, covariance: Tensor, floor: float
     root, inverse = square_roots(covariance, floor)
     readers = outputs.shape[0] // values.shape[0]
     products = outputs @ (values @ root).repeat_interleave(readers, dim=0)  # (n, hidden, e)
-    basis = _leading((products.transpose(-1, -2) @ products).sum(dim=0), values.shape[1])  # (e, d)
+    basis = leading(gram_of(products), values.shape[1])  # (e, d)
     return basis.T @ inverse, products @ basis
 
 
@@ -136,7 +127,12 @@ def mix_inputs(probabilities: Tensor, inputs: Tensor) -> Tensor:
     return probabilities @ inputs[:, None]
 
 
-def _leading(gram: Tensor, rank: int) -> Tensor:
+def gram_of(products: Tensor, between: Tensor | None = None) -> Tensor:
+    """The sum over heads of PᵀP, or of PᵀBP: (n, k, e) and B (n, k, k) -> (e, e)."""
+    return (products.transpose(-1, -2) @ (products if between is None else between @ products)).sum(dim=0)
+
+
+def leading(gram: Tensor, rank: int) -> Tensor:
     """The eigenvectors of the largest `rank` eigenvalues, (e, rank), zeros where there are fewer than `rank`."""
     vectors = torch.linalg.eigh(gram)[1].flip(-1)[:, :rank]
     return torch.nn.functional.pad(vectors, (0, rank - vectors.shape[1]))
@@ -199,10 +195,9 @@ def _fit_plain(queries: Tensor, keys: Tensor, covariance: Tensor, floor: float) 
     """`fit_keys` where nothing is rotated."""
     root, inverse = square_roots(covariance, floor)
     readers = queries.shape[0] // keys.shape[0]
-    factors = queries @ root  # a root of E q qᵀ is enough: (n, d, e), its Gram on the right
+    factors = queries @ root  # a root of E q qᵀ is enough: (n, d, e), its Gram stands between
     product = (keys @ root).repeat_interleave(readers, dim=0)  # K_h Σ^½, (n, d, e)
-    gram = (product.transpose(-1, -2) @ (factors @ factors.transpose(-1, -2)) @ product).sum(dim=0)
-    basis = _leading(gram, keys.shape[1])
+    basis = leading(gram_of(product, factors @ factors.transpose(-1, -2)), keys.shape[1])
     coefficients = product @ basis  # (n, d, d): K_h ≈ coefficients_h · the new head
     return coefficients.transpose(-1, -2) @ queries, basis.T @ inverse
 
@@ -232,14 +227,8 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 def value_error(values: Tensor, outputs: Tensor, value: Tensor, new_outputs: Tensor, covariance: Tensor) -> float:
     """What `fit_values` minimises, as a share of what there was: Σ_g E|(O_g V_h - O_g' V) z|² / Σ_g E|O_g V_h z|²."""
     old = outputs @ values.repeat_interleave(len(outputs) // len(values), dim=0)
-    return _share(old - new_outputs @ value, old, covariance)
-
-
-def _share(difference: Tensor, whole: Tensor, covariance: Tensor) -> float:
-    def power(x: Tensor) -> float:
-        return float(((x @ covariance) * x).sum())
-
-    return power(difference) / max(power(whole), torch.finfo(whole.dtype).tiny)
+    lost, whole = (float(((x @ covariance) * x).sum()) for x in (old - new_outputs @ value, old))
+    return lost / max(whole, torch.finfo(old.dtype).tiny)
 
 
 def score_error(

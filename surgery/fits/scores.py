@@ -15,8 +15,6 @@ from torch import Tensor
 
 from .regression import rotate
 
-__all__ = ["ScoreFit", "conjugate_gradients", "refit_scores"]
-
 
 class ScoreFit(NamedTuple):
     """Queries (n, d, e), the key head (d, e), and the error per token and query head before and after the refit."""

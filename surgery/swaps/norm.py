@@ -20,27 +20,18 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
-from ...components import Block, FeedForward, GatedFeedForward, LayerNorm, MixtureOfExperts, ModelSpec, Norm, RMSNorm
+from ...components import Block, LayerNorm, MixtureOfExperts, ModelSpec, Norm, RMSNorm
 from ...errors import SwapRefused
 from ..base import Computed, Model, Moved, Swapped, Tensor, Wide
 from ..basis import CENTRED, Compute, chosen_norms, exchanged, normed_row, with_norms
-from ..layerwise import replaced, unknown, weighed, with_blocks
+from ..layerwise import weighed, with_blocks
+from ..options import NORMS, Option
 from ..registry import Asked, Clears, Step, Swap
-from ..stream import head_weight, norms, readers, stream_norms, writers
-from .layernorm import has_rms_norm, rmsnorm_again, to_layernorm
-
-__all__ = [
-    "SWAPS",
-    "layernorm_to_rmsnorm",
-    "off_centre",
-    "replace_layernorm",
-    "why_not_exact",
-]
-
-replace = msgspec.structs.replace
+from ..stream import head_weight, known, norms, readers, stream_norms, writers
+from .layernorm import has_rms_norm, in_layers, rmsnorm_again, to_layernorm
 
 
 def layer_norms(spec: ModelSpec) -> list[str]:
@@ -57,21 +48,21 @@ def why_not_exact(spec: ModelSpec) -> str | None:
             "its residual is taken from the norm's output (apply_residual_connection_post_layernorm), so the mean that"
             " LayerNorm removes is part of what the model computes"
         )
-    kept = [path for path, norm in stream_norms(spec) if isinstance(norm, RMSNorm)]
+    kept = [path for path, norm in stream_norms(spec) if not norm.centred]
     if kept:
         return f"{kept[0]} is an RMSNorm already and would see the centred stream, of which it sees the mean today"
     return None
 
 
-def to_rms(norm: Norm) -> RMSNorm:
+def to_rms(norm: Norm) -> Norm:
     """The RMSNorm in a LayerNorm's place; one that is there stays."""
-    match norm:
-        case LayerNorm():
-            return RMSNorm(size=norm.size, eps=norm.eps, gain=norm.gain)
-        case RMSNorm():
-            return norm
-        case _:
-            raise unknown("the tree", norm, "LayerNorm or RMSNorm")
+    return RMSNorm(size=norm.size, eps=norm.eps, gain=norm.gain) if norm.centred else norm
+
+
+def without_mean(values: Wide, axis: int) -> Wide:
+    """Values less their mean along an axis."""
+    result: Wide = values - values.mean(axis=axis, keepdims=True)
+    return result
 
 
 def centred(name: str) -> Compute:
@@ -82,12 +73,6 @@ def centred(name: str) -> Compute:
 def centred_rows(name: str) -> Compute:
     """A table whose rows go into the stream."""
     return lambda model: without_mean(model.wide(name), 1)
-
-
-def without_mean(values: Wide, axis: int) -> Wide:
-    """Values less their mean along an axis."""
-    result: Wide = values - values.mean(axis=axis, keepdims=True)
-    return result
 
 
 def normed_rows(table: str, norm: str, eps: float, bias: bool) -> Compute:
@@ -105,11 +90,6 @@ def shifted(weight: str, bias: str | None, beta: str) -> Compute:
     if bias is None:
         return lambda model: model.wide(weight) @ model.wide(beta)
     return lambda model: model.wide(weight) @ model.wide(beta) + model.wide(bias)
-
-
-def centred_with(bias: str | None, beta: str) -> Compute:
-    """A writer's bias after β moved into it, without its mean: where the norm's output is the residual."""
-    return lambda model: without_mean(model.wide(beta) + (0 if bias is None else model.wide(bias)), 0)
 
 
 # --- LayerNorm -> RMSNorm ---------------------------------------------------------------------------------------------
@@ -136,25 +116,24 @@ def centred_tree(spec: ModelSpec, layers: tuple[int, ...] | None) -> tuple[Model
         layer: _block(block, f"blocks.{layer}", layers is None or layer in layers, computed)
         for layer, block in enumerate(spec.blocks)
     }
-    head, final = spec.head, spec.final_norm
+    head, final, embedding = spec.head, spec.final_norm, spec.embedding
     if layers is None:
-        if isinstance(final, LayerNorm) and final.bias:
+        if has_bias(final):
             old = "head.bias" if head.bias else None
             computed["head.bias"] = shifted(head_weight(spec), old, "final_norm.bias")
             head = replace(head, bias=True)
-        final = to_rms(final)
+        final = to_rms(known("final_norm", final)[1])
     if head.tied:
         head = replace(head, tied=False)
         moved["head.weight"] = Moved("embedding.weight")
-    embedding = spec.embedding
-    if isinstance(embedding.norm, LayerNorm):
-        norm = embedding.norm
-        weighed("embedding.norm", norm)
-        computed["embedding.weight"] = normed_rows("embedding.weight", "embedding.norm", norm.eps, norm.bias)
-        embedding = replace(embedding, norm=None)
-    else:
-        assert embedding.norm is None
+    if embedding.norm is None:
         computed["embedding.weight"] = centred_rows("embedding.weight")
+    else:
+        norm = embedding.norm
+        assert norm.centred
+        weighed("embedding.norm", norm)
+        computed["embedding.weight"] = normed_rows("embedding.weight", "embedding.norm", norm.eps, has_bias(norm))
+        embedding = replace(embedding, norm=None)
     if spec.positions is not None:
         computed["positions.weight"] = centred_rows("positions.weight")
     new = with_blocks(spec, blocks, embedding=embedding, final_norm=final, head=head)
@@ -165,35 +144,28 @@ def _block(block: Block, path: str, chosen: bool, computed: dict[str, Compute]) 
     """The block with its writers centred and, where it is chosen, its norms exchanged; what changes in its tensors
     goes into `computed`.
     """
-    attention, inner = block.attention, block.feed_forward
     gone = dict(norms(block, path)) if chosen else {}
-    shifting = {name for name, norm in gone.items() if isinstance(norm, LayerNorm) and norm.bias}
+    shifting = {name for name, norm in gone.items() if has_bias(norm)}
     for each in readers(block, path):
         if each.norm in shifting and each.may_have_bias:
             old = each.bias_name if each.bias else None
             computed[each.bias_name] = shifted(each.weight, old, f"{each.norm}.bias")
-    if f"{path}.attention_norm" in shifting:
-        attention = replace(attention, qkv_bias=True)
-    if inner_norm(block, path) in shifting:
-        inner = with_biases(inner, up=True)
     for each in writers(block, path):
-        computed[each.weight] = centred(each.weight)
-        if each.bias:
-            computed[each.bias_name] = centred(each.bias_name)
-    if block.residual == "normed":  # β is part of the residual too
-        for each in writers(block, path):
-            beta = f"{path}.attention_norm" if each.path.endswith("o_proj") else f"{path}.feed_forward_norm"
-            if beta in shifting:
-                computed[each.bias_name] = centred_with(each.bias_name if each.bias else None, f"{beta}.bias")
-        if f"{path}.attention_norm" in shifting:
-            attention = replace(attention, output_bias=True)
-        if f"{path}.feed_forward_norm" in shifting:
-            inner = with_biases(inner, down=True)
-    return replaced(
-        with_norms(block, path, {name: to_rms(norm) for name, norm in gone.items()}),
-        attention=attention,
-        feed_forward=inner,
-    )
+        computed |= {name: centred(name) for name in each.names}
+        beta = f"{path}.{each.slot}_norm"
+        if block.residual == "normed" and beta in shifting:  # β is part of the residual too
+
+            def with_beta(model: Model, name: str = each.bias_name, there: bool = each.bias, beta: str = beta) -> Wide:
+                return without_mean(model.wide(f"{beta}.bias") + (model.wide(name) if there else 0), 0)
+
+            computed[each.bias_name] = with_beta
+    new = with_read_biases(block, path, shifting, out=block.residual == "normed")
+    return with_norms(new, path, {name: to_rms(norm) for name, norm in gone.items()})
+
+
+def has_bias(norm: Norm) -> bool:
+    """Whether a norm has a bias."""
+    return "bias" in norm.shapes()
 
 
 def inner_norm(block: Block, path: str) -> str:
@@ -201,33 +173,32 @@ def inner_norm(block: Block, path: str) -> str:
     return f"{path}.attention_norm" if block.feed_forward_norm is None else f"{path}.feed_forward_norm"
 
 
-def with_biases(feed_forward: Any, up: bool = False, down: bool = False) -> Any:
-    """A feed-forward, or a mixture's experts, with more biases."""
-    match feed_forward:
-        case MixtureOfExperts():
-            return replace(feed_forward, expert=with_biases(feed_forward.expert, up, down))
-        case FeedForward() | GatedFeedForward():
-            return replace(feed_forward, up_bias=feed_forward.up_bias or up, down_bias=feed_forward.down_bias or down)
-        case _:
-            raise unknown("a layer", feed_forward, "a feed-forward")
+def with_read_biases(block: Block, path: str, shifting: set[str], out: bool = False) -> Block:
+    """A block with biases that take up those of some norms: in what reads them, and with `out` in what follows them."""
+    attention, inner, parts = block.attention, block.feed_forward, dict[str, Any]()
+    first, own = f"{path}.attention_norm" in shifting, f"{path}.feed_forward_norm" in shifting
+    if first:
+        parts["attention"] = replace(attention, qkv_bias=True, output_bias=attention.output_bias or out)
+    if inner_norm(block, path) in shifting:
+        dense = inner.expert if isinstance(inner, MixtureOfExperts) else inner
+        dense = replace(dense, up_bias=True, down_bias=dense.down_bias or (out and own))
+        parts["feed_forward"] = replace(inner, expert=dense) if isinstance(inner, MixtureOfExperts) else dense
+    return block.replaced(**parts)
 
 
 def replace_layernorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
     """The plain replacement: γ and eps kept, β and the centring dropped. Approximate at best."""
     why_not_exact(spec)
-    norm = spec.embedding.norm
     old = chosen_norms(spec, layers)
-    if norm is not None and layers is None:
-        old["embedding.norm"] = norm
-    new = exchanged(spec, {path: to_rms(each) for path, each in old.items()})
+    if spec.embedding.norm is not None and layers is None:
+        old["embedding.norm"] = spec.embedding.norm
+    new = exchanged(spec, {path: to_rms(known(path, each)[1]) for path, each in old.items()})
     return Swapped(new, "approximate", {}, summary(spec, layers))
 
 
 def summary(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> dict[str, Any]:
     """What the output's record says of it."""
-    if layers is None:
-        return {"from": "layernorm", "to": "rmsnorm", "norms": len(layer_norms(spec))}
-    inside = [name for name in layer_norms(spec) if name.startswith("blocks.") and int(name.split(".")[1]) in layers]
+    inside = [path for path in layer_norms(spec) if layers is None or in_layers(path, layers)]
     return {"from": "layernorm", "to": "rmsnorm", "norms": len(inside)}
 
 
@@ -239,17 +210,11 @@ def steered(model: Model, router: str, beta: str) -> bool:
 
 def off_centre(spec: ModelSpec, asked: Asked) -> str | None:
     """The first router that LayerNorm's β would steer: it has no bias that could take it up."""
-    layers = asked.layers
-    for layer, block in enumerate(spec.blocks):
-        if not isinstance(block.feed_forward, MixtureOfExperts) or not (layers is None or layer in layers):
-            continue
-        path = f"blocks.{layer}"
-        norm = inner_norm(block, path)
-        record = dict(norms(block, path))[norm]
-        if not (isinstance(record, LayerNorm) and record.bias):
-            continue
-        router = f"{path}.feed_forward.router"
-        if asked.weights.ask(partial(steered, router=router, beta=f"{norm}.bias"), True, False):
+    for layer in asked.those(spec, lambda block: isinstance(block.feed_forward, MixtureOfExperts)):
+        path, block = f"blocks.{layer}", spec.blocks[layer]
+        norm, router = inner_norm(block, path), f"{path}.feed_forward.router"
+        question = partial(steered, router=router, beta=f"{norm}.bias")
+        if has_bias(dict(norms(block, path))[norm]) and asked.weights.ask(question, True, False):
             return router
     return None
 
@@ -257,32 +222,39 @@ def off_centre(spec: ModelSpec, asked: Asked) -> str | None:
 def to_rmsnorm(spec: ModelSpec, asked: Asked) -> Swapped:
     """LayerNorm -> RMSNorm, as exactly as is asked."""
     if asked.approximate:
-        reason = why_not_exact(spec)
         mixture = any(isinstance(block.feed_forward, MixtureOfExperts) for block in spec.blocks)
         normed = all(block.residual == "normed" for block in spec.blocks)
-        if reason is None or mixture or not normed or asked.layers is not None:
+        if why_not_exact(spec) is None or mixture or not normed or asked.layers is not None:
             return replace_layernorm(spec, asked.layers)
         new, tensors = centred_tree(spec, None)
         notes = ("all but the mean of each norm's own output was taken care of",)
         return Swapped(new, "approximate", tensors, summary(spec), notes)
-    if why_not_exact(spec) is None:
-        router = off_centre(spec, asked)
-        if router is not None:
-            raise SwapRefused(
-                f"LayerNorm -> RMSNorm cannot be exact here: the bias of the norm steers {router}, which has none",
-                "Exchange the norms before the feed-forwards become experts, or --approximate.",
-            )
+    router = off_centre(spec, asked) if why_not_exact(spec) is None else None
+    if router is not None:
+        raise SwapRefused(
+            f"LayerNorm -> RMSNorm cannot be exact here: the bias of the norm steers {router}, which has none",
+            "Exchange the norms before the feed-forwards become experts, or --approximate.",
+        )
     return layernorm_to_rmsnorm(spec, asked.layers)
 
 
 ORDER = 50
+OPTIONS = (
+    Option(
+        "norm",
+        NORMS,
+        1,
+        "Which norm the layers and both ends have.",
+        "rmsnorm | layernorm",
+        words={"rmsnorm": "rms, root mean square", "layernorm": "ln, layer"},
+    ),
+)
 SWAPS = (
     Swap(
         option="norm",
         form="rmsnorm",
         takes="LayerNorm",
         gives="RMSNorm",
-        guarantee="exact",
         needs="norms before attention and feed-forward (pre-norm), all of them LayerNorms",
         source="SliceGPT 2401.15024; Jiang et al. 2305.14858; TransformerLens",
         reshape=to_rmsnorm,
@@ -296,7 +268,6 @@ SWAPS = (
         form="layernorm",
         takes="RMSNorm",
         gives="LayerNorm",
-        guarantee="exact",
         needs="pre-norm, all norms on the residual stream RMSNorms; one more dimension, unless it has no mean already",
         source="an isometry onto the vectors of mean zero; after SliceGPT 2401.15024, section 3",
         reshape=to_layernorm,

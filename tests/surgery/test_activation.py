@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import gptkit
 from gptkit.errors import SwapRefused, UsageError
 from gptkit.modules.layers import ACTIVATIONS
-from gptkit.surgery.fits import slopes
+from gptkit.surgery.fits import feed_forward
 from gptkit.surgery.registry import Asked, Step, swap_for
 from gptkit.surgery.swaps import activation as module
 
@@ -234,8 +234,8 @@ def test_slopes_are_fitted_on_what_matters() -> None:
     x, up = torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[1.0, 2.0]]])
     dense = module.dense_of(spec_of(CONFIGS["llama"]).blocks[0])
     down = torch.tensor([[3.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
-    drawn = slopes.pre_activations(Fake(x, up), dense, down)  # type: ignore[arg-type]
-    assert len(drawn) == slopes.SAMPLES
+    drawn = feed_forward.pre_activations(Fake(x, up), dense, down)  # type: ignore[arg-type]
+    assert len(drawn) == feed_forward.SAMPLES
     assert (drawn == 2).double().mean().item() == pytest.approx(4 / (9 + 4), abs=1e-4)
 
 

@@ -15,7 +15,6 @@ import gptkit
 from gptkit.components import Block, ModelSpec
 from gptkit.errors import GptkitError, SwapRefused
 from gptkit.surgery.base import Read
-from gptkit.surgery.layerwise import replaced
 from gptkit.surgery.registry import Asked, Step, swap_for
 from gptkit.surgery.swaps import parallel as module
 
@@ -148,7 +147,7 @@ def norm_of_another_eps(patch: pytest.MonkeyPatch) -> None:
 
     def other(spec: ModelSpec, asked: Asked, changed: Any, blocks: dict[int, Block], *others: Any) -> object:
         changed_eps = {
-            layer: replaced(b, feed_forward_norm=msgspec.structs.replace(b.feed_forward_norm, eps=1e-2))
+            layer: b.replaced(feed_forward_norm=msgspec.structs.replace(b.feed_forward_norm, eps=1e-2))
             for layer, b in blocks.items()
         }
         return right(spec, asked, changed, changed_eps, *others)

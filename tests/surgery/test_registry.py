@@ -21,8 +21,7 @@ from gptkit.components import ModelSpec
 from gptkit.errors import SwapRefused, UsageError
 from gptkit.surgery.base import Computed, Filled, Moved, Swapped, SwappedModel
 from gptkit.surgery.listing import values_of
-from gptkit.surgery.options import OPTIONS
-from gptkit.surgery.registry import Step, Swap, all_swaps, apply, options, swap_for
+from gptkit.surgery.registry import Step, Swap, all_options, all_swaps, apply, options, swap_for
 
 SPECS: dict[str, ModelSpec] = {**{name: spec_of(config) for name, config in CONFIGS.items()}, **TREES}
 GUARANTEES = ("exact", "approximate", "retrained")
@@ -59,7 +58,7 @@ def test_an_entry_says_what_it_is(swap: Swap) -> None:
         assert text == text.strip() and len(text) > 2 and not text.endswith("."), text
     assert swap.guarantee in GUARANTEES
     assert swap.title == f"{swap.takes} -> {swap.gives}"
-    assert [option.name for option in OPTIONS].count(swap.option) == 1
+    assert [option.name for option in all_options()].count(swap.option) == 1
     assert [(each.option, each.form) for each in all_swaps()].count((swap.option, swap.form)) == 1
 
 
