@@ -21,22 +21,6 @@ from .base import Filled, Model, Swapped, Tensor
 from .remedies import in_the_way
 
 
-def asked_families(origin: str | None, to: str | Target) -> list[Architecture]:
-    """The families that may hold the result, in the order in which they are tried.
-
-    Args:
-        origin: the family that the checkpoint came from, the first to be tried.
-        to: "hf:auto", "hf" (the one that it came from, or any where there is none) or "hf:FAMILY".
-
-    Raises:
-        UnknownFamily: there is no FAMILY.
-        UsageError: another format.
-
-    """
-    family = target(to, FOLDERS).family or origin
-    return any_family(origin) if family is None or family == "auto" else [named(family)]
-
-
 def zero_in(model: Model) -> Zero:
     """Whether every value of a bias is zero, each looked at once and only when it is asked for."""
     return cache(lambda name: not np.any(model.wide(name)))
@@ -48,14 +32,17 @@ def leave(model: Model, origin: str | None, to: str | Target) -> tuple[Architect
     Args:
         model: the tree.
         origin: the family that the checkpoint came from.
-        to: see `asked_families`.
+        to: "hf:auto", "hf" (the one that it came from, which is the first to be tried, or any where there is none) or
+            "hf:FAMILY".
 
     Raises:
         CannotExpress: there is none; what is in the way is listed, and what would clear it.
+        UnknownFamily: there is no FAMILY.
+        UsageError: another format.
 
     """
-    tried = asked_families(origin, to)
-    zero = zero_in(model)
+    family, zero = target(to, FOLDERS).family or origin, zero_in(model)
+    tried = any_family(origin) if family in (None, "auto") else [named(str(family))]
     found, refused = first_of(tried, model.spec, zero)
     if found is None or found.found is None:
         raise in_the_way(model, tried, refused, zero)
@@ -67,13 +54,12 @@ def into(model: Model, spec: ModelSpec, architecture: Architecture) -> Swapped |
     """The step from a tree to the one that a family has for it; None where they are the same."""
     if spec == model.spec:
         return None
-    old = {parameter.name for parameter in model.spec.parameters()}
-    gained = [parameter for parameter in spec.parameters() if parameter.name not in old]
-    lost = sorted(old - {parameter.name for parameter in spec.parameters()})
-    tensors: dict[str, Tensor] = {each.name: Filled(each.shape, 0.0, beside(model, each.name)) for each in gained}
+    old, new = ({each.name: each.shape for each in tree.parameters()} for tree in (model.spec, spec))
+    gained, lost = [name for name in new if name not in old], sorted(old.keys() - new.keys())
+    tensors: dict[str, Tensor] = {name: Filled(new[name], 0.0, beside(model, name)) for name in gained}
     notes = []
     if gained:
-        notes.append(f"{architecture.name} has {kinds([each.name for each in gained])}: added as zeros")
+        notes.append(f"{architecture.name} has {kinds(gained)}: added as zeros")
     if lost:
         notes.append(f"{architecture.name} has no {kinds(lost)}: left out, all zeros")
     record = {"swap": "as", "as": f"hf:{architecture.name}", "guarantee": "exact"}
