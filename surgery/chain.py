@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from ..analysis.parameters import count
@@ -52,10 +51,10 @@ class Chain:
     @property
     def against(self) -> Model:
         """The tree that the result is to equal."""
-        pairs = reversed(list(zip(self.models, self.swapped, strict=False)))
-        return next(
-            (swapped.against(before) for before, swapped in pairs if swapped.against is not None), self.models[0]
-        )
+        for before, swapped in reversed(list(zip(self.models, self.swapped, strict=False))):
+            if swapped.against is not None:
+                return swapped.against(before)
+        return self.models[0]
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -113,49 +112,38 @@ def chain(
     """
     if not steps and not leaves:
         raise UsageError("nothing to swap", f"say what: --norm rmsnorm, or one of {', '.join(map(spelled, options()))}")
-    files = source.folder
     models: list[Model] = [Stored(source)]
-    found: list[Swapped] = []
-    texts = dict(source.texts)
-    text = text or (lambda: read_text(source, None))
-    promise = Promise()
-    done: list[Step] = []
+    found, done = list[Swapped](), list[Step]()
+    given: dict[str, Any] = {"files": source.folder, "texts": dict(source.texts), "offline": offline}
+    promise, used = Promise(), list[Text]()
+
+    def calibration() -> Calibration:
+        """The text in the vocabulary of a tree in the middle of a chain; `used` notes that a swap drew on it."""
+        used.append((text() if text is not None else read_text(source, None)).renamed(promise))
+        return Calibration(used[-1], models[-1].spec)
+
     for number, asked in enumerate(steps):
-        used: list[Text] = []
-        calibration = partial(_calibration, text, promise, models[-1].spec, used)
+        used.clear()
         with told_as(names[number] if number < len(names) else called(steps, number)):
             step = plain(asked, models[-1].spec)
-            swapped = apply(models[-1], step, calibration=calibration, files=files, texts=texts, offline=offline)
+            swapped = apply(models[-1], step, calibration=calibration, **given)
         done.append(step)
         if used:
             drawn = {"text": used[0].name, "sha256": used[0].sha256, "tokens": len(used[0].fitted)}
             swapped = replace(swapped, summary={**swapped.summary, "calibration": drawn})
         found.append(swapped)
         promise = promise.then(swapped.promise)
-        texts.update({name: text for name, text in swapped.texts.items() if text is not None})
+        given["texts"].update({name: text for name, text in swapped.texts.items() if text is not None})
         models.append(SwappedModel(models[-1], swapped))
     merged = any(each.against is not None for each in found)
     proved = weakest(each.guarantee for each in found) == "exact" and not leaves and not merged
-    dtype = stored or ("F64" if proved else own_dtype(source))
+    own = main_dtype(source.spec, source.shared_dtypes())
+    # In place of float64, which is for proofs, what the checkpoint is computed in.
+    dtype = stored or ("F64" if proved else source.dtype if own == "F64" else own)
     for model in models[1:]:
         assert isinstance(model, SwappedModel)
         model.stored = dtype
     return Chain(tuple(done), tuple(found), tuple(models))
-
-
-def own_dtype(source: Checkpoint) -> str:
-    """The dtype that a checkpoint's tensors are stored in; in place of float64, which is for proofs, what it is
-    computed in.
-    """
-    found = main_dtype(source.spec, source.shared_dtypes())
-    return source.dtype if found == "F64" else found
-
-
-def _calibration(text: Callable[[], Text], promise: Promise, spec: ModelSpec, used: list[Text]) -> Calibration:
-    """The text in the vocabulary of a tree in the middle of a chain; `used` notes that a swap drew on it."""
-    found = text().renamed(promise)
-    used.append(found)
-    return Calibration(found, spec)
 
 
 def leaving(done: Chain, source: Checkpoint, to: Target) -> tuple[Architecture, Chain]:
