@@ -103,12 +103,8 @@ def chain(
     checkpoint's own where the result is there to be used: where it is approximate, `leaves` as Hugging Face files, or
     has an adapter merged. `text` gives what calibrated swaps are fitted on, in the checkpoint's own vocabulary, or says
     what to give. `names` is what errors call the steps, by default their number and option where there are several.
-    What leaves needs no step.
-
-    Raises:
-        SwapRefused: a precondition of a step does not hold.
-        UsageError: a step that does not exist, or no step.
-
+    What leaves needs no step. Raises SwapRefused where a precondition of a step does not hold, and UsageError where
+    there is no such step, or none at all.
     """
     if not steps and not leaves:
         raise UsageError("nothing to swap", f"say what: --norm rmsnorm, or one of {', '.join(map(spelled, options()))}")
@@ -147,11 +143,8 @@ def chain(
 
 
 def leaving(done: Chain, source: Checkpoint, to: Target) -> tuple[Architecture, Chain]:
-    """The family that the result goes to, and the chain with the step into its own form.
-
-    Raises:
-        CannotExpress: there is none.
-
+    """The family that the result goes to, and the chain with the step into its own form. Raises CannotExpress where
+    there is none.
     """
     model = done.models[-1]
     architecture, step = leave(model, source.origin.family, to)
@@ -163,12 +156,7 @@ def leaving(done: Chain, source: Checkpoint, to: Target) -> tuple[Architecture, 
 
 
 def plainly(source: Checkpoint, done: Chain, text: Text) -> Chain:
-    """The same steps, those that were fitted on a text in their plain form.
-
-    Raises:
-        SwapRefused: there is none.
-
-    """
+    """The same steps, those that were fitted on a text in their plain form. Raises SwapRefused where there is none."""
     steps = [
         replace(step, approximate=True) if "calibration" in swapped.summary else step
         for step, swapped in zip(done.steps, done.swapped, strict=True)

@@ -43,12 +43,8 @@ def hold_to_transformers(folder: Path) -> None:
 def measured_from_files(
     source: Checkpoint, done: Chain, stored: str, folder: Path, text: Sequence[int] | None
 ) -> Measurement:
-    """The logits of the written files against the original's, on the probe and on a text, where there is one.
-
-    Raises:
-        GptkitError: the chain is called exact and is not.
-        InvalidInput: there are logits that are no numbers.
-
+    """The logits of the written files against the original's, on the probe and on a text, where there is one. Raises
+    GptkitError where the chain is called exact and is not, and InvalidInput where there are logits that are no numbers.
     """
     written = Stored(open_checkpoint(folder))
     found = measure(done.against, written, promise=done.promise, text=text)

@@ -22,10 +22,11 @@ class Option:
     """An option.
 
     name: as in Python and recipes. group: the heading that it stands under, as the `place`-th. metavar: what its values
-    look like; one without takes none. words: each word of ours that a value begins with, and what else it is called,
-    by commas; case, hyphens, underscores and blanks do not matter. two: what has one name in papers and is several
-    steps here. parts: of what a part may be asked for ("auto:75%"), by what stands before the number: its name, and
-    the numbers that a tree's layers have of it. settings: what a recipe's step may set beside it, and the type of each.
+    look like; one without takes none. words: each word of ours that a value begins with, and what else it is called, as
+    "yarn; ntk = ntk-aware; linear = pi, position interpolation"; case, hyphens, underscores and blanks do not matter.
+    two: what has one name in papers and is several steps here. parts: of what a part may be asked for ("auto:75%"), by
+    what stands before the number: its name, and the numbers that a tree's layers have of it. settings: what a recipe's
+    step may set beside it, and the type of each.
     """
 
     name: str
@@ -33,7 +34,7 @@ class Option:
     place: int
     help: str
     metavar: str = ""
-    words: Mapping[str, str] = field(default_factory=dict)
+    words: str = ""
     two: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     parts: Mapping[str, tuple[str, Callable[[ModelSpec], set[int | None]]]] = field(default_factory=dict)
     settings: Mapping[str, type] = field(default_factory=dict)
@@ -48,10 +49,15 @@ class Option:
         """On the command line."""
         return spelled(self.name)
 
+    def synonyms(self) -> dict[str, list[str]]:
+        """The other names of each word of ours."""
+        parts = (each.partition("=") for each in self.words.split(";") if each)
+        return {ours.strip(): [name.strip() for name in more.split(",") if name] for ours, _, more in parts}
+
     def known(self) -> dict[str, str]:
         """Our word by each that is understood, squashed."""
-        pairs = [(word, name) for name, more in self.words.items() for word in (name, *filter(None, more.split(", ")))]
-        return {squashed(word): name for word, name in (*pairs, *((word, word) for word in self.two))}
+        pairs = [(word, ours) for ours, more in self.synonyms().items() for word in (ours, *more)]
+        return {squashed(word): ours for word, ours in (*pairs, *((word, word) for word in self.two))}
 
 
 def spelled(name: str) -> str:

@@ -93,11 +93,8 @@ class Recipe:
         }
 
     def text(self) -> Path | None:
-        """The file that steps were fitted on, None for the bundled play or none.
-
-        Raises:
-            UsageError: it is not there.
-
+        """The file that steps were fitted on, None for the bundled play or none. Raises UsageError where it is not
+        there.
         """
         name = self.calibration.get("text")
         if not isinstance(name, str) or name == PLAY:
@@ -149,11 +146,8 @@ def shipped() -> dict[str, Path]:
 
 
 def find_recipe(reference: str | Path) -> Path:
-    """The file behind a name of ours, a path, or a folder that gptkit wrote.
-
-    Raises:
-        UsageError: there is no such recipe.
-
+    """The file behind a name of ours, a path, or a folder that gptkit wrote. Raises UsageError where there is no such
+    recipe.
     """
     path = Path(reference).expanduser()
     if path.is_dir() or path.name == LOCAL_CONFIG:
@@ -174,12 +168,8 @@ def find_recipe(reference: str | Path) -> Path:
 
 
 def read_recipe(reference: str | Path) -> Recipe:
-    """A recipe by its name among ours, its file, or a folder that gptkit wrote.
-
-    Raises:
-        UsageError: there is none.
-        InvalidInput: it is no TOML, or not what a recipe is; file and step are named.
-
+    """A recipe by its name among ours, its file, or a folder that gptkit wrote. Raises UsageError where there is none,
+    and InvalidInput where it is no TOML, or not what a recipe is; file and step are named.
     """
     path, where = find_recipe(reference), str(reference)
     return parse(_manifest(path, where) if path.suffix == ".json" else _toml(path, where), where, path.stem)
@@ -215,11 +205,8 @@ def _manifest(path: Path, where: str) -> dict[str, Any]:
 
 
 def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
-    """A recipe from TOML's or JSON's values.
-
-    Raises:
-        InvalidInput: an unknown key, a value of the wrong type, no step, or two options in one.
-
+    """A recipe from TOML's or JSON's values. Raises InvalidInput for an unknown key, a value of the wrong type, no
+    step, or two options in one.
     """
     written = "sources" in data  # by gptkit
     known = (*HEAD_KEYS, "dtype", "calibration", "sources") if written else HEAD_KEYS
@@ -295,11 +282,8 @@ PART = re.compile(r"([a-z]*[:+]?)(?:(\d{1,6}(?:\.\d{1,6})?)%|(\d{1,6})/([1-9]\d{
 
 
 def plain(step: Step, spec: ModelSpec) -> Step:
-    """The step with a number where it has a part of what the model has ("auto:75%", "gqa:1/2").
-
-    Raises:
-        SwapRefused: the part is no whole number, or layers differ, or the model has no such thing.
-
+    """The step with a number where it has a part of what the model has ("auto:75%", "gqa:1/2"). Raises SwapRefused
+    where the part is no whole number, or layers differ, or the model has no such thing.
     """
     match = PART.fullmatch(step.value)
     whole = None if match is None else wholes().get((step.option, match[1]))

@@ -98,11 +98,8 @@ class Asked:
     offline: bool = False
 
     def number(self, what: str, least: int = 1, most: int = LARGEST) -> int:
-        """The argument as a whole number (the value, where there is no colon).
-
-        Raises:
-            UsageError: it is none, or beyond what any model has: such a tree would fill the memory.
-
+        """The argument as a whole number (the value, where there is no colon). Raises UsageError where it is none, or
+        beyond what any model has: such a tree would fill the memory.
         """
         text = self.value if self.argument is None else self.argument
         if not re.fullmatch(r"\d{1,9}", text) or int(text) < least:
@@ -112,11 +109,8 @@ class Asked:
         return int(text)
 
     def text(self, what: str) -> Calibration:
-        """The text that something is fitted or measured on.
-
-        Raises:
-            UsageError: there is none; `what` says what it is for.
-
+        """The text that something is fitted or measured on. Raises UsageError where there is none; `what` says what it
+        is for.
         """
         if self.calibration is None:
             raise UsageError(f"{what} on a text, and none was given", "--calibrate FILE")
@@ -298,11 +292,8 @@ def nearest(option: str, value: str, forms: Iterable[str] = ()) -> str | None:
 
 
 def swap_for(option: str, value: str) -> Swap:
-    """The swap that OPTION = VALUE asks for: the first whose form fits.
-
-    Raises:
-        UsageError: there is no such option, or it takes no such value.
-
+    """The swap that OPTION = VALUE asks for: the first whose form fits. Raises UsageError where there is no such
+    option, or it takes no such value.
     """
     known, own = options(), option_of(option)
     if own is None:
@@ -323,11 +314,8 @@ def swap_for(option: str, value: str) -> Swap:
 
 
 def steps_named(option: str, value: str, blocks: str | None = None, approximate: bool = False) -> list[Step]:
-    """What one OPTION = VALUE asks for: a step, or two where a word such as SwiGLU means two.
-
-    Raises:
-        UsageError: the option or the value is unknown.
-
+    """What one OPTION = VALUE asks for: a step, or two where a word such as SwiGLU means two. Raises UsageError where
+    the option or the value is unknown.
     """
     own = option_of(option)
     several = None if own is None else own.two.get(understood(option, value))
@@ -345,11 +333,8 @@ def in_order(steps: Iterable[Step]) -> list[Step]:
 
 
 def steps_of(asked: Mapping[str, str | None], blocks: str | None = None, approximate: bool = False) -> list[Step]:
-    """The steps for several options given at once, in the order of execution.
-
-    Raises:
-        UsageError: an option or a value is unknown, or two of them ask for one thing.
-
+    """The steps for several options given at once, in the order of execution. Raises UsageError where an option or a
+    value is unknown, or two of them ask for one thing.
     """
     given = [(option, value) for option, value in asked.items() if value is not None]
     found = [step for option, value in given for step in steps_named(option, value, blocks, approximate)]
@@ -360,11 +345,8 @@ def steps_of(asked: Mapping[str, str | None], blocks: str | None = None, approxi
 
 
 def layers_in(text: str, layers: int) -> tuple[int, ...]:
-    """The layers that "0-11,14,20-" names, in the order named, of a model of so many.
-
-    Raises:
-        UsageError: it is no such list, or names a layer beyond the last.
-
+    """The layers that "0-11,14,20-" names, in the order named, of a model of so many. Raises UsageError where it is no
+    such list, or names a layer beyond the last.
     """
     found: list[int] = []
     for part in text.split(","):

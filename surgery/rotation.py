@@ -47,12 +47,7 @@ def rotary_layers(spec: ModelSpec, layers: Iterable[int]) -> dict[int, Rotary]:
 
 
 def require_rotary(spec: ModelSpec, asked: Asked) -> dict[int, Rotary]:
-    """The layers that are asked for and have rotary positions.
-
-    Raises:
-        SwapRefused: there are none.
-
-    """
+    """The layers that are asked for and have rotary positions. Raises SwapRefused where there are none."""
     found = rotary_layers(spec, asked.chosen(spec))
     if not found:
         where = "these layers have" if asked.layers is not None else "this model has"

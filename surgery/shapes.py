@@ -36,12 +36,8 @@ DEPENDS: Literal["depends on the weights"] = "depends on the weights"
 
 def steps_from(swaps: Sequence[str] = (), recipe: str | Path | None = None) -> list[Step]:
     """The steps of a recipe, and after them those asked for as OPTION=VALUE ("attention=gqa:4", "tie"), in the order in
-    which `gptkit swap` carries them out.
-
-    Raises:
-        UsageError: an option or a value is unknown; there is no such recipe.
-        InvalidInput: it is none.
-
+    which `gptkit swap` carries them out. Raises UsageError where an option or a value is unknown, or there
+    is no such recipe, and InvalidInput where it is none.
     """
     known, found = options(), list[Step]()
     for text in swaps:

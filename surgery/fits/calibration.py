@@ -59,12 +59,9 @@ class Text:
 
 
 def read_text(checkpoint: Checkpoint, file: str | Path | None, tokens: int = TOKENS) -> Text:
-    """The text for a checkpoint: a file, or the bundled play where the checkpoint comes from a sample.
-
-    Raises:
-        UsageError: no text and no sample; no tokenizer; fewer tokens than are needed.
-        InvalidInput: the file cannot be read as UTF-8 text.
-
+    """The text for a checkpoint: a file, or the bundled play where the checkpoint comes from a sample. Raises
+    UsageError where there is no text and no sample, no tokenizer, or fewer tokens than are needed, and InvalidInput
+    where the file cannot be read as UTF-8 text.
     """
     if file is None:
         reference = checkpoint.origin.reference or ""

@@ -13,12 +13,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def contiguous_groups(heads: int, groups: int) -> Groups:
-    """Old heads 0 … heads-1 dealt out in order, as many to each group.
-
-    Raises:
-        ValueError: they do not go up.
-
-    """
+    """Old heads 0 … heads-1 dealt out in order, as many to each group. Raises ValueError where they do not go up."""
     if groups < 1 or heads % groups:
         raise ValueError(f"{heads} heads cannot be dealt out to {groups} groups of one size")
     size = heads // groups

@@ -71,12 +71,9 @@ def augment(weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def square_roots(covariance: Tensor, floor: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Σ^½ and Σ^-½ (both symmetric) of a positive semidefinite matrix, `floor` · its largest eigenvalue added to
-    each eigenvalue: directions the text never takes would otherwise be divided by zero.
-
-    Raises:
-        ValueError: the matrix is zero, which nothing can be fitted on.
-
+    """Σ^½ and Σ^-½ (both symmetric) of a positive semidefinite matrix, `floor` · its largest eigenvalue added to each
+    eigenvalue: directions the text never takes would otherwise be divided by zero. Raises ValueError where the matrix
+    is zero, which nothing can be fitted on.
     """
     values, vectors = torch.linalg.eigh(covariance)
     if not values[-1] > 0:
@@ -303,11 +300,8 @@ def best_slope(
     """The slope a with which new(a·x)/a is nearest to old(x) on samples of pre-activations, and the root of the mean
     squared difference that is left. GELU -> SiLU: near 1.702 (Hendrycks & Gimpel 1606.08415), where x is of size 1.
 
-    A grid over log a between `low` and `high` finds the valley, golden sections the bottom.
-
-    Raises:
-        ValueError: no samples, or samples that are not finite.
-
+    A grid over log a between `low` and `high` finds the valley, golden sections the bottom. Raises ValueError
+    where there are no samples, or some that are not finite.
     """
     if not samples.numel() or not bool(samples.isfinite().all()):
         raise ValueError("the slope of an activation needs finite samples of what goes into it")

@@ -271,14 +271,6 @@ EXACT_FROM: dict[Activation, str] = {
 FITTED: tuple[Activation, ...] = ("silu", "gelu", "gelu_new", "gelu_tanh", "quick_gelu")
 DOUBLED: tuple[Activation, ...] = ("silu", "gelu", "gelu_new", "gelu_tanh")
 
-WORDS = {
-    "quick_gelu": "gelu sigmoid",
-    "gelu": "gelu exact, gelu erf, gelu python",
-    "gelu_tanh": "gelu pytorch tanh, gelu approximate",
-    "gelu_bloom": "bloom gelu",
-    "silu": "swish",
-}
-
 ORDER = 140
 OPTIONS = (
     Option(
@@ -287,7 +279,8 @@ OPTIONS = (
         2,
         "Another activation, rescaled to be as near as can be.",
         "silu | gelu | relu | …",
-        words={name: WORDS.get(name, "") for name in TARGETS},
+        words="gelu_new; quick_gelu = gelu sigmoid; relu; gelu = gelu exact, gelu erf, gelu python; gelu_tanh = "
+        "gelu pytorch tanh, gelu approximate; gelu_bloom = bloom gelu; silu = swish",
     ),
 )
 SWAPS = (

@@ -86,23 +86,15 @@ class Adapter:
         return tuple(self.file.tensors[name].shape)
 
     def read(self, name: str) -> Wide:
-        """A tensor in fp64.
-
-        Raises:
-            InvalidInput: it holds NaN or infinity.
-
-        """
+        """A tensor in fp64. Raises InvalidInput where it holds NaN or infinity."""
         values = to_float64(self.file.read(name), self.file.tensors[name].dtype)
         if not np.isfinite(values).all():
             raise InvalidInput(f"{self.reference}: {name} is not finite")
         return values
 
     def scale(self, module: str) -> float:
-        """α / r, or α / √r: what B·A is multiplied by. `rank_pattern` and `alpha_pattern` are by module.
-
-        Raises:
-            SwapRefused: the rank is not that of the module's tensors.
-
+        """α / r, or α / √r: what B·A is multiplied by. `rank_pattern` and `alpha_pattern` are by module. Raises
+        SwapRefused where the rank is not that of the module's tensors.
         """
         rank = _by_pattern(self.config.get("rank_pattern"), module, self.config.get("r", 8))
         alpha = _by_pattern(self.config.get("alpha_pattern"), module, self.config.get("lora_alpha", 8))
@@ -112,12 +104,7 @@ class Adapter:
         return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def indices(self, module: str) -> list[int]:
-        """The tokens whose rows `rows` holds.
-
-        Raises:
-            SwapRefused: the config does not say.
-
-        """
+        """The tokens whose rows `rows` holds. Raises SwapRefused where the config does not say."""
         given = self.config.get("trainable_token_indices")
         if isinstance(given, dict):
             given = next((ids for name, ids in given.items() if f".{module}".endswith(f".{name}")), None)
@@ -139,13 +126,9 @@ def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
 
 
 def read_adapter(reference: str, *, offline: bool = False) -> Adapter:
-    """Read an adapter's folder, or a repository on the hub (org/name, org/name@revision).
-
-    Raises:
-        InvalidInput: there is none, or its files are broken; UntrustedInput for a pickle.
-        Offline: it is on the hub, and there is no network.
-        SwapRefused: it is no LoRA adapter, or one of a kind that is not understood.
-
+    """Read an adapter's folder, or a repository on the hub (org/name, org/name@revision). Raises InvalidInput where
+    there is none, or its files are broken, UntrustedInput for a pickle, Offline where it is on the hub and there is no
+    network, and SwapRefused where it is no LoRA adapter, or one of a kind that is not understood.
     """
     config_path, path = _files(reference, offline)
     config = read_config_file(config_path)[0]

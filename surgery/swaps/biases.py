@@ -29,18 +29,6 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "biases": (),
 }
 """What can be dropped, and what it is called in its component; "biases" are all of them."""
-OTHER_NAMES = {
-    "head.bias": "lm_head.bias",
-    "norm.bias": "norms.bias",
-    "query.bias": "q.bias, q_proj.bias",
-    "key.bias": "k.bias, k_proj.bias",
-    "value.bias": "v.bias, v_proj.bias",
-    "latent.bias": "kv_down_proj.bias",
-    "output.bias": "o.bias, o_proj.bias",
-    "up.bias": "up_proj.bias",
-    "down.bias": "down_proj.bias",
-    "biases": "bias, all biases",
-}
 
 
 def biases_of(spec: ModelSpec, what: str, layers: tuple[int, ...] | None = None) -> list[str]:
@@ -98,7 +86,18 @@ def drop(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 ORDER = 180
-OPTIONS = (Option("drop", WEIGHTS, 2, "Leave out biases: head.bias, key.bias, …", "BIASES", words=OTHER_NAMES),)
+OPTIONS = (
+    Option(
+        "drop",
+        WEIGHTS,
+        2,
+        "Leave out biases: head.bias, key.bias, …",
+        "BIASES",
+        words="head.bias = lm_head.bias; norm.bias = norms.bias; query.bias = q.bias, q_proj.bias; key.bias = k.bias, "
+        "k_proj.bias; value.bias = v.bias, v_proj.bias; latent.bias = kv_down_proj.bias; output.bias = o.bias, "
+        "o_proj.bias; up.bias = up_proj.bias; down.bias = down_proj.bias; biases = bias, all biases",
+    ),
+)
 SWAPS = (
     Swap(
         option="drop",

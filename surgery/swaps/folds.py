@@ -155,7 +155,7 @@ OPTIONS = (
         3,
         "Fold constants into the weights beside them.",
         "value-bias | scale | norm",
-        words={"norm": "norms", "value-bias": "value_bias", "scale": "scales"},
+        words="norm = norms; value-bias = value_bias; scale = scales",
     ),
 )
 SWAPS = (

@@ -167,12 +167,9 @@ OPTIONS = (
         1,
         "How many key-value heads, or how wide a latent.",
         "mha | mqa | gqa:N | mla:N",
-        words={
-            "mha": "multi-head, multi-head attention",
-            "mqa": "multi-query, multi-query attention",
-            "gqa": "grouped-query, grouped-query attention",
-            "mla": "multi-head latent, multi-head latent attention, latent",
-        },
+        words="mha = multi-head, multi-head attention; mqa = multi-query, multi-query attention; gqa = "
+        "grouped-query, grouped-query attention; mla = multi-head latent, multi-head latent attention, "
+        "latent",
         parts={
             "gqa:": ("key-value heads", lambda spec: {getattr(b.attention, "kv_heads", None) for b in spec.blocks}),
             "mla:": (

@@ -168,7 +168,7 @@ OPTIONS = (
         3,
         "Keep these layers, add so many, or keep the most useful.",
         "0-5,8- | +4 | auto:24",
-        words={"auto": ""},
+        words="auto",
         parts={"auto:": NUMBER, "+": NUMBER},
     ),
 )

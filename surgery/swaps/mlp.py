@@ -166,7 +166,7 @@ OPTIONS = (
         1,
         "The kind of feed-forward; moe:8x2 has 8 experts, 2 of them per token.",
         "gated | swiglu | plain | moe:ExK | dense",
-        words={"gated": "glu", "plain": "ungated, vanilla", "moe": "mixture of experts, mixture, experts", "dense": ""},
+        words="gated = glu; plain = ungated, vanilla; moe = mixture of experts, mixture, experts; dense",
         two={
             "swiglu": (("mlp", "gated"), ("activation", "silu")),
             "geglu": (("mlp", "gated"), ("activation", "gelu")),

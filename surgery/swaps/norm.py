@@ -246,7 +246,7 @@ OPTIONS = (
         1,
         "Which norm the layers and both ends have.",
         "rmsnorm | layernorm",
-        words={"rmsnorm": "rms, root mean square", "layernorm": "ln, layer"},
+        words="rmsnorm = rms, root mean square; layernorm = ln, layer",
     ),
 )
 SWAPS = (

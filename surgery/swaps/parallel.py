@@ -141,7 +141,7 @@ OPTIONS = (
         2,
         "Run attention and feed-forward one after the other, or side by side.",
         "serial | parallel",
-        words={"parallel": "side by side", "serial": "sequential"},
+        words="parallel = side by side; serial = sequential",
     ),
 )
 SWAPS = (

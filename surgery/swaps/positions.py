@@ -330,12 +330,8 @@ OPTIONS = (
         1,
         "How tokens know where they are.",
         "rope | alibi | learned | none",
-        words={
-            "rope": "rotary, rotary embeddings, roformer",
-            "alibi": "linear biases",
-            "learned": "absolute, learned absolute, table",
-            "none": "nope",
-        },
+        words="rope = rotary, rotary embeddings, roformer; alibi = linear biases; learned = absolute, learned "
+        "absolute, table; none = nope",
     ),
 )
 SWAPS = (

@@ -73,7 +73,7 @@ OPTIONS = (
         4,
         "Round weights to so few bits; they are stored as before.",
         "int8 | int4:64",
-        words={"int8": "8 bit, i8", "int4": "4 bit, i4", **{f"int{bits}": "" for bits in (2, 3, 5, 6, 7)}},
+        words="int8 = 8 bit, i8; int4 = 4 bit, i4; int2; int3; int5; int6; int7",
     ),
 )
 SWAPS = (

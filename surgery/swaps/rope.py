@@ -272,14 +272,8 @@ OPTIONS = (
         2,
         "Stretch RoPE to a context so many times as long.",
         "yarn:4 | llama3:8 | ntk:2 | linear:2 | dynamic:2",
-        words={
-            "yarn": "",
-            "llama3": "",
-            "ntk": "ntk-aware",
-            "linear": "pi, position interpolation",
-            "dynamic": "dynamic ntk",
-            "none": "default",
-        },
+        words="yarn; llama3; ntk = ntk-aware; linear = pi, position interpolation; dynamic = dynamic ntk; none "
+        "= default",
     ),
     ROTARY_DIM,
     Option(
@@ -288,7 +282,7 @@ OPTIONS = (
         4,
         "Which dimensions of a head RoPE turns together.",
         "halves | adjacent",
-        words={"halves": "half, split half, rotate half, neox, gpt-neox", "adjacent": "interleaved, gpt-j"},
+        words="halves = half, split half, rotate half, neox, gpt-neox; adjacent = interleaved, gpt-j",
     ),
 )
 SWAPS = (

@@ -244,7 +244,7 @@ OPTIONS = (
         1,
         "How many tokens to have, or which.",
         "N | multiple:64 | prune:FILE",
-        words={"multiple": "multiple of", "prune": "", "prune-text": ""},
+        words="multiple = multiple of; prune; prune-text",
         parts={"": ("tokens", lambda spec: {spec.vocab_size})},
     ),
 )

@@ -93,7 +93,7 @@ from gptkit.surgery.options import NORMS, Option
 from gptkit.surgery.registry import Swap
 
 ORDER = 5
-OPTIONS = (Option("mirror", NORMS, 9, "Leave it as it is.", "plain", words={"plain": "simple"}),)
+OPTIONS = (Option("mirror", NORMS, 9, "Leave it as it is.", "plain", words="plain = simple"),)
 SWAPS = (
     Swap(
         option="mirror",

@@ -47,12 +47,12 @@ def test_case_and_hyphens_do_not_matter(option: str, word: str) -> None:
 
 
 def test_every_synonym_stands_for_a_value_that_there_is() -> None:
-    for option, words in ((each.name, each.words) for each in all_options() if each.words):
+    for option, words in ((each.name, each.synonyms()) for each in all_options() if each.words):
         known = words_of(option) | ({"auto"} if option == "layers" else set())
         known |= {word for word in words if option == "quantize" and re.fullmatch("int[2-8]", word)}
         assert set(words) == known, option
         for word, more in words.items():
-            for synonym in filter(None, more.split(", ")):
+            for synonym in more:
                 for spelling in (synonym, synonym.upper(), synonym.replace(" ", "-")):
                     assert Step(option, spelling).value == word
 

@@ -36,7 +36,7 @@ def widen(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 ORDER = 155
-OPTIONS = (Option("recurrence_width", "Recurrence", 1, "How many channels a recurrence has.", "N", words={}),)
+OPTIONS = (Option("recurrence_width", "Recurrence", 1, "How many channels a recurrence has.", "N"),)
 SWAPS = (
     Swap(
         option="recurrence_width",
