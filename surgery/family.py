@@ -29,17 +29,9 @@ def zero_in(model: Model) -> Zero:
 def leave(model: Model, origin: str | None, to: str | Target) -> tuple[Architecture, Swapped | None]:
     """The family for a tree, and the last step into its own form: biases of zeros that it has, or has not.
 
-    Args:
-        model: the tree.
-        origin: the family that the checkpoint came from.
-        to: "hf:auto", "hf" (the one that it came from, which is the first to be tried, or any where there is none) or
-            "hf:FAMILY".
-
-    Raises:
-        CannotExpress: there is none; what is in the way is listed, and what would clear it.
-        UnknownFamily: there is no FAMILY.
-        UsageError: another format.
-
+    `origin` is the family that the checkpoint came from; `to` is "hf:auto", "hf" (the one that it came from, which is
+    the first to be tried, or any where there is none) or "hf:FAMILY". Raises CannotExpress where there is none, with
+    what is in the way and what would clear it, UnknownFamily for FAMILY, and UsageError for another format.
     """
     family, zero = target(to, FOLDERS).family or origin, zero_in(model)
     tried = any_family(origin) if family in (None, "auto") else [named(str(family))]

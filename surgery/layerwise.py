@@ -57,17 +57,8 @@ def weighed(path: str, norm: Norm | None) -> None:
 
 
 def attentions(spec: ModelSpec, layers: Iterable[int], latent: str, hint: str | None = None) -> dict[int, Attention]:
-    """The attentions of these layers, each of which has key-value heads.
-
-    Args:
-        spec: the tree.
-        layers: their numbers.
-        latent: what is said of a layer with latent attention, behind "layer 3 has latent attention".
-        hint: what would be possible there.
-
-    Raises:
-        SwapRefused: one of them is latent.
-
+    """The attentions of these layers, each of which has key-value heads. Raises SwapRefused where one is latent:
+    "layer 3 has latent attention", and what `latent` says of it; `hint` says what would be possible there.
     """
     found = {}
     for layer in layers:

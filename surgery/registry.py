@@ -379,18 +379,10 @@ def apply(model: Model, step: Step, *, files: Path | None = None, **given: Any) 
 
 
 def reshape(spec: ModelSpec, step: Step, weights: Weights, **given: Any) -> Swapped:
-    """What one step makes of a tree, and how each new tensor is to be made.
+    """What one step makes of a tree, and how each new tensor is to be made; `given` are fields of `Asked`.
 
-    Args:
-        spec: the tree.
-        step: what is asked for.
-        weights: what it may ask of the weights.
-        given: what else it may draw on, as fields of `Asked`.
-
-    Raises:
-        SwapRefused: a precondition does not hold; the message says why and what would be possible.
-        UsageError: no such swap, value or layer.
-
+    Raises SwapRefused where a precondition does not hold, with the reason and what would be possible, and UsageError
+    where there is no such swap, value or layer.
     """
     swap = swap_for(step.option, step.value)
     if step.blocks is not None and not swap.by_layer:

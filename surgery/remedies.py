@@ -173,14 +173,9 @@ def way_to(start: Expression, after: After) -> Way:
 
 
 def in_the_way(model: Model, tried: Sequence[Architecture], refused: Sequence[Expression], zero: Zero) -> CannotExpress:
-    """What stands between a tree and the families that come nearest to it, and what would clear it at what cost.
-
-    Args:
-        model: a tree that none of the families holds.
-        tried: the families, the one that it came from first.
-        refused: what stands in the way to each.
-        zero: whether every value of a bias is zero.
-
+    """What stands between a tree that no family holds and those that come nearest to it, and what would clear it at
+    what cost. `tried` are the families, the one that it came from first, `refused` what stands in the way to each; `zero`
+    tells whether every value of a bias is zero.
     """
     near = sorted((each for each in refused if each.standing), key=lambda each: each.weight)[:NEAR]
     after = ways_from(model, zero)

@@ -72,12 +72,8 @@ class _NoText:
 
 def without_text(work: Callable[..., Swapped], step: Step) -> tuple[Swapped, bool, bool]:
     """What a swap says where no text is given: it, whether it is fitted on a text, and whether it asked the text before
-    it said what comes out. Then its plain form, which needs none, tells the tree.
-
-    Args:
-        work: gives what a step makes of a tree, of the step and a keyword argument `calibration`.
-        step: the swap.
-
+    it said what comes out. Then its plain form, which needs none, tells the tree. `work` gives what a step makes of a
+    tree, of the step and a keyword argument `calibration`.
     """
     text = _NoText()
     try:
@@ -196,21 +192,12 @@ def swapped(
     texts: Mapping[str, bytes] | None = None,
     offline: bool = False,
 ) -> Reshaped:
-    """The tree after some swaps, from its shapes.
+    """The tree after some swaps, one after the other, from its shapes.
 
-    Args:
-        spec: the tree.
-        steps: what to do, one after the other; see `steps_from`.
-        family: the family that it came from, which an adapter's names go by.
-        reference: what messages call it.
-        files: the folder of its tokenizer, where there is one; without it tokens cannot be told apart.
-        texts: the tokenizer's files that do not lie there.
-        offline: whether an adapter may be fetched from the hub.
-
-    Raises:
-        SwapRefused: a precondition does not hold, whatever the weights or with weights such as training leaves.
-        UsageError: no step, or one that there is not.
-
+    `family` is the one that it came from, which an adapter's names go by, and `reference` what messages call it.
+    `files` is the folder of its tokenizer, without which tokens cannot be told apart, and `texts` are those files that
+    do not lie there; `offline`: no adapter may be fetched from the hub. Raises SwapRefused where a precondition does
+    not hold, whatever the weights or with weights such as training leaves, and UsageError where there is no such step.
     """
     if not steps:
         raise UsageError("nothing to swap", "say what: attention=gqa:4, norm=rmsnorm, …")

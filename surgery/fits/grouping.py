@@ -63,15 +63,7 @@ def head_similarity(
     """How much of two old heads' work one head in their place can do, for every two: (m, m), 1 on the diagonal.
 
     The share of the squared products q·k and O·v that `fit_keys` and `fit_values` keep of a pair, the mean of both.
-
-    Args:
-        queries: (n, d, e).
-        keys: (m, d, e).
-        values: (m, d, e).
-        outputs: (n, hidden, d).
-        covariance: (e, e), of the layer's input.
-        rotary_dim: as in `fit_keys`.
-
+    Queries (n, d, e), keys and values (m, d, e), outputs (n, hidden, d), covariance (e, e) of the layer's input.
     """
     heads = len(keys)
     readers = len(queries) // heads

@@ -94,23 +94,14 @@ def pool_mean(weights: Tensor) -> Tensor:
 
 
 def fit_values(values: Tensor, outputs: Tensor, covariance: Tensor, floor: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """One value head for a group, by reduced-rank regression: with M = [O_g V_h(g)] Σ^½ stacked over the query heads
-    and B its first d right singular vectors, V = Bᵀ Σ^-½ and O_g' = O_g V_h(g) Σ^½ B.
+    """One value head (d, e) for a group, and its new columns of the output projection (n, hidden, d), by reduced-rank
+    regression: with M = [O_g V_h(g)] Σ^½ stacked over the query heads and B its first d right singular vectors,
+    V = Bᵀ Σ^-½ and O_g' = O_g V_h(g) Σ^½ B.
 
     The optimum of Σ_g E|(O_g V_h(g) - O_g' V) z|² over all V of d rows (Eckart-Young; Izenman 1975). Lossless where the
-    O_g V_h(g) have d rows of rank between them.
-
-    Args:
-        values: the old heads, (m, d, e).
-        outputs: the output projection's columns of each query head, (n, hidden, d), the n/m readers of each old head
-            together.
-        covariance: (e, e), of what attention gives out of the layer's input, averaged over query heads (`mix_inputs`),
-            or of the input itself, which is nearly as good.
-        floor: see `square_roots`.
-
-    Returns:
-        the new head (d, e), and the new columns (n, hidden, d).
-
+    O_g V_h(g) have d rows of rank between them. Values are (m, d, e), outputs (n, hidden, d), the n/m readers of each
+    old head together; covariance (e, e) is of what attention gives out of the layer's input, averaged over query heads
+    (`mix_inputs`), or of the input itself, which is nearly as good.
     """
     root, inverse = square_roots(covariance, floor)
     readers = outputs.shape[0] // values.shape[0]
@@ -141,24 +132,14 @@ def leading(gram: Tensor, rank: int) -> Tensor:
 def fit_keys(
     queries: Tensor, keys: Tensor, covariance: Tensor, rotary_dim: int = 0, floor: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """One key head for a group; what it takes to read it goes into the queries.
+    """One key head (d, e) for a group, and its new queries (n, d, e): what it takes to read it goes into the queries.
 
     Each rotary pair (i, i + rotary_dim/2) is a complex number, and any complex factor commutes with the rotation: of
     √E|q|² · K_h Σ^½, stacked over the old heads, the first complex singular vector is the new row, and each old
     head's coefficient, conjugated, goes into its queries. Mean-pooling fixes the coefficient at 1, Jin et al.
     (2412.20677) its modulus. What is not rotated (all of it where rotary_dim is 0) takes the real form: the first
-    right singular vectors of (E q qᵀ)^½ K_h Σ^½, stacked over the query heads.
-
-    Args:
-        queries: (n, d, e), the n/m readers of each old key head together.
-        keys: the old heads, (m, d, e).
-        covariance: (e, e), of the layer's input.
-        rotary_dim: how many elements of a head, from the first, are rotated.
-        floor: see `square_roots`.
-
-    Returns:
-        the new queries (n, d, e) and the new key head (d, e).
-
+    right singular vectors of (E q qᵀ)^½ K_h Σ^½, stacked over the query heads. Queries are (n, d, e), the n/m readers
+    of each old key head together, keys (m, d, e), covariance (e, e) of the layer's input.
     """
     new_queries, new_key = queries.clone(), keys[0].clone()
     if rotary_dim:
@@ -270,14 +251,8 @@ def _product_power(queries: Sequence[Tensor], keys: Sequence[Tensor], covariance
 def ridge(start: Tensor, moment: Moment, strength: float) -> Tensor:
     """The weight W that takes x to y, held to where it starts: argmin Σ|y - W x|² + λ|W - start|².
 
-    Args:
-        start: (out, e), what the text says nothing of stays as it is here.
-        moment: of x, with the targets y.
-        strength: λ over the mean of x's squares' sums (the mean of the Gram matrix's diagonal).
-
-    Raises:
-        ValueError: a strength that is not positive, or a moment without targets.
-
+    What the text says nothing of stays as in `start` (out, e). `strength` is λ over the mean of x's squares' sums (the
+    mean of the Gram matrix's diagonal). Raises ValueError where it is not positive, or the moment has no targets.
     """
     if not strength > 0:
         raise ValueError(f"the strength of a ridge is {strength}, expected more than 0")
