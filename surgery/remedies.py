@@ -174,8 +174,8 @@ def way_to(start: Expression, after: After) -> Way:
 
 def in_the_way(model: Model, tried: Sequence[Architecture], refused: Sequence[Expression], zero: Zero) -> CannotExpress:
     """What stands between a tree that no family holds and those that come nearest to it, and what would clear it at
-    what cost. `tried` are the families, the one that it came from first, `refused` what stands in the way to each; `zero`
-    tells whether every value of a bias is zero.
+    what cost. `tried` are the families, the one that it came from first, and `refused` says what stands in the way to
+    each; `zero` tells whether every value of a bias is zero.
     """
     near = sorted((each for each in refused if each.standing), key=lambda each: each.weight)[:NEAR]
     after = ways_from(model, zero)
