@@ -1,24 +1,35 @@
-"""Swaps one after the other on an opened checkpoint, without a tensor computed or a file written."""
+"""Swaps one after the other on an opened checkpoint, without a tensor computed or a file written.
+
+The last step may be into the form of a Hugging Face family: one holds a tree where its config.json says all of it, or
+all but how components round and biases of zeros, which come and go. Where none does, `remedies` says which swaps would
+clear the way.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
+import numpy as np
+
 from ..analysis.parameters import count
-from ..architectures import Architecture
+from ..architectures import Architecture, named
+from ..architectures.obstacles import Zero, first_of
 from ..components import ModelSpec
+from ..converter.adapt import any_family
 from ..converter.checkpoint import Checkpoint
 from ..converter.convert import main_dtype
-from ..converter.targets import Target
+from ..converter.dtypes import widest
+from ..converter.targets import FOLDERS, Target, target
 from ..errors import UsageError
-from .base import Guarantee, Model, Promise, Stored, Swapped, SwappedModel, weakest
-from .family import leave
+from .base import Filled, Guarantee, Model, Promise, Stored, Swapped, SwappedModel, Tensor, weakest
 from .fits.calibration import Calibration, Text, read_text
 from .options import spelled
 from .recipe import called, plain, told_as
 from .registry import Step, apply, options
+from .remedies import in_the_way
 
 
 @dataclass(frozen=True)
@@ -142,6 +153,71 @@ def chain(
     return Chain(tuple(done), tuple(found), tuple(models))
 
 
+def plainly(source: Checkpoint, done: Chain, text: Text) -> Chain:
+    """The same steps, those that were fitted on a text in their plain form. Raises SwapRefused where there is none."""
+    steps = [
+        replace(step, approximate=True) if "calibration" in swapped.summary else step
+        for step, swapped in zip(done.steps, done.swapped, strict=True)
+        if step.option != "as"
+    ]
+    return chain(source, steps, stored=done.stored, text=lambda: text)
+
+
+# --- into a family ----------------------------------------------------------------------------------------------------
+
+
+def zero_in(model: Model) -> Zero:
+    """Whether every value of a bias is zero, each looked at once and only when it is asked for."""
+    return cache(lambda name: not np.any(model.wide(name)))
+
+
+def leave(model: Model, origin: str | None, to: str | Target) -> tuple[Architecture, Swapped | None]:
+    """The family for a tree, and the last step into its own form: biases of zeros that it has, or has not.
+
+    `origin` is the family that the checkpoint came from; `to` is "hf:auto", "hf" (the one that it came from, which is
+    the first to be tried, or any where there is none) or "hf:FAMILY". Raises CannotExpress where there is none, with
+    what is in the way and what would clear it, UnknownFamily for FAMILY, and UsageError for another format.
+    """
+    family, zero = target(to, FOLDERS).family or origin, zero_in(model)
+    tried = any_family(origin) if family in (None, "auto") else [named(str(family))]
+    found, refused = first_of(tried, model.spec, zero)
+    if found is None or found.found is None:
+        raise in_the_way(model, tried, refused, zero)
+    architecture = tried[len(refused)]
+    return architecture, into(model, found.found, architecture)
+
+
+def into(model: Model, spec: ModelSpec, architecture: Architecture) -> Swapped | None:
+    """The step from a tree to the one that a family has for it; None where they are the same."""
+    if spec == model.spec:
+        return None
+    old, new = ({each.name: each.shape for each in tree.parameters()} for tree in (model.spec, spec))
+    gained, lost = [name for name in new if name not in old], sorted(old.keys() - new.keys())
+    tensors: dict[str, Tensor] = {name: Filled(new[name], 0.0, beside(model, name)) for name in gained}
+    notes = []
+    if gained:
+        notes.append(f"{architecture.name} has {kinds(gained)}: added as zeros")
+    if lost:
+        notes.append(f"{architecture.name} has no {kinds(lost)}: left out, all zeros")
+    record = {"swap": "as", "as": f"hf:{architecture.name}", "guarantee": "exact"}
+    return Swapped(spec, "exact", tensors, record, tuple(notes))
+
+
+def beside(model: Model, name: str) -> str:
+    """The tensor whose dtype a new bias gets: the weight that it is added beside, or one in the widest dtype of any."""
+    dtypes = {parameter.name: model.dtype(parameter.name) for parameter in model.spec.parameters()}
+    own = f"{name.removesuffix('bias')}weight"
+    wide = widest(list(set(dtypes.values())))
+    return own if own in dtypes else next(each for each, dtype in dtypes.items() if dtype == wide)
+
+
+def kinds(names: Sequence[str]) -> str:
+    """Tensors of all layers told once, and how many there are: "attention.q_proj.bias, … (15 tensors)"."""
+    told = list(dict.fromkeys(name.split(".", 2)[-1] if name.startswith("blocks.") else name for name in names))
+    more = ", …" if len(told) > 2 else ""
+    return f"{', '.join(told[:2])}{more} ({len(names)} tensor{'s' if len(names) > 1 else ''})"
+
+
 def leaving(done: Chain, source: Checkpoint, to: Target) -> tuple[Architecture, Chain]:
     """The family that the result goes to, and the chain with the step into its own form. Raises CannotExpress where
     there is none.
@@ -153,13 +229,3 @@ def leaving(done: Chain, source: Checkpoint, to: Target) -> tuple[Architecture, 
     after = SwappedModel(model, step, done.stored)
     steps = (*done.steps, Step("as", f"hf:{architecture.name}"))
     return architecture, replace(done, steps=steps, swapped=(*done.swapped, step), models=(*done.models, after))
-
-
-def plainly(source: Checkpoint, done: Chain, text: Text) -> Chain:
-    """The same steps, those that were fitted on a text in their plain form. Raises SwapRefused where there is none."""
-    steps = [
-        replace(step, approximate=True) if "calibration" in swapped.summary else step
-        for step, swapped in zip(done.steps, done.swapped, strict=True)
-        if step.option != "as"
-    ]
-    return chain(source, steps, stored=done.stored, text=lambda: text)
