@@ -62,17 +62,15 @@ WORDS = {str: "text", bool: "true or false", dict: "a table", int: "a whole numb
 class Recipe:
     """Steps with a name.
 
-    where: the file, for messages. comments: one a step, "" where there is none. to: the format of the result, "as" in
-    the file: "local", "auto", "hf:llama". dtype, calibration, sources: only of
-    what gptkit wrote: the dtype that was asked for, the text that steps were fitted on (its name, sha256, tokens), and
-    the sha256 of the source's files.
+    where: the file, for messages. to: the format of the result, "as" in the file: "local", "auto", "hf:llama". dtype,
+    calibration, sources: only of what gptkit wrote: the dtype that was asked for, the text that steps were fitted on
+    (its name, sha256, tokens), and the sha256 of the source's files.
     """
 
     name: str
     description: str
     steps: tuple[Step, ...]
     where: str
-    comments: tuple[str, ...] = ()
     to: str | None = None
     dtype: str | None = None
     calibration: Mapping[str, Any] = field(default_factory=dict)
@@ -80,17 +78,10 @@ class Recipe:
 
     def as_json(self) -> dict[str, Any]:
         """As manifest.json has it, and as `read_recipe` reads it."""
-        comments = self.comments or ("",) * len(self.steps)
-        steps = [step_json(step, comment) for step, comment in zip(self.steps, comments, strict=True)]
         there = {"as": self.to, "dtype": self.dtype, "calibration": dict(self.calibration) or None}
         given = {name: value for name, value in there.items() if value is not None}
-        return {
-            "name": self.name,
-            "description": self.description,
-            "step": steps,
-            **given,
-            "sources": dict(self.sources),
-        }
+        first = {"name": self.name, "description": self.description, "step": list(map(step_json, self.steps))}
+        return {**first, **given, "sources": dict(self.sources)}
 
     def text(self) -> Path | None:
         """The file that steps were fitted on, None for the bundled play or none. Raises UsageError where it is not
@@ -116,25 +107,13 @@ class Recipe:
         return tuple(f"{self.where}, step {number}" for number in range(1, len(self.steps) + 1))
 
 
-def step_json(step: Step, comment: str = "") -> dict[str, Any]:
+def step_json(step: Step) -> dict[str, Any]:
     """A step as a recipe has it."""
     option = option_of(step.option)
     flag = option is not None and option.flag and not step.value
-    there = {"approximate": step.approximate, "settings": dict(step.settings), "comment": comment}
+    there = {"approximate": step.approximate, "settings": dict(step.settings), "comment": step.comment}
     blocks = {} if step.blocks is None else {"blocks": step.blocks}
     return {step.option: True if flag else step.value, **blocks, **{name: each for name, each in there.items() if each}}
-
-
-def recipe_of_steps(
-    steps: Sequence[Step], recipe: Recipe | None, to: str | None, dtype: str | None, calibration: Mapping[str, Any]
-) -> Recipe:
-    """What is written into the output: a recipe's steps, and those that were asked for beside it."""
-    if recipe is None:
-        recipe = Recipe("", "", (), "the call")
-    comments = (recipe.comments or ("",) * len(recipe.steps)) + ("",) * (len(steps) - len(recipe.steps))
-    return replace(
-        recipe, steps=tuple(steps), comments=comments, to=to, dtype=dtype, calibration=calibration, sources={}
-    )
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -220,7 +199,6 @@ def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
     if not isinstance(tables, list) or not tables or not all(isinstance(each, dict) for each in tables):
         raise InvalidInput(f"{where}: a recipe has steps, each a table [[step]] with OPTION = VALUE")
     steps = tuple(_step(table, f"{where}, step {number}") for number, table in enumerate(tables, 1))
-    comments = tuple(table.get("comment", "") for table in tables)
     more = {}
     if written:
         kinds = {"dtype": str | None, "calibration": dict, "sources": dict}
@@ -232,7 +210,7 @@ def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
             raise InvalidInput(f"{where}: calibration is not what gptkit writes")
         more = {key: data[key] for key in kinds if key in data}
     named = data.get("name", "") or ("" if written else name)
-    return Recipe(named, data.get("description", ""), steps, where, comments, data.get("as"), **more)
+    return Recipe(named, data.get("description", ""), steps, where, data.get("as"), **more)
 
 
 def _step(table: Mapping[str, Any], where: str) -> Step:
@@ -252,7 +230,7 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
     for part, (kind, _) in STEP_KEYS.items():
         if part in table and not isinstance(table[part], kind):
             raise InvalidInput(f"{where}: {part} is to be {WORDS[kind]}, not {table[part]!r:.40}")
-    given = {part: table.get(part, default) for part, (_, default) in STEP_KEYS.items() if part != "comment"}
+    given = {part: table.get(part, default) for part, (_, default) in STEP_KEYS.items()}
     for part, setting in given["settings"].items():
         allowed = option.settings
         if part not in allowed:

@@ -51,7 +51,8 @@ class Step:
 
     option and value: see the module's text; other words for a value become ours. blocks: the layers it is for, None
     for all. approximate: the plain replacement, for comparison, where a better form is known. settings: those of
-    this swap alone. written: the option as a person wrote it, where one that they wrote is several steps.
+    this swap alone. written: the option as a person wrote it, where one that they wrote is several steps. comment: a
+    recipe's.
     """
 
     option: str
@@ -60,6 +61,7 @@ class Step:
     approximate: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     written: str = field(default="", compare=False)
+    comment: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value", understood(self.option, self.value))

@@ -30,7 +30,7 @@ from .chain import Chain, chain, leaving
 from .fits.calibration import TOKENS, read_text
 from .guarantee import SMALL, each_alone, hold_to_transformers, measured_from_files, plain_form
 from .measure import Measurement
-from .recipe import Recipe, described, hashes, read_recipe, recipe_of_steps
+from .recipe import Recipe, described, hashes, read_recipe
 from .registry import Step, steps_of
 
 
@@ -157,7 +157,8 @@ def swap(
     done = chain(source, wanted, stored=stored, text=text, offline=offline, names=labels, leaves=leaves)
     if repeated and told is not None and told.calibration and done.calibration != told.calibration:
         raise told.another_text(str(told.calibration.get("text")))
-    carried = recipe_of_steps(wanted, told, asked_to, dtype, done.calibration)
+    base = told or Recipe("", "", (), "the call")
+    carried = replace(base, steps=tuple(wanted), to=asked_to, dtype=dtype, calibration=done.calibration, sources={})
     architecture, done = leaving(done, source, form) if leaves else (None, done)
     whole = stored if architecture is not None else None
     stored = stored or done.stored

@@ -282,7 +282,7 @@ def test_the_record(hf: Path, tmp_path: Path) -> None:
     assert found["measured_steps"] == json.loads(json.dumps([each.as_json() for each in result.each]))
     again = read_recipe(tmp_path / "out")
     assert again.steps == result.recipe.steps if result.recipe else False
-    assert again.comments == ("exact", "", "", "")
+    assert [step.comment for step in again.steps] == ["exact", "", "", ""]
 
 
 def test_every_step_of_a_chain_by_itself(hf: Path, tmp_path: Path) -> None:
