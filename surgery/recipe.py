@@ -287,9 +287,6 @@ def plain(step: Step, spec: ModelSpec) -> Step:
     return replace(step, value=f"{match[1]}{int(wanted)}")
 
 
-# --- in messages and records ------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def told_as(where: str | None) -> Iterator[None]:
     """Errors from inside say where they come from: the file and the step."""

@@ -147,7 +147,6 @@ class Asked:
 ANY = object()
 
 
-@dataclass(frozen=True, init=False)
 class Clears:
     """What a swap may clear of what stands in the way of a tree into a family: see `architectures.obstacles`.
 
@@ -156,14 +155,8 @@ class Clears:
     for what the family has; by default the swap by its form alone.
     """
 
-    path: str
-    steps: tuple[str, ...]
-    ours: Any
-    theirs: Any
-
     def __init__(self, path: str, *steps: str, ours: Any = ANY, theirs: Any = ANY) -> None:
-        for name, value in (("path", path), ("steps", steps), ("ours", ours), ("theirs", theirs)):
-            object.__setattr__(self, name, value)
+        self.path, self.steps, self.ours, self.theirs = path, steps, ours, theirs
 
     def remedy(self, swap: Swap, obstacle: Obstacle) -> tuple[Step, ...]:
         """The steps that may clear an obstacle; none where it is another."""

@@ -83,9 +83,6 @@ def without_text(work: Callable[..., Swapped], step: Step) -> tuple[Swapped, boo
     return found, text.wanted, False
 
 
-# --- the answer -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Reshaped:
     """What a tree becomes.

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# --- statistics ------------------------------------------------------------------------------------------------------
-
 
 @dataclass
 class Moment:
@@ -82,15 +80,9 @@ def square_roots(covariance: Tensor, floor: float = 1e-6) -> tuple[Tensor, Tenso
     return (vectors * values.sqrt()) @ vectors.T, (vectors * values.rsqrt()) @ vectors.T
 
 
-# --- naive forms -----------------------------------------------------------------------------------------------------
-
-
 def pool_mean(weights: Tensor) -> Tensor:
     """The mean of a group's heads (m, d, e) -> (d, e) (Ainslie et al. 2305.13245)."""
     return weights.mean(dim=0)
-
-
-# --- values ----------------------------------------------------------------------------------------------------------
 
 
 def fit_values(values: Tensor, outputs: Tensor, covariance: Tensor, floor: float = 1e-6) -> tuple[Tensor, Tensor]:

@@ -52,9 +52,6 @@ def resize_hidden(spec: ModelSpec, asked: Asked) -> Swapped:
     return Swapped(done.spec, done.guarantee, done.tensors, {"hidden_size": [old, new], **done.summary}, notes)
 
 
-# --- what meets the stream --------------------------------------------------------------------------------------------
-
-
 def written(spec: ModelSpec) -> list[tuple[str, int]]:
     """What writes into the stream: (tensor, the axis that is the stream's)."""
     found = [(name, 1) for name in tables(spec)]
@@ -262,9 +259,6 @@ def cut(spec: ModelSpec, index: Index) -> Swapped:
     gains = (f"{path}.weight" for path, _ in every_norm(spec))
     tensors = chosen_tensors(spec, index) | {name: scaled(name, index, ratio) for name in gains}
     return Swapped(rescaled(spec, len(index)), "exact", tensors, {"method": "cut"})
-
-
-# --- narrower, where something is lost --------------------------------------------------------------------------------
 
 
 def energies(model: Model) -> Wide:

@@ -26,9 +26,6 @@ from ..stream import experts
 Dense = FeedForward | GatedFeedForward
 
 
-# --- walking over feed-forwards, those of experts too -----------------------------------------------------------------
-
-
 def dense_of(block: Block) -> Dense:
     """A block's feed-forward, or what each of its experts is."""
     inner = block.feed_forward

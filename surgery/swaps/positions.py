@@ -32,9 +32,6 @@ BASE = 10_000.0
 """RoPE's base (2104.09864)."""
 
 
-# --- what is there ----------------------------------------------------------------------------------------------------
-
-
 def kind(spec: ModelSpec) -> str:
     """What tells positions apart in a tree: learned, rope, alibi, none; "mixed" where layers differ or there is a table
     besides. Neutral rotary positions tell nothing apart.
@@ -210,9 +207,6 @@ def rows_alike(model: Model) -> bool:
     return bool((rows == rows[0]).all())
 
 
-# --- a table that goes ------------------------------------------------------------------------------------------------
-
-
 def mean_row(rows: Wide) -> Wide:
     """The mean of a table's rows, and that row itself where all are alike: their sum may round."""
     mean: Wide = rows[0] if (rows == rows[0]).all() else rows.mean(axis=0)
@@ -271,9 +265,6 @@ def back_to_neutral(before: ModelSpec, asked: Asked) -> Step | None:
         if attention.position != Rotary(dim=attention.head_dim, base=BASE, scaling=NEUTRAL):
             return None
     return asked.again("position", "rope:neutral")
-
-
-# --- the list ---------------------------------------------------------------------------------------------------------
 
 
 def example(form: str, spec: ModelSpec) -> tuple[str, ...]:

@@ -233,9 +233,6 @@ def other_pairs(before: ModelSpec, asked: Asked) -> Step | None:
     return asked.again("rope_pairs", found.pop()) if len(found) == 1 else None
 
 
-# --- the list ---------------------------------------------------------------------------------------------------------
-
-
 def worth(option: str, form: str, spec: ModelSpec) -> Sequence[str]:
     """The form, where some layer has positions that it is for."""
     found = rotary_layers(spec, range(len(spec.blocks))).values()

@@ -33,9 +33,6 @@ TOLD = 4
 """Tokens that a message names."""
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
-
-
 def tables(spec: ModelSpec) -> list[str]:
     """The tensors that have a row, or an element, for every token."""
     return ["embedding.weight", *(f"head.{name}" for name in spec.head.shapes())]
@@ -202,9 +199,6 @@ def read_plain(name: str) -> str:
 def some_of(names: Sequence[str]) -> str:
     """The first of some names, and how many more there are."""
     return ", ".join(names[:TOLD]) + (f" and {len(names) - TOLD} more" if len(names) > TOLD else "")
-
-
-# --- the tokenizer ----------------------------------------------------------------------------------------------------
 
 
 def vocabulary_of(asked: Asked) -> Vocabulary | None:
