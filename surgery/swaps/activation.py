@@ -231,12 +231,10 @@ def back(before: ModelSpec, asked: Asked) -> Step | None:
 
 
 def worth(new: Activation, form: str, spec: ModelSpec) -> Iterable[str]:
-    """The form, where some layer has an activation that it is for; what needs a text is not worth trying."""
+    """Two units, where every layer has an activation that they are for; what needs a text is not worth trying."""
     old = {dense_of(block).activation for block in spec.blocks} - {new}
-    useful = form == new and new != "gelu_bloom" and bool(old) and not (new == "gelu_tanh" and "gelu_new" not in old)
-    if form.endswith(":2") and new in FROM:
-        useful = bool(old) and all(each in FROM[new] and how(each, new) != "exact" for each in old)
-    return (form,) if useful else ()
+    two = form.endswith(":2") and new in FROM and bool(old)
+    return (form,) if two and all(each in FROM[new] and how(each, new) != "exact" for each in old) else ()
 
 
 def entry(new: Activation, form: str, reshape: Callable[..., Swapped], needs: str) -> Swap:

@@ -283,7 +283,6 @@ SWAPS = (
         needs="experts that are alike, or a router of zeros that takes all; otherwise a text, for their mean",
         source="Sparse Upcycling 2212.05055, backwards",
         reshape=to_dense,
-        examples=lambda spec: ("dense",) if any(map(is_mixture, spec.blocks)) else (),
         clears=tuple(Clears("*", ours=MixtureOfExperts, theirs=dense) for dense in (GatedFeedForward, FeedForward)),
         by_layer=True,
         calibrated=True,

@@ -165,7 +165,6 @@ SWAPS = (
         gives="weights and biases of their readers",
         needs="pre-norm blocks",
         reshape=fold_norm,
-        examples=lambda spec: ("norm",),
         clears=(Clears("*norm.bias"),),
     ),
     entry(
@@ -174,7 +173,6 @@ SWAPS = (
         gives="one of outputs",
         needs="a bias that is not zero",
         reshape=fold_value_bias,
-        examples=lambda spec: ("value-bias",),
     ),
     entry(
         form="scale",
@@ -182,7 +180,6 @@ SWAPS = (
         gives="queries, and a scale of 1",
         needs=UNSCALED,
         reshape=fold_scale,
-        examples=lambda spec: ("scale",),
         inverse=unscaled,
         clears=(Clears("*.scale"),),
     ),

@@ -7,7 +7,7 @@ are equal bit for bit, as after a repetition. Otherwise they are fitted on a tex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -138,25 +138,18 @@ def fewer(spec: ModelSpec) -> list[str]:
     return [f"gqa:{count}" for count in counts if count != attention.heads]
 
 
-def entry(form: str, gives: str, examples: Callable[[ModelSpec], Iterable[str]], *clears: Clears) -> Swap:
-    """A swap to another number of key-value heads; `change` sees which it is."""
-    return Swap(
-        option="attention",
-        form=form,
-        takes="key-value heads",
-        gives=gives,
-        needs="more heads than now, or heads that are equal; else a calibration text, and it is approximate",
-        source="Ainslie et al. 2305.13245; Shazeer 1911.02150; the fit is derived for gptkit",
-        reshape=change,
-        examples=examples,
-        by_layer=True,
-        calibrated=True,
-        inverse=back,
-        exact_where="the heads of a group are equal",
-        clears=clears,
-    )
-
-
+entry = partial(
+    Swap,
+    option="attention",
+    takes="key-value heads",
+    needs="more heads than now, or heads that are equal; else a calibration text, and it is approximate",
+    source="Ainslie et al. 2305.13245; Shazeer 1911.02150; the fit is derived for gptkit",
+    reshape=change,
+    by_layer=True,
+    calibrated=True,
+    inverse=back,
+    exact_where="the heads of a group are equal",
+)
 LATENT = Clears("*.attention", ours=LatentAttention, theirs=Attention)
 
 ORDER = 90
@@ -180,7 +173,12 @@ OPTIONS = (
     ),
 )
 SWAPS = (
-    entry("mha", "one a query head (MHA)", lambda spec: ("mha",), Clears("*.kv_heads"), LATENT),
-    entry("mqa", "one for all (MQA)", lambda spec: ("mqa",)),
-    entry("gqa:N", "N, each for a group of query heads (GQA)", fewer, Clears("*.kv_heads", "attention=gqa:{theirs}")),
+    entry(form="mha", gives="one a query head (MHA)", clears=(Clears("*.kv_heads"), LATENT)),
+    entry(form="mqa", gives="one for all (MQA)"),
+    entry(
+        form="gqa:N",
+        gives="N, each for a group of query heads (GQA)",
+        examples=fewer,
+        clears=(Clears("*.kv_heads", "attention=gqa:{theirs}"),),
+    ),
 )

@@ -251,14 +251,9 @@ def to_rmsnorm(spec: ModelSpec, asked: Asked) -> Swapped:
 # --- RMSNorm -> LayerNorm ---------------------------------------------------------------------------------------------
 
 
-def has_rms_norm(spec: ModelSpec) -> bool:
-    """Whether a tree has such a norm on its stream."""
-    return any(not norm.centred for _, norm in stream_norms(spec))
-
-
 def why_not_layernorm(spec: ModelSpec) -> str | None:
     """The reason why RMSNorm -> LayerNorm cannot be exact for this tree, or None."""
-    if not has_rms_norm(spec):
+    if all(norm.centred for _, norm in stream_norms(spec)):
         raise SwapRefused("this model has no RMSNorm on its stream: its norms are LayerNorm already")
     if any(block.residual == "normed" for block in spec.blocks):
         return "its residual is taken from the norm's output, where the norm's weight does not commute with a rotation"
@@ -369,7 +364,6 @@ SWAPS = (
         needs="norms before attention and feed-forward (pre-norm), all of them LayerNorms",
         source="SliceGPT 2401.15024; Jiang et al. 2305.14858; TransformerLens",
         reshape=to_rmsnorm,
-        examples=lambda spec: ("rmsnorm",) if layer_norms(spec) else (),
         by_layer=True,
         inverse=lambda before, asked: None if asked.approximate else Step("norm", "layernorm"),
         clears=(Clears("*norm", theirs=RMSNorm), Clears("*.norm", theirs=None)),
@@ -382,7 +376,6 @@ SWAPS = (
         needs="pre-norm, all norms on the residual stream RMSNorms; one more dimension, unless it has no mean already",
         source="an isometry onto the vectors of mean zero; after SliceGPT 2401.15024, section 3",
         reshape=to_layernorm,
-        examples=lambda spec: ("layernorm",) if has_rms_norm(spec) else (),
         by_layer=True,
         inverse=back_to_rmsnorm,
         clears=(Clears("*norm", theirs=LayerNorm),),

@@ -128,11 +128,6 @@ def parallel_again(before: ModelSpec, asked: Asked) -> Step | None:
     return asked.again("block", "parallel:shared" if kinds.pop() else "parallel")
 
 
-def may_be_parallel(spec: ModelSpec) -> bool:
-    """Whether some block is serial and none is of a kind that cannot be parallel."""
-    return any(not b.parallel for b in spec.blocks) and all(b.residual == "stream" for b in spec.blocks)
-
-
 ORDER = 160
 OPTIONS = (
     Option(
@@ -166,7 +161,6 @@ SWAPS = (
         source="PaLM 2204.02311, section 2",
         reshape=partial(to_parallel, False),
         clears=(Clears("*.parallel", theirs=True),),
-        examples=lambda spec: ("parallel",) if may_be_parallel(spec) else (),
         by_layer=True,
         inverse=serial_again,
     ),
@@ -179,7 +173,6 @@ SWAPS = (
         source="PaLM 2204.02311, section 2",
         reshape=to_serial,
         clears=(Clears("*.feed_forward_norm", ours=None), Clears("*.parallel", theirs=False)),
-        examples=lambda spec: ("serial",) if any(b.parallel for b in spec.blocks) else (),
         by_layer=True,
         inverse=parallel_again,
     ),

@@ -267,24 +267,15 @@ def back_to_neutral(before: ModelSpec, asked: Asked) -> Step | None:
     return asked.again("position", "rope:neutral")
 
 
-def example(form: str, spec: ModelSpec) -> tuple[str, ...]:
-    """The form, where a tree has something else; that which says a table's length is for trees that know none."""
+def examples(spec: ModelSpec, form: str) -> tuple[str, ...]:
+    """Neutral RoPE where nothing is told apart; a table whose length is said for trees that know none."""
     bare = positions_in(spec, range(len(spec.blocks))) == {None}
-    worth = {
-        "rope:neutral": kind(spec) == "none" and bare,
-        "none": spec.positions is not None or not bare,
-        "learned": spec.positions is None and spec.context_length is not None,
-        "learned:LENGTH": spec.positions is None and spec.context_length is None,
-        "rope:BASE": False,
-    }
-    return (form.replace("LENGTH", "64"),) if worth.get(form, kind(spec) != form) else ()
+    if form == "rope:neutral":
+        return (form,) if kind(spec) == "none" and bare else ()
+    return ("learned:64",) if spec.positions is None and spec.context_length is None else ()
 
 
-def entry(form: str, gives: str, **fields: Any) -> Swap:
-    """One form of the option."""
-    return Swap("position", form, "positions", gives, examples=partial(example, form), **fields)
-
-
+entry = partial(Swap, "position", takes="positions")
 TRAINED = "to be trained, but where nothing told positions apart before either"
 DROPE = "DroPE 2512.12167; the mean rotation is derived for gptkit"
 ROPE: dict[str, Any] = {
@@ -328,10 +319,11 @@ OPTIONS = (
 SWAPS = (
     entry(
         "rope:neutral",
-        "RoPE that turns nothing",
+        gives="RoPE that turns nothing",
         needs=TRAINED,
         source="derived for gptkit: transformers' rope_type linear with factor 1e30",
         reshape=to_rope,
+        examples=partial(examples, form="rope:neutral"),
         by_layer=True,
         inverse=back_to_none,
     ),
@@ -339,7 +331,7 @@ SWAPS = (
     entry("rope:BASE", **ROPE),
     entry(
         "alibi",
-        "ALiBi",
+        gives="ALiBi",
         guarantee="retrained",
         needs="nothing",
         source="Press et al. 2108.12409; the mean rotation is derived for gptkit",
@@ -349,7 +341,7 @@ SWAPS = (
     ),
     entry(
         "none",
-        "no positions",
+        gives="no positions",
         needs=f"{TRAINED}: a table whose rows are alike, neutral RoPE",
         source=DROPE,
         reshape=to_none,
@@ -358,5 +350,5 @@ SWAPS = (
         inverse=back_to_neutral,
     ),
     entry("learned", **LEARNED, clears=TO_LEARNED),
-    entry("learned:LENGTH", **LEARNED),
+    entry("learned:LENGTH", **LEARNED, examples=partial(examples, form="learned:LENGTH")),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -233,19 +233,7 @@ def other_pairs(before: ModelSpec, asked: Asked) -> Step | None:
     return asked.again("rope_pairs", found.pop()) if len(found) == 1 else None
 
 
-def worth(option: str, form: str, spec: ModelSpec) -> Sequence[str]:
-    """The form, where some layer has positions that it is for."""
-    found = rotary_layers(spec, range(len(spec.blocks))).values()
-    if option == "rope_pairs" or form == "none":
-        other = any(each.scaling if form == "none" else each.pairs != form for each in found)
-        return (form,) if other else ()
-    plain = found and all(each.scaling is None and each.dim > 2 for each in found)
-    return (form.replace("FACTOR", "2"),) if plain and spec.context_length is not None else ()
-
-
-def entry(option: str, form: str, gives: str, takes: str = "RoPE", **fields: Any) -> Swap:
-    """A swap of rotary positions."""
-    return Swap(option, form, takes, gives, examples=partial(worth, option, form), by_layer=True, **fields)
+entry = partial(Swap, by_layer=True)
 
 
 def scaled(kind: Kind) -> Swap:
@@ -255,10 +243,23 @@ def scaled(kind: Kind) -> Swap:
     if kind.name == "dynamic":
         needs += "; exact up to the original context"
         dynamic = {"inverse": lambda before, asked: asked.again("rope_scaling", "none")}
-    gives = f"scaled RoPE ({kind.title})"
-    reshape = partial(rope_scaling, kind=kind)
-    form = f"{kind.name}:FACTOR"
-    return entry("rope_scaling", form, gives, needs=needs, source=kind.source, reshape=reshape, **dynamic)
+
+    def examples(spec: ModelSpec) -> tuple[str, ...]:
+        found = rotary_layers(spec, range(len(spec.blocks))).values()
+        plain = found and all(each.scaling is None and each.dim > 2 for each in found)
+        return (f"{kind.name}:2",) if plain and spec.context_length is not None else ()
+
+    return entry(
+        option="rope_scaling",
+        form=f"{kind.name}:FACTOR",
+        takes="RoPE",
+        gives=f"scaled RoPE ({kind.title})",
+        needs=needs,
+        source=kind.source,
+        reshape=partial(rope_scaling, kind=kind),
+        examples=examples,
+        **dynamic,
+    )
 
 
 ORDER = 70
@@ -285,10 +286,10 @@ OPTIONS = (
 SWAPS = (
     *map(scaled, KINDS),
     entry(
-        "rope_scaling",
-        "none",
-        "RoPE",
-        "scaled RoPE",
+        option="rope_scaling",
+        form="none",
+        takes="scaled RoPE",
+        gives="RoPE",
         needs="rotary positions that are scaled; exact for dynamic scaling, up to the original context",
         source="the definitions of the scalings",
         reshape=no_scaling,
@@ -297,9 +298,10 @@ SWAPS = (
     PART_OF_A_HEAD,
     *(
         entry(
-            "rope_pairs",
-            wanted,
-            f"RoPE, pairs {described}",
+            option="rope_pairs",
+            form=wanted,
+            takes="RoPE",
+            gives=f"RoPE, pairs {described}",
             needs="rotary positions whose pairs lie otherwise",
             source="transformers, convert_llama_weights_to_hf.py: permute",
             reshape=rope_pairs,

@@ -275,8 +275,7 @@ def test_examples() -> None:
         spec = spec_of(CONFIGS[name])
         return [value for swap in module.SWAPS for value in swap.examples(spec)]
 
-    assert tried("gpt2") == ["gelu", "gelu_tanh", "quick_gelu", "relu", "silu", "silu:2"]
-    assert tried("llama") == ["gelu", "gelu_new", "quick_gelu", "relu", "gelu:2"]
+    assert tried("gpt2") == ["silu:2"] and tried("llama") == ["gelu:2"]
 
 
 # --- a wrong formula does not get through -----------------------------------------------------------------------------

@@ -106,11 +106,7 @@ def test_refusals(tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
 
 
-def test_examples_and_inverses() -> None:
-    def tried(name: str) -> list[str]:
-        return [value for swap in module.SWAPS for value in swap.examples(spec_of(CONFIGS[name]))]
-
-    assert tried("gpt2") == ["parallel"] and tried("falcon-7b") == ["serial"] and not tried("bloom-post-norm")
+def test_inverses() -> None:
     parallel, serial = swap_for("block", "parallel"), swap_for("block", "serial")
     assert serial.inverse(spec_of(CONFIGS["falcon-7b"]), Asked("serial")) == Step("block", "parallel:shared")
     assert serial.inverse(spec_of(CONFIGS["falcon-40b"]), Asked("serial", layers=(1,))) == Step(
