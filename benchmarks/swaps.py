@@ -29,11 +29,10 @@ from gptkit.surgery.fits.calibration import read_text
 from gptkit.surgery.guarantee import EXACT_FP32, EXACT_FP64
 from gptkit.surgery.listing import limits_of, values_of
 from gptkit.surgery.measure import Measurement, measure
-from gptkit.surgery.options import OPTIONS, spelled
+from gptkit.surgery.options import guarantee_in_words, spelled
 from gptkit.surgery.recipe import read_recipe, shipped
-from gptkit.surgery.registry import Step, all_swaps
+from gptkit.surgery.registry import Step, all_options, all_swaps
 from gptkit.surgery.swap import SwapResult
-from gptkit.surgery.synonyms import guarantee_in_words
 
 PAGE = Path(__file__).parents[1] / "docs" / "swaps.md"
 SAMPLES = ("gpt2", "llama", "bloom", "falcon")
@@ -191,7 +190,7 @@ def page(rows: Sequence[Row], chains: Sequence[str]) -> str:
     positions = next(row.measured.text_positions for row in good if row.measured)
     intro = INTRO.format(torch=torch.__version__, fp64=EXACT_FP64, fp32=EXACT_FP32, positions=positions, before=told)
     parts = [intro]
-    groups = {option.name: option.group for option in OPTIONS}
+    groups = {option.name: option.group for option in all_options()}
     for group in dict.fromkeys(groups.values()):
         chosen = [row for row in good if groups[row.job.option] == group]
         if chosen:

@@ -210,6 +210,8 @@ def _apart(function: Callable[..., None]) -> tuple[inspect.Signature, dict[str, 
     signature, together = inspect.signature(function, eval_str=True), {}
     parameters: list[inspect.Parameter] = []
     for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:  # what a command has looked up by itself
+            continue
         group = next(
             (part for part in getattr(parameter.annotation, "__metadata__", ()) if isinstance(part, OptionGroup)), None
         )

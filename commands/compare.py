@@ -47,7 +47,7 @@ def compare(
     asked = Asked(dtype=dtype, context=None if context is None else tokens("--context", context))
     counts: list[ModelCount] = params(*models, **opening)
     if swap or recipe is not None:
-        from ..surgery.synonyms import guarantee_in_words
+        from ..surgery.options import guarantee_in_words
 
         pairs = []
         for model, made, family in reshaped(counts, swap, recipe, opening["offline"]):

@@ -1,32 +1,50 @@
 """swap and swaps: components exchanged, and which can be."""
 
+from __future__ import annotations
+
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
+
+from typer.core import TyperCommand, TyperOption
 
 from ..errors import UsageError
-from ..surgery.options import OPTIONS, Option
 from ..terminal import answer, console, progress_bar, say, status
-from .base import FORCE, JSON, MODEL, QUIET, ForWeights, OptionGroup, app, argument, examples, flag, guarded, option
+from .base import FORCE, JSON, MODEL, QUIET, ForWeights, app, argument, examples, flag, guarded, option
 from .completion import forms, one_of
+
+if TYPE_CHECKING:
+    from ..surgery.options import Option
 
 HOW = "How to swap"  # the heading in the help of `swap` of what is no swap
 
 
-def _option(swap: Option) -> tuple[Any, Any]:
-    form = f"{swap.spelled} {swap.metavar}".strip()
-    if swap.flag:
-        return bool, flag(form, swap.help, swap.group)
-    return str | None, option(form, swap.help, swap.group, complete=one_of(forms(swap.metavar)))
+class SwapCommand(TyperCommand):
+    """`swap`: its own options, and one for every option of a swap that is registered, plugins' too. They are looked up
+    when somebody swaps or asks for help; other commands do not wait for them. What was given arrives in `**asked`.
+    """
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        from ..surgery.registry import all_options
+
+        return [*super().get_params(ctx), *map(swap_option, all_options())]
 
 
-ForSwaps = Annotated[dict[str, Any], OptionGroup({swap.name: _option(swap) for swap in OPTIONS})]
-"""An option for every swap of `surgery.options`."""
+def swap_option(option: Option) -> TyperOption:
+    """An option of a swap as the command line has it."""
+    fields: dict[str, Any] = {"is_flag": True, "default": False}
+    if not option.flag:
+        complete = partial(lambda values, ctx, args, incomplete: values(incomplete), one_of(forms(option.metavar)))
+        fields = {"type": str, "metavar": option.metavar, "autocompletion": complete}
+    names = [option.name, option.spelled]
+    return TyperOption(param_decls=names, help=option.help, rich_help_panel=option.group, **fields)
 
 
 @app.command(
+    cls=SwapCommand,
     epilog=examples(
         "gptkit swap sample:gpt2 gpt2-rms --norm rmsnorm", "gptkit swap sample:gpt2 modern --recipe gpt2-to-modern"
-    )
+    ),
 )
 @guarded
 def swap(
@@ -53,7 +71,7 @@ def swap(
     dry_run: bool = flag("--dry-run", "Say what would come out, and write nothing."),
     opening: ForWeights,
     quiet: bool = QUIET,
-    asked: ForSwaps,
+    **asked: Any,
 ) -> None:
     """Exchange components, with a guarantee measured from the files that were written."""
     from ..report.surgery import dry_run_report, steps_report, swap_lines
@@ -105,9 +123,9 @@ def swaps(
         known = [read_recipe(name) for name in shipped()]
         return answer(json, lambda: recipes_json(known), lambda: recipes_report(known))
     if model is None:
-        from ..surgery.registry import all_swaps
+        from ..surgery.registry import all_options, all_swaps
 
-        groups = {each.name: each.group for each in OPTIONS}
+        groups = {each.name: each.group for each in all_options()}
         return answer(json, lambda: registry_json(all_swaps()), lambda: registry_report(all_swaps(), groups))
     from ..converter.checkpoint import open_checkpoint
     from ..surgery.listing import listing

@@ -83,7 +83,7 @@ def _sentences(page: Layout, lines: Sequence[str]) -> RenderResult:
 
 def _promise(swap: Mapping[str, Any]) -> str:
     """What a chain of swaps promises; where the weights decide it, what trained ones give, and who can tell."""
-    from ..surgery.synonyms import guarantee_in_words
+    from ..surgery.options import guarantee_in_words
 
     usual = guarantee_in_words(swap["usual"])
     if swap["guarantee"] == swap["usual"]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..surgery.synonyms import guarantee_in_words
+from ..surgery.options import guarantee_in_words
 from ..version import __version__
 from .heatmap import Cell, heatmap
 from .pages import Figure, Lines, Page, Section, Table, counted, noted, put, ready, write_page

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ..analysis.costs import Costs, costs
 from ..analysis.parameters import count
-from ..surgery.synonyms import guarantee_in_words
+from ..surgery.options import guarantee_in_words
 from .counts import parameter_table
 from .sheets import human_bytes, indented, number, plain_table
 

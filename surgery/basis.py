@@ -13,32 +13,14 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
-from ..components import Block, MixtureOfExperts, ModelSpec, Norm, RMSNorm
+from ..components import Block, ModelSpec, Norm
 from .base import Computed, Filled, Model, Tensor, Wide
-from .layerwise import replaced, with_blocks
+from .layerwise import with_blocks
 from .stream import head_weight, norms, readers, require_weights, stream_norms, writers
 
-__all__ = [
-    "CENTRED",
-    "Compute",
-    "Into",
-    "chosen_norms",
-    "eps_for",
-    "exchanged",
-    "in_basis",
-    "length_ratio",
-    "normed_row",
-    "reader",
-    "resized",
-    "rows_in",
-    "with_norms",
-    "writer",
-]
-
-replace = msgspec.structs.replace
 Compute = Callable[[Model], Wide]
 Into = Callable[[Model, Wide], Wide]
 """Rows [n, d] of the old coordinates in the new ones, [n, d']; the model is there for what is fitted to it."""
@@ -62,18 +44,13 @@ def reader(weight: str, gamma: str, ratio: float, into: Into) -> Compute:
     return lambda model: into(model, model.wide(weight) * model.wide(gamma)) * ratio
 
 
-def writer(weight: str, into: Into) -> Compute:
-    """U W, the columns of a writer in new coordinates."""
-    return lambda model: np.ascontiguousarray(into(model, model.wide(weight).T).T)
-
-
 def shift(bias: str, into: Into) -> Compute:
     """U b."""
     return lambda model: into(model, model.wide(bias)[None])[0]
 
 
-def rows_in(table: str, into: Into, norm: RMSNorm | None = None) -> Compute:
-    """A table's rows in new coordinates, behind its norm where it has one."""
+def rows_in(table: str, into: Into, norm: Norm | None = None) -> Compute:
+    """A table's rows in new coordinates, behind its RMSNorm where it has one."""
 
     def compute(model: Model) -> Wide:
         rows = model.wide(table)
@@ -99,35 +76,30 @@ def in_basis(
     multiplied by γ, which is not what the table writes. A norm on the token table is worked into its rows.
     """
     require_weights(spec)
-    ratio = length_ratio(spec.hidden_size, size)
+    ratio, on_table = length_ratio(spec.hidden_size, size), spec.embedding.norm
+    assert on_table is None or not on_table.centred
     tensors: dict[str, Tensor] = {}
-    found: dict[str, Norm] = {}
-    for path, norm in stream_norms(spec):
-        found[path] = norm_of(path, norm)
+    for path, _ in stream_norms(spec):
         tensors[f"{path}.weight"] = Filled((size,), 1.0, like=f"{path}.weight")
+    made: dict[str, Compute] = {"head.weight": reader(head_weight(spec), "final_norm.weight", ratio, into)}
     for layer, block in enumerate(spec.blocks):
-        path = f"blocks.{layer}"
-        for each in readers(block, path):
-            tensors[each.weight] = Computed(reader(each.weight, f"{each.norm}.weight", ratio, into))
-        for each in writers(block, path):
-            tensors[each.weight] = Computed(writer(each.weight, into))
+        for each in readers(block, f"blocks.{layer}"):
+            made[each.weight] = reader(each.weight, f"{each.norm}.weight", ratio, into)
+        for each in writers(block, f"blocks.{layer}"):
+            made[each.weight] = lambda model, name=each.weight: np.ascontiguousarray(into(model, model.wide(name).T).T)
             if each.bias:
-                tensors[each.bias_name] = Computed(shift(each.bias_name, into))
-    tensors["head.weight"] = Computed(reader(head_weight(spec), "final_norm.weight", ratio, into))
-    on_table = spec.embedding.norm
-    assert on_table is None or isinstance(on_table, RMSNorm)
-    tensors["embedding.weight"] = Computed(rows_in("embedding.weight", into, on_table))
+                made[each.bias_name] = shift(each.bias_name, into)
+    made["embedding.weight"] = rows_in("embedding.weight", into, on_table)
     if spec.positions is not None:
-        tensors["positions.weight"] = Computed(rows_in("positions.weight", into))
-    new = exchanged(spec, found)
+        made["positions.weight"] = rows_in("positions.weight", into)
+    new = exchanged(spec, {path: norm_of(path, norm) for path, norm in stream_norms(spec)})
     new = replace(new, embedding=replace(spec.embedding, norm=None), head=replace(spec.head, tied=False))
-    return resized(new, size), tensors
+    return resized(new, size), tensors | {name: Computed(make) for name, make in made.items()}
 
 
 def with_norms(block: Block, path: str, found: Mapping[str, Norm]) -> Block:
     """A block with other norms, by path; those not named stay."""
-    own = {name.rpartition(".")[2]: found.get(name, norm) for name, norm in norms(block, path)}
-    return replaced(block, **own)
+    return block.replaced(**{name.rpartition(".")[2]: found.get(name, norm) for name, norm in norms(block, path)})
 
 
 def exchanged(spec: ModelSpec, found: Mapping[str, Norm]) -> ModelSpec:
@@ -147,23 +119,23 @@ def chosen_norms(spec: ModelSpec, layers: tuple[int, ...] | None) -> dict[str, N
 def resized(spec: ModelSpec, size: int) -> ModelSpec:
     """The tree with a stream of `size`; eps stays as it is."""
 
-    def norm(record: Norm) -> Norm:
-        return replace(record, size=size)
+    def part(node: Any) -> Any:
+        """A component that meets the stream, and the experts inside of it."""
+        if node is None:
+            return None
+        width = "hidden_size" if hasattr(node, "hidden_size") else "size"
+        inner = {name: part(getattr(node, name)) for name in ("expert",) if hasattr(node, name)}
+        return replace(node, **inner, **{width: size})
 
     def block(record: Block) -> Block:
-        found: dict[str, Any] = {path.rpartition(".")[2]: norm(each) for path, each in norms(record, "")}
-        for sublayer in record.sublayers:
-            mixer: Any = sublayer.mixer
-            expert = {"expert": replace(mixer.expert, hidden_size=size)} if isinstance(mixer, MixtureOfExperts) else {}
-            found[mixer.slot] = replace(mixer, hidden_size=size, **expert)
-        return replaced(record, **found)
+        found = {path.rpartition(".")[2]: part(each) for path, each in norms(record, "")}
+        return record.replaced(**found, **{each.mixer.slot: part(each.mixer) for each in record.sublayers})
 
-    table = spec.embedding.norm
     return replace(
         spec,
-        embedding=replace(spec.embedding, hidden_size=size, norm=None if table is None else norm(table)),
-        blocks=tuple(block(each) for each in spec.blocks),
-        final_norm=norm(spec.final_norm),
-        head=replace(spec.head, hidden_size=size),
-        positions=None if spec.positions is None else replace(spec.positions, size=size),
+        embedding=replace(spec.embedding, hidden_size=size, norm=part(spec.embedding.norm)),
+        blocks=tuple(map(block, spec.blocks)),
+        final_norm=part(spec.final_norm),
+        head=part(spec.head),
+        positions=part(spec.positions),
     )

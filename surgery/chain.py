@@ -1,27 +1,35 @@
-"""Swaps one after the other on an opened checkpoint, without a tensor computed or a file written."""
+"""Swaps one after the other on an opened checkpoint, without a tensor computed or a file written.
+
+The last step may be into the form of a Hugging Face family: one holds a tree where its config.json says all of it, or
+all but how components round and biases of zeros, which come and go. Where none does, `remedies` says which swaps would
+clear the way.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache
 from typing import Any
 
+import numpy as np
+
 from ..analysis.parameters import count
-from ..architectures import Architecture
+from ..architectures import Architecture, named
+from ..architectures.obstacles import Zero, first_of
 from ..components import ModelSpec
+from ..converter.adapt import any_family
 from ..converter.checkpoint import Checkpoint
 from ..converter.convert import main_dtype
-from ..converter.targets import Target
+from ..converter.dtypes import widest
+from ..converter.targets import FOLDERS, Target, target
 from ..errors import UsageError
-from .base import Guarantee, Model, Promise, Stored, Swapped, SwappedModel, weakest
-from .family import leave
+from .base import Filled, Guarantee, Model, Promise, Stored, Swapped, SwappedModel, Tensor, weakest
 from .fits.calibration import Calibration, Text, read_text
 from .options import spelled
 from .recipe import called, plain, told_as
 from .registry import Step, apply, options
-
-__all__ = ["Chain", "chain", "leaving", "plainly"]
+from .remedies import in_the_way
 
 
 @dataclass(frozen=True)
@@ -54,10 +62,10 @@ class Chain:
     @property
     def against(self) -> Model:
         """The tree that the result is to equal."""
-        pairs = reversed(list(zip(self.models, self.swapped, strict=False)))
-        return next(
-            (swapped.against(before) for before, swapped in pairs if swapped.against is not None), self.models[0]
-        )
+        for before, swapped in reversed(list(zip(self.models, self.swapped, strict=False))):
+            if swapped.against is not None:
+                return swapped.against(before)
+        return self.models[0]
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -106,66 +114,113 @@ def chain(
     checkpoint's own where the result is there to be used: where it is approximate, `leaves` as Hugging Face files, or
     has an adapter merged. `text` gives what calibrated swaps are fitted on, in the checkpoint's own vocabulary, or says
     what to give. `names` is what errors call the steps, by default their number and option where there are several.
-    What leaves needs no step.
-
-    Raises:
-        SwapRefused: a precondition of a step does not hold.
-        UsageError: a step that does not exist, or no step.
-
+    What leaves needs no step. Raises SwapRefused where a precondition of a step does not hold, and UsageError where
+    there is no such step, or none at all.
     """
     if not steps and not leaves:
         raise UsageError("nothing to swap", f"say what: --norm rmsnorm, or one of {', '.join(map(spelled, options()))}")
-    files = source.folder
     models: list[Model] = [Stored(source)]
-    found: list[Swapped] = []
-    texts = dict(source.texts)
-    text = text or (lambda: read_text(source, None))
-    promise = Promise()
-    done: list[Step] = []
+    found, done = list[Swapped](), list[Step]()
+    given: dict[str, Any] = {"files": source.folder, "texts": dict(source.texts), "offline": offline}
+    promise, used = Promise(), list[Text]()
+
+    def calibration() -> Calibration:
+        """The text in the vocabulary of a tree in the middle of a chain; `used` notes that a swap drew on it."""
+        used.append((text() if text is not None else read_text(source, None)).renamed(promise))
+        return Calibration(used[-1], models[-1].spec)
+
     for number, asked in enumerate(steps):
-        used: list[Text] = []
-        calibration = partial(_calibration, text, promise, models[-1].spec, used)
+        used.clear()
         with told_as(names[number] if number < len(names) else called(steps, number)):
             step = plain(asked, models[-1].spec)
-            swapped = apply(models[-1], step, calibration=calibration, files=files, texts=texts, offline=offline)
+            swapped = apply(models[-1], step, calibration=calibration, **given)
         done.append(step)
         if used:
             drawn = {"text": used[0].name, "sha256": used[0].sha256, "tokens": len(used[0].fitted)}
             swapped = replace(swapped, summary={**swapped.summary, "calibration": drawn})
         found.append(swapped)
         promise = promise.then(swapped.promise)
-        texts.update({name: text for name, text in swapped.texts.items() if text is not None})
+        given["texts"].update({name: text for name, text in swapped.texts.items() if text is not None})
         models.append(SwappedModel(models[-1], swapped))
     merged = any(each.against is not None for each in found)
     proved = weakest(each.guarantee for each in found) == "exact" and not leaves and not merged
-    dtype = stored or ("F64" if proved else own_dtype(source))
+    own = main_dtype(source.spec, source.shared_dtypes())
+    # In place of float64, which is for proofs, what the checkpoint is computed in.
+    dtype = stored or ("F64" if proved else source.dtype if own == "F64" else own)
     for model in models[1:]:
         assert isinstance(model, SwappedModel)
         model.stored = dtype
     return Chain(tuple(done), tuple(found), tuple(models))
 
 
-def own_dtype(source: Checkpoint) -> str:
-    """The dtype that a checkpoint's tensors are stored in; in place of float64, which is for proofs, what it is
-    computed in.
+def plainly(source: Checkpoint, done: Chain, text: Text) -> Chain:
+    """The same steps, those that were fitted on a text in their plain form. Raises SwapRefused where there is none."""
+    steps = [
+        replace(step, approximate=True) if "calibration" in swapped.summary else step
+        for step, swapped in zip(done.steps, done.swapped, strict=True)
+        if step.option != "as"
+    ]
+    return chain(source, steps, stored=done.stored, text=lambda: text)
+
+
+# --- into a family ----------------------------------------------------------------------------------------------------
+
+
+def zero_in(model: Model) -> Zero:
+    """Whether every value of a bias is zero, each looked at once and only when it is asked for."""
+    return cache(lambda name: not np.any(model.wide(name)))
+
+
+def leave(model: Model, origin: str | None, to: str | Target) -> tuple[Architecture, Swapped | None]:
+    """The family for a tree, and the last step into its own form: biases of zeros that it has, or has not.
+
+    `origin` is the family that the checkpoint came from; `to` is "hf:auto", "hf" (the one that it came from, which is
+    the first to be tried, or any where there is none) or "hf:FAMILY". Raises CannotExpress where there is none, with
+    what is in the way and what would clear it, UnknownFamily for FAMILY, and UsageError for another format.
     """
-    found = main_dtype(source.spec, source.shared_dtypes())
-    return source.dtype if found == "F64" else found
+    family, zero = target(to, FOLDERS).family or origin, zero_in(model)
+    tried = any_family(origin) if family in (None, "auto") else [named(str(family))]
+    found, refused = first_of(tried, model.spec, zero)
+    if found is None or found.found is None:
+        raise in_the_way(model, tried, refused, zero)
+    architecture = tried[len(refused)]
+    return architecture, into(model, found.found, architecture)
 
 
-def _calibration(text: Callable[[], Text], promise: Promise, spec: ModelSpec, used: list[Text]) -> Calibration:
-    """The text in the vocabulary of a tree in the middle of a chain; `used` notes that a swap drew on it."""
-    found = text().renamed(promise)
-    used.append(found)
-    return Calibration(found, spec)
+def into(model: Model, spec: ModelSpec, architecture: Architecture) -> Swapped | None:
+    """The step from a tree to the one that a family has for it; None where they are the same."""
+    if spec == model.spec:
+        return None
+    old, new = ({each.name: each.shape for each in tree.parameters()} for tree in (model.spec, spec))
+    gained, lost = [name for name in new if name not in old], sorted(old.keys() - new.keys())
+    tensors: dict[str, Tensor] = {name: Filled(new[name], 0.0, beside(model, name)) for name in gained}
+    notes = []
+    if gained:
+        notes.append(f"{architecture.name} has {kinds(gained)}: added as zeros")
+    if lost:
+        notes.append(f"{architecture.name} has no {kinds(lost)}: left out, all zeros")
+    record = {"swap": "as", "as": f"hf:{architecture.name}", "guarantee": "exact"}
+    return Swapped(spec, "exact", tensors, record, tuple(notes))
+
+
+def beside(model: Model, name: str) -> str:
+    """The tensor whose dtype a new bias gets: the weight that it is added beside, or one in the widest dtype of any."""
+    dtypes = {parameter.name: model.dtype(parameter.name) for parameter in model.spec.parameters()}
+    own = f"{name.removesuffix('bias')}weight"
+    wide = widest(list(set(dtypes.values())))
+    return own if own in dtypes else next(each for each, dtype in dtypes.items() if dtype == wide)
+
+
+def kinds(names: Sequence[str]) -> str:
+    """Tensors of all layers told once, and how many there are: "attention.q_proj.bias, … (15 tensors)"."""
+    told = list(dict.fromkeys(name.split(".", 2)[-1] if name.startswith("blocks.") else name for name in names))
+    more = ", …" if len(told) > 2 else ""
+    return f"{', '.join(told[:2])}{more} ({len(names)} tensor{'s' if len(names) > 1 else ''})"
 
 
 def leaving(done: Chain, source: Checkpoint, to: Target) -> tuple[Architecture, Chain]:
-    """The family that the result goes to, and the chain with the step into its own form.
-
-    Raises:
-        CannotExpress: there is none.
-
+    """The family that the result goes to, and the chain with the step into its own form. Raises CannotExpress where
+    there is none.
     """
     model = done.models[-1]
     architecture, step = leave(model, source.origin.family, to)
@@ -174,18 +229,3 @@ def leaving(done: Chain, source: Checkpoint, to: Target) -> tuple[Architecture, 
     after = SwappedModel(model, step, done.stored)
     steps = (*done.steps, Step("as", f"hf:{architecture.name}"))
     return architecture, replace(done, steps=steps, swapped=(*done.swapped, step), models=(*done.models, after))
-
-
-def plainly(source: Checkpoint, done: Chain, text: Text) -> Chain:
-    """The same steps, those that were fitted on a text in their plain form.
-
-    Raises:
-        SwapRefused: there is none.
-
-    """
-    steps = [
-        replace(step, approximate=True) if "calibration" in swapped.summary else step
-        for step, swapped in zip(done.steps, done.swapped, strict=True)
-        if step.option != "as"
-    ]
-    return chain(source, steps, stored=done.stored, text=lambda: text)

@@ -13,18 +13,11 @@ from .chain import Chain
 from .fits.calibration import TOKENS, read_text
 from .swap import SwapResult
 
-__all__ = ["assess", "held_out", "layers_of"]
-
 
 @as_before()
 def assess(result: SwapResult, text: Sequence[int] | None, progress: Callable[[str], None] | None = None) -> Damage:
-    """The damage of a swap, from the files that it wrote.
-
-    Args:
-        result: a swap that was published.
-        text: token ids of the old vocabulary to measure on, or None.
-        progress: told what is being done.
-
+    """The damage of a swap that was published, from the files that it wrote, on token ids of the old vocabulary, or
+    none; `progress` is told what is being done.
     """
     done = result.chain
     suit(done.spec)

@@ -19,8 +19,6 @@ from ..errors import GptkitError
 if TYPE_CHECKING:
     from .base import Model, Swapped
 
-__all__ = ["Assumed", "TextWanted", "Value", "Weights", "values_after", "values_of"]
-
 T = TypeVar("T")
 Value = float | object
 """What is known of a tensor without its weights: the number that every element is, or a token that it shares with the
@@ -40,7 +38,7 @@ class Weights(Protocol):
 
     def zero(self, *names: str) -> bool:
         """Whether every element of these tensors is zero."""
-        ...
+        return self.filled(0.0, *names)
 
     def same(self, one: str, other: str) -> bool:
         """Whether two tensors have the same values."""
@@ -53,16 +51,13 @@ class Weights(Protocol):
         ...
 
     def run(self, question: Callable[[Model], T]) -> T:
-        """What a text that runs through the model tells.
-
-        Raises:
-            TextWanted: there are no weights to run it through.
-
+        """What a text that runs through the model tells. Raises TextWanted where there are no weights to run it
+        through.
         """
         ...
 
 
-class Assumed:
+class Assumed(Weights):
     """The answers without weights.
 
     known: what is known of tensors by name. zeros: whether to answer as if all weights were zero, to see what the best
@@ -77,15 +72,13 @@ class Assumed:
         return self.zeros
 
     def filled(self, value: float, *names: str) -> bool:
-        found = [name if self.known is None else self.known[name] for name in self._there(names)]
+        there = [name for name in names if self.known is None or name in self.known]
+        found: list[Value] = [name if self.known is None else self.known[name] for name in there]
         if self.zeros:
             found = [0.0] * len(found)
         if any(isinstance(each, float) and each != value for each in found):
             return False
         return all(isinstance(each, float) for each in found) or self._assume()
-
-    def zero(self, *names: str) -> bool:
-        return self.filled(0.0, *names)
 
     def same(self, one: str, other: str) -> bool:
         if self.known is not None and self.known[one] == self.known[other]:
@@ -97,9 +90,6 @@ class Assumed:
 
     def run(self, question: Callable[[Model], T]) -> T:  # noqa: ARG002
         raise TextWanted("a text is to run through the model, of which there are only shapes")
-
-    def _there(self, names: tuple[str, ...]) -> list[str]:
-        return [name for name in names if self.known is None or name in self.known]
 
 
 def values_of(spec: ModelSpec) -> dict[str, Value]:

@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from .base import Computed, Moved, Tensor
 
-__all__ = ["Index", "by_head", "gather", "padded", "scaled", "taken"]
-
 Index = NDArray[np.int64]
 """For each new entry the old one that it takes, or -1 for zero."""
 

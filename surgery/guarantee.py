@@ -16,19 +16,11 @@ from .chain import Chain, plainly
 from .fits.calibration import Text
 from .measure import Measurement, measure
 
-__all__ = [
-    "EXACT_FP32",
-    "EXACT_FP64",
-    "SMALL",
-    "each_alone",
-    "hold_to_transformers",
-    "measured_from_files",
-    "plain_form",
-]
-
 EXACT_FP64 = 1e-12
 EXACT_FP32 = 1e-5
 """The largest relative error of logits that "exact" allows, in fp64 and in fp32."""
+
+REPORT = "Please report this checkpoint; --as local keeps it in gptkit's own format."
 
 SMALL = 50_000_000
 """Parameters of a model of which each step of a chain is measured without being asked to."""
@@ -44,41 +36,32 @@ def hold_to_transformers(folder: Path) -> None:
         raise GptkitError(
             f"transformers computes other logits from these files: {found.verdict}, up to {worst:.1e}. Nothing was"
             " written.",
-            "Please report this checkpoint; --as local keeps it in gptkit's own format.",
+            REPORT,
         )
 
 
 def measured_from_files(
     source: Checkpoint, done: Chain, stored: str, folder: Path, text: Sequence[int] | None
 ) -> Measurement:
-    """The logits of the written files against the original's, on the probe and on a text, where there is one.
-
-    Raises:
-        GptkitError: the chain is called exact and is not.
-        InvalidInput: there are logits that are no numbers.
-
+    """The logits of the written files against the original's, on the probe and on a text, where there is one. Raises
+    GptkitError where the chain is called exact and is not, and InvalidInput where there are logits that are no numbers.
     """
     written = Stored(open_checkpoint(folder))
     found = measure(done.against, written, promise=done.promise, text=text)
-    _require_numbers(source, found)
+    if not all(math.isfinite(value) for value in (*found.maximum.values(), found.kl)):
+        require_finite_weights(source)  # which blames the weights, if the source has such
+        raise InvalidInput(f"{source.reference}: logits before or after the swap are not finite. Nothing was written.")
     if done.guarantee == "exact":
         names = [parameter.name for parameter in done.spec.parameters()]
         rounds = any(done.computed(name) or written.dtype(name) != done.models[-1].dtype(name) for name in names)
         _hold_to_exact(done, stored, found, rounds)
-    elif done.steps and done.steps[-1].option == "as":
-        _hold_form_to_exact(done)
+    elif done.steps and done.steps[-1].option == "as":  # into a family's own form, of what approximate ones made
+        before, after = (Exactly(model) for model in done.models[-2:])
+        error = measure(before, after, dtypes=("float32",)).relative["float32"]
+        if not error <= EXACT_FP32:
+            told = f"{done.steps[-1]} changes logits by {error:.1e}, at most {EXACT_FP32:.0e} allowed."
+            raise GptkitError(f"{told} Nothing was written.", REPORT)
     return found
-
-
-def _hold_form_to_exact(done: Chain) -> None:
-    """Raise GptkitError where the last step, into a family's own form, changes what approximate ones made."""
-    before, after = (Exactly(model) for model in done.models[-2:])
-    error = measure(before, after, dtypes=("float32",)).relative["float32"]
-    if not error <= EXACT_FP32:
-        raise GptkitError(
-            f"{done.steps[-1]} changes logits by {error:.1e}, at most {EXACT_FP32:.0e} allowed. Nothing was written.",
-            "Please report this checkpoint; --as local keeps it in gptkit's own format.",
-        )
 
 
 def each_alone(done: Chain, text: Text | None) -> tuple[Measurement, ...]:
@@ -90,13 +73,6 @@ def each_alone(done: Chain, text: Text | None) -> tuple[Measurement, ...]:
         found.append(measure(against, Exactly(after), promise=swapped.promise, text=ids, dtypes=("float64",)))
         text = None if text is None else text.renamed(swapped.promise)
     return tuple(found)
-
-
-def _require_numbers(source: Checkpoint, found: Measurement) -> None:
-    """Raise InvalidInput where the logits are not numbers, with the weights to blame if the source has such."""
-    if not all(math.isfinite(value) for value in (*found.maximum.values(), found.kl)):
-        require_finite_weights(source)
-        raise InvalidInput(f"{source.reference}: logits before or after the swap are not finite. Nothing was written.")
 
 
 def _hold_to_exact(done: Chain, stored: str, found: Measurement, rounds: bool) -> None:

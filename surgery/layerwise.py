@@ -1,49 +1,19 @@
-"""What swaps share: the layers that are asked for and how messages name them, what stands in them, and a tree with some
-of them changed.
-"""
+"""What swaps share: how messages name layers, what stands in them, and a tree with some of them changed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
-from ..components import Attention, Block, LatentAttention, ModelSpec, Norm
+from ..components import Attention, Block, Component, LatentAttention, ModelSpec, Norm
 from ..errors import SwapRefused
 from .base import Guarantee
-from .registry import Asked, Step
-
-__all__ = [
-    "attentions",
-    "blocks_text",
-    "chosen_layers",
-    "guarantee_of",
-    "in_words",
-    "one_or_all",
-    "replaced",
-    "smaller_again",
-    "unknown",
-    "weighed",
-    "with_attention",
-    "with_blocks",
-]
-
-replace = msgspec.structs.replace
 
 FEW = 4
 """Layers that a lossy change may be made in, as a share of all: one in so many, or one. A changed layer costs some
 hundredths of a nat, and its neighbours make up for little of it: beyond this the model is to be trained."""
-
-
-def chosen_layers(spec: ModelSpec, asked: Asked) -> list[int]:
-    """The layers that are asked for, each once, in order."""
-    return sorted(set(asked.chosen(spec)))
-
-
-def blocks_text(asked: Asked) -> str | None:
-    """The layers that are asked for, as --blocks has them."""
-    return None if asked.layers is None else ",".join(map(str, asked.layers))
 
 
 def in_words(layers: Sequence[int]) -> str:
@@ -59,19 +29,20 @@ def one_or_all(numbers: Iterable[int]) -> int | list[int]:
     return found[0] if len(found) == 1 else found
 
 
-def smaller_again(option: str, asked: Asked, before: Iterable[int]) -> Step | None:
-    """The step that undoes growth: the number as it was, where it was one number and there are more now."""
-    found = set(before)
-    number = int(asked.value.rpartition(":")[2])
-    return Step(option, str(max(found))) if len(found) == 1 and number > max(found) else None
-
-
 def guarantee_of(changed: int, layers: int) -> Guarantee:
     """What a lossy change of so many layers, each for itself harmless, leaves of a model."""
     return "exact" if not changed else "approximate" if changed <= max(1, layers // FEW) else "retrained"
 
 
 # --- what stands in a layer -------------------------------------------------------------------------------------------
+
+
+def tensors_of(path: str, record: Component, *parts: str) -> list[str]:
+    """The tensors of a component's parts ("q_proj"): the weight, and the bias where there is one; of all its parts,
+    where none is named.
+    """
+    own = list(record.shapes())
+    return [f"{path}.{name}" for part in parts or [""] for name in own if not part or name.startswith(f"{part}.")]
 
 
 def unknown(where: str, component: object, expected: str) -> SwapRefused:
@@ -86,36 +57,19 @@ def weighed(path: str, norm: Norm | None) -> None:
 
 
 def attentions(spec: ModelSpec, layers: Iterable[int], latent: str, hint: str | None = None) -> dict[int, Attention]:
-    """The attentions of these layers, each of which has key-value heads.
-
-    Args:
-        spec: the tree.
-        layers: their numbers.
-        latent: what is said of a layer with latent attention, behind "layer 3 has latent attention".
-        hint: what would be possible there.
-
-    Raises:
-        SwapRefused: one of them is latent, or none that is known.
-
+    """The attentions of these layers, each of which has key-value heads. Raises SwapRefused where one is latent:
+    "layer 3 has latent attention", and what `latent` says of it; `hint` says what would be possible there.
     """
     found = {}
     for layer in layers:
-        match spec.blocks[layer].attention:
-            case Attention() as attention:
-                found[layer] = attention
-            case LatentAttention():
-                raise SwapRefused(f"layer {layer} has latent attention{latent}", hint)
-            case other:
-                raise unknown(f"layer {layer}", other, "attention")
+        attention = spec.blocks[layer].attention
+        if isinstance(attention, LatentAttention):
+            raise SwapRefused(f"layer {layer} has latent attention{latent}", hint)
+        found[layer] = attention
     return found
 
 
 # --- a tree with some layers changed ----------------------------------------------------------------------------------
-
-
-def replaced(block: Block, **fields: Any) -> Block:
-    """A block with other sub-layers: the one place where swaps write into a block."""
-    return block.replaced(**fields)
 
 
 def with_blocks(spec: ModelSpec, changed: Mapping[int, Block], **fields: Any) -> ModelSpec:
@@ -124,7 +78,6 @@ def with_blocks(spec: ModelSpec, changed: Mapping[int, Block], **fields: Any) ->
     return replace(spec, blocks=blocks, **fields)
 
 
-def with_attention(spec: ModelSpec, changed: Mapping[int, Attention | LatentAttention], **fields: Any) -> ModelSpec:
-    """The tree with the attention of some layers exchanged, and other fields of its own."""
-    blocks = {layer: replaced(spec.blocks[layer], attention=each) for layer, each in changed.items()}
-    return with_blocks(spec, blocks, **fields)
+def with_mixers(spec: ModelSpec, changed: Mapping[int, Any], **fields: Any) -> ModelSpec:
+    """The tree with the attention, or the feed-forward, of some layers exchanged, and other fields of its own."""
+    return with_blocks(spec, {i: spec.blocks[i].replaced(**{new.slot: new}) for i, new in changed.items()}, **fields)

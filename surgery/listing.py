@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from .base import Promise, Stored, Swapped
     from .fits.calibration import Calibration
 
-__all__ = ["Listed", "Listing", "Verdict", "listing", "values_of"]
-
 Verdict = Literal["exact", "approximate", "retrained", "needs a text", "refused"]
 
 FITTED_ON = 256
@@ -55,21 +53,9 @@ class Listed:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {
-            "option": self.swap.option,
-            "value": self.value,
-            "takes": self.swap.takes,
-            "gives": self.swap.gives,
-            "verdict": self.verdict,
-            "said": self.said,
-            "hint": self.hint,
-            "limits": self.limits,
-            "by_layer": self.swap.by_layer,
-            "calibrated": self.swap.calibrated,
-            "needs": self.swap.needs,
-            "source": self.swap.source,
-            "costs": None if self.costs is None else self.costs.as_json(),
-        }
+        names = ("option", "value", "takes", "gives", "verdict", "said", "hint", "limits", "by_layer", "calibrated")
+        found = {name: vars(self).get(name, getattr(self.swap, name, None)) for name in (*names, "needs", "source")}
+        return found | {"costs": None if self.costs is None else self.costs.as_json()}
 
 
 @dataclass(frozen=True)
@@ -107,17 +93,17 @@ def values_of(swap: Swap, spec: ModelSpec) -> Iterator[str]:
 
 
 def listing(source: Checkpoint) -> Listing:
-    """Try every swap on an opened checkpoint.
-
-    Raises:
-        InvalidInput: a swap met weights that are not finite, of which nothing can be said.
-
+    """Try every swap on an opened checkpoint. Raises InvalidInput where a swap met weights that are not finite, of
+    which nothing can be said.
     """
     from .base import Stored
+    from .fits.calibration import Calibration, read_text
 
-    model, text = Stored(source), _text(source)
-    before = costs(source.spec)
-    entries = []
+    model, before, entries = Stored(source), costs(source.spec), []
+    try:  # the text that comes along with a sample; elsewhere a person has to give one
+        text: Calibration | None = Calibration(read_text(source, None, FITTED_ON), source.spec)
+    except UsageError:
+        text = None
     for swap in all_swaps():
         for value in values_of(swap, source.spec):
             try:
@@ -128,16 +114,6 @@ def listing(source: Checkpoint) -> Listing:
                 entries.append(Listed(swap, value, "refused", error.message, error.hint or ""))
             source.release()
     return Listing(source.reference, before, tuple(entries))
-
-
-def _text(source: Checkpoint) -> Calibration | None:
-    """The text that comes along with a sample; None where a person has to give one."""
-    from .fits.calibration import Calibration, read_text
-
-    try:
-        return Calibration(read_text(source, None, FITTED_ON), source.spec)
-    except UsageError:
-        return None
 
 
 def _tried(model: Stored, swap: Swap, value: str, text: Calibration | None, before: Costs) -> Listed:

@@ -10,13 +10,11 @@ import torch
 
 from ..components import ModelSpec
 from ..converter.tensors import Tree
-from ..parity.heads import Compared, compare_heads, perplexity, require_same_tokens
+from ..parity.heads import compare_heads, perplexity, require_same_tokens
 from ..parity.probe import Batch
 from ..parity.rows import states
 from ..parity.scope import Scope, inputs
 from .base import Promise
-
-__all__ = ["Measurement", "affordable", "measure"]
 
 EVERYTHING = Promise()
 
@@ -52,19 +50,12 @@ class Measurement:
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         found: dict[str, Any] = {
-            "maximum": self.maximum,
-            "relative": self.relative,
-            "kl": self.kl,
-            "top1": self.top1,
-            "positions": self.positions,
+            name: getattr(self, name) for name in ("maximum", "relative", "kl", "top1", "positions")
         }
         if self.perplexity is not None:
-            found["text"] = {
-                "perplexity": {"before": self.perplexity[0], "after": self.perplexity[1]},
-                "kl": self.kl_text,
-                "top1": self.top1_text,
-                "positions": self.text_positions,
-            }
+            perplexity = dict(zip(("before", "after"), self.perplexity, strict=True))
+            rest = {"kl": self.kl_text, "top1": self.top1_text, "positions": self.text_positions}
+            found["text"] = {"perplexity": perplexity, **rest}
         return found | ({"notes": list(self.notes)} if self.notes else {})
 
 
@@ -96,57 +87,35 @@ def measure(
     require_same_tokens(before, after, promise.tokens)
     scope = Scope(before.spec, after.spec, promise.tokens, promise.length)
     batches, notes = affordable(scope.probe(), before.spec, after.spec)
+
+    def both(batches: Sequence[Batch], dtype: torch.dtype) -> tuple[list[torch.Tensor], ...]:
+        """What comes to the heads of both models, of batches of the old vocabulary."""
+        sides = ((before, batches), (after, [scope.renamed(batch) for batch in batches]))
+        return tuple(states(tree, side, dtype, progress=progress) for tree, side in sides)
+
     maximum, relative = {}, {}
     for name in dtypes:
-        found = side_by_side(before, after, batches, scope, getattr(torch, name), progress)
+        valid = [
+            torch.cat([batch.valid(x) for batch, x in zip(batches, side, strict=True)])
+            for side in both(batches, getattr(torch, name))
+        ]
+        found = compare_heads(before, after, (valid[0], valid[1]), tokens=scope.tokens)
         # Not Python's max, which loses a NaN that does not come first.
         worst, largest = found.gap.max().item(), found.largest.max().item()
         maximum[name], relative[name] = worst, worst / largest if largest else worst
-    mean = found.kl.mean().item()
-    agreed = found.agree.double().mean().item()
+    mean, agreed = found.kl.mean().item(), found.agree.double().mean().item()
     measured = Measurement(maximum, relative, mean, agreed, len(found.kl), notes=notes)
-    return measured if text is None else _on_text(measured, before, after, text, scope, progress)
-
-
-def side_by_side(
-    before: Tree,
-    after: Tree,
-    batches: Sequence[Batch],
-    scope: Scope,
-    dtype: torch.dtype,
-    progress: Callable[[int], None] | None = None,
-) -> Compared:
-    """Both models on batches of the old vocabulary, at the positions of `Batch.valid`."""
-    found = []
-    for tree, side in ((before, batches), (after, [scope.renamed(batch) for batch in batches])):
-        each = states(tree, side, dtype, progress=progress)
-        found.append(torch.cat([batch.valid(x) for batch, x in zip(batches, each, strict=True)]))
-    return compare_heads(before, after, (found[0], found[1]), tokens=scope.tokens)
-
-
-def _on_text(
-    measured: Measurement,
-    before: Tree,
-    after: Tree,
-    text: Sequence[int],
-    scope: Scope,
-    progress: Callable[[int], None] | None,
-) -> Measurement:
-    """With what came of the text."""
-    groups = scope.groups(text)
+    groups = [] if text is None else scope.groups(text)
     if not groups:
         note = "the text has no two tokens that follow one another and are kept: not measured on text"
-        return replace(measured, notes=(*measured.notes, note))
-    found = []
+        return measured if text is None else replace(measured, notes=(*notes, note))
+    compared = []
     for windows in groups:
-        batches = inputs(windows)
-        sides = []
-        for tree, side in ((before, batches), (after, [scope.renamed(batch) for batch in batches])):
-            sides.append(torch.cat([x[0] for x in states(tree, side, torch.float32, progress=progress)]))
+        one, other = (torch.cat([x[0] for x in side]) for side in both(inputs(windows), torch.float32))
         targets = scope.targets(windows)
-        found.append(compare_heads(before, after, (sides[0], sides[1]), tokens=scope.tokens, targets=targets))
+        compared.append(compare_heads(before, after, (one, other), tokens=scope.tokens, targets=targets))
     kl, agree, *lost = (
-        torch.cat([getattr(each, name) for each in found]).double() for name in ("kl", "agree", "before", "after")
+        torch.cat([getattr(each, name) for each in compared]).double() for name in ("kl", "agree", "before", "after")
     )
     return replace(
         measured,

@@ -30,28 +30,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from ..analysis.costs import cached, usual_context
-from ..components import Attention, ModelSpec, Rotary
+from ..components import ModelSpec
 from ..converter.files import sha256_file
 from ..converter.manifest import MANIFEST, read_manifest
 from ..converter.names import CONFIG, LOCAL_CONFIG
 from ..errors import GptkitError, InvalidInput, SwapRefused, UsageError
-from .options import OPTIONS
-from .registry import Step
-
-__all__ = [
-    "FOLDER",
-    "Recipe",
-    "called",
-    "described",
-    "find_recipe",
-    "hashes",
-    "plain",
-    "read_recipe",
-    "recipe_of_steps",
-    "shipped",
-    "told_as",
-]
+from .registry import Step, all_options, option_of
 
 FOLDER = Path(__file__).parent / "recipes"
 """The recipes that come along."""
@@ -64,24 +48,29 @@ MOST_BYTES = 10**6
 
 HEAD_KEYS = ("name", "description", "as", "step")
 CALIBRATION = {"text": str, "sha256": str, "tokens": int}
-STEP_KEYS = ("blocks", "approximate", "settings", "comment")
+STEP_KEYS: Mapping[str, tuple[type, object]] = {
+    "blocks": (str, None),
+    "approximate": (bool, False),
+    "settings": (dict, {}),
+    "comment": (str, ""),
+}
+"""What a step may say beside its option: the type, and what it is by default."""
+WORDS = {str: "text", bool: "true or false", dict: "a table", int: "a whole number"}
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Steps with a name.
 
-    where: the file, for messages. comments: one a step, "" where there is none. to: the format of the result, "as" in
-    the file: "local", "auto", "hf:llama". dtype, calibration, sources: only of
-    what gptkit wrote: the dtype that was asked for, the text that steps were fitted on (its name, sha256, tokens), and
-    the sha256 of the source's files.
+    where: the file, for messages. to: the format of the result, "as" in the file: "local", "auto", "hf:llama". dtype,
+    calibration, sources: only of what gptkit wrote: the dtype that was asked for, the text that steps were fitted on
+    (its name, sha256, tokens), and the sha256 of the source's files.
     """
 
     name: str
     description: str
     steps: tuple[Step, ...]
     where: str
-    comments: tuple[str, ...] = ()
     to: str | None = None
     dtype: str | None = None
     calibration: Mapping[str, Any] = field(default_factory=dict)
@@ -89,23 +78,14 @@ class Recipe:
 
     def as_json(self) -> dict[str, Any]:
         """As manifest.json has it, and as `read_recipe` reads it."""
-        comments = self.comments or ("",) * len(self.steps)
-        steps = [step_json(step, comment) for step, comment in zip(self.steps, comments, strict=True)]
-        found: dict[str, Any] = {"name": self.name, "description": self.description, "step": steps}
-        if self.to is not None:
-            found["as"] = self.to
-        if self.dtype is not None:
-            found["dtype"] = self.dtype
-        if self.calibration:
-            found["calibration"] = dict(self.calibration)
-        return found | {"sources": dict(self.sources)}
+        there = {"as": self.to, "dtype": self.dtype, "calibration": dict(self.calibration) or None}
+        given = {name: value for name, value in there.items() if value is not None}
+        first = {"name": self.name, "description": self.description, "step": list(map(step_json, self.steps))}
+        return {**first, **given, "sources": dict(self.sources)}
 
     def text(self) -> Path | None:
-        """The file that steps were fitted on, None for the bundled play or none.
-
-        Raises:
-            UsageError: it is not there.
-
+        """The file that steps were fitted on, None for the bundled play or none. Raises UsageError where it is not
+        there.
         """
         name = self.calibration.get("text")
         if not isinstance(name, str) or name == PLAY:
@@ -127,28 +107,13 @@ class Recipe:
         return tuple(f"{self.where}, step {number}" for number in range(1, len(self.steps) + 1))
 
 
-def step_json(step: Step, comment: str = "") -> dict[str, Any]:
+def step_json(step: Step) -> dict[str, Any]:
     """A step as a recipe has it."""
-    found: dict[str, Any] = {step.option: step.value if step.value or not _flag(step.option) else True}
-    if step.blocks is not None:
-        found["blocks"] = step.blocks
-    if step.approximate:
-        found["approximate"] = True
-    if step.settings:
-        found["settings"] = dict(step.settings)
-    return found | ({"comment": comment} if comment else {})
-
-
-def recipe_of_steps(
-    steps: Sequence[Step], recipe: Recipe | None, to: str | None, dtype: str | None, calibration: Mapping[str, Any]
-) -> Recipe:
-    """What is written into the output: a recipe's steps, and those that were asked for beside it."""
-    if recipe is None:
-        recipe = Recipe("", "", (), "the call")
-    comments = (recipe.comments or ("",) * len(recipe.steps)) + ("",) * (len(steps) - len(recipe.steps))
-    return replace(
-        recipe, steps=tuple(steps), comments=comments, to=to, dtype=dtype, calibration=calibration, sources={}
-    )
+    option = option_of(step.option)
+    flag = option is not None and option.flag and not step.value
+    there = {"approximate": step.approximate, "settings": dict(step.settings), "comment": step.comment}
+    blocks = {} if step.blocks is None else {"blocks": step.blocks}
+    return {step.option: True if flag else step.value, **blocks, **{name: each for name, each in there.items() if each}}
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -160,11 +125,8 @@ def shipped() -> dict[str, Path]:
 
 
 def find_recipe(reference: str | Path) -> Path:
-    """The file behind a name of ours, a path, or a folder that gptkit wrote.
-
-    Raises:
-        UsageError: there is no such recipe.
-
+    """The file behind a name of ours, a path, or a folder that gptkit wrote. Raises UsageError where there is no such
+    recipe.
     """
     path = Path(reference).expanduser()
     if path.is_dir() or path.name == LOCAL_CONFIG:
@@ -185,36 +147,24 @@ def find_recipe(reference: str | Path) -> Path:
 
 
 def read_recipe(reference: str | Path) -> Recipe:
-    """A recipe by its name among ours, its file, or a folder that gptkit wrote.
-
-    Raises:
-        UsageError: there is none.
-        InvalidInput: it is no TOML, or not what a recipe is; file and step are named.
-
+    """A recipe by its name among ours, its file, or a folder that gptkit wrote. Raises UsageError where there is none,
+    and InvalidInput where it is no TOML, or not what a recipe is; file and step are named.
     """
-    path = find_recipe(reference)
-    where = str(reference)
-    data = _manifest(path, where) if path.suffix == ".json" else _toml(path, where)
-    return parse(data, where, path.stem)
-
-
-def _text(path: Path, where: str) -> str:
-    try:
-        with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise InvalidInput(f"{where}: cannot be read: {error.strerror}") from error
-    if len(data) > MOST_BYTES:
-        raise InvalidInput(f"{where}: more than {MOST_BYTES:,} bytes are no recipe")
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise InvalidInput(f"{where}: no UTF-8 text (byte {error.start:,})") from error
+    path, where = find_recipe(reference), str(reference)
+    return parse(_manifest(path, where) if path.suffix == ".json" else _toml(path, where), where, path.stem)
 
 
 def _toml(path: Path, where: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(_text(path, where))
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise InvalidInput(f"{where}: more than {MOST_BYTES:,} bytes are no recipe")
+        return tomllib.loads(data.decode())
+    except OSError as error:
+        raise InvalidInput(f"{where}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{where}: no UTF-8 text (byte {error.start:,})") from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InvalidInput(f"{where}: no TOML: {error}") from error
 
@@ -234,11 +184,8 @@ def _manifest(path: Path, where: str) -> dict[str, Any]:
 
 
 def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
-    """A recipe from TOML's or JSON's values.
-
-    Raises:
-        InvalidInput: an unknown key, a value of the wrong type, no step, or two options in one.
-
+    """A recipe from TOML's or JSON's values. Raises InvalidInput for an unknown key, a value of the wrong type, no
+    step, or two options in one.
     """
     written = "sources" in data  # by gptkit
     known = (*HEAD_KEYS, "dtype", "calibration", "sources") if written else HEAD_KEYS
@@ -251,10 +198,7 @@ def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
     tables = data.get("step", [])
     if not isinstance(tables, list) or not tables or not all(isinstance(each, dict) for each in tables):
         raise InvalidInput(f"{where}: a recipe has steps, each a table [[step]] with OPTION = VALUE")
-    steps, comments = [], []
-    for number, table in enumerate(tables, 1):
-        steps.append(_step(table, f"{where}, step {number}"))
-        comments.append(table.get("comment", ""))
+    steps = tuple(_step(table, f"{where}, step {number}") for number, table in enumerate(tables, 1))
     more = {}
     if written:
         kinds = {"dtype": str | None, "calibration": dict, "sources": dict}
@@ -266,112 +210,64 @@ def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
             raise InvalidInput(f"{where}: calibration is not what gptkit writes")
         more = {key: data[key] for key in kinds if key in data}
     named = data.get("name", "") or ("" if written else name)
-    return Recipe(named, data.get("description", ""), tuple(steps), where, tuple(comments), data.get("as"), **more)
-
-
-WORDS = {str: "text", bool: "true or false", dict: "a table", int: "a whole number"}
-
-
-def _flag(option: str) -> bool:
-    return any(each.flag for each in OPTIONS if each.name == option)
+    return Recipe(named, data.get("description", ""), steps, where, data.get("as"), **more)
 
 
 def _step(table: Mapping[str, Any], where: str) -> Step:
     """One [[step]]."""
-    known = {option.name for option in OPTIONS}
+    known = {option.name: option for option in all_options()}
     names = {key: key.replace("-", "_") for key in table if key not in STEP_KEYS}
-    for key, option in names.items():
-        if option not in known:
-            near = get_close_matches(option, known, 1)
+    for key, name in names.items():
+        if name not in known:
+            near = get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}, {', '.join(STEP_KEYS)}"
             raise InvalidInput(f"{where}: unknown option {key!r}", hint)
     if len(names) != 1:
-        told = f"{len(names)} options ({', '.join(names)})" if names else "no option"
-        raise InvalidInput(f"{where}: {told}; a step has one", "Steps run one after the other: give each its [[step]].")
-    ((key, option),) = names.items()
-    checks: tuple[tuple[str, type, object], ...] = (
-        ("blocks", str, None),
-        ("approximate", bool, False),
-        ("settings", dict, {}),
-        ("comment", str, ""),
-    )
-    found = {name: table.get(name, default) for name, _, default in checks}
-    for name, kind, _ in checks:
-        if name in table and not isinstance(table[name], kind):
-            raise InvalidInput(f"{where}: {name} is to be {WORDS[kind]}, not {table[name]!r:.40}")
-    allowed = next(each.settings for each in OPTIONS if each.name == option)
-    for name, setting in found["settings"].items():
-        if name not in allowed:
-            raise InvalidInput(
-                f"{where}: {key} has no setting {name!r}", f"known: {', '.join(allowed)}" if allowed else None
-            )
-        if type(setting) is not allowed[name]:
-            raise InvalidInput(f"{where}: the setting {name} is to be {WORDS[allowed[name]]}, not {setting!r:.40}")
-    value = _value(table[key], _flag(option), f"{where}: {key}")
-    return Step(option, value, found["blocks"], found["approximate"], found["settings"])
-
-
-def _value(value: object, flag: bool, where: str) -> str:
-    """VALUE as the registry wants it: text; whole numbers may stand without quotes, a flag is true."""
-    if flag and value is True:
-        return ""
-    if not flag and isinstance(value, str) and value:
-        return value
-    if not flag and isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    raise InvalidInput(f"{where} is {'a flag: true' if flag else 'to be text or a whole number'}, not {value!r:.40}")
+        has = f"{len(names)} options ({', '.join(names)})" if names else "no option"
+        raise InvalidInput(f"{where}: {has}; a step has one", "Steps run one after the other: give each its [[step]].")
+    ((key, name),) = names.items()
+    option = known[name]
+    for part, (kind, _) in STEP_KEYS.items():
+        if part in table and not isinstance(table[part], kind):
+            raise InvalidInput(f"{where}: {part} is to be {WORDS[kind]}, not {table[part]!r:.40}")
+    given = {part: table.get(part, default) for part, (_, default) in STEP_KEYS.items()}
+    for part, setting in given["settings"].items():
+        allowed = option.settings
+        if part not in allowed:
+            hint = f"known: {', '.join(allowed)}" if allowed else None
+            raise InvalidInput(f"{where}: {key} has no setting {part!r}", hint)
+        if type(setting) is not allowed[part]:
+            raise InvalidInput(f"{where}: the setting {part} is to be {WORDS[allowed[part]]}, not {setting!r:.40}")
+    # VALUE as the registry wants it: text; whole numbers may stand without quotes, a flag is true.
+    value = table[key]
+    if type(value) is int and not option.flag:
+        value = str(value)
+    if (value is not True) if option.flag else not (isinstance(value, str) and value):
+        wanted = "a flag: true" if option.flag else "to be text or a whole number"
+        raise InvalidInput(f"{where}: {key} is {wanted}, not {value!r:.40}")
+    return Step(name, "" if option.flag else value, **given)
 
 
 # --- numbers that depend on the model ---------------------------------------------------------------------------------
 
 
-def _of_blocks(read: Callable[[Any], int | None]) -> Callable[[ModelSpec], set[int | None]]:
-    return lambda spec: {read(block) for block in spec.blocks}
+def wholes() -> dict[tuple[str, str], tuple[str, Callable[[ModelSpec], set[int | None]]]]:
+    """What a part is a part of, by option and what stands before the number."""
+    return {(option.name, before): part for option in all_options() for before, part in option.parts.items()}
 
-
-def _kv_heads(block: Any) -> int | None:
-    return block.attention.kv_heads if isinstance(block.attention, Attention) else None
-
-
-def _rotary(block: Any) -> int | None:
-    position = block.attention.position
-    return position.dim if isinstance(position, Rotary) else None
-
-
-WHOLES: Mapping[tuple[str, str], tuple[str, Callable[[ModelSpec], set[int | None]]]] = {
-    ("attention", "gqa:"): ("key-value heads", _of_blocks(_kv_heads)),
-    ("attention", "mla:"): (
-        "numbers that a token leaves in a layer's cache",
-        lambda spec: {cached(spec.block_operations(block)) for block in set(spec.blocks)},
-    ),
-    ("layers", "auto:"): ("layers", lambda spec: {len(spec.blocks)}),
-    ("layers", "+"): ("layers", lambda spec: {len(spec.blocks)}),
-    ("heads", ""): ("heads", _of_blocks(lambda block: block.attention.heads)),
-    ("head_dim", ""): ("dimensions of a head", _of_blocks(lambda block: getattr(block.attention, "head_dim", None))),
-    ("hidden", ""): ("dimensions", lambda spec: {spec.hidden_size}),
-    ("intermediate", ""): ("dimensions", _of_blocks(lambda block: block.feed_forward.intermediate_size)),
-    ("rotary_dim", ""): ("rotary dimensions", _of_blocks(_rotary)),
-    ("context", ""): ("positions", lambda spec: {usual_context(spec)}),
-    ("vocab", ""): ("tokens", lambda spec: {spec.vocab_size}),
-}
-"""What a part is a part of, by option and what stands before the number."""
 
 PART = re.compile(r"([a-z]*[:+]?)(?:(\d{1,6}(?:\.\d{1,6})?)%|(\d{1,6})/([1-9]\d{0,5}))", re.ASCII)
 
 
 def plain(step: Step, spec: ModelSpec) -> Step:
-    """The step with a number where it has a part of what the model has ("auto:75%", "gqa:1/2").
-
-    Raises:
-        SwapRefused: the part is no whole number, or layers differ, or the model has no such thing.
-
+    """The step with a number where it has a part of what the model has ("auto:75%", "gqa:1/2"). Raises SwapRefused
+    where the part is no whole number, or layers differ, or the model has no such thing.
     """
     match = PART.fullmatch(step.value)
-    whole = None if match is None else WHOLES.get((step.option, match[1]))
+    whole = None if match is None else wholes().get((step.option, match[1]))
     if match is None or whole is None:
         return step
-    what, read = whole
-    found = read(spec)
+    what, found = whole[0], whole[1](spec)
     if len(found) > 1:
         numbers = ", ".join(str(each) for each in sorted(x for x in found if x is not None))
         raise SwapRefused(f"{step.value!r}: layers differ in their {what} ({numbers})", "Give a number instead.")
@@ -389,9 +285,6 @@ def plain(step: Step, spec: ModelSpec) -> Step:
             f"Possible: a part that gives a whole number; {', '.join(map(str, fit[-8:]))} divide it.",
         )
     return replace(step, value=f"{match[1]}{int(wanted)}")
-
-
-# --- in messages and records ------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """The list of swaps: how each is asked for, what it needs, what it guarantees, where it comes from.
 
 A swap is asked for as OPTION = VALUE: `--attention gqa:4` on the command line, `attention = "gqa:4"` in a recipe,
-`attention="gqa:4"` in Python. Each file of swaps/ lists its own in its `SWAPS`, and says by its `ORDER` when they are
-carried out where several are asked for at once; `all_swaps` has them in that order.
+`attention="gqa:4"` in Python. Each file of swaps/ lists its own in its `SWAPS`, declares options in `OPTIONS` (one of
+the files that have swaps of an option), and says by its `ORDER` when they are carried out where several are asked
+for at once; `all_swaps` has them in that order.
 """
 
 from __future__ import annotations
@@ -10,18 +11,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ..components import ModelSpec
+from ..components import Block, ModelSpec
 from ..errors import MissingComponent, SwapRefused, UsageError
 from . import swaps
 from .facts import Assumed, Weights
-from .synonyms import TWO_STEPS, nearest, understood
+from .options import GROUPS, Option, spelled, squashed
 
 if TYPE_CHECKING:
     from ..architectures.obstacles import Obstacle
@@ -29,34 +32,17 @@ if TYPE_CHECKING:
     from .base import Guarantee, Model, Swapped
     from .fits.calibration import Calibration
 
-__all__ = [
-    "Asked",
-    "Clears",
-    "Step",
-    "Swap",
-    "all_swaps",
-    "apply",
-    "layers_in",
-    "options",
-    "register",
-    "reshape",
-    "steps_named",
-    "steps_of",
-    "swap_for",
-]
-
 PLUGINS: list[str] = []
 """The modules with swaps that plugins have registered, by their full names."""
 
-
-def register(module: str) -> None:
-    """Make the swaps of a plugin's module known, by its full name; it has `SWAPS` and `ORDER` as our own do."""
-    PLUGINS.append(module)
-    all_swaps.cache_clear()
-
-
 LARGEST = 1_000_000
 """Units, heads, layers or tokens that a value may ask for; the largest models have a fifth of it of anything."""
+
+
+def register(module: str) -> None:
+    """Make the swaps of a plugin's module known, by its full name; it is made as our own are."""
+    PLUGINS.append(module)
+    all_swaps.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -65,7 +51,8 @@ class Step:
 
     option and value: see the module's text; other words for a value become ours. blocks: the layers it is for, None
     for all. approximate: the plain replacement, for comparison, where a better form is known. settings: those of
-    this swap alone. written: the option as a person wrote it, where one that they wrote is several steps.
+    this swap alone. written: the option as a person wrote it, where one that they wrote is several steps. comment: a
+    recipe's.
     """
 
     option: str
@@ -74,23 +61,21 @@ class Step:
     approximate: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     written: str = field(default="", compare=False)
+    comment: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value", understood(self.option, self.value))
 
     def __str__(self) -> str:
-        words = [f"--{self.option.replace('_', '-')}", *([self.value] if self.value else [])]
+        words = [spelled(self.option), *([self.value] if self.value else [])]
         words += [f"--blocks {self.blocks}"] if self.blocks is not None else []
         return " ".join([*words, *(["--approximate"] if self.approximate else [])])
 
     def as_json(self) -> dict[str, Any]:
-        """As a recipe has it."""
-        found: dict[str, Any] = {self.option: self.value, **self.settings}
-        if self.blocks is not None:
-            found["blocks"] = self.blocks
-        if self.approximate:
-            found["approximate"] = True
-        return found
+        """As a history has it."""
+        blocks = {} if self.blocks is None else {"blocks": self.blocks}
+        approximate = {"approximate": True} if self.approximate else {}
+        return {self.option: self.value, **self.settings, **blocks, **approximate}
 
 
 @dataclass(frozen=True)
@@ -115,11 +100,8 @@ class Asked:
     offline: bool = False
 
     def number(self, what: str, least: int = 1, most: int = LARGEST) -> int:
-        """The argument as a whole number (the value, where there is no colon).
-
-        Raises:
-            UsageError: it is none, or beyond what any model has: such a tree would fill the memory.
-
+        """The argument as a whole number (the value, where there is no colon). Raises UsageError where it is none, or
+        beyond what any model has: such a tree would fill the memory.
         """
         text = self.value if self.argument is None else self.argument
         if not re.fullmatch(r"\d{1,9}", text) or int(text) < least:
@@ -129,11 +111,8 @@ class Asked:
         return int(text)
 
     def text(self, what: str) -> Calibration:
-        """The text that something is fitted or measured on.
-
-        Raises:
-            UsageError: there is none; `what` says what it is for.
-
+        """The text that something is fitted or measured on. Raises UsageError where there is none; `what` says what it
+        is for.
         """
         if self.calibration is None:
             raise UsageError(f"{what} on a text, and none was given", "--calibrate FILE")
@@ -143,11 +122,31 @@ class Asked:
         """The layers it is for."""
         return tuple(range(len(spec.blocks))) if self.layers is None else self.layers
 
+    def those(
+        self, spec: ModelSpec, wanted: Callable[[Block], bool], none: str = "", hint: str | None = None
+    ) -> list[int]:
+        """The layers it is for whose blocks are such, each once, in order; `none` and `hint` refuse where there are
+        none.
+        """
+        found = [layer for layer in sorted(set(self.chosen(spec))) if wanted(spec.blocks[layer])]
+        if none and not found:
+            raise SwapRefused(none, hint)
+        return found
+
+    def again(self, option: str, value: str, **settings: Any) -> Step:
+        """A step in the same layers."""
+        blocks = None if self.layers is None else ",".join(map(str, self.layers))
+        return Step(option, value, blocks, settings=settings)
+
+    def smaller(self, option: str, before: Iterable[int]) -> Step | None:
+        """The step that undoes growth: the number as it was, where it was one number and there are more now."""
+        old, number = set(before), int(self.value.rpartition(":")[2])
+        return Step(option, str(max(old))) if len(old) == 1 and number > max(old) else None
+
 
 ANY = object()
 
 
-@dataclass(frozen=True, init=False)
 class Clears:
     """What a swap may clear of what stands in the way of a tree into a family: see `architectures.obstacles`.
 
@@ -156,27 +155,21 @@ class Clears:
     for what the family has; by default the swap by its form alone.
     """
 
-    path: str
-    steps: tuple[str, ...]
-    ours: Any
-    theirs: Any
-
     def __init__(self, path: str, *steps: str, ours: Any = ANY, theirs: Any = ANY) -> None:
-        for name, value in (("path", path), ("steps", steps), ("ours", ours), ("theirs", theirs)):
-            object.__setattr__(self, name, value)
+        self.path, self.steps, self.ours, self.theirs = path, steps, ours, theirs
 
     def remedy(self, swap: Swap, obstacle: Obstacle) -> tuple[Step, ...]:
         """The steps that may clear an obstacle; none where it is another."""
-        sides = ((self.ours, obstacle.ours), (self.theirs, obstacle.theirs))
-        if not fnmatchcase(obstacle.path, self.path) or not all(_is(value, wanted) for wanted, value in sides):
+
+        def alike(value: Any, wanted: Any) -> bool:
+            return wanted is ANY or (isinstance(value, wanted) if isinstance(wanted, type) else bool(value == wanted))
+
+        both = alike(obstacle.ours, self.ours) and alike(obstacle.theirs, self.theirs)
+        if not both or not fnmatchcase(obstacle.path, self.path):
             return ()
-        told = self.steps or (f"{swap.option}={swap.form}",)
-        pairs = [each.format(theirs=obstacle.theirs).partition("=") for each in told]
+        steps = self.steps or (f"{swap.option}={swap.form}",)
+        pairs = [each.format(theirs=obstacle.theirs).partition("=") for each in steps]
         return tuple(Step(option, value) for option, _, value in pairs)
-
-
-def _is(value: Any, wanted: Any) -> bool:
-    return wanted is ANY or (isinstance(value, wanted) if isinstance(wanted, type) else bool(value == wanted))
 
 
 @dataclass(frozen=True)
@@ -196,10 +189,10 @@ class Swap:
     form: str
     takes: str
     gives: str
-    guarantee: Guarantee
     needs: str
     source: str
     reshape: Callable[[ModelSpec, Asked], Swapped]
+    guarantee: Guarantee = "exact"
     examples: Callable[[ModelSpec], Iterable[str]] = lambda spec: ()
     by_layer: bool = False
     calibrated: bool = False
@@ -213,8 +206,7 @@ class Swap:
 
     def gives_for(self, value: str) -> str:
         """What it gives, with the numbers of a value in place of the words that stand for them."""
-        match = self._pattern.fullmatch(value)
-        words = re.findall("[A-Z]+", self.form)
+        match, words = _pattern(self.form).fullmatch(value), re.findall("[A-Z]+", self.form)
         if match is None or not words:
             return self.gives
         known = dict(zip(words, (each.rpartition(":")[2] for each in match.groups()), strict=True))
@@ -222,11 +214,7 @@ class Swap:
 
     def matches(self, value: str) -> bool:
         """Whether the value has this form."""
-        return self._pattern.fullmatch(value) is not None
-
-    @property
-    def _pattern(self) -> re.Pattern[str]:
-        return _pattern(self.form)
+        return _pattern(self.form).fullmatch(value) is not None
 
 
 @cache
@@ -235,144 +223,125 @@ def _pattern(form: str) -> re.Pattern[str]:
     return re.compile("".join("(.+)" if part.isupper() else re.escape(part) for part in parts), re.DOTALL)
 
 
+# --- what there is ----------------------------------------------------------------------------------------------------
+
+
+@cache
+def _modules(plugins: tuple[str, ...]) -> list[ModuleType]:
+    """The files of swaps, our own and those of plugins, in the order of execution."""
+    own = [f"{swaps.__name__}.{module.name}" for module in iter_modules(swaps.__path__)]
+    found = [module for module in map(import_module, [*own, *plugins]) if hasattr(module, "SWAPS")]
+    return sorted(found, key=lambda module: module.ORDER)
+
+
 @cache
 def all_swaps() -> tuple[Swap, ...]:
     """Every swap, in the order of execution: what an earlier one leaves is what a later one finds."""
-    own = [f"{swaps.__name__}.{module.name}" for module in iter_modules(swaps.__path__)]
-    found = [module for module in map(import_module, [*own, *PLUGINS]) if hasattr(module, "SWAPS")]
-    return tuple(swap for module in sorted(found, key=lambda module: module.ORDER) for swap in module.SWAPS)
+    return tuple(swap for module in _modules(tuple(PLUGINS)) for swap in module.SWAPS)
+
+
+def all_options() -> tuple[Option, ...]:
+    """Every option that asks for swaps, in the order of the help."""
+    return _all_options(tuple(PLUGINS))
+
+
+@cache
+def _all_options(plugins: tuple[str, ...]) -> tuple[Option, ...]:
+    declared = [option for module in _modules(plugins) for option in getattr(module, "OPTIONS", ())]
+    names = {option.name for option in declared}
+    for swap in (swap for module in _modules(plugins) for swap in module.SWAPS):
+        if swap.option not in names:
+            raise AssertionError(f"no file of swaps declares the option {swap.option!r} of {swap.title}")
+    groups = list(dict.fromkeys((*GROUPS, *(option.group for option in declared))))
+    return tuple(sorted(declared, key=lambda option: (groups.index(option.group), option.place)))
 
 
 def options() -> dict[str, tuple[Swap, ...]]:
     """The swaps by the option that asks for them, in the order of execution."""
-    found: dict[str, list[Swap]] = {}
-    for swap in all_swaps():
-        found.setdefault(swap.option, []).append(swap)
-    return {option: tuple(swaps) for option, swaps in found.items()}
+    names = dict.fromkeys(swap.option for swap in all_swaps())
+    return {option: tuple(swap for swap in all_swaps() if swap.option == option) for option in names}
+
+
+def option_of(name: str) -> Option | None:
+    """The option of that name, where there is one."""
+    return next((option for option in all_options() if option.name == name), None)
+
+
+def understood(option: str, value: str) -> str:
+    """The value in gptkit's words; as it is where none of them is meant. What is behind a colon loses its capitals,
+    unless it is a file's name.
+    """
+    own = option_of(option)
+    word, colon, rest = value.partition(":")
+    ours = None if own is None else own.known().get(squashed(word))
+    return value if ours is None else f"{ours}{colon}{rest if ours.startswith('prune') else rest.strip().lower()}"
+
+
+def nearest(option: str, value: str, forms: Iterable[str] = ()) -> str | None:
+    """What may have been meant by a value that is unknown: one of these forms, or a word that is understood."""
+    own = option_of(option)
+    known = {form.partition(":")[0]: form for form in forms if not form.isupper()}
+    words = {} if own is None else {word: known.get(ours, ours) for word, ours in own.known().items()}
+    near = get_close_matches(squashed(value.partition(":")[0]), words, 1)
+    return words[near[0]] if near else None
 
 
 def swap_for(option: str, value: str) -> Swap:
-    """The swap that OPTION = VALUE asks for: the first whose form fits.
-
-    Raises:
-        UsageError: there is no such option, or it takes no such value.
-
+    """The swap that OPTION = VALUE asks for: the first whose form fits. Raises UsageError where there is no such
+    option, or it takes no such value.
     """
-    known = options()
-    if option not in known:
+    known, own = options(), option_of(option)
+    if own is None:
         raise UsageError(f"unknown swap {option!r}", f"known: {', '.join(known)}")
     for swap in known[option]:
         if swap.matches(value):
             return swap
-    raise UsageError(f"--{option.replace('_', '-')} {value!r} is unknown", _meant(option, value))
+    hint, forms = None, list(dict.fromkeys(swap.form for swap in known[option] if swap.form))
+    if value in own.two:
+        hint = "It is two steps here: " + ", then ".join(f"{name} = {to}" for name, to in own.two[value])
+    elif forms:
+        near = nearest(option, value, forms)
+        hint = f"{f'did you mean {near}? ' if near else ''}known: {', '.join(forms)}"
+    raise UsageError(f"{spelled(option)} {value!r} is unknown", hint)
 
 
-def _meant(option: str, value: str) -> str | None:
-    """What may have been meant by a value that no swap takes."""
-    if (option, value) in TWO_STEPS:
-        return "It is two steps here: " + ", then ".join(f"{name} = {to}" for name, to in TWO_STEPS[option, value])
-    forms = list(dict.fromkeys(swap.form for swap in options()[option] if swap.form))
-    near = nearest(option, value, forms)
-    return f"{f'did you mean {near}? ' if near else ''}known: {', '.join(forms)}" if forms else None
+# --- what is asked for ------------------------------------------------------------------------------------------------
 
 
 def steps_named(option: str, value: str, blocks: str | None = None, approximate: bool = False) -> list[Step]:
-    """What one OPTION = VALUE asks for: a step, or two where a word such as SwiGLU means two.
-
-    Raises:
-        UsageError: the option or the value is unknown.
-
+    """What one OPTION = VALUE asks for: a step, or two where a word such as SwiGLU means two. Raises UsageError where
+    the option or the value is unknown.
     """
-    several = TWO_STEPS.get((option, understood(option, value)))
-    written = f"--{option.replace('_', '-')} {value}" if several else ""
+    own = option_of(option)
+    several = None if own is None else own.two.get(understood(option, value))
+    written = f"{spelled(option)} {value}" if several else ""
     found = [Step(name, to, blocks, approximate, written=written) for name, to in several or ((option, value),)]
     for step in found:
         swap_for(step.option, step.value)
     return found
 
 
+def in_order(steps: Iterable[Step]) -> list[Step]:
+    """Steps in the order of execution."""
+    order = list(options())
+    return sorted(steps, key=lambda step: order.index(step.option))
+
+
 def steps_of(asked: Mapping[str, str | None], blocks: str | None = None, approximate: bool = False) -> list[Step]:
-    """The steps for several options given at once, in the order of execution.
-
-    Raises:
-        UsageError: an option or a value is unknown, or two of them ask for one thing.
-
+    """The steps for several options given at once, in the order of execution. Raises UsageError where an option or a
+    value is unknown, or two of them ask for one thing.
     """
-    order = {option: index for index, option in enumerate(options())}
     given = [(option, value) for option, value in asked.items() if value is not None]
     found = [step for option, value in given for step in steps_named(option, value, blocks, approximate)]
     twice = [step for step in found if [each.option for each in found].count(step.option) > 1]
     if twice:
         raise UsageError(f"{twice[0]} and {twice[1]} are asked for at once", "Leave one of them out.")
-    return sorted(found, key=lambda step: order[step.option])
-
-
-def apply(
-    model: Model,
-    step: Step,
-    *,
-    calibration: Callable[[], Calibration] | None = None,
-    files: Path | None = None,
-    texts: Mapping[str, bytes] | None = None,
-    offline: bool = False,
-) -> Swapped:
-    """The tree after one step; its tensors are not computed yet. See `reshape`."""
-    from .base import Read, origin_of
-
-    origin, own = origin_of(model)
-    return reshape(model.spec, step, Read(model), origin, calibration, files if own else None, texts, offline)
-
-
-def reshape(
-    spec: ModelSpec,
-    step: Step,
-    weights: Weights,
-    origin: Origin | None = None,
-    calibration: Callable[[], Calibration] | None = None,
-    files: Path | None = None,
-    texts: Mapping[str, bytes] | None = None,
-    offline: bool = False,
-) -> Swapped:
-    """What one step makes of a tree, and how each new tensor is to be made.
-
-    Raises:
-        SwapRefused: a precondition does not hold; the message says why and what would be possible.
-        UsageError: no such swap, value or layer.
-
-    """
-    swap = swap_for(step.option, step.value)
-    if step.blocks is not None and not swap.by_layer:
-        raise UsageError(f"{step}: this swap is for the whole model", "leave --blocks out")
-    argument = step.value.partition(":")[2] if ":" in step.value else None
-    layers = None if step.blocks is None else layers_in(step.blocks, len(spec.blocks))
-    asked = Asked(
-        step.value,
-        argument,
-        layers,
-        step.approximate,
-        step.settings,
-        weights,
-        calibration,
-        origin,
-        files,
-        dict(texts or {}),
-        offline,
-    )
-    try:
-        found = swap.reshape(spec, asked)
-    except MissingComponent as error:
-        raise SwapRefused(error.message, error.hint) from error
-    assert step.option not in found.summary, f"{step.option}: what was asked for and what was done have one name"
-    record = {"swap": step.option, **step.as_json(), "guarantee": found.guarantee, **found.summary}
-    return replace(found, summary=record)
+    return in_order(found)
 
 
 def layers_in(text: str, layers: int) -> tuple[int, ...]:
-    """The layers that "0-11,14,20-" names, in the order named, of a model of so many.
-
-    Raises:
-        UsageError: it is no such list, or names a layer beyond the last.
-
+    """The layers that "0-11,14,20-" names, in the order named, of a model of so many. Raises UsageError where it is no
+    such list, or names a layer beyond the last.
     """
     found: list[int] = []
     for part in text.split(","):
@@ -391,3 +360,35 @@ def layers_in(text: str, layers: int) -> tuple[int, ...]:
             raise UsageError(f"{text!r}: {first}-{last} runs backwards")
         found += range(first, last + 1)
     return tuple(found)
+
+
+# --- carried out ------------------------------------------------------------------------------------------------------
+
+
+def apply(model: Model, step: Step, *, files: Path | None = None, **given: Any) -> Swapped:
+    """The tree after one step; its tensors are not computed yet. See `reshape`."""
+    from .base import Read, origin_of
+
+    origin, own = origin_of(model)
+    return reshape(model.spec, step, Read(model), origin=origin, files=files if own else None, **given)
+
+
+def reshape(spec: ModelSpec, step: Step, weights: Weights, **given: Any) -> Swapped:
+    """What one step makes of a tree, and how each new tensor is to be made; `given` are fields of `Asked`.
+
+    Raises SwapRefused where a precondition does not hold, with the reason and what would be possible, and UsageError
+    where there is no such swap, value or layer.
+    """
+    swap = swap_for(step.option, step.value)
+    if step.blocks is not None and not swap.by_layer:
+        raise UsageError(f"{step}: this swap is for the whole model", "leave --blocks out")
+    argument = step.value.partition(":")[2] if ":" in step.value else None
+    layers = None if step.blocks is None else layers_in(step.blocks, len(spec.blocks))
+    try:
+        asked = Asked(step.value, argument, layers, step.approximate, step.settings, weights, **given)
+        found = swap.reshape(spec, asked)
+    except MissingComponent as error:
+        raise SwapRefused(error.message, error.hint) from error
+    assert step.option not in found.summary, f"{step.option}: what was asked for and what was done have one name"
+    record = {"swap": step.option, **step.as_json(), "guarantee": found.guarantee, **found.summary}
+    return replace(found, summary=record)

@@ -23,16 +23,13 @@ from .measure import measure
 from .registry import Step, all_swaps, apply, options
 from .shapes import swapped
 
-__all__ = ["Way", "in_the_way", "remedies", "way_to", "ways_from"]
-
 Remedy = tuple[Step, ...]
 """Steps that only together clear something."""
 
 NEAR = 3
 """Families that are told of."""
-SHOWN = 12
-"""Obstacles of each: all of them where one family is asked for, else a few."""
 FEW = 3
+"""Obstacles of each, where more than one family is asked for."""
 MOST = 10
 """Remedies one after the other."""
 WIDTH = 76
@@ -47,11 +44,8 @@ OWN_FORMAT = "gptkit's own format holds any tree: --as local"
 
 def remedies(obstacle: Obstacle) -> Iterator[Remedy]:
     """The swaps that may make a field what a family has, in the registry's order."""
-    for swap in all_swaps():
-        for each in swap.clears:
-            remedy = each.remedy(swap, obstacle)
-            if remedy:
-                yield remedy
+    found = (each.remedy(swap, obstacle) for swap in all_swaps() for each in swap.clears)
+    return filter(None, found)
 
 
 # --- a way ------------------------------------------------------------------------------------------------------------
@@ -82,13 +76,12 @@ def ways_from(model: Model, zero: Zero) -> After:
     """What becomes of a tree by steps; see `SMALL`. `zero` tells its biases that are zero."""
     small = sum(parameter.count for parameter in model.spec.parameters()) <= SMALL
     names = {parameter.name for parameter in model.spec.parameters()}
-
-    made: dict[str, State | None] = {}
+    made: dict[str, State | None] = {"": State(model.spec, zero, models=(model,))}
 
     def after(steps: Remedy) -> State | None:
         key = " ".join(map(str, steps))
         if key not in made:
-            made[key] = then(steps) if steps else State(model.spec, zero, models=(model,))
+            made[key] = then(steps)
         return made[key]
 
     def then(steps: Remedy) -> State | None:
@@ -103,11 +96,9 @@ def ways_from(model: Model, zero: Zero) -> After:
             done = apply(before.models[-1], steps[-1])
         except (SwapRefused, UsageError, InvalidInput):
             return None
-        here = SwappedModel(before.models[-1], done)
+        here, promised = SwappedModel(before.models[-1], done), (*before.guarantees, done.guarantee)
         zeros = cache(lambda name: not np.any(here.wide(name)))
-        return State(
-            done.spec, zeros, (*before.guarantees, done.guarantee), (*before.done, done), (*before.models, here)
-        )
+        return State(done.spec, zeros, promised, (*before.done, done), (*before.models, here))
 
     return after
 
@@ -152,15 +143,13 @@ def way_to(start: Expression, after: After) -> Way:
         end = after(tuple(step for remedy in taken for step in remedy))
         return None if end is None else Way(start, taken, end, express(start.target, end.spec, end.zero))
 
-    def as_good(taken: tuple[Remedy, ...], than: Way) -> Way | None:
+    def as_good(taken: tuple[Remedy, ...], than: Way) -> Way:
         """The way by these remedies, where it arrives too and promises no less."""
         other = way(taken)
-        worse = other is None or not other.arrived or rank(other) > rank(than)
-        return None if worse else other
+        same = other is not None and other.arrived and rank(other.end.guarantee) <= rank(than.end.guarantee)
+        return other if same and other is not None else than
 
-    def rank(each: Way) -> int:
-        return ORDER.index(each.end.guarantee)
-
+    rank = ORDER.index
     here = way(())
     assert here is not None
     while here.left.standing and len(here.remedies) < MOST:
@@ -170,19 +159,13 @@ def way_to(start: Expression, after: After) -> Way:
         nearer = [each for each in further if each.left.weight < here.left.weight]
         if not nearer:
             break
-        here = min(
-            nearer,
-            key=lambda each: (
-                ORDER.index(weakest(each.end.guarantees[known:])),
-                each.left.weight,
-                len(each.remedies[-1]),
-            ),
-        )
+        costs = [(rank(weakest(way.end.guarantees[known:])), way.left.weight, len(way.remedies[-1])) for way in nearer]
+        here = nearer[costs.index(min(costs))]
     if here.arrived:
         for remedy in here.remedies:
-            here = as_good(tuple(each for each in here.remedies if each != remedy), here) or here
+            here = as_good(tuple(each for each in here.remedies if each != remedy), here)
         order = list(options())
-        here = as_good(tuple(sorted(here.remedies, key=lambda each: order.index(each[0].option))), here) or here
+        here = as_good(tuple(sorted(here.remedies, key=lambda each: order.index(each[0].option))), here)
     return here
 
 
@@ -190,14 +173,9 @@ def way_to(start: Expression, after: After) -> Way:
 
 
 def in_the_way(model: Model, tried: Sequence[Architecture], refused: Sequence[Expression], zero: Zero) -> CannotExpress:
-    """What stands between a tree and the families that come nearest to it, and what would clear it at what cost.
-
-    Args:
-        model: a tree that none of the families holds.
-        tried: the families, the one that it came from first.
-        refused: what stands in the way to each.
-        zero: whether every value of a bias is zero.
-
+    """What stands between a tree that no family holds and those that come nearest to it, and what would clear it at
+    what cost. `tried` are the families, the one that it came from first, and `refused` says what stands in the way to
+    each; `zero` tells whether every value of a bias is zero.
     """
     near = sorted((each for each in refused if each.standing), key=lambda each: each.weight)[:NEAR]
     after = ways_from(model, zero)
@@ -207,17 +185,13 @@ def in_the_way(model: Model, tried: Sequence[Architecture], refused: Sequence[Ex
     hint = "\n".join(_told_left(ways) if best is None else _told_way(best))
     if len(tried) == 1:
         return refused[0].refusal(hint)
-    lines = [line for each in near for line in _told_of(each)]
+    lines = []
+    for each in near:  # of each the first few
+        told = each.told
+        lines += [*told[:FEW], *([f"and {len(told) - FEW} more for {each.target.owner}"] if len(told) > FEW else [])]
     lines += [] if refused[0].standing else [f"{refused[0].target.owner}: {refused[0].reason}"]
     listed = "\n".join(f"  {line}" for line in lines)
     return CannotExpress(f"no transformers architecture can hold this tree. In the way:\n{listed}", hint)
-
-
-def _told_of(expression: Expression) -> list[str]:
-    """What is in the way to one of several families, the first few."""
-    told = expression.told
-    more = [f"and {len(told) - FEW} more for {expression.target.owner}"] if len(told) > FEW else []
-    return [*told[:FEW], *more]
 
 
 def _told_way(way: Way) -> list[str]:

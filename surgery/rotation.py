@@ -11,50 +11,19 @@ Re(q · conj(k) · e^(iθ(m-n))). So
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from ..components import (
-    Attention,
-    LatentAttention,
-    LinearScaling,
-    LongRopeScaling,
-    ModelSpec,
-    ProportionalScaling,
-    RopeScaling,
-    Rotary,
-)
+from ..components import Attention, LinearScaling, LongRopeScaling, ModelSpec, ProportionalScaling, RopeScaling, Rotary
 from ..errors import SwapRefused
-from .base import Computed, Model, Tensor, Wide
-from .layerwise import weighed
+from .base import Model, Wide
+from .layerwise import tensors_of, weighed, with_mixers
 from .registry import Asked
 
-__all__ = [
-    "NEUTRAL",
-    "Elements",
-    "Pairs",
-    "amplitude",
-    "for_width",
-    "frequencies",
-    "is_neutral",
-    "mean_rotation",
-    "original_context",
-    "pair_elements",
-    "reordered",
-    "require_rotary",
-    "rotary_layers",
-    "row_tensors",
-    "turn_rows",
-    "turned_queries",
-    "turns_alike",
-    "with_rotary",
-]
-
-replace = msgspec.structs.replace
 Array = NDArray[Any]
 Elements = NDArray[np.int64]
 Pairs = Literal["halves", "adjacent"]
@@ -78,12 +47,7 @@ def rotary_layers(spec: ModelSpec, layers: Iterable[int]) -> dict[int, Rotary]:
 
 
 def require_rotary(spec: ModelSpec, asked: Asked) -> dict[int, Rotary]:
-    """The layers that are asked for and have rotary positions.
-
-    Raises:
-        SwapRefused: there are none.
-
-    """
+    """The layers that are asked for and have rotary positions. Raises SwapRefused where there are none."""
     found = rotary_layers(spec, asked.chosen(spec))
     if not found:
         where = "these layers have" if asked.layers is not None else "this model has"
@@ -168,29 +132,28 @@ def reordered(array: Array, order: Elements) -> Array:
 
 def row_tensors(path: str, attention: Attention, side: Literal["q", "k"]) -> list[str]:
     """The tensors whose rows are elements of query or of key heads, a norm of each head last."""
-    names = [f"{path}.{side}_proj.weight", *([f"{path}.{side}_proj.bias"] if attention.qkv_bias else [])]
     norm = attention.q_norm if side == "q" else attention.k_norm
-    return [*names, *([f"{path}.{side}_norm.weight"] if norm is not None else [])]
+    return tensors_of(path, attention, f"{side}_proj") + ([f"{path}.{side}_norm.weight"] if norm is not None else [])
 
 
-def turned_queries(path: str, attention: Attention, rotary: Rotary, factors: Array) -> dict[str, Tensor]:
+def turned_queries(path: str, attention: Attention, rotary: Rotary, factors: Array) -> dict[str, Callable[..., Wide]]:
     """The query rows with each pair times a complex factor; with a norm of each query head, which the rotation comes
     after and which has no place for an angle, times its modulus in the norm's weight.
     """
     if np.allclose(factors, 1, rtol=0, atol=1e-15):
         return {}
     weighed(path + ".q_norm", attention.q_norm)
-    if attention.q_norm is not None:
-        name, moduli = f"{path}.q_norm.weight", np.abs(factors)
-        return {name: Computed(_turned(name, moduli, rotary, attention.head_dim))}
     names = row_tensors(path, attention, "q")
-    return {name: Computed(_turned(name, factors, rotary, attention.head_dim)) for name in names}
+    if attention.q_norm is not None:
+        names, factors = names[-1:], np.abs(factors)
+
+    def turned(name: str) -> Callable[[Model], Wide]:
+        return lambda model: turn_rows(model.wide(name), factors, rotary, attention.head_dim)
+
+    return {name: turned(name) for name in names}
 
 
-def _turned(name: str, factors: Array, rotary: Rotary, head_dim: int) -> Callable[[Model], Wide]:
-    return lambda model: turn_rows(model.wide(name), factors, rotary, head_dim)
-
-
-def with_rotary(spec: ModelSpec, positions: dict[int, Rotary]) -> dict[int, Attention | LatentAttention]:
-    """The attention of each layer with other rotary positions."""
-    return {layer: replace(spec.blocks[layer].attention, position=each) for layer, each in positions.items()}
+def with_rotary(spec: ModelSpec, positions: Mapping[int, Rotary], **fields: Any) -> ModelSpec:
+    """The tree with other rotary positions in some layers, and other fields of its own."""
+    changed = {layer: replace(spec.blocks[layer].attention, position=each) for layer, each in positions.items()}
+    return with_mixers(spec, changed, **fields)

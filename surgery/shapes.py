@@ -21,14 +21,12 @@ from ..converter.tree import Origin
 from ..errors import InvalidInput, SwapRefused, UsageError
 from .base import Guarantee, Swapped, weakest
 from .facts import Assumed, TextWanted, Value, values_after, values_of
+from .options import guarantee_in_words, spelled
 from .recipe import called, plain, read_recipe, told_as
-from .registry import Step, options, reshape, steps_named, swap_for
-from .synonyms import guarantee_in_words
+from .registry import Step, in_order, options, reshape, steps_named, swap_for
 
 if TYPE_CHECKING:
     from .fits.calibration import Calibration
-
-__all__ = ["DEPENDS", "Reshaped", "steps_from", "swapped", "without_text"]
 
 DEPENDS: Literal["depends on the weights"] = "depends on the weights"
 
@@ -38,55 +36,44 @@ DEPENDS: Literal["depends on the weights"] = "depends on the weights"
 
 def steps_from(swaps: Sequence[str] = (), recipe: str | Path | None = None) -> list[Step]:
     """The steps of a recipe, and after them those asked for as OPTION=VALUE ("attention=gqa:4", "tie"), in the order in
-    which `gptkit swap` carries them out.
-
-    Raises:
-        UsageError: an option or a value is unknown; there is no such recipe.
-        InvalidInput: it is none.
-
+    which `gptkit swap` carries them out. Raises UsageError where an option or a value is unknown, or there
+    is no such recipe, and InvalidInput where it is none.
     """
-    order = {option: place for place, option in enumerate(options())}
-    found: list[Step] = []
+    known, found = options(), list[Step]()
     for text in swaps:
         name, equals, value = text.strip().removeprefix("--").partition("=")
         option = name.strip().replace("-", "_").lower()
-        forms = [swap.form for swap in options().get(option, ()) if swap.form]
+        forms = [swap.form for swap in known.get(option, ()) if swap.form]
         if forms and not value:
             raise UsageError(f"{text!r}: to what?", f"known: {', '.join(f'{name}={form}' for form in forms)}")
-        if option in order and equals and not forms:
+        if option in known and equals and not forms:
             raise UsageError(f"{text!r}: this swap takes no value", f"Write it as {name}.")
         found += steps_named(option, value.strip())
-    told = read_recipe(recipe).steps if recipe is not None else ()
-    return [*told, *sorted(found, key=lambda step: order[step.option])]
+    return [*(read_recipe(recipe).steps if recipe is not None else ()), *in_order(found)]
 
 
 # --- without weights --------------------------------------------------------------------------------------------------
 
 
 class _NoText:
-    """In place of a text that swaps are fitted on: there is one, and nothing is asked of it before it is needed."""
+    """In place of a text that swaps are fitted on, and of what it gives: there is one, and nothing is asked of it
+    before it is needed.
+    """
 
-    def __init__(self) -> None:
-        self.wanted = False
+    wanted = False
 
     def __call__(self) -> Calibration:
         self.wanted = True
-        return cast("Calibration", _Untouched())
+        return cast("Calibration", self)
 
-
-class _Untouched:
     def __getattr__(self, name: str) -> Any:
         raise TextWanted(name)
 
 
 def without_text(work: Callable[..., Swapped], step: Step) -> tuple[Swapped, bool, bool]:
     """What a swap says where no text is given: it, whether it is fitted on a text, and whether it asked the text before
-    it said what comes out. Then its plain form, which needs none, tells the tree.
-
-    Args:
-        work: gives what a step makes of a tree, of the step and a keyword argument `calibration`.
-        step: the swap.
-
+    it said what comes out. Then its plain form, which needs none, tells the tree. `work` gives what a step makes of a
+    tree, of the step and a keyword argument `calibration`.
     """
     text = _NoText()
     try:
@@ -94,9 +81,6 @@ def without_text(work: Callable[..., Swapped], step: Step) -> tuple[Swapped, boo
     except TextWanted:
         return work(replace(step, approximate=True)), True, True
     return found, text.wanted, False
-
-
-# --- the answer -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -132,18 +116,6 @@ class Reshaped:
         }
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """What a swap says of a tree: with weights such as training leaves, and with zeros (None: the same, for no value
-    was asked for); whether a text would decide which layers stay.
-    """
-
-    usual: Swapped
-    zeros: Swapped | SwapRefused | None
-    fitted: bool
-    chosen: bool
-
-
 @dataclass
 class _Chain:
     """A chain as far as it has come. known: what is known of the tensors; given: what `reshape` takes beside."""
@@ -158,61 +130,53 @@ class _Chain:
     notes: list[str] = field(default_factory=list)
 
     def carry_out(self, asked: Step) -> None:
-        step = plain(asked, self.spec)
-        try:
-            answer = self._ask(step)
-        except SwapRefused as error:
-            if not self.settled and AS_FAR not in error.message:  # of the tree that the weights give it may be possible
-                raise SwapRefused(f"{error.message}{AS_FAR}", error.hint) from error
-            raise
-        self._tell(step, answer)
-        self.done.append(step)
-        self.usual.append(answer.usual.guarantee)
-        changed = {name: text for name, text in answer.usual.texts.items() if text is not None}
-        self.given = {**self.given, "texts": {**self.given["texts"], **changed}}
-        self.spec, self.known = answer.usual.spec, values_after(answer.usual, self.known)
-
-    def _ask(self, step: Step) -> _Answer:
-        """As trained weights would answer, and where that hangs on them once more as zeros would."""
-        trained = Assumed(self.known)
+        """Ask as trained weights would answer, and where that hangs on them once more as zeros would."""
+        step, trained = plain(asked, self.spec), Assumed(self.known)
         try:
             usual, fitted, chosen = without_text(partial(reshape, self.spec, weights=trained, **self.given), step)
         except SwapRefused as error:
             if trained.made:
                 raise SwapRefused(f"{error.message}{AS_FAR}", error.hint or HINT) from error
+            if not self.settled:  # of the tree that the weights give it may be possible
+                raise SwapRefused(f"{error.message}{AS_FAR}", error.hint) from error
             raise
-        if not trained.made:
-            return _Answer(usual, None, fitted, chosen)
-        zeros = partial(reshape, self.spec, weights=Assumed(self.known, zeros=True), **self.given)
-        try:
-            return _Answer(usual, without_text(zeros, step)[0], fitted, chosen)
-        except SwapRefused as error:
-            return _Answer(usual, error, fitted, chosen)
+        zeros: Swapped | SwapRefused = usual
+        if trained.made:
+            best = partial(reshape, self.spec, weights=Assumed(self.known, zeros=True), **self.given)
+            try:
+                zeros = without_text(best, step)[0]
+            except SwapRefused as error:
+                zeros = error
+        self._tell(step, usual, zeros, fitted, chosen and len(set(self.spec.blocks)) > 1)
+        self.done.append(step)
+        self.usual.append(usual.guarantee)
+        changed = {name: text for name, text in usual.texts.items() if text is not None}
+        self.given = {**self.given, "texts": {**self.given["texts"], **changed}}
+        self.spec, self.known = usual.spec, values_after(usual, self.known)
 
-    def _tell(self, step: Step, answer: _Answer) -> None:
-        usual, zeros, name = answer.usual, answer.zeros, _named(step)
-        shared = usual.notes if zeros is None else [n for n in usual.notes if n in getattr(zeros, "notes", ())]
-        self.notes += shared
+    def _tell(self, step: Step, usual: Swapped, zeros: Swapped | SwapRefused, fitted: bool, chosen: bool) -> None:
+        """Note what hangs on the weights; `chosen`: a text would decide which of several kinds of layers stay."""
+        swap, name = swap_for(step.option, step.value), spelled(step.option).removeprefix("--")
+        name += f"={step.value}" if step.value else ""
+        self.notes += [note for note in usual.notes if note in getattr(zeros, "notes", ())]
         best = zeros.guarantee if isinstance(zeros, Swapped) else usual.guarantee
         self.certain.append(best == usual.guarantee)
-        swap = swap_for(step.option, step.value)
-        fitted = "fitted on a text (--calibrate)" if answer.fitted else ""
+        text = "fitted on a text (--calibrate)" if fitted else ""
         if best != usual.guarantee:
             where = f"only where {swap.exact_where}" if swap.exact_where else f"on some (needs {swap.needs})"
-            trained = guarantee_in_words(usual.guarantee)
-            self.notes.append(f"{name}: on trained weights {trained}{': ' if fitted else ''}{fitted}; {best} {where}")
+            words = f"on trained weights {guarantee_in_words(usual.guarantee)}{': ' if fitted else ''}{text}"
+            self.notes.append(f"{name}: {words}; {best} {where}")
         elif fitted:
-            self.notes.append(f"{name}: {fitted}")
-        if answer.chosen and len(set(self.spec.blocks)) > 1:
-            self.settled = False
+            self.notes.append(f"{name}: {text}")
+        if chosen:
             self.notes.append(f"{name}: a text decides which layers stay, and they differ")
         if isinstance(zeros, SwapRefused):
             self.notes.append(f"{name}: refused on some weights ({zeros.message})")
-        if isinstance(zeros, Swapped) and zeros.spec != usual.spec:
-            self.settled = False
-            self.notes.append(
-                f"{name}: the weights decide the tree, and this is that of trained weights (needs {swap.needs})"
-            )
+        other = isinstance(zeros, Swapped) and zeros.spec != usual.spec
+        if other:
+            told = f"the weights decide the tree, and this is that of trained weights (needs {swap.needs})"
+            self.notes.append(f"{name}: {told}")
+        self.settled = self.settled and not chosen and not other
 
 
 def swapped(
@@ -225,21 +189,12 @@ def swapped(
     texts: Mapping[str, bytes] | None = None,
     offline: bool = False,
 ) -> Reshaped:
-    """The tree after some swaps, from its shapes.
+    """The tree after some swaps, one after the other, from its shapes.
 
-    Args:
-        spec: the tree.
-        steps: what to do, one after the other; see `steps_from`.
-        family: the family that it came from, which an adapter's names go by.
-        reference: what messages call it.
-        files: the folder of its tokenizer, where there is one; without it tokens cannot be told apart.
-        texts: the tokenizer's files that do not lie there.
-        offline: whether an adapter may be fetched from the hub.
-
-    Raises:
-        SwapRefused: a precondition does not hold, whatever the weights or with weights such as training leaves.
-        UsageError: no step, or one that there is not.
-
+    `family` is the one that it came from, which an adapter's names go by, and `reference` what messages call it.
+    `files` is the folder of its tokenizer, without which tokens cannot be told apart, and `texts` are those files that
+    do not lie there; `offline`: no adapter may be fetched from the hub. Raises SwapRefused where a precondition does
+    not hold, whatever the weights or with weights such as training leaves, and UsageError where there is no such step.
     """
     if not steps:
         raise UsageError("nothing to swap", "say what: attention=gqa:4, norm=rmsnorm, …")
@@ -259,19 +214,11 @@ def swapped(
 
 def _origin_of(files: Path | None) -> Origin:
     """Where the files say that they come from: a config.json names tokens that cannot go."""
-    if files is None:
-        return Origin()
     try:
-        return read_spec(files)[1]
+        return Origin() if files is None else read_spec(files)[1]
     except InvalidInput:  # a folder that says nothing by itself: the tree is known all the same
         return Origin()
 
 
 AS_FAR = ", as far as shapes tell"
 HINT = "gptkit swap MODEL OUT --dry-run looks at the weights."
-
-
-def _named(step: Step) -> str:
-    """As it is asked for."""
-    option = step.option.replace("_", "-")
-    return f"{option}={step.value}" if step.value else option

@@ -10,33 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..components import (
-    Block,
-    FeedForward,
-    GatedFeedForward,
-    LayerNorm,
-    MixtureOfExperts,
-    ModelSpec,
-    Norm,
-    RMSNorm,
-    Role,
-)
-from ..components.model import walk
-from .layerwise import unknown, weighed
+import numpy as np
 
-__all__ = [
-    "Linear",
-    "experts",
-    "head_weight",
-    "inner_projections",
-    "linears",
-    "norms",
-    "readers",
-    "require_weights",
-    "stream_norms",
-    "tables",
-    "writers",
-]
+from ..components import Block, FeedForward, GatedFeedForward, LayerNorm, ModelSpec, Norm, RMSNorm, Role
+from ..components.model import walk
+from .base import Model, Wide
+from .gather import Index
+from .layerwise import tensors_of, unknown, weighed
 
 
 @dataclass(frozen=True)
@@ -60,6 +40,11 @@ class Linear:
     def bias_name(self) -> str:
         """The shared name of its bias, whether there is one or not."""
         return f"{self.path}.bias"
+
+    @property
+    def names(self) -> list[str]:
+        """The shared names of its tensors."""
+        return [self.weight, *([self.bias_name] if self.bias else [])]
 
 
 def linears(block: Block, path: str, *wanted: Role) -> Iterator[Linear]:
@@ -87,21 +72,58 @@ def writers(block: Block, path: str) -> tuple[Linear, ...]:
     return tuple(linears(block, path, "writes"))
 
 
-def experts(block: Block, path: str) -> Iterator[tuple[str, FeedForward | GatedFeedForward]]:
+def experts(block: Block, path: str) -> list[tuple[str, FeedForward | GatedFeedForward]]:
     """The feed-forwards of a block, one or as many as there are experts: (path, record)."""
-    match block.feed_forward:
-        case MixtureOfExperts() as mixture:
-            for expert in range(mixture.experts):
-                yield f"{path}.feed_forward.experts.{expert}", mixture.expert
-        case FeedForward() | GatedFeedForward() as dense:
-            yield f"{path}.feed_forward", dense
-        case other:
-            raise unknown(path, other, "a feed-forward")
+    mixer = block.feed_forward
+    inside = [(f"{path}.feed_forward.{name}", expert) for name, expert in mixer.children()]
+    return inside or [(f"{path}.feed_forward", mixer)]  # type: ignore[list-item, return-value]
 
 
-def inner_projections(feed_forward: FeedForward | GatedFeedForward) -> tuple[str, ...]:
-    """The linears that read a feed-forward's input."""
-    return tuple(name.removesuffix(".weight") for name, each in feed_forward.weights().items() if each.role == "reads")
+@dataclass(frozen=True)
+class Inner:
+    """A feed-forward or an expert: its path, record and layer."""
+
+    path: str
+    record: FeedForward | GatedFeedForward
+    layer: int
+
+    @property
+    def inputs(self) -> list[str]:
+        """The linears that read its input; what the first of them gives is activated."""
+        return [name.removesuffix(".weight") for name, each in self.record.weights().items() if each.role == "reads"]
+
+    @property
+    def up(self) -> list[str]:
+        """The tensors with a row a unit."""
+        return tensors_of(self.path, self.record, *self.inputs)
+
+    @property
+    def down(self) -> str:
+        """The tensor with a column a unit."""
+        return f"{self.path}.down_proj.weight"
+
+    @property
+    def down_bias(self) -> str:
+        """The name of the bias behind it, whether there is one or not."""
+        return f"{self.path}.down_proj.bias"
+
+    @property
+    def units(self) -> int:
+        """How many units there are."""
+        return self.record.intermediate_size
+
+
+def largest(score: Wide, size: int) -> Index:
+    """The units of the largest scores, in order."""
+    return np.sort(np.argsort(-score, kind="stable")[:size])
+
+
+def by_weights(model: Model, inner: Inner) -> Wide:
+    """For each unit the product of the norms of its rows and its column."""
+    score: Wide = np.linalg.norm(model.wide(inner.down), axis=0)
+    for name in inner.inputs:
+        score = score * np.linalg.norm(model.wide(f"{inner.path}.{name}.weight"), axis=1)
+    return score
 
 
 def tables(spec: ModelSpec) -> tuple[str, ...]:
@@ -117,25 +139,29 @@ def head_weight(spec: ModelSpec) -> str:
 def norms(block: Block, path: str) -> Iterator[tuple[str, Norm]]:
     """The norms of a block that look at the stream, each of a kind that swaps know: (path, record)."""
     block.plain()
-    for sublayer in block.sublayers:
-        name = f"{path}.{sublayer.mixer.slot}_norm"
-        match sublayer.norm:
-            case None:
-                continue
-            case LayerNorm() | RMSNorm() as norm:
-                yield name, norm
-            case other:
-                raise unknown(name, other, "LayerNorm or RMSNorm")
+    return (known(f"{path}.{name}_norm", norm) for name, norm in block.norms().items())
 
 
-def require_weights(spec: ModelSpec) -> None:
-    """Raise SwapRefused where a norm that a stream meets does not multiply by its weight as it is."""
-    weighed("embedding.norm", spec.embedding.norm)
-    for path, norm in stream_norms(spec):
-        weighed(path, norm)
+def known(path: str, norm: Norm) -> tuple[str, Norm]:
+    """A norm and its path; raises SwapRefused where it is of a kind that swaps do not know."""
+    if not isinstance(norm, LayerNorm | RMSNorm):
+        raise unknown(path, norm, "LayerNorm or RMSNorm")
+    return path, norm
 
 
 def stream_norms(spec: ModelSpec) -> list[tuple[str, Norm]]:
     """Every norm that looks at the stream, from the first layer to the last norm (not one on the token table)."""
     found = [each for layer, block in enumerate(spec.blocks) for each in norms(block, f"blocks.{layer}")]
-    return [*found, ("final_norm", spec.final_norm)]
+    return [*found, known("final_norm", spec.final_norm)]
+
+
+def every_norm(spec: ModelSpec) -> list[tuple[str, Norm]]:
+    """The norms on the stream, and the one on the token table."""
+    table = spec.embedding.norm
+    return [*([known("embedding.norm", table)] if table is not None else []), *stream_norms(spec)]
+
+
+def require_weights(spec: ModelSpec) -> None:
+    """Raise SwapRefused where a norm that a stream meets does not multiply by its weight as it is."""
+    for path, norm in every_norm(spec):
+        weighed(path, norm)

@@ -30,10 +30,8 @@ from .chain import Chain, chain, leaving
 from .fits.calibration import TOKENS, read_text
 from .guarantee import SMALL, each_alone, hold_to_transformers, measured_from_files, plain_form
 from .measure import Measurement
-from .recipe import Recipe, described, hashes, read_recipe, recipe_of_steps
+from .recipe import Recipe, described, hashes, read_recipe
 from .registry import Step, steps_of
-
-__all__ = ["SwapResult", "swap"]
 
 
 @dataclass(frozen=True)
@@ -155,21 +153,13 @@ def swap(
     if not dry_run and Path(out).resolve() in (source.path.resolve(), source.folder.resolve()):
         raise UsageError(f"{out} is the model itself: what it was would be lost", "Name another folder.")
     text = cache(lambda: read_text(source, calibrate, calibrate_tokens or TOKENS))
-    done = chain(
-        source,
-        wanted,
-        stored=stored,
-        text=text,
-        offline=offline,
-        names=told.labels() if told else (),
-        leaves=form.kind != "local",
-    )
+    labels, leaves = told.labels() if told else (), form.kind != "local"
+    done = chain(source, wanted, stored=stored, text=text, offline=offline, names=labels, leaves=leaves)
     if repeated and told is not None and told.calibration and done.calibration != told.calibration:
         raise told.another_text(str(told.calibration.get("text")))
-    carried = recipe_of_steps(wanted, told, asked_to, dtype, done.calibration)
-    architecture = None
-    if form.kind != "local":
-        architecture, done = leaving(done, source, form)
+    base = told or Recipe("", "", (), "the call")
+    carried = replace(base, steps=tuple(wanted), to=asked_to, dtype=dtype, calibration=done.calibration, sources={})
+    architecture, done = leaving(done, source, form) if leaves else (None, done)
     whole = stored if architecture is not None else None
     stored = stored or done.stored
     records = [{**each.summary, "dtype": HF_NAMES[stored], "gptkit": __version__} for each in done.swapped]
@@ -204,11 +194,8 @@ def swap(
             staging.commit(manifest, files=files)
     totals = (count(source.spec).total, count(done.spec).total)
     same = None if told is None or not told.sources or dry_run else told.sources == carried.sources
-    stored_as = HF_NAMES[stored]
-    published = not dry_run
-    return SwapResult(
-        source, Path(out), done, stored_as, found, totals, plan, published, each, carried, same, naive, architecture
-    )
+    results = HF_NAMES[stored], found, totals, plan, not dry_run, each, carried, same, naive, architecture
+    return SwapResult(source, Path(out), done, *results)
 
 
 def _plan(source: Checkpoint, done: Chain, records: Sequence[Mapping[str, Any]], to: str, whole: str | None) -> Plan:

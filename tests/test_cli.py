@@ -23,7 +23,7 @@ from typer.testing import CliRunner, Result
 
 import gptkit
 from gptkit.cli import app
-from gptkit.surgery.options import OPTIONS
+from gptkit.surgery.registry import all_options
 
 runner = CliRunner()
 SAMPLE = Path(gptkit.__file__).parent / "samples" / "gpt2"
@@ -407,8 +407,8 @@ def test_help_of_swap_has_every_option_under_a_heading() -> None:
     text = run("swap", "--help").stdout
     headings = re.findall(r"^╭─ (.+?) ─", text, re.MULTILINE)
     assert headings[:3] == ["Arguments", "Options", "How to swap"]
-    assert headings[3:] == list(dict.fromkeys(option.group for option in OPTIONS))
-    for option in OPTIONS:
+    assert headings[3:] == list(dict.fromkeys(option.group for option in all_options()))
+    for option in all_options():
         assert f"│ {option.spelled} " in text
     assert all(len(line) <= 80 for line in text.splitlines())
 
@@ -437,7 +437,7 @@ def test_swaps(tiny: Path) -> None:
     assert {each["verdict"] for each in told["swaps"]} == verdicts
     assert "LayerNorm -> RMSNorm" in run("swaps").stdout
     known = json.loads(run("swaps", "--json").stdout)["swaps"]
-    assert {each["option"] for each in known} == {option.name for option in OPTIONS}
+    assert {each["option"] for each in known} == {option.name for option in all_options()}
     assert "gpt2-to-llama" in run("swaps", "--recipes").stdout
     recipes = json.loads(run("swaps", "--recipes", "--json").stdout)["recipes"]
     assert len(recipes) == 7 and recipes[0]["step"]

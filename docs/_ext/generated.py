@@ -27,8 +27,8 @@ from gptkit.analysis.parameters import count
 from gptkit.architectures import ARCHITECTURES, architecture_of
 from gptkit.architectures.presets import presets
 from gptkit.cli import app as gptkit_app
-from gptkit.surgery.options import OPTIONS, spelled
-from gptkit.surgery.synonyms import guarantee_in_words
+from gptkit.surgery.options import guarantee_in_words, spelled
+from gptkit.surgery.registry import all_options
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -237,8 +237,8 @@ def swaps_table(*options: str) -> str:
 def swap_options() -> str:
     """The options of `swap` by group, as the registry and the command line share them."""
     parts = []
-    for group in dict.fromkeys(option.group for option in OPTIONS):
-        names = [option.name for option in OPTIONS if option.group == group]
+    for group in dict.fromkeys(option.group for option in all_options()):
+        names = [option.name for option in all_options() if option.group == group]
         parts.append(f"## {group}\n\n{swaps_table(*names)}")
     return "\n\n".join(parts)
 

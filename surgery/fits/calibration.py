@@ -1,16 +1,17 @@
 """A text that swaps are fitted on: its token ids, and the activations that they give, a layer at a time.
 
-A calibrated swap sees what its own layers see: `walk` runs the text through a tree, one layer's weights in memory, and
-hands out every layer with its input. The last part of the text is never fitted on; what a swap costs is measured there.
+A calibrated swap sees what its own layers see: `Calibration.walk` runs the text through a tree, one layer's weights in
+memory, and hands out every layer with its input. The last part of the text is never fitted on; what a swap costs is
+measured there.
 """
 
 from __future__ import annotations
 
 import codecs
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from ...modules.decoder import BlockModule, Front
 from ...modules.load import filled, tensor_of
 from ..base import Exactly, Model, Promise
 
-__all__ = ["Calibration", "Layer", "Text", "block_of", "embed", "read_text", "walk"]
+Run = tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]
 
 TOKENS = 2048
 """Tokens that are fitted on, unless told otherwise."""
@@ -58,12 +59,9 @@ class Text:
 
 
 def read_text(checkpoint: Checkpoint, file: str | Path | None, tokens: int = TOKENS) -> Text:
-    """The text for a checkpoint: a file, or the bundled play where the checkpoint comes from a sample.
-
-    Raises:
-        UsageError: no text and no sample; no tokenizer; fewer tokens than are needed.
-        InvalidInput: the file cannot be read as UTF-8 text.
-
+    """The text for a checkpoint: a file, or the bundled play where the checkpoint comes from a sample. Raises
+    UsageError where there is no text and no sample, no tokenizer, or fewer tokens than are needed, and InvalidInput
+    where the file cannot be read as UTF-8 text.
     """
     if file is None:
         reference = checkpoint.origin.reference or ""
@@ -116,32 +114,43 @@ class Calibration:
         rows = len(text.fitted) // width
         self.ids = torch.tensor(text.fitted[: rows * width]).reshape(rows, width)
 
-    def walk(self, model: Model, dtype: torch.dtype = torch.float32) -> Iterator[Layer]:
-        """The layers of a tree with what the text brings to each; see `walk`."""
-        return walk(model, self.ids, dtype)
+    def walk(self, model: Model, layers: Collection[int] | None = None) -> Iterator[Layer]:
+        """The layers of a tree, or some of them, each with the activations that the text brings to it, in fp32.
+
+        The weights of one layer are in memory. Who gets a layer alters nothing of the walk: the next one gets the
+        output of this one as it is.
+        """
+        x, context = embed(model, self.ids), context_of(self.ids)
+        for index in range(len(model.spec.blocks) if layers is None else max(layers) + 1):
+            layer = Layer(index, block_of(model, index), context, x)
+            if layers is None or index in layers:
+                yield layer
+            x = layer.output
+            model.release()
 
 
-@dataclass(frozen=True)
 class Layer:
-    """One layer while a text runs through it.
-
-    x is what comes to it, (rows, tokens, hidden); module its block, filled. `run` gives what leaves it.
+    """One layer while a text runs through it: its number, its block as a module that is filled, the context of the
+    pass, and x, what comes to it, (rows, tokens, hidden).
     """
 
-    index: int
-    module: BlockModule
-    context: Context
-    x: Tensor
+    def __init__(self, index: int, module: BlockModule, context: Context, x: Tensor) -> None:
+        self.index, self.module, self.context, self.x = index, module, context, x
 
-    def run(self, watched: Sequence[str] = ()) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-        """The block's output, and the (input, output) of the modules in it that are named ("attention.o_proj")."""
-        return run_block(self.module, self.x, self.context, watched)
+    @cached_property
+    def output(self) -> Tensor:
+        """What leaves it."""
+        return self.run()[0]
+
+    def run(self, watched: Sequence[str] = ()) -> Run:
+        """As `run_block`."""
+        output, seen = run_block(self.module, self.x, self.context, watched)
+        self.__dict__.setdefault("output", output)
+        return output, seen
 
 
-def run_block(
-    block: BlockModule, x: Tensor, context: Context, watched: Sequence[str] = ()
-) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """As `Layer.run`, for any block and input."""
+def run_block(block: BlockModule, x: Tensor, context: Context, watched: Sequence[str] = ()) -> Run:
+    """A block's output, and the (input, output) of the modules in it that are named ("attention.o_proj")."""
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
@@ -161,35 +170,21 @@ def run_block(
     return output, seen
 
 
-def walk(model: Model, ids: Tensor, dtype: torch.dtype = torch.float32) -> Iterator[Layer]:
-    """Every layer of a tree in turn, with the activations that token ids (rows, tokens) bring to it.
-
-    The weights of one layer are in memory. Layers alter nothing of the walk: the next one gets the output of this one
-    as it is.
-    """
-    x, context = embed(model, ids, dtype), context_of(ids, dtype)
-    for index in range(len(model.spec.blocks)):
-        layer = Layer(index, block_of(model, index, dtype), context, x)
-        yield layer
-        x, _ = layer.run()
-        model.release()
-
-
-def context_of(ids: Tensor, dtype: torch.dtype) -> Context:
+def context_of(ids: Tensor, dtype: torch.dtype = torch.float32) -> Context:
     """The context of one pass over token ids (rows, tokens), without padding and without a cache."""
     rows, steps = ids.shape
     return Context(rows, steps, 0, False, torch.arange(steps)[None], None, dtype)
 
 
-def embed(model: Model, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def embed(model: Model, ids: Tensor) -> Tensor:
     """What comes to the first layer, (rows, tokens, hidden)."""
-    front = filled(partial(Front, model.spec), partial(tensor_of, Exactly(model)), dtype)
+    front = filled(partial(Front, model.spec), partial(tensor_of, Exactly(model)), torch.float32)
     with torch.no_grad():
         x: Tensor = front(ids, torch.arange(ids.shape[1])[None])
     return x
 
 
-def block_of(model: Model, index: int, dtype: torch.dtype = torch.float32) -> BlockModule:
+def block_of(model: Model, index: int) -> BlockModule:
     """A layer of a tree as a module, filled."""
     read = partial(tensor_of, Exactly(model))
-    return filled(partial(BlockModule, model.spec.blocks[index]), read, dtype, f"blocks.{index}")
+    return filled(partial(BlockModule, model.spec.blocks[index]), read, torch.float32, f"blocks.{index}")

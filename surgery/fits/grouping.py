@@ -9,18 +9,11 @@ from torch import Tensor
 
 from .regression import fit_keys, fit_values, score_error, value_error
 
-__all__ = ["Groups", "contiguous_groups", "group_similar", "head_similarity", "query_order"]
-
 Groups = tuple[tuple[int, ...], ...]
 
 
 def contiguous_groups(heads: int, groups: int) -> Groups:
-    """Old heads 0 … heads-1 dealt out in order, as many to each group.
-
-    Raises:
-        ValueError: they do not go up.
-
-    """
+    """Old heads 0 … heads-1 dealt out in order, as many to each group. Raises ValueError where they do not go up."""
     if groups < 1 or heads % groups:
         raise ValueError(f"{heads} heads cannot be dealt out to {groups} groups of one size")
     size = heads // groups
@@ -70,15 +63,7 @@ def head_similarity(
     """How much of two old heads' work one head in their place can do, for every two: (m, m), 1 on the diagonal.
 
     The share of the squared products q·k and O·v that `fit_keys` and `fit_values` keep of a pair, the mean of both.
-
-    Args:
-        queries: (n, d, e).
-        keys: (m, d, e).
-        values: (m, d, e).
-        outputs: (n, hidden, d).
-        covariance: (e, e), of the layer's input.
-        rotary_dim: as in `fit_keys`.
-
+    Queries (n, d, e), keys and values (m, d, e), outputs (n, hidden, d), covariance (e, e) of the layer's input.
     """
     heads = len(keys)
     readers = len(queries) // heads

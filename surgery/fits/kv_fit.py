@@ -31,23 +31,10 @@ from ...modules.feed_forward import MixtureOfExpertsModule
 from ...modules.layers import Linear, capped
 from ...modules.positions import apply_rotary, inverse_frequencies
 from ..base import Model, Wide
-from ..layerwise import replaced
-from .calibration import Calibration, block_of, context_of, embed, run_block
+from .calibration import Calibration, run_block
 from .grouping import Groups, contiguous_groups, group_similar, head_similarity, query_order
 from .regression import Moment, augment, fit_keys, fit_values, mix_inputs, pool_mean, ridge
 from .scores import refit_scores
-
-__all__ = [
-    "Heads",
-    "as_halves",
-    "augmented",
-    "block_with",
-    "by_head",
-    "fitted_layers",
-    "patterns",
-    "refit_output",
-    "shared_key",
-]
 
 Fit = Callable[[BlockModule, Block, Tensor, Tensor, Context], dict[str, Tensor]]
 """The new tensors of a layer's attention, of the block as it was, the record that it is to have, what comes to it in
@@ -59,6 +46,7 @@ RIDGE = 1.0
 """Strength of the projections' ridges: as much weight on where they start as on the text."""
 GROUPING_WORK = 10**11
 """Multiplications that finding similar heads may take; beyond it, neighbours are put together."""
+DOWN = "feed_forward.down_proj"
 
 
 @dataclass(frozen=True)
@@ -81,28 +69,21 @@ def fitted_layers(
 
     `fit` gives those of one layer's attention, by their names in it; here q, k, v and o of fewer key-value heads.
     """
-    fit = fit or _fit
-    ids, dtype = calibration.ids, torch.float32
-    context = context_of(ids, dtype)
-    teacher = student = embed(model, ids, dtype)
-    for index in range(max(changed) + 1):
-        old = block_of(model, index, dtype)
-        if index not in changed:
-            output, _ = run_block(old, teacher, context)
-            student = output if student is teacher else run_block(old, student, context)[0]
-            teacher = output
+    student: Tensor | None = None  # the original's stream, until a layer is fitted
+    for layer in calibration.walk(model, range(max(changed) + 1)):
+        old, context, here = layer.module, layer.context, layer.x if student is None else student
+        if layer.index not in changed:
+            student = None if student is None else run_block(old, here, context)[0]
             continue
         with torch.no_grad():
-            spec = replaced(model.spec.blocks[index], attention=changed[index])
-            tensors = fit(old, spec, teacher, student, context)
+            spec = model.spec.blocks[layer.index].replaced(attention=changed[layer.index])
+            tensors = (fit or _fit)(old, spec, layer.x, here, context)
             new = block_with(old, spec, tensors)
-        found = {f"blocks.{index}.attention.{name}": value for name, value in tensors.items()}
-        teacher = run_block(old, teacher, context)[0]
-        student, down = refit_down(new, student, teacher, context)
+        found = {f"blocks.{layer.index}.attention.{name}": value for name, value in tensors.items()}
+        student, down = refit_down(new, here, layer.output, context)
         if down is not None:
-            found[f"blocks.{index}.{DOWN}.weight"] = down
+            found[f"blocks.{layer.index}.{DOWN}.weight"] = down
         yield {name: value.numpy() for name, value in found.items()}
-        model.release()
 
 
 def block_with(old: BlockModule, spec: Block, tensors: dict[str, Tensor]) -> BlockModule:
@@ -123,42 +104,40 @@ def _fit(block: BlockModule, record: Block, teacher: Tensor, student: Tensor, co
     scores, pattern = patterns(attention, before, context)
     heads = by_head(attention)
     if len(heads.keys) % new.kv_heads:  # groups that cut through the readers of one head: every reader gets its own
-        each = [tensor.repeat_interleave(spec.group, dim=0) for tensor in (heads.keys, heads.values)]
-        heads = replace(heads, keys=each[0], values=each[1])
+        keys, values = (each.repeat_interleave(spec.group, dim=0) for each in (heads.keys, heads.values))
+        heads = replace(heads, keys=keys, values=values)
     inputs = augmented(after, heads.bias)
-    moment = Moment.zeros(inputs.shape[-1])
-    moment.add(inputs)
-    groups = _groups(spec, new, heads, moment.covariance)
-    order = query_order(groups, spec.heads // len(heads.keys))
+    covariance = Moment.of(inputs).covariance
     fitted: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # queries, key, value, outputs of each group
     mixed: list[Tensor] = []
-    for group in groups:
+    for group in _groups(spec, new, heads, covariance):
         readers = query_order((group,), spec.heads // len(heads.keys))
-        q, k = _keys(spec, heads, group, readers, moment, inputs, scores[:, readers], pattern[:, readers], context)
+        theirs = scores[:, readers], pattern[:, readers]
+        q, k = shared_key(spec, heads, group, readers, covariance, inputs, *theirs, context)
         seen = mix_inputs(_pattern_of(attention, q, k, inputs, readers, context), inputs)  # (B, n, T, e)
-        what = Moment.zeros(seen.shape[-1])
-        what.add(seen)
-        value, outputs = fit_values(heads.values[list(group)], heads.outputs[readers], what.covariance)
+        own = heads.values[list(group)], heads.outputs[readers]
+        value, outputs = fit_values(*own, Moment.of(seen).covariance)
         fitted.append((q, k, value, outputs))
         mixed.append(seen @ value.to(seen).T)
     q = torch.cat([each[0] for each in fitted]).flatten(0, 1).double()  # (H·d, e), in the new order
     k, v = (torch.cat([each[which] for each in fitted]).double() for which in (1, 2))
     o = torch.cat([each[3] for each in fitted]).transpose(0, 1).flatten(1)  # (hidden, H·d)
     o = refit_output(attention, o, torch.cat(mixed, dim=1), before, teacher, student, context)
-    assert len(order) == spec.heads
-    found = {"q_proj": q, "k_proj": k, "v_proj": v}
+    return projections({"q_proj": q, "k_proj": k, "v_proj": v}, spec, heads.bias) | {"o_proj.weight": o}
+
+
+def projections(found: Mapping[str, Tensor], spec: Attention, bias: bool) -> dict[str, Tensor]:
+    """Weights, and biases where their last column is one, by name."""
     tensors = {f"{name}.weight": each[:, : spec.hidden_size].contiguous() for name, each in found.items()}
-    if heads.bias:
-        tensors |= {f"{name}.bias": each[:, -1].contiguous() for name, each in found.items()}
-    return tensors | {"o_proj.weight": o}
+    return tensors | ({f"{name}.bias": each[:, -1].contiguous() for name, each in found.items()} if bias else {})
 
 
-def _keys(
+def shared_key(
     spec: Attention,
     heads: Heads,
     group: Sequence[int],
     readers: Sequence[int],
-    moment: Moment,
+    covariance: Tensor,
     inputs: Tensor,
     scores: Tensor,
     pattern: Tensor,
@@ -168,38 +147,20 @@ def _keys(
     queries, keys = heads.queries[list(readers)], heads.keys[list(group)]
     if spec.q_norm is not None or spec.k_norm is not None:
         return queries, pool_mean(keys)  # what a norm follows is not bilinear in the inputs
-    position = spec.position
-    rotary = position if isinstance(position, Rotary) else None
+    rotary, scale, angles = _rotary(spec), spec.scale, None
+    if rotary is not None:
+        # The rotary tables have a factor of their own (YaRN, longrope).
+        scale *= float(getattr(rotary.scaling, "attention_factor", 1.0)) ** 2
+        steps = context.position_ids.shape[-1]
+        turns = inverse_frequencies(rotary, steps, inputs.dtype)
+        angles = torch.arange(steps, dtype=inputs.dtype)[:, None] * turns  # (T, dim/2)
     rows = as_halves(rotary, spec.head_dim)
-    queries, key = fit_keys(queries[:, rows], keys[:, rows], moment.covariance, 0 if rotary is None else rotary.dim)
-    found = refit_scores(
-        queries.to(inputs),
-        key.to(inputs),
-        inputs,
-        pattern,
-        scores,
-        _scale(spec),
-        None if rotary is None else _angles(rotary, context, inputs.dtype),
-        rounds=ROUNDS,
-        steps=STEPS,
-        strength=STRENGTH,
-    )
+    queries, key = fit_keys(queries[:, rows], keys[:, rows], covariance, 0 if rotary is None else rotary.dim)
+    start = queries.to(inputs), key.to(inputs)
+    how = {"rounds": ROUNDS, "steps": STEPS, "strength": STRENGTH}
+    found = refit_scores(*start, inputs, pattern, scores, scale, angles, **how)
     back = torch.argsort(rows)
     return found.queries[:, back], found.key[back]
-
-
-def shared_key(
-    spec: Attention,
-    heads: Heads,
-    moment: Moment,
-    inputs: Tensor,
-    scores: Tensor,
-    pattern: Tensor,
-    context: Context,
-) -> tuple[Tensor, Tensor]:
-    """Queries (H, d, e) and one key (d, e) for all heads of an attention."""
-    everyone = range(len(heads.keys))
-    return _keys(spec, heads, everyone, range(spec.heads), moment, inputs, scores, pattern, context)
 
 
 def refit_output(
@@ -212,19 +173,19 @@ def refit_output(
     context: Context,
 ) -> Tensor:
     """The output projection (hidden, H·d) that takes what is mixed now, (B, H, T, d), to the original's output and what
-    the streams before the layer differ by. Each token counts by what it is worth there: one over the mean square of
-    the original's stream, of which a few tokens have nearly all.
+    the streams before the layer differ by.
     """
     wanted: Tensor = attention(before, context)
-    weight = (teacher + wanted).square().mean(dim=-1).clamp_min(1e-30).reciprocal()
-    if attention.o_proj.bias is not None:
-        wanted = wanted - attention.o_proj.bias
-    moment = Moment.zeros(start.shape[1], start.shape[0])
-    moment.add(mixed.transpose(1, 2).flatten(2), wanted + (teacher - student), weight)
-    return ridge(start, moment, RIDGE)
+    bias = 0 if attention.o_proj.bias is None else attention.o_proj.bias
+    return _refit(start, mixed.transpose(1, 2).flatten(2), wanted - bias + (teacher - student), teacher + wanted)
 
 
-DOWN = "feed_forward.down_proj"
+def _refit(start: Tensor, inputs: Tensor, wanted: Tensor, stream: Tensor) -> Tensor:
+    """A projection that takes inputs to what is wanted. Each token counts by what it is worth there: one over the mean
+    square of the original's stream, of which a few tokens have nearly all.
+    """
+    weight = stream.square().mean(dim=-1).clamp_min(1e-30).reciprocal()
+    return ridge(start, Moment.of(inputs, wanted, weight), RIDGE)
 
 
 def refit_down(
@@ -239,13 +200,9 @@ def refit_down(
     inner, made = seen[DOWN]
     linear = block.feed_forward.down_proj
     assert isinstance(linear, Linear)
-    wanted = teacher_output - (output - made)
-    if linear.bias is not None:
-        wanted = wanted - linear.bias.detach()
-    weight = teacher_output.square().mean(dim=-1).clamp_min(1e-30).reciprocal()
-    moment = Moment.zeros(inner.shape[-1], made.shape[-1])
-    moment.add(inner, wanted, weight)
-    fitted = ridge(linear.weight.detach().double(), moment, RIDGE)
+    bias = 0 if linear.bias is None else linear.bias.detach()
+    wanted = teacher_output - (output - made) - bias
+    fitted = _refit(linear.weight.detach().double(), inner, wanted, teacher_output)
     with torch.no_grad():
         linear.weight.copy_(fitted)
     return run_block(block, student, context)[0], fitted
@@ -258,30 +215,29 @@ def patterns(attention: AttentionModule, x: Tensor, context: Context) -> tuple[T
     """An attention's scores q·k · scale without biases of positions, and its weights: (B, H, T, T) each."""
     spec = attention.spec
     q, k = (
-        torch.unflatten(each, -1, (-1, spec.head_dim)) for each in (attention.q_proj(x), attention.k_proj(x))
-    )  # (B, T, heads, d)
-    q = q if attention.q_norm is None else attention.q_norm(q)
-    k = k if attention.k_norm is None else attention.k_norm(k)
-    return _weights(spec, q.transpose(1, 2), k.transpose(1, 2).repeat_interleave(spec.group, dim=1), None, context)
+        torch.unflatten(each, -1, (-1, spec.head_dim)).transpose(1, 2)
+        for each in (attention.q_proj(x), attention.k_proj(x))
+    )  # (B, heads, T, d)
+    return _weights(attention, q, k.repeat_interleave(spec.group, dim=1), None, context)
 
 
 def _pattern_of(
     attention: AttentionModule, queries: Tensor, key: Tensor, inputs: Tensor, readers: Sequence[int], context: Context
 ) -> Tensor:
     """The weights that these query heads give with new queries (n, d, e) and a new key (d, e)."""
-    spec = attention.spec
     q = inputs[:, None] @ queries.to(inputs).transpose(-1, -2)  # (B, n, T, d)
-    k = (inputs @ key.to(inputs).T)[:, None].expand_as(q)
-    q = q if attention.q_norm is None else attention.q_norm(q)
-    k = k if attention.k_norm is None else attention.k_norm(k)
-    return _weights(spec, q, k, readers, context)[1]
+    return _weights(attention, q, (inputs @ key.to(inputs).T)[:, None].expand_as(q), readers, context)[1]
 
 
 def _weights(
-    spec: Attention, q: Tensor, k: Tensor, readers: Sequence[int] | None, context: Context
+    attention: AttentionModule, q: Tensor, k: Tensor, readers: Sequence[int] | None, context: Context
 ) -> tuple[Tensor, Tensor]:
-    """Scores and softmax of q and k, (B, n, T, d) each, positions not yet applied; `readers` says which heads."""
-    position = spec.position
+    """Scores and softmax of q and k, (B, n, T, d) each, norms and positions not yet applied; `readers` says which
+    heads.
+    """
+    spec, position = attention.spec, attention.spec.position
+    q = q if attention.q_norm is None else attention.q_norm(q)
+    k = k if attention.k_norm is None else attention.k_norm(k)
     if isinstance(position, Rotary):
         tables = context.tables(position)
         q, k = apply_rotary(q, tables), apply_rotary(k, tables)
@@ -296,16 +252,8 @@ def _weights(
     return scores, torch.softmax(biased if mask is None else biased + mask, dim=-1)
 
 
-def _scale(spec: Attention) -> float:
-    """What multiplies q·k, the rotary tables' own factor with it (YaRN, longrope)."""
-    scaling = spec.position.scaling if isinstance(spec.position, Rotary) else None
-    return spec.scale * float(getattr(scaling, "attention_factor", 1.0)) ** 2
-
-
-def _angles(rotary: Rotary, context: Context, dtype: torch.dtype) -> Tensor:
-    """(T, dim/2)."""
-    steps = context.position_ids.shape[-1]
-    return torch.arange(steps, dtype=dtype)[:, None] * inverse_frequencies(rotary, steps, dtype)
+def _rotary(spec: Attention) -> Rotary | None:
+    return spec.position if isinstance(spec.position, Rotary) else None
 
 
 def as_halves(rotary: Rotary | None, head_dim: int) -> Tensor:
@@ -340,15 +288,13 @@ def augmented(x: Tensor, bias: bool) -> Tensor:
 
 
 def _groups(spec: Attention, new: Attention, heads: Heads, covariance: Tensor) -> Groups:
-    """Which old heads become one."""
-    old = len(heads.keys)
-    if isinstance(spec.position, ALiBi) or new.kv_heads == 1 or spec.q_norm is not None:
-        return contiguous_groups(old, new.kv_heads)  # a slope belongs to its place
-    if old * (old - 1) // 2 * covariance.shape[0] ** 3 > GROUPING_WORK:
+    """Which old heads become one: neighbours where a slope of ALiBi belongs to its place, or the search is too long."""
+    old, rotary = len(heads.keys), _rotary(spec)
+    work = old * (old - 1) // 2 * covariance.shape[0] ** 3
+    in_place = isinstance(spec.position, ALiBi) or new.kv_heads == 1 or spec.q_norm is not None
+    if in_place or work > GROUPING_WORK:
         return contiguous_groups(old, new.kv_heads)
-    rows = as_halves(spec.position if isinstance(spec.position, Rotary) else None, spec.head_dim)
-    rotary = spec.position.dim if isinstance(spec.position, Rotary) else 0
-    table = head_similarity(
-        heads.queries[:, rows], heads.keys[:, rows], heads.values, heads.outputs, covariance, rotary
-    )
-    return group_similar(table, new.kv_heads)
+    rows = as_halves(rotary, spec.head_dim)
+    queries, keys = heads.queries[:, rows], heads.keys[:, rows]
+    dim = 0 if rotary is None else rotary.dim
+    return group_similar(head_similarity(queries, keys, heads.values, heads.outputs, covariance, dim), new.kv_heads)

@@ -8,68 +8,63 @@ much as the other; then the output projection is refitted to the original's outp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from ...components import Attention, Block, LatentAttention, Rotary
+from ...components import Attention, Block, LatentAttention
 from ...modules.attention import AttentionModule, LatentAttentionModule
 from ...modules.context import Context
 from ...modules.decoder import BlockModule
 from ..base import Model, Wide
 from . import kv_fit
 from .calibration import Calibration, block_of
-from .kv_fit import Heads, augmented, block_with, by_head, patterns, refit_output, shared_key
-from .regression import Moment, pool_mean, square_roots
-
-__all__ = ["averaged_layers", "fitted_layers"]
+from .kv_fit import Heads, augmented, block_with, by_head, patterns, projections, refit_output, shared_key
+from .regression import Moment, gram_of, leading, pool_mean, square_roots
 
 
 def fitted_layers(
-    model: Model, changed: dict[int, LatentAttention], calibration: Calibration
+    model: Model, changed: Mapping[int, LatentAttention], calibration: Calibration
 ) -> Iterator[dict[str, Wide]]:
     """The new tensors of each of the layers `changed` (layer -> its new attention), in order of the layers."""
     return kv_fit.fitted_layers(model, changed, calibration, _fit)
 
 
-def averaged_layers(model: Model, changed: dict[int, LatentAttention]) -> Iterator[dict[str, Wide]]:
+def averaged_layers(model: Model, changed: Mapping[int, LatentAttention]) -> Iterator[dict[str, Wide]]:
     """The plain form, without a text: the rotary keys' mean, and the leading directions of the weights alone."""
     for index, new in changed.items():
-        old = block_of(model, index, torch.float32)
-        assert isinstance(old.attention, AttentionModule)
-        spec, heads = old.attention.spec, by_head(old.attention)
+        attention = block_of(model, index).attention
+        assert isinstance(attention, AttentionModule)
+        heads, dim = by_head(attention), turning(attention.spec)
         identity = torch.eye(heads.queries.shape[-1], dtype=torch.float64)
-        dim = spec.position.dim if isinstance(spec.position, Rotary) else 0
-        tensors = _assembled(spec, new, heads, heads.queries[:, :dim], pool_mean(heads.keys)[:dim], identity)
-        tensors["o_proj.weight"] = old.attention.o_proj.weight.detach().double()
+        tensors = _assembled(attention, new, heads, heads.queries[:, :dim], pool_mean(heads.keys)[:dim], identity)
         yield {f"blocks.{index}.attention.{name}": value.numpy() for name, value in tensors.items()}
         model.release()
 
 
+def turning(spec: Attention) -> int:
+    """Elements of a head that positions turn."""
+    return int(getattr(spec.position, "dim", 0))
+
+
 def _fit(block: BlockModule, record: Block, teacher: Tensor, student: Tensor, context: Context) -> dict[str, Tensor]:
     """One layer's new tensors by their names in the attention, in fp64."""
-    attention = block.attention
-    new = record.attention
+    attention, new = block.attention, record.attention
     assert isinstance(attention, AttentionModule) and isinstance(new, LatentAttention)
     spec, heads = attention.spec, by_head(attention)
     before, after = block.attention_norm(teacher), block.attention_norm(student)
-    inputs = augmented(after, heads.bias)
-    moment = Moment.zeros(inputs.shape[-1])
-    moment.add(inputs)
-    dim = spec.position.dim if isinstance(spec.position, Rotary) else 0
+    inputs, dim = augmented(after, heads.bias), turning(spec)
+    covariance = Moment.of(inputs).covariance
     queries, key = heads.queries, heads.keys[0]
     if dim:
-        scores, pattern = patterns(attention, before, context)
-        queries, key = shared_key(spec, heads, moment, inputs, scores, pattern, context)
-    tensors = _assembled(spec, new, heads, queries[:, :dim], key[:dim], moment.covariance)
-    tensors["o_proj.weight"] = attention.o_proj.weight.detach().double()
-    made = block_with(block, record, tensors)
-    mixed = _mixed(made, after, context)
-    tensors["o_proj.weight"] = refit_output(
-        attention, tensors["o_proj.weight"], mixed, before, teacher, student, context
-    )
-    return tensors
+        everyone, readers = range(len(heads.keys)), range(spec.heads)
+        theirs = patterns(attention, before, context)
+        queries, key = shared_key(spec, heads, everyone, readers, covariance, inputs, *theirs, context)
+    tensors = _assembled(attention, new, heads, queries[:, :dim], key[:dim], covariance)
+    mixed = _mixed(block_with(block, record, tensors), after, context)
+    start = tensors["o_proj.weight"]
+    return tensors | {"o_proj.weight": refit_output(attention, start, mixed, before, teacher, student, context)}
 
 
 def _mixed(block: BlockModule, x: Tensor, context: Context) -> Tensor:
@@ -86,40 +81,26 @@ def _mixed(block: BlockModule, x: Tensor, context: Context) -> Tensor:
 
 
 def _assembled(
-    spec: Attention, new: LatentAttention, heads: Heads, queries: Tensor, key: Tensor, covariance: Tensor
+    attention: AttentionModule, new: LatentAttention, heads: Heads, queries: Tensor, key: Tensor, covariance: Tensor
 ) -> dict[str, Tensor]:
-    """All tensors but the output projection's, of rotary queries (H, dim, e) and their key (dim, e)."""
+    """All tensors, of rotary queries (H, dim, e) and their key (dim, e); the output projection's as it was."""
+    spec, dim = attention.spec, key.shape[0]
     readers = spec.heads // len(heads.keys)
-    dim = key.shape[0]
     plain_q, plain_k = heads.queries[:, dim:], heads.keys[:, dim:].repeat_interleave(readers, dim=0)
     if heads.bias:  # of keys without positions: it shifts all scores of a query alike, which softmax does not see
         plain_k = plain_k * torch.cat((torch.ones(spec.hidden_size), torch.zeros(1))).double()
     values = heads.values.repeat_interleave(readers, dim=0)  # (H, d, e)
     root, inverse = square_roots(covariance)
-    grams = [_gram(heads.outputs @ values @ root)]
+    grams = [gram_of(heads.outputs @ values @ root)]
     if plain_k.shape[1]:
         factors = plain_q @ root  # a root of E q qᵀ is enough: its Gram stands between
-        products = plain_k @ root
-        grams.append((products.transpose(-1, -2) @ (factors @ factors.transpose(-1, -2)) @ products).sum(dim=0))
+        grams.append(gram_of(plain_k @ root, factors @ factors.transpose(-1, -2)))
     # Each part as much as the other, whatever the sizes of values and scores.
     total = torch.stack([gram / gram.trace().clamp_min(1e-300) for gram in grams]).sum(dim=0)
-    basis = torch.linalg.eigh(total)[1].flip(-1)[:, : new.kv_rank]  # (e, rank)
-    basis = torch.nn.functional.pad(basis, (0, new.kv_rank - basis.shape[1]))
-    found = {
-        "q_proj": torch.cat((plain_q, queries), dim=1).flatten(0, 1),
-        "kv_down_proj": basis.T @ inverse,
-    }
-    if dim:
-        found["k_rope_proj"] = key
-    tensors = {f"{name}.weight": each[:, : spec.hidden_size].contiguous() for name, each in found.items()}
-    if heads.bias:
-        tensors |= {f"{name}.bias": each[:, -1].contiguous() for name, each in found.items()}
+    basis = leading(total, new.kv_rank)  # (e, rank)
+    found = {"q_proj": torch.cat((plain_q, queries), dim=1).flatten(0, 1), "kv_down_proj": basis.T @ inverse}
+    tensors = projections(found | ({"k_rope_proj": key} if dim else {}), spec, heads.bias)
     if plain_k.shape[1]:
         tensors["k_up_proj.weight"] = (plain_k @ root @ basis).flatten(0, 1)
     tensors["v_up_proj.weight"] = (values @ root @ basis).flatten(0, 1)
-    return tensors
-
-
-def _gram(products: Tensor) -> Tensor:
-    """The sum over heads of PᵀP: (H, hidden, e) -> (e, e)."""
-    return (products.transpose(-1, -2) @ products).sum(dim=0)
+    return tensors | {"o_proj.weight": attention.o_proj.weight.detach().double()}

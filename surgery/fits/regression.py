@@ -22,24 +22,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Moment",
-    "augment",
-    "best_slope",
-    "block_influence",
-    "fit_keys",
-    "fit_values",
-    "mix_inputs",
-    "pool_mean",
-    "ridge",
-    "rotate",
-    "score_error",
-    "square_roots",
-    "value_error",
-]
-
-# --- statistics ------------------------------------------------------------------------------------------------------
-
 
 @dataclass
 class Moment:
@@ -56,6 +38,13 @@ class Moment:
         """Nothing seen yet, for inputs of `width` and targets of `out`."""
         cross = None if out is None else torch.zeros(out, width, dtype=dtype)
         return cls(torch.zeros(width, width, dtype=dtype), cross)
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor | None = None, weight: Tensor | None = None) -> Moment:
+        """Of these tokens and targets; see `add`."""
+        found = cls.zeros(x.shape[-1], None if y is None else y.shape[-1])
+        found.add(x, y, weight)
+        return found
 
     def add(self, x: Tensor, y: Tensor | None = None, weight: Tensor | None = None) -> None:
         """Take in tokens x (..., e), targets y (..., out), each token counted `weight` (...) times."""
@@ -80,12 +69,9 @@ def augment(weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def square_roots(covariance: Tensor, floor: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Σ^½ and Σ^-½ (both symmetric) of a positive semidefinite matrix, `floor` · its largest eigenvalue added to
-    each eigenvalue: directions the text never takes would otherwise be divided by zero.
-
-    Raises:
-        ValueError: the matrix is zero, which nothing can be fitted on.
-
+    """Σ^½ and Σ^-½ (both symmetric) of a positive semidefinite matrix, `floor` · its largest eigenvalue added to each
+    eigenvalue: directions the text never takes would otherwise be divided by zero. Raises ValueError where the matrix
+    is zero, which nothing can be fitted on.
     """
     values, vectors = torch.linalg.eigh(covariance)
     if not values[-1] > 0:
@@ -94,40 +80,25 @@ def square_roots(covariance: Tensor, floor: float = 1e-6) -> tuple[Tensor, Tenso
     return (vectors * values.sqrt()) @ vectors.T, (vectors * values.rsqrt()) @ vectors.T
 
 
-# --- naive forms -----------------------------------------------------------------------------------------------------
-
-
 def pool_mean(weights: Tensor) -> Tensor:
     """The mean of a group's heads (m, d, e) -> (d, e) (Ainslie et al. 2305.13245)."""
     return weights.mean(dim=0)
 
 
-# --- values ----------------------------------------------------------------------------------------------------------
-
-
 def fit_values(values: Tensor, outputs: Tensor, covariance: Tensor, floor: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """One value head for a group, by reduced-rank regression: with M = [O_g V_h(g)] Σ^½ stacked over the query heads
-    and B its first d right singular vectors, V = Bᵀ Σ^-½ and O_g' = O_g V_h(g) Σ^½ B.
+    """One value head (d, e) for a group, and its new columns of the output projection (n, hidden, d), by reduced-rank
+    regression: with M = [O_g V_h(g)] Σ^½ stacked over the query heads and B its first d right singular vectors,
+    V = Bᵀ Σ^-½ and O_g' = O_g V_h(g) Σ^½ B.
 
     The optimum of Σ_g E|(O_g V_h(g) - O_g' V) z|² over all V of d rows (Eckart-Young; Izenman 1975). Lossless where the
-    O_g V_h(g) have d rows of rank between them.
-
-    Args:
-        values: the old heads, (m, d, e).
-        outputs: the output projection's columns of each query head, (n, hidden, d), the n/m readers of each old head
-            together.
-        covariance: (e, e), of what attention gives out of the layer's input, averaged over query heads (`mix_inputs`),
-            or of the input itself, which is nearly as good.
-        floor: see `square_roots`.
-
-    Returns:
-        the new head (d, e), and the new columns (n, hidden, d).
-
+    O_g V_h(g) have d rows of rank between them. Values are (m, d, e), outputs (n, hidden, d), the n/m readers of each
+    old head together; covariance (e, e) is of what attention gives out of the layer's input, averaged over query heads
+    (`mix_inputs`), or of the input itself, which is nearly as good.
     """
     root, inverse = square_roots(covariance, floor)
     readers = outputs.shape[0] // values.shape[0]
     products = outputs @ (values @ root).repeat_interleave(readers, dim=0)  # (n, hidden, e)
-    basis = _leading((products.transpose(-1, -2) @ products).sum(dim=0), values.shape[1])  # (e, d)
+    basis = leading(gram_of(products), values.shape[1])  # (e, d)
     return basis.T @ inverse, products @ basis
 
 
@@ -136,7 +107,12 @@ def mix_inputs(probabilities: Tensor, inputs: Tensor) -> Tensor:
     return probabilities @ inputs[:, None]
 
 
-def _leading(gram: Tensor, rank: int) -> Tensor:
+def gram_of(products: Tensor, between: Tensor | None = None) -> Tensor:
+    """The sum over heads of PᵀP, or of PᵀBP: (n, k, e) and B (n, k, k) -> (e, e)."""
+    return (products.transpose(-1, -2) @ (products if between is None else between @ products)).sum(dim=0)
+
+
+def leading(gram: Tensor, rank: int) -> Tensor:
     """The eigenvectors of the largest `rank` eigenvalues, (e, rank), zeros where there are fewer than `rank`."""
     vectors = torch.linalg.eigh(gram)[1].flip(-1)[:, :rank]
     return torch.nn.functional.pad(vectors, (0, rank - vectors.shape[1]))
@@ -148,24 +124,14 @@ def _leading(gram: Tensor, rank: int) -> Tensor:
 def fit_keys(
     queries: Tensor, keys: Tensor, covariance: Tensor, rotary_dim: int = 0, floor: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """One key head for a group; what it takes to read it goes into the queries.
+    """One key head (d, e) for a group, and its new queries (n, d, e): what it takes to read it goes into the queries.
 
     Each rotary pair (i, i + rotary_dim/2) is a complex number, and any complex factor commutes with the rotation: of
     √E|q|² · K_h Σ^½, stacked over the old heads, the first complex singular vector is the new row, and each old
     head's coefficient, conjugated, goes into its queries. Mean-pooling fixes the coefficient at 1, Jin et al.
     (2412.20677) its modulus. What is not rotated (all of it where rotary_dim is 0) takes the real form: the first
-    right singular vectors of (E q qᵀ)^½ K_h Σ^½, stacked over the query heads.
-
-    Args:
-        queries: (n, d, e), the n/m readers of each old key head together.
-        keys: the old heads, (m, d, e).
-        covariance: (e, e), of the layer's input.
-        rotary_dim: how many elements of a head, from the first, are rotated.
-        floor: see `square_roots`.
-
-    Returns:
-        the new queries (n, d, e) and the new key head (d, e).
-
+    right singular vectors of (E q qᵀ)^½ K_h Σ^½, stacked over the query heads. Queries are (n, d, e), the n/m readers
+    of each old key head together, keys (m, d, e), covariance (e, e) of the layer's input.
     """
     new_queries, new_key = queries.clone(), keys[0].clone()
     if rotary_dim:
@@ -199,10 +165,9 @@ def _fit_plain(queries: Tensor, keys: Tensor, covariance: Tensor, floor: float) 
     """`fit_keys` where nothing is rotated."""
     root, inverse = square_roots(covariance, floor)
     readers = queries.shape[0] // keys.shape[0]
-    factors = queries @ root  # a root of E q qᵀ is enough: (n, d, e), its Gram on the right
+    factors = queries @ root  # a root of E q qᵀ is enough: (n, d, e), its Gram stands between
     product = (keys @ root).repeat_interleave(readers, dim=0)  # K_h Σ^½, (n, d, e)
-    gram = (product.transpose(-1, -2) @ (factors @ factors.transpose(-1, -2)) @ product).sum(dim=0)
-    basis = _leading(gram, keys.shape[1])
+    basis = leading(gram_of(product, factors @ factors.transpose(-1, -2)), keys.shape[1])
     coefficients = product @ basis  # (n, d, d): K_h ≈ coefficients_h · the new head
     return coefficients.transpose(-1, -2) @ queries, basis.T @ inverse
 
@@ -232,14 +197,8 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 def value_error(values: Tensor, outputs: Tensor, value: Tensor, new_outputs: Tensor, covariance: Tensor) -> float:
     """What `fit_values` minimises, as a share of what there was: Σ_g E|(O_g V_h - O_g' V) z|² / Σ_g E|O_g V_h z|²."""
     old = outputs @ values.repeat_interleave(len(outputs) // len(values), dim=0)
-    return _share(old - new_outputs @ value, old, covariance)
-
-
-def _share(difference: Tensor, whole: Tensor, covariance: Tensor) -> float:
-    def power(x: Tensor) -> float:
-        return float(((x @ covariance) * x).sum())
-
-    return power(difference) / max(power(whole), torch.finfo(whole.dtype).tiny)
+    lost, whole = (float(((x @ covariance) * x).sum()) for x in (old - new_outputs @ value, old))
+    return lost / max(whole, torch.finfo(old.dtype).tiny)
 
 
 def score_error(
@@ -284,14 +243,8 @@ def _product_power(queries: Sequence[Tensor], keys: Sequence[Tensor], covariance
 def ridge(start: Tensor, moment: Moment, strength: float) -> Tensor:
     """The weight W that takes x to y, held to where it starts: argmin Σ|y - W x|² + λ|W - start|².
 
-    Args:
-        start: (out, e), what the text says nothing of stays as it is here.
-        moment: of x, with the targets y.
-        strength: λ over the mean of x's squares' sums (the mean of the Gram matrix's diagonal).
-
-    Raises:
-        ValueError: a strength that is not positive, or a moment without targets.
-
+    What the text says nothing of stays as in `start` (out, e). `strength` is λ over the mean of x's squares' sums (the
+    mean of the Gram matrix's diagonal). Raises ValueError where it is not positive, or the moment has no targets.
     """
     if not strength > 0:
         raise ValueError(f"the strength of a ridge is {strength}, expected more than 0")
@@ -314,11 +267,8 @@ def best_slope(
     """The slope a with which new(a·x)/a is nearest to old(x) on samples of pre-activations, and the root of the mean
     squared difference that is left. GELU -> SiLU: near 1.702 (Hendrycks & Gimpel 1606.08415), where x is of size 1.
 
-    A grid over log a between `low` and `high` finds the valley, golden sections the bottom.
-
-    Raises:
-        ValueError: no samples, or samples that are not finite.
-
+    A grid over log a between `low` and `high` finds the valley, golden sections the bottom. Raises ValueError
+    where there are no samples, or some that are not finite.
     """
     if not samples.numel() or not bool(samples.isfinite().all()):
         raise ValueError("the slope of an activation needs finite samples of what goes into it")

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from .regression import rotate
 
-__all__ = ["ScoreFit", "conjugate_gradients", "refit_scores"]
-
 
 class ScoreFit(NamedTuple):
     """Queries (n, d, e), the key head (d, e), and the error per token and query head before and after the refit."""
@@ -44,22 +42,15 @@ def refit_scores(
 
     The error is Σ_j p_ij (Δ_ij - Σ_k p_ik Δ_ik)², Δ the difference of scores and p the original's attention: twice the
     KL divergence of the two patterns to second order, blind to the shift that softmax is blind to. Scores are
-    bilinear, so each round solves the least squares problem linearised in both at once (Gauss-Newton), by conjugate
-    gradients on its normal equations. Few steps and `strength` keep what little text there is from being learnt by
-    heart. A round that would make the error larger is halved, and at last left out.
+    bilinear, so each of `rounds` solves the least squares problem linearised in both at once (Gauss-Newton), by `steps`
+    of conjugate gradients on its normal equations. Few steps and a ridge of `strength`, relative to the mean curvature,
+    keep what little text there is from being learnt by heart. A round that would make the error larger is halved, and
+    at last left out.
 
-    Args:
-        queries: (n, d, e), from `fit_keys`.
-        key: (d, e).
-        inputs: (B, T, e), the layer's inputs in the model being made.
-        probabilities: (B, n, T, T), the original's attention on its own inputs; 0 where it must not look.
-        scores: (B, n, T, T), the original's q·k · scale, without any bias of positions; read where p is not 0.
-        scale: what multiplies q·k.
-        angles: (T, p) of the rotary positions, None where there are none.
-        rounds: how often the scores are linearised.
-        steps: of conjugate gradients in a round.
-        strength: of the ridge, relative to the mean curvature.
-
+    Queries are (n, d, e), the key (d, e), the layer's inputs in the model being made (B, T, e), the original's
+    attention on its own inputs (B, n, T, T), 0 where it must not look, and its q·k · scale without any bias of
+    positions (B, n, T, T), read where that is not 0. `scale` multiplies q·k; angles are (T, p), None without rotary
+    positions.
     """
     problem = _Scores(inputs, probabilities, scores, scale, angles)
     before = after = problem.error(queries, key)

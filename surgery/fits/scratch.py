@@ -14,8 +14,6 @@ import numpy as np
 
 from ..base import Computed, Model, Wide
 
-__all__ = ["Scratch"]
-
 
 class Scratch:
     """What a fit makes of a model, by name.

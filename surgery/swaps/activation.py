@@ -18,21 +18,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
-from ...components import Activation, FeedForward, GatedFeedForward, MixtureOfExperts, ModelSpec
+from ...components import Activation, GatedFeedForward, MixtureOfExperts, ModelSpec
 from ...errors import SwapRefused
-from ..base import Computed, Guarantee, Model, Moved, Swapped, Tensor, Wide, weakest
+from ..base import Computed, Guarantee, Model, Moved, Swapped, Tensor, weakest
 from ..fits.scratch import Scratch
-from ..layerwise import blocks_text, chosen_layers, in_words, with_blocks
+from ..layerwise import in_words, tensors_of, with_blocks
+from ..options import FEED_FORWARD, Option
 from ..registry import Asked, Clears, Step, Swap
-from .mlp import dense_of, paths, with_dense
+from .mlp import Dense, dense_of, paths, with_dense
 
-__all__ = ["SWAPS", "TWO_UNITS", "how", "one_unit", "slope", "two_units"]
-
-replace = msgspec.structs.replace
-Dense = FeedForward | GatedFeedForward
 Slope = Callable[[Model], float]
 """A number that may be fitted to the model."""
 
@@ -44,14 +41,17 @@ power of two, so that weights keep their digits; and a fourth power, in a gradie
 
 TARGETS: tuple[Activation, ...] = ("gelu", "gelu_new", "gelu_tanh", "gelu_bloom", "quick_gelu", "relu", "silu")
 """What may be asked for."""
-TANH = ("gelu_new", "gelu_tanh")
+TANH: tuple[Activation, ...] = ("gelu_new", "gelu_tanh")
 """One function. gelu_bloom's is another in the tenth digit: it has √(2/π) as 0.79788456; gelu_fast's in the twelfth."""
-PHI = ("gelu", "gelu_python")
+PHI: tuple[Activation, ...] = ("gelu", "gelu_python")
 """One function."""
-GELUS = (*PHI, *TANH, "gelu_bloom", "gelu_fast")
+GELUS: tuple[Activation, ...] = (*PHI, *TANH, "gelu_bloom", "gelu_fast")
 
 NEAR = (*GELUS, "silu", "quick_gelu", "relu")
 """What another activation can stand for, at some slope."""
+
+FROM: dict[str, tuple[Activation, ...]] = {"silu": GELUS, "gelu": ("silu", "quick_gelu")}
+"""What two units of an activation stand for one of."""
 
 TWO_UNITS: dict[str, tuple[float, float, float]] = {
     "silu": (1.22275, 1.44599, -1.0),
@@ -73,9 +73,8 @@ def slope(old: Activation, new: Activation) -> float:
 
 def how(old: Activation, new: Activation) -> Guarantee:
     """What replacing one by the other, at its slope, guarantees."""
-    if old == new or {old, new} <= set(TANH) or {old, new} <= set(PHI) or old == "relu":
-        return "exact"
-    if {old, new} == {"silu", "quick_gelu"}:
+    alike = any({old, new} <= set(each) for each in (TANH, PHI, ("silu", "quick_gelu")))
+    if old in (new, "relu") or alike:
         return "exact"
     return "retrained" if new == "relu" else "approximate"
 
@@ -83,47 +82,45 @@ def how(old: Activation, new: Activation) -> Guarantee:
 # --- the formulas -----------------------------------------------------------------------------------------------------
 
 
-def scaled(name: str, factor: Slope, power: int = 1) -> Computed:
-    """A tensor times a number, or one over it."""
-    return Computed(lambda model: model.wide(name) * factor(model) ** power)
-
-
 def entering(path: str, dense: Dense) -> list[str]:
     """What makes the activation's input: a weight, and a bias where there is one."""
-    name = f"{path}.{'gate_proj' if isinstance(dense, GatedFeedForward) else 'up_proj'}"
-    return [f"{name}.weight", *([f"{name}.bias"] if dense.up_bias else [])]
+    return tensors_of(path, dense, "gate_proj" if isinstance(dense, GatedFeedForward) else "up_proj")
 
 
 def leaving(path: str, dense: Dense) -> list[str]:
     """What its output is multiplied by: the other factor, or the projection behind."""
-    if not isinstance(dense, GatedFeedForward):
-        return [f"{path}.down_proj.weight"]
-    return [f"{path}.up_proj.weight", *([f"{path}.up_proj.bias"] if dense.up_bias else [])]
+    gated = isinstance(dense, GatedFeedForward)
+    return tensors_of(path, dense, "up_proj") if gated else [f"{path}.down_proj.weight"]
 
 
 def one_unit(path: str, dense: Dense, s: Slope) -> dict[str, Tensor]:
     """act(x) -> new(s·x)/s: s before the activation, 1/s behind."""
-    before: dict[str, Tensor] = {name: scaled(name, s) for name in entering(path, dense)}
-    return before | {name: scaled(name, s, -1) for name in leaving(path, dense)}
+
+    def scaled(name: str, power: int) -> Computed:
+        return Computed(lambda model: model.wide(name) * s(model) ** power)
+
+    before = {name: scaled(name, 1) for name in entering(path, dense)}
+    return {**before, **{name: scaled(name, -1) for name in leaving(path, dense)}}
 
 
 def two_units(path: str, dense: Dense, b: tuple[float, float], a: tuple[float, float]) -> dict[str, Tensor]:
     """act(x) -> a₁·new(b₁·x) + a₂·new(b₂·x): each unit twice, the first ones before all second ones."""
+
+    def stacked(name: str, factors: tuple[float, float], axis: int) -> Computed:
+        return Computed(lambda model: np.concatenate([model.wide(name) * factor for factor in factors], axis=axis))
+
     tensors: dict[str, Tensor] = {name: stacked(name, b, axis=0) for name in entering(path, dense)}
     if isinstance(dense, GatedFeedForward):
-        tensors |= {name: Moved(name, twice) for name in leaving(path, dense)}
+        tensors |= {name: Moved(name, lambda rows: np.concatenate([rows, rows])) for name in leaving(path, dense)}
     down = f"{path}.down_proj.weight"
     return tensors | {down: stacked(down, a, axis=1)}
 
 
-def stacked(name: str, factors: tuple[float, float], axis: int) -> Computed:
-    """A tensor times one number, and behind it times another."""
-    return Computed(lambda model: np.concatenate([model.wide(name) * factor for factor in factors], axis=axis))
-
-
-def twice(array: Wide) -> Wide:
-    """Rows, and the same rows again."""
-    return np.concatenate([array, array])
+def pair(old: Activation, kind: str) -> tuple[tuple[float, float], tuple[float, float]]:
+    """The slopes and the weights of two units."""
+    first, second, q = TWO_UNITS[kind]
+    once = QUICK if old == "quick_gelu" else 1.0  # silu(1.702 x)/1.702
+    return (first * once, second * once), (q / first / once, (1 - q) / second / once)
 
 
 # --- the swaps --------------------------------------------------------------------------------------------------------
@@ -143,12 +140,12 @@ def to_other(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
 def to_fitted(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
     """Another activation, each layer with the slope that is best on a text."""
     found = different(spec, asked, new)
-    free = [each.activation for each in found.values() if how(each.activation, new) == "approximate"]
-    mixed = [i for i in found if isinstance(spec.blocks[i].feed_forward, MixtureOfExperts)]
-    if len(free) < len(found) or mixed or asked.calibration is None:
+    known = any(how(each.activation, new) != "approximate" for each in found.values())
+    mixed = any(isinstance(spec.blocks[i].feed_forward, MixtureOfExperts) for i in found)
+    if known or mixed or asked.calibration is None:
         reason = "experts are not fitted" if mixed else f"the slope from {one_of(found)} to {new} is known"
         raise SwapRefused(f"nothing to fit: {reason}", f"--activation {new} needs no text.")
-    fits = Scratch.by("slopes.slopes", asked.calibration(), found, new)
+    fits = Scratch.by("feed_forward.slopes", asked.calibration(), found, new)
     tensors: dict[str, Tensor] = {}
     for layer, old in found.items():
         for path in paths(spec, layer):
@@ -160,36 +157,26 @@ def to_two_units(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
     """Another activation, two units of it for each old one."""
     found = different(spec, asked, new)
     kind = "silu" if new == "silu" else "gelu"
-    wanted = GELUS if kind == "silu" else ("silu", "quick_gelu")
-    other = [
-        old.activation for old in found.values() if old.activation not in wanted or how(old.activation, new) == "exact"
-    ]
+    known = (old.activation for old in found.values())
+    other = next((old for old in known if old not in FROM[kind] or how(old, new) == "exact"), None)
     if other or asked.approximate:
-        reason = f"from {other[0]} one unit is enough" if other else "--approximate changes the name alone, of one unit"
-        raise SwapRefused(f"two {new} units stand for one of {' or '.join(wanted)}: {reason}", f"--activation {new}")
+        reason = f"from {other} one unit is enough" if other else "--approximate changes the name alone, of one unit"
+        raise SwapRefused(
+            f"two {new} units stand for one of {' or '.join(FROM[kind])}: {reason}", f"--activation {new}"
+        )
     tensors: dict[str, Tensor] = {}
     for layer, old in found.items():
-        b, a = pair(old.activation, kind)
         for path in paths(spec, layer):
-            tensors |= two_units(path, old, b, a)
+            tensors |= two_units(path, old, *pair(old.activation, kind))
     return swapped(spec, found, new, tensors, width=2)
-
-
-def pair(old: Activation, kind: str) -> tuple[tuple[float, float], tuple[float, float]]:
-    """The slopes and the weights of two units."""
-    first, second, q = TWO_UNITS[kind]
-    a = (q / first, (1 - q) / second)
-    if old == "quick_gelu":  # silu(1.702 x)/1.702
-        return (first * QUICK, second * QUICK), (a[0] / QUICK, a[1] / QUICK)
-    return (first, second), a
 
 
 def different(spec: ModelSpec, asked: Asked, new: Activation) -> dict[int, Dense]:
     """The feed-forwards that are asked for and have another activation, by layer."""
-    found = {i: dense_of(spec.blocks[i]) for i in chosen_layers(spec, asked)}
-    found = {i: dense for i, dense in found.items() if dense.activation != new}
-    if not found:
-        raise SwapRefused(f"the feed-forwards asked for have {new} already", f"Possible: {', '.join(others(new))}")
+    others = f"Possible: {', '.join(name for name in TARGETS if name != new)}"
+    none = f"the feed-forwards asked for have {new} already"
+    layers = asked.those(spec, lambda block: dense_of(block).activation != new, none, others)
+    found = {i: dense_of(spec.blocks[i]) for i in layers}
     far = [i for i, dense in found.items() if dense.activation not in NEAR]
     if far:
         raise SwapRefused(
@@ -197,11 +184,6 @@ def different(spec: ModelSpec, asked: Asked, new: Activation) -> dict[int, Dense
             f"Possible from: {', '.join(NEAR)}.",
         )
     return found
-
-
-def others(new: Activation) -> list[str]:
-    """Every other activation that may be asked for."""
-    return [name for name in TARGETS if name != new]
 
 
 def one_of(found: Mapping[int, Dense]) -> str:
@@ -218,34 +200,25 @@ def swapped(
     width: int = 1,
 ) -> Swapped:
     """The tree with the new activation, `width` times as wide; `named`: nothing but the name was changed."""
-    blocks = {}
-    for layer, old in found.items():
-        dense = replace(old, activation=new, intermediate_size=old.intermediate_size * width)
-        blocks[layer] = with_dense(spec.blocks[layer], dense)
-    kinds = [how(old.activation, new) for old in found.values()]
-    if named:  # exact only where there was no slope to forget
-        kinds = [
-            "approximate" if kind == "exact" and slope(old.activation, new) != 1 else kind
-            for kind, old in zip(kinds, found.values(), strict=True)
-        ]
-    summary = {"from": one_of(found), "to": new, "layers": list(found), "units": width}
-    return Swapped(with_blocks(spec, blocks), weakest(kinds), tensors, summary, notes(found, new, named))
-
-
-def notes(found: Mapping[int, Dense], new: Activation, named: bool) -> tuple[str, ...]:
-    """What a person should know."""
-    old = {dense.activation for dense in found.values()}
-    said = []
+    blocks, kinds = {}, list[Guarantee]()
+    for layer, dense in found.items():
+        wider = replace(dense, activation=new, intermediate_size=dense.intermediate_size * width)
+        blocks[layer] = with_dense(spec.blocks[layer], wider)
+        kind = how(dense.activation, new)
+        forgotten = named and kind == "exact" and slope(dense.activation, new) != 1
+        kinds.append("approximate" if forgotten else kind)
+    old, notes = {dense.activation for dense in found.values()}, []
     if "relu" in old and not named:
-        said.append(
+        notes.append(
             f"{new} is used where it is ReLU, its input 2⁵⁰ times as large: the same function, and the same gradient;"
             " float16 does not hold such weights"
         )
-    if new != "relu" and len({*old, new} & {"gelu_bloom", *TANH}) > 1 and "gelu_bloom" in {*old, new}:
-        said.append("gelu_bloom has √(2/π) as 0.79788456: not exact, by 1 in the tenth digit")
+    if new != "relu" and "gelu_bloom" in {*old, new} and len({*old, new} & {"gelu_bloom", *TANH}) > 1:
+        notes.append("gelu_bloom has √(2/π) as 0.79788456: not exact, by 1 in the tenth digit")
     if new == "relu":
-        said.append(f"{in_words(list(found))}: ReLU gives zeros where {one_of(found)} did not; train before use")
-    return tuple(said)
+        notes.append(f"{in_words(list(found))}: ReLU gives zeros where {one_of(found)} did not; train before use")
+    summary = {"from": one_of(found), "to": new, "layers": list(found), "units": width}
+    return Swapped(with_blocks(spec, blocks), weakest(kinds), tensors, summary, tuple(notes))
 
 
 def back(before: ModelSpec, asked: Asked) -> Step | None:
@@ -254,22 +227,14 @@ def back(before: ModelSpec, asked: Asked) -> Step | None:
     old = {dense_of(before.blocks[i]).activation for i in asked.chosen(before)}
     if len(old) != 1 or (name := old.pop()) == new or how(new, name) != "exact":  # type: ignore[arg-type]
         return None
-    return Step("activation", name, blocks_text(asked))
+    return asked.again("activation", name)
 
 
 def worth(new: Activation, form: str, spec: ModelSpec) -> Iterable[str]:
-    """The form, where some layer has an activation that it is for."""
+    """Two units, where every layer has an activation that they are for; what needs a text is not worth trying."""
     old = {dense_of(block).activation for block in spec.blocks} - {new}
-    family = GELUS if new == "silu" else ("silu", "quick_gelu")
-    if form == new:
-        useful = new != "gelu_bloom" and bool(old) and not (new == "gelu_tanh" and "gelu_new" not in old)
-    elif form.endswith(":2"):
-        useful = (
-            new in ("silu", "gelu") and bool(old) and all(each in family and how(each, new) != "exact" for each in old)
-        )
-    else:
-        useful = False  # needs a text
-    return (form,) if useful else ()
+    two = form.endswith(":2") and new in FROM and bool(old)
+    return (form,) if two and all(each in FROM[new] and how(each, new) != "exact" for each in old) else ()
 
 
 def entry(new: Activation, form: str, reshape: Callable[..., Swapped], needs: str) -> Swap:
@@ -305,6 +270,17 @@ FITTED: tuple[Activation, ...] = ("silu", "gelu", "gelu_new", "gelu_tanh", "quic
 DOUBLED: tuple[Activation, ...] = ("silu", "gelu", "gelu_new", "gelu_tanh")
 
 ORDER = 140
+OPTIONS = (
+    Option(
+        "activation",
+        FEED_FORWARD,
+        2,
+        "Another activation, rescaled to be as near as can be.",
+        "silu | gelu | relu | …",
+        words="gelu_new; quick_gelu = gelu sigmoid; relu; gelu = gelu exact, gelu erf, gelu python; gelu_tanh = "
+        "gelu pytorch tanh, gelu approximate; gelu_bloom = bloom gelu; silu = swish",
+    ),
+)
 SWAPS = (
     *(entry(name, name, to_other, EXACT_FROM[name]) for name in TARGETS),
     *(entry(name, f"{name}:2", to_two_units, "a feed-forward of twice the width") for name in DOUBLED),

@@ -26,11 +26,8 @@ from ...converter.weights import Weights
 from ...errors import InvalidInput, Offline, SwapRefused, UntrustedInput
 from ..base import Wide
 
-__all__ = ["Adapter", "Lora", "read_adapter"]
-
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
-FROM_ANOTHER_BASE = "it starts from weights that are not the base model's"
 REFUSED: Mapping[str, str] = {
     "alora_invocation_tokens": "it acts from certain tokens on, which no merged weight does",
     "arrow_config": "it chooses among adapters for each token, which no merged weight does",
@@ -90,23 +87,15 @@ class Adapter:
         return self.file.info[name][1]
 
     def read(self, name: str) -> Wide:
-        """A tensor in fp64.
-
-        Raises:
-            InvalidInput: it holds NaN or infinity.
-
-        """
+        """A tensor in fp64. Raises InvalidInput where it holds NaN or infinity."""
         values = to_float64(self.file.read(name), self.file.info[name][0])
         if not np.isfinite(values).all():
             raise InvalidInput(f"{self.reference}: {name} is not finite")
         return values
 
     def scale(self, module: str) -> float:
-        """α / r, or α / √r: what B·A is multiplied by. `rank_pattern` and `alpha_pattern` are by module.
-
-        Raises:
-            SwapRefused: the rank is not that of the module's tensors.
-
+        """α / r, or α / √r: what B·A is multiplied by. `rank_pattern` and `alpha_pattern` are by module. Raises
+        SwapRefused where the rank is not that of the module's tensors.
         """
         rank = _by_pattern(self.config.get("rank_pattern"), module, self.config.get("r", 8))
         alpha = _by_pattern(self.config.get("alpha_pattern"), module, self.config.get("lora_alpha", 8))
@@ -116,12 +105,7 @@ class Adapter:
         return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def indices(self, module: str) -> list[int]:
-        """The tokens whose rows `rows` holds.
-
-        Raises:
-            SwapRefused: the config does not say.
-
-        """
+        """The tokens whose rows `rows` holds. Raises SwapRefused where the config does not say."""
         given = self.config.get("trainable_token_indices")
         if isinstance(given, dict):
             given = next((ids for name, ids in given.items() if f".{module}".endswith(f".{name}")), None)
@@ -143,27 +127,28 @@ def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
 
 
 def read_adapter(reference: str, *, offline: bool = False) -> Adapter:
-    """Read an adapter's folder, or a repository on the hub (org/name, org/name@revision).
-
-    Raises:
-        InvalidInput: there is none, or its files are broken; UntrustedInput for a pickle.
-        Offline: it is on the hub, and there is no network.
-        SwapRefused: it is no LoRA adapter, or one of a kind that is not understood.
-
+    """Read an adapter's folder, or a repository on the hub (org/name, org/name@revision). Raises InvalidInput where
+    there is none, or its files are broken, UntrustedInput for a pickle, Offline where it is on the hub and there is no
+    network, and SwapRefused where it is no LoRA adapter, or one of a kind that is not understood.
     """
     config_path, path = _files(reference, offline)
     config = read_config_file(config_path)[0]
     _require_understood(reference, config)
     file = Weights.of(single(path, read_header(path)))
     lora: dict[str, Lora] = {}
-    saved: dict[str, str] = {}
-    base: dict[str, str] = {}
-    rows: dict[str, str] = {}
+    saved, base, rows = dict[str, str](), dict[str, str](), dict[str, str]()
     unknown = []
     for full in file.info:
         name = full.removeprefix("base_model.model.")
         if match := _LORA.fullmatch(name):
-            _note(lora.setdefault(match["module"], Lora()), match["part"], match["kind"], full)
+            own, part = lora.setdefault(match["module"], Lora()), match["part"]
+            if part == "lora_magnitude_vector":
+                own.magnitude = full
+            elif match["kind"] == "bias":
+                own.bias = full
+            else:
+                own.embedding = part.startswith("lora_embedding")
+                setattr(own, part[-1].lower(), full)
         elif match := _ROWS.fullmatch(name):
             rows[match["module"]] = full
         elif match := _BASE.fullmatch(name):
@@ -179,16 +164,6 @@ def read_adapter(reference: str, *, offline: bool = False) -> Adapter:
     return Adapter(reference, config, sha256_file(path), lora, saved, base, rows, file)
 
 
-def _note(lora: Lora, part: str, kind: str | None, name: str) -> None:
-    if part == "lora_magnitude_vector":
-        lora.magnitude = name
-    elif kind == "bias":
-        lora.bias = name
-    else:
-        lora.embedding = part.startswith("lora_embedding")
-        setattr(lora, part[-1].lower(), name)
-
-
 def _require_understood(reference: str, config: Mapping[str, Any]) -> None:
     method = config.get("peft_type")
     if method != "LORA":
@@ -202,7 +177,8 @@ def _require_understood(reference: str, config: Mapping[str, Any]) -> None:
     start = config.get("init_lora_weights", True)
     if not any(start is each or start == each for each in INITIALISED):
         raise SwapRefused(
-            f"{reference} is trained with init_lora_weights {start!r:.40}: {FROM_ANOTHER_BASE}",
+            f"{reference} is trained with init_lora_weights {start!r:.40}: it starts from weights that are not the"
+            " base model's",
             "peft writes it as a plain adapter: save_pretrained(…, path_initial_model_for_weight_conversion=…).",
         )
 
@@ -210,28 +186,21 @@ def _require_understood(reference: str, config: Mapping[str, Any]) -> None:
 def _files(reference: str, offline: bool) -> tuple[Path, Path]:
     """The paths of config and weights."""
     folder = Path(reference).expanduser()
-    if folder.is_dir():
-        config, weights = folder / CONFIG, folder / WEIGHTS
-        if not config.is_file():
-            raise InvalidInput(f"{reference} is no adapter: there is no {CONFIG} in it")
-        if not weights.is_file():
-            _refuse_without_weights(reference, (folder / PICKLE).is_file())
-        return config, weights
     repo, _, revision = reference.removeprefix("hf://").partition("@")
-    if repo.count("/") != 1 or repo.startswith((".", "/", "~")):
+    if not folder.is_dir() and (repo.count("/") != 1 or repo.startswith((".", "/", "~"))):
         raise InvalidInput(f"no such folder: {reference}", "An adapter on the hub is named org/name.")
-    found = {name: _fetched(repo, revision or None, name, offline) for name in (CONFIG, WEIGHTS)}
-    at, weights_at = found[CONFIG], found[WEIGHTS]
-    if at is None:
+
+    def path_of(name: str) -> Path | None:
+        if not folder.is_dir():
+            return _fetched(repo, revision or None, name, offline)
+        return folder / name if (folder / name).is_file() else None
+
+    config, weights = path_of(CONFIG), path_of(WEIGHTS)
+    if config is None:
         raise InvalidInput(f"{reference} is no adapter: there is no {CONFIG} in it")
-    if weights_at is None:
-        _refuse_without_weights(reference, _fetched(repo, revision or None, PICKLE, offline) is not None)
-        raise AssertionError
-    return at, weights_at
-
-
-def _refuse_without_weights(reference: str, pickled: bool) -> None:
-    if pickled:
+    if weights is not None:
+        return config, weights
+    if path_of(PICKLE) is not None:
         raise UntrustedInput(
             f"{reference} has its weights as {PICKLE}, a pickle, which can run code",
             f"peft writes {WEIGHTS} where it loads and saves it again.",

@@ -14,107 +14,75 @@ heads move to where theirs is, and where one is missing there is no exact form.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
-from ...components import ALiBi, LatentAttention, ModelSpec
+from ...components import ALiBi, ModelSpec
 from ...errors import SwapRefused
 from ..base import Model, Swapped, Tensor, Wide
-from ..fits.heads_fit import fit
 from ..fits.scratch import Scratch
 from ..gather import Index, by_head, taken
 from ..heads import Choice, Grouped, kept, key_heads, parts, remaining, slopes
-from ..layerwise import one_or_all, smaller_again, with_attention
-from ..registry import Asked, Clears, Step, Swap
-
-if TYPE_CHECKING:
-    from ..fits.calibration import Calibration
-
-__all__ = ["SWAPS"]
-
-replace = msgspec.structs.replace
+from ..layerwise import one_or_all, with_mixers
+from ..options import ATTENTION, Option
+from ..registry import Asked, Clears, Swap
 
 
 def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
     """The tree with another number of query heads, in the layers asked for."""
     new = asked.number("a number of heads")
-    layers = [layer for layer in asked.chosen(spec) if spec.blocks[layer].attention.heads != new]
-    if not layers:
-        raise SwapRefused(f"there are {new} heads already", "Possible: another number.")
+    none = f"there are {new} heads already"
+    layers = asked.those(spec, lambda block: block.attention.heads != new, none, "Possible: another number.")
     changed, tensors = dict[int, Grouped](), dict[str, Tensor]()
     fitting: dict[int, tuple[int, tuple[Index, ...]]] = {}
     exact = True
     for layer in layers:
         path, attention = f"blocks.{layer}.attention", spec.blocks[layer].attention
         if new > attention.heads:
-            grown = more(attention, new)
-            choice: Choice | None = grown
-            keys = len(grown.keys)
+            choice: Choice | None = more(attention, new)
         else:
             tried = [(keys, units_of(attention, new, keys)) for keys in key_counts(attention, new)]
-            found = [without_dead(asked, path, attention, new, keys, units) for keys, units in tried]
+            found = (without_dead(asked, path, attention, new, keys, units) for keys, units in tried)
             choice = next((each for each in found if each is not None), None)
             exact = exact and choice is not None
-            keys, units = tried[0]
             if choice is None and asked.approximate:
                 alike = np.ones(attention.heads)
                 score = asked.weights.ask(partial(by_weights, path=path, attention=attention), alike, alike)
+                (keys, units), *_ = tried
                 choice = kept(attention, remaining(attention, units, new, keys, by_score(score)))
             elif choice is None:
-                fitting[layer] = (keys, units)
-            keys = keys if choice is None else len(choice.keys)
-        changed[layer] = resized(attention, new, keys)
+                fitting[layer] = tried[0]
+        keys = fitting[layer][0] if choice is None else len(choice.keys)
+        own = {"kv_heads": keys} if hasattr(attention, "kv_heads") else {}
+        changed[layer] = replace(attention, heads=new, **own)
         tensors |= {} if choice is None else chosen_heads(path, attention, choice)
-    if fitting:
-        tensors |= fitted(spec, fitting, new, text_for(spec, fitting, asked))
-    summary: dict[str, Any] = {"from": one_or_all(spec.blocks[layer].attention.heads for layer in layers), "to": new}
-    return Swapped(with_attention(spec, changed), "exact" if exact else "approximate", tensors, summary)
-
-
-def fitted(
-    spec: ModelSpec, fitting: Mapping[int, tuple[int, Sequence[Index]]], new: int, calibration: Calibration
-) -> Mapping[str, Tensor]:
-    """Tensors that wait for the text to have run through the model, once for all of them."""
-    names = []
-    for layer in fitting:
-        path, attention = f"blocks.{layer}.attention", spec.blocks[layer].attention
-        names += [part.name for part in parts(path, attention)]
-        names += [f"{path}.o_proj.bias"] if attention.output_bias else []
-    return Scratch(lambda model: fit(model, fitting, new, calibration)).waiting(names)
-
-
-def text_for(spec: ModelSpec, fitting: Mapping[int, Any], asked: Asked) -> Calibration:
-    """The text to choose and fit by."""
-    if asked.calibration is None:
+    if fitting and asked.calibration is None:
         first = min(fitting)
         raise SwapRefused(
             f"the {spec.blocks[first].attention.heads} heads of layer {first} are in use, and which of them matter"
             " least shows on a text alone",
             "Possible: --calibrate FILE; --approximate, which goes by the weights.",
         )
-    return asked.calibration()
-
-
-def resized(attention: Grouped, heads: int, keys: int) -> Grouped:
-    """The record with other numbers of heads."""
-    if isinstance(attention, LatentAttention):
-        return replace(attention, heads=heads)
-    return replace(attention, heads=heads, kv_heads=keys)
+    if fitting and asked.calibration is not None:
+        # They wait for the text to have run through the model, once for all of them.
+        names = [part.name for i in fitting for part in parts(f"blocks.{i}.attention", spec.blocks[i].attention)]
+        names += [f"blocks.{i}.attention.o_proj.bias" for i in fitting if spec.blocks[i].attention.output_bias]
+        tensors |= Scratch.by("pruning.heads", asked.calibration(), fitting, new).waiting(names)
+    summary: dict[str, Any] = {"from": one_or_all(spec.blocks[layer].attention.heads for layer in layers), "to": new}
+    return Swapped(with_mixers(spec, changed), "exact" if exact else "approximate", tensors, summary)
 
 
 def chosen_heads(path: str, attention: Grouped, choice: Choice) -> dict[str, Tensor]:
     """The tensors with the heads of a choice; silent ones have no columns in o_proj."""
-    *before, output = parts(path, attention)
     tensors: dict[str, Tensor] = {}
-    for part in before:
+    for part in parts(path, attention):
         heads = choice.keys if part.keys else choice.heads
-        tensors[part.name] = taken(part.name, by_head(heads, np.arange(part.size), part.size))
-    heads = np.where(choice.silent, -1, choice.heads)
-    tensors[output.name] = taken(output.name, by_head(heads, np.arange(output.size), output.size), output.axis)
+        heads = np.where(choice.silent, -1, heads) if part.axis else heads
+        tensors[part.name] = taken(part.name, by_head(heads, np.arange(part.size), part.size), part.axis)
     return tensors
 
 
@@ -143,10 +111,9 @@ def more(attention: Grouped, new: int) -> Choice:
     """More heads, the old ones where their positions, if ALiBi gives them some, are what they were."""
     old, keys = attention.heads, key_heads(attention)
     group = old // keys
-    if keys == old or keys == 1:
-        places = places_of(attention, new)
+    if keys in (old, 1):
         heads, silent = np.arange(new) % old, np.ones(new, dtype=bool)
-        for head, place in enumerate(places):
+        for head, place in enumerate(places_of(attention, new)):
             heads[place], silent[place] = head, False
         return Choice(heads, heads if keys == old else np.zeros(1, dtype=np.int64), silent)
     refuse_grouped_alibi(attention, new)
@@ -160,23 +127,17 @@ def more(attention: Grouped, new: int) -> Choice:
 
 def places_of(attention: Grouped, new: int) -> list[int]:
     """Where each old head goes among `new`: one after the other, or to where ALiBi has its slope."""
-    before, after = slopes(attention, attention.heads), slopes(attention, new)
+    old = attention.heads
+    before, after = slopes(attention, old), slopes(attention, new)
     if before is None or after is None:
-        return list(range(attention.heads))
+        return list(range(old))
     if not set(before) <= set(after):
-        fit = [
-            n for n in range(attention.heads + 1, 4 * attention.heads) if set(before) <= set(slopes_of(attention, n))
-        ]
+        fit = [str(n) for n in range(old + 1, 4 * old) if set(before) <= set(slopes(attention, n) or [])]
         raise SwapRefused(
-            f"ALiBi's slopes for {new} heads leave out some of those for {attention.heads}",
-            f"Possible: {', '.join(map(str, fit))}." if fit else "Possible: other positions first (--position).",
+            f"ALiBi's slopes for {new} heads leave out some of those for {old}",
+            f"Possible: {', '.join(fit)}." if fit else "Possible: other positions first (--position).",
         )
     return [after.index(each) for each in before]
-
-
-def slopes_of(attention: Grouped, heads: int) -> list[float]:
-    """The slopes of an attention that has such."""
-    return slopes(attention, heads) or []
 
 
 def refuse_grouped_alibi(attention: Grouped, new: int) -> None:
@@ -195,21 +156,16 @@ def units_of(attention: Grouped, new: int, new_keys: int) -> tuple[Index, ...]:
     single = tuple(np.array([head]) for head in range(old))
     if keys not in (old, 1):
         refuse_grouped_alibi(attention, new)
-        group = old // keys
-        if new_keys == keys:
-            return single
-        return tuple(np.arange(key * group, (key + 1) * group) for key in range(keys))
+        return single if new_keys == keys else tuple(np.split(np.arange(old), keys))
     before, after = slopes(attention, old), slopes(attention, new)
     if before is None or after is None:
         return single
     if not set(after) <= set(before):
-        fit = [n for n in range(1, old) if set(slopes_of(attention, n)) <= set(before)]
+        fit = [str(n) for n in range(1, old) if set(slopes(attention, n) or []) <= set(before)]
         raise SwapRefused(
-            f"{new} heads have slopes in ALiBi that the {old} here have not",
-            f"Possible: {', '.join(map(str, fit))}.",
+            f"{new} heads have slopes in ALiBi that the {old} here have not", f"Possible: {', '.join(fit)}."
         )
-    gone = np.array([head for head, slope in enumerate(before) if slope not in after])
-    return (gone,)
+    return (np.array([head for head, slope in enumerate(before) if slope not in after]),)
 
 
 # --- which go ---------------------------------------------------------------------------------------------------------
@@ -228,12 +184,13 @@ def outputs(model: Model, path: str, attention: Grouped) -> Wide:
 
 def values(model: Model, path: str, attention: Grouped) -> Wide:
     """What makes the values of each query head, biases as one more column: (heads, elements, inputs)."""
-    if isinstance(attention, LatentAttention):
-        return model.wide(f"{path}.v_up_proj.weight").reshape(attention.heads, attention.value_dim, -1)
-    found = model.wide(f"{path}.v_proj.weight")
-    if attention.qkv_bias:
-        found = np.concatenate([found, model.wide(f"{path}.v_proj.bias")[:, None]], axis=1)
-    return found.reshape(attention.kv_heads, attention.head_dim, -1).repeat(attention.group, axis=0)
+    own = attention.shapes()
+    linear = "v_proj" if "v_proj.weight" in own else "v_up_proj"
+    keys = key_heads(attention)
+    found = model.wide(f"{path}.{linear}.weight")
+    if f"{linear}.bias" in own:
+        found = np.concatenate([found, model.wide(f"{path}.{linear}.bias")[:, None]], axis=1)
+    return found.reshape(keys, len(found) // keys, -1).repeat(attention.heads // keys, axis=0)
 
 
 def by_weights(model: Model, path: str, attention: Grouped) -> Wide:
@@ -262,11 +219,6 @@ def without_dead(
     return kept(attention, stay) if nothing[gone].all() else None
 
 
-def undone(before: ModelSpec, asked: Asked) -> Step | None:
-    """The number as it was, where it was one and there are more."""
-    return smaller_again("heads", asked, (block.attention.heads for block in before.blocks))
-
-
 def examples(spec: ModelSpec) -> tuple[str, ...]:
     """Numbers worth trying."""
     attention = spec.blocks[0].attention
@@ -276,13 +228,22 @@ def examples(spec: ModelSpec) -> tuple[str, ...]:
 
 
 ORDER = 80
-SWAPS: tuple[Swap, ...] = (
+OPTIONS = (
+    Option(
+        "heads",
+        ATTENTION,
+        2,
+        "The number of query heads.",
+        "N",
+        parts={"": ("heads", lambda spec: {block.attention.heads for block in spec.blocks})},
+    ),
+)
+SWAPS = (
     Swap(
         option="heads",
         form="N",
         takes="n query heads",
         gives="N query heads",
-        guarantee="exact",
         needs="for more, a number that groups and ALiBi's slopes allow; for fewer, heads that nothing comes out of, or"
         " a text to fit by",
         source="zeros after Net2Net 1511.05641; fewer: Hassibi & Stork 1993 (Optimal Brain Surgeon)",
@@ -290,8 +251,7 @@ SWAPS: tuple[Swap, ...] = (
         examples=examples,
         by_layer=True,
         calibrated=True,
-        inverse=undone,
+        inverse=lambda before, asked: asked.smaller("heads", (block.attention.heads for block in before.blocks)),
         clears=(Clears("*.heads", "heads={theirs}"),),
     ),
 )
-"""How many heads there are."""

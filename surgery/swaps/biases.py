@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...architectures.obstacles import without_biases
-from ...components import Attention, LatentAttention, ModelSpec, Norm, Rotary
+from ...components import Attention, ModelSpec, Norm, Rotary
 from ...errors import SwapRefused, UsageError
 from ..base import Filled, Swapped, Tensor
-from ..registry import Asked, Clears, Swap
-from ..synonyms import nearest
-
-__all__ = ["NAMES", "SWAPS", "biases_of", "shift_of_scores"]
+from ..options import WEIGHTS, Option
+from ..registry import Asked, Clears, Swap, nearest
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     "head.bias": ("bias",),
@@ -51,7 +49,7 @@ def shift_of_scores(spec: ModelSpec, name: str) -> bool:
     parts = name.split(".")
     if parts[0] != "blocks" or parts[-2] != "k_proj":
         return False
-    attention: Attention | LatentAttention = spec.blocks[int(parts[1])].attention
+    attention = spec.blocks[int(parts[1])].attention
     return isinstance(attention, Attention) and attention.k_norm is None and not isinstance(attention.position, Rotary)
 
 
@@ -69,11 +67,12 @@ def drop(spec: ModelSpec, asked: Asked) -> Swapped:
         known = f"Possible here: {', '.join(has)}." if has else "This model has no biases."
         raise SwapRefused(f"there is no bias of this kind to drop: {what}", known)
     missed = [name for name in gone if not shift_of_scores(spec, name) and not asked.weights.zero(name)]
-    others = [name for name in biases_of(spec, "biases") if name not in gone]
-    zero = {name for name in others if asked.weights.zero(name)}
+    zero = {name for name in biases_of(spec, "biases") if name not in gone and asked.weights.zero(name)}
     new = without_biases(spec, {*gone, *zero})
-    # Zero biases of other kinds stay where they are, unless the same flag is theirs.
-    new = without_biases(spec, {*gone, *(zero & _under_flags_of(spec, new, gone))})
+    # Zero biases of other kinds stay where they are, unless the same flag is theirs: q, k and v have one.
+    left = {parameter.name for parameter in new.parameters()}
+    owners = {name.rsplit(".", 2)[0] for name in gone if name not in left}
+    new = without_biases(spec, {*gone, *(name for name in zero if name.rsplit(".", 2)[0] in owners)})
     left = {parameter.name for parameter in new.parameters()}
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
     tensors: dict[str, Tensor] = {name: Filled(shapes[name], 0.0, name) for name in gone if name in left}
@@ -86,30 +85,29 @@ def drop(spec: ModelSpec, asked: Asked) -> Swapped:
     return Swapped(new, "approximate" if missed else "exact", tensors, summary, notes)
 
 
-def _under_flags_of(spec: ModelSpec, new: ModelSpec, gone: list[str]) -> set[str]:
-    """The biases of modules that lost one of `gone` with its flag: q, k and v have one flag."""
-    left = {parameter.name for parameter in new.parameters()}
-    owners = {name.rsplit(".", 2)[0] for name in gone if name not in left}
-    return {p.name for p in spec.parameters() if p.name.rsplit(".", 2)[0] in owners}
-
-
-def examples(spec: ModelSpec) -> list[str]:
-    """Every kind of bias that the tree has."""
-    return [name for name in NAMES if name != "biases" and biases_of(spec, name)]
-
-
 ORDER = 180
-SWAPS: tuple[Swap, ...] = (
+OPTIONS = (
+    Option(
+        "drop",
+        WEIGHTS,
+        2,
+        "Leave out biases: head.bias, key.bias, …",
+        "BIASES",
+        words="head.bias = lm_head.bias; norm.bias = norms.bias; query.bias = q.bias, q_proj.bias; key.bias = k.bias, "
+        "k_proj.bias; value.bias = v.bias, v_proj.bias; latent.bias = kv_down_proj.bias; output.bias = o.bias, "
+        "o_proj.bias; up.bias = up_proj.bias; down.bias = down_proj.bias; biases = bias, all biases",
+    ),
+)
+SWAPS = (
     Swap(
         option="drop",
         form="BIASES",
         takes="biases",
         gives="none",
-        guarantee="exact",
         needs="biases that are zero, or of keys that no positions are turned into",
         source="TransformerLens; adding a constant to all scores of a softmax",
         reshape=drop,
-        examples=examples,
+        examples=lambda spec: [name for name in NAMES if name != "biases" and biases_of(spec, name)],
         by_layer=True,
         clears=(
             *(Clears(f"*.{part}_bias", f"drop={part}.bias") for part in ("output", "up", "down")),

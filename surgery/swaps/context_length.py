@@ -6,18 +6,17 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from ...analysis.costs import usual_context
 from ...components import ModelSpec, Rotary
 from ...errors import SwapRefused
 from ..base import Moved, Promise, Swapped
+from ..options import POSITIONS, Option
 from ..registry import Asked, Clears, Step, Swap
 
-__all__ = ["CONTEXT", "longer_table"]
-
-replace = msgspec.structs.replace
 Array = NDArray[Any]
 
 
@@ -42,18 +41,16 @@ def first_rows(table: Array, length: int) -> Array:
 def to_context(spec: ModelSpec, asked: Asked) -> Swapped:
     """Another context length; of a table of positions, other rows: exact up to the shorter of the two."""
     length = asked.number("a context length", most=10**9)
-    table = spec.positions
-    if spec.context_length == length and (table is None or table.length == length):
+    table, now = spec.positions, spec.context_length
+    if now == length and (table is None or table.length == length):
         raise SwapRefused(f"its context is {length:,} tokens already")
-    new = replace(spec, context_length=length)
-    summary = {"from": spec.context_length, "to": length}
+    new, summary = replace(spec, context_length=length), {"from": now, "to": length}
     notes: tuple[str, ...] = ()
     if table is None or table.length == length:
         rotary = any(isinstance(block.attention.position, Rotary) for block in spec.blocks)
-        if rotary and spec.context_length is not None and length > spec.context_length:
+        if rotary and now is not None and length > now:
             notes = ("nothing but the number changes: --rope-scaling makes rotary positions for a longer context",)
         return Swapped(new, "exact", {}, summary, notes)
-    new = replace(new, positions=replace(table, length=length))
     if length < table.length:
         move, rows = first_rows, "cut"
     elif asked.approximate:
@@ -62,9 +59,9 @@ def to_context(spec: ModelSpec, asked: Asked) -> Swapped:
         move, rows = longer_table, "the table backwards and forwards"
     if length > table.length:
         notes = (f"exact up to {table.length:,} tokens; the rows after them, {rows}, are to be trained",)
-    moved = Moved("positions.weight", partial(move, length=length))
-    promise = Promise(length=min(length, table.length))
-    return Swapped(new, "exact", {"positions.weight": moved}, {**summary, "rows": rows}, notes, promise)
+    moved = {"positions.weight": Moved("positions.weight", partial(move, length=length))}
+    new, promise = replace(new, positions=replace(table, length=length)), Promise(length=min(length, table.length))
+    return Swapped(new, "exact", moved, {**summary, "rows": rows}, notes, promise)
 
 
 def back_to_context(before: ModelSpec, asked: Asked) -> Step | None:
@@ -76,21 +73,34 @@ def back_to_context(before: ModelSpec, asked: Asked) -> Step | None:
     return Step("context", str(old))
 
 
-def _examples(spec: ModelSpec) -> Sequence[str]:
+def examples(spec: ModelSpec) -> Sequence[str]:
+    """Twice and half of what there is."""
     length = spec.context_length or (spec.positions.length if spec.positions is not None else None)
     return () if length is None or length > 2**20 else (str(2 * length), str(max(length // 2, 1)))
 
 
-CONTEXT = Swap(
-    option="context",
-    form="N",
-    takes="context",
-    gives="a longer or shorter context",
-    guarantee="exact",
-    needs="nothing; with a table of positions, exact up to the shorter length",
-    source="derived for gptkit, after Beltagy et al. 2004.05150",
-    reshape=to_context,
-    examples=_examples,
-    clears=tuple(Clears(path, "context={theirs}") for path in ("context_length", "positions.length")),
-    inverse=back_to_context,
+ORDER = 65
+OPTIONS = (
+    Option(
+        "context",
+        POSITIONS,
+        5,
+        "The length of the position table, or of the context.",
+        "N",
+        parts={"": ("positions", lambda spec: {usual_context(spec)})},
+    ),
+)
+SWAPS = (
+    Swap(
+        option="context",
+        form="N",
+        takes="context",
+        gives="a longer or shorter context",
+        needs="nothing; with a table of positions, exact up to the shorter length",
+        source="derived for gptkit, after Beltagy et al. 2004.05150",
+        reshape=to_context,
+        examples=examples,
+        clears=tuple(Clears(path, "context={theirs}") for path in ("context_length", "positions.length")),
+        inverse=back_to_context,
+    ),
 )

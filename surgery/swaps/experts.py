@@ -14,24 +14,22 @@ is their mean, each expert weighted with how much the router gave it on a text.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ...components import Block, FeedForward, GatedFeedForward, MixtureOfExperts, ModelSpec
 from ...errors import SwapRefused, UsageError
 from ..base import Computed, Filled, Model, Moved, Swapped, Tensor, Wide
 from ..fits.scratch import Scratch
-from ..layerwise import blocks_text, chosen_layers, guarantee_of, in_words, replaced, unknown, with_blocks
+from ..layerwise import guarantee_of, in_words, with_mixers
 from ..registry import Asked, Clears, Step, Swap
-from .mlp import Dense
+from .mlp import Dense, dense_of
 
-__all__ = ["SWAPS"]
-
-replace = msgspec.structs.replace
 MOST = 1024
 """Experts that a mixture may have; see `components.MixtureOfExperts`."""
 
@@ -57,25 +55,9 @@ def numbers(asked: Asked) -> tuple[int, int]:
 
 def dense_layers(spec: ModelSpec, asked: Asked) -> dict[int, Dense]:
     """The layers asked for that have one feed-forward, and it."""
-    found: dict[int, Dense] = {}
-    for layer in chosen_layers(spec, asked):
-        match spec.blocks[layer].feed_forward:
-            case FeedForward() | GatedFeedForward() as dense:
-                found[layer] = dense
-            case MixtureOfExperts():
-                continue
-            case other:
-                raise unknown(f"layer {layer}", other, "a feed-forward")
-    if not found:
-        raise SwapRefused(
-            "the feed-forwards asked for are mixtures of experts already", "--mlp dense is the way back, where it is."
-        )
-    return found
-
-
-def part_names(dense: Dense) -> list[str]:
-    """A feed-forward's tensors, by their names within it."""
-    return list(dense.shapes())
+    none = "the feed-forwards asked for are mixtures of experts already"
+    layers = asked.those(spec, lambda block: not is_mixture(block), none, "--mlp dense is the way back, where it is.")
+    return {layer: dense_of(spec.blocks[layer]) for layer in layers}
 
 
 # --- dense -> experts -------------------------------------------------------------------------------------------------
@@ -91,11 +73,10 @@ def to_copies(spec: ModelSpec, asked: Asked) -> Swapped:
     tensors: dict[str, Tensor] = {}
     for layer, dense in found.items():
         path = f"blocks.{layer}.feed_forward"
-        first = "gate_proj.weight" if isinstance(dense, GatedFeedForward) else "up_proj.weight"
-        tensors[f"{path}.router.weight"] = Moved(f"{path}.{first}", drawn(count, spec.hidden_size, (seed, layer)))
-        tensors |= copies(path, dense, count)
-    new = with_experts(spec, found, count, top, normalised())
-    return Swapped(new, "exact", tensors, {**to_experts(found, count, top), "seed": seed})
+        first = f"{path}.gate_proj.weight" if isinstance(dense, GatedFeedForward) else f"{path}.up_proj.weight"
+        router = partial(drawn, rows=count, columns=spec.hidden_size, seed=(seed, layer))
+        tensors |= {f"{path}.router.weight": Moved(first, router)} | copies(path, dense, count)
+    return with_experts(spec, found, tensors, count, top, normalised(), {"seed": seed})
 
 
 def to_parts(spec: ModelSpec, asked: Asked) -> Swapped:
@@ -108,37 +89,34 @@ def to_parts(spec: ModelSpec, asked: Asked) -> Swapped:
             f"--mlp moe:{count}x{count}:split, or --mlp moe:{count}x{top}, which makes copies.",
         )
     tensors: dict[str, Tensor] = {}
-    parts: dict[int, Dense] = {}
     for layer, dense in found.items():
         path, width = f"blocks.{layer}.feed_forward", dense.intermediate_size
         if width % count:
             fits = ", ".join(str(n) for n in range(2, min(width, MOST) + 1) if width % n == 0)
             raise SwapRefused(f"a width of {width} has no {count} equal parts", f"Possible: {fits}")
-        parts[layer] = replace(dense, intermediate_size=width // count)
-        like = f"{path}.down_proj.weight"
-        tensors[f"{path}.router.weight"] = Filled((count, spec.hidden_size), 0.0, like=like)
-        for i in range(count):
-            tensors |= part(path, parts[layer], i, count)
+        found[layer] = replace(dense, intermediate_size=width // count)
+        tensors[f"{path}.router.weight"] = Filled((count, spec.hidden_size), 0.0, like=f"{path}.down_proj.weight")
+        for index in range(count):
+            tensors |= part(path, found[layer], index, count)
     note = "all experts are taken and weighted alike: one that takes fewer has to be trained to"
-    new = with_experts(spec, parts, count, count, False)
-    return Swapped(new, "exact", tensors, {**to_experts(found, count, count), "split": True}, (note,))
+    return with_experts(spec, found, tensors, count, count, False, {"split": True}, note)
 
 
-def with_experts(spec: ModelSpec, experts: Mapping[int, Dense], count: int, top: int, normalise: bool) -> ModelSpec:
+def with_experts(
+    spec: ModelSpec,
+    experts: Mapping[int, Dense],
+    tensors: Mapping[str, Tensor],
+    count: int,
+    top: int,
+    normalise: bool,
+    summary: dict[str, Any],
+    *notes: str,
+) -> Swapped:
     """The tree with so many experts of a kind in each of these layers."""
-
-    def mixture(expert: Dense) -> MixtureOfExperts:
-        return MixtureOfExperts(
-            hidden_size=spec.hidden_size, experts=count, top_k=top, expert=expert, normalise=normalise
-        )
-
-    blocks = {layer: replaced(spec.blocks[layer], feed_forward=mixture(each)) for layer, each in experts.items()}
-    return with_blocks(spec, blocks)
-
-
-def to_experts(layers: Iterable[int], count: int, top: int) -> dict[str, Any]:
-    """What the output's record says of it."""
-    return {"from": "dense", "to": "experts", "experts": count, "top_k": top, "layers": list(layers)}
+    mixture = partial(MixtureOfExperts, hidden_size=spec.hidden_size, experts=count, top_k=top, normalise=normalise)
+    new = with_mixers(spec, {layer: mixture(expert=each) for layer, each in experts.items()})
+    told = {"from": "dense", "to": "experts", "experts": count, "top_k": top, "layers": list(experts)}
+    return Swapped(new, "exact", tensors, told | summary, notes)
 
 
 def normalised() -> bool:
@@ -148,21 +126,16 @@ def normalised() -> bool:
 
 def copies(path: str, dense: Dense, count: int) -> dict[str, Tensor]:
     """Every expert's tensors: those of the feed-forward that there was."""
-    names = part_names(dense)
-    return {f"{path}.experts.{i}.{name}": Moved(f"{path}.{name}") for i in range(count) for name in names}
+    return {f"{path}.experts.{i}.{name}": Moved(f"{path}.{name}") for i in range(count) for name in dense.shapes()}
 
 
-def drawn(rows: int, columns: int, seed: tuple[int, int]) -> Callable[[NDArray[Any]], NDArray[Any]]:
+def drawn(weight: NDArray[Any], rows: int, columns: int, seed: tuple[int, int]) -> NDArray[Any]:
     """A router (rows, columns) of elements drawn at random from a weight: random as that weight is, in size and in
     dtype. A given seed draws the same ones on every machine.
     """
-
-    def draw(weight: NDArray[Any]) -> NDArray[Any]:
-        chosen = np.random.Generator(np.random.PCG64(seed)).integers(0, weight.size, (rows, columns))
-        result: NDArray[Any] = weight.reshape(-1)[chosen]
-        return result
-
-    return draw
+    chosen = np.random.Generator(np.random.PCG64(seed)).integers(0, weight.size, (rows, columns))
+    result: NDArray[Any] = weight.reshape(-1)[chosen]
+    return result
 
 
 def part(path: str, expert: Dense, index: int, count: int) -> dict[str, Tensor]:
@@ -170,16 +143,11 @@ def part(path: str, expert: Dense, index: int, count: int) -> dict[str, Tensor]:
     bias is every expert's: weighted with 1/count each, they sum to it.
     """
     cut = slice(index * expert.intermediate_size, (index + 1) * expert.intermediate_size)
-    target = f"{path}.experts.{index}"
-    tensors: dict[str, Tensor] = {}
-    for name in part_names(expert):
-        if name == "down_proj.bias":
-            tensors[f"{target}.{name}"] = Moved(f"{path}.{name}")
-        elif name == "down_proj.weight":
-            tensors[f"{target}.{name}"] = weighed(f"{path}.{name}", cut, count)
-        else:
-            tensors[f"{target}.{name}"] = Moved(f"{path}.{name}", lambda array: array[cut])
-    return tensors
+    tensors: dict[str, Tensor] = {name: Moved(f"{path}.{name}", lambda array: array[cut]) for name in expert.shapes()}
+    tensors["down_proj.weight"] = weighed(f"{path}.down_proj.weight", cut, count)
+    if expert.down_bias:
+        tensors["down_proj.bias"] = Moved(f"{path}.down_proj.bias")
+    return {f"{path}.experts.{index}.{name}": how for name, how in tensors.items()}
 
 
 def weighed(name: str, cut: slice, factor: float) -> Computed:
@@ -192,39 +160,31 @@ def weighed(name: str, cut: slice, factor: float) -> Computed:
 
 def to_dense(spec: ModelSpec, asked: Asked) -> Swapped:
     """Mixture -> one feed-forward: exact where the experts are alike or all weighted alike, else their mean."""
-    blocks, tensors = dict[int, Block](), dict[str, Tensor]()
-    found = [layer for layer in chosen_layers(spec, asked) if is_mixture(spec.blocks[layer])]
-    if not found:
-        raise SwapRefused("the feed-forwards asked for are dense already", "--mlp moe:8x2 makes 8 experts of each.")
-    one = [
-        layer for layer in found if weights_sum_to_one(mixture_of(spec, layer)) and experts_alike(spec, asked, layer)
-    ]
+    hint = "--mlp moe:8x2 makes 8 experts of each."
+    found = asked.those(spec, is_mixture, "the feed-forwards asked for are dense already", hint)
+    mixtures: dict[int, Any] = {layer: spec.blocks[layer].feed_forward for layer in found}
+    one = [layer for layer in found if weights_sum_to_one(mixtures[layer]) and experts_alike(spec, asked, layer)]
     all_of = [layer for layer in found if layer not in one and all_weighed_alike(spec, asked, layer)]
     lossy = [layer for layer in found if layer not in (*one, *all_of)]
-    shares = router_shares(lossy, asked)
-    for layer in found:
-        path, mixture = f"blocks.{layer}.feed_forward", mixture_of(spec, layer)
-        dense = mixture.expert
+    shares = None  # all count alike
+    if lossy and not asked.approximate and asked.calibration is not None:
+        shares = Scratch.by("feed_forward.shares", asked.calibration(), set(lossy))
+    changed, tensors = dict[int, Dense](), dict[str, Tensor]()
+    for layer, mixture in mixtures.items():
+        path, dense = f"blocks.{layer}.feed_forward", mixture.expert
         if layer in one:
-            tensors |= {f"{path}.{name}": Moved(f"{path}.experts.0.{name}") for name in part_names(dense)}
+            tensors |= {f"{path}.{name}": Moved(f"{path}.experts.0.{name}") for name in dense.shapes()}
         elif layer in all_of:
             tensors |= side_by_side(path, mixture)
             dense = replace(dense, intermediate_size=dense.intermediate_size * mixture.experts)
         else:
-            for name in part_names(dense):
+            for name in dense.shapes():
                 tensors[f"{path}.{name}"] = mean(path, name, mixture.experts, shares, layer)
-        blocks[layer] = replaced(spec.blocks[layer], feed_forward=dense)
+        changed[layer] = dense
     summary = {"from": "experts", "to": "dense", "layers": found, "alike": one, "side_by_side": all_of}
-    note = f"{in_words(lossy)}: the experts differ, and their mean is in their place" if lossy else None
+    notes = (f"{in_words(lossy)}: the experts differ, and their mean is in their place",) if lossy else ()
     guarantee = guarantee_of(len(lossy), len(spec.blocks))
-    return Swapped(with_blocks(spec, blocks), guarantee, tensors, summary, () if note is None else (note,))
-
-
-def mixture_of(spec: ModelSpec, layer: int) -> MixtureOfExperts:
-    """A layer's mixture of experts."""
-    mixture = spec.blocks[layer].feed_forward
-    assert isinstance(mixture, MixtureOfExperts)
-    return mixture
+    return Swapped(with_mixers(spec, changed), guarantee, tensors, summary, notes)
 
 
 def weights_sum_to_one(mixture: MixtureOfExperts) -> bool:
@@ -234,48 +194,36 @@ def weights_sum_to_one(mixture: MixtureOfExperts) -> bool:
 
 def experts_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
     """Whether every expert of a layer has the same values."""
-    path, mixture = f"blocks.{layer}.feed_forward.experts", mixture_of(spec, layer)
-    names, others = part_names(mixture.expert), range(1, mixture.experts)
-    return all(asked.weights.same(f"{path}.0.{name}", f"{path}.{i}.{name}") for name in names for i in others)
+    path, mixture = f"blocks.{layer}.feed_forward.experts", spec.blocks[layer].feed_forward
+    assert isinstance(mixture, MixtureOfExperts)
+    pairs = ((name, i) for name in mixture.expert.shapes() for i in range(1, mixture.experts))
+    return all(asked.weights.same(f"{path}.0.{name}", f"{path}.{i}.{name}") for name, i in pairs)
 
 
 def all_weighed_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
     """Whether a layer's router takes all experts for every token, each with the weight 1/E."""
-    mixture = mixture_of(spec, layer)
+    mixture = spec.blocks[layer].feed_forward
+    assert isinstance(mixture, MixtureOfExperts)
     return mixture.top_k == mixture.experts and asked.weights.zero(f"blocks.{layer}.feed_forward.router.weight")
 
 
 def side_by_side(path: str, mixture: MixtureOfExperts) -> dict[str, Tensor]:
     """One feed-forward of all the experts' units, the output projection over E; the mean of the output biases."""
     tensors: dict[str, Tensor] = {}
-    for name in part_names(mixture.expert):
-        names = [f"{path}.experts.{i}.{name}" for i in range(mixture.experts)]
-        if name == "down_proj.bias":
-            tensors[f"{path}.{name}"] = average(names)
-        elif name == "down_proj.weight":
-            tensors[f"{path}.{name}"] = joined(names, mixture.experts)
-        else:
-            tensors[f"{path}.{name}"] = Moved(tuple(names), lambda *arrays: np.concatenate(arrays))
+    for name in mixture.expert.shapes():
+        names = tuple(f"{path}.experts.{i}.{name}" for i in range(mixture.experts))
+        how: Tensor = Moved(names, lambda *arrays: np.concatenate(arrays))
+        if name == "down_proj.weight":
+            how = joined(names, mixture.experts)
+        elif name == "down_proj.bias" and len(names) > 1:
+            how = Computed(lambda model, names=names: np.mean([model.wide(each) for each in names], axis=0))
+        tensors[f"{path}.{name}"] = how
     return tensors
 
 
-def joined(names: list[str], divisor: float) -> Computed:
+def joined(names: tuple[str, ...], divisor: float) -> Computed:
     """The columns of several weights side by side, over a number."""
     return Computed(lambda model: np.concatenate([model.wide(name) for name in names], axis=1) / divisor)
-
-
-def average(names: list[str]) -> Tensor:
-    """The mean of tensors; one of them as it is, where there is only one."""
-    if len(names) == 1:
-        return Moved(names[0])
-    return Computed(lambda model: np.mean([model.wide(name) for name in names], axis=0))
-
-
-def router_shares(layers: list[int], asked: Asked) -> Scratch | None:
-    """What share of its weight each layer's router gives to each expert on a text; None where all count alike."""
-    if not layers or asked.approximate or asked.calibration is None:
-        return None
-    return Scratch.by("routers.shares_of", asked.calibration(), set(layers))
 
 
 def mean(path: str, name: str, count: int, shares: Scratch | None, layer: int) -> Computed:
@@ -291,14 +239,7 @@ def mean(path: str, name: str, count: int, shares: Scratch | None, layer: int) -
 
 def back(before: ModelSpec, asked: Asked) -> Step | None:
     """The way back from copies or parts, where all that was asked for was dense."""
-    if any(is_mixture(before.blocks[layer]) for layer in asked.chosen(before)):
-        return None
-    return Step("mlp", "dense", blocks_text(asked))
-
-
-def copies_worth_trying(spec: ModelSpec) -> tuple[str, ...]:
-    """Where some layer is dense."""
-    return () if all(is_mixture(block) for block in spec.blocks) else ("moe:4x2",)
+    return None if asked.those(before, is_mixture) else asked.again("mlp", "dense")
 
 
 def parts_worth_trying(spec: ModelSpec) -> tuple[str, ...]:
@@ -314,7 +255,6 @@ SWAPS = (
         form="moe:ExK:split",
         takes="dense feed-forward",
         gives="E experts that are its parts",
-        guarantee="exact",
         needs="K = E; a width that E divides",
         source="derived for gptkit; fine-grained experts: DeepSeekMoE 2401.06066",
         reshape=to_parts,
@@ -327,11 +267,10 @@ SWAPS = (
         form="moe:ExK",
         takes="dense feed-forward",
         gives="E experts that are copies, K per token",
-        guarantee="exact",
         needs="E times the feed-forward's parameters",
         source="Sparse Upcycling 2212.05055",
         reshape=to_copies,
-        examples=copies_worth_trying,
+        examples=lambda spec: () if all(map(is_mixture, spec.blocks)) else ("moe:4x2",),
         clears=(Clears("*", "mlp=moe:{theirs.experts}x{theirs.top_k}", theirs=MixtureOfExperts),),
         by_layer=True,
         inverse=back,
@@ -341,11 +280,9 @@ SWAPS = (
         form="dense",
         takes="mixture of experts",
         gives="dense feed-forward",
-        guarantee="exact",
         needs="experts that are alike, or a router of zeros that takes all; otherwise a text, for their mean",
         source="Sparse Upcycling 2212.05055, backwards",
         reshape=to_dense,
-        examples=lambda spec: ("dense",) if any(map(is_mixture, spec.blocks)) else (),
         clears=tuple(Clears("*", ours=MixtureOfExperts, theirs=dense) for dense in (GatedFeedForward, FeedForward)),
         by_layer=True,
         calibrated=True,

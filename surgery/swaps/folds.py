@@ -10,30 +10,20 @@ norm: γ goes into the weights that read the norm, β into their biases (Transfo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
-from ...components import ALiBi, Attention, Block, LayerNorm, ModelSpec, Norm
+from ...components import ALiBi, Attention, ModelSpec, Norm
 from ...errors import SwapRefused
 from ..base import Computed, Filled, Model, Swapped, Tensor, Wide
-from ..layerwise import attentions, replaced, weighed, with_attention, with_blocks
+from ..basis import with_norms
+from ..layerwise import attentions, tensors_of, weighed, with_blocks, with_mixers
+from ..options import WEIGHTS, Option
 from ..registry import Asked, Clears, Step, Swap
 from ..stream import head_weight, norms, readers, require_weights
-from .norm import shifted
-
-Reshape = Callable[[ModelSpec, Asked], Swapped]
-Inverse = Callable[[ModelSpec, Asked], Step | None]
-
-UNSCALED = "an ALiBi bias, where there is one, outside the scale"
-
-__all__ = ["SWAPS"]
-
-replace = msgspec.structs.replace
-
-
-# --- the bias of the values -------------------------------------------------------------------------------------------
+from .norm import has_bias, shifted, with_read_biases
 
 
 def output_of_value_bias(output: Wide, bias: Wide, group: int, head_dim: int) -> Wide:
@@ -45,29 +35,24 @@ def output_of_value_bias(output: Wide, bias: Wide, group: int, head_dim: int) ->
 
 def fold_value_bias(spec: ModelSpec, asked: Asked) -> Swapped:
     """The values' bias into the output's."""
-    tensors: dict[str, Tensor] = {}
-    changed = {}
+    tensors, changed = dict[str, Tensor](), dict[int, Attention]()
     for layer, attention in attentions(spec, asked.chosen(spec), ", which has no bias of the values").items():
         path = f"blocks.{layer}.attention"
-        if asked.weights.zero(f"{path}.v_proj.bias"):
+        value, output = f"{path}.v_proj.bias", f"{path}.o_proj"
+        if asked.weights.zero(value):
             continue
 
-        def make(model: Model, path: str = path, attention: Attention = attention) -> Wide:
-            moved = output_of_value_bias(
-                model.wide(f"{path}.o_proj.weight"), model.wide(f"{path}.v_proj.bias"), attention.group,
-                attention.head_dim,
-            )  # fmt: skip
-            return moved + model.wide(f"{path}.o_proj.bias") if attention.output_bias else moved
+        def make(model: Model, value: str = value, output: str = output, attention: Attention = attention) -> Wide:
+            given = model.wide(f"{output}.weight"), model.wide(value), attention.group, attention.head_dim
+            moved = output_of_value_bias(*given)
+            return moved + model.wide(f"{output}.bias") if attention.output_bias else moved
 
-        tensors[f"{path}.o_proj.bias"] = Computed(make)
-        tensors[f"{path}.v_proj.bias"] = Filled((attention.kv_heads * attention.head_dim,), 0.0, f"{path}.v_proj.bias")
+        tensors[f"{output}.bias"] = Computed(make)
+        tensors[value] = Filled((attention.kv_heads * attention.head_dim,), 0.0, value)
         changed[layer] = replace(attention, output_bias=True)
     if not changed:
         raise SwapRefused("no layer's values have a bias, or it is zero in all of them")
-    return Swapped(with_attention(spec, changed), "exact", tensors, {"layers": sorted(changed)})
-
-
-# --- the scale of the scores ------------------------------------------------------------------------------------------
+    return Swapped(with_mixers(spec, changed), "exact", tensors, {"layers": sorted(changed)})
 
 
 def rescaled(name: str, factor: float) -> Computed:
@@ -76,11 +61,10 @@ def rescaled(name: str, factor: float) -> Computed:
 
 
 def fold_scale(spec: ModelSpec, asked: Asked) -> Swapped:
-    """The scale into the queries."""
+    """The scale of the scores into the queries."""
     if asked.argument not in (None, "head"):
         raise SwapRefused(f"--fold {asked.value!r} is unknown", "Known: scale, scale:head.")
-    tensors: dict[str, Tensor] = {}
-    changed = {}
+    tensors, changed = dict[str, Tensor](), dict[int, Attention]()
     for layer, attention in attentions(spec, asked.chosen(spec), ", which has no scale of its own heads").items():
         wanted = attention.head_dim**-0.5 if asked.argument == "head" else 1.0
         if math.isclose(attention.scale, wanted, rel_tol=1e-14):  # families write 1/√d in several ways
@@ -92,16 +76,13 @@ def fold_scale(spec: ModelSpec, asked: Asked) -> Swapped:
             )
         path, factor = f"blocks.{layer}.attention", attention.scale / wanted
         weighed(f"{path}.q_norm", attention.q_norm)
-        if attention.q_norm is not None:
-            tensors[f"{path}.q_norm.weight"] = rescaled(f"{path}.q_norm.weight", factor)
-        else:
-            tensors[f"{path}.q_proj.weight"] = rescaled(f"{path}.q_proj.weight", factor)
-            if attention.qkv_bias:
-                tensors[f"{path}.q_proj.bias"] = rescaled(f"{path}.q_proj.bias", factor)
+        normed = attention.q_norm is not None
+        names = [f"{path}.q_norm.weight"] if normed else tensors_of(path, attention, "q_proj")
+        tensors |= {name: rescaled(name, factor) for name in names}
         changed[layer] = replace(attention, scale=wanted, scaling="multiply")
     if not changed:
         raise SwapRefused("every layer's scale is that already")
-    return Swapped(with_attention(spec, changed), "exact", tensors, {"layers": sorted(changed)})
+    return Swapped(with_mixers(spec, changed), "exact", tensors, {"layers": sorted(changed)})
 
 
 def unscaled(before: ModelSpec, asked: Asked) -> Step | None:
@@ -109,9 +90,6 @@ def unscaled(before: ModelSpec, asked: Asked) -> Step | None:
     found = [block.attention for block in before.blocks]
     usual = all(isinstance(a, Attention) and math.isclose(a.scale, a.head_dim**-0.5, rel_tol=1e-14) for a in found)
     return Step("fold", "scale:head") if usual and asked.argument is None else None
-
-
-# --- the weight and bias of norms -------------------------------------------------------------------------------------
 
 
 def scaled_inputs(weight: str, gamma: str) -> Computed:
@@ -122,40 +100,43 @@ def scaled_inputs(weight: str, gamma: str) -> Computed:
 def fold_norm(spec: ModelSpec, asked: Asked) -> Swapped:
     """γ and β of the norms before attention and feed-forward, and of the last one, into what reads them."""
     require_weights(spec)
-    layers = asked.chosen(spec)
     tensors: dict[str, Tensor] = {}
     blocks = {}
-    for layer in layers:
+    for layer in asked.chosen(spec):
         block, path = spec.blocks[layer], f"blocks.{layer}"
         if block.residual == "normed":
             raise SwapRefused(f"layer {layer} takes its residual from its norms' outputs, not from what they read")
-        blocks[layer] = folded_block(block, path, tensors)
-        for name, norm in norms(block, path):
+        own = dict(norms(block, path))
+        biased = {name for name, norm in own.items() if has_bias(norm)}
+        for reader in readers(block, path):
+            tensors[reader.weight] = scaled_inputs(reader.weight, f"{reader.norm}.weight")
+            if reader.norm in biased:
+                if not reader.may_have_bias:
+                    raise SwapRefused(f"{reader.path} has no bias to take over that of {reader.norm}")
+                old = reader.bias_name if reader.bias else None
+                tensors[reader.bias_name] = Computed(shifted(reader.weight, old, f"{reader.norm}.bias"))
+        plain = {name: without_bias(norm) for name, norm in own.items()}
+        blocks[layer] = with_norms(with_read_biases(block, path, biased), path, plain)
+        for name, norm in own.items():
             clear(norm, name, tensors)
     head, final = spec.head, spec.final_norm
     if asked.layers is None:
         weight = head_weight(spec)
         tensors["head.weight"] = scaled_inputs(weight, "final_norm.weight")
-        head = replace(head, tied=False)
         if has_bias(final):
             tensors["head.bias"] = Computed(shifted(weight, "head.bias" if head.bias else None, "final_norm.bias"))
-            head = replace(head, bias=True)
+        head = replace(head, tied=False, bias=head.bias or has_bias(final))
         clear(final, "final_norm", tensors)
         final = without_bias(final)
-    new = with_blocks(spec, blocks, head=head, final_norm=final)
     untied = asked.layers is None and spec.head.tied
     notes = ("the head was untied from the embedding: it takes the last norm's weight",) if untied else ()
-    return Swapped(new, "exact", tensors, {"layers": list(layers), "head": asked.layers is None}, notes)
-
-
-def has_bias(norm: Norm) -> bool:
-    """Whether a norm has a bias."""
-    return isinstance(norm, LayerNorm) and norm.bias
+    summary = {"layers": list(asked.chosen(spec)), "head": asked.layers is None}
+    return Swapped(with_blocks(spec, blocks, head=head, final_norm=final), "exact", tensors, summary, notes)
 
 
 def without_bias(norm: Norm) -> Norm:
     """The norm without its bias."""
-    return replace(norm, bias=False) if isinstance(norm, LayerNorm) else norm
+    return replace(norm, bias=False) if has_bias(norm) else norm  # type: ignore[type-var]
 
 
 def clear(norm: Norm, path: str, tensors: dict[str, Tensor]) -> None:
@@ -163,79 +144,52 @@ def clear(norm: Norm, path: str, tensors: dict[str, Tensor]) -> None:
     tensors[f"{path}.weight"] = Filled((norm.size,), 1.0, f"{path}.weight")
 
 
-def folded_block(block: Block, path: str, tensors: dict[str, Tensor]) -> Block:
-    """A block whose readers have taken over what its norms had; their tensors go into `tensors`."""
-    biased = {name for name, norm in norms(block, path) if has_bias(norm)}
-    for reader in readers(block, path):
-        tensors[reader.weight] = scaled_inputs(reader.weight, f"{reader.norm}.weight")
-        if reader.norm in biased:
-            if not reader.may_have_bias:
-                raise SwapRefused(f"{reader.path} has no bias to take over that of {reader.norm}")
-            old = reader.bias_name if reader.bias else None
-            tensors[reader.bias_name] = Computed(shifted(reader.weight, old, f"{reader.norm}.bias"))
-    attention, inner = block.attention, block.feed_forward
-    source = block.feed_forward_norm or block.attention_norm
-    if has_bias(block.attention_norm):
-        attention = replace(attention, qkv_bias=True)
-    if has_bias(source):
-        inner = replace(inner, up_bias=True)
-    return replaced(
-        block,
-        attention=attention,
-        feed_forward=inner,
-        attention_norm=without_bias(block.attention_norm),
-        feed_forward_norm=None if block.feed_forward_norm is None else without_bias(block.feed_forward_norm),
-    )
-
-
-def folds(
-    what: str,
-    takes: str,
-    gives: str,
-    needs: str,
-    reshape: Reshape,
-    inverse: Inverse | None = None,
-    clears: tuple[Clears, ...] = (),
-) -> Swap:
-    """The entry of one fold; all of them are exact."""
-    return Swap(
-        option="fold",
-        form=what,
-        takes=takes,
-        gives=gives,
-        guarantee="exact",
-        needs=needs,
-        source="TransformerLens",
-        reshape=reshape,
-        examples=lambda spec: (what.replace("WHERE", "head"),),
-        by_layer=True,
-        inverse=inverse or (lambda before, asked: None),
-        clears=clears,
-    )
-
-
-NORM_BIAS, SCALE, HEAD_SCALE = Clears("*norm.bias"), Clears("*.scale"), Clears("*.scale", "fold=scale:head")
+entry = partial(Swap, option="fold", source="TransformerLens", by_layer=True)
+UNSCALED = "an ALiBi bias, where there is one, outside the scale"
 
 ORDER = 190
-SWAPS: tuple[Swap, ...] = (
-    folds(
-        "norm",
-        "γ and β of norms",
-        "weights and biases of their readers",
-        "pre-norm blocks",
-        fold_norm,
-        None,
-        (NORM_BIAS,),
+OPTIONS = (
+    Option(
+        "fold",
+        WEIGHTS,
+        3,
+        "Fold constants into the weights beside them.",
+        "value-bias | scale | norm",
+        words="norm = norms; value-bias = value_bias; scale = scales",
     ),
-    folds("value-bias", "the bias of values", "one of outputs", "a bias that is not zero", fold_value_bias),
-    folds("scale", "the scale of scores", "queries, and a scale of 1", UNSCALED, fold_scale, unscaled, (SCALE,)),
-    folds(
-        "scale:WHERE",
-        "the scale of scores",
-        "queries, and a scale of 1/√head_dim",
-        UNSCALED,
-        fold_scale,
-        None,
-        (HEAD_SCALE,),
+)
+SWAPS = (
+    entry(
+        form="norm",
+        takes="γ and β of norms",
+        gives="weights and biases of their readers",
+        needs="pre-norm blocks",
+        reshape=fold_norm,
+        clears=(Clears("*norm.bias"),),
+    ),
+    entry(
+        form="value-bias",
+        takes="the bias of values",
+        gives="one of outputs",
+        needs="a bias that is not zero",
+        reshape=fold_value_bias,
+    ),
+    entry(
+        form="scale",
+        takes="the scale of scores",
+        gives="queries, and a scale of 1",
+        needs=UNSCALED,
+        reshape=fold_scale,
+        inverse=unscaled,
+        clears=(Clears("*.scale"),),
+    ),
+    entry(
+        form="scale:WHERE",
+        takes="the scale of scores",
+        gives="queries, and a scale of 1/√head_dim",
+        needs=UNSCALED,
+        reshape=fold_scale,
+        examples=lambda spec: ("scale:head",),
+        clears=(Clears("*.scale", "fold=scale:head"),),
     ),
 )

@@ -19,24 +19,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from ...components import ALiBi, Attention, DynamicScaling, LongRopeScaling, ModelSpec, Norm, Rotary, YarnScaling
 from ...errors import SwapRefused, UsageError
 from ..base import Model, Swapped, Tensor
 from ..basis import eps_for, length_ratio
 from ..gather import Index, by_head, padded, scaled, taken
-from ..layerwise import attentions, smaller_again, weighed, with_attention
-from ..registry import Asked, Clears, Step, Swap
+from ..layerwise import attentions, tensors_of, weighed, with_mixers
+from ..options import ATTENTION, Option
+from ..registry import Asked, Clears, Swap
 from ..rotation import for_width
-
-__all__ = ["SWAPS"]
-
-replace = msgspec.structs.replace
 
 SAME = 1e-13
 """How near, relative, frequencies in fp64 are to be called the same."""
@@ -46,8 +43,7 @@ POSITIONS = 1024
 """Positions looked at, at most."""
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """How a head is filled up or cut: for each new element the old one, -1 for zero, and the positions it gets."""
 
     within: Index
@@ -70,8 +66,8 @@ def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
         weighed(f"{path}.q_norm", attention.q_norm)
         weighed(f"{path}.k_norm", attention.k_norm)
         plan = choose(spec, asked, path, attention, size, how)
-        notes.append(plan.note)
         new = resized(attention, size, plan)
+        notes.append(plan.note)
         if new.scale == attention.scale:
             notes.append("the scale stays, since the ALiBi bias is multiplied by it; no family here exports that")
         changed[layer] = new
@@ -80,8 +76,7 @@ def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
         raise SwapRefused(f"heads are {size} wide already", "Possible: another width.")
     found = [attention.head_dim for attention in old.values()]
     summary = {"from": found[0] if len(set(found)) == 1 else found, "to": size}
-    told = tuple(dict.fromkeys(note for note in notes if note))
-    return Swapped(with_attention(spec, changed), "exact", tensors, summary, told)
+    return Swapped(with_mixers(spec, changed), "exact", tensors, summary, tuple(dict.fromkeys(filter(None, notes))))
 
 
 # --- which elements, which positions ----------------------------------------------------------------------------------
@@ -90,26 +85,26 @@ def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
 def choose(spec: ModelSpec, asked: Asked, path: str, attention: Attention, size: int, how: str) -> Plan:
     """The plan that is exact; see the module's text for the order of preference."""
     old, rotary = attention.head_dim, attention.position
-    plans: list[Plan] = []
-    whole = isinstance(rotary, Rotary) and rotary.dim == old
-    reason = ""
-    if isinstance(rotary, Rotary) and whole and how != "partial":
+    plans, reason = list[Plan](), ""
+    if isinstance(rotary, Rotary) and rotary.dim == old and how != "partial":
+        other = refit_base(rotary, size) if size % 2 == 0 else None
         if size % 2:
             reason = f"rotary positions turn pairs, and {size} is odd"
+        elif other is None:
+            reason = f"the base {rotary.base:g} to the power of {size}/{old} is no number"
         else:
-            other = refit_base(rotary, size)
-            reason = "" if other is None else why_not_same(rotary, other, spec, strict=how != "theta")
-            if other is None:
-                reason = f"the base {rotary.base:g} to the power of {size}/{old} is no number"
-            if not reason:
-                plans.append(Plan(spread(rotary, size), other))
+            reason = why_not_same(rotary, other, spec, strict=how != "theta")
+        if not reason:
+            plans.append(Plan(spread(rotary, size), other))
     if how == "theta" and not plans:
         raise SwapRefused(
             f"heads of {old} cannot become {size} wide: {reason or 'there is no rotary over whole heads'}"
         )
     if how != "theta" and (not isinstance(rotary, Rotary) or rotary.dim <= size):
-        note = f"{rotary_note(rotary)}: {reason}" if reason and isinstance(rotary, Rotary) else ""
-        plans.append(Plan(padded(old, size) if size > old else np.arange(size), rotary, note))
+        note = ""
+        if reason and isinstance(rotary, Rotary):
+            note = f"only the first {rotary.dim} elements of a head turn with positions: {reason}"
+        plans.append(Plan(padded(old, size), rotary, note))
     if size > old:
         return plans[0]
     for plan in plans:
@@ -120,11 +115,6 @@ def choose(spec: ModelSpec, asked: Asked, path: str, attention: Attention, size:
         + (f" ({reason})" if reason else ""),
         "Possible: fewer heads (--heads), or fewer key and value heads (--attention).",
     )
-
-
-def rotary_note(rotary: Rotary) -> str:
-    """What partial rotation means."""
-    return f"only the first {rotary.dim} elements of a head turn with positions"
 
 
 def spread(rotary: Rotary, size: int) -> Index:
@@ -142,9 +132,9 @@ def refit_base(rotary: Rotary, size: int) -> Rotary | None:
         base = rotary.base ** (size / rotary.dim)
     except OverflowError:
         return None
-    return (
-        replace(rotary, dim=size, base=base, scaling=for_width(rotary.scaling, size)) if 0 < base < math.inf else None
-    )
+    if not 0 < base < math.inf:
+        return None
+    return replace(rotary, dim=size, base=base, scaling=for_width(rotary.scaling, size))
 
 
 def why_not_same(old: Rotary, new: Rotary, spec: ModelSpec, strict: bool = True) -> str:
@@ -195,28 +185,18 @@ def in_use(model: Model, path: str, attention: Attention, within: Index) -> bool
 
 
 def resized(attention: Attention, size: int, plan: Plan) -> Attention:
-    """The record with heads of another width."""
-    old = attention.head_dim
+    """The record with heads of another width. The scale is 1/√N where it was 1/√d, and otherwise as much of it as it
+    was; as it was where a bias is multiplied by it too.
+    """
+    old, scale = attention.head_dim, attention.scale
+    if not (isinstance(attention.position, ALiBi) and attention.position.scaled):
+        scale = float(size**-0.5 if scale == old**-0.5 else scale * (size**-0.5 / old**-0.5))
 
     def norm(record: Norm | None) -> Norm | None:
         return None if record is None else replace(record, size=size, eps=eps_for(record.eps, old, size))
 
-    return replace(
-        attention,
-        head_dim=size,
-        scale=scale_for(attention, size),
-        position=plan.position,
-        q_norm=norm(attention.q_norm),
-        k_norm=norm(attention.k_norm),
-    )
-
-
-def scale_for(attention: Attention, size: int) -> float:
-    """1/√N where it was 1/√d, and otherwise as much of it as it was; as it was where a bias is multiplied by it too."""
-    old, scale = attention.head_dim, attention.scale
-    if isinstance(attention.position, ALiBi) and attention.position.scaled:
-        return scale
-    return float(size**-0.5 if scale == old**-0.5 else scale * (size**-0.5 / old**-0.5))
+    norms = {"q_norm": norm(attention.q_norm), "k_norm": norm(attention.k_norm)}
+    return replace(attention, head_dim=size, scale=scale, position=plan.position, **norms)
 
 
 def refilled(path: str, old: Attention, new: Attention, within: Index) -> dict[str, Tensor]:
@@ -226,19 +206,13 @@ def refilled(path: str, old: Attention, new: Attention, within: Index) -> dict[s
     # Where keys and values are zero, queries and outputs are free: as other elements, so that training reaches both.
     free = np.where(within < 0, np.arange(len(within)) % old.head_dim, within)
     open_query = by_head(np.arange(old.heads), within if old.q_norm or old.k_norm else free, old.head_dim)
-    output = by_head(np.arange(old.heads), free, old.head_dim)
-    louder = query_factor(old, new)
-    suffixes = ("weight", "bias") if old.qkv_bias else ("weight",)
-    tensors: dict[str, Tensor] = {}
-    for suffix in suffixes:
-        query = f"{path}.q_proj.{suffix}"
-        tensors[query] = taken(query, by_query) if old.q_norm else scaled(query, open_query, louder)
-        for name in (f"{path}.k_proj.{suffix}", f"{path}.v_proj.{suffix}"):
-            tensors[name] = taken(name, by_key)
-    tensors[f"{path}.o_proj.weight"] = taken(f"{path}.o_proj.weight", output, 1)
-    for norm, factor in norm_factors(old, new):
-        tensors[f"{path}.{norm}.weight"] = scaled(f"{path}.{norm}.weight", within, factor)
-    return tensors
+    output, louder = f"{path}.o_proj.weight", query_factor(old, new)
+    tensors: dict[str, Tensor] = {output: taken(output, by_head(np.arange(old.heads), free, old.head_dim), 1)}
+    for name in tensors_of(path, old, "q_proj"):
+        tensors[name] = taken(name, by_query) if old.q_norm else scaled(name, open_query, louder)
+    tensors |= {name: taken(name, by_key) for name in tensors_of(path, old, "k_proj", "v_proj")}
+    norms = ((f"{path}.{norm}.weight", factor) for norm, factor in norm_factors(old, new))
+    return tensors | {name: scaled(name, within, factor) for name, factor in norms}
 
 
 def query_factor(old: Attention, new: Attention) -> float:
@@ -256,35 +230,33 @@ def norm_factors(old: Attention, new: Attention) -> Iterator[tuple[str, float]]:
         yield "k_norm", ratio
 
 
-def heads_examples(spec: ModelSpec) -> Iterator[str]:
+def widths(spec: ModelSpec) -> set[int | None]:
+    """How wide heads are; None for those that are made of a latent."""
+    return {getattr(block.attention, "head_dim", None) for block in spec.blocks}
+
+
+def examples(spec: ModelSpec) -> list[str]:
     """Widths worth trying."""
-    widths = [getattr(block.attention, "head_dim", 0) for block in spec.blocks]
-    if all(widths):
-        yield str(max(widths) + 8)
-        yield f"partial:{max(widths) + 4}"
-
-
-def undone(before: ModelSpec, asked: Asked) -> Step | None:
-    """The width as it was, where it was one and the heads grew."""
-    return smaller_again("head_dim", asked, (getattr(block.attention, "head_dim", 0) for block in before.blocks))
+    found = widths(spec)
+    widest = max((each for each in found if each), default=0)
+    return [] if None in found else [str(widest + 8), f"partial:{widest + 4}"]
 
 
 ORDER = 110
-SWAPS: tuple[Swap, ...] = (
+OPTIONS = (Option("head_dim", ATTENTION, 3, "The width of a head.", "N", parts={"": ("dimensions of a head", widths)}),)
+SWAPS = (
     Swap(
         option="head_dim",
         form="N",
         takes="heads of d",
         gives="heads of N",
-        guarantee="exact",
         needs="for wider ones, an even N for rotary positions over whole heads; for narrower ones, elements that"
         " reach no output",
         source="zeros after Net2Net 1511.05641; θ^(N/d) and √(N/d) derived for gptkit",
         reshape=resize_heads,
-        examples=heads_examples,
+        examples=examples,
         clears=(Clears("*.head_dim", "head_dim={theirs}"),),
         by_layer=True,
-        inverse=undone,
+        inverse=lambda before, asked: asked.smaller("head_dim", (width or 0 for width in widths(before))),
     ),
 )
-"""The width of a head."""

@@ -16,28 +16,24 @@ RMSNorm: a rotation puts most of what the norms see into the first coordinates, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
-from ...components import LayerNorm, ModelSpec, Norm, RMSNorm
+from ...components import ModelSpec, Norm
 from ...errors import SwapRefused
 from ..base import Computed, Model, Swapped, Tensor, Wide
 from ..basis import Compute, eps_for, exchanged, in_basis, length_ratio, normed_row, resized
 from ..fits.scratch import Scratch
-from ..gather import gather, padded, scaled, taken
-from ..layerwise import smaller_again
-from ..registry import Asked, Step, Swap
-from ..stream import norms, readers, require_weights, stream_norms, tables, writers
+from ..gather import Index, gather, padded, scaled, taken
+from ..options import NORMS, Option
+from ..registry import Asked, Swap
+from ..stream import every_norm, norms, readers, require_weights, stream_norms, tables, writers
 
 if TYPE_CHECKING:
     from ..fits.calibration import Calibration
-
-__all__ = ["SWAPS"]
-
-replace = msgspec.structs.replace
 
 SAME = 1e-15
 """How near, beside the largest value, what is computed in fp64 comes to what it should be."""
@@ -50,22 +46,42 @@ def resize_hidden(spec: ModelSpec, asked: Asked) -> Swapped:
         raise SwapRefused(f"the residual stream is {old} wide already", f"Possible: more than {old}, or less.")
     require_weights(spec)
     done = wider(spec, new) if new > old else narrower(spec, new, asked)
-    notes = (*done.notes, *divisibility(done.spec))
+    heads, notes = max((getattr(block.mixer("attention"), "heads", 1) for block in spec.blocks), default=1), done.notes
+    if new % heads and not spec.final_norm.centred:
+        notes += (f"transformers' llama takes no width that its {heads} heads do not divide, even beside a head_dim",)
     return Swapped(done.spec, done.guarantee, done.tensors, {"hidden_size": [old, new], **done.summary}, notes)
 
 
-def divisibility(spec: ModelSpec) -> tuple[str, ...]:
-    """What transformers' config of llama makes of a width that its heads do not divide."""
-    heads = max((getattr(block.mixer("attention"), "heads", 1) for block in spec.blocks), default=1)
-    if spec.hidden_size % heads == 0 or not isinstance(spec.final_norm, RMSNorm):
-        return ()
-    return (f"transformers' llama takes no width that its {heads} heads do not divide, even beside a head_dim",)
+def written(spec: ModelSpec) -> list[tuple[str, int]]:
+    """What writes into the stream: (tensor, the axis that is the stream's)."""
+    found = [(name, 1) for name in tables(spec)]
+    for layer, block in enumerate(spec.blocks):
+        found += [(name, 0) for each in writers(block, f"blocks.{layer}") for name in each.names]
+    return found
 
 
-def every_norm(spec: ModelSpec) -> list[tuple[str, Norm]]:
-    """The norms on the stream, and the one on the token table."""
-    table = spec.embedding.norm
-    return [*([("embedding.norm", table)] if table is not None else []), *stream_norms(spec)]
+def read_weights(spec: ModelSpec) -> list[str]:
+    """What reads it, [out, hidden]; not a tied head, whose matrix is a table."""
+    found = [each.weight for layer, block in enumerate(spec.blocks) for each in readers(block, f"blocks.{layer}")]
+    return found + ([] if spec.head.tied else ["head.weight"])
+
+
+def vectors(spec: ModelSpec) -> list[tuple[str, str]]:
+    """The norms' tensors: (path of the norm, tensor)."""
+    return [(path, f"{path}.{name}") for path, norm in every_norm(spec) for name in norm.shapes()]
+
+
+def mapped(spec: ModelSpec, write: Index, read: Index) -> dict[str, Tensor]:
+    """What writes with the coordinates of the one index, what reads with those of the other."""
+    tensors: dict[str, Tensor] = {name: taken(name, write, axis) for name, axis in written(spec)}
+    return tensors | {name: taken(name, read, 1) for name in read_weights(spec)}
+
+
+def rescaled(spec: ModelSpec, new: int) -> ModelSpec:
+    """The tree in another width, with eps as that needs it."""
+    old = spec.hidden_size
+    found = {path: replace(norm, eps=eps_for(norm.eps, old, new)) for path, norm in every_norm(spec)}
+    return resized(exchanged(spec, found), new)
 
 
 # --- wider ------------------------------------------------------------------------------------------------------------
@@ -76,15 +92,15 @@ def wider(spec: ModelSpec, new: int) -> Swapped:
     old = spec.hidden_size
     if new % old == 0:
         return repeated(spec, new)
-    kinds = {type(norm) for _, norm in every_norm(spec)}
+    centred = {norm.centred for _, norm in every_norm(spec)}
     multiples = f"Possible: multiples of {old}, as {2 * old}"
-    if len(kinds) > 1:
+    if len(centred) > 1:
         raise SwapRefused(
             f"with LayerNorms beside RMSNorms a stream of {old} cannot become {new} wide: the one needs the mean in the"
             " new coordinates, the other zeros",
             f"{multiples}; or any width after --norm rmsnorm, where that is possible.",
         )
-    if kinds == {RMSNorm}:
+    if centred == {False}:
         return with_zeros(spec, new)
     if any(block.residual == "normed" for block in spec.blocks):
         raise SwapRefused(
@@ -97,54 +113,12 @@ def wider(spec: ModelSpec, new: int) -> Swapped:
 
 def repeated(spec: ModelSpec, new: int) -> Swapped:
     """k copies of the stream side by side."""
-    tensors: dict[str, Tensor] = {}
     write, read = padded(spec.hidden_size, new, repeat=True), padded(spec.hidden_size, new)
-    for name, axis in written(spec):
-        tensors[name] = taken(name, write, axis)
-    for name in read_weights(spec):
-        tensors[name] = taken(name, read, 1)
-    for path, norm in every_norm(spec):
+    tensors = mapped(spec, write, read)
+    for path, name in vectors(spec):
         # A tied head multiplies by every copy of the table.
-        index = read if path == "final_norm" and spec.head.tied else write
-        for name in vectors(path, norm):
-            tensors[name] = taken(name, index)
+        tensors[name] = taken(name, read if path == "final_norm" and spec.head.tied else write)
     return Swapped(resized(spec, new), "exact", tensors, {"method": "copies"})
-
-
-def written(spec: ModelSpec) -> Iterator[tuple[str, int]]:
-    """What writes into the stream: (tensor, the axis that is the stream's)."""
-    for name in tables(spec):
-        yield name, 1
-    for layer, block in enumerate(spec.blocks):
-        for each in writers(block, f"blocks.{layer}"):
-            yield each.weight, 0
-            if each.bias:
-                yield each.bias_name, 0
-
-
-def read_weights(spec: ModelSpec) -> Iterator[str]:
-    """What reads it, [out, hidden]; not a tied head, whose matrix is a table."""
-    for layer, block in enumerate(spec.blocks):
-        for each in readers(block, f"blocks.{layer}"):
-            yield each.weight
-    if not spec.head.tied:
-        yield "head.weight"
-
-
-def vectors(path: str, norm: Norm) -> tuple[str, ...]:
-    """A norm's tensors."""
-    return tuple(f"{path}.{name}" for name in norm.shapes())
-
-
-def rescaled(spec: ModelSpec, new: int, paths: set[str] | None = None) -> ModelSpec:
-    """The tree with eps as another width needs it, of the norms named or of all; not resized yet."""
-    old = spec.hidden_size
-    found = {
-        path: replace(norm, eps=eps_for(norm.eps, old, new))
-        for path, norm in every_norm(spec)
-        if paths is None or path in paths
-    }
-    return exchanged(spec, found)
 
 
 def gamma(name: str, old: int, new: int) -> Tensor:
@@ -156,11 +130,10 @@ def gamma(name: str, old: int, new: int) -> Tensor:
 def with_zeros(spec: ModelSpec, new: int) -> Swapped:
     """RMSNorm: new coordinates that are always zero."""
     old = spec.hidden_size
-    tensors: dict[str, Tensor] = {name: taken(name, padded(old, new), axis) for name, axis in written(spec)}
     # What new coordinates would be read as is free; as the old ones, so that training reaches what is to write them.
-    tensors |= {name: taken(name, padded(old, new, repeat=True), 1) for name in read_weights(spec)}
-    tensors |= {f"{path}.weight": gamma(f"{path}.weight", old, new) for path, _ in every_norm(spec)}
-    return Swapped(resized(rescaled(spec, new), new), "exact", tensors, {"method": "zeros"})
+    tensors = mapped(spec, padded(old, new), padded(old, new, repeat=True))
+    tensors |= {name: gamma(name, old, new) for _, name in vectors(spec)}
+    return Swapped(rescaled(spec, new), "exact", tensors, {"method": "zeros"})
 
 
 def with_mean(array: Wide, new: int, axis: int) -> Wide:
@@ -175,39 +148,32 @@ def append_mean(name: str, new: int, axis: int) -> Compute:
     return lambda model: with_mean(model.wide(name), new, axis)
 
 
-def normed_with_mean(spec: ModelSpec, new: int) -> Compute:
-    """The rows of a normed table: LayerNorm(row), with the mean appended."""
-    norm = spec.embedding.norm
-    assert isinstance(norm, LayerNorm)
-
-    def compute(model: Model) -> Wide:
-        rows = model.wide("embedding.weight")
-        rows = normed_row(rows - rows.mean(axis=1, keepdims=True), norm.eps) * model.wide("embedding.norm.weight")
-        return with_mean(rows + model.wide("embedding.norm.bias") if norm.bias else rows, new, 1)
-
-    return compute
-
-
 def with_means(spec: ModelSpec, new: int) -> Swapped:
     """LayerNorm: new coordinates that are always the mean of the old ones."""
-    old, head = spec.hidden_size, spec.head
+    old, norm, changed = spec.hidden_size, spec.embedding.norm, rescaled(spec, new)
     tensors: dict[str, Tensor] = {name: Computed(append_mean(name, new, axis)) for name, axis in written(spec)}
     tensors |= {name: taken(name, padded(old, new, repeat=True), 1) for name in read_weights(spec)}
-    for path, norm in stream_norms(spec):
+    for path, each in stream_norms(spec):
         tensors[f"{path}.weight"] = gamma(f"{path}.weight", old, new)
-        if norm.shapes().get("bias"):
+        if "bias" in each.shapes():
             tensors[f"{path}.bias"] = taken(f"{path}.bias", padded(old, new))
-    scaled_spec = rescaled(spec, new)
     notes: tuple[str, ...] = ()
-    if spec.embedding.norm is not None:
+    if norm is not None:
         # Its output has a mean of its own, so it is worked into the table, which a tied head cannot then share.
-        tensors["embedding.weight"] = Computed(normed_with_mean(spec, new))
-        if head.tied:
+        eps, biased = norm.eps, "bias" in norm.shapes()
+
+        def rows_with_mean(model: Model) -> Wide:
+            rows = model.wide("embedding.weight")
+            rows = normed_row(rows - rows.mean(axis=1, keepdims=True), eps) * model.wide("embedding.norm.weight")
+            return with_mean(rows + model.wide("embedding.norm.bias") if biased else rows, new, 1)
+
+        tensors["embedding.weight"] = Computed(rows_with_mean)
+        if spec.head.tied:
             tensors["head.weight"] = taken("embedding.weight", padded(old, new, repeat=True), 1)
             notes = ("the head was untied from the embedding, which took in its norm",)
-        embedding = replace(scaled_spec.embedding, norm=None)
-        scaled_spec = replace(scaled_spec, embedding=embedding, head=replace(head, tied=False))
-    return Swapped(resized(scaled_spec, new), "exact", tensors, {"method": "means"}, notes)
+        ends = {"embedding": replace(changed.embedding, norm=None), "head": replace(changed.head, tied=False)}
+        changed = replace(changed, **ends)
+    return Swapped(changed, "exact", tensors, {"method": "means"}, notes)
 
 
 # --- narrower, where nothing is lost ----------------------------------------------------------------------------------
@@ -217,20 +183,24 @@ def narrower(spec: ModelSpec, new: int, asked: Asked) -> Swapped:
     """Exact where the last coordinates say nothing new, else a rotation, or the largest coordinates."""
     old = spec.hidden_size
     if asked.approximate:
-        return largest(spec, asked, new)
+        alike = np.ones(old)
+        energy = asked.weights.ask(energies, alike, alike)
+        index = np.sort(np.argsort(-energy, kind="stable")[:new])
+        found = cut(spec, index)
+        summary = {"method": "largest", "energy_kept": float(energy[index].sum() / energy.sum())}
+        return Swapped(found.spec, "approximate", found.tensors, summary)
 
     def holds(question: Callable[[Model, int], bool]) -> bool:
         return asked.weights.ask(lambda model: question(model, new), False, True)
 
-    kinds = {type(norm) for _, norm in every_norm(spec)}
+    centred = {norm.centred for _, norm in every_norm(spec)}
     if old % new == 0 and holds(are_copies):
-        tensors = chosen_tensors(spec, np.arange(new))
-        return Swapped(resized(spec, new), "exact", tensors, {"method": "copies"})
-    if kinds == {RMSNorm} and holds(are_zero):
-        return cut(spec, new)
-    if kinds == {LayerNorm} and spec.embedding.norm is None and holds(are_means):
-        return cut(spec, new)
-    if kinds != {RMSNorm} or any(block.residual == "normed" for block in spec.blocks):
+        return Swapped(resized(spec, new), "exact", chosen_tensors(spec, np.arange(new)), {"method": "copies"})
+    if centred == {False} and holds(are_zero):
+        return cut(spec, np.arange(new))
+    if centred == {True} and spec.embedding.norm is None and holds(are_means):
+        return cut(spec, np.arange(new))
+    if centred != {False} or any(block.residual == "normed" for block in spec.blocks):
         raise SwapRefused(
             f"coordinates {new} to {old - 1} of the residual stream are in use, and a LayerNorm does not allow the"
             " rotation that would leave out the least of it",
@@ -248,21 +218,18 @@ def narrower(spec: ModelSpec, new: int, asked: Asked) -> Swapped:
 def are_copies(model: Model, new: int) -> bool:
     """Whether the stream is its first `new` coordinates over and over, and readers take only the first."""
     spec, old = model.spec, model.spec.hidden_size
-    write = padded(new, old, repeat=True)
-    for name, axis in written(spec):
+    write, read = padded(new, old, repeat=True), padded(new, old)
+
+    def is_its(name: str, index: Index, axis: int = 0) -> bool:
         values = model.wide(name)
-        if not np.array_equal(values, gather(values, write, axis)):
-            return False
+        return np.array_equal(values, gather(values, index, axis))
+
+    if not all(is_its(name, write, axis) for name, axis in written(spec)):
+        return False
     if any(model.wide(name)[:, new:].any() for name in read_weights(spec)):
         return False
-    for path, norm in every_norm(spec):
-        first = path == "final_norm" and spec.head.tied
-        index = padded(new, old, repeat=not first)
-        for name in vectors(path, norm):
-            values = model.wide(name)
-            if not np.array_equal(values, gather(values, index, 0)):
-                return False
-    return True
+    first = {"final_norm"} if spec.head.tied else set()
+    return all(is_its(name, read if path in first else write) for path, name in vectors(spec))
 
 
 def are_zero(model: Model, new: int) -> bool:
@@ -278,29 +245,20 @@ def are_means(model: Model, new: int) -> bool:
         gap = np.abs(values - with_mean(kept, values.shape[axis], axis)).max()
         if gap > SAME * np.abs(values).max():
             return False
-    biased = [f"{path}.bias" for path, norm in stream_norms(model.spec) if norm.shapes().get("bias")]
-    return not any(model.wide(name)[new:].any() for name in biased)
+    return not any(model.wide(name)[new:].any() for _, name in vectors(model.spec) if name.endswith("bias"))
 
 
-def chosen_tensors(spec: ModelSpec, index: Any) -> dict[str, Tensor]:
+def chosen_tensors(spec: ModelSpec, index: Index) -> dict[str, Tensor]:
     """Every tensor with some coordinates of the stream alone."""
-    tensors: dict[str, Tensor] = {name: taken(name, index, axis) for name, axis in written(spec)}
-    tensors |= {name: taken(name, index, 1) for name in read_weights(spec)}
-    tensors |= {name: taken(name, index) for path, norm in every_norm(spec) for name in vectors(path, norm)}
-    return tensors
+    return mapped(spec, index, index) | {name: taken(name, index) for _, name in vectors(spec)}
 
 
-def cut(spec: ModelSpec, new: int, index: Any = None) -> Swapped:
-    """Without the last coordinates, or with those of `index` alone, which hold all of the stream's length."""
-    old = spec.hidden_size
-    index = np.arange(new) if index is None else index
-    tensors = chosen_tensors(spec, index)
-    ratio = length_ratio(old, new)
-    tensors |= {f"{path}.weight": scaled(f"{path}.weight", index, ratio) for path, _ in every_norm(spec)}
-    return Swapped(resized(rescaled(spec, new), new), "exact", tensors, {"method": "cut"})
-
-
-# --- narrower, where something is lost --------------------------------------------------------------------------------
+def cut(spec: ModelSpec, index: Index) -> Swapped:
+    """With some coordinates alone, which hold all of the stream's length."""
+    ratio = length_ratio(spec.hidden_size, len(index))
+    gains = (f"{path}.weight" for path, _ in every_norm(spec))
+    tensors = chosen_tensors(spec, index) | {name: scaled(name, index, ratio) for name in gains}
+    return Swapped(rescaled(spec, len(index)), "exact", tensors, {"method": "cut"})
 
 
 def energies(model: Model) -> Wide:
@@ -311,16 +269,6 @@ def energies(model: Model) -> Wide:
         energy += (values**2).sum(axis=1 - axis) if values.ndim == 2 else values**2
         model.release()
     return energy
-
-
-def largest(spec: ModelSpec, asked: Asked, new: int) -> Swapped:
-    """The coordinates that most is written to, as they are."""
-    alike = np.ones(spec.hidden_size)
-    energy = asked.weights.ask(energies, alike, alike)
-    index = np.sort(np.argsort(-energy, kind="stable")[:new])
-    found = cut(spec, new, index)
-    share = float(energy[index].sum() / energy.sum())
-    return Swapped(found.spec, "approximate", found.tensors, {"method": "largest", "energy_kept": share})
 
 
 def directions(model: Model, calibration: Calibration) -> Wide:
@@ -347,40 +295,43 @@ def directions(model: Model, calibration: Calibration) -> Wide:
 
 def sliced(spec: ModelSpec, new: int, calibration: Calibration) -> Swapped:
     """The stream in its `new` largest principal directions."""
-    fitted = Scratch(lambda model: iter([{"directions": directions(model, calibration)}]))
+    fitted, old = Scratch(lambda model: iter([{"directions": directions(model, calibration)}])), spec.hidden_size
 
     def into(model: Model, rows: Wide) -> Wide:
         found: Wide = rows @ fitted.of(model, "directions")[:, :new]
         return found
 
     def norm_of(_: str, norm: Norm) -> Norm:
-        return replace(norm, eps=eps_for(norm.eps, spec.hidden_size, new))
+        return replace(norm, eps=eps_for(norm.eps, old, new))
 
     found, tensors = in_basis(spec, new, into, norm_of)
     notes = ("the head was untied from the embedding: it reads behind the last norm's weight",)
     return Swapped(found, "approximate", tensors, {"method": "principal directions"}, notes if spec.head.tied else ())
 
 
-def undone(before: ModelSpec, asked: Asked) -> Step | None:
-    """The width as it was: what was added can be taken away again."""
-    return smaller_again("hidden", asked, [before.hidden_size])
-
-
 ORDER = 170
-SWAPS: tuple[Swap, ...] = (
+OPTIONS = (
+    Option(
+        "hidden",
+        NORMS,
+        4,
+        "The width of the residual stream.",
+        "N",
+        parts={"": ("dimensions", lambda spec: {spec.hidden_size})},
+    ),
+)
+SWAPS = (
     Swap(
         option="hidden",
         form="N",
         takes="a residual stream of d",
         gives="a residual stream of N",
-        guarantee="exact",
         needs="for wider ones, k·d or norms of one kind; for narrower ones, coordinates that say nothing new,"
         " else RMSNorms and a text",
         source="zeros and copies after Net2Net 1511.05641; narrower: SliceGPT 2401.15024",
         reshape=resize_hidden,
         examples=lambda spec: (str(spec.hidden_size + 8), str(2 * spec.hidden_size)),
         calibrated=True,
-        inverse=undone,
+        inverse=lambda before, asked: asked.smaller("hidden", [before.hidden_size]),
     ),
 )
-"""The width of the residual stream."""

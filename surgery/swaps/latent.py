@@ -12,50 +12,39 @@ all heads share, as `kv_fit` makes it. Lossless where R is as much as there is t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ...components import Attention, LatentAttention, MixtureOfExperts, ModelSpec, Rotary
+from ...components import Attention, LatentAttention, ModelSpec, Rotary, recast
 from ...errors import SwapRefused
 from ..base import Filled, Moved, Swapped, Tensor
 from ..fits.scratch import Scratch
-from ..layerwise import attentions, with_attention
+from ..layerwise import attentions, with_mixers
 from ..registry import Asked, Swap
+from .kv_heads import fitted_names
 
-__all__ = ["SWAPS"]
-
-replace = msgspec.structs.replace
 Array = NDArray[Any]
 
 
 def latent_of(attention: Attention, rank: int, rope_heads: int) -> LatentAttention:
     """The record in a grouped attention's place."""
-    rotary = attention.position if isinstance(attention.position, Rotary) else None
-    return LatentAttention(
-        hidden_size=attention.hidden_size,
-        heads=attention.heads,
+    found: LatentAttention = recast(
+        attention,
+        LatentAttention,
         kv_rank=rank,
         nope_dim=plain_dim(attention),
         value_dim=attention.head_dim,
-        scale=attention.scale,
-        rope_heads=0 if rotary is None else rope_heads,
-        position=attention.position,
-        window=attention.window,
-        qkv_bias=attention.qkv_bias,
-        output_bias=attention.output_bias,
-        arithmetic=attention.arithmetic,
+        rope_heads=rope_heads if isinstance(attention.position, Rotary) else 0,
     )
+    return found
 
 
 def plain_dim(attention: Attention) -> int:
     """Elements of a key head that no position is turned into."""
-    rotary = attention.position if isinstance(attention.position, Rotary) else None
-    return attention.head_dim - (0 if rotary is None else rotary.dim)
+    return attention.head_dim - (attention.position.dim if isinstance(attention.position, Rotary) else 0)
 
 
 def whole(attention: Attention) -> int:
@@ -120,7 +109,7 @@ def lossless(path: str, attention: Attention) -> dict[str, Tensor]:
     """Every tensor of "mla:full", nothing of it computed."""
     plain, rank = plain_dim(attention), whole(attention)
     made: dict[str, Tensor] = {}
-    for part in ("weight", *(["bias"] if attention.qkv_bias else [])):
+    for part in ("weight", "bias") if attention.qkv_bias else ("weight",):
         q, k, v = (f"{path}.{name}_proj.{part}" for name in "qkv")
         made[q] = Moved(q, lambda tensor: spread_queries(tensor, attention))
         made[f"{path}.kv_down_proj.{part}"] = Moved(
@@ -128,16 +117,10 @@ def lossless(path: str, attention: Attention) -> dict[str, Tensor]:
         )
         if plain < attention.head_dim:
             made[f"{path}.k_rope_proj.{part}"] = Moved(k, lambda key: key_rows(key, attention, True))
-    like = f"{path}.v_proj.weight"
-    if plain:
-        made[f"{path}.k_up_proj.weight"] = Filled(
-            (attention.heads * plain, rank), partial(picking, attention, plain, 0, rank), like
-        )
-    made[f"{path}.v_up_proj.weight"] = Filled(
-        (attention.heads * attention.head_dim, rank),
-        partial(picking, attention, attention.head_dim, attention.kv_heads * plain, rank),
-        like,
-    )
+    ups = (("k_up_proj", plain, 0), ("v_up_proj", attention.head_dim, attention.kv_heads * plain))
+    for name, width, start in ups if plain else ups[1:]:
+        maps = partial(picking, attention, width, start, rank)
+        made[f"{path}.{name}.weight"] = Filled((attention.heads * width, rank), maps, f"{path}.v_proj.weight")
     return made
 
 
@@ -149,7 +132,7 @@ def to_whole(spec: ModelSpec, asked: Asked) -> Swapped:
         tensors.update(lossless(f"blocks.{layer}.attention", attention))
     changed = {layer: latent_of(each, whole(each), each.kv_heads) for layer, each in old.items()}
     summary = {"layers": sorted(changed), "rank": sorted({each.kv_rank for each in changed.values()})}
-    return Swapped(with_attention(spec, changed), "exact", tensors, summary)
+    return Swapped(with_mixers(spec, changed), "exact", tensors, summary)
 
 
 # --- some of it -------------------------------------------------------------------------------------------------------
@@ -161,65 +144,58 @@ def to_rank(spec: ModelSpec, asked: Asked) -> Swapped:
     old = grouped(spec, asked)
     most = max(2 * each.kv_heads * each.head_dim for each in old.values())
     if rank >= most:
-        told = f"keys and values have {most} numbers per token, which a latent and rotary keys hold: none is left out"
-        return dataclasses.replace(to_whole(spec, asked), notes=(told,))
-    smaller = any(rank < whole(each) or rotary_heads(each) > 1 for each in old.values())
+        note = f"keys and values have {most} numbers per token, which a latent and rotary keys hold: none is left out"
+        return dataclasses.replace(to_whole(spec, asked), notes=(note,))
     for layer, each in old.items():
         if rank > whole(each):
             raise SwapRefused(
                 f"layer {layer} has {whole(each)} numbers per token for a latent to hold, not {rank}",
                 f"Possible here: mla:{whole(each)} or less, or mla:full ({most} with keys), which changes nothing.",
             )
-    if not smaller:
+    several = any(isinstance(each.position, Rotary) and each.kv_heads > 1 for each in old.values())
+    if not several and all(rank == whole(each) for each in old.values()):
         return to_whole(spec, asked)
     changed = {layer: latent_of(each, rank, 1) for layer, each in old.items()}
     if asked.approximate:
         scratch = Scratch.by("latent_fit.averaged_layers", changed)
     else:
         scratch = Scratch.by("latent_fit.fitted_layers", changed, asked.text("a latent is fitted"))
-    new = with_attention(spec, changed)
-    fitted = []
-    for layer, latent in changed.items():
-        path = f"blocks.{layer}"
-        fitted += [f"{path}.attention.{name}" for name in latent.shapes() if name != "o_proj.bias"]
-        if not (asked.approximate or isinstance(spec.blocks[layer].feed_forward, MixtureOfExperts)):
-            fitted.append(f"{path}.feed_forward.down_proj.weight")
-    tensors = scratch.waiting(fitted)
+    names = fitted_names(spec, changed, down=not asked.approximate)
     summary = {"layers": sorted(changed), "rank": rank, "by": "weights alone" if asked.approximate else "regression"}
-    return Swapped(new, "approximate", tensors, summary)
+    return Swapped(with_mixers(spec, changed), "approximate", scratch.waiting(names), summary)
 
 
-def rotary_heads(attention: Attention) -> int:
-    """Key heads with rotary positions."""
-    return attention.kv_heads if isinstance(attention.position, Rotary) else 0
-
-
-def half(spec: ModelSpec) -> Iterable[str]:
+def half(spec: ModelSpec) -> list[str]:
     """Half of what there is to hold."""
     attention = spec.blocks[0].attention
-    if isinstance(attention, Attention) and attention.q_norm is None:
-        yield f"mla:{max(whole(attention) // 2, 1)}"
+    possible = isinstance(attention, Attention) and attention.q_norm is None
+    return [f"mla:{max(whole(attention) // 2, 1)}"] if possible else []
 
 
-def entry(form: str, gives: str, guarantee: Any, reshape: Callable[[ModelSpec, Asked], Swapped], examples: Any) -> Swap:
-    """One of the two forms."""
-    return Swap(
-        option="attention",
-        form=form,
-        takes="keys and values by head",
-        gives=gives,
-        guarantee=guarantee,
-        needs="no norm of queries and keys" + (" and a calibration text" if form == "mla:R" else ""),
-        source="DeepSeek-V2 2405.04434; TransMLA 2502.07864",
-        reshape=reshape,
-        examples=examples,
-        by_layer=True,
-        calibrated=form == "mla:R",
-    )
-
+entry = partial(
+    Swap,
+    option="attention",
+    takes="keys and values by head",
+    source="DeepSeek-V2 2405.04434; TransMLA 2502.07864",
+    by_layer=True,
+)
 
 ORDER = 100
-SWAPS: tuple[Swap, ...] = (
-    entry("mla:full", "a latent that holds all of them", "exact", to_whole, lambda spec: ("mla:full",)),
-    entry("mla:R", "a latent of R numbers, one rotary key", "approximate", to_rank, half),
+SWAPS = (
+    entry(
+        form="mla:full",
+        gives="a latent that holds all of them",
+        needs="no norm of queries and keys",
+        reshape=to_whole,
+        examples=lambda spec: ("mla:full",),
+    ),
+    entry(
+        form="mla:R",
+        gives="a latent of R numbers, one rotary key",
+        guarantee="approximate",
+        needs="no norm of queries and keys and a calibration text",
+        reshape=to_rank,
+        examples=half,
+        calibrated=True,
+    ),
 )

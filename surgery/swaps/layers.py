@@ -10,22 +10,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
+from msgspec.structs import replace
 
 from ...components import ModelSpec
 from ...errors import SwapRefused, UsageError
 from ..base import Filled, Guarantee, Model, Moved, Swapped, Tensor
+from ..options import NORMS, Option
 from ..registry import Asked, Step, Swap, layers_in
 from ..stream import writers
 
 if TYPE_CHECKING:
     from ..fits.calibration import Calibration
-
-__all__ = ["SWAPS"]
-
-replace = msgspec.structs.replace
 
 
 def arranged(spec: ModelSpec, order: Sequence[int]) -> tuple[ModelSpec, dict[str, Tensor]]:
@@ -47,25 +45,20 @@ def silent(spec: ModelSpec, asked: Asked, layer: int) -> bool:
     return asked.weights.zero(*(name for each in found for name in (each.weight, each.bias_name)))
 
 
-def pick(spec: ModelSpec, asked: Asked) -> Swapped:
-    """The layers of a list."""
-    order = layers_in(asked.value, len(spec.blocks))
-    return _kept(spec, asked, order, {})
-
-
-def _kept(spec: ModelSpec, asked: Asked, order: Sequence[int], summary: dict[str, object]) -> Swapped:
+def kept(spec: ModelSpec, asked: Asked, order: Sequence[int], summary: dict[str, object]) -> Swapped:
+    """These layers, in this order."""
     layers = len(spec.blocks)
     new, tensors = arranged(spec, order)
     gone = [layer for layer in range(layers) if layer not in order]
+    in_order = list(order) == sorted(set(order))
     record = {**summary, "from": layers, "to": len(order), "kept": list(order)}
-    if list(order) == sorted(set(order)) and all(silent(spec, asked, layer) for layer in gone):
+    if in_order and all(silent(spec, asked, layer) for layer in gone):
         notes = (f"the layers dropped write nothing into the residual stream: {listed(gone)}",) if gone else ()
         return Swapped(new, "exact", tensors, record, notes)
-    told = f"dropped: {listed(gone)}" if gone else "no layer is dropped; they are repeated or change places"
+    note = f"dropped: {listed(gone)}" if gone else "no layer is dropped; they are repeated or change places"
     # A model survives the loss of some layers, not of most of them, nor their change of places.
-    sorted_ = list(order) == sorted(set(order))
-    guarantee: Guarantee = "approximate" if sorted_ and len(gone) * 2 <= layers else "retrained"
-    return Swapped(new, guarantee, tensors, record, (told,))
+    guarantee: Guarantee = "approximate" if in_order and len(gone) * 2 <= layers else "retrained"
+    return Swapped(new, guarantee, tensors, record, (note,))
 
 
 def listed(layers: Sequence[int]) -> str:
@@ -90,20 +83,13 @@ def expansion(layers: int, more: int) -> list[tuple[int, bool]]:
     return [each for layer in range(layers) for each in [(layer, False)] + [(layer, True)] * copies[layer]]
 
 
-def _added(layers: Sequence[int]) -> str:
-    if len(layers) == 1:
-        return f"layer {layers[0]} is a copy that adds nothing yet"
-    return f"layers {listed(layers)} are copies that add nothing yet"
-
-
 def add(spec: ModelSpec, asked: Asked) -> Swapped:
     """Copies that add nothing."""
     more = Asked(asked.value.removeprefix("+")).number("layers to add")
     if more > 10_000:
         raise UsageError(f"{asked.value!r}: {more:,} layers more are too many")
     order = expansion(len(spec.blocks), more)
-    copied = [old for old, copy in order if copy]
-    normed = [old for old in copied if spec.blocks[old].residual == "normed"]
+    normed = [old for old, copy in order if copy and spec.blocks[old].residual == "normed"]
     if normed:
         raise SwapRefused(
             f"layer {normed[0]} takes its residual from a norm's output, so that a block that adds nothing still"
@@ -111,10 +97,12 @@ def add(spec: ModelSpec, asked: Asked) -> Swapped:
             "Possible here: a list that repeats layers, --layers 0-1,1-, which has to be trained.",
         )
     new, tensors = arranged(spec, [old for old, _ in order])
-    tensors.update(silenced(new, [index for index, (_, copy) in enumerate(order) if copy], order))
     added = [index for index, (_, copy) in enumerate(order) if copy]
-    record = {"from": len(spec.blocks), "to": len(order), "added": added}
-    return Swapped(new, "exact", tensors, record, (_added(added),))
+    tensors.update(silenced(new, added, order))
+    note = f"layer {added[0]} is a copy that adds nothing yet"
+    if len(added) > 1:
+        note = f"layers {listed(added)} are copies that add nothing yet"
+    return Swapped(new, "exact", tensors, {"from": len(spec.blocks), "to": len(order), "added": added}, (note,))
 
 
 def silenced(new: ModelSpec, layers: Sequence[int], order: Sequence[tuple[int, bool]]) -> dict[str, Tensor]:
@@ -123,10 +111,8 @@ def silenced(new: ModelSpec, layers: Sequence[int], order: Sequence[tuple[int, b
     found: dict[str, Tensor] = {}
     for layer in layers:
         path, old = f"blocks.{layer}", f"blocks.{order[layer][0]}"
-        for each in writers(new.blocks[layer], path):
-            for name in (each.weight, each.bias_name):
-                if name in shapes:
-                    found[name] = Filled(shapes[name], 0.0, old + name.removeprefix(path))
+        for name in (name for each in writers(new.blocks[layer], path) for name in each.names):
+            found[name] = Filled(shapes[name], 0.0, old + name.removeprefix(path))
     return found
 
 
@@ -157,39 +143,47 @@ def drop(spec: ModelSpec, asked: Asked) -> Swapped:
         more = wanted - layers
         raise SwapRefused(f"{wanted} layers cannot be kept of {layers}", f"--layers +{more} adds {more}.")
     if asked.approximate:
-        gone = set(range(layers - 1 - (layers - wanted), layers - 1)) if wanted > 1 else set(range(layers)) - {0}
-        return _kept(spec, asked, [layer for layer in range(layers) if layer not in gone], {"by": "the last but one"})
+        order = [*range(wanted - 1), layers - 1] if wanted > 1 else [0]
+        return kept(spec, asked, order, {"by": "the last but one"})
     calibration = asked.text("block influence is measured")
     scores = asked.weights.run(lambda model: influences(model, calibration))
-    weakest = sorted(range(layers), key=lambda layer: (scores[layer], layer))[: layers - wanted]
-    kept = [layer for layer in range(layers) if layer not in weakest]
-    return _kept(spec, asked, kept, {"by": "block influence", "influence": [round(score, 6) for score in scores]})
+    order = sorted(sorted(range(layers), key=lambda layer: (scores[layer], layer))[layers - wanted :])
+    return kept(spec, asked, order, {"by": "block influence", "influence": [round(score, 6) for score in scores]})
 
 
-def pick_examples(spec: ModelSpec) -> list[str]:
+def examples(spec: ModelSpec) -> list[str]:
     """All layers but the last but one."""
     last = len(spec.blocks) - 1
     return [f"0-{last - 2},{last}"] if last > 2 else []
 
 
+entry = partial(Swap, option="layers", takes="N layers")
+NUMBER = ("layers", lambda spec: {len(spec.blocks)})
+
 ORDER = 40
-SWAPS: tuple[Swap, ...] = (
-    Swap(
-        option="layers",
+OPTIONS = (
+    Option(
+        "layers",
+        NORMS,
+        3,
+        "Keep these layers, add so many, or keep the most useful.",
+        "0-5,8- | +4 | auto:24",
+        words="auto",
+        parts={"auto:": NUMBER, "+": NUMBER},
+    ),
+)
+SWAPS = (
+    entry(
         form="+N",
-        takes="N layers",
         gives="more layers, copies that add nothing yet",
-        guarantee="exact",
         needs="blocks that add to the residual stream itself (pre-norm)",
         source="LLaMA Pro 2401.02415",
         reshape=add,
         examples=lambda spec: ("+1", f"+{len(spec.blocks)}"),
         inverse=without_added,
     ),
-    Swap(
-        option="layers",
+    entry(
         form="auto:N",
-        takes="N layers",
         gives="the N of largest block influence",
         guarantee="approximate",
         needs="a calibration text",
@@ -198,15 +192,12 @@ SWAPS: tuple[Swap, ...] = (
         examples=lambda spec: (f"auto:{len(spec.blocks) - 1}",) if len(spec.blocks) > 1 else (),
         calibrated=True,
     ),
-    Swap(
-        option="layers",
+    entry(
         form="LAYERS",
-        takes="N layers",
         gives="those of a list, in its order",
-        guarantee="exact",
         needs="nothing; exact where the layers dropped write nothing",
         source="mergekit's passthrough; ShortGPT 2403.03853",
-        reshape=pick,
-        examples=pick_examples,
+        reshape=lambda spec, asked: kept(spec, asked, layers_in(asked.value, len(spec.blocks)), {}),
+        examples=examples,
     ),
 )

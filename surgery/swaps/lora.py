@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ...architectures import Architecture, BoundLeaf, named
@@ -32,19 +32,16 @@ from ...components import ModelSpec
 from ...converter.tree import Origin
 from ...errors import CannotExpress, SwapRefused
 from ..base import Computed, Model, Moved, Swapped, Tensor, Wide
+from ..options import WEIGHTS, Option
 from ..registry import Asked, Swap
 from .adapter import Adapter, read_adapter
+from .vocabulary import TOLD, some_of
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SWAPS"]
-
-replace = msgspec.structs.replace
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
-TOLD = 4
-"""Names that a message has."""
 SAME = 1e-14
 """How far apart, relative to the largest, two matrices are that are one but for the order in which they were summed."""
 
@@ -145,21 +142,15 @@ class Unmerged:
 
     def __init__(self, before: Model, spec: ModelSpec, adapter: Adapter, changes: Mapping[str, Change]) -> None:
         self.before, self.spec, self.adapter = before, spec, adapter
+        self.reference, self.release = f"{before.reference} with {adapter.reference}", before.release
         self._changes = {name: each for each in changes.values() for name in each.leaf.shared}
         self._last: tuple[str, list[Wide]] = ("", [])
-
-    @property
-    def reference(self) -> str:
-        return f"{self.before.reference} with {self.adapter.reference}"
 
     def dtype(self, name: str) -> str:  # noqa: ARG002
         return "F64"
 
     def tensor(self, name: str) -> tuple[NDArray[Any], str]:
         return self.wide(name), "F64"
-
-    def release(self) -> None:
-        self.before.release()
 
     def wide(self, name: str) -> Wide:
         change = self._changes.get(name)
@@ -211,7 +202,7 @@ def merge_lora(spec: ModelSpec, asked: Asked) -> Swapped:
     changes = _changes(adapter, architecture, leaves, spec)
     _require_fitting(adapter, changes, len(spec.blocks))
     changes = _without_copies(adapter, changes, asked)
-    new, notes = spec, list(_about_base(adapter, asked.origin))
+    new, notes = spec, _about_base(adapter, asked.origin)
     if spec.head.tied:
         changes, untied = _ends(adapter, changes, leaves[architecture.head], asked)
         if untied:
@@ -221,8 +212,16 @@ def merge_lora(spec: ModelSpec, asked: Asked) -> Swapped:
     for change in changes.values():
         for part, name in enumerate(change.leaf.shared):
             made[name] = Computed(merged(adapter, change, part))
+    config = adapter.config
+    summary = {
+        "method": ("dora" if config.get("use_dora") else "lora") + ("+rslora" if config.get("use_rslora") else ""),
+        "modules": len(adapter.lora),
+        "saved": len(adapter.saved),
+        "base_model": config.get("base_model_name_or_path"),
+        "sha256": adapter.sha256,
+    }
     against = partial(Unmerged, spec=new, adapter=adapter, changes=changes)
-    return Swapped(new, "exact", made, _summary(adapter), tuple(notes), against=against)
+    return Swapped(new, "exact", made, summary, tuple(notes), against=against)
 
 
 def _leaves(spec: ModelSpec, origin: Origin | None) -> tuple[Architecture, dict[str, BoundLeaf]]:
@@ -250,9 +249,6 @@ def _changes(
     found: dict[str, dict[str, Any]] = {}
     unknown: list[str] = []
 
-    def sources(name: str) -> tuple[str, ...]:
-        return (EMBEDDING,) if spec.head.tied and name == architecture.head else leaves[name].shared
-
     def note(tensor: str, told: str, **what: Any) -> None:
         name = architecture.canonical_name(tensor, leaves, len(spec.blocks))
         if name is None or name not in leaves:
@@ -270,12 +266,14 @@ def _changes(
         note(f"{module}.weight", module, rows=module)
     if unknown:
         raise SwapRefused(
-            f"{adapter.reference} changes {len(unknown)} modules that this model does not have: {_some(unknown)}",
+            f"{adapter.reference} changes {len(unknown)} modules that this model does not have: {some_of(unknown)}",
             _hint_of_base(adapter),
         )
     if not found:
         raise SwapRefused(f"{adapter.reference} changes nothing: there is no tensor in it")
-    return {name: Change(leaves[name], sources(name), **what) for name, what in found.items()}
+    tied = architecture.head if spec.head.tied else ""
+    sources = {name: (EMBEDDING,) if name == tied else leaves[name].shared for name in found}
+    return {name: Change(leaves[name], sources[name], **what) for name, what in found.items()}
 
 
 def _require_fitting(adapter: Adapter, changes: Mapping[str, Change], layers: int) -> None:
@@ -332,14 +330,11 @@ def _without_copies(adapter: Adapter, changes: Mapping[str, Change], asked: Aske
         copies = change.leaf.to_shared(adapter.read(change.stands_in or ""))
         return all(np.array_equal(copy, model.wide(own)) for copy, own in zip(copies, change.sources, strict=True))
 
-    found = {}
+    found = dict(changes)
     for name, change in changes.items():
-        left = change
         if change.stands_in in adapter.base.values() and asked.weights.ask(partial(same, change), False, True):
-            left = dataclasses.replace(change, stands_in=None)
-        if (left.module, left.stands_in, left.bias, left.rows) != (None, None, None, None):
-            found[name] = left
-    return found
+            found[name] = dataclasses.replace(change, stands_in=None)
+    return {name: each for name, each in found.items() if each.module or each.stands_in or each.bias or each.rows}
 
 
 def _ends(
@@ -376,14 +371,14 @@ def _ends(
     return others | {change.leaf.checkpoint: change for change in found.values()}, not one_matrix
 
 
-def _about_base(adapter: Adapter, origin: Origin | None) -> tuple[str, ...]:
+def _about_base(adapter: Adapter, origin: Origin | None) -> list[str]:
     named_base, here = adapter.config.get("base_model_name_or_path"), None if origin is None else origin.reference
     if not isinstance(named_base, str) or not named_base or not here:
-        return ()
+        return []
     own, other = (Path(each).name.lower().removesuffix("-local").removesuffix("-hf") for each in (named_base, here))
     if named_base == here or own == other.partition("@")[0].rpartition(":")[2]:
-        return ()
-    return (f"the adapter says that it was trained on {named_base:.80}; this model comes from {here:.80}",)
+        return []
+    return [f"the adapter says that it was trained on {named_base:.80}; this model comes from {here:.80}"]
 
 
 def _hint_of_base(adapter: Adapter) -> str | None:
@@ -401,29 +396,14 @@ def _hint_of_tokens(adapter: Adapter, changes: Mapping[str, Change]) -> str | No
     return None
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:TOLD]) + (f" and {len(names) - TOLD} more" if len(names) > TOLD else "")
-
-
-def _summary(adapter: Adapter) -> dict[str, Any]:
-    methods = ["dora" if adapter.config.get("use_dora") else "lora"]
-    return {
-        "method": "+".join(methods + (["rslora"] if adapter.config.get("use_rslora") else [])),
-        "modules": len(adapter.lora),
-        "saved": len(adapter.saved),
-        "base_model": adapter.config.get("base_model_name_or_path"),
-        "sha256": adapter.sha256,
-    }
-
-
 ORDER = 10
+OPTIONS = (Option("merge_lora", WEIGHTS, 1, "Merge a PEFT adapter into the weights.", "DIR"),)
 SWAPS = (
     Swap(
         option="merge_lora",
         form="DIR",
         takes="model and LoRA adapter",
         gives="one model",
-        guarantee="exact",
         needs="an adapter of PEFT trained on this model: LoRA, rsLoRA, DoRA, biases, modules_to_save",
         source="LoRA 2106.09685; rsLoRA 2312.03732; DoRA 2402.09353",
         reshape=merge_lora,

@@ -12,40 +12,31 @@ down·act(up(x)), starts better, at 4.4, and ends no better, at 1.2.)
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from ...components import Block, FeedForward, GatedFeedForward, MixtureOfExperts, ModelSpec, recast
 from ...errors import SwapRefused
 from ..base import Computed, Filled, Moved, Swapped, Tensor
 from ..fits.scratch import Scratch
-from ..layerwise import blocks_text, chosen_layers, guarantee_of, in_words, replaced, unknown, with_blocks
+from ..layerwise import guarantee_of, in_words, with_blocks
+from ..options import FEED_FORWARD, Option
 from ..registry import Asked, Clears, Step, Swap
 from ..stream import experts
 
-__all__ = ["SWAPS", "Dense", "dense_of", "is_gated", "paths", "with_dense"]
-
-replace = msgspec.structs.replace
 Dense = FeedForward | GatedFeedForward
-
-
-# --- walking over feed-forwards, those of experts too -----------------------------------------------------------------
 
 
 def dense_of(block: Block) -> Dense:
     """A block's feed-forward, or what each of its experts is."""
-    match block.feed_forward:
-        case MixtureOfExperts(expert=expert):
-            return expert
-        case FeedForward() | GatedFeedForward() as dense:
-            return dense
-        case other:
-            raise unknown("a layer", other, "a feed-forward")
+    inner = block.feed_forward
+    return inner.expert if isinstance(inner, MixtureOfExperts) else inner
 
 
 def with_dense(block: Block, dense: Dense) -> Block:
     """The block with another feed-forward, or with experts that are such."""
     inner = block.feed_forward
-    return replaced(block, feed_forward=replace(inner, expert=dense) if isinstance(inner, MixtureOfExperts) else dense)
+    mixture = isinstance(inner, MixtureOfExperts)
+    return block.replaced(feed_forward=replace(inner, expert=dense) if mixture else dense)
 
 
 def paths(spec: ModelSpec, layer: int) -> list[str]:
@@ -63,29 +54,28 @@ def is_gated(block: Block) -> bool:
 
 def to_gated(spec: ModelSpec, asked: Asked) -> Swapped:
     """Plain -> gated, with the same activation. Exact, and every value keeps its bits."""
-    plain = [layer for layer in chosen_layers(spec, asked) if isinstance(dense_of(spec.blocks[layer]), FeedForward)]
-    if not plain:
-        raise SwapRefused(
-            "the feed-forwards asked for are gated already",
-            "--activation changes what their gates compute; --mlp plain is the way back, where it exists.",
-        )
+    plain = asked.those(
+        spec,
+        lambda block: not is_gated(block),
+        "the feed-forwards asked for are gated already",
+        "--activation changes what their gates compute; --mlp plain is the way back, where it exists.",
+    )
     blocks, tensors = dict[int, Block](), dict[str, Tensor]()
     for layer in plain:
         old = dense_of(spec.blocks[layer])
-        assert isinstance(old, FeedForward)
         for path in paths(spec, layer):
             tensors |= gated_tensors(path, old)
         blocks[layer] = with_dense(spec.blocks[layer], gated(old))
     return Swapped(with_blocks(spec, blocks), "exact", tensors, {"from": "plain", "to": "gated", "layers": plain})
 
 
-def gated(old: FeedForward) -> GatedFeedForward:
+def gated(old: Dense) -> GatedFeedForward:
     """The gated feed-forward in a plain one's place. Its one flag for both biases has to be set: up's is the 1."""
     found: GatedFeedForward = recast(old, GatedFeedForward, up_bias=True)
     return found
 
 
-def gated_tensors(path: str, old: FeedForward) -> dict[str, Tensor]:
+def gated_tensors(path: str, old: Dense) -> dict[str, Tensor]:
     """gate = up, with its bias or none; up = 0·x + 1."""
     weight, inner = f"{path}.up_proj.weight", (old.intermediate_size,)
     bias = Moved(f"{path}.up_proj.bias") if old.up_bias else Filled(inner, 0.0, like=weight)
@@ -98,14 +88,14 @@ def gated_tensors(path: str, old: FeedForward) -> dict[str, Tensor]:
 
 
 def ungate(before: ModelSpec, asked: Asked) -> Step | None:
-    """The way back from `to_gated`: a bias that only came with the gate goes again."""
-    plain = [block for block in (before.blocks[i] for i in asked.chosen(before)) if not is_gated(block)]
-    if len(plain) < len(asked.chosen(before)):
-        return None  # what was gated before stays so, and the layers differ
-    biased = {dense_of(block).up_bias for block in plain}
-    if len(biased) > 1:
+    """The way back from `to_gated`: a bias that only came with the gate goes again. What was gated before stays so,
+    and then the layers differ.
+    """
+    blocks = [before.blocks[i] for i in asked.chosen(before)]
+    biased = {dense_of(block).up_bias for block in blocks}
+    if any(map(is_gated, blocks)) or len(biased) > 1:
         return None
-    return Step("mlp", "plain", blocks_text(asked), settings={} if biased == {True} else {"drop_zero_bias": True})
+    return asked.again("mlp", "plain", **({} if biased == {True} else {"drop_zero_bias": True}))
 
 
 # --- gated -> plain ---------------------------------------------------------------------------------------------------
@@ -113,9 +103,8 @@ def ungate(before: ModelSpec, asked: Asked) -> Step | None:
 
 def to_plain(spec: ModelSpec, asked: Asked) -> Swapped:
     """Gated -> plain: exact where the factor `up` is the same for every input, refitted on a text where it is not."""
-    found = [layer for layer in chosen_layers(spec, asked) if is_gated(spec.blocks[layer])]
-    if not found:
-        raise SwapRefused("the feed-forwards asked for are plain already", "--mlp gated is the way to gated ones.")
+    hint = "--mlp gated is the way to gated ones."
+    found = asked.those(spec, is_gated, "the feed-forwards asked for are plain already", hint)
     zero = asked.weights.zero
     # Where its weight is zero, up(x) is the same for every x.
     varying = [i for i in found if not zero(*(f"{path}.up_proj.weight" for path in paths(spec, i)))]
@@ -123,7 +112,6 @@ def to_plain(spec: ModelSpec, asked: Asked) -> Swapped:
     blocks, tensors = dict[int, Block](), dict[str, Tensor]()
     for layer in found:
         old = dense_of(spec.blocks[layer])
-        assert isinstance(old, GatedFeedForward)
         gate_biases = [f"{path}.gate_proj.bias" for path in paths(spec, layer)]
         bias = old.up_bias and not (asked.settings.get("drop_zero_bias") and zero(*gate_biases))
         for path in paths(spec, layer):
@@ -132,27 +120,20 @@ def to_plain(spec: ModelSpec, asked: Asked) -> Swapped:
                 tensors |= folded_tensors(asked, path, old)
             elif refit is not None:
                 tensors |= refit.waiting([f"{path}.down_proj.weight"])
-        blocks[layer] = with_dense(spec.blocks[layer], plain(old, bias))
-    new = with_blocks(spec, blocks)
+        blocks[layer] = with_dense(spec.blocks[layer], recast(old, FeedForward, up_bias=bias))
     summary = {"from": "gated", "to": "plain", "layers": found, "refitted": varying if refit is not None else []}
-    guarantee = guarantee_of(len(varying), len(spec.blocks))
     note = f"in {in_words(varying)} the factor without an activation was left out: it depends on the input"
-    return Swapped(new, guarantee, tensors, summary, (note,) if varying else ())
-
-
-def plain(old: GatedFeedForward, bias: bool) -> FeedForward:
-    """The plain feed-forward in a gated one's place."""
-    found: FeedForward = recast(old, FeedForward, up_bias=bias)
-    return found
+    guarantee = guarantee_of(len(varying), len(spec.blocks))
+    return Swapped(with_blocks(spec, blocks), guarantee, tensors, summary, (note,) if varying else ())
 
 
 def plain_tensors(path: str, bias: bool) -> dict[str, Tensor]:
     """up = gate, what it was multiplied by left out."""
-    tensors: dict[str, Tensor] = {f"{path}.up_proj.weight": Moved(f"{path}.gate_proj.weight")}
-    return tensors | ({f"{path}.up_proj.bias": Moved(f"{path}.gate_proj.bias")} if bias else {})
+    parts = ("weight", "bias") if bias else ("weight",)
+    return {f"{path}.up_proj.{part}": Moved(f"{path}.gate_proj.{part}") for part in parts}
 
 
-def folded_tensors(asked: Asked, path: str, old: GatedFeedForward) -> dict[str, Tensor]:
+def folded_tensors(asked: Asked, path: str, old: Dense) -> dict[str, Tensor]:
     """The constant that gate was multiplied by goes into down, unless it is 1; without a bias it is 0."""
     constant, down = f"{path}.up_proj.bias", f"{path}.down_proj.weight"
     if not old.up_bias:
@@ -171,21 +152,35 @@ def refitted(spec: ModelSpec, layers: list[int], asked: Asked) -> Scratch:
             " depends on the input (the weight of up_proj is not zero)",
             "--approximate leaves that factor out and measures the damage.",
         )
-    return Scratch.by("gates.refits", asked.calibration(), set(layers))
+    return Scratch.by("feed_forward.downs", asked.calibration(), set(layers))
 
 
 ORDER = 120
+OPTIONS = (
+    Option(
+        "mlp",
+        FEED_FORWARD,
+        1,
+        "The kind of feed-forward; moe:8x2 has 8 experts, 2 of them per token.",
+        "gated | swiglu | plain | moe:ExK | dense",
+        words="gated = glu; plain = ungated, vanilla; moe = mixture of experts, mixture, experts; dense",
+        two={
+            "swiglu": (("mlp", "gated"), ("activation", "silu")),
+            "geglu": (("mlp", "gated"), ("activation", "gelu")),
+            "reglu": (("mlp", "gated"), ("activation", "relu")),
+        },
+        settings={"seed": int, "drop_zero_bias": bool},
+    ),
+)
 SWAPS = (
     Swap(
         option="mlp",
         form="gated",
         takes="plain feed-forward",
         gives="gated feed-forward",
-        guarantee="exact",
         needs="half as many parameters again: the gate is the old projection, the new one is 0·x + 1",
         source="derived for gptkit; gated units: Shazeer 2002.05202",
         reshape=to_gated,
-        examples=lambda spec: () if all(is_gated(block) for block in spec.blocks) else ("gated",),
         by_layer=True,
         inverse=ungate,
         clears=(Clears("*", theirs=GatedFeedForward),),
@@ -195,11 +190,9 @@ SWAPS = (
         form="plain",
         takes="gated feed-forward",
         gives="plain feed-forward",
-        guarantee="exact",
         needs="an up_proj whose weight is zero, as after --mlp gated; otherwise down_proj is fitted on a text",
         source="derived for gptkit",
         reshape=to_plain,
-        examples=lambda spec: ("plain",) if any(is_gated(block) for block in spec.blocks) else (),
         clears=(Clears("*", theirs=FeedForward),),
         by_layer=True,
         calibrated=True,

@@ -12,35 +12,41 @@ same matrix that must be centred on the embedding's side, so it is untied first.
 (BLOOM) the table becomes centre(LayerNorm(table)) and the norm goes. Where the norm's *output* is the residual the
 mean is not free, and no exact form is known: what is left of it is the mean of γ⊙n, n being the normed vector.
 
-RMSNorm -> LayerNorm is in `layernorm`.
+RMSNorm -> LayerNorm, exact with one more dimension: an isometry takes the stream to where its mean is zero (`basis`),
+and there the two norms are one function. A stream that is centred already needs no more than the exchange. For the same
+reason both ways hold for some layers alone: in a centred stream either kind of norm may stand anywhere.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
-from ...components import Block, FeedForward, GatedFeedForward, LayerNorm, MixtureOfExperts, ModelSpec, Norm, RMSNorm
+from ...components import Block, LayerNorm, MixtureOfExperts, ModelSpec, Norm, RMSNorm
 from ...errors import SwapRefused
 from ..base import Computed, Model, Moved, Swapped, Tensor, Wide
-from ..basis import CENTRED, Compute, chosen_norms, exchanged, normed_row, with_norms
-from ..layerwise import replaced, unknown, weighed, with_blocks
+from ..basis import CENTRED, Compute, chosen_norms, eps_for, exchanged, in_basis, normed_row, with_norms
+from ..layerwise import weighed, with_blocks
+from ..options import NORMS, Option
 from ..registry import Asked, Clears, Step, Swap
-from ..stream import head_weight, norms, readers, stream_norms, writers
-from .layernorm import has_rms_norm, rmsnorm_again, to_layernorm
+from ..stream import every_norm, head_weight, known, norms, readers, stream_norms, tables, writers
 
-__all__ = [
-    "SWAPS",
-    "layernorm_to_rmsnorm",
-    "off_centre",
-    "replace_layernorm",
-    "why_not_exact",
-]
 
-replace = msgspec.structs.replace
+def require_exact(way: str, reason: str | None) -> None:
+    """Raise SwapRefused where there is a reason why it cannot be exact."""
+    if reason is not None:
+        hint = "--approximate replaces the norms all the same and measures the damage."
+        raise SwapRefused(f"{way} cannot be exact here: {reason}", hint)
+
+
+def in_layers(path: str, layers: tuple[int, ...]) -> bool:
+    """Whether a path is in one of these layers."""
+    return path.startswith("blocks.") and int(path.split(".")[1]) in layers
 
 
 def layer_norms(spec: ModelSpec) -> list[str]:
@@ -57,21 +63,21 @@ def why_not_exact(spec: ModelSpec) -> str | None:
             "its residual is taken from the norm's output (apply_residual_connection_post_layernorm), so the mean that"
             " LayerNorm removes is part of what the model computes"
         )
-    kept = [path for path, norm in stream_norms(spec) if isinstance(norm, RMSNorm)]
+    kept = [path for path, norm in stream_norms(spec) if not norm.centred]
     if kept:
         return f"{kept[0]} is an RMSNorm already and would see the centred stream, of which it sees the mean today"
     return None
 
 
-def to_rms(norm: Norm) -> RMSNorm:
+def to_rms(norm: Norm) -> Norm:
     """The RMSNorm in a LayerNorm's place; one that is there stays."""
-    match norm:
-        case LayerNorm():
-            return RMSNorm(size=norm.size, eps=norm.eps, gain=norm.gain)
-        case RMSNorm():
-            return norm
-        case _:
-            raise unknown("the tree", norm, "LayerNorm or RMSNorm")
+    return RMSNorm(size=norm.size, eps=norm.eps, gain=norm.gain) if norm.centred else norm
+
+
+def without_mean(values: Wide, axis: int) -> Wide:
+    """Values less their mean along an axis."""
+    result: Wide = values - values.mean(axis=axis, keepdims=True)
+    return result
 
 
 def centred(name: str) -> Compute:
@@ -82,12 +88,6 @@ def centred(name: str) -> Compute:
 def centred_rows(name: str) -> Compute:
     """A table whose rows go into the stream."""
     return lambda model: without_mean(model.wide(name), 1)
-
-
-def without_mean(values: Wide, axis: int) -> Wide:
-    """Values less their mean along an axis."""
-    result: Wide = values - values.mean(axis=axis, keepdims=True)
-    return result
 
 
 def normed_rows(table: str, norm: str, eps: float, bias: bool) -> Compute:
@@ -107,22 +107,12 @@ def shifted(weight: str, bias: str | None, beta: str) -> Compute:
     return lambda model: model.wide(weight) @ model.wide(beta) + model.wide(bias)
 
 
-def centred_with(bias: str | None, beta: str) -> Compute:
-    """A writer's bias after β moved into it, without its mean: where the norm's output is the residual."""
-    return lambda model: without_mean(model.wide(beta) + (0 if bias is None else model.wide(bias)), 0)
-
-
 # --- LayerNorm -> RMSNorm ---------------------------------------------------------------------------------------------
 
 
 def layernorm_to_rmsnorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
     """The exact swap, for all norms or those of some layers."""
-    reason = why_not_exact(spec)
-    if reason is not None:
-        raise SwapRefused(
-            f"LayerNorm -> RMSNorm cannot be exact here: {reason}",
-            "--approximate replaces the norms all the same and measures the damage.",
-        )
+    require_exact("LayerNorm -> RMSNorm", why_not_exact(spec))
     new, tensors = centred_tree(spec, layers)
     notes = ("the head was untied from the embedding: it needs the table uncentred",) if spec.head.tied else ()
     return Swapped(new, "exact", tensors, summary(spec, layers), notes)
@@ -136,25 +126,24 @@ def centred_tree(spec: ModelSpec, layers: tuple[int, ...] | None) -> tuple[Model
         layer: _block(block, f"blocks.{layer}", layers is None or layer in layers, computed)
         for layer, block in enumerate(spec.blocks)
     }
-    head, final = spec.head, spec.final_norm
+    head, final, embedding = spec.head, spec.final_norm, spec.embedding
     if layers is None:
-        if isinstance(final, LayerNorm) and final.bias:
+        if has_bias(final):
             old = "head.bias" if head.bias else None
             computed["head.bias"] = shifted(head_weight(spec), old, "final_norm.bias")
             head = replace(head, bias=True)
-        final = to_rms(final)
+        final = to_rms(known("final_norm", final)[1])
     if head.tied:
         head = replace(head, tied=False)
         moved["head.weight"] = Moved("embedding.weight")
-    embedding = spec.embedding
-    if isinstance(embedding.norm, LayerNorm):
-        norm = embedding.norm
-        weighed("embedding.norm", norm)
-        computed["embedding.weight"] = normed_rows("embedding.weight", "embedding.norm", norm.eps, norm.bias)
-        embedding = replace(embedding, norm=None)
-    else:
-        assert embedding.norm is None
+    if embedding.norm is None:
         computed["embedding.weight"] = centred_rows("embedding.weight")
+    else:
+        norm = embedding.norm
+        assert norm.centred
+        weighed("embedding.norm", norm)
+        computed["embedding.weight"] = normed_rows("embedding.weight", "embedding.norm", norm.eps, has_bias(norm))
+        embedding = replace(embedding, norm=None)
     if spec.positions is not None:
         computed["positions.weight"] = centred_rows("positions.weight")
     new = with_blocks(spec, blocks, embedding=embedding, final_norm=final, head=head)
@@ -165,35 +154,28 @@ def _block(block: Block, path: str, chosen: bool, computed: dict[str, Compute]) 
     """The block with its writers centred and, where it is chosen, its norms exchanged; what changes in its tensors
     goes into `computed`.
     """
-    attention, inner = block.attention, block.feed_forward
     gone = dict(norms(block, path)) if chosen else {}
-    shifting = {name for name, norm in gone.items() if isinstance(norm, LayerNorm) and norm.bias}
+    shifting = {name for name, norm in gone.items() if has_bias(norm)}
     for each in readers(block, path):
         if each.norm in shifting and each.may_have_bias:
             old = each.bias_name if each.bias else None
             computed[each.bias_name] = shifted(each.weight, old, f"{each.norm}.bias")
-    if f"{path}.attention_norm" in shifting:
-        attention = replace(attention, qkv_bias=True)
-    if inner_norm(block, path) in shifting:
-        inner = with_biases(inner, up=True)
     for each in writers(block, path):
-        computed[each.weight] = centred(each.weight)
-        if each.bias:
-            computed[each.bias_name] = centred(each.bias_name)
-    if block.residual == "normed":  # β is part of the residual too
-        for each in writers(block, path):
-            beta = f"{path}.attention_norm" if each.path.endswith("o_proj") else f"{path}.feed_forward_norm"
-            if beta in shifting:
-                computed[each.bias_name] = centred_with(each.bias_name if each.bias else None, f"{beta}.bias")
-        if f"{path}.attention_norm" in shifting:
-            attention = replace(attention, output_bias=True)
-        if f"{path}.feed_forward_norm" in shifting:
-            inner = with_biases(inner, down=True)
-    return replaced(
-        with_norms(block, path, {name: to_rms(norm) for name, norm in gone.items()}),
-        attention=attention,
-        feed_forward=inner,
-    )
+        computed |= {name: centred(name) for name in each.names}
+        beta = f"{path}.{each.slot}_norm"
+        if block.residual == "normed" and beta in shifting:  # β is part of the residual too
+
+            def with_beta(model: Model, name: str = each.bias_name, there: bool = each.bias, beta: str = beta) -> Wide:
+                return without_mean(model.wide(f"{beta}.bias") + (model.wide(name) if there else 0), 0)
+
+            computed[each.bias_name] = with_beta
+    new = with_read_biases(block, path, shifting, out=block.residual == "normed")
+    return with_norms(new, path, {name: to_rms(norm) for name, norm in gone.items()})
+
+
+def has_bias(norm: Norm) -> bool:
+    """Whether a norm has a bias."""
+    return "bias" in norm.shapes()
 
 
 def inner_norm(block: Block, path: str) -> str:
@@ -201,33 +183,32 @@ def inner_norm(block: Block, path: str) -> str:
     return f"{path}.attention_norm" if block.feed_forward_norm is None else f"{path}.feed_forward_norm"
 
 
-def with_biases(feed_forward: Any, up: bool = False, down: bool = False) -> Any:
-    """A feed-forward, or a mixture's experts, with more biases."""
-    match feed_forward:
-        case MixtureOfExperts():
-            return replace(feed_forward, expert=with_biases(feed_forward.expert, up, down))
-        case FeedForward() | GatedFeedForward():
-            return replace(feed_forward, up_bias=feed_forward.up_bias or up, down_bias=feed_forward.down_bias or down)
-        case _:
-            raise unknown("a layer", feed_forward, "a feed-forward")
+def with_read_biases(block: Block, path: str, shifting: set[str], out: bool = False) -> Block:
+    """A block with biases that take up those of some norms: in what reads them, and with `out` in what follows them."""
+    attention, inner, parts = block.attention, block.feed_forward, dict[str, Any]()
+    first, own = f"{path}.attention_norm" in shifting, f"{path}.feed_forward_norm" in shifting
+    if first:
+        parts["attention"] = replace(attention, qkv_bias=True, output_bias=attention.output_bias or out)
+    if inner_norm(block, path) in shifting:
+        dense = inner.expert if isinstance(inner, MixtureOfExperts) else inner
+        dense = replace(dense, up_bias=True, down_bias=dense.down_bias or (out and own))
+        parts["feed_forward"] = replace(inner, expert=dense) if isinstance(inner, MixtureOfExperts) else dense
+    return block.replaced(**parts)
 
 
 def replace_layernorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
     """The plain replacement: γ and eps kept, β and the centring dropped. Approximate at best."""
     why_not_exact(spec)
-    norm = spec.embedding.norm
     old = chosen_norms(spec, layers)
-    if norm is not None and layers is None:
-        old["embedding.norm"] = norm
-    new = exchanged(spec, {path: to_rms(each) for path, each in old.items()})
+    if spec.embedding.norm is not None and layers is None:
+        old["embedding.norm"] = spec.embedding.norm
+    new = exchanged(spec, {path: to_rms(known(path, each)[1]) for path, each in old.items()})
     return Swapped(new, "approximate", {}, summary(spec, layers))
 
 
 def summary(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> dict[str, Any]:
     """What the output's record says of it."""
-    if layers is None:
-        return {"from": "layernorm", "to": "rmsnorm", "norms": len(layer_norms(spec))}
-    inside = [name for name in layer_norms(spec) if name.startswith("blocks.") and int(name.split(".")[1]) in layers]
+    inside = [path for path in layer_norms(spec) if layers is None or in_layers(path, layers)]
     return {"from": "layernorm", "to": "rmsnorm", "norms": len(inside)}
 
 
@@ -239,17 +220,11 @@ def steered(model: Model, router: str, beta: str) -> bool:
 
 def off_centre(spec: ModelSpec, asked: Asked) -> str | None:
     """The first router that LayerNorm's β would steer: it has no bias that could take it up."""
-    layers = asked.layers
-    for layer, block in enumerate(spec.blocks):
-        if not isinstance(block.feed_forward, MixtureOfExperts) or not (layers is None or layer in layers):
-            continue
-        path = f"blocks.{layer}"
-        norm = inner_norm(block, path)
-        record = dict(norms(block, path))[norm]
-        if not (isinstance(record, LayerNorm) and record.bias):
-            continue
-        router = f"{path}.feed_forward.router"
-        if asked.weights.ask(partial(steered, router=router, beta=f"{norm}.bias"), True, False):
+    for layer in asked.those(spec, lambda block: isinstance(block.feed_forward, MixtureOfExperts)):
+        path, block = f"blocks.{layer}", spec.blocks[layer]
+        norm, router = inner_norm(block, path), f"{path}.feed_forward.router"
+        question = partial(steered, router=router, beta=f"{norm}.bias")
+        if has_bias(dict(norms(block, path))[norm]) and asked.weights.ask(question, True, False):
             return router
     return None
 
@@ -257,36 +232,138 @@ def off_centre(spec: ModelSpec, asked: Asked) -> str | None:
 def to_rmsnorm(spec: ModelSpec, asked: Asked) -> Swapped:
     """LayerNorm -> RMSNorm, as exactly as is asked."""
     if asked.approximate:
-        reason = why_not_exact(spec)
         mixture = any(isinstance(block.feed_forward, MixtureOfExperts) for block in spec.blocks)
         normed = all(block.residual == "normed" for block in spec.blocks)
-        if reason is None or mixture or not normed or asked.layers is not None:
+        if why_not_exact(spec) is None or mixture or not normed or asked.layers is not None:
             return replace_layernorm(spec, asked.layers)
         new, tensors = centred_tree(spec, None)
         notes = ("all but the mean of each norm's own output was taken care of",)
         return Swapped(new, "approximate", tensors, summary(spec), notes)
-    if why_not_exact(spec) is None:
-        router = off_centre(spec, asked)
-        if router is not None:
-            raise SwapRefused(
-                f"LayerNorm -> RMSNorm cannot be exact here: the bias of the norm steers {router}, which has none",
-                "Exchange the norms before the feed-forwards become experts, or --approximate.",
-            )
+    router = off_centre(spec, asked) if why_not_exact(spec) is None else None
+    if router is not None:
+        raise SwapRefused(
+            f"LayerNorm -> RMSNorm cannot be exact here: the bias of the norm steers {router}, which has none",
+            "Exchange the norms before the feed-forwards become experts, or --approximate.",
+        )
     return layernorm_to_rmsnorm(spec, asked.layers)
 
 
+# --- RMSNorm -> LayerNorm ---------------------------------------------------------------------------------------------
+
+
+def why_not_layernorm(spec: ModelSpec) -> str | None:
+    """The reason why RMSNorm -> LayerNorm cannot be exact for this tree, or None."""
+    if all(norm.centred for _, norm in stream_norms(spec)):
+        raise SwapRefused("this model has no RMSNorm on its stream: its norms are LayerNorm already")
+    if any(block.residual == "normed" for block in spec.blocks):
+        return "its residual is taken from the norm's output, where the norm's weight does not commute with a rotation"
+    kept = [path for path, norm in (*stream_norms(spec), *every_norm(spec)) if norm.centred]
+    if kept:
+        return f"{kept[0]} is a LayerNorm already and removes a mean that the others see"
+    return None
+
+
+def to_layer_norm(norm: Norm) -> Norm:
+    """The LayerNorm in an RMSNorm's place; one that is there stays."""
+    return norm if norm.centred else LayerNorm(size=norm.size, eps=norm.eps, bias=False, gain=norm.gain)
+
+
+def off_the_mean(rows: Wide) -> Wide:
+    """Rows [n, d] in the space of the vectors of d + 1 elements whose mean is zero, lengths and angles kept.
+
+    A zero is appended and the Householder reflection applied that takes the last unit vector to (1, …, 1)/√(d + 1):
+    what was at right angles to the one is then to the other.
+    """
+    size = rows.shape[1] + 1
+    v = np.full(size, -1 / math.sqrt(size))
+    v[-1] += 1
+    wide = np.concatenate([rows, np.zeros((len(rows), 1))], axis=1)
+    found: Wide = wide - np.outer(wide @ v, v * (2 / (v @ v)))
+    return found
+
+
+def rmsnorm_to_layernorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
+    """The exact swap, for all norms or those of some layers: one dimension wider, the head untied."""
+    require_exact("RMSNorm -> LayerNorm", why_not_layernorm(spec))
+    old, size = spec.hidden_size, spec.hidden_size + 1
+
+    def norm_of(path: str, norm: Norm) -> Norm:
+        other = replace(norm, eps=eps_for(norm.eps, old, size))
+        return to_layer_norm(other) if layers is None or in_layers(path, layers) else other
+
+    new, tensors = in_basis(spec, size, lambda _, rows: off_the_mean(rows), norm_of)
+    notes = [f"the residual stream is {size} wide instead of {old}: with one more dimension its mean can be zero"]
+    if spec.head.tied:
+        notes.append("the head was untied from the embedding: it reads behind the last norm's weight")
+    return Swapped(new, "exact", tensors, widened(spec, size), tuple(notes))
+
+
+def replace_rmsnorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
+    """The plain replacement: γ and eps kept, the mean dropped. Exact where the stream has none."""
+    why_not_layernorm(spec)
+    new = exchanged(spec, {path: to_layer_norm(norm) for path, norm in chosen_norms(spec, layers).items()})
+    return Swapped(new, "approximate", {}, widened(spec, spec.hidden_size))
+
+
+def widened(spec: ModelSpec, size: int) -> dict[str, Any]:
+    """What the output's record says of it."""
+    number = sum(not norm.centred for _, norm in stream_norms(spec))
+    return {"from": "rmsnorm", "to": "layernorm", "norms": number, "hidden_size": [spec.hidden_size, size]}
+
+
+def stream_is_centred(model: Model) -> bool:
+    """Whether nothing that writes into the stream has a mean."""
+    spec, written = model.spec, [(name, 1) for name in tables(model.spec)]
+    for layer, block in enumerate(spec.blocks):
+        written += [(name, 0) for each in writers(block, f"blocks.{layer}") for name in each.names]
+
+    def has_none(name: str, axis: int) -> bool:
+        values = model.wide(name)
+        return bool(np.abs(values.mean(axis=axis)).max() <= CENTRED * np.abs(values).max())
+
+    return spec.embedding.norm is None and all(has_none(name, axis) for name, axis in written)
+
+
+def to_layernorm(spec: ModelSpec, asked: Asked) -> Swapped:
+    """RMSNorm -> LayerNorm, as exactly as is asked."""
+    if asked.approximate:
+        return replace_rmsnorm(spec, asked.layers)
+    normed = why_not_layernorm(spec) is not None and any(block.residual == "normed" for block in spec.blocks)
+    if not normed and spec.embedding.norm is None and asked.weights.ask(stream_is_centred, False, True):
+        notes = (
+            "nothing that writes into the residual stream has a mean, so the norms were exchanged where they stand",
+        )
+        return dataclasses.replace(replace_rmsnorm(spec, asked.layers), guarantee="exact", notes=notes)
+    return rmsnorm_to_layernorm(spec, asked.layers)
+
+
+def back_to_rmsnorm(_: ModelSpec, asked: Asked) -> Step | None:
+    """The way back from LayerNorms, where all of the stream's norms are: an RMSNorm beside them would have to be shown
+    a stream without a mean, which a tree does not tell.
+    """
+    return None if asked.approximate or asked.layers is not None else Step("norm", "rmsnorm")
+
+
 ORDER = 50
+OPTIONS = (
+    Option(
+        "norm",
+        NORMS,
+        1,
+        "Which norm the layers and both ends have.",
+        "rmsnorm | layernorm",
+        words="rmsnorm = rms, root mean square; layernorm = ln, layer",
+    ),
+)
 SWAPS = (
     Swap(
         option="norm",
         form="rmsnorm",
         takes="LayerNorm",
         gives="RMSNorm",
-        guarantee="exact",
         needs="norms before attention and feed-forward (pre-norm), all of them LayerNorms",
         source="SliceGPT 2401.15024; Jiang et al. 2305.14858; TransformerLens",
         reshape=to_rmsnorm,
-        examples=lambda spec: ("rmsnorm",) if layer_norms(spec) else (),
         by_layer=True,
         inverse=lambda before, asked: None if asked.approximate else Step("norm", "layernorm"),
         clears=(Clears("*norm", theirs=RMSNorm), Clears("*.norm", theirs=None)),
@@ -296,13 +373,11 @@ SWAPS = (
         form="layernorm",
         takes="RMSNorm",
         gives="LayerNorm",
-        guarantee="exact",
         needs="pre-norm, all norms on the residual stream RMSNorms; one more dimension, unless it has no mean already",
         source="an isometry onto the vectors of mean zero; after SliceGPT 2401.15024, section 3",
         reshape=to_layernorm,
-        examples=lambda spec: ("layernorm",) if has_rms_norm(spec) else (),
         by_layer=True,
-        inverse=rmsnorm_again,
+        inverse=back_to_rmsnorm,
         clears=(Clears("*norm", theirs=LayerNorm),),
     ),
 )

@@ -14,37 +14,29 @@ From one to another is a start for training but where nothing was told apart bef
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
 
-import msgspec
+from msgspec.structs import replace
 
 from ...components import ALiBi, Attention, LatentAttention, LayerNorm, LearnedPositions, ModelSpec, Position, Rotary
 from ...errors import SwapRefused, UsageError
-from ..base import Computed, Filled, Guarantee, Model, Moved, Promise, Swapped, Tensor, Wide
-from ..layerwise import blocks_text, unknown, with_attention
+from ..base import Computed, Filled, Model, Moved, Promise, Swapped, Tensor, Wide
+from ..layerwise import unknown, with_mixers
+from ..options import POSITIONS, Option
 from ..registry import Asked, Clears, Step, Swap
 from ..rotation import NEUTRAL, is_neutral, mean_rotation, turned_queries
-from .context_length import CONTEXT
-
-__all__ = ["SWAPS", "Kind", "kind"]
-
-replace = msgspec.structs.replace
-Kind = Literal["learned", "rope", "alibi", "none", "mixed"]
 
 BASE = 10_000.0
 """RoPE's base (2104.09864)."""
 
 
-# --- what is there ----------------------------------------------------------------------------------------------------
-
-
-def kind(spec: ModelSpec) -> Kind:
-    """What tells positions apart in a tree; "mixed" where layers differ or there is a table besides. Neutral rotary
-    positions tell nothing apart.
+def kind(spec: ModelSpec) -> str:
+    """What tells positions apart in a tree: learned, rope, alibi, none; "mixed" where layers differ or there is a table
+    besides. Neutral rotary positions tell nothing apart.
     """
-    found = {kind_of(block.attention.position) for block in spec.blocks}
+    found = {kind_of(each) for each in positions_in(spec, range(len(spec.blocks)))}
     if spec.positions is not None:
         return "learned" if found == {"none"} else "mixed"
     return found.pop() if len(found) == 1 else "mixed"
@@ -63,6 +55,11 @@ def kind_of(position: Position | None) -> Literal["rope", "alibi", "none"]:
             raise unknown("a layer", position, "positions that it knows")
 
 
+def positions_in(spec: ModelSpec, layers: Iterable[int]) -> set[Position | None]:
+    """The positions of some layers."""
+    return {spec.blocks[layer].attention.position for layer in layers}
+
+
 # --- from one to another ----------------------------------------------------------------------------------------------
 
 
@@ -71,14 +68,22 @@ def to_rope(spec: ModelSpec, asked: Asked) -> Swapped:
 
     On rotary layers another base is all that changes.
     """
-    neutral = asked.argument == "neutral"
-    base = None if neutral or asked.argument is None else _base(asked.argument)
+    neutral, base = asked.argument == "neutral", None
+    if asked.argument is not None and not neutral:
+        try:
+            base = float(asked.argument)
+        except ValueError:
+            base = math.nan
+        if not 1 < base < math.inf:
+            text = f"--position rope:{asked.argument}"
+            raise UsageError(f"{text}: expected a base above 1, as in rope:500000, or rope:neutral")
 
-    def position(layer: int, attention: Attention | LatentAttention) -> Position | None:
+    def position(layer: int) -> Position:
+        attention = spec.blocks[layer].attention
         now = attention.position
+        if isinstance(now, Rotary) and neutral:
+            return replace(now, scaling=NEUTRAL)
         if isinstance(now, Rotary):
-            if neutral:
-                return replace(now, scaling=NEUTRAL)
             return replace(now, base=base or now.base, scaling=None if is_neutral(now) else now.scaling)
         if isinstance(attention, LatentAttention):
             raise SwapRefused(
@@ -92,20 +97,9 @@ def to_rope(spec: ModelSpec, asked: Asked) -> Swapped:
             )
         return Rotary(dim=attention.head_dim, base=base or BASE, scaling=NEUTRAL if neutral else None)
 
-    chosen = {layer: position(layer, spec.blocks[layer].attention) for layer in asked.chosen(spec)}
+    chosen = {layer: position(layer) for layer in asked.chosen(spec)}
     hint = "Another base: --position rope:BASE. A longer context: --rope-scaling."
     return repositioned(spec, asked, chosen, "rope:neutral" if neutral else "rope", hint)
-
-
-def _base(text: str) -> float:
-    """RoPE's base."""
-    try:
-        base = float(text)
-    except ValueError:
-        base = math.nan
-    if not 1 < base < math.inf:
-        raise UsageError(f"--position rope:{text}: expected a base above 1, as in rope:500000, or rope:neutral")
-    return base
 
 
 def to_alibi(spec: ModelSpec, asked: Asked) -> Swapped:
@@ -130,10 +124,9 @@ def to_learned(spec: ModelSpec, asked: Asked) -> Swapped:
         raise SwapRefused(
             f"this model has a table of {spec.positions.length:,} positions already", "A longer one: --context N."
         )
-    if asked.argument is None and spec.context_length is None:
-        raise SwapRefused("nothing says how many positions the table needs", "Say it: --position learned:LENGTH.")
     length = spec.context_length if asked.argument is None else asked.number("the table's length", most=10**9)
-    assert length is not None
+    if length is None:
+        raise SwapRefused("nothing says how many positions the table needs", "Say it: --position learned:LENGTH.")
     table = LearnedPositions(length=length, size=spec.hidden_size)
     return repositioned(spec, asked, dict.fromkeys(range(len(spec.blocks))), "learned", table=table)
 
@@ -141,7 +134,7 @@ def to_learned(spec: ModelSpec, asked: Asked) -> Swapped:
 def repositioned(
     spec: ModelSpec,
     asked: Asked,
-    positions: dict[int, Position | None],
+    positions: Mapping[int, Position | None],
     to: str,
     hint: str | None = None,
     table: LearnedPositions | None = None,
@@ -160,44 +153,37 @@ def repositioned(
     tensors: dict[str, Tensor] = {}
     for layer in changed if not asked.approximate else ():
         tensors |= without_rotation(spec, layer, changed[layer])
-    after = with_attention(spec, attention)
-    notes: list[str] = []
+    after, notes = with_mixers(spec, attention), list[str]()
     if spec.positions is not None:
         after = without_table(after, asked, tensors, notes)
     if table is not None:
         after = replace(after, positions=table, context_length=table.length)
         tensors["positions.weight"] = Filled((table.length, table.size), 0.0, "embedding.weight")
-    guarantee = guaranteed(spec, changed, asked)
-    if guarantee == "retrained" and spec.positions is None and another_base(spec, changed):
-        guarantee = "approximate"
+    # Exact where nothing told positions apart before and nothing does after.
+    kinds = {kind_of(each) for layer, new in changed.items() for each in (spec.blocks[layer].attention.position, new)}
+    exact = kinds <= {"none"} and (
+        spec.positions is None
+        or asked.weights.zero("positions.weight")
+        or (not asked.approximate and asked.weights.ask(rows_alike, False, True))
+    )
+    another_base = spec.positions is None and kinds == {"rope"}
+    guarantee: Any = "exact" if exact else "approximate" if another_base else "retrained"
     summary = {"from": kind(spec), "to": to, "layers": sorted(changed)}
     return Swapped(after, guarantee, tensors, summary, tuple(notes), Promise(length=table.length if table else None))
 
 
-def another_base(spec: ModelSpec, changed: dict[int, Position | None]) -> bool:
-    """Whether layers that change were rotary and stay so."""
-    return all(
-        kind_of(spec.blocks[layer].attention.position) == kind_of(after) == "rope" for layer, after in changed.items()
-    )
-
-
 def with_position(layer: int, attention: Attention | LatentAttention, position: Position | None) -> Any:
     """An attention with other positions, and what of its rounding does not go with them as they need it."""
-    match attention:
-        case LatentAttention():
-            if isinstance(attention.position, Rotary) != isinstance(position, Rotary):
-                raise SwapRefused(
-                    f"layer {layer} has keys of their own for rotary positions, apart from its latent",
-                    "--position rope:neutral turns the rotation off and keeps them.",
-                )
-            return replace(attention, position=position)
-        case Attention() if isinstance(position, ALiBi):
-            wide = "repeat" if attention.kv_expansion == "broadcast" else attention.kv_expansion
-            return replace(attention, position=position, scores="input", kv_expansion=wide)
-        case Attention():
-            return replace(attention, position=position)
-        case _:
-            raise unknown(f"layer {layer}", attention, "attention")
+    if isinstance(attention, LatentAttention):
+        if isinstance(attention.position, Rotary) != isinstance(position, Rotary):
+            raise SwapRefused(
+                f"layer {layer} has keys of their own for rotary positions, apart from its latent",
+                "--position rope:neutral turns the rotation off and keeps them.",
+            )
+    elif isinstance(position, ALiBi):
+        wide = "repeat" if attention.kv_expansion == "broadcast" else attention.kv_expansion
+        return replace(attention, position=position, scores="input", kv_expansion=wide)
+    return replace(attention, position=position)
 
 
 def without_rotation(spec: ModelSpec, layer: int, after: Position | None) -> dict[str, Tensor]:
@@ -210,32 +196,15 @@ def without_rotation(spec: ModelSpec, layer: int, after: Position | None) -> dic
         return {}
     if isinstance(attention, LatentAttention):
         return {}
-    near = 1.0 if isinstance(after, ALiBi) else 0.5
-    factors = mean_rotation(before, spec.context_length, attention.window, near)
-    return turned_queries(f"blocks.{layer}.attention", attention, before, factors)
-
-
-def guaranteed(spec: ModelSpec, changed: dict[int, Position | None], asked: Asked) -> Guarantee:
-    """Exact where nothing told positions apart before and nothing does after."""
-    still = all(
-        kind_of(spec.blocks[layer].attention.position) == kind_of(after) == "none" for layer, after in changed.items()
-    )
-    if not still:
-        return "retrained"
-    if spec.positions is None:
-        return "exact"
-    if asked.weights.zero("positions.weight"):
-        return "exact"
-    return "exact" if not asked.approximate and asked.weights.ask(rows_alike, False, True) else "retrained"
+    factors = mean_rotation(before, spec.context_length, attention.window, 1.0 if isinstance(after, ALiBi) else 0.5)
+    made = turned_queries(f"blocks.{layer}.attention", attention, before, factors)
+    return {name: Computed(make) for name, make in made.items()}
 
 
 def rows_alike(model: Model) -> bool:
     """Whether the table of positions has one row over and over."""
     rows = model.wide("positions.weight")
     return bool((rows == rows[0]).all())
-
-
-# --- a table that goes ------------------------------------------------------------------------------------------------
 
 
 def mean_row(rows: Wide) -> Wide:
@@ -247,15 +216,21 @@ def mean_row(rows: Wide) -> Wide:
 def without_table(spec: ModelSpec, asked: Asked, tensors: dict[str, Tensor], notes: list[str]) -> ModelSpec:
     """The tree without its table, whose mean joins the token embeddings."""
     after = replace(spec, positions=None)
+
+    def joining(name: str, there: bool = True) -> Computed:
+        def make(model: Model) -> Wide:
+            mean = mean_row(model.wide("positions.weight"))
+            return model.wide(name) + mean if there else mean
+
+        return Computed(make)
+
     if asked.approximate or asked.weights.zero("positions.weight"):
         return after
     if asked.weights.ask(lambda model: not mean_row(model.wide("positions.weight")).any(), False, True):
         return after
     norm = spec.embedding.norm
     if norm is None:
-        tensors["embedding.weight"] = Computed(
-            lambda model: model.wide("embedding.weight") + mean_row(model.wide("positions.weight"))
-        )
+        tensors["embedding.weight"] = joining("embedding.weight")
         if spec.head.tied:
             tensors["head.weight"] = Moved("embedding.weight")
             after = replace(after, head=replace(spec.head, tied=False))
@@ -266,152 +241,114 @@ def without_table(spec: ModelSpec, asked: Asked, tensors: dict[str, Tensor], not
             "the mean position joins the token embeddings behind their RMSNorm, which has no bias to hold it",
             "--approximate leaves it out.",
         )
-    had = norm.bias
-
-    def shifted(model: Model) -> Wide:
-        mean = mean_row(model.wide("positions.weight"))
-        return mean + model.wide("embedding.norm.bias") if had else mean
-
-    tensors["embedding.norm.bias"] = Computed(shifted)
+    tensors["embedding.norm.bias"] = joining("embedding.norm.bias", norm.bias)
     return replace(after, embedding=replace(spec.embedding, norm=replace(norm, bias=True)))
 
 
 # --- the way back -----------------------------------------------------------------------------------------------------
 
 
-def _positions(spec: ModelSpec, layers: Iterable[int]) -> set[Position | None]:
-    return {spec.blocks[layer].attention.position for layer in layers}
-
-
 def back_to_none(before: ModelSpec, asked: Asked) -> Step | None:
     """Of neutral rotary positions or a table of zeros, where there were none."""
-    chosen = asked.chosen(before)
-    if before.positions is not None or _positions(before, chosen) != {None}:
+    if before.positions is not None or positions_in(before, asked.chosen(before)) != {None}:
         return None
-    if asked.value.startswith("learned"):
-        length = before.context_length if asked.argument is None else int(asked.argument)
-        if length != before.context_length:
-            return None
-    return Step("position", "none", blocks=blocks_text(asked))
+    table = asked.value.startswith("learned") and asked.argument is not None
+    other_length = table and int(asked.argument or 0) != before.context_length
+    return None if other_length else asked.again("position", "none")
 
 
 def back_to_neutral(before: ModelSpec, asked: Asked) -> Step | None:
     """Of none, where neutral rotary positions were on whole heads."""
-    chosen = asked.chosen(before)
-    for layer in chosen:
-        attention = before.blocks[layer].attention
-        if isinstance(attention, LatentAttention):
+    for attention in (before.blocks[layer].attention for layer in asked.chosen(before)):
+        if isinstance(attention, LatentAttention) or before.positions is not None:
             return None
         if attention.position != Rotary(dim=attention.head_dim, base=BASE, scaling=NEUTRAL):
             return None
-    if before.positions is not None:
-        return None
-    return Step("position", "rope:neutral", blocks=blocks_text(asked))
+    return asked.again("position", "rope:neutral")
 
 
-# --- the list ---------------------------------------------------------------------------------------------------------
+def examples(spec: ModelSpec, form: str) -> tuple[str, ...]:
+    """Neutral RoPE where nothing is told apart; a table whose length is said for trees that know none."""
+    bare = positions_in(spec, range(len(spec.blocks))) == {None}
+    if form == "rope:neutral":
+        return (form,) if kind(spec) == "none" and bare else ()
+    return ("learned:64",) if spec.positions is None and spec.context_length is None else ()
 
 
-def _unless(spec: ModelSpec, there: Kind, value: str) -> Sequence[str]:
-    return () if kind(spec) == there else (value,)
-
-
-def _neutral_example(spec: ModelSpec) -> Sequence[str]:
-    return ("rope:neutral",) if kind(spec) == "none" and {None} == _positions(spec, range(len(spec.blocks))) else ()
-
-
-def _none_example(spec: ModelSpec) -> Sequence[str]:
-    plain = spec.positions is None and {None} == _positions(spec, range(len(spec.blocks)))
-    return () if plain else ("none",)
-
-
-def _learned_example(form: str, spec: ModelSpec) -> Sequence[str]:
-    """The form that says a length is for trees that know none."""
-    if spec.positions is not None or (form == "learned") != (spec.context_length is not None):
-        return ()
-    return (form.replace("LENGTH", "64"),)
-
-
+entry = partial(Swap, "position", takes="positions")
 TRAINED = "to be trained, but where nothing told positions apart before either"
 DROPE = "DroPE 2512.12167; the mean rotation is derived for gptkit"
-
-entry = partial(Swap, option="position", takes="positions")
-
+ROPE: dict[str, Any] = {
+    "gives": "RoPE",
+    "guarantee": "retrained",
+    "needs": "heads with an even number of elements",
+    "source": "Su et al. 2104.09864",
+    "reshape": to_rope,
+    "by_layer": True,
+}
+LEARNED: dict[str, Any] = {
+    "gives": "a table of positions, all zero",
+    "needs": TRAINED,
+    "source": "derived for gptkit",
+    "reshape": to_learned,
+    "inverse": back_to_none,
+}
 TO_ROPE = tuple(
     clears
     for step in ("position=rope", "position=rope:neutral")
     for clears in (Clears("*.position", step, theirs=Rotary), Clears("positions", step))
 )
 """Where both cost as much, RoPE that turns comes first."""
+TO_LEARNED = (
+    *(Clears("*.position", ours=turned, theirs=None) for turned in (Rotary, ALiBi)),
+    Clears("positions", theirs=LearnedPositions),
+)
 
 ORDER = 60
-SWAPS: tuple[Swap, ...] = (
+OPTIONS = (
+    Option(
+        "position",
+        POSITIONS,
+        1,
+        "How tokens know where they are.",
+        "rope | alibi | learned | none",
+        words="rope = rotary, rotary embeddings, roformer; alibi = linear biases; learned = absolute, learned "
+        "absolute, table; none = nope",
+    ),
+)
+SWAPS = (
     entry(
-        form="rope:neutral",
+        "rope:neutral",
         gives="RoPE that turns nothing",
-        guarantee="exact",
         needs=TRAINED,
         source="derived for gptkit: transformers' rope_type linear with factor 1e30",
         reshape=to_rope,
-        examples=_neutral_example,
+        examples=partial(examples, form="rope:neutral"),
         by_layer=True,
         inverse=back_to_none,
     ),
-    *(
-        entry(
-            form=form,
-            gives="RoPE",
-            guarantee="retrained",
-            needs="heads with an even number of elements",
-            source="Su et al. 2104.09864",
-            reshape=to_rope,
-            examples=(lambda spec: _unless(spec, "rope", "rope")) if form == "rope" else lambda spec: (),
-            clears=TO_ROPE if form == "rope" else (),
-            by_layer=True,
-        )
-        for form in ("rope", "rope:BASE")
-    ),
+    entry("rope", **ROPE, clears=TO_ROPE),
+    entry("rope:BASE", **ROPE),
     entry(
-        form="alibi",
+        "alibi",
         gives="ALiBi",
         guarantee="retrained",
         needs="nothing",
         source="Press et al. 2108.12409; the mean rotation is derived for gptkit",
         reshape=to_alibi,
-        examples=lambda spec: _unless(spec, "alibi", "alibi"),
         clears=(Clears("*.position", theirs=ALiBi), Clears("positions")),
         by_layer=True,
     ),
     entry(
-        form="none",
+        "none",
         gives="no positions",
-        guarantee="exact",
         needs=f"{TRAINED}: a table whose rows are alike, neutral RoPE",
         source=DROPE,
         reshape=to_none,
-        examples=_none_example,
         clears=(Clears("*.position", theirs=None), Clears("positions", theirs=None)),
         by_layer=True,
         inverse=back_to_neutral,
     ),
-    *(
-        entry(
-            form=form,
-            gives="a table of positions, all zero",
-            guarantee="exact",
-            needs=TRAINED,
-            source="derived for gptkit",
-            reshape=to_learned,
-            examples=partial(_learned_example, form),
-            clears=(
-                *(Clears("*.position", ours=turned, theirs=None) for turned in (Rotary, ALiBi)),
-                Clears("positions", theirs=LearnedPositions),
-            )
-            if form == "learned"
-            else (),
-            inverse=back_to_none,
-        )
-        for form in ("learned", "learned:LENGTH")
-    ),
-    CONTEXT,
+    entry("learned", **LEARNED, clears=TO_LEARNED),
+    entry("learned:LENGTH", **LEARNED, examples=partial(examples, form="learned:LENGTH")),
 )

@@ -7,25 +7,23 @@ biases, tables and the head stay. What this measures is the damage of the roundi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
-from ...components import ModelSpec, Role
+from ...components import ModelSpec
 from ...errors import SwapRefused
 from ..base import Computed, Swapped, Wide
-from ..layerwise import chosen_layers
+from ..options import WEIGHTS, Option
 from ..registry import Asked, Swap
 from ..stream import linears
-
-__all__ = ["SWAPS"]
 
 
 def by_row(weight: Wide, bits: int) -> Wide:
     """[out, in], each row on its own symmetric grid of 2^bits - 1 values."""
     top = 2 ** (bits - 1) - 1
     scale = np.abs(weight).max(axis=1, keepdims=True) / top
-    scale = np.where(scale == 0, 1.0, scale)
+    scale[scale == 0] = 1.0
     result: Wide = np.clip(np.rint(weight / scale), -top, top) * scale
     return result
 
@@ -35,70 +33,62 @@ def by_group(weight: Wide, bits: int, size: int) -> Wide:
     groups = weight.reshape(weight.shape[0], -1, size)
     low, high = groups.min(axis=2, keepdims=True), groups.max(axis=2, keepdims=True)
     scale = (high - low) / (2**bits - 1)
-    scale = np.where(scale == 0, 1.0, scale)
+    scale[scale == 0] = 1.0
     result: Wide = (np.rint((groups - low) / scale) * scale + low).reshape(weight.shape)
     return result
 
 
-LINEAR: tuple[Role, ...] = ("reads", "inner", "writes")
-
-
-def rounded_weights(spec: ModelSpec, layers: Sequence[int]) -> list[str]:
-    """The weights of the linear maps in these layers; a router is none."""
-    return [each.weight for layer in layers for each in linears(spec.blocks[layer], f"blocks.{layer}", *LINEAR)]
-
-
 def quantise(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Round to nearest."""
+    """The weights of the linear maps in these layers, rounded to nearest; a router is none."""
     name, _, group = asked.value.partition(":")
     bits = Asked(name.removeprefix("int")).number("a number of bits", 2)
     if bits > 16:
         raise SwapRefused(f"{bits} bits are no fewer than the weights have", "Possible: int2 to int16.")
     size = asked.number("inputs a group") if group else None
-    names = rounded_weights(spec, chosen_layers(spec, asked))
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
-    for each in names:
-        inputs = shapes[each][1]
-        if size is not None and inputs % size:
-            fits = [n for n in (16, 32, 64, 128, 256, inputs) if inputs % n == 0]
-            raise SwapRefused(
-                f"{each} has {inputs} inputs, which groups of {size} do not share out",
-                f"Possible for it: {', '.join(f'int{bits}:{n}' for n in fits)}.",
-            )
+    tensors: dict[str, Computed] = {}
+    for layer in asked.those(spec, lambda _: True):
+        for linear in linears(spec.blocks[layer], f"blocks.{layer}", "reads", "inner", "writes"):
+            each, inputs = linear.weight, shapes[linear.weight][1]
+            if size is not None and inputs % size:
+                fits = [n for n in (16, 32, 64, 128, 256, inputs) if inputs % n == 0]
+                raise SwapRefused(
+                    f"{each} has {inputs} inputs, which groups of {size} do not share out",
+                    f"Possible for it: {', '.join(f'int{bits}:{n}' for n in fits)}.",
+                )
+            rounded = partial(by_row, bits=bits) if size is None else partial(by_group, bits=bits, size=size)
+            tensors[each] = Computed(lambda model, name=each, rounded=rounded: rounded(model.wide(name)))  # type: ignore[misc]
+    return Swapped(spec, "approximate", tensors, {"bits": bits, "group": size, "tensors": len(tensors)})
 
-    def rounded(name: str) -> Computed:
-        if size is None:
-            return Computed(lambda model: by_row(model.wide(name), bits))
-        return Computed(lambda model: by_group(model.wide(name), bits, size))
 
-    summary = {"bits": bits, "group": size, "tensors": len(names)}
-    return Swapped(spec, "approximate", {name: rounded(name) for name in names}, summary)
-
+entry = partial(
+    Swap, option="quantize", takes="linear weights", guarantee="approximate", reshape=quantise, by_layer=True
+)
 
 ORDER = 200
-SWAPS: tuple[Swap, ...] = (
-    Swap(
-        option="quantize",
+OPTIONS = (
+    Option(
+        "quantize",
+        WEIGHTS,
+        4,
+        "Round weights to so few bits; they are stored as before.",
+        "int8 | int4:64",
+        words="int8 = 8 bit, i8; int4 = 4 bit, i4; int2; int3; int5; int6; int7",
+    ),
+)
+SWAPS = (
+    entry(
         form="intBITS:GROUP",
-        takes="linear weights",
         gives="rounded to nearest, a scale and zero a group",
-        guarantee="approximate",
         needs="inputs that the group size divides",
         source="torchao Int4WeightOnly",
-        reshape=quantise,
         examples=lambda spec: (f"int4:{4 if spec.hidden_size % 16 else 16}",),
-        by_layer=True,
     ),
-    Swap(
-        option="quantize",
+    entry(
         form="intBITS",
-        takes="linear weights",
         gives="rounded to nearest, a scale a row",
-        guarantee="approximate",
         needs="nothing",
         source="torchao Int8WeightOnly",
-        reshape=quantise,
         examples=lambda spec: ("int8", "int4"),
-        by_layer=True,
     ),
 )

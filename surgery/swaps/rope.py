@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
-from ...components import (
-    Attention,
-    DynamicScaling,
-    LatentAttention,
-    LinearScaling,
-    Llama3Scaling,
-    ModelSpec,
-    RopeScaling,
-    Rotary,
-    YarnScaling,
-)
+from ...components import Attention, DynamicScaling, LinearScaling, Llama3Scaling, ModelSpec, Rotary, YarnScaling
 from ...errors import SwapRefused, UsageError
 from ..base import Guarantee, Moved, Promise, Swapped, Tensor
-from ..layerwise import blocks_text, unknown, with_attention
+from ..heads import Grouped
+from ..layerwise import tensors_of
+from ..options import POSITIONS, Option
 from ..registry import Asked, Clears, Step, Swap
 from ..rotation import (
     Elements,
@@ -39,18 +31,13 @@ from ..rotation import (
     turns_alike,
     with_rotary,
 )
-from .rotary_dim import rotary_dim
-
-__all__ = ["SWAPS"]
-
-replace = msgspec.structs.replace
-
+from .rotary_dim import OPTION as ROTARY_DIM
+from .rotary_dim import SWAP as PART_OF_A_HEAD
 
 # --- scaling ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """A way to scale: its name, what becomes of the positions, what it is called, and its source."""
 
     name: str
@@ -68,11 +55,6 @@ def linear(rotary: Rotary, factor: float, _context: int) -> Rotary:
     """Positions divided; on divided positions, divided again."""
     before = rotary.scaling.factor if isinstance(rotary.scaling, LinearScaling) else 1.0
     return replace(rotary, scaling=LinearScaling(factor=before * factor))
-
-
-def unchanged(rotary: Rotary, _factor: float, _context: int) -> Rotary:
-    """As it is."""
-    return rotary
 
 
 def dynamic(rotary: Rotary, factor: float, context: int) -> Rotary:
@@ -101,21 +83,14 @@ KINDS = (
 )
 
 
-def factor_of(asked: Asked) -> float:
-    """The factor that is asked for."""
-    text = asked.argument or ""
-    if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text) or not float(text) > 1:
-        raise UsageError(f"--rope-scaling {asked.value!r}: expected a factor above 1 behind the colon, as in yarn:4")
-    return float(text)
-
-
 def rope_scaling(spec: ModelSpec, asked: Asked, kind: Kind) -> Swapped:
     """Scaled rotary positions; with --approximate positions divided, and where that is what is asked for, nothing but
     a longer context.
     """
-    factor = factor_of(asked)
-    layers = require_rotary(spec, asked)
-    context = spec.context_length
+    text = asked.argument or ""
+    if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text) or not float(text) > 1:
+        raise UsageError(f"--rope-scaling {asked.value!r}: expected a factor above 1 behind the colon, as in yarn:4")
+    factor, layers, context = float(text), require_rotary(spec, asked), spec.context_length
     if context is None:
         raise SwapRefused(
             "nothing says for which context this model was trained, which scaling starts from",
@@ -124,37 +99,52 @@ def rope_scaling(spec: ModelSpec, asked: Asked, kind: Kind) -> Swapped:
     for layer, rotary in layers.items():
         require_unscaled(layer, rotary, kind.name)
     name, scale = (kind.name, kind.scale) if not asked.approximate else ("linear", linear)
-    if asked.approximate and kind.name == "linear":
-        name, scale = "nothing", unchanged
     after = {layer: scale(rotary, factor, context) for layer, rotary in layers.items()}
-    whole = set(layers) == set(rotary_layers(spec, range(len(spec.blocks))))
+    if asked.approximate and kind.name == "linear":
+        name, after = "nothing", dict(layers)
+    whole = everywhere(spec, layers)
     longer = math.floor(context * factor) if whole and name != "dynamic" else context
-    new = with_attention(spec, with_rotary(spec, after), context_length=longer)
     notes: tuple[str, ...] = ()
     if name == "dynamic":
         notes = (f"the same function up to {context:,} tokens; the context stays so in the tree, as in transformers",)
     elif not whole:
         notes = (f"other layers turn as they did: the context stays {context:,} tokens",)
-    summary = {"scaling": name, "factor": factor, "context": [context, longer], "layers": list(layers)}
-    guarantee, promise = held(layers, after)
-    return Swapped(new, guarantee, {}, summary, notes, promise)
+    return rescaled(spec, layers, after, longer, {"scaling": name, "factor": factor}, notes)
 
 
-def held(before: dict[int, Rotary], after: dict[int, Rotary]) -> tuple[Guarantee, Promise]:
+def everywhere(spec: ModelSpec, layers: Mapping[int, Rotary]) -> bool:
+    """Whether these are all the layers that have rotary positions."""
+    return set(layers) == set(rotary_layers(spec, range(len(spec.blocks))))
+
+
+def rescaled(
+    spec: ModelSpec,
+    before: Mapping[int, Rotary],
+    after: Mapping[int, Rotary],
+    context: int | None,
+    summary: dict[str, Any],
+    notes: tuple[str, ...] = (),
+) -> Swapped:
+    """The tree with other angles in some layers, and another context."""
+    guarantee, promise = held(before, after)
+    told = summary | {"context": [spec.context_length, context], "layers": list(before)}
+    return Swapped(with_rotary(spec, after, context_length=context), guarantee, {}, told, notes, promise)
+
+
+def held(before: Mapping[int, Rotary], after: Mapping[int, Rotary]) -> tuple[Guarantee, Promise]:
     """What can be said of the logits when only the angles change: the same where the angles are, and those of dynamic
     scaling are up to the original context.
     """
     lengths: list[int] = []
     for layer, rotary in before.items():
-        limits = [original_context(each.scaling) for each in (rotary, after[layer])]
-        dynamic_limits = [
-            each.scaling.original_context for each in (rotary, after[layer]) if isinstance(each.scaling, DynamicScaling)
-        ]
-        checked = dynamic_limits or [1, *(limit + 1 for limit in limits if limit is not None)]
+        scalings = [rotary.scaling, after[layer].scaling]
+        limits = [each.original_context for each in scalings if isinstance(each, DynamicScaling)]
+        trained = (original_context(each) for each in scalings)
+        checked = limits or [1, *(limit + 1 for limit in trained if limit is not None)]
         if not all(turns_alike(rotary, after[layer], length) for length in checked):
             return "approximate", Promise()
         if rotary != after[layer]:
-            lengths += dynamic_limits
+            lengths += limits
     return "exact", Promise(length=min(lengths, default=None))
 
 
@@ -184,29 +174,19 @@ def no_scaling(spec: ModelSpec, asked: Asked) -> Swapped:
         )
     if any(is_neutral(rotary) for rotary in layers.values()):
         raise SwapRefused("its rotary positions are neutral, not scaled", "--position rope turns them on.")
-    context = spec.context_length
+
+    def shorter(rotary: Rotary, context: int) -> int:
+        """The context that a model had before this scaling."""
+        if isinstance(rotary.scaling, LinearScaling):
+            return max(math.floor(context / rotary.scaling.factor), 1)
+        return min(original_context(rotary.scaling) or context, context)
+
     after = {layer: replace(rotary, scaling=None) for layer, rotary in layers.items()}
-    whole = set(layers) == set(rotary_layers(spec, range(len(spec.blocks))))
-    shorter = context
-    if context is not None and whole:
-        shorter = min(unscaled_context(rotary.scaling, context) for rotary in layers.values())
-    new = with_attention(spec, with_rotary(spec, after), context_length=shorter)
-    guarantee, promise = held(layers, after)
+    context = spec.context_length
+    if context is not None and everywhere(spec, layers):
+        context = min(shorter(rotary, context) for rotary in layers.values())
     kinds = sorted({type(rotary.scaling).__name__ for rotary in layers.values()})
-    summary = {"scaling": "none", "from": kinds, "context": [context, shorter], "layers": list(layers)}
-    return Swapped(new, guarantee, {}, summary, (), promise)
-
-
-def unscaled_context(scaling: RopeScaling | None, context: int) -> int:
-    """The context that a model had before this scaling."""
-    if isinstance(scaling, LinearScaling):
-        return max(math.floor(context / scaling.factor), 1)
-    return min(original_context(scaling) or context, context)
-
-
-def unscale(_before: ModelSpec, asked: Asked) -> Step | None:
-    """What undoes dynamic scaling."""
-    return Step("rope_scaling", "none", blocks=blocks_text(asked))
+    return rescaled(spec, layers, after, context, {"scaling": "none", "from": kinds})
 
 
 # --- how pairs lie ----------------------------------------------------------------------------------------------------
@@ -229,115 +209,102 @@ def rope_pairs(spec: ModelSpec, asked: Asked) -> Swapped:
     for layer, rotary in layers.items():
         for name, order in pair_orders(f"blocks.{layer}.attention", spec.blocks[layer].attention, rotary, wanted):
             tensors[name] = Moved(name, partial(reordered, order=order))
-    after = {layer: replace(rotary, pairs=wanted) for layer, rotary in layers.items()}
-    new = with_attention(spec, with_rotary(spec, after))
+    new = with_rotary(spec, {layer: replace(rotary, pairs=wanted) for layer, rotary in layers.items()})
     return Swapped(new, "exact", tensors, {"to": wanted, "layers": list(layers)})
 
 
-def pair_orders(
-    path: str, attention: Attention | LatentAttention, rotary: Rotary, wanted: Pairs
-) -> Iterator[tuple[str, Elements]]:
+def pair_orders(path: str, attention: Grouped, rotary: Rotary, wanted: Pairs) -> Iterator[tuple[str, Elements]]:
     """Each tensor with rows that turn, and the order of its rows within a head."""
     order = pair_order(rotary.dim, wanted)
-    match attention:
-        case Attention():
-            whole = np.concatenate((order, np.arange(rotary.dim, attention.head_dim)))
-            for name in row_tensors(path, attention, "q") + row_tensors(path, attention, "k"):
-                yield name, whole
-        case LatentAttention():
-            parts = [attention.nope_dim + part * rotary.dim + order for part in range(attention.rope_heads)]
-            queries = np.concatenate((np.arange(attention.nope_dim), *parts))
-            for suffix in ("weight", *(["bias"] if attention.qkv_bias else [])):
-                yield f"{path}.q_proj.{suffix}", queries
-                yield f"{path}.k_rope_proj.{suffix}", order
-        case _:
-            raise unknown(path, attention, "attention")
+    if isinstance(attention, Attention):
+        whole = np.concatenate((order, np.arange(rotary.dim, attention.head_dim)))
+        for name in row_tensors(path, attention, "q") + row_tensors(path, attention, "k"):
+            yield name, whole
+        return
+    parts = [attention.nope_dim + part * rotary.dim + order for part in range(attention.rope_heads)]
+    queries = np.concatenate((np.arange(attention.nope_dim), *parts))
+    yield from ((name, queries) for name in tensors_of(path, attention, "q_proj"))
+    yield from ((name, order) for name in tensors_of(path, attention, "k_rope_proj"))
 
 
 def other_pairs(before: ModelSpec, asked: Asked) -> Step | None:
     """The way back, where all layers go the same way."""
     found = {rotary.pairs for rotary in rotary_layers(before, asked.chosen(before)).values()}
-    return Step("rope_pairs", found.pop(), blocks=blocks_text(asked)) if len(found) == 1 else None
+    return asked.again("rope_pairs", found.pop()) if len(found) == 1 else None
 
 
-# --- the list ---------------------------------------------------------------------------------------------------------
+entry = partial(Swap, by_layer=True)
 
 
-def _rotary(spec: ModelSpec) -> list[Rotary]:
-    return list(rotary_layers(spec, range(len(spec.blocks))).values())
+def scaled(kind: Kind) -> Swap:
+    """A way to scale."""
+    needs = "rotary positions that are not scaled, a known context length"
+    dynamic: dict[str, Any] = {"guarantee": "approximate"}
+    if kind.name == "dynamic":
+        needs += "; exact up to the original context"
+        dynamic = {"inverse": lambda before, asked: asked.again("rope_scaling", "none")}
 
+    def examples(spec: ModelSpec) -> tuple[str, ...]:
+        found = rotary_layers(spec, range(len(spec.blocks))).values()
+        plain = found and all(each.scaling is None and each.dim > 2 for each in found)
+        return (f"{kind.name}:2",) if plain and spec.context_length is not None else ()
 
-def _scalable(kind: Kind, spec: ModelSpec) -> Sequence[str]:
-    found = _rotary(spec)
-    plain = found and all(rotary.scaling is None and rotary.dim > 2 for rotary in found)
-    return (f"{kind.name}:2",) if plain and spec.context_length is not None else ()
-
-
-def _parts(spec: ModelSpec) -> Sequence[str]:
-    dims = [rotary.dim for rotary in _rotary(spec)]
-    half = min(dims, default=0) // 4 * 2
-    return (f"{half}", f"{half}:fastest") if half else ()
+    return entry(
+        option="rope_scaling",
+        form=f"{kind.name}:FACTOR",
+        takes="RoPE",
+        gives=f"scaled RoPE ({kind.title})",
+        needs=needs,
+        source=kind.source,
+        reshape=partial(rope_scaling, kind=kind),
+        examples=examples,
+        **dynamic,
+    )
 
 
 ORDER = 70
-SWAPS: tuple[Swap, ...] = (
-    *(
-        Swap(
-            option="rope_scaling",
-            form=f"{kind.name}:FACTOR",
-            takes="RoPE",
-            gives=f"scaled RoPE ({kind.title})",
-            guarantee="exact" if kind.name == "dynamic" else "approximate",
-            needs="rotary positions that are not scaled, a known context length"
-            + ("; exact up to the original context" if kind.name == "dynamic" else ""),
-            source=kind.source,
-            reshape=partial(rope_scaling, kind=kind),
-            examples=partial(_scalable, kind),
-            by_layer=True,
-            inverse=unscale if kind.name == "dynamic" else lambda before, asked: None,
-        )
-        for kind in KINDS
+OPTIONS = (
+    Option(
+        "rope_scaling",
+        POSITIONS,
+        2,
+        "Stretch RoPE to a context so many times as long.",
+        "yarn:4 | llama3:8 | ntk:2 | linear:2 | dynamic:2",
+        words="yarn; llama3; ntk = ntk-aware; linear = pi, position interpolation; dynamic = dynamic ntk; none "
+        "= default",
     ),
-    Swap(
+    ROTARY_DIM,
+    Option(
+        "rope_pairs",
+        POSITIONS,
+        4,
+        "Which dimensions of a head RoPE turns together.",
+        "halves | adjacent",
+        words="halves = half, split half, rotate half, neox, gpt-neox; adjacent = interleaved, gpt-j",
+    ),
+)
+SWAPS = (
+    *map(scaled, KINDS),
+    entry(
         option="rope_scaling",
         form="none",
         takes="scaled RoPE",
         gives="RoPE",
-        guarantee="exact",
         needs="rotary positions that are scaled; exact for dynamic scaling, up to the original context",
         source="the definitions of the scalings",
         reshape=no_scaling,
-        examples=lambda spec: ("none",) if any(rotary.scaling for rotary in _rotary(spec)) else (),
         clears=(Clears("*.scaling", theirs=None),),
-        by_layer=True,
     ),
-    Swap(
-        option="rotary_dim",
-        form="N",
-        takes="RoPE",
-        gives="RoPE on part of each head",
-        guarantee="exact",
-        needs="an even number less than what turns now; exact where the pairs that go do not turn or are zero",
-        source="derived for gptkit, after GPT-NeoX' partial rotary and DroPE 2512.12167",
-        reshape=rotary_dim,
-        examples=_parts,
-        clears=(Clears("*.dim", "rotary_dim={theirs}"),),
-        by_layer=True,
-    ),
+    PART_OF_A_HEAD,
     *(
-        Swap(
+        entry(
             option="rope_pairs",
             form=wanted,
             takes="RoPE",
             gives=f"RoPE, pairs {described}",
-            guarantee="exact",
             needs="rotary positions whose pairs lie otherwise",
             source="transformers, convert_llama_weights_to_hf.py: permute",
             reshape=rope_pairs,
-            examples=partial(
-                lambda wanted, spec: (wanted,) if any(r.pairs != wanted for r in _rotary(spec)) else (), wanted
-            ),
-            by_layer=True,
             inverse=other_pairs,
             clears=(Clears("*.pairs", theirs=wanted),),
         )

@@ -9,33 +9,32 @@ with matrices of its own (sample:llama) that costs a KL of 1.8 nats per token, w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from ...components import ModelSpec
 from ...errors import SwapRefused
-from ..base import Computed, Model, Moved, Swapped, Tensor, comparable, in_pieces
+from ..base import Computed, Guarantee, Model, Moved, Swapped, Tensor, comparable, in_pieces
+from ..options import VOCABULARY, Option
 from ..registry import Asked, Clears, Step, Swap
-
-__all__ = ["SWAPS"]
-
-replace = msgspec.structs.replace
 
 BOTH = ("embedding.weight", "head.weight")
 
 
-def with_head(spec: ModelSpec, *, tied: bool) -> ModelSpec:
-    """The tree with its head tied to the embedding, or not."""
-    return replace(spec, head=replace(spec.head, tied=tied))
+def other(spec: ModelSpec, guarantee: Guarantee, made: Mapping[str, Tensor], *notes: str, **more: Any) -> Swapped:
+    """The tree with its head tied to the embedding where it was not, or untied."""
+    tied, words = spec.head.tied, {True: "tied", False: "untied"}
+    new = replace(spec, head=replace(spec.head, tied=not tied))
+    return Swapped(new, guarantee, made, {"from": words[tied], "to": words[not tied], **more}, notes)
 
 
 def untie(spec: ModelSpec, asked: Asked) -> Swapped:  # noqa: ARG001
     """The head with a copy of the table."""
     if not spec.head.tied:
         raise SwapRefused("the head has a matrix of its own already", "--tie makes it one with the embedding's.")
-    made: Mapping[str, Tensor] = {"head.weight": Moved("embedding.weight")}
-    return Swapped(with_head(spec, tied=False), "exact", made, summary(spec))
+    return other(spec, "exact", {"head.weight": Moved("embedding.weight")})
 
 
 def tie(spec: ModelSpec, asked: Asked) -> Swapped:
@@ -43,21 +42,18 @@ def tie(spec: ModelSpec, asked: Asked) -> Swapped:
     if spec.head.tied:
         raise SwapRefused("the head is tied to the embedding already", "--untie gives it a matrix of its own.")
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
-    table, head = shapes["embedding.weight"], shapes["head.weight"]
+    table, head = (shapes[name] for name in BOTH)
     if table != head:
         raise SwapRefused(f"the head is {head[0]} x {head[1]}, the embedding {table[0]} x {table[1]}: no one matrix")
-    new = with_head(spec, tied=True)
     if asked.weights.same(*BOTH):
         # In the wider dtype of both, whose values are the same.
-        return Swapped(new, "exact", {BOTH[0]: Moved(BOTH, lambda table, head: table)}, summary(spec))
+        return other(spec, "exact", {BOTH[0]: Moved(BOTH, lambda table, head: table)})
     differing = asked.weights.ask(count_different, table[0], 0)
-    note = f"the head and the embedding differ in {differing:,} of {table[0]:,} rows, so no tying is exact"
+    note = f"the head and the embedding differ in {differing:,} of {table[0]:,} rows, so no tying is exact: "
     if asked.approximate:
-        how = "embedding"
-        return Swapped(new, "approximate", {}, {**summary(spec), "matrix": how}, (f"{note}: the embedding's is kept",))
-    made = {BOTH[0]: Computed(lambda model: (model.wide(BOTH[0]) + model.wide(BOTH[1])) / 2)}
-    note += ": their mean stands for both"
-    return Swapped(new, "approximate", made, {**summary(spec), "matrix": "mean"}, (note,))
+        return other(spec, "approximate", {}, f"{note}the embedding's is kept", matrix="embedding")
+    mean = Computed(lambda model: (model.wide(BOTH[0]) + model.wide(BOTH[1])) / 2)
+    return other(spec, "approximate", {BOTH[0]: mean}, f"{note}their mean stands for both", matrix="mean")
 
 
 def count_different(model: Model) -> int:
@@ -66,36 +62,29 @@ def count_different(model: Model) -> int:
     return sum(int((a != b).any(axis=1).sum()) for a, b in pieces)
 
 
-def summary(spec: ModelSpec) -> dict[str, Any]:
-    """What the output's record says of it."""
-    return {"from": "tied" if spec.head.tied else "untied", "to": "untied" if spec.head.tied else "tied"}
-
+entry = partial(Swap, form="", source="Press and Wolf 1608.05859")
 
 ORDER = 20
+OPTIONS = (
+    Option("tie", VOCABULARY, 2, "Share one table between embedding and head."),
+    Option("untie", VOCABULARY, 3, "Give the head a table of its own."),
+)
 SWAPS = (
-    Swap(
+    entry(
         option="tie",
-        form="",
         takes="untied head",
         gives="tied head",
-        guarantee="exact",
         needs="the head's matrix equal to the embedding's; else their mean, approximate",
-        source="Press and Wolf 1608.05859",
         reshape=tie,
-        examples=lambda spec: () if spec.head.tied else ("",),
         inverse=lambda before, asked: Step("untie", ""),
         clears=(Clears("head.tied", theirs=True),),
     ),
-    Swap(
+    entry(
         option="untie",
-        form="",
         takes="tied head",
         gives="untied head",
-        guarantee="exact",
         needs="a tied head",
-        source="Press and Wolf 1608.05859",
         reshape=untie,
-        examples=lambda spec: ("",) if spec.head.tied else (),
         inverse=lambda before, asked: Step("tie", ""),
         clears=(Clears("head.tied", theirs=False),),
     ),

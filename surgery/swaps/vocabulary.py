@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ...components import ModelSpec
@@ -24,38 +24,18 @@ from ...converter.tokenizer import load_tokenizer
 from ...converter.vocabulary import Vocabulary, read_vocabulary
 from ...errors import InvalidInput, SwapRefused, UsageError
 from ..base import Moved, Promise, Swapped, Tensor
+from ..options import VOCABULARY, Option
 from ..registry import Asked, Step, Swap
 
-__all__ = ["SWAPS"]
-
-replace = msgspec.structs.replace
 Array = NDArray[Any]
 
 TOLD = 4
 """Tokens that a message names."""
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
-
-
 def tables(spec: ModelSpec) -> list[str]:
     """The tensors that have a row, or an element, for every token."""
-    names = ["embedding.weight"]
-    return names + [f"head.{name}" for name in spec.head.shapes()]
-
-
-def sized(spec: ModelSpec, size: int) -> ModelSpec:
-    """The tree with so many tokens."""
-    return replace(
-        spec,
-        embedding=replace(spec.embedding, vocab_size=size),
-        head=replace(spec.head, vocab_size=size),
-    )
-
-
-def with_zeros(rows: int) -> Callable[[Array], Array]:
-    """A table with rows of zeros behind its own."""
-    return lambda table: np.concatenate([table, np.zeros((rows, *table.shape[1:]), table.dtype)])
+    return ["embedding.weight", *(f"head.{name}" for name in spec.head.shapes())]
 
 
 def picked(ids: Sequence[int]) -> Callable[[Array], Array]:
@@ -66,6 +46,22 @@ def picked(ids: Sequence[int]) -> Callable[[Array], Array]:
 def moved(spec: ModelSpec, move: Callable[[Array], Array]) -> Mapping[str, Tensor]:
     """Every table with the same done to its rows."""
     return {name: Moved(name, move) for name in tables(spec)}
+
+
+def sized(
+    spec: ModelSpec,
+    size: int,
+    move: Callable[[Array], Array],
+    tokens: tuple[Sequence[int], Sequence[int]],
+    notes: Sequence[str],
+    files: Mapping[str, bytes | None] | None = None,
+    **summary: Any,
+) -> Swapped:
+    """The tree with so many tokens; `tokens` that are kept, by their old ids and by their new ones."""
+    new = replace(spec, embedding=replace(spec.embedding, vocab_size=size), head=replace(spec.head, vocab_size=size))
+    told = {"from": spec.vocab_size, "to": size, **summary}
+    promise = Promise(tokens=(tuple(tokens[0]), tuple(tokens[1])))
+    return Swapped(new, "exact", moved(spec, move), told, tuple(notes), promise, files or {})
 
 
 # --- padded, cut ------------------------------------------------------------------------------------------------------
@@ -92,43 +88,27 @@ def to_multiple(spec: ModelSpec, asked: Asked) -> Swapped:
 def pad(spec: ModelSpec, size: int) -> Swapped:
     """More rows, of zeros."""
     now = spec.vocab_size
-    kept = tuple(range(now))
     note = (
         f"the {size - now:,} new tokens have a logit of 0 at every position until they are trained, which sampling may"
         " draw; all others have theirs"
     )
-    return Swapped(
-        sized(spec, size),
-        "exact",
-        moved(spec, with_zeros(size - now)),
-        {"from": now, "to": size},
-        (note,),
-        Promise(tokens=(kept, kept)),
-    )
+
+    def with_zeros(table: Array) -> Array:
+        return np.concatenate([table, np.zeros((size - now, *table.shape[1:]), table.dtype)])
+
+    return sized(spec, size, with_zeros, (range(now), range(now)), [note])
 
 
 def cut(spec: ModelSpec, asked: Asked, size: int) -> Swapped:
     """The first tokens alone."""
     vocabulary = vocabulary_of(asked)
-    kept = range(size)
     files: Mapping[str, bytes | None] = {}
     if vocabulary is not None and max(vocabulary.tokens.values(), default=0) >= size:
         _require_within(vocabulary, size, spec.vocab_size)
-        files = vocabulary.cut({i: i for i in kept if i in vocabulary.names})
-    notes = () if vocabulary is not None else (NO_TOKENIZER,)
-    ids = tuple(kept)
-    return Swapped(
-        sized(spec, size),
-        "exact",
-        moved(spec, lambda table: table[:size]),
-        {"from": spec.vocab_size, "to": size},
-        notes,
-        Promise(tokens=(ids, ids)),
-        files,
-    )
-
-
-NO_TOKENIZER = "there is no tokenizer beside the model: ids that its config.json names were not checked"
+        files = vocabulary.cut({i: i for i in range(size) if i in vocabulary.names})
+    note = "there is no tokenizer beside the model: ids that its config.json names were not checked"
+    notes = [] if vocabulary is not None else [note]
+    return sized(spec, size, lambda table: table[:size], (range(size), range(size)), notes, files)
 
 
 def _require_within(vocabulary: Vocabulary, size: int, now: int) -> None:
@@ -136,11 +116,10 @@ def _require_within(vocabulary: Vocabulary, size: int, now: int) -> None:
     hint = "--vocab prune:FILE keeps chosen tokens and what they need, and renumbers them."
     needed = {i: why for i, why in vocabulary.required().items() if size <= i < now}
     if needed:
-        some = [f"{vocabulary.names[i]!r} ({i}: {needed[i]})" for i in sorted(needed)[:TOLD]]
-        more = f" and {len(needed) - TOLD} more" if len(needed) > TOLD else ""
+        some = some_of([f"{vocabulary.names[i]!r} ({i}: {needed[i]})" for i in sorted(needed)])
         least = max(needed) + 1
         raise SwapRefused(
-            f"the first {size:,} tokens are not enough: the tokenizer needs {', '.join(some)}{more}",
+            f"the first {size:,} tokens are not enough: the tokenizer needs {some}",
             hint if least >= now else f"Possible from {least:,} on. {hint}",
         )
     parts = sorted(i for i in vocabulary.closed(i for i in vocabulary.names if i < size) if i >= size)
@@ -167,9 +146,8 @@ def prune_to_list(spec: ModelSpec, asked: Asked) -> Swapped:
             unknown.append(f"{token!r:.40} (line {number:,})")
         ids.add(token_id)
     if unknown:
-        some = ", ".join(unknown[:TOLD]) + (f" and {len(unknown) - TOLD} more" if len(unknown) > TOLD else "")
         raise InvalidInput(
-            f"{asked.argument} names what is neither a token nor an id: {some}",
+            f"{asked.argument} names what is neither a token nor an id: {some_of(unknown)}",
             "One token a line, as the tokenizer's vocabulary writes it. prune-text:FILE takes any text.",
         )
     if not lines:
@@ -188,8 +166,7 @@ def prune_to_text(spec: ModelSpec, asked: Asked) -> Swapped:
 
 def prune(spec: ModelSpec, vocabulary: Vocabulary, ids: set[int]) -> Swapped:
     """These tokens and all that they need, in the order in which they were, numbered from 0."""
-    required = set(vocabulary.required())
-    kept = sorted(vocabulary.closed(ids | required))
+    kept = sorted(vocabulary.closed(ids | set(vocabulary.required())))
     if kept[-1] >= spec.vocab_size:
         raise SwapRefused(
             f"token {kept[-1]:,} of the tokenizer is {vocabulary.names[kept[-1]]!r}, the model has {spec.vocab_size:,}",
@@ -200,23 +177,13 @@ def prune(spec: ModelSpec, vocabulary: Vocabulary, ids: set[int]) -> Swapped:
             f"nothing to prune: the tokens asked for, and what they need, are all {len(kept):,}",
             "A shorter list, or a text that uses fewer.",
         )
-    table = {old: new for new, old in enumerate(kept)}
-    files = vocabulary.cut(table)
-    needed = len(set(kept) - ids)
-    summary = {"from": spec.vocab_size, "to": len(kept), "asked_for": len(ids), "added": needed}
+    files, needed = vocabulary.cut({old: new for new, old in enumerate(kept)}), len(set(kept) - ids)
     notes = [f"{len(kept):,} of {spec.vocab_size:,} tokens kept: {len(ids):,} as asked, {needed:,} that they need"]
     lost = sorted(name for name, text in files.items() if text is None)
     if lost:
         notes.append(f"left out, for they describe the old tokens: {', '.join(lost)}")
-    return Swapped(
-        sized(spec, len(kept)),
-        "exact",
-        moved(spec, picked(kept)),
-        summary,
-        tuple(notes),
-        Promise(tokens=(tuple(kept), tuple(range(len(kept))))),
-        files,
-    )
+    tokens = kept, range(len(kept))
+    return sized(spec, len(kept), picked(kept), tokens, notes, files, asked_for=len(ids), added=needed)
 
 
 def read_plain(name: str) -> str:
@@ -229,12 +196,19 @@ def read_plain(name: str) -> str:
         raise InvalidInput(f"{name} is not plain text (UTF-8): byte {error.start:,}") from error
 
 
-# --- the tokenizer ----------------------------------------------------------------------------------------------------
+def some_of(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
+    return ", ".join(names[:TOLD]) + (f" and {len(names) - TOLD} more" if len(names) > TOLD else "")
 
 
 def vocabulary_of(asked: Asked) -> Vocabulary | None:
-    """The model's vocabulary; None where there is no tokenizer."""
-    return read_vocabulary(asked.files, asked.texts, config_of(asked))
+    """The model's vocabulary, with the ids that the original config.json names, as the swaps before left it; None
+    where there is no tokenizer.
+    """
+    config = None if asked.origin is None else asked.origin.config_text
+    if CONFIG in asked.texts:
+        config = asked.texts[CONFIG].decode()
+    return read_vocabulary(asked.files, asked.texts, config)
 
 
 def _required_vocabulary(asked: Asked) -> Vocabulary:
@@ -247,22 +221,27 @@ def _required_vocabulary(asked: Asked) -> Vocabulary:
     return found
 
 
-def config_of(asked: Asked) -> str | None:
-    """The text of the original config.json, as the swaps before left it."""
-    if CONFIG in asked.texts:
-        return asked.texts[CONFIG].decode()
-    return None if asked.origin is None else asked.origin.config_text
-
-
 def _unpadded(before: ModelSpec, asked: Asked) -> Step | None:
     grows = asked.argument is not None or int(asked.value) > before.vocab_size
     return Step("vocab", str(before.vocab_size)) if grows else None
 
 
 PRUNED = "a tokenizer; special tokens, single characters and what tokens are merged from stay"
-entry = partial(Swap, option="vocab", takes="vocabulary", guarantee="exact")
+entry = partial(Swap, option="vocab", takes="vocabulary")
+pruned = partial(entry, needs=PRUNED, source="Load What You Need 2010.05609")
 
 ORDER = 30
+OPTIONS = (
+    Option(
+        "vocab",
+        VOCABULARY,
+        1,
+        "How many tokens to have, or which.",
+        "N | multiple:64 | prune:FILE",
+        words="multiple = multiple of; prune; prune-text",
+        parts={"": ("tokens", lambda spec: {spec.vocab_size})},
+    ),
+)
 SWAPS = (
     entry(
         form="multiple:N",
@@ -273,20 +252,8 @@ SWAPS = (
         examples=lambda spec: tuple(f"multiple:{of}" for of in (64, 100) if spec.vocab_size % of)[:1],
         inverse=_unpadded,
     ),
-    entry(
-        form="prune:FILE",
-        gives="the tokens that a file lists",
-        needs=PRUNED,
-        source="Load What You Need 2010.05609",
-        reshape=prune_to_list,
-    ),
-    entry(
-        form="prune-text:FILE",
-        gives="the tokens of a text",
-        needs=PRUNED,
-        source="Load What You Need 2010.05609",
-        reshape=prune_to_text,
-    ),
+    pruned(form="prune:FILE", gives="the tokens that a file lists", reshape=prune_to_list),
+    pruned(form="prune-text:FILE", gives="the tokens of a text", reshape=prune_to_text),
     entry(
         form="N",
         gives="N tokens",

@@ -12,68 +12,50 @@ without one (--approximate) those of the smallest product of the norms of their 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
-from ...components import FACTS, FeedForward, GatedFeedForward, MixtureOfExperts, ModelSpec
+from ...components import FACTS, ModelSpec
 from ...errors import SwapRefused
 from ..base import Guarantee, Model, Swapped, Tensor
 from ..fits.scratch import Scratch
-from ..fits.units import Inner, by_weights, fit, largest
 from ..gather import Index, padded, taken
-from ..layerwise import one_or_all, replaced, smaller_again, unknown, with_blocks
-from ..registry import Asked, Clears, Step, Swap
-from ..stream import experts, inner_projections
+from ..layerwise import one_or_all, with_blocks
+from ..options import FEED_FORWARD, Option
+from ..registry import Asked, Clears, Swap
+from ..stream import Inner, by_weights, experts, largest
+from .mlp import dense_of, with_dense
 
-__all__ = ["SWAPS"]
 
-replace = msgspec.structs.replace
+def widths(spec: ModelSpec) -> set[int | None]:
+    """How wide feed-forwards are."""
+    return {block.feed_forward.intermediate_size for block in spec.blocks}
 
 
 def resize_feed_forward(spec: ModelSpec, asked: Asked) -> Swapped:
     """The tree with feed-forwards of another width, in the layers asked for."""
     size = asked.number("a width")
-    layers = [layer for layer in asked.chosen(spec) if spec.blocks[layer].feed_forward.intermediate_size != size]
-    if not layers:
-        raise SwapRefused(f"the feed-forwards are {size} wide already", "Possible: another width.")
-    inner = [
-        Inner(path, record, layer)
-        for layer in layers
-        for path, record in experts(spec.blocks[layer], f"blocks.{layer}")
-    ]
-    blocks = {
-        layer: replaced(
-            spec.blocks[layer], feed_forward=resized(f"layer {layer}", spec.blocks[layer].feed_forward, size)
-        )
-        for layer in layers
-    }
-    new = with_blocks(spec, blocks)
+    none = f"the feed-forwards are {size} wide already"
+    layers = asked.those(
+        spec, lambda block: dense_of(block).intermediate_size != size, none, "Possible: another width."
+    )
+    inner = [Inner(*each, layer) for layer in layers for each in experts(spec.blocks[layer], f"blocks.{layer}")]
+    changed = {layer: replace(dense_of(spec.blocks[layer]), intermediate_size=size) for layer in layers}
+    new = with_blocks(spec, {layer: with_dense(spec.blocks[layer], dense) for layer, dense in changed.items()})
     summary: dict[str, Any] = {"intermediate_size": [one_or_all(each.units for each in inner), size]}
-    tensors = {name: tensor for each in inner if each.units < size for name, tensor in widened(each, size).items()}
+    tensors: dict[str, Tensor] = {}
+    for each in inner:
+        if each.units < size:  # out of more units nothing comes
+            tensors |= {name: taken(name, padded(each.units, size, repeat=True)) for name in each.up}
+            tensors[each.down] = taken(each.down, padded(each.units, size), 1)
     shrinking = [each for each in inner if each.units > size]
     if not shrinking:
         return Swapped(new, "exact", tensors, summary)
     guarantee, narrow, method = narrowed(shrinking, size, asked)
     return Swapped(new, guarantee, tensors | narrow, {**summary, "method": method})
-
-
-def resized(where: str, feed_forward: Any, size: int) -> Any:
-    """The record with another width."""
-    match feed_forward:
-        case MixtureOfExperts():
-            return replace(feed_forward, expert=resized(where, feed_forward.expert, size))
-        case FeedForward() | GatedFeedForward():
-            return replace(feed_forward, intermediate_size=size)
-        case _:
-            raise unknown(where, feed_forward, "a feed-forward")
-
-
-def widened(inner: Inner, size: int) -> dict[str, Tensor]:
-    """More units, out of which nothing comes."""
-    tensors: dict[str, Tensor] = {name: taken(name, padded(inner.units, size, repeat=True)) for name in inner.up}
-    return tensors | {inner.down: taken(inner.down, padded(inner.units, size), 1)}
 
 
 # --- narrower ---------------------------------------------------------------------------------------------------------
@@ -86,13 +68,13 @@ def narrowed(inner: Sequence[Inner], size: int, asked: Asked) -> tuple[Guarantee
     short = [each for each in inner if alive[each.path] > size]
     tensors: dict[str, Tensor] = {}
     if not short:
-        for each in inner:
-            tensors |= kept_units(each, alive_first(silent[each.path], size))
+        for each in inner:  # all that are alive, and the first of the dead ones as far as there is room
+            tensors |= kept_units(each, largest(-silent[each.path].astype(float), size))
         return "exact", tensors, "dead units"
     if asked.approximate:
         for each in inner:
             alike = np.ones(each.units)
-            weights = asked.weights.ask(lambda model, each=each: by_weights(model, each), alike, alike)  # type: ignore[misc]
+            weights = asked.weights.ask(partial(by_weights, inner=each), alike, alike)
             tensors |= kept_units(each, largest(np.where(silent[each.path], -1.0, weights), size))
         return "approximate", tensors, "norms of weights"
     if asked.calibration is None:
@@ -101,8 +83,7 @@ def narrowed(inner: Sequence[Inner], size: int, asked: Asked) -> tuple[Guarantee
             f"{first} has {alive[first]} units in use, and which of them matter least shows on a text alone",
             f"Possible: {alive[first]} or more; --calibrate FILE; --approximate, which goes by the weights.",
         )
-    calibration = asked.calibration()
-    scratch = Scratch(lambda model: fit(model, inner, size, calibration))
+    scratch = Scratch.by("pruning.units", asked.calibration(), inner, size)
     for each in inner:
         tensors |= scratch.waiting((*each.up, each.down, *([each.down_bias] if each.record.down_bias else [])))
     return "approximate", tensors, "activations, ridge refit"
@@ -115,12 +96,9 @@ def silent_units(inner: Inner, asked: Asked) -> np.ndarray:
 
 
 def dead(model: Model, inner: Inner) -> np.ndarray:
-    """For each unit whether nothing comes out of it."""
+    """For each unit whether nothing comes out of it; the first of what reads the input is what is activated."""
     silent: np.ndarray = np.asarray(~model.wide(inner.down).any(axis=0))
-    activated = "gate_proj" if isinstance(inner.record, GatedFeedForward) else "up_proj"
-    for name in inner_projections(inner.record):
-        if name == activated and not FACTS[inner.record.activation].zero:
-            continue
+    for name in inner.inputs if FACTS[inner.record.activation].zero else inner.inputs[1:]:
         nothing = ~model.wide(f"{inner.path}.{name}.weight").any(axis=1)
         if inner.record.up_bias:
             nothing &= model.wide(f"{inner.path}.{name}.bias") == 0
@@ -128,20 +106,9 @@ def dead(model: Model, inner: Inner) -> np.ndarray:
     return silent
 
 
-def alive_first(silent: np.ndarray, size: int) -> Index:
-    """The units that stay, in order: all that are alive, and the first of the dead ones as far as there is room."""
-    return np.sort(np.argsort(silent, kind="stable")[:size])
-
-
 def kept_units(inner: Inner, index: Index) -> dict[str, Tensor]:
     """The tensors of some units alone."""
-    tensors: dict[str, Tensor] = {name: taken(name, index) for name in inner.up}
-    return tensors | {inner.down: taken(inner.down, index, 1)}
-
-
-def undone(before: ModelSpec, asked: Asked) -> Step | None:
-    """The width as it was, where it was one and the feed-forwards grew."""
-    return smaller_again("intermediate", asked, (block.feed_forward.intermediate_size for block in before.blocks))
+    return {name: taken(name, index) for name in inner.up} | {inner.down: taken(inner.down, index, 1)}
 
 
 def examples(spec: ModelSpec) -> tuple[str, ...]:
@@ -151,21 +118,22 @@ def examples(spec: ModelSpec) -> tuple[str, ...]:
 
 
 ORDER = 150
-SWAPS: tuple[Swap, ...] = (
+OPTIONS = (
+    Option("intermediate", FEED_FORWARD, 3, "The width of the feed-forward.", "N", parts={"": ("dimensions", widths)}),
+)
+SWAPS = (
     Swap(
         option="intermediate",
         form="N",
         takes="a feed-forward of m units",
         gives="a feed-forward of N units",
-        guarantee="exact",
         needs="a larger width, or units that nothing comes out of; otherwise a text to choose and fit by",
         source="Net2Net 1511.05641; narrower: Hassibi & Stork 1993 (Optimal Brain Surgeon), ridge regression",
         reshape=resize_feed_forward,
         examples=examples,
         by_layer=True,
         calibrated=True,
-        inverse=undone,
+        inverse=lambda before, asked: asked.smaller("intermediate", (width or 0 for width in widths(before))),
         clears=(Clears("*.intermediate_size", "intermediate={theirs}"),),
     ),
 )
-"""The width of a feed-forward."""

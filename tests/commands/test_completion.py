@@ -11,8 +11,7 @@ from gptkit.cli import app
 from gptkit.commands.completion import complete_model, forms
 from gptkit.converter.dtypes import parse_dtype
 from gptkit.converter.targets import target as parsed
-from gptkit.surgery.options import OPTIONS
-from gptkit.surgery.registry import steps_named
+from gptkit.surgery.registry import all_options, steps_named
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +94,7 @@ def test_an_option_offers_its_values(call: str, values: list[str]) -> None:
 
 def test_what_is_offered_is_taken() -> None:
     """The lists here are those of what reads them."""
-    for option in OPTIONS:
+    for option in all_options():
         for value in forms(option.metavar):
             steps_named(option.name, value)
     targets = offered("convert", "--to", "")

@@ -23,10 +23,9 @@ from gptkit.report.surgery import (
     swap_lines,
 )
 from gptkit.surgery.listing import listing
-from gptkit.surgery.options import OPTIONS
+from gptkit.surgery.options import guarantee_in_words
 from gptkit.surgery.recipe import read_recipe, shipped
-from gptkit.surgery.registry import all_swaps
-from gptkit.surgery.synonyms import guarantee_in_words
+from gptkit.surgery.registry import all_options, all_swaps
 
 
 def printed(*parts: RenderableType, width: int = 80) -> str:
@@ -77,12 +76,12 @@ def test_a_listing() -> None:
 
 
 def test_all_swaps_and_recipes() -> None:
-    text = printed(registry_report(all_swaps(), {option.name: option.group for option in OPTIONS}))
+    text = printed(registry_report(all_swaps(), {option.name: option.group for option in all_options()}))
     flat = " ".join(text.split())
     for swap in all_swaps():
         assert guarantee_in_words(swap.guarantee) in text and " ".join(swap.needs.split()[:2]) in flat
-    headings = [line for line in text.splitlines() if line in {option.group for option in OPTIONS}]
-    assert headings == list(dict.fromkeys(option.group for option in OPTIONS))
+    headings = [line for line in text.splitlines() if line in {option.group for option in all_options()}]
+    assert headings == list(dict.fromkeys(option.group for option in all_options()))
     recipes = printed(recipes_report([read_recipe(name) for name in shipped()]))
     assert "1. --norm rmsnorm" in recipes and "llama-pro" in recipes
 

@@ -20,7 +20,6 @@ from gptkit.errors import SwapRefused, UsageError
 from gptkit.surgery.base import Stored
 from gptkit.surgery.fits import kv_fit, regression
 from gptkit.surgery.fits.calibration import Calibration, Text
-from gptkit.surgery.layerwise import replaced
 from gptkit.surgery.registry import Step, apply
 from gptkit.surgery.swaps import kv_heads as module
 
@@ -172,11 +171,10 @@ def _near(source: Any, changed: dict[int, Attention], spec: Any) -> None:
     model = Stored(source)
     calibration = random_calibration(spec)
     (found,) = kv_fit.fitted_layers(model, changed, calibration)
-    old = kv_fit.block_of(model, 0)
-    context = kv_fit.context_of(calibration.ids, torch.float32)
-    x = kv_fit.embed(model, calibration.ids)
+    layer = next(calibration.walk(model))
+    old, context, x = layer.module, layer.context, layer.x
     tensors = {name.removeprefix("blocks.0.attention."): torch.tensor(value) for name, value in found.items()}
-    new = kv_fit.block_with(old, replaced(spec.blocks[0], attention=changed[0]), tensors)
+    new = kv_fit.block_with(old, spec.blocks[0].replaced(attention=changed[0]), tensors)
     with torch.no_grad():
         normed = old.attention_norm(x)
         a, b = old.attention(normed, context), new.attention(normed, context)

@@ -21,7 +21,8 @@ from gptkit.converter.publish import check_manifest
 from gptkit.converter.resolve import SAMPLES_DIR
 from gptkit.errors import CannotExpress, GptkitError, UnknownFamily
 from gptkit.parity.probe import probe
-from gptkit.surgery import family, guarantee
+from gptkit.surgery import chain as chains
+from gptkit.surgery import guarantee
 from gptkit.surgery import remedies as ways
 from gptkit.surgery.base import Filled, Stored
 from gptkit.surgery.registry import Step, swap_for
@@ -320,7 +321,7 @@ def test_what_a_family_refuses_is_said(folder: Path, tmp_path: Path) -> None:
 
 def way(to: str, model: Stored) -> tuple[Way, Callable[..., Any]]:
     """The way of a model into a family, and what becomes of it by steps."""
-    zero = family.zero_in(model)
+    zero = chains.zero_in(model)
     after = ways_from(model, zero)
     return way_to(express(named(to), model.spec, zero), after), after
 
@@ -336,7 +337,7 @@ def test_ways_are_ways(name: str, folder: Path) -> None:
         if not found.arrived:
             continue
         arrived += 1
-        assert family.leave(found.end.models[-1], None, f"hf:{architecture.name}")[0] is architecture
+        assert chains.leave(found.end.models[-1], None, f"hf:{architecture.name}")[0] is architecture
         for remedy in found.remedies:
             rest = after(tuple(step for each in found.remedies if each != remedy for step in each))
             fewer = None if rest is None else express(architecture, rest.spec, rest.zero)
@@ -420,7 +421,7 @@ def with_ones(function: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_wrong_bias_is_not_published(
     asked: dict[str, str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(family, "into", with_ones(family.into))
+    monkeypatch.setattr(chains, "into", with_ones(chains.into))
     with pytest.raises(GptkitError, match=r"not exact on this checkpoint|--as hf:qwen2 changes logits by"):
         gptkit.swap(source("llama-2", folder), tmp_path / "out", to="hf:qwen2", **asked)
     assert not (tmp_path / "out").exists()
@@ -429,7 +430,7 @@ def test_a_wrong_bias_is_not_published(
 def test_a_bias_that_is_not_zero_does_not_get_lost(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(family, "zero_in", lambda model: lambda name: True)
+    monkeypatch.setattr(chains, "zero_in", lambda model: lambda name: True)
     with pytest.raises(GptkitError, match="not exact on this checkpoint"):
         gptkit.swap(source("qwen2-no-window", folder), tmp_path / "out", to="hf:mistral")
     assert not (tmp_path / "out").exists()

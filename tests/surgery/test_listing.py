@@ -20,22 +20,22 @@ from gptkit.report.surgery import listing_report
 from gptkit.surgery.base import Promise, Stored, SwappedModel
 from gptkit.surgery.guarantee import EXACT_FP32, EXACT_FP64
 from gptkit.surgery.listing import Listed, Listing, limits_of, listing, values_of
-from gptkit.surgery.options import OPTIONS, spelled
-from gptkit.surgery.registry import Step, all_swaps, options, steps_named
+from gptkit.surgery.options import spelled
+from gptkit.surgery.registry import Step, all_options, all_swaps, options, steps_named
 
 
 def test_the_command_line_offers_every_swap_and_no_other() -> None:
-    assert {option.name for option in OPTIONS} == set(options())
-    for option in OPTIONS:
+    assert {option.name for option in all_options()} == set(options())
+    for option in all_options():
         forms = [swap.form for swap in options()[option.name]]
         assert option.flag == (forms == [""]), option.name
         assert bool(option.metavar) != option.flag and option.help.endswith((".", "…"))
-    assert [spelled(option.name) for option in OPTIONS][:2] == ["--norm", "--block"]
+    assert [spelled(option.name) for option in all_options()][:2] == ["--norm", "--block"]
 
 
 def test_forms_that_the_help_names_exist() -> None:
     """An example in the help's metavar is a value that some swap takes."""
-    for option in OPTIONS:
+    for option in all_options():
         for form in option.metavar.split(" | "):
             if form not in ("…", ""):
                 assert form in [swap.form for swap in options()[option.name]] or steps_named(option.name, form)

@@ -133,8 +133,6 @@ def test_the_fit_is_the_least_squares_one() -> None:
 def test_examples_and_inverses() -> None:
     gpt2, llama = spec_of(CONFIGS["gpt2"]), spec_of(CONFIGS["llama"])
     gated, plain = swap_for("mlp", "gated"), swap_for("mlp", "plain")
-    assert list(gated.examples(gpt2)) == ["gated"] and not list(gated.examples(llama))
-    assert list(plain.examples(llama)) == ["plain"] and not list(plain.examples(gpt2))
     assert gated.inverse(llama, Asked("gated")) is None
     assert gated.inverse(gpt2, Asked("gated", layers=(2, 0))) == Step("mlp", "plain", "2,0")
     assert plain.inverse(llama, Asked("plain")) is None

@@ -23,7 +23,6 @@ from gptkit.parity.probe import probe
 from gptkit.surgery import basis
 from gptkit.surgery.base import Model
 from gptkit.surgery.guarantee import EXACT_FP32, EXACT_FP64
-from gptkit.surgery.swaps import layernorm
 from gptkit.surgery.swaps import norm as module
 from gptkit.surgery.swaps.norm import layernorm_to_rmsnorm, replace_layernorm, why_not_exact
 
@@ -336,7 +335,7 @@ def test_some_layers_alone_and_back(name: str, tmp_path: Path) -> None:
 @given(rows=st.integers(1, 6), size=st.integers(1, 40), seed=st.integers(0, 2**31))
 def test_the_isometry(rows: int, size: int, seed: int) -> None:
     x = np.random.default_rng(seed).normal(size=(rows, size))
-    y = layernorm.off_the_mean(x)
+    y = module.off_the_mean(x)
     np.testing.assert_allclose(y.mean(axis=1), 0, atol=1e-14)
     np.testing.assert_allclose(y @ y.T, x @ x.T, atol=1e-12)
 
@@ -356,7 +355,7 @@ def ratio_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def eps_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(layernorm, "eps_for", lambda eps, old, new: eps)
+    patch.setattr(module, "eps_for", lambda eps, old, new: eps)
 
 
 def gamma_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -364,7 +363,7 @@ def gamma_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def not_turned(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(layernorm, "off_the_mean", lambda rows: np.pad(rows, ((0, 0), (0, 1))))
+    patch.setattr(module, "off_the_mean", lambda rows: np.pad(rows, ((0, 0), (0, 1))))
 
 
 def a_table_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -389,6 +388,6 @@ def test_a_wrong_isometry_is_not_published(
 
 def test_the_way_back_is_refused_with_reasons() -> None:
     with pytest.raises(SwapRefused, match="no RMSNorm on its stream"):
-        layernorm.why_not_layernorm(spec_of(CONFIGS["gpt2"]))
+        module.why_not_layernorm(spec_of(CONFIGS["gpt2"]))
     mixed = with_norm(spec_of(CONFIGS["gpt2"]), RMSNorm(size=48, eps=1e-5), only_final=True)
-    assert "blocks.0.attention_norm is a LayerNorm already" in str(layernorm.why_not_layernorm(mixed))
+    assert "blocks.0.attention_norm is a LayerNorm already" in str(module.why_not_layernorm(mixed))

@@ -15,7 +15,6 @@ import gptkit
 from gptkit.components import Block, ModelSpec
 from gptkit.errors import GptkitError, SwapRefused
 from gptkit.surgery.base import Read
-from gptkit.surgery.layerwise import replaced
 from gptkit.surgery.registry import Asked, Step, swap_for
 from gptkit.surgery.swaps import parallel as module
 
@@ -107,11 +106,7 @@ def test_refusals(tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
 
 
-def test_examples_and_inverses() -> None:
-    def tried(name: str) -> list[str]:
-        return [value for swap in module.SWAPS for value in swap.examples(spec_of(CONFIGS[name]))]
-
-    assert tried("gpt2") == ["parallel"] and tried("falcon-7b") == ["serial"] and not tried("bloom-post-norm")
+def test_inverses() -> None:
     parallel, serial = swap_for("block", "parallel"), swap_for("block", "serial")
     assert serial.inverse(spec_of(CONFIGS["falcon-7b"]), Asked("serial")) == Step("block", "parallel:shared")
     assert serial.inverse(spec_of(CONFIGS["falcon-40b"]), Asked("serial", layers=(1,))) == Step(
@@ -148,7 +143,7 @@ def norm_of_another_eps(patch: pytest.MonkeyPatch) -> None:
 
     def other(spec: ModelSpec, asked: Asked, changed: Any, blocks: dict[int, Block], *others: Any) -> object:
         changed_eps = {
-            layer: replaced(b, feed_forward_norm=msgspec.structs.replace(b.feed_forward_norm, eps=1e-2))
+            layer: b.replaced(feed_forward_norm=msgspec.structs.replace(b.feed_forward_norm, eps=1e-2))
             for layer, b in blocks.items()
         }
         return right(spec, asked, changed, changed_eps, *others)

@@ -4,6 +4,7 @@ nothing is computed before it is written, that what is called exact is, and that
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,13 +17,16 @@ from helpers.trees import TREES
 from helpers.weights import Weights, error
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from gptkit.cli import app
 from gptkit.components import ModelSpec
 from gptkit.errors import SwapRefused, UsageError
+from gptkit.surgery import registry
 from gptkit.surgery.base import Computed, Filled, Moved, Swapped, SwappedModel
 from gptkit.surgery.listing import values_of
-from gptkit.surgery.options import OPTIONS
-from gptkit.surgery.registry import Step, Swap, all_swaps, apply, options, swap_for
+from gptkit.surgery.recipe import parse
+from gptkit.surgery.registry import Step, Swap, all_options, all_swaps, apply, options, swap_for
 
 SPECS: dict[str, ModelSpec] = {**{name: spec_of(config) for name, config in CONFIGS.items()}, **TREES}
 GUARANTEES = ("exact", "approximate", "retrained")
@@ -59,7 +63,7 @@ def test_an_entry_says_what_it_is(swap: Swap) -> None:
         assert text == text.strip() and len(text) > 2 and not text.endswith("."), text
     assert swap.guarantee in GUARANTEES
     assert swap.title == f"{swap.takes} -> {swap.gives}"
-    assert [option.name for option in OPTIONS].count(swap.option) == 1
+    assert [option.name for option in all_options()].count(swap.option) == 1
     assert [(each.option, each.form) for each in all_swaps()].count((swap.option, swap.form)) == 1
 
 
@@ -81,6 +85,48 @@ def test_a_form_is_matched_whole() -> None:
     for option, value in (("attention", "mha "), ("attention", "gqa:"), ("norm", "rmsnorm:2"), ("tie", "x")):
         with pytest.raises(UsageError, match="is unknown"):
             swap_for(option, value)
+
+
+MIRROR = """
+from gptkit.surgery.base import Swapped
+from gptkit.surgery.options import NORMS, Option
+from gptkit.surgery.registry import Swap
+
+ORDER = 5
+OPTIONS = (Option("mirror", NORMS, 9, "Leave it as it is.", "plain", words="plain = simple"),)
+SWAPS = (
+    Swap(
+        option="mirror",
+        form="plain",
+        takes="a model",
+        gives="the same",
+        needs="nothing",
+        source="this test",
+        reshape=lambda spec, asked: Swapped(spec, "exact", {}),
+    ),
+)
+"""
+
+
+def test_a_new_swap_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And CONTRIBUTING.md says so: with it there are its option, its help, its synonyms and its step of a recipe."""
+    (tmp_path / "mirror_of_nothing.py").write_text(MIRROR)
+    caches = (registry._modules, registry._all_options, registry.all_swaps)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(registry.swaps, "__path__", [*registry.swaps.__path__, str(tmp_path)])
+            for each in caches:
+                each.cache_clear()
+            assert all_swaps()[0].option == "mirror" and "mirror" in [option.name for option in all_options()]
+            assert "--mirror" in CliRunner().invoke(app, ["swap", "--help"]).stdout
+            recipe = parse({"step": [{"mirror": "Simple"}]}, "here")
+            assert recipe.steps == (Step("mirror", "plain"),)
+            assert apply(Weights(SPECS["gpt2"]), recipe.steps[0]).guarantee == "exact"
+    finally:
+        for each in caches:
+            each.cache_clear()
+    table = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    assert "| a swap | 1 | a file of `surgery/swaps/`, which declares its option too |" in table
 
 
 # --- on every tree ----------------------------------------------------------------------------------------------------

@@ -7,10 +7,9 @@ import pytest
 
 from gptkit.errors import UsageError
 from gptkit.surgery.recipe import read_recipe
-from gptkit.surgery.registry import Step, options, steps_of, swap_for
+from gptkit.surgery.registry import Step, all_options, options, steps_of, swap_for
 from gptkit.surgery.shapes import steps_from
 from gptkit.surgery.swaps.biases import NAMES
-from gptkit.surgery.synonyms import SYNONYMS, TWO_STEPS
 
 
 def words_of(option: str) -> set[str]:
@@ -48,7 +47,7 @@ def test_case_and_hyphens_do_not_matter(option: str, word: str) -> None:
 
 
 def test_every_synonym_stands_for_a_value_that_there_is() -> None:
-    for option, words in SYNONYMS.items():
+    for option, words in ((each.name, each.synonyms()) for each in all_options() if each.words):
         known = words_of(option) | ({"auto"} if option == "layers" else set())
         known |= {word for word in words if option == "quantize" and re.fullmatch("int[2-8]", word)}
         assert set(words) == known, option
@@ -80,8 +79,8 @@ def test_a_name_of_two_steps(tmp_path: Path) -> None:
     two = [Step("mlp", "gated"), Step("activation", "silu")]
     assert steps_of({"mlp": "SwiGLU"}) == two == steps_from(["mlp=swiglu"])
     assert steps_of({"mlp": "GEGLU"}, blocks="1")[1] == Step("activation", "gelu", blocks="1")
-    for asked in TWO_STEPS:
-        assert len(steps_of(dict([asked]))) == 2
+    for name, word in ((option.name, word) for option in all_options() for word in option.two):
+        assert len(steps_of({name: word})) == 2
     with pytest.raises(UsageError, match="--activation silu and --activation relu are asked for at once"):
         steps_of({"mlp": "swiglu", "activation": "relu"})
     (tmp_path / "one.toml").write_text("[[step]]\nmlp = 'SwiGLU'")

@@ -10,8 +10,7 @@ from helpers.families import CONFIGS, spec_of
 from gptkit.components import Component, Mixer, ModelSpec, SubLayer, Weight
 from gptkit.components.base import Size
 from gptkit.errors import SwapRefused
-from gptkit.surgery.options import OPTIONS
-from gptkit.surgery.registry import Step, all_swaps, swap_for
+from gptkit.surgery.registry import Step, all_options, all_swaps, swap_for
 from gptkit.surgery.shapes import Reshaped, steps_from, swapped
 from gptkit.surgery.stream import readers, writers
 
@@ -80,7 +79,7 @@ def asked(option: str) -> Reshaped | SwapRefused:
 
 
 def test_every_option_has_a_value() -> None:
-    assert set(VALUES) == {option.name for option in OPTIONS}
+    assert set(VALUES) == {option.name for option in all_options()}
 
 
 @pytest.mark.parametrize("option", [option for option in VALUES if option not in ("merge_lora", "drop", "untie")])

@@ -8,4 +8,5 @@ from .family import TIDAL
 
 register(TIDAL)
 registry.register("tidal.swaps")
+registry.register("tidal.width")
 targets.register("tide", "tidal.tide")
