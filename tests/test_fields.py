@@ -10,7 +10,9 @@ import torch
 from helpers.families import CONFIGS, spec_of
 from helpers.trees import TREES, random_weights
 
+from gptkit.analysis.aspects import aspects
 from gptkit.components import KINDS, Block, Component, ModelSpec, RMSNorm, SubLayer, YarnScaling
+from gptkit.errors import ConfigError
 from gptkit.parity.mutations import MUTATIONS, applicable, forgotten
 from gptkit.parity.probe import probe
 from gptkit.parity.score import run_tree, tree_gap
@@ -97,6 +99,17 @@ def test_a_field_moves_logits_and_has_a_mistake_that_is_caught(kind: str, field:
         assert words not in mutants
         return
     assert tree_gap(*mutants[words], batches, exact, 0.0) > 2 * noise
+
+
+@pytest.mark.parametrize(("kind", "field"), FIELDS)
+def test_a_field_is_told_where_trees_are_compared(kind: str, field: str) -> None:
+    spec = tree_with(kind, field)
+    try:
+        without = changed(spec, kind, **{field: OURS[kind].choices()[field]})
+    except ConfigError:  # there is no such tree
+        assert (kind, field) in ASK_FOR_MORE
+        return
+    assert [each.data for each in aspects(spec)] != [each.data for each in aspects(without)]
 
 
 @pytest.mark.parametrize(("kind", "field"), FIELDS)

@@ -1,0 +1,80 @@
+"""A field that is read moves the tree: none is taken note of and then forgotten."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.families import REPRESENTATIVES, VARIANTS, spec_of
+
+from gptkit.architectures import ARCHITECTURES
+from gptkit.errors import ConfigError
+
+OTHERS: tuple[Any, ...] = (1, 2, 3, 4, 8, 12, 48, 96, 0.5, 1.0, 1e-3, 2.5, True, False, None, "relu", "gelu")
+TYPES = ("sliding_attention", "full_attention")
+SCALED = ({"rope_type": "yarn", "factor": 2.0}, {"rope_type": "proportional"})
+"""Rotary positions under which fields beside them say something."""
+COMPARED = {("falcon", "head_dim"): "heads share out the width, and another value is refused"}
+"""Fields that are read to be compared with what others say."""
+
+
+def others(name: str, config: dict[str, Any]) -> Iterator[Any]:
+    """Values that a field may have instead."""
+    value = config.get(name)
+    layers = config.get("num_hidden_layers", config.get("n_layer", 1))
+    if isinstance(value, dict):
+        yield from ({**value, key: other} for key in value for other in (0.25, 3.0, "linear", "default"))
+    if name == "layer_types":
+        yield from ([kind] * layers for kind in TYPES)
+    if name.startswith("rope_"):
+        yield {"rope_type": "linear", "factor": 3.0}
+        yield {kind: {"rope_type": "linear", "factor": 3.0} for kind in TYPES}
+    yield from OTHERS
+
+
+def read_names(family: str, config: dict[str, Any]) -> set[str]:
+    """What the family's `read` asks a config for."""
+    architecture = ARCHITECTURES[family]
+    reader = architecture.reader(config)
+    architecture.read(reader)
+    return {name for name in reader.used if "." not in name}
+
+
+NAMES = {
+    family: sorted(
+        set().union(*(read_names(family, each.config) for each in VARIANTS if each.family == family))
+        - {"model_type", "text_config"}
+    )
+    for family in ARCHITECTURES
+}
+
+
+def moves(family: str, config: dict[str, Any], name: str) -> bool:
+    """Whether some value of a field gives another tree than the config's own."""
+    aliases = ARCHITECTURES[family].config_aliases
+    spellings = {name} | set(aliases.get(name, ())) | {own for own, others in aliases.items() if name in others}
+    bare = {key: value for key, value in config.items() if key not in spellings}
+    for rest in (bare, *({**bare, "rope_scaling": scaling} for scaling in SCALED if "rope_parameters" not in bare)):
+        trees = []
+        for other in others(name, config):
+            try:
+                trees.append(spec_of({**rest, name: other}))
+            except ConfigError:
+                continue
+        if any(tree != trees[0] for tree in trees):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_every_field_that_is_read_moves_some_tree_of_the_family(family: str) -> None:
+    configs = [each.config for each in VARIANTS if each.family == family and "text_config" not in each.config]
+    asked = {name: [each for each in configs if name in read_names(family, each)] for name in NAMES[family]}
+    assert len(asked) > 8
+    still = [name for name, where in asked.items() if not any(moves(family, each, name) for each in where)]
+    assert [name for name in still if (family, name) not in COMPARED] == []
+
+
+@pytest.mark.parametrize(("family", "name"), COMPARED)
+def test_a_field_that_is_compared_is_refused_where_it_differs(family: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        spec_of({**REPRESENTATIVES[family].config, name: 6})
