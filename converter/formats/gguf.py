@@ -16,19 +16,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...architectures.ggml import TYPES
 from ...architectures.gguf import GgufArchitecture, gguf_architecture, spec_of
 from ...architectures.gguf_facts import Facts
 from ...components import ModelSpec
 from ...errors import CannotExpress, CheckpointError, InvalidInput, UsageError
-from .gguf_header import Array, Header, open_header
+from .gguf_header import Array, Header, dequantised, open_header
 
 if TYPE_CHECKING:
     from ..tree import Origin
     from ..write import Plan
     from . import Opened, Request
 
-PLAIN = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
-"""Types that safetensors has under the same name."""
+READABLE = frozenset(each.name for each in TYPES.values() if each.block > 1) - {"Q8_1", "Q8_K"}
+"""What the gguf package dequantises, by ggml's names."""
 
 MAX_FLOATS = 2**17
 """Of a tensor that stands for numbers of the tree."""
@@ -73,9 +74,9 @@ def describe_header(where: Path | str, header: Header) -> tuple[ModelSpec, Origi
 
 def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every format's
     """Open the file, reading its header alone. Raises InvalidInput; UsageError: the gguf package is needed."""
+    from ..weights import Stored, Weights
     from . import Opened
     from .gguf_tokenizer import Texts, without_tokenizer
-    from .gguf_weights import READABLE, gguf_weights
 
     found = _Model(path, open_header(path))
     tensors = found.header.tensors
@@ -84,7 +85,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
     except CannotExpress as error:  # biases on some projections and not on others
         raise CheckpointError(f"{path}: its tensors make no model: {error.message}") from error
     kept = {name: tensor for name, tensor in tensors.items() if name not in found.dropped}
-    quantised = Counter(tensor.type.name for tensor in kept.values() if tensor.type.name not in PLAIN)
+    quantised = Counter(tensor.type.name for tensor in kept.values() if tensor.type.block > 1)
     unread = sorted(set(quantised) - READABLE)
     if unread:
         raise CheckpointError(f"{path}: tensors of type {', '.join(unread)} cannot be dequantised")
@@ -99,7 +100,13 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
         notes.append(f"{sum(quantised.values())} of {len(kept)} tensors are quantised ({told}): dequantised to F32")
     notes += without_tokenizer(found.header)
     texts = Texts(found.header, found.spec.vocab_size, found.spec.context_length, special_ids(found.header))
-    return Opened(found.spec, found.origin, bound, gguf_weights(path, kept.values()), (path,), texts, notes)
+    stored = {}
+    for name, tensor in kept.items():
+        kind, at = tensor.type, (tensor.shape, tensor.start, tensor.end - tensor.start)
+        stored[name] = Stored(path, kind.name, *at)
+        if kind.block > 1:
+            stored[name] = Stored(path, "F32", *at, decode=partial(dequantised, kind=kind), kind=kind.name)
+    return Opened(found.spec, found.origin, bound, Weights(stored), (path,), texts, notes)
 
 
 def plan(request: Request) -> Plan:

@@ -1,4 +1,5 @@
-"""The header of a GGUF file, read strictly. No numpy, and not the gguf package, whose reader trusts what it reads.
+"""The header of a GGUF file, read strictly: without the gguf package, whose reader trusts what it reads, which is asked
+for the values of quantised blocks alone.
 
     4 bytes   "GGUF"; then the version (2 or 3), the number of tensors and of metadata keys
     metadata  each a key, a type and a value; strings are a length and UTF-8, arrays a type, a length and values
@@ -18,11 +19,14 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...architectures.ggml import TYPES, Quant
 from ...errors import CheckpointError
 from ..names import POINTER, plain_file, pointer
+
+if TYPE_CHECKING:
+    import numpy as np
 
 ALIGNMENT = 32
 MAX_ALIGNMENT = 2**20
@@ -33,6 +37,9 @@ MAX_TEXT = 2**26  # bytes of all strings together: such a vocabulary takes a ten
 MAX_NAME = 2**16 - 1
 SMALL = 2**16
 """So many numbers of arrays are read at once, further ones when they are asked for."""
+
+PART = 2**22
+"""Elements that are dequantised at a time: the gguf package's numpy takes several times their memory."""
 
 Buffer = bytes | mmap.mmap
 
@@ -299,3 +306,18 @@ def _place(where: str, infos: list[GgufTensor], end: int, alignment: int, size: 
     if size > max(at, end):
         raise CheckpointError(f"{where} has trailing bytes: {at} bytes expected, {size} found")
     return found
+
+
+def dequantised(data: np.ndarray, kind: Quant) -> np.ndarray:
+    """The values that blocks of a type stand for, in fp32."""
+    import numpy as np
+    from gguf import GGMLQuantizationType, quants
+
+    blocks = data.reshape(-1, kind.nbytes)
+    values = np.empty((len(blocks), kind.block), np.float32)
+    step = max(1, PART // kind.block)
+    for at in range(0, len(blocks), step):
+        # As one row: the package takes rows by the dozen, in a loop.
+        part = blocks[at : at + step].reshape(1, -1)
+        values[at : at + step] = quants.dequantize(part, GGMLQuantizationType[kind.name]).reshape(-1, kind.block)
+    return values

@@ -31,8 +31,8 @@ from ..dtypes import HF_NAMES, cast, not_finite, parse_dtype, widest
 from ..tokenizer import load_tokenizer
 from ..write import Encode, Output, Plan, Shard
 from . import Request
+from .gguf_header import dequantised
 from .gguf_vocab import Value, vocabulary
-from .gguf_weights import dequantised
 
 ALIGNMENT = 32
 CODES = {each.name: code for code, each in TYPES.items()}
