@@ -22,6 +22,7 @@ from ...architectures import BoundLeaf, named
 from ...components import ModelSpec
 from ...errors import CheckpointError, InvalidInput
 from ..names import CONFIG, INDEX, LOCAL_CONFIG, SINGLE, untrusted
+from .torch_archive import ALIGNMENT, archive_of, pickled_tensor, program
 
 if TYPE_CHECKING:
     from ..tree import Origin
@@ -138,42 +139,22 @@ def plan(request: Request) -> Plan:
     )
 
 
+FILES = {".format_version": b"1", ".storage_alignment": b"64", "byteorder": b"little", "version": b"3\n"}
+"""What torch.save puts into an archive beside the pickle and the tensors."""
+
+
 def _lay_out(name: str, outputs: Iterable[Output]) -> Shard:
-    """A file of the tensors' records, each at a multiple of 64 bytes."""
+    """A file of what torch.save writes for each tensor, an archive of its own, at a multiple of 64 bytes."""
     from ..write import Output, Shard
-    from .torch_archive import ALIGNMENT
 
     at, laid = 0, []
     for output in outputs:
         at += -at % ALIGNMENT
-        around = _Record(output)
+        pickled = program(pickled_tensor("0", output.dtype, output.leaf.shape))
+        around = archive_of("archive", {"data.pkl": pickled, **FILES}, [output.nbytes])
         laid.append(Output(output.leaf, output.dtype, at, around.size, around=around))
         at += around.size
     return Shard(name, b"", tuple(laid), at)
-
-
-class _Record:
-    """What torch.save writes for one tensor: an archive of its own."""
-
-    def __init__(self, output: Output) -> None:
-        from .torch_archive import archive_of, pickled_tensor, program
-
-        files = {
-            "data.pkl": program(pickled_tensor("0", output.dtype, output.leaf.shape)),
-            ".format_version": b"1",
-            ".storage_alignment": b"64",
-            "byteorder": b"little",
-            "version": b"3\n",
-        }
-        self._archive = archive_of("archive", files, [output.nbytes])
-        self.size = self._archive.size
-
-    @property
-    def head(self) -> bytes:
-        return self._archive.header + self._archive.tensors[0].head
-
-    def tail(self, crc: int) -> bytes:
-        return self._archive.tensors[0].tail(crc) + self._archive.end([crc])
 
 
 def _metadata(shards: Sequence[Shard], tied: Mapping[str, str]) -> bytes:

@@ -79,7 +79,9 @@ class Member:
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive: `header` is all before its first tensor, `tensors` are what is filled."""
+    """An archive: `header` is all before its first tensor, `tensors` are what is filled; around the bytes of the only
+    one stand `head` and `tail`.
+    """
 
     header: bytes
     members: tuple[Member, ...]
@@ -94,6 +96,13 @@ class Archive:
     def _directory(self) -> int:
         last = (*self.members, *self.tensors)[-1]
         return last.start + last.size
+
+    @property
+    def head(self) -> bytes:
+        return self.header + self.tensors[0].head
+
+    def tail(self, crc: int) -> bytes:
+        return self.tensors[0].tail(crc) + self.end([crc])
 
     def end(self, crcs: Sequence[int]) -> bytes:
         """The directory, from the crc32 of every tensor."""
