@@ -167,7 +167,7 @@ class StreamDecoder:
     the space it begins with.
 
     What later ids could still change is held back: bytes of an unfinished character, and byte tokens like <0xE4> until
-    another token follows, for a run of them is decoded as one.
+    another token follows, for a run of them is decoded as one. (tokenizers' own DecodeStream never gives it.)
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = False, prompt: Iterable[int] = ()) -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from helpers.covering import examples
 from helpers.processes import imported
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers.decoders import DecodeStream
 
 import gptkit
 from gptkit.converter.tokenizer import StreamDecoder, Tokenizer, eos_ids, load_tokenizer, token_files
@@ -356,6 +358,15 @@ def test_a_finished_stream_begins_anew() -> None:
     stream = StreamDecoder(tokenizer)
     for text in ("To be", " or"):
         assert "".join(stream.push(token_id) for token_id in tokenizer.encode(text)) + stream.finish() == text
+
+
+def test_the_librarys_own_stream_has_no_end() -> None:
+    """Why `StreamDecoder` is ours: what DecodeStream holds back of an unfinished character, it never gives."""
+    library = tokenizers.Tokenizer.from_file(str(SAMPLE / "tokenizer.json"))
+    first, _ = library.encode("ä").ids
+    stream = DecodeStream(skip_special_tokens=False)
+    assert stream.step(library, first) is None
+    assert library.decode([first]) == "".join(streamed(loaded(SAMPLE), [first], False)) == "�"
 
 
 # --- files that travel
