@@ -14,41 +14,38 @@ import numpy as np
 
 from ..architectures import ARCHITECTURES, Architecture, BoundLeaf, named
 from ..architectures.layout import IDENTITY
-from ..architectures.obstacles import OWN_FORMAT, Zero, express, first_of, never
+from ..architectures.obstacles import OWN_FORMAT, Zero, first_of, never
 from ..components import ModelSpec, differences, without_rounding
 from .dtypes import to_float64, widest
+from .targets import Target
 from .tensors import Checkpoint
 
 
-def adapt(source: Checkpoint, architecture: Architecture) -> Checkpoint:
-    """The checkpoint with the nearest tree that the family expresses and that computes the same. Raises CannotExpress:
-    there is none; the components in the way are listed.
+def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:
+    """The checkpoint with the nearest tree that computes the same in the family it is to be written as, or for "auto"
+    in the first that has one, and which family that is. Raises CannotExpress: there is none; what is in the way of the
+    nearest one is listed.
     """
-    found = express(architecture, source.spec, _zero(source))
-    if found.found is None:
-        unread = not source.fetched and any(each.is_bias for each in found.standing)
-        raise found.refusal(
-            "Biases that are zero are no obstacle, but no weight was fetched to tell." if unread else OWN_FORMAT
-        )
-    return _as_tree(source, found.found, architecture)
-
-
-def any_family(origin: str | None) -> list[Architecture]:
-    """All families, the one that a checkpoint came from first."""
-    first = [] if origin is None else [named(origin)]
-    return first + [each for each in ARCHITECTURES.values() if each.name != origin]
-
-
-def adapt_to_any(source: Checkpoint) -> tuple[Architecture, Checkpoint]:
-    """The first family that expresses the checkpoint's tree, its own before others, and the checkpoint so. Raises
-    CannotExpress: there is none; what is in the way of the nearest one is listed.
-    """
-    families = any_family(source.origin.family)
+    if to.family is None:
+        return source, to
+    families = families_of(to.family, source.origin.family)
     found, refused = first_of(families, source.spec, _zero(source))
     if found is None or found.found is None:
-        raise min(refused, key=lambda each: each.weight).refusal()
+        nearest = min(refused, key=lambda each: each.weight)
+        unread = len(refused) == 1 and not source.fetched and any(each.is_bias for each in nearest.standing)
+        raise nearest.refusal(
+            "Biases that are zero are no obstacle, but no weight was fetched to tell." if unread else OWN_FORMAT
+        )
     family = families[len(refused)]
-    return family, _as_tree(source, found.found, family)
+    return _as_tree(source, found.found, family), Target("hf", family.name)
+
+
+def families_of(family: str | None, origin: str | None) -> list[Architecture]:
+    """The family of that name; for none, and for "auto", all of them, the one that a checkpoint came from first."""
+    if family not in (None, "auto"):
+        return [named(str(family))]
+    first = [] if origin is None else [named(origin)]
+    return first + [each for each in ARCHITECTURES.values() if each.name != origin]
 
 
 def _zero(source: Checkpoint) -> Zero:

@@ -16,7 +16,7 @@ from ..components import ModelSpec
 from ..display import Shown
 from ..errors import UsageError
 from ..version import __version__
-from .adapt import adapt, adapt_to_any
+from .adapt import adapted
 from .checkpoint import Checkpoint, identity_leaves, open_checkpoint, stated_dtype
 from .distributed import team, together
 from .dtypes import HF_NAMES, parse_dtype, widest
@@ -134,18 +134,6 @@ def main_dtype(spec: ModelSpec, dtypes: Mapping[str, str]) -> str:
         if parameter.layer is not None and len(parameter.shape) > 1:
             values[dtypes[parameter.name]] += parameter.count
     return widest([dtype for dtype, count in values.items() if count == max(values.values())])
-
-
-def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:
-    """The checkpoint as a tree of the family that it is to be written as, and which that is. Raises CannotExpress where
-    it cannot hold the tree.
-    """
-    if to.family is None:
-        return source, to
-    if to.family != "auto":
-        return adapt(source, named(to.family)), to
-    found, source = adapt_to_any(source)
-    return source, Target("hf", found.name)
 
 
 def _hf_config(architecture: Architecture, spec: ModelSpec, origin: Origin, stored: str, compute: str) -> bytes:

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from ..analysis.parameters import count
-from ..architectures import Architecture, named
+from ..architectures import Architecture
 from ..architectures.obstacles import Zero, first_of
 from ..components import ModelSpec
-from ..converter.adapt import any_family
+from ..converter.adapt import families_of
 from ..converter.checkpoint import Checkpoint
 from ..converter.convert import main_dtype
 from ..converter.dtypes import widest
@@ -179,7 +179,7 @@ def leave(model: Model, origin: str | None, to: str | Target) -> tuple[Architect
     what is in the way and what would clear it, UnknownFamily for FAMILY, and UsageError for another format.
     """
     family, zero = target(to, FOLDERS).family or origin, zero_in(model)
-    tried = any_family(origin) if family in (None, "auto") else [named(str(family))]
+    tried = families_of(family, origin)
     found, refused = first_of(tried, model.spec, zero)
     if found is None or found.found is None:
         raise in_the_way(model, tried, refused, zero)
