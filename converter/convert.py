@@ -22,14 +22,14 @@ from .distributed import team, together
 from .dtypes import HF_NAMES, parse_dtype, widest
 from .formats import Request, format_named
 from .formats.gguf import begins
-from .names import CONFIG, LOCAL_CONFIG
+from .names import CONFIG, LOCAL_CONFIG, json_bytes
 from .resolve import Reference, identify
 from .targets import FORMATS, Target
 from .targets import target as parsed
 from .tokenizer import token_files
 from .transfer import Transferred, jobs_of, memory_of
 from .tree import Origin, described_tree
-from .write import DEFAULT_SHARD_BYTES, Plan, as_it_was, json_bytes, plan
+from .write import DEFAULT_SHARD_BYTES, Plan, as_it_was, plan
 
 
 @dataclass(frozen=True)

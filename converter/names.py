@@ -1,13 +1,14 @@
-"""What a checkpoint's files are called, a folder's listing, and what git leaves in a file's place."""
+"""What a checkpoint's files are called, a folder's listing, JSON as files have it, what git-lfs leaves of a file."""
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from ..errors import CheckpointError, InvalidInput, UntrustedInput
 
@@ -79,3 +80,11 @@ def refuse_pointer(path: Path) -> None:
             with path.open("rb") as file:
                 if file.read(len(POINTER)) == POINTER:
                     raise pointer(path)
+
+
+def json_bytes(data: Any) -> bytes:
+    """JSON as transformers writes its config files, but for half a surrogate pair, which UTF-8 has no bytes for."""
+    try:
+        return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:
+        return (json.dumps(data, indent=2) + "\n").encode()

@@ -43,8 +43,14 @@ def available_cores() -> int:
 
 def quota(root: Path = Path("/sys/fs/cgroup"), group: Path = Path("/proc/self/cgroup")) -> float | None:
     """How many cores' time the control group of this process has (Linux; versions 1 and 2), None for all."""
+    try:
+        groups = [line.split(":", 2) for line in group.read_text().splitlines()]
+    except OSError:
+        groups = []
+    # A limit may be written of the group of this process, and of each that it is in.
+    own = [root / kind / path.lstrip("/") for _, kind, path in groups if kind in ("", "cpu", "cpu,cpuacct")]
     found = []
-    for folder in _groups(root, group):
+    for folder in (each for path in own for each in (path, *path.parents) if each.is_relative_to(root)):
         try:
             if (folder / "cpu.max").exists():
                 time, period = (folder / "cpu.max").read_text().split()
@@ -55,19 +61,6 @@ def quota(root: Path = Path("/sys/fs/cgroup"), group: Path = Path("/proc/self/cg
         except (OSError, ValueError, ZeroDivisionError):
             continue
     return min(found, default=None)
-
-
-def _groups(root: Path, group: Path) -> Iterator[Path]:
-    """Where a limit may be written: of the group of this process, and of each that it is in."""
-    try:
-        lines = group.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "cpu", "cpu,cpuacct"):
-            own = root / controllers / path.lstrip("/")
-            yield from (each for each in (own, *own.parents) if each.is_relative_to(root))
 
 
 def load() -> float:

@@ -27,7 +27,7 @@ from typing import Any
 
 from ..architectures.config import parse_config_text
 from ..errors import InvalidInput
-from .names import CONFIG
+from .names import CONFIG, json_bytes
 from .tokenizer import Tokenizer, load_tokenizer, token_files
 
 TOKENIZER, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
@@ -149,7 +149,7 @@ class Vocabulary:
         """The files that change when the tokens of `table` alone are kept, under their new ids; None removes one.
         Raises InvalidInput: the tokenizers library gives other ids to the result than the table has.
         """
-        files: dict[str, bytes | None] = {TOKENIZER: _text(self._tokenizer(table))}
+        files: dict[str, bytes | None] = {TOKENIZER: json_bytes(self._tokenizer(table))}
         self._check(files[TOKENIZER], table)
         for name, data in self._settings().items():
             renumbered = renumber(data, table)
@@ -157,11 +157,11 @@ class Vocabulary:
                 old = {int(key): each for key, each in data["added_tokens_decoder"].items() if key.isdecimal()}
                 renumbered["added_tokens_decoder"] = {str(table[i]): each for i, each in old.items() if i in table}
             if renumbered != data:
-                files[name] = _text(renumbered)
+                files[name] = json_bytes(renumbered)
         for name in ("vocab.json", "added_tokens.json"):
             if name in self.files:
                 ids = parse_config_text(self.files[name], name)
-                files[name] = _text({token: table[i] for token, i in ids.items() if i in table})
+                files[name] = json_bytes({token: table[i] for token, i in ids.items() if i in table})
         if "merges.txt" in self.files:
             files["merges.txt"] = self._merges_text(table)
         for name in self.files:
@@ -294,7 +294,3 @@ def _pipeline_ids(data: dict[str, Any]) -> Iterator[tuple[Callable[[list[int]], 
         for name in ("sep", "cls"):
             if name in each:
                 yield item(each[name], 1), [each[name][1]]
-
-
-def _text(data: Any) -> bytes:
-    return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()

@@ -269,11 +269,3 @@ def execute(
                 if progress is not None:
                     progress(output.nbytes)
     return {shard.name: file.record for shard, file in zip(plan.shards, writers, strict=True)}
-
-
-def json_bytes(data: Any) -> bytes:
-    """JSON as transformers writes its config files, but for half a surrogate pair, which UTF-8 has no bytes for."""
-    try:
-        return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()
-    except UnicodeEncodeError:
-        return (json.dumps(data, indent=2) + "\n").encode()

@@ -12,13 +12,13 @@ tokenization_utils_base.py (generate_merges).
 from __future__ import annotations
 
 import base64
-import json
 import math
 from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
 from ...errors import CheckpointError
+from ..names import json_bytes
 from .gguf_header import MAX_STRINGS, Array, Header
 
 PREFIX = "tokenizer.ggml."
@@ -167,7 +167,7 @@ class Texts(Mapping[str, bytes]):
         if "eos" in self._special:
             ids = {f"{name}_token_id": ids[0] if len(ids) == 1 else ids for name, ids in self._special.items()}
             files["generation_config.json"] = dict(sorted(ids.items()))
-        return {name: (json.dumps(data, ensure_ascii=False, indent=2) + "\n").encode() for name, data in files.items()}
+        return {name: json_bytes(data) for name, data in files.items()}
 
     # --- the parts of tokenizer.json ---
 
