@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import mmap
 import re
 import struct
 from collections import Counter
@@ -100,6 +101,8 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
         notes.append(f"{sum(quantised.values())} of {len(kept)} tensors are quantised ({told}): dequantised to F32")
     notes += without_tokenizer(found.header)
     texts = Texts(found.header, found.spec.vocab_size, found.spec.context_length, special_ids(found.header))
+    if isinstance(found.header.buffer, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        found.header.buffer.madvise(mmap.MADV_DONTNEED)  # two tables may have been compared in it
     stored = {}
     for name, tensor in kept.items():
         kind, at = tensor.type, (tensor.shape, tensor.start, tensor.end - tensor.start)
