@@ -49,7 +49,7 @@ class Stored:
     @property
     def place(self) -> int:
         """The first element's byte in the file."""
-        return self.start + self.offset * self.itemsize
+        return self.start + (self.offset * self.itemsize if self.offset else 0)
 
     @property
     def reach(self) -> int:
