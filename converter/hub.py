@@ -93,16 +93,11 @@ class _Answer(msgspec.Struct):
 
 @dataclass(slots=True)
 class Repository:
-    """A repository at a commit.
+    """A repository at a commit: repo and revision as they were asked for (None: the default branch).
 
-    Attributes:
-        repo, revision: as they were asked for (None: the default branch).
-        commit: the commit that stands for.
-        online: whether files may be fetched.
-        files: the files at its top level; None where the hub does not list them. Of an offline one, what the cache has.
-        cache: the hub cache's folder (None: the hub library's own).
-        notes: what a person should know.
-        why_offline: what an error says of the network.
+    online: whether files may be fetched. files: those at its top level; None where the hub does not list them; of an
+    offline one, what the cache has. cache: the hub cache's folder (None: the hub library's own). notes: what a person
+    should know. why_offline: what an error says of the network.
     """
 
     repo: str

@@ -43,21 +43,15 @@ _HUB_GGUF = re.compile(r"hf://(?P<repo>[^/@\s]+/[^/@\s]+)(?:@(?P<revision>[^/\s]
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What a reference is.
+    """What a reference is: the text as it was given, and its kind.
 
-    Attributes:
-        text: the reference as it was given.
-        kind: a sample, a preset, a local path, a repository of the hub, or a GGUF file within one.
-        path: the local folder or file; None for what is on the hub until `resolve` has fetched it.
-        format: what lies at the path: a Hugging Face folder or file ("hf"), gptkit's own ("local"), a tree by itself
-            ("tree"), or a name of `formats`.
-        source: what says the tree of it: config.json, gptkit.json, a .json file, or the other format's file or folder.
-        names: the names of a folder's files; None for a file.
-        preset: the model that is known by this name.
-        repo, revision, file: where it is on the hub. The revision is the one that was asked for, None for the default
-            branch, and the commit once the reference is resolved.
-        notes: what a person should know.
-        repository: what was resolved on the hub, to ask more of.
+    path: the local folder or file; None for what is on the hub until `resolve` has fetched it. format: what lies there,
+    a Hugging Face folder or file ("hf"), gptkit's own ("local"), a tree by itself ("tree"), or a name of `formats`.
+    source: what says the tree of it, config.json, gptkit.json, a .json file, or the other format's file or folder.
+    names: the names of a folder's files; None for a file. preset: the model that is known by this name. repo, revision,
+    file: where it is on the hub; the revision is the one that was asked for, None for the default branch, and the
+    commit once the reference is resolved. notes: what a person should know. repository: what was resolved on the hub,
+    to ask more of.
     """
 
     text: str
