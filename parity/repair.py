@@ -64,17 +64,16 @@ class Repaired:
     ) -> None:
         self.target, self.source, self.only = target, source, only
         self.repair = repair or Repair("nothing")
-        parameters = target.spec.parameters()
         like = partial(torch.empty, dtype=torch.float64, device="meta")
-        self._shapes = {each.name: like(each.shape) for each in parameters}
+        self._shapes = {each.name: like(each.shape) for each in target.spec.parameters()}
         mutant = self.repair.apply(target.spec, self._shapes)
         tree, changed = (target.spec, self._shapes) if mutant is None else mutant
         self.spec = tree if only is None else _within(target.spec, tree, only)
-        names = self.repair.values | {name for name, like in self._shapes.items() if changed.get(name) is not like}
-        self._changed = names
-        tied = self.spec.head.tied  # then the table is the head's too
-        ends = ("embedding.weight",) if only == "back" and tied else ()
-        self.touched = {name for name in names if only is None or unit_of(name) == only or name in ends}
+        others = {name for name, shape in self._shapes.items() if changed.get(name) is not shape}
+        self._changed = self.repair.values | others
+        # A tied table is the head's too.
+        ends = ("embedding.weight",) if only == "back" and self.spec.head.tied else ()
+        self.touched = {name for name in self._changed if only is None or unit_of(name) == only or name in ends}
         self._made: tuple[frozenset[str], Weights] = frozenset(), {}
 
     @property
@@ -117,9 +116,7 @@ def _within(own: ModelSpec, other: ModelSpec, unit: Unit) -> ModelSpec:
         return replace(own, embedding=other.embedding, positions=other.positions)
     if unit == "back":
         return replace(own, final_norm=other.final_norm, head=other.head)
-    blocks = list(own.blocks)
-    blocks[unit] = other.blocks[unit]
-    return replace(own, blocks=tuple(blocks))
+    return replace(own, blocks=(*own.blocks[:unit], other.blocks[unit], *own.blocks[unit + 1 :]))
 
 
 Seen = dict[int, Tensor]
