@@ -7,8 +7,7 @@ in an fp64 model they are computed in fp64.
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,9 +116,13 @@ def apply_rotary(x: Tensor, tables: RotaryTables) -> Tensor:
     return turned if dim == head_dim else torch.cat((turned, x[..., dim:]), dim=-1)
 
 
-ROTARY: dict[str, Any] = {"tables": rotary_tables, "turn": apply_rotary, "frequencies": inverse_frequencies}
-"""What `Rotary` does: tables, made once for all layers of a pass, and how they turn queries and keys."""
-computes(Rotary)(SimpleNamespace(**ROTARY))
+@computes(Rotary)
+class RotaryTurn:
+    """What `Rotary` does: tables, made once for all layers of a pass, and how they turn queries and keys."""
+
+    tables = staticmethod(rotary_tables)
+    turn = staticmethod(apply_rotary)
+    frequencies = staticmethod(inverse_frequencies)
 
 
 def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
@@ -152,4 +155,8 @@ def alibi_bias(alibi: ALiBi, heads: int, key_mask: Tensor, dtype: torch.dtype) -
     return (slopes[..., None] * positions)[:, :, None, :].to(dtype)
 
 
-computes(ALiBi)(SimpleNamespace(bias=alibi_bias))
+@computes(ALiBi)
+class AlibiBias:
+    """What `ALiBi` does: the bias of scores."""
+
+    bias = staticmethod(alibi_bias)

@@ -9,18 +9,18 @@ from typing import Any, TypeVar
 from ..components import Component
 from ..errors import MissingComponent
 
-MODULES: dict[type[Component], Any] = {}
-Made = TypeVar("Made")
+MODULES: dict[type[Component], type[Any]] = {}
+Made = TypeVar("Made", bound=type[Any])
 
 
 def computes(kind: type[Component]) -> Callable[[Made], Made]:
-    """Register the decorated class, or an object, as what computes components of a kind.
+    """Register the decorated class as what computes components of a kind.
 
     A norm's and a mixer's is a module, which is made of the record: a norm of it alone, for x; a mixer of it and a
     kernel, for x, a `Context` and a cache. What keeps something of earlier tokens has a static `cache(record)`.
-    Positions that turn have `tables(record, position_ids, dtype)` and `turn(x, tables)`, and where queries and keys are
-    turned apart `both(record, q, k, tables)`; those that bias have `bias(record, heads, key_mask, dtype)`, which gives
-    (B, heads, 1, S).
+    Positions that turn have the static `tables(record, position_ids, dtype)` and `turn(x, tables)`, and where queries
+    and keys are turned apart `both(record, q, k, tables)`; those that bias have `bias(record, heads, key_mask, dtype)`,
+    which gives (B, heads, 1, S).
     """
 
     def registered(module: Made) -> Made:
@@ -31,7 +31,7 @@ def computes(kind: type[Component]) -> Callable[[Made], Made]:
 
 
 def module_of(node: Component) -> Any:
-    """The class or object that computes a component; raises MissingComponent where there is none for its kind."""
+    """The class that computes a component; raises MissingComponent where there is none for its kind."""
     if type(node) not in MODULES and node.computed_in:
         import_module(node.computed_in)
     found = MODULES.get(type(node))

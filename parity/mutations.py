@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import msgspec
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from ..components import KINDS, Component, ModelSpec, Rotary
 from ..errors import ConfigError
-from ..modules.positions import ROTARY, RotaryTables, apply_rotary
+from ..modules.positions import RotaryTables, RotaryTurn, apply_rotary
 from ..modules.registry import computes
 
 Weights = Mapping[str, Tensor]
@@ -268,17 +267,21 @@ class MistakenRotary(Rotary, frozen=True, kw_only=True):
 del KINDS[MistakenRotary.__name__]  # no file says it
 
 
-def _mistaken(rotary: MistakenRotary, q: Tensor, k: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
-    """Queries and keys, turned as the mistake has it."""
-    if rotary.mistake == "added":  # the sine is that of the second of each pair for both
-        sin, half = tables.sin, tables.sin.shape[-1] // 2
-        second = sin[..., 1::2].repeat_interleave(2, -1) if tables.adjacent else sin[..., half:].repeat(1, 1, 1, 2)
-        tables = tables._replace(sin=second)
-    turned = [x if rotary.mistake == alone else apply_rotary(x, tables) for x, alone in ((q, "keys"), (k, "queries"))]
-    return turned[0], turned[1]
+@computes(MistakenRotary)
+class MistakenTurn(RotaryTurn):
+    """What `MistakenRotary` says."""
 
-
-computes(MistakenRotary)(SimpleNamespace(**ROTARY, both=_mistaken))
+    @staticmethod
+    def both(rotary: MistakenRotary, q: Tensor, k: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
+        """Queries and keys, turned as the mistake has it."""
+        if rotary.mistake == "added":  # the sine is that of the second of each pair for both
+            sin, half = tables.sin, tables.sin.shape[-1] // 2
+            second = sin[..., 1::2].repeat_interleave(2, -1) if tables.adjacent else sin[..., half:].repeat(1, 1, 1, 2)
+            tables = tables._replace(sin=second)
+        return (
+            q if rotary.mistake == "keys" else apply_rotary(q, tables),
+            k if rotary.mistake == "queries" else apply_rotary(k, tables),
+        )
 
 
 def _in_code(mistake: Literal["queries", "keys", "added"]) -> Apply:
