@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -174,17 +175,9 @@ def as_array(tensor: Tensor) -> tuple[np.ndarray, str]:
 
 def view_as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
     """The array's own memory as a tensor, to be read only."""
-    if not array.flags.writeable:
-        array = np.asarray(_Writeable(array))
+    if not array.flags.writeable:  # torch has no such tensors, and warns: the same memory without that flag
+        interface = {**array.__array_interface__, "data": (array.__array_interface__["data"][0], False)}
+        array = np.asarray(SimpleNamespace(__array_interface__=interface, kept=array))
     if dtype == "BF16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
-
-
-class _Writeable:
-    """An array's memory without its flag against writing, of which torch, which has no such tensors, warns."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        interface = array.__array_interface__
-        self.array = array  # kept alive as long as the view
-        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}

@@ -18,8 +18,9 @@ def computes(kind: type[Component]) -> Callable[[Made], Made]:
 
     A norm's and a mixer's is a module, which is made of the record: a norm of it alone, for x; a mixer of it and a
     kernel, for x, a `Context` and a cache. What keeps something of earlier tokens has a static `cache(record)`.
-    Positions that turn have the static `tables(record, position_ids, dtype)` and `turn(x, tables)`, those that bias
-    `bias(record, heads, key_mask, dtype)`, (B, heads, 1, S).
+    Positions that turn have the static `tables(record, position_ids, dtype)` and `turn(x, tables)`, and where queries
+    and keys are turned apart `both(record, q, k, tables)`; those that bias have `bias(record, heads, key_mask, dtype)`,
+    which gives (B, heads, 1, S).
     """
 
     def registered(module: Made) -> Made:

@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +23,10 @@ from torch import Tensor
 from ..analysis.parameters import count
 from ..components import ModelSpec
 from ..converter.tensors import Tree
-from ..modules.load import filled, tensor_of
-from ..modules.registry import build_module
 from .bisect import Kept
 from .heads import Compared, Tokens, compare_heads, perplexity, require_same_tokens
 from .probe import RUNNING, Batch
-from .rows import states
+from .rows import final_norm, states
 from .scope import Scope, inputs
 
 SMALL = 50_000_000
@@ -281,10 +278,7 @@ class _Both:
         self.trees, self.given, self.tokens, self.kept = trees, given, tokens, kept
         specs = [tree.spec for tree in trees]
         self.dtype = torch.float64 if max(count(spec).total for spec in specs) <= SMALL else torch.float32
-        self.norms = [
-            filled(partial(build_module, tree.spec.final_norm), partial(tensor_of, tree), self.dtype, "final_norm")
-            for tree in trees
-        ]
+        self.norms = [final_norm(tree, self.dtype) for tree in trees]
         work = max(len(spec.blocks) * spec.vocab_size * spec.hidden_size for spec in specs)
         last = len(given.positions) - 1
         taken = min(last + 1, max(LENS_WORK // work, len(given.edges)))

@@ -117,11 +117,10 @@ def where_they_differ(batches: Sequence[Batch], gaps: Sequence[Tensor] | None, r
     """
     if gaps is None:
         gaps = [torch.zeros(len(batch.valid(batch.input_ids[..., None]))) for batch in batches]
-    order = sorted(range(len(batches)), key=lambda index: -gaps[index].max().item())
-    taken, tokens = [order[0]], batches[order[0]].input_ids.numel()
-    for index in order[1:]:
+    taken, tokens = list[int](), 0
+    for index in sorted(range(len(batches)), key=lambda index: -gaps[index].max().item()):
         size = batches[index].input_ids.numel()
-        if tokens + size <= TOKENS:
+        if not taken or tokens + size <= TOKENS:
             taken.append(index)
             tokens += size
     taken.sort()

@@ -170,19 +170,15 @@ def blaming(who: str, when: str) -> Iterator[None]:
 
 def _line_of(error: BaseException) -> str:
     """The innermost line of the user's own code in a traceback (or the line that is no syntax), as ", in FILE:LINE"."""
+    others = ("<", str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"))
+    frames = [(frame.filename, frame.lineno) for frame in reversed(traceback.extract_tb(error.__traceback__))]
+    lines = [(file, line) for file, line in frames if "site-packages" not in file and not file.startswith(others)]
     if isinstance(error, SyntaxError) and error.filename is not None:
-        return f", in {_shown(error.filename)}:{error.lineno}"
-    others = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if "site-packages" not in frame.filename and not frame.filename.startswith(others):
-            return f", in {_shown(frame.filename)}:{frame.lineno}"
-    return ""
-
-
-def _shown(file: str) -> str:
-    """A path as from the working directory, where it lies in it."""
-    path = Path(file)
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+        lines = [(error.filename, error.lineno)]
+    if not lines:
+        return ""
+    path, here = Path(lines[0][0]), Path.cwd()
+    return f", in {path.relative_to(here) if path.is_relative_to(here) else path}:{lines[0][1]}"
 
 
 @as_before()

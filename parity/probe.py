@@ -67,7 +67,7 @@ class Limit:
 
 def limits(*specs: ModelSpec) -> list[Limit]:
     """Every limit of any of the trees, the shortest first."""
-    nodes = {node for spec in specs for node in spec.components()}
+    nodes = [node for spec in specs for node in spec.components()]
     names = {"window": "window", "original_context": "original context"}
     sizes = {(getattr(node, field, None), name) for node in nodes for field, name in names.items()}
     return sorted(Limit(size, name) for size, name in sizes if size is not None)

@@ -24,14 +24,14 @@ from ..converter.checkpoint import Checkpoint
 from ..converter.dtypes import to_float64
 from ..modules.attention import Kernel
 from ..modules.context import Context
-from ..modules.decoder import BlockModule, EmbeddingModule, Front, HeadModule
+from ..modules.decoder import BlockModule, Front
 from ..modules.load import as_array, filled, tensor_of
-from ..modules.registry import build_module
 from .bisect import Cause, Part
 from .compare import gap_up_to, largest_gap
 from .mutations import MUTATIONS, Mutant, Weights
 from .passes import hooked
 from .probe import RUNNING, Batch
+from .rows import final_norm, head_rows
 from .sides import Sides
 
 Unit = int | Literal["front", "back"]
@@ -64,17 +64,16 @@ class Repaired:
     ) -> None:
         self.target, self.source, self.only = target, source, only
         self.repair = repair or Repair("nothing")
-        parameters = target.spec.parameters()
         like = partial(torch.empty, dtype=torch.float64, device="meta")
-        self._shapes = {each.name: like(each.shape) for each in parameters}
+        self._shapes = {each.name: like(each.shape) for each in target.spec.parameters()}
         mutant = self.repair.apply(target.spec, self._shapes)
         tree, changed = (target.spec, self._shapes) if mutant is None else mutant
         self.spec = tree if only is None else _within(target.spec, tree, only)
-        names = self.repair.values | {name for name, like in self._shapes.items() if changed.get(name) is not like}
-        self._changed = names
-        tied = self.spec.head.tied  # then the table is the head's too
-        ends = ("embedding.weight",) if only == "back" and tied else ()
-        self.touched = {name for name in names if only is None or unit_of(name) == only or name in ends}
+        others = {name for name, shape in self._shapes.items() if changed.get(name) is not shape}
+        self._changed = self.repair.values | others
+        # A tied table is the head's too.
+        ends = ("embedding.weight",) if only == "back" and self.spec.head.tied else ()
+        self.touched = {name for name in self._changed if only is None or unit_of(name) == only or name in ends}
         self._made: tuple[frozenset[str], Weights] = frozenset(), {}
 
     @property
@@ -117,9 +116,7 @@ def _within(own: ModelSpec, other: ModelSpec, unit: Unit) -> ModelSpec:
         return replace(own, embedding=other.embedding, positions=other.positions)
     if unit == "back":
         return replace(own, final_norm=other.final_norm, head=other.head)
-    blocks = list(own.blocks)
-    blocks[unit] = other.blocks[unit]
-    return replace(own, blocks=tuple(blocks))
+    return replace(own, blocks=(*own.blocks[:unit], other.blocks[unit], *own.blocks[unit + 1 :]))
 
 
 Seen = dict[int, Tensor]
@@ -129,10 +126,12 @@ Seen = dict[int, Tensor]
 def run_unit(tree: Repaired, unit: Unit, inputs: Seen, batches: Sequence[Batch], path: Kernel) -> Iterator[Tensor]:
     """What a unit makes of its inputs, (N, features) a batch in fp64, computed in the inputs' dtype."""
     dtype, read = next(iter(inputs.values())).dtype, partial(tensor_of, tree)
+    module: Callable[..., Tensor]
     if unit == "front":
-        module: nn.Module = filled(partial(Front, tree.spec), read, dtype)
+        module = filled(partial(Front, tree.spec), read, dtype)
     elif unit == "back":
-        module = filled(partial(_Back, tree.spec), read, dtype)
+        norm, head = final_norm(tree, dtype), next(head_rows(tree, dtype, [slice(None)]))
+        module = lambda x: head(norm(x))  # noqa: E731
     else:
         module = filled(partial(BlockModule, tree.spec.blocks[unit], path), read, dtype, f"blocks.{unit}")
     for batch in batches:
@@ -143,22 +142,6 @@ def run_unit(tree: Repaired, unit: Unit, inputs: Seen, batches: Sequence[Batch],
         with torch.inference_mode():
             out = batch.valid(module(*given)).double()
         yield out
-
-
-class _Back(nn.Module):
-    """What comes out of the last layer -> logits."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self.final_norm = build_module(spec.final_norm)
-        self.head = HeadModule(spec.head)
-        table = msgspec.structs.replace(spec.embedding, norm=None)
-        self.embedding = EmbeddingModule(table) if spec.head.tied else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = self.final_norm(x)
-        logits: Tensor = self.head(normed, normed if self.embedding is None else self.embedding.weight)
-        return logits
 
 
 def _around(model: nn.Module, name: str, seen: tuple[Seen, Seen]) -> ExitStack:

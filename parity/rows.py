@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from ..converter.tensors import Tree
 from ..modules.decoder import Decoder, HeadModule
 from ..modules.layers import Linear, multiply
-from ..modules.load import tensor_of
+from ..modules.load import filled, tensor_of
+from ..modules.registry import build_module
 from .passes import ask, hooked, run_together, trim_heaps
 from .probe import TABLES, Batch
 
@@ -90,6 +91,12 @@ def states(
         found = run_together(lambda batch: model(batch.input_ids, batch.attention_mask), batches, serve)
     trim_heaps()
     return found
+
+
+def final_norm(tree: Tree, dtype: torch.dtype) -> nn.Module:
+    """A tree's last norm, which makes of a stream the states that the head takes."""
+    make: Callable[[], nn.Module] = partial(build_module, tree.spec.final_norm)
+    return filled(make, partial(tensor_of, tree), dtype, "final_norm")
 
 
 def head_rows(

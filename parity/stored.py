@@ -22,11 +22,11 @@ from ..converter.checkpoint import Checkpoint
 from ..converter.dtypes import to_float64
 from ..converter.publish import MANIFEST, check_manifest
 from ..errors import CheckpointError
-from ..modules.decoder import EmbeddingModule, HeadModule, PositionsModule
+from ..modules.decoder import EmbeddingModule, PositionsModule
 from ..modules.load import filled
-from ..modules.registry import build_module
 from .passes import hooked
 from .probe import AFFORDABLE, EMBEDDING, POSITIONS, TABLES, Batch, longest
+from .rows import final_norm, head_rows
 
 replace = msgspec.structs.replace
 
@@ -236,10 +236,10 @@ def front_to_back(checkpoint: Checkpoint, name: str, rows: Tensor, columns: Tens
     """The logits (N, columns) of a tree without its layers, for rows (N,) of one of its tables."""
     spec, every, first = checkpoint.spec, torch.arange(len(rows)), torch.zeros_like(rows)
 
-    def read(name: str, taken: Tensor | None = None) -> Tensor:
-        """A parameter; where rows are taken, these alone of what is not a norm's."""
+    def read(name: str, taken: Tensor) -> Tensor:
+        """The rows taken of a parameter, or all of a norm's."""
         array, stored = checkpoint.tensor(name)
-        return torch.from_numpy(to_float64(array if taken is None or "norm" in name else array[taken.numpy()], stored))
+        return torch.from_numpy(to_float64(array if "norm" in name else array[taken.numpy()], stored))
 
     def embedded(taken: Tensor) -> Tensor:
         few = partial(EmbeddingModule, replace(spec.embedding, vocab_size=len(taken)))
@@ -253,9 +253,6 @@ def front_to_back(checkpoint: Checkpoint, name: str, rows: Tensor, columns: Tens
         if spec.positions is not None:
             few = partial(PositionsModule, replace(spec.positions, length=len(rows)))
             x = x + filled(few, partial(read, taken=rows if name == POSITIONS else first), dtype, "positions")(every)
-        x = filled(partial(build_module, spec.final_norm), read, dtype, "final_norm")(x)
-        last = partial(HeadModule, replace(spec.head, vocab_size=len(columns)))
-        head = filled(last, partial(read, taken=columns), dtype, "head")
-        logits: Tensor = head(x, read(EMBEDDING, columns).to(dtype))
+        logits = next(head_rows(checkpoint, dtype, [columns]))(final_norm(checkpoint, dtype)(x))
     checkpoint.release()
     return logits
