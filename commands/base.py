@@ -264,6 +264,11 @@ def guarded(function: F) -> F:
     return run  # type: ignore[return-value]
 
 
+def command(*calls: str, name: str | None = None, words: str | None = None, **more: Any) -> Callable[[F], F]:
+    """A command of the app, with calls to try at the end of its help, and `guarded`."""
+    return lambda function: app.command(name, help=words, epilog=examples(*calls), **more)(guarded(function))
+
+
 def _version(value: bool) -> None:
     if value:
         typer.echo(f"gptkit {__version__}")

@@ -9,18 +9,13 @@ import typer
 
 from ..errors import UsageError
 from ..terminal import answer, say, status
-from .base import JSON, MODEL, QUIET, ForWeights, HeatMap, app, argument, examples, flag, guarded, option, tokens
+from .base import JSON, MODEL, QUIET, ForWeights, HeatMap, argument, command, flag, option, tokens
 
 if TYPE_CHECKING:
     from ..converter.checkpoint import Checkpoint
 
 
-@app.command(
-    epilog=examples(
-        "gptkit verify sample:llama", "gptkit verify sample:gpt2 gpt2-local   (exit 0: the same, 3: different)"
-    )
-)
-@guarded
+@command("gptkit verify sample:llama", "gptkit verify sample:gpt2 gpt2-local   (exit 0: the same, 3: different)")
 def verify(
     model: str = MODEL,
     local: str | None = argument("LOCAL", "The checkpoint to compare with it; by default MODEL itself.", None),
