@@ -67,8 +67,8 @@ def verify(
             computing: Any = {"dtype": dtype, "attention": attention, "stream": stream}
             probe: Any = {"prompts": prompt or (), "long": long, "up_to": length, "mutations": mutations}
             damaged = True if damage is None and text is not None else damage
-            told: Any = {"bisected": True if drawn else None, "damaged": damaged, "text": measured_text}
-            result = run(model, local, **computing, **probe, **told, **opening, progress=tell)
+            more: Any = {"bisected": True if drawn else None, "damaged": damaged, "text": measured_text}
+            result = run(model, local, **computing, **probe, **more, **opening, progress=tell)
     terminal: Any = report.verification_report
     page: Any = report.verification_page
     if against is not None:

@@ -97,9 +97,6 @@ def _short_name(name: str) -> str:
     return "<br>".join(safe(line if len(line) <= NAME else f"{line[:half]}…{line[1 - half :]}") for line in lines)
 
 
-# --- the cache by context ---------------------------------------------------------------------------------------------
-
-
 def cache_chart(
     models: Sequence[tuple[str, ModelSpec]], dtype: str = "bfloat16", *, batch: int = 1, at: Sequence[int] = ()
 ) -> Figure:

@@ -154,9 +154,6 @@ def experts_words(copies: int) -> str:
     return "1 expert" if copies == 1 else f"{copies:,} experts"
 
 
-# --- ranks and lanes -------------------------------------------------------------------------------------------------
-
-
 def ways(node: Node) -> list[str]:
     """The inputs that a line is drawn from."""
     return [source for source in node.inputs if source != node.choice]
@@ -223,9 +220,6 @@ class _Lanes:
         while not node.weights and ways(node) and node.op in ("activation", "product"):
             node = self.nodes[ways(node)[0]]
         return node.id
-
-
-# --- sizes and places ------------------------------------------------------------------------------------------------
 
 
 class _Arrangement:

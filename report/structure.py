@@ -199,8 +199,8 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             size = operation.shape[-1]
             return Caption(operation.rotary.title, "" if turned == size else f"{turned} of {size} dims", positions)
         case ops.Cache(window=window, shape=shape):
-            kept = "all tokens so far" if window is None else f"the last {window:,} tokens"
-            return Caption("cache", "" if window is None else f"last {window:,}", f"{kept}, {sizes(shape[2:])} each")
+            cached = "all tokens so far" if window is None else f"the last {window:,} tokens"
+            return Caption("cache", "" if window is None else f"last {window:,}", f"{cached}, {sizes(shape[2:])} each")
         case ops.Concat():
             formula = "the head's own part, then the rotated part that all heads share"
             return Caption("key of each head", "rotated part shared by all heads", formula)
