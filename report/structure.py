@@ -162,8 +162,8 @@ def _nodes(program: ops.Program, positions: str = "") -> tuple[Node, ...]:
             residual = each.residual if isinstance(each, ops.Add) else None
             choice, tied = (each.choice, each.tied) if isinstance(each, ops.Linear) else (None, None)
             words = _caption(each, operations, positions)
-            more = (each.weights, each.copies, residual, choice, tied)
-            nodes.append(Node(each.id, op, inputs, each.shape, each, *words, *more))
+            start = (each.id, op, inputs, each.shape, each)
+            nodes.append(Node(*start, *words, each.weights, each.copies, residual, choice, tied))
     return tuple(nodes)
 
 
