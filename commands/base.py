@@ -212,10 +212,8 @@ def _apart(function: Callable[..., None]) -> tuple[inspect.Signature, dict[str, 
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:  # what a command has looked up by itself
             continue
-        group = next(
-            (part for part in getattr(parameter.annotation, "__metadata__", ()) if isinstance(part, OptionGroup)), None
-        )
-        if group is None:
+        (group,) = getattr(parameter.annotation, "__metadata__", (None,))
+        if not isinstance(group, OptionGroup):
             parameters.append(parameter)
             continue
         together[parameter.name] = group
