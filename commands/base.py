@@ -212,10 +212,8 @@ def _apart(function: Callable[..., None]) -> tuple[inspect.Signature, dict[str, 
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:  # what a command has looked up by itself
             continue
-        group = next(
-            (part for part in getattr(parameter.annotation, "__metadata__", ()) if isinstance(part, OptionGroup)), None
-        )
-        if group is None:
+        (group,) = getattr(parameter.annotation, "__metadata__", (None,))
+        if not isinstance(group, OptionGroup):
             parameters.append(parameter)
             continue
         together[parameter.name] = group
@@ -262,6 +260,11 @@ def guarded(function: F) -> F:
 
     run.__signature__ = signature  # type: ignore[attr-defined]
     return run  # type: ignore[return-value]
+
+
+def command(*calls: str, name: str | None = None, words: str | None = None, **more: Any) -> Callable[[F], F]:
+    """A command of the app, with calls to try at the end of its help, and `guarded`."""
+    return lambda function: app.command(name, help=words, epilog=examples(*calls), **more)(guarded(function))
 
 
 def _version(value: bool) -> None:

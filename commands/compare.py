@@ -4,18 +4,15 @@ import sys
 
 from ..errors import UsageError
 from ..terminal import console, print_json
-from .base import JSON, MODELS, ForTree, Pictures, app, examples, flag, guarded, option, reshaped, tokens
+from .base import JSON, MODELS, ForTree, Pictures, command, flag, option, reshaped, tokens
 
 
-@app.command(
-    epilog=examples(
-        "gptkit compare gpt2 llama-2-7b bloom-7b1 falcon-7b",
-        "gptkit compare llama-2-7b llama-3.1-8b --only-differences --context 4k",
-        "gptkit compare gpt2 qwen3-8b --markdown",
-        "gptkit compare llama-2-7b --swap attention=gqa:8",
-    )
+@command(
+    "gptkit compare gpt2 llama-2-7b bloom-7b1 falcon-7b",
+    "gptkit compare llama-2-7b llama-3.1-8b --only-differences --context 4k",
+    "gptkit compare gpt2 qwen3-8b --markdown",
+    "gptkit compare llama-2-7b --swap attention=gqa:8",
 )
-@guarded
 def compare(
     models: list[str] = MODELS,
     context: str | None = option(

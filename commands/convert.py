@@ -9,20 +9,15 @@ from ..converter.targets import targets
 from ..errors import GptkitError, UsageError
 from ..terminal import answer, console, progress_bar, say
 from . import base
-from .base import FORCE, JSON, MODEL, QUIET, ForWeights, app, argument, examples, flag, guarded, option
+from .base import FORCE, JSON, MODEL, QUIET, ForWeights, argument, command, flag, option
 from .completion import FLOATS, complete_target, one_of
 
 if TYPE_CHECKING:
     from ..report.checkpoints import RandomModel
 
 
-@app.command(
-    "inspect",
-    help="The same as load, under the name that other tools have.",
-    epilog=examples("gptkit inspect sample:llama"),
-)
-@app.command(epilog=examples("gptkit load sample:llama", "gptkit load --random gpt2 --out fresh"))
-@guarded
+@command("gptkit inspect sample:llama", name="inspect", words="The same as load, under the name that other tools have.")
+@command("gptkit load sample:llama", "gptkit load --random gpt2 --out fresh")
 def load(
     model: str = MODEL,
     *,
@@ -105,8 +100,7 @@ def _random(
     return RandomModel(model, tree, HF_NAMES[stored], seed, TOLD, finite, where, nbytes, tuple(notes))
 
 
-@app.command(epilog=examples("gptkit convert gpt2 --to local", "gptkit convert gpt2-local gpt2-again --to hf"))
-@guarded
+@command("gptkit convert gpt2 --to local", "gptkit convert gpt2-local gpt2-again --to hf")
 def convert(
     model: str = MODEL,
     out: Path | None = argument(
@@ -151,8 +145,7 @@ def convert(
     say(conversion_lines(done), quiet)
 
 
-@app.command(epilog=examples("gptkit check gpt2-local"))
-@guarded
+@command("gptkit check gpt2-local")
 def check(folder: Path = argument("FOLDER", "A folder that gptkit wrote."), quiet: bool = QUIET) -> None:
     """Hash a folder's files again and compare with its manifest; say which tensor changed, and where."""
     from ..converter.publish import MANIFEST, check_manifest

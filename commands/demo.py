@@ -5,11 +5,10 @@ from pathlib import Path
 import typer
 
 from ..terminal import console
-from .base import app, examples, guarded, option
+from .base import command, option
 
 
-@app.command(epilog=examples("gptkit demo --keep tour"))
-@guarded
+@command("gptkit demo --keep tour")
 def demo(keep: Path | None = option("", "Keep the converted checkpoints in this folder.")) -> None:
     """Take a tour on the trained samples: count, convert, verify, swap, verify again, generate."""
     from ..report.demo import tour

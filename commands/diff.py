@@ -6,18 +6,15 @@ import typer
 
 from ..terminal import answer, progress_bar
 from . import base
-from .base import JSON, QUIET, ForWeights, Pictures, app, argument, examples, flag, guarded, option
+from .base import JSON, QUIET, ForWeights, Pictures, argument, command, flag, option
 from .completion import complete_model
 
 
-@app.command(
-    epilog=examples(
-        "gptkit diff base tuned   (exit 0: the same values, 3: different)",
-        "gptkit diff base tuned --by layer --html changes.html",
-        "gptkit diff model.gguf org/name --json",
-    )
+@command(
+    "gptkit diff base tuned   (exit 0: the same values, 3: different)",
+    "gptkit diff base tuned --by layer --html changes.html",
+    "gptkit diff model.gguf org/name --json",
 )
-@guarded
 def diff(
     a: str = argument(
         "A",

@@ -8,12 +8,11 @@ import typer
 
 from ..errors import UsageError
 from ..terminal import complain
-from .base import MODEL, ForWeights, app, argument, examples, guarded, option
+from .base import MODEL, ForWeights, argument, command, option
 from .completion import FLOATS, one_of
 
 
-@app.command(epilog=examples("gptkit generate sample:gpt2 'ROMEO:' -n 80 --temperature 0.8 --seed 1"))
-@guarded
+@command("gptkit generate sample:gpt2 'ROMEO:' -n 80 --temperature 0.8 --seed 1")
 def generate(
     model: str = MODEL,
     text: str | None = argument("TEXT", "The prompt to continue; - reads standard input.", None),

@@ -6,24 +6,21 @@ from pathlib import Path
 from ..errors import UsageError
 from ..terminal import answer, console, print_json, say
 from . import base
-from .base import JSON, MODELS, ForTree, Pictures, app, argument, examples, flag, guarded, option
+from .base import JSON, MODELS, ForTree, Pictures, argument, command, flag, option
 from .completion import FLOATS, one_of
 
 WEIGHTS, COSTS, SWAPS = "Parameters", "Costs", "What if"
 
 
-@app.command(
-    epilog=examples(
-        "gptkit params qwen3-8b",
-        "gptkit params gpt2 llama-3-8b bloom-7b1 falcon-7b",
-        "gptkit params mixtral-8x7b --by tensor --dtype int4",
-        "gptkit params llama-3-8b --kv 8192,131072 --flops --memory --context 8192",
-        "gptkit params llama-3-8b --gpu 24GB",
-        "gptkit params gpt2 --explain",
-        "gptkit params llama-2-7b --swap attention=gqa:4 --kv 4096",
-    )
+@command(
+    "gptkit params qwen3-8b",
+    "gptkit params gpt2 llama-3-8b bloom-7b1 falcon-7b",
+    "gptkit params mixtral-8x7b --by tensor --dtype int4",
+    "gptkit params llama-3-8b --kv 8192,131072 --flops --memory --context 8192",
+    "gptkit params llama-3-8b --gpu 24GB",
+    "gptkit params gpt2 --explain",
+    "gptkit params llama-2-7b --swap attention=gqa:4 --kv 4096",
 )
-@guarded
 def params(
     models: list[str] = MODELS,
     by: str = base.by_option(WEIGHTS),
@@ -121,12 +118,7 @@ def params(
         drawn.write(lambda: counts_page(counts, asked), quiet=json or csv)
 
 
-@app.command(
-    epilog=examples(
-        "gptkit presets", "gptkit presets qwen", "gptkit presets llama-2 --names   (for gptkit params $(…))"
-    )
-)
-@guarded
+@command("gptkit presets", "gptkit presets qwen", "gptkit presets llama-2 --names   (for gptkit params $(…))")
 def presets(
     words: list[str] | None = argument(
         "[WORD]...", "List only presets that have all of these words in their names.", None

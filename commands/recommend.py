@@ -6,7 +6,7 @@ from shlex import quote
 
 from ..errors import UsageError
 from ..terminal import answer, say
-from .base import JSON, QUIET, app, examples, flag, guarded, option, tokens
+from .base import JSON, QUIET, command, flag, option, tokens
 from .completion import one_of
 
 VOCABULARY = 32_000
@@ -19,15 +19,12 @@ def known_goals() -> Iterable[str]:
     return GOALS
 
 
-@app.command(
-    epilog=examples(
-        "gptkit recommend --goal quality --params 7B",
-        "gptkit recommend --goal context --params 1.5e9 --context 64k --vocab 128256",
-        "gptkit recommend --goal balance --params 7B --loadable",
-        "gptkit recommend --goal memory --params 124M --out small.json",
-    )
+@command(
+    "gptkit recommend --goal quality --params 7B",
+    "gptkit recommend --goal context --params 1.5e9 --context 64k --vocab 128256",
+    "gptkit recommend --goal balance --params 7B --loadable",
+    "gptkit recommend --goal memory --params 124M --out small.json",
 )
-@guarded
 def recommend(
     goal: str = option(
         "GOAL",

@@ -2,17 +2,14 @@
 
 from ..errors import UsageError
 from ..terminal import answer, say
-from .base import JSON, MODEL, ForTree, Pictures, app, examples, guarded, option
+from .base import JSON, MODEL, ForTree, Pictures, command, option
 
 
-@app.command(
-    epilog=examples(
-        "gptkit show qwen3-8b",
-        "gptkit show falcon-7b --svg falcon.svg",
-        "gptkit show ./my-checkpoint --layer 3 --html block.html",
-    )
+@command(
+    "gptkit show qwen3-8b",
+    "gptkit show falcon-7b --svg falcon.svg",
+    "gptkit show ./my-checkpoint --layer 3 --html block.html",
 )
-@guarded
 def show(
     model: str = MODEL,
     layer: int | None = option("N", "Draw this layer, where layers differ. The first one is 0."),

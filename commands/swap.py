@@ -10,7 +10,7 @@ from typer.core import TyperCommand, TyperOption
 
 from ..errors import UsageError
 from ..terminal import answer, console, progress_bar, say, status
-from .base import FORCE, JSON, MODEL, QUIET, ForWeights, app, argument, examples, flag, guarded, option
+from .base import FORCE, JSON, MODEL, QUIET, ForWeights, argument, command, flag, option
 from .completion import forms, one_of
 
 if TYPE_CHECKING:
@@ -40,13 +40,11 @@ def swap_option(option: Option) -> TyperOption:
     return TyperOption(param_decls=names, help=option.help, rich_help_panel=option.group, **fields)
 
 
-@app.command(
+@command(
+    "gptkit swap sample:gpt2 gpt2-rms --norm rmsnorm",
+    "gptkit swap sample:gpt2 modern --recipe gpt2-to-modern",
     cls=SwapCommand,
-    epilog=examples(
-        "gptkit swap sample:gpt2 gpt2-rms --norm rmsnorm", "gptkit swap sample:gpt2 modern --recipe gpt2-to-modern"
-    ),
 )
-@guarded
 def swap(
     model: str = MODEL,
     out: Path = argument("OUT", "The folder to write."),
@@ -104,8 +102,7 @@ def swap(
         say([*damage_lines(damage), f"report: {', '.join(map(str, files))}"], quiet)
 
 
-@app.command(epilog=examples("gptkit swaps sample:gpt2", "gptkit swaps --recipes"))
-@guarded
+@command("gptkit swaps sample:gpt2", "gptkit swaps --recipes")
 def swaps(
     model: str | None = argument("MODEL", "The model to try them on; without one, all swaps are listed.", None),
     *,

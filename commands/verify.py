@@ -9,18 +9,13 @@ import typer
 
 from ..errors import UsageError
 from ..terminal import answer, say, status
-from .base import JSON, MODEL, QUIET, ForWeights, HeatMap, app, argument, examples, flag, guarded, option, tokens
+from .base import JSON, MODEL, QUIET, ForWeights, HeatMap, argument, command, flag, option, tokens
 
 if TYPE_CHECKING:
     from ..converter.checkpoint import Checkpoint
 
 
-@app.command(
-    epilog=examples(
-        "gptkit verify sample:llama", "gptkit verify sample:gpt2 gpt2-local   (exit 0: the same, 3: different)"
-    )
-)
-@guarded
+@command("gptkit verify sample:llama", "gptkit verify sample:gpt2 gpt2-local   (exit 0: the same, 3: different)")
 def verify(
     model: str = MODEL,
     local: str | None = argument("LOCAL", "The checkpoint to compare with it; by default MODEL itself.", None),
@@ -72,8 +67,8 @@ def verify(
             computing: Any = {"dtype": dtype, "attention": attention, "stream": stream}
             probe: Any = {"prompts": prompt or (), "long": long, "up_to": length, "mutations": mutations}
             damaged = True if damage is None and text is not None else damage
-            told: Any = {"bisected": True if drawn else None, "damaged": damaged, "text": measured_text}
-            result = run(model, local, **computing, **probe, **told, **opening, progress=tell)
+            more: Any = {"bisected": True if drawn else None, "damaged": damaged, "text": measured_text}
+            result = run(model, local, **computing, **probe, **more, **opening, progress=tell)
     terminal: Any = report.verification_report
     page: Any = report.verification_page
     if against is not None:

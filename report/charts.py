@@ -97,9 +97,6 @@ def _short_name(name: str) -> str:
     return "<br>".join(safe(line if len(line) <= NAME else f"{line[:half]}…{line[1 - half :]}") for line in lines)
 
 
-# --- the cache by context ---------------------------------------------------------------------------------------------
-
-
 def cache_chart(
     models: Sequence[tuple[str, ModelSpec]], dtype: str = "bfloat16", *, batch: int = 1, at: Sequence[int] = ()
 ) -> Figure:
@@ -162,7 +159,15 @@ def cache_chart(
     layout: dict[str, Any] = {"height": 360, "showlegend": False, "margin": {"t": 8, "b": 48, "l": 8, "r": 16}}
     layout |= {"xaxis": across, "yaxis": up}
     styles = (f"line {colour} {dash}" for colour, dash in zip(colours, dashes, strict=True))
-    table = _cache_table(models, ends, dtype, batch, at)
+    shown = sorted(set(at)) or [length for length in (2048, 8192, 32768, 131072) if length <= max(ends)]
+    rows = []
+    for (name, spec), end in zip(models, ends, strict=True):
+        cells = [held(cache_bytes(spec, n, dtype, batch).held) if n <= end else "–" for n in shown]
+        last = cache_bytes(spec, end, dtype, batch)
+        rows.append((name, f"{last.a_token:,} B", *cells, f"{end:,}", held(last.held)))
+    figures = ("per token", *(f"at {n:,}" for n in shown), "longest context", "there")
+    columns = (("model", False), *((name, True) for name in figures))
+    table = Table("Key-value cache as a table", columns, tuple(rows), folded=True)
     return figure("Key-value cache by context", summary, traces, map(Key, styles, names), table, layout)
 
 
@@ -198,17 +203,3 @@ def _logarithmic(values: Sequence[int], words: Iterable[str], low: float, high: 
     """An axis from one power of ten to another, with words at some values."""
     named = {"tickvals": list(values), "ticktext": list(words), "tickangle": 0}
     return {"type": "log", "range": [low, high], **named, "gridcolor": "var(--line)", "zeroline": False, "ticks": ""}
-
-
-def _cache_table(
-    models: Sequence[tuple[str, ModelSpec]], ends: Sequence[int], dtype: str, batch: int, asked: Sequence[int]
-) -> Table:
-    at = sorted(set(asked)) or [length for length in (2048, 8192, 32768, 131072) if length <= max(ends)]
-    rows = []
-    for (name, spec), end in zip(models, ends, strict=True):
-        cells = [held(cache_bytes(spec, n, dtype, batch).held) if n <= end else "–" for n in at]
-        last = cache_bytes(spec, end, dtype, batch)
-        rows.append((name, f"{last.a_token:,} B", *cells, f"{end:,}", held(last.held)))
-    figures = ("per token", *(f"at {n:,}" for n in at), "longest context", "there")
-    columns = (("model", False), *((name, True) for name in figures))
-    return Table("Key-value cache as a table", columns, tuple(rows), folded=True)

@@ -70,9 +70,9 @@ def _node_table(nodes: Sequence[Node], label: str) -> Table:
         what = ", ".join(filter(None, [node.title if node.op != "linear" else "", node.detail]))
         parameters = f"{node.parameters:,}" if node.weights else "tied" if node.tied else "–"
         rows.append((node.id, what, ", ".join(node.inputs) or "–", shape_words(node), parameters, node.formula))
-    columns = (("node", False), ("what it is", False), ("of", False), ("gives", False))
-    columns = (*columns, ("parameters", True), ("formula", False))
-    return Table(f"The block diagram as a table, {label}", columns, tuple(rows), folded=True)
+    columns = [("node", False), ("what it is", False), ("of", False), ("gives", False)]
+    columns += [("parameters", True), ("formula", False)]
+    return Table(f"The block diagram as a table, {label}", tuple(columns), tuple(rows), folded=True)
 
 
 def _lines(node: Node, trunk: bool) -> list[str]:

@@ -62,8 +62,8 @@ def _browser() -> str | None:
     named = os.environ.get("BROWSER_PATH")
     if named:
         return named if Path(named).is_file() else None
-    found: str | None = Chromium.find_browser(skip_local=False)
-    return found
+    browser: str | None = Chromium.find_browser(skip_local=False)
+    return browser
 
 
 def write(
@@ -194,13 +194,13 @@ def _in_sight(trace: dict[str, Any]) -> dict[str, Any]:
     depth: dict[str, int] = {"": 0}
     for place, parent in zip(trace["ids"], trace["parents"], strict=True):
         depth[place] = depth[parent] + 1
-    kept = [index for index, place in enumerate(trace["ids"]) if depth[place] <= trace["maxdepth"]]
+    shown = [index for index, place in enumerate(trace["ids"]) if depth[place] <= trace["maxdepth"]]
 
     def cut(values: Any) -> Any:
         if isinstance(values, dict):
             return {name: cut(each) for name, each in values.items()}
         listed = isinstance(values, list) and len(values) == len(trace["ids"])
-        return [values[index] for index in kept] if listed else values
+        return [values[index] for index in shown] if listed else values
 
     return {
         **{name: cut(values) for name, values in trace.items()},

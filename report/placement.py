@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .structure import EdgeKind, Node
+from .structure import Edge, Node
 
 Point = tuple[int, int]
 Size = tuple[tuple[str, ...], int, int]  # a box's lines, its width and its height
@@ -83,12 +83,9 @@ class Frame(Area):
 
 
 @dataclass(frozen=True)
-class Wire:
+class Wire(Edge):
     """An edge's line, by its corners. It begins below its source, and ends above its target, or at its side."""
 
-    source: str
-    target: str
-    kind: EdgeKind
     points: tuple[Point, ...]
 
 
@@ -152,9 +149,6 @@ def boxed(node: Node) -> bool:
 def experts_words(copies: int) -> str:
     """What a frame's words are."""
     return "1 expert" if copies == 1 else f"{copies:,} experts"
-
-
-# --- ranks and lanes -------------------------------------------------------------------------------------------------
 
 
 def ways(node: Node) -> list[str]:
@@ -223,9 +217,6 @@ class _Lanes:
         while not node.weights and ways(node) and node.op in ("activation", "product"):
             node = self.nodes[ways(node)[0]]
         return node.id
-
-
-# --- sizes and places ------------------------------------------------------------------------------------------------
 
 
 class _Arrangement:

@@ -57,7 +57,7 @@ def _parts(
     model: ModelCount, by: By, dtype: str | None, weights: ParameterCount | None
 ) -> Iterator[tuple[Row, int, int]]:
     """Cells, parameters and bytes; 0 of these where no dtype is asked for."""
-    found, sizes = model.count, weights or model.count
+    count, sizes = model.count, weights or model.count
     if by == "tensor":
         size = sizer(model.spec, dtype or "float32", model.family)
         for each in model.spec.parameters():
@@ -65,13 +65,13 @@ def _parts(
             shape = "x".join(map(str, each.shape))
             yield {**place, "component": each.component, "shape": shape}, each.count, size(each)
     elif by == "layer":
-        for label, number in found.outside.items():
+        for label, number in count.outside.items():
             yield {"layer": "", "component": label}, number, sizes.outside[label]
-        for index, (layer, size_of) in enumerate(zip(found.by_layer, sizes.by_layer, strict=True)):
+        for index, (layer, size_of) in enumerate(zip(count.by_layer, sizes.by_layer, strict=True)):
             for label, number in layer.by_component.items():
                 yield {"layer": index, "component": label}, number, size_of.by_component[label]
     else:
-        for label, number in found.by_component.items():
+        for label, number in count.by_component.items():
             yield {"component": label}, number, sizes.by_component[label]
 
 

@@ -100,9 +100,9 @@ def whole_bytes(nbytes: int) -> str:
     return f"{nbytes:,} bytes" if nbytes < 10**8 else decimal(nbytes, "B")
 
 
-def difference(before: int, after: int, told: Callable[[int], str]) -> str:
+def difference(before: int, after: int, words: Callable[[int], str]) -> str:
     """What there is more or less, in the words that tell a number."""
-    return "0" if after == before else f"{'+' if after > before else '−'}{told(abs(after - before))}"
+    return "0" if after == before else f"{'+' if after > before else '−'}{words(abs(after - before))}"
 
 
 def change(before: int, after: int) -> str:
@@ -150,14 +150,14 @@ class Sheet:
 
     def cut(self, width: int) -> list[Sheet]:
         """As many columns at a time as fit."""
-        found, first = [], 0
+        pieces, first = [], 0
         while first < len(self.columns):
             number = 1
             while first + number < len(self.columns) and self.only(first, first + number + 1).width() <= width:
                 number += 1
-            found.append(self.only(first, first + number))
+            pieces.append(self.only(first, first + number))
             first += number
-        return found
+        return pieces
 
     def only(self, first: int, last: int) -> Sheet:
         """The columns from `first` up to but not with `last`, and of the rows those that have something there."""

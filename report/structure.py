@@ -162,8 +162,8 @@ def _nodes(program: ops.Program, positions: str = "") -> tuple[Node, ...]:
             residual = each.residual if isinstance(each, ops.Add) else None
             choice, tied = (each.choice, each.tied) if isinstance(each, ops.Linear) else (None, None)
             words = _caption(each, operations, positions)
-            more = (each.weights, each.copies, residual, choice, tied)
-            nodes.append(Node(each.id, op, inputs, each.shape, each, *words, *more))
+            start = (each.id, op, inputs, each.shape, each)
+            nodes.append(Node(*start, *words, each.weights, each.copies, residual, choice, tied))
     return tuple(nodes)
 
 
@@ -199,8 +199,8 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             size = operation.shape[-1]
             return Caption(operation.rotary.title, "" if turned == size else f"{turned} of {size} dims", positions)
         case ops.Cache(window=window, shape=shape):
-            kept = "all tokens so far" if window is None else f"the last {window:,} tokens"
-            return Caption("cache", "" if window is None else f"last {window:,}", f"{kept}, {sizes(shape[2:])} each")
+            cached = "all tokens so far" if window is None else f"the last {window:,} tokens"
+            return Caption("cache", "" if window is None else f"last {window:,}", f"{cached}, {sizes(shape[2:])} each")
         case ops.Concat():
             formula = "the head's own part, then the rotated part that all heads share"
             return Caption("key of each head", "rotated part shared by all heads", formula)

@@ -50,8 +50,6 @@ def flops(value: float) -> str:
     return f"{value / 1000**power:,.2f} {'kMGT'[power - 1]}"
 
 
-# --- what can be swapped ----------------------------------------------------------------------------------------------
-
 TWO, THREE = (("", False),) * 2, (("", False),) * 3  # columns of words without headings
 
 
@@ -74,7 +72,7 @@ def listing_report(listing: Listing) -> RenderableType:
     for entry in listing.entries:
         if entry.verdict != "refused":
             known.setdefault(entry.swap.option, {}).update(dict.fromkeys(entry.swap.source.split("; ")))
-    rows = [(Text(f"--{name.replace('_', '-')}"), Text("; ".join(found), style="dim")) for name, found in known.items()]
+    rows = [(Text(f"--{name.replace('_', '-')}"), Text("; ".join(each), style="dim")) for name, each in known.items()]
     return Group(*parts, Text(), Text("Where they come from", style="bold"), plain_table(*TWO, rows=rows))
 
 
@@ -138,9 +136,6 @@ def recipes_json(recipes: Sequence[Recipe]) -> dict[str, Any]:
     """What `recipes_report` says, for programs."""
     fields = ("name", "description", "step")
     return {"schema_version": 1, "recipes": [{name: each.as_json()[name] for name in fields} for each in recipes]}
-
-
-# --- what a swap does -------------------------------------------------------------------------------------------------
 
 
 def swap_lines(result: SwapResult) -> list[str]:

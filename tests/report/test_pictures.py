@@ -68,7 +68,8 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(UsageError, match="--svg needs kaleido") as told:
         pictures.ready(None, None, tmp_path / "a.svg")
     assert told.value.hint == 'pip install kaleido # gptkit\'s extra "images"'
-    monkeypatch.setattr(pages, "find_spec", lambda name: None if name != "plotly" else object())
+    lacking = ("kaleido", "choreographer")
+    monkeypatch.setattr(pages, "find_spec", lambda name: None if name in lacking else object())
     with pytest.raises(UsageError, match="--svg needs kaleido and choreographer") as told:
         pictures.ready(None, None, tmp_path / "a.svg")
     assert told.value.hint.startswith("pip install kaleido choreographer #")
