@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.covering import examples
+from helpers.covering import examples, few
 from helpers.families import REPRESENTATIVES, VARIANTS, spec_of, variants_of
 from helpers.processes import at_most
 from hypothesis import HealthCheck, given, settings
@@ -130,6 +130,7 @@ def tree_or_error(config: dict[str, Any]) -> ModelSpec | None:
 QUICK = settings(max_examples=examples(500), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
+@few(4)
 @families
 @QUICK
 @given(data=st.data())

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers.covering import few
 from helpers.families import REPRESENTATIVES, randomised_reference, spec_of
 
 from gptkit.architectures import ARCHITECTURES
@@ -86,6 +87,7 @@ def test_nothing_that_transformers_reads_is_called_unread(family: str) -> None:
     assert sorted(set(unread)) == []
 
 
+@few(4)
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_what_was_taken_for_irrelevant_is_of_training_or_output(family: str) -> None:
     """A field that the forward code reads may be irrelevant only for a reason that a forward pass without gradients

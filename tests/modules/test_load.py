@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.covering import covered
+from helpers.covering import covered, few
 from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, save_hf
 from helpers.generation import generate_ids
 from torch import Tensor, nn
@@ -120,6 +120,7 @@ def loss(model: nn.Module) -> Tensor:
 UNSEEN = {"gpt2": "k_proj.bias", "bloom": "k_proj.bias"}
 
 
+@few(8)
 @pytest.mark.parametrize("family", ARCHITECTURES)
 @pytest.mark.parametrize("used_before", [False, True], ids=["fresh", "after generating"])
 def test_it_can_be_trained(family: str, used_before: bool, tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ CASES = {
 }
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", CASES)
 def test_place_and_cause_are_the_same_a_layer_at_a_time(name, tmp_path):
     sample, damage, place, cause = CASES[name]

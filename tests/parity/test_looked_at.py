@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.command import call
-from helpers.covering import covered, few
+from helpers.covering import few
 from helpers.edited import Tensors, damaged, exit_code, pairs, setting, with_spec
 from helpers.families import CONFIGS, edited, save_hf
 
@@ -109,7 +109,7 @@ def test_every_row_of_tables_that_a_swap_changes_is_looked_at(swapped: tuple[Pat
     assert "the trees differ, and so may the other" in run.stdout
 
 
-@covered()
+@few(2)
 @pytest.mark.parametrize("change", ["garbage", "another row", "twice as large", "one value"])
 @pytest.mark.parametrize("table", ["embedding.weight", "positions.weight"])
 def test_a_wrong_row_in_a_swapped_table_is_seen(

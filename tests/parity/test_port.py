@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.command import call
+from helpers.covering import few
 
 from gptkit.errors import InvalidInput, UsageError
 from gptkit.parity.port import load_port, verify_port
@@ -187,6 +188,7 @@ def test_a_right_port_is_the_same(port):
     assert result.functions <= result.allowed < 1e-3
 
 
+@few(5)
 @pytest.mark.parametrize(
     "mistake", [pytest.param(each, marks=pytest.mark.slow if each in ("odd base", "keys") else ()) for each in WRONG]
 )
