@@ -136,6 +136,20 @@ def head_weight(spec: ModelSpec) -> str:
     return "embedding.weight" if spec.head.tied else "head.weight"
 
 
+def written(spec: ModelSpec) -> list[tuple[str, int]]:
+    """What writes into the stream: (tensor, the axis that is the stream's)."""
+    found = [(name, 1) for name in tables(spec)]
+    for layer, block in enumerate(spec.blocks):
+        found += [(name, 0) for each in writers(block, f"blocks.{layer}") for name in each.names]
+    return found
+
+
+def read_weights(spec: ModelSpec) -> list[str]:
+    """What reads it, [out, hidden]; not a tied head, whose matrix is a table."""
+    found = [each.weight for layer, block in enumerate(spec.blocks) for each in readers(block, f"blocks.{layer}")]
+    return found + ([] if spec.head.tied else ["head.weight"])
+
+
 def norms(block: Block, path: str) -> Iterator[tuple[str, Norm]]:
     """The norms of a block that look at the stream, each of a kind that swaps know: (path, record)."""
     block.plain()

@@ -32,6 +32,8 @@ from .mlp import Dense, dense_of
 
 MOST = 1024
 """Experts that a mixture may have; see `components.MixtureOfExperts`."""
+NORMALISED = True
+"""The weights of the experts that are taken are made to sum to 1."""
 
 
 def is_mixture(block: Block) -> bool:
@@ -76,7 +78,7 @@ def to_copies(spec: ModelSpec, asked: Asked) -> Swapped:
         first = f"{path}.gate_proj.weight" if isinstance(dense, GatedFeedForward) else f"{path}.up_proj.weight"
         router = partial(drawn, rows=count, columns=spec.hidden_size, seed=(seed, layer))
         tensors |= {f"{path}.router.weight": Moved(first, router)} | copies(path, dense, count)
-    return with_experts(spec, found, tensors, count, top, normalised(), {"seed": seed})
+    return with_experts(spec, found, tensors, count, top, NORMALISED, {"seed": seed})
 
 
 def to_parts(spec: ModelSpec, asked: Asked) -> Swapped:
@@ -117,11 +119,6 @@ def with_experts(
     new = with_mixers(spec, {layer: mixture(expert=each) for layer, each in experts.items()})
     told = {"from": "dense", "to": "experts", "experts": count, "top_k": top, "layers": list(experts)}
     return Swapped(new, "exact", tensors, told | summary, notes)
-
-
-def normalised() -> bool:
-    """Whether the weights of the experts that are taken are made to sum to 1."""
-    return True
 
 
 def copies(path: str, dense: Dense, count: int) -> dict[str, Tensor]:

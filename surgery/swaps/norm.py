@@ -34,7 +34,7 @@ from ..basis import CENTRED, Compute, chosen_norms, eps_for, exchanged, in_basis
 from ..layerwise import weighed, with_blocks
 from ..options import NORMS, Option
 from ..registry import Asked, Clears, Step, Swap
-from ..stream import every_norm, head_weight, known, norms, readers, stream_norms, tables, writers
+from ..stream import every_norm, head_weight, known, norms, readers, stream_norms, writers, written
 
 
 def require_exact(way: str, reason: str | None) -> None:
@@ -313,15 +313,12 @@ def widened(spec: ModelSpec, size: int) -> dict[str, Any]:
 
 def stream_is_centred(model: Model) -> bool:
     """Whether nothing that writes into the stream has a mean."""
-    spec, written = model.spec, [(name, 1) for name in tables(model.spec)]
-    for layer, block in enumerate(spec.blocks):
-        written += [(name, 0) for each in writers(block, f"blocks.{layer}") for name in each.names]
 
     def has_none(name: str, axis: int) -> bool:
         values = model.wide(name)
         return bool(np.abs(values.mean(axis=axis)).max() <= CENTRED * np.abs(values).max())
 
-    return spec.embedding.norm is None and all(has_none(name, axis) for name, axis in written)
+    return model.spec.embedding.norm is None and all(has_none(name, axis) for name, axis in written(model.spec))
 
 
 def to_layernorm(spec: ModelSpec, asked: Asked) -> Swapped:
