@@ -249,9 +249,9 @@ def all_options() -> tuple[Option, ...]:
 def _all_options(plugins: tuple[str, ...]) -> tuple[Option, ...]:
     declared = [option for module in _modules(plugins) for option in getattr(module, "OPTIONS", ())]
     names = {option.name for option in declared}
-    for swap in (swap for module in _modules(plugins) for swap in module.SWAPS):
-        if swap.option not in names:
-            raise AssertionError(f"no file of swaps declares the option {swap.option!r} of {swap.title}")
+    for swap in (swap for module in _modules(plugins) for swap in module.SWAPS if swap.option not in names):
+        declared.append(Option(swap.option, "Other swaps", 0, f"{swap.title}.", swap.form))
+        names.add(swap.option)
     groups = list(dict.fromkeys((*GROUPS, *(option.group for option in declared))))
     return tuple(sorted(declared, key=lambda option: (groups.index(option.group), option.place)))
 
