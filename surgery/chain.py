@@ -153,16 +153,6 @@ def chain(
     return Chain(tuple(done), tuple(found), tuple(models))
 
 
-def plainly(source: Checkpoint, done: Chain, text: Text) -> Chain:
-    """The same steps, those that were fitted on a text in their plain form. Raises SwapRefused where there is none."""
-    steps = [
-        replace(step, approximate=True) if "calibration" in swapped.summary else step
-        for step, swapped in zip(done.steps, done.swapped, strict=True)
-        if step.option != "as"
-    ]
-    return chain(source, steps, stored=done.stored, text=lambda: text)
-
-
 # --- into a family ----------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..converter.checkpoint import open_checkpoint
 from ..converter.threads import as_before, suit
 from ..parity.damage import Damage, damage
-from .base import Moved, Stored, Swapped
+from .base import Moved, Stored
 from .chain import Chain
 from .fits.calibration import TOKENS, read_text
 from .swap import SwapResult
@@ -50,21 +50,13 @@ def layers_of(done: Chain) -> list[tuple[int, int]]:
     """
     pairs = [(layer, layer) for layer in range(len(done.models[0].spec.blocks))]
     for swapped in done.swapped:
-        step = {after: before for before, after in _pairs(swapped)}
+        origins: dict[int, set[int]] = {layer: set() for layer in range(len(swapped.spec.blocks))}
+        for parameter in swapped.spec.parameters():
+            made = swapped.tensors.get(parameter.name, Moved(parameter.name))
+            if parameter.layer is not None and isinstance(made, Moved):
+                names = (name for name in made.names if name.startswith("blocks."))
+                origins[parameter.layer] |= {int(name.split(".")[1]) for name in names}
+        step = {layer: min(own, default=layer) for layer, own in origins.items() if len(own) <= 1}
         renamed = {before: after for after, before in reversed(step.items())}  # of copies the first
         pairs = [(first, renamed[before]) for first, before in pairs if before in renamed]
     return pairs
-
-
-def _pairs(swapped: Swapped) -> list[tuple[int, int]]:
-    found = []
-    for layer in range(len(swapped.spec.blocks)):
-        origins = set()
-        for parameter in swapped.spec.parameters():
-            if parameter.layer == layer:
-                made = swapped.tensors.get(parameter.name, Moved(parameter.name))
-                names = made.names if isinstance(made, Moved) else ()
-                origins |= {int(name.split(".")[1]) for name in names if name.startswith("blocks.")}
-        if len(origins) <= 1:
-            found.append((origins.pop() if origins else layer, layer))
-    return found

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 from ..components import ModelSpec
-from ..converter.files import sha256_file
 from ..converter.manifest import MANIFEST, read_manifest
 from ..converter.names import CONFIG, LOCAL_CONFIG
 from ..errors import GptkitError, InvalidInput, SwapRefused, UsageError
@@ -311,8 +310,3 @@ def described(path: Path) -> list[Path]:
     """The files that say what a checkpoint's tree is."""
     folder = path if path.is_dir() else path.parent
     return [folder / name for name in (LOCAL_CONFIG, CONFIG) if (folder / name).is_file()][:1]
-
-
-def hashes(files: Sequence[Path]) -> dict[str, str]:
-    """The sha256 of files by name."""
-    return {path.name: sha256_file(path) for path in files}

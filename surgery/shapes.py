@@ -107,13 +107,8 @@ class Reshaped:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values, without the trees."""
-        return {
-            "steps": [step.as_json() for step in self.steps],
-            "guarantee": self.guarantee,
-            "usual": self.usual,
-            "settled": self.settled,
-            "notes": list(self.notes),
-        }
+        own = {name: getattr(self, name) for name in ("guarantee", "usual", "settled")}
+        return {"steps": [step.as_json() for step in self.steps], **own, "notes": list(self.notes)}
 
 
 @dataclass
