@@ -114,7 +114,9 @@ def _fit(block: BlockModule, record: Block, teacher: Tensor, student: Tensor, co
         readers = query_order((group,), spec.heads // len(heads.keys))
         theirs = scores[:, readers], pattern[:, readers]
         q, k = shared_key(spec, heads, group, readers, covariance, inputs, *theirs, context)
-        seen = mix_inputs(_pattern_of(attention, q, k, inputs, readers, context), inputs)  # (B, n, T, e)
+        asking = inputs[:, None] @ q.to(inputs).transpose(-1, -2)  # (B, n, T, d)
+        asked = (inputs @ k.to(inputs).T)[:, None].expand_as(asking)
+        seen = mix_inputs(_weights(attention, asking, asked, readers, context)[1], inputs)  # (B, n, T, e)
         own = heads.values[list(group)], heads.outputs[readers]
         value, outputs = fit_values(*own, Moment.of(seen).covariance)
         fitted.append((q, k, value, outputs))
@@ -219,14 +221,6 @@ def patterns(attention: AttentionModule, x: Tensor, context: Context) -> tuple[T
         for each in (attention.q_proj(x), attention.k_proj(x))
     )  # (B, heads, T, d)
     return _weights(attention, q, k.repeat_interleave(spec.group, dim=1), None, context)
-
-
-def _pattern_of(
-    attention: AttentionModule, queries: Tensor, key: Tensor, inputs: Tensor, readers: Sequence[int], context: Context
-) -> Tensor:
-    """The weights that these query heads give with new queries (n, d, e) and a new key (d, e)."""
-    q = inputs[:, None] @ queries.to(inputs).transpose(-1, -2)  # (B, n, T, d)
-    return _weights(attention, q, (inputs @ key.to(inputs).T)[:, None].expand_as(q), readers, context)[1]
 
 
 def _weights(

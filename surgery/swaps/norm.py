@@ -35,6 +35,7 @@ from ..layerwise import weighed, with_blocks
 from ..options import NORMS, Option
 from ..registry import Asked, Clears, Step, Swap
 from ..stream import every_norm, head_weight, known, norms, readers, stream_norms, writers, written
+from .mlp import dense_of, with_dense
 
 
 def require_exact(way: str, reason: str | None) -> None:
@@ -185,15 +186,12 @@ def inner_norm(block: Block, path: str) -> str:
 
 def with_read_biases(block: Block, path: str, shifting: set[str], out: bool = False) -> Block:
     """A block with biases that take up those of some norms: in what reads them, and with `out` in what follows them."""
-    attention, inner, parts = block.attention, block.feed_forward, dict[str, Any]()
-    first, own = f"{path}.attention_norm" in shifting, f"{path}.feed_forward_norm" in shifting
-    if first:
-        parts["attention"] = replace(attention, qkv_bias=True, output_bias=attention.output_bias or out)
+    attention, dense, own = block.attention, dense_of(block), f"{path}.feed_forward_norm" in shifting
+    if f"{path}.attention_norm" in shifting:
+        attention = replace(attention, qkv_bias=True, output_bias=attention.output_bias or out)
     if inner_norm(block, path) in shifting:
-        dense = inner.expert if isinstance(inner, MixtureOfExperts) else inner
         dense = replace(dense, up_bias=True, down_bias=dense.down_bias or (out and own))
-        parts["feed_forward"] = replace(inner, expert=dense) if isinstance(inner, MixtureOfExperts) else dense
-    return block.replaced(**parts)
+    return with_dense(block.replaced(attention=attention), dense)
 
 
 def replace_layernorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
