@@ -20,7 +20,7 @@ from ..converter.resolve import read_spec
 from ..converter.tree import Origin
 from ..errors import InvalidInput, SwapRefused, UsageError
 from .base import Guarantee, Swapped, weakest
-from .facts import Assumed, TextWanted, Value, values_after, values_of
+from .facts import Assumed, TextWanted, Value, values_after
 from .options import guarantee_in_words, spelled
 from .recipe import called, plain, read_recipe, told_as
 from .registry import Step, in_order, options, reshape, steps_named, swap_for
@@ -195,7 +195,8 @@ def swapped(
         raise UsageError("nothing to swap", "say what: attention=gqa:4, norm=rmsnorm, …")
     origin = replace(_origin_of(files), family=family, reference=reference)
     given = {"origin": origin, "files": files, "texts": dict(texts or {}), "offline": offline}
-    chain = _Chain(spec, values_of(spec), given)
+    # Of weights that nobody has looked at each tensor is itself.
+    chain = _Chain(spec, {parameter.name: parameter.name for parameter in spec.parameters()}, given)
     for number, step in enumerate(steps):
         with told_as(called(steps, number)):
             chain.carry_out(step)
