@@ -195,8 +195,8 @@ def swapped(
     named: bool = False,
     width: int = 1,
 ) -> Swapped:
-    """The tree with the new activation, `width` times as wide; `make` gives the tensors of a feed-forward, by its layer,
-    path and record. `named`: nothing but the name was changed.
+    """The tree with the new activation, `width` times as wide; `make` gives the tensors of a feed-forward, by its
+    layer, path and record. `named`: nothing but the name was changed.
     """
     blocks, kinds, tensors = {}, list[Guarantee](), dict[str, Tensor]()
     for layer, dense in found.items():
