@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -75,8 +76,8 @@ def writers(block: Block, path: str) -> tuple[Linear, ...]:
 def experts(block: Block, path: str) -> list[tuple[str, FeedForward | GatedFeedForward]]:
     """The feed-forwards of a block, one or as many as there are experts: (path, record)."""
     mixer = block.feed_forward
-    inside = [(f"{path}.feed_forward.{name}", expert) for name, expert in mixer.children()]
-    return inside or [(f"{path}.feed_forward", mixer)]  # type: ignore[list-item, return-value]
+    inside: list[Any] = [(f"{path}.feed_forward.{name}", expert) for name, expert in mixer.children()]
+    return inside or [(f"{path}.feed_forward", mixer)]
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,8 @@ def shared_key(
     queries, keys = heads.queries[list(readers)], heads.keys[list(group)]
     if spec.q_norm is not None or spec.k_norm is not None:
         return queries, pool_mean(keys)  # what a norm follows is not bilinear in the inputs
-    rotary, scale, angles = _rotary(spec), spec.scale, None
+    rotary, scale = _rotary(spec), spec.scale
+    angles: Tensor | None = None
     if rotary is not None:
         # The rotary tables have a factor of their own (YaRN, longrope).
         scale *= float(getattr(rotary.scaling, "attention_factor", 1.0)) ** 2
@@ -159,8 +160,8 @@ def shared_key(
     rows = as_halves(rotary, spec.head_dim)
     queries, key = fit_keys(queries[:, rows], keys[:, rows], covariance, 0 if rotary is None else rotary.dim)
     start = queries.to(inputs), key.to(inputs)
-    how = {"rounds": ROUNDS, "steps": STEPS, "strength": STRENGTH}
-    found = refit_scores(*start, inputs, pattern, scores, scale, angles, **how)
+    given = (*start, inputs, pattern, scores, scale, angles)
+    found = refit_scores(*given, rounds=ROUNDS, steps=STEPS, strength=STRENGTH)
     back = torch.argsort(rows)
     return found.queries[:, back], found.key[back]
 

@@ -213,7 +213,7 @@ def side_by_side(path: str, mixture: MixtureOfExperts) -> dict[str, Tensor]:
         if name == "down_proj.weight":
             how = joined(names, mixture.experts)
         elif name == "down_proj.bias" and len(names) > 1:
-            how = Computed(lambda model, names=names: np.mean([model.wide(each) for each in names], axis=0))
+            how = Computed(lambda model, names=names: np.mean([model.wide(each) for each in names], axis=0))  # type: ignore[misc]
         tensors[f"{path}.{name}"] = how
     return tensors
 
