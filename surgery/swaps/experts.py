@@ -245,10 +245,11 @@ def parts_worth_trying(spec: ModelSpec) -> tuple[str, ...]:
     return ("moe:2x2:split",) if widths and not any(width % 2 for width in widths) else ()
 
 
+entry = partial(Swap, option="mlp", by_layer=True)
+
 ORDER = 130
 SWAPS = (
-    Swap(
-        option="mlp",
+    entry(
         form="moe:ExK:split",
         takes="dense feed-forward",
         gives="E experts that are its parts",
@@ -256,11 +257,9 @@ SWAPS = (
         source="derived for gptkit; fine-grained experts: DeepSeekMoE 2401.06066",
         reshape=to_parts,
         examples=parts_worth_trying,
-        by_layer=True,
         inverse=back,
     ),
-    Swap(
-        option="mlp",
+    entry(
         form="moe:ExK",
         takes="dense feed-forward",
         gives="E experts that are copies, K per token",
@@ -269,11 +268,9 @@ SWAPS = (
         reshape=to_copies,
         examples=lambda spec: () if all(map(is_mixture, spec.blocks)) else ("moe:4x2",),
         clears=(Clears("*", "mlp=moe:{theirs.experts}x{theirs.top_k}", theirs=MixtureOfExperts),),
-        by_layer=True,
         inverse=back,
     ),
-    Swap(
-        option="mlp",
+    entry(
         form="dense",
         takes="mixture of experts",
         gives="dense feed-forward",
@@ -281,7 +278,6 @@ SWAPS = (
         source="Sparse Upcycling 2212.05055, backwards",
         reshape=to_dense,
         clears=tuple(Clears("*", ours=MixtureOfExperts, theirs=dense) for dense in (GatedFeedForward, FeedForward)),
-        by_layer=True,
         calibrated=True,
     ),
 )

@@ -339,6 +339,8 @@ def back_to_rmsnorm(_: ModelSpec, asked: Asked) -> Step | None:
     return None if asked.approximate or asked.layers is not None else Step("norm", "rmsnorm")
 
 
+entry = partial(Swap, option="norm", by_layer=True)
+
 ORDER = 50
 OPTIONS = (
     Option(
@@ -351,27 +353,23 @@ OPTIONS = (
     ),
 )
 SWAPS = (
-    Swap(
-        option="norm",
+    entry(
         form="rmsnorm",
         takes="LayerNorm",
         gives="RMSNorm",
         needs="norms before attention and feed-forward (pre-norm), all of them LayerNorms",
         source="SliceGPT 2401.15024; Jiang et al. 2305.14858; TransformerLens",
         reshape=to_rmsnorm,
-        by_layer=True,
         inverse=lambda before, asked: None if asked.approximate else Step("norm", "layernorm"),
         clears=(Clears("*norm", theirs=RMSNorm), Clears("*.norm", theirs=None)),
     ),
-    Swap(
-        option="norm",
+    entry(
         form="layernorm",
         takes="RMSNorm",
         gives="LayerNorm",
         needs="pre-norm, all norms on the residual stream RMSNorms; one more dimension, unless it has no mean already",
         source="an isometry onto the vectors of mean zero; after SliceGPT 2401.15024, section 3",
         reshape=to_layernorm,
-        by_layer=True,
         inverse=back_to_rmsnorm,
         clears=(Clears("*norm", theirs=LayerNorm),),
     ),

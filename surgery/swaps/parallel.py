@@ -128,6 +128,8 @@ def parallel_again(before: ModelSpec, asked: Asked) -> Step | None:
     return asked.again("block", "parallel:shared" if kinds.pop() else "parallel")
 
 
+entry = partial(Swap, option="block", by_layer=True)
+
 ORDER = 160
 OPTIONS = (
     Option(
@@ -140,8 +142,7 @@ OPTIONS = (
     ),
 )
 SWAPS = (
-    Swap(
-        option="block",
+    entry(
         form="parallel:shared",
         takes="serial block",
         gives="parallel block with one norm",
@@ -149,11 +150,9 @@ SWAPS = (
         source="PaLM 2204.02311, section 2; Falcon 7b",
         reshape=partial(to_parallel, True),
         clears=(Clears("*.feed_forward_norm", theirs=None),),
-        by_layer=True,
         inverse=serial_again,
     ),
-    Swap(
-        option="block",
+    entry(
         form="parallel",
         takes="serial block",
         gives="parallel block",
@@ -161,11 +160,9 @@ SWAPS = (
         source="PaLM 2204.02311, section 2",
         reshape=partial(to_parallel, False),
         clears=(Clears("*.parallel", theirs=True),),
-        by_layer=True,
         inverse=serial_again,
     ),
-    Swap(
-        option="block",
+    entry(
         form="serial",
         takes="parallel block",
         gives="serial block",
@@ -173,7 +170,6 @@ SWAPS = (
         source="PaLM 2204.02311, section 2",
         reshape=to_serial,
         clears=(Clears("*.feed_forward_norm", ours=None), Clears("*.parallel", theirs=False)),
-        by_layer=True,
         inverse=parallel_again,
     ),
 )
