@@ -62,9 +62,7 @@ class Model(Tree, Protocol):
         ...
 
     def wide(self, name: str) -> Wide:
-        """In fp64, before any rounding for storage. Raises InvalidInput where it holds NaN or infinity, which nothing
-        can be computed from.
-        """
+        """In fp64, before any rounding for storage. Raises InvalidInput where it holds NaN or infinity."""
         ...
 
 

@@ -209,9 +209,7 @@ def kinds(names: Sequence[str]) -> str:
 
 
 def leaving(done: Chain, source: Checkpoint, to: Target) -> tuple[Architecture, Chain]:
-    """The family that the result goes to, and the chain with the step into its own form. Raises CannotExpress where
-    there is none.
-    """
+    """The family that the result goes to, and the chain with the step into its form; or raises CannotExpress."""
     model = done.models[-1]
     architecture, step = leave(model, source.origin.family, to)
     if step is None:

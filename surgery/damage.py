@@ -16,9 +16,7 @@ from .swap import SwapResult
 
 @as_before()
 def assess(result: SwapResult, text: Sequence[int] | None, progress: Callable[[str], None] | None = None) -> Damage:
-    """The damage of a swap that was published, from the files that it wrote, on token ids of the old vocabulary, or
-    none; `progress` is told what is being done.
-    """
+    """The damage of a published swap, from its files, on token ids of the old vocabulary or on none."""
     done = result.chain
     suit(done.spec)
     return damage(
@@ -33,9 +31,7 @@ def assess(result: SwapResult, text: Sequence[int] | None, progress: Callable[[s
 
 
 def held_out(result: SwapResult, calibrate: str | Path | None, tokens: int | None) -> tuple[int, ...] | None:
-    """The text that a swap is measured on: the last part of the one it was or could be fitted on; None where there is
-    none.
-    """
+    """The text that a swap is measured on: the end of the one it was or could be fitted on, where there is one."""
     recipe, source = result.recipe, result.source
     file = calibrate or (None if recipe is None else recipe.text())
     if file is None and not (source.origin.reference or "").startswith("sample:"):

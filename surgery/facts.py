@@ -50,9 +50,7 @@ class Weights(Protocol):
         ...
 
     def run(self, question: Callable[[Model], T]) -> T:
-        """What a text that runs through the model tells. Raises TextWanted where there are no weights to run it
-        through.
-        """
+        """What a text that runs through the model tells. Raises TextWanted without weights to run it through."""
         ...
 
 

@@ -83,9 +83,7 @@ class Recipe:
         return {**first, **given, "sources": dict(self.sources)}
 
     def text(self) -> Path | None:
-        """The file that steps were fitted on, None for the bundled play or none. Raises UsageError where it is not
-        there.
-        """
+        """The file that steps were fitted on, None for the bundled play or none; UsageError where it is not there."""
         name = self.calibration.get("text")
         if not isinstance(name, str) or name == PLAY:
             return None
@@ -124,9 +122,7 @@ def shipped() -> dict[str, Path]:
 
 
 def find_recipe(reference: str | Path) -> Path:
-    """The file behind a name of ours, a path, or a folder that gptkit wrote. Raises UsageError where there is no such
-    recipe.
-    """
+    """The file behind a name of ours, a path, or a folder that gptkit wrote; UsageError where there is none."""
     path = Path(reference).expanduser()
     if path.is_dir() or path.name == LOCAL_CONFIG:
         folder = path if path.is_dir() else path.parent

@@ -56,9 +56,7 @@ def steps_from(swaps: Sequence[str] = (), recipe: str | Path | None = None) -> l
 
 
 class _NoText:
-    """In place of a text that swaps are fitted on, and of what it gives: there is one, and nothing is asked of it
-    before it is needed.
-    """
+    """In place of a text, and of what it gives: nothing is asked of it before it is needed."""
 
     wanted = False
 

@@ -175,9 +175,7 @@ def refit_output(
     student: Tensor,
     context: Context,
 ) -> Tensor:
-    """The output projection (hidden, H·d) that takes what is mixed now, (B, H, T, d), to the original's output and what
-    the streams before the layer differ by.
-    """
+    """The output projection (hidden, H·d) from what is mixed now, (B, H, T, d), to the original stream."""
     wanted: Tensor = attention(before, context)
     bias = 0 if attention.o_proj.bias is None else attention.o_proj.bias
     return _refit(start, mixed.transpose(1, 2).flatten(2), wanted - bias + (teacher - student), teacher + wanted)
@@ -194,9 +192,7 @@ def _refit(start: Tensor, inputs: Tensor, wanted: Tensor, stream: Tensor) -> Ten
 def refit_down(
     block: BlockModule, student: Tensor, teacher_output: Tensor, context: Context
 ) -> tuple[Tensor, Tensor | None]:
-    """The stream after a new block, and the down projection that took it nearer to the original's; None where there is
-    no one such projection (experts).
-    """
+    """The stream after a new block, and the down projection fitted to the original stream; none of experts."""
     if isinstance(block.feed_forward, MixtureOfExpertsModule):
         return run_block(block, student, context)[0], None
     output, seen = run_block(block, student, context, [DOWN])
@@ -227,9 +223,7 @@ def patterns(attention: AttentionModule, x: Tensor, context: Context) -> tuple[T
 def _weights(
     attention: AttentionModule, q: Tensor, k: Tensor, readers: Sequence[int] | None, context: Context
 ) -> tuple[Tensor, Tensor]:
-    """Scores and softmax of q and k, (B, n, T, d) each, norms and positions not yet applied; `readers` says which
-    heads.
-    """
+    """Scores and softmax of q and k, (B, n, T, d) each, before norms and positions, of the heads `readers`."""
     spec, position = attention.spec, attention.spec.position
     q = q if attention.q_norm is None else attention.q_norm(q)
     k = k if attention.k_norm is None else attention.k_norm(k)

@@ -79,9 +79,7 @@ def equal_in_groups(model: Model, path: str, attention: Attention, wanted: int) 
 
 
 def with_heads(attention: Attention, wanted: int) -> Attention:
-    """The attention with so many key-value heads. One alone, or one a query head, broadcast in a product; others are
-    repeated.
-    """
+    """The attention with so many key-value heads: one, or one a query head, broadcast; others are repeated."""
     several = attention.kv_expansion == "broadcast" and wanted not in (1, attention.heads)
     return replace(attention, kv_heads=wanted, kv_expansion="repeat" if several else attention.kv_expansion)
 

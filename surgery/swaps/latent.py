@@ -95,9 +95,7 @@ def key_rows(tensor: Array, attention: Attention, rotary: bool) -> Array:
 
 
 def picking(attention: Attention, width: int, start: int, rank: int) -> Array:
-    """The map [heads · width, rank] by which query heads take their group's `width` elements out of the latent, where
-    they stand from `start` on.
-    """
+    """The map [heads · width, rank] by which query heads take their group's part out of the latent at `start`."""
     found = np.zeros((attention.heads, width, rank))
     for head in range(attention.heads):
         first = start + (head // attention.group) * width

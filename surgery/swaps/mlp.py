@@ -90,9 +90,7 @@ def gated_tensors(path: str, old: Dense) -> dict[str, Tensor]:
 
 
 def ungate(before: ModelSpec, asked: Asked) -> Step | None:
-    """The way back from `to_gated`: a bias that only came with the gate goes again. What was gated before stays so,
-    and then the layers differ.
-    """
+    """The way back from `to_gated`, where no layer was gated: a bias that only came with the gate goes again."""
     blocks = [before.blocks[i] for i in asked.chosen(before)]
     biased = {dense_of(block).up_bias for block in blocks}
     if any(map(is_gated, blocks)) or len(biased) > 1:

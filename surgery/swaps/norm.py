@@ -152,9 +152,7 @@ def centred_tree(spec: ModelSpec, layers: tuple[int, ...] | None) -> tuple[Model
 
 
 def _block(block: Block, path: str, chosen: bool, computed: dict[str, Compute]) -> Block:
-    """The block with its writers centred and, where it is chosen, its norms exchanged; what changes in its tensors
-    goes into `computed`.
-    """
+    """The block with its writers centred and, where chosen, its norms exchanged; tensors go into `computed`."""
     gone = dict(norms(block, path)) if chosen else {}
     shifting = {name for name, norm in gone.items() if has_bias(norm)}
     for each in readers(block, path):

@@ -27,9 +27,7 @@ from ..stream import writers
 
 
 def same_either_way(spec: ModelSpec, asked: Asked, layer: int) -> bool:
-    """Whether a layer is the same function serial and parallel: all but one of its sub-layers, experts with them, add
-    nothing to the stream.
-    """
+    """Whether a layer is one function serial and parallel: all but one of its sub-layers write nothing."""
     written: dict[str, list[str]] = {}
     for each in writers(spec.blocks[layer], f"blocks.{layer}"):
         written.setdefault(each.slot, []).extend((each.weight, each.bias_name))

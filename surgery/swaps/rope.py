@@ -84,9 +84,7 @@ KINDS = (
 
 
 def rope_scaling(spec: ModelSpec, asked: Asked, kind: Kind) -> Swapped:
-    """Scaled rotary positions; with --approximate positions divided, and where that is what is asked for, nothing but
-    a longer context.
-    """
+    """Scaled rotary positions; with --approximate positions divided, or nothing but a longer context."""
     text = asked.argument or ""
     if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text) or not float(text) > 1:
         raise UsageError(f"--rope-scaling {asked.value!r}: expected a factor above 1 behind the colon, as in yarn:4")

@@ -202,9 +202,7 @@ def some_of(names: Sequence[str]) -> str:
 
 
 def vocabulary_of(asked: Asked) -> Vocabulary | None:
-    """The model's vocabulary, with the ids that the original config.json names, as the swaps before left it; None
-    where there is no tokenizer.
-    """
+    """The model's vocabulary, and the ids that the original config.json names; None without a tokenizer."""
     config = None if asked.origin is None else asked.origin.config_text
     if CONFIG in asked.texts:
         config = asked.texts[CONFIG].decode()
