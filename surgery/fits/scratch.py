@@ -29,7 +29,7 @@ class Scratch:
 
     @classmethod
     def by(cls, name: str, *given: Any) -> Scratch:
-        """What a function of this folder ("gates.refits") fits, given the model and what is given here; the module,
+        """What a function of this folder ("feed_forward.downs") fits, given the model and what is given here; its module,
         and torch with it, is imported when there is something to fit.
         """
         module, _, function = name.partition(".")
