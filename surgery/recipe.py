@@ -229,8 +229,8 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
     for part, setting in given["settings"].items():
         allowed = option.settings
         if part not in allowed:
-            hint = f"known: {', '.join(allowed)}" if allowed else None
-            raise InvalidInput(f"{where}: {key} has no setting {part!r}", hint)
+            known_settings = f"known: {', '.join(allowed)}" if allowed else None
+            raise InvalidInput(f"{where}: {key} has no setting {part!r}", known_settings)
         if type(setting) is not allowed[part]:
             raise InvalidInput(f"{where}: the setting {part} is to be {WORDS[allowed[part]]}, not {setting!r:.40}")
     # VALUE as the registry wants it: text; whole numbers may stand without quotes, a flag is true.

@@ -166,8 +166,9 @@ def to_rank(spec: ModelSpec, asked: Asked) -> Swapped:
 def half(spec: ModelSpec) -> list[str]:
     """Half of what there is to hold."""
     attention = spec.blocks[0].attention
-    possible = isinstance(attention, Attention) and attention.q_norm is None
-    return [f"mla:{max(whole(attention) // 2, 1)}"] if possible else []
+    if not isinstance(attention, Attention) or attention.q_norm is not None:
+        return []
+    return [f"mla:{max(whole(attention) // 2, 1)}"]
 
 
 entry = partial(

@@ -124,9 +124,9 @@ def _require_within(vocabulary: Vocabulary, size: int, now: int) -> None:
         )
     parts = sorted(i for i in vocabulary.closed(i for i in vocabulary.names if i < size) if i >= size)
     if parts:
-        some = [f"{vocabulary.names[i]!r} ({i})" for i in parts[:TOLD]]
+        some = ", ".join(f"{vocabulary.names[i]!r} ({i})" for i in parts[:TOLD])
         raise SwapRefused(
-            f"tokens among the first {size:,} are merged from {len(parts):,} that would be cut: {', '.join(some)}", hint
+            f"tokens among the first {size:,} are merged from {len(parts):,} that would be cut: {some}", hint
         )
 
 
