@@ -13,18 +13,15 @@ from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from ...analysis.costs import cached
 from ...components import Attention, LatentAttention, ModelSpec
 from ...errors import SwapRefused
-from ..base import Computed, Model, Moved, Swapped, Tensor, Wide
+from ..base import Array, Computed, Model, Moved, Swapped, Tensor, Wide
 from ..fits.scratch import Scratch
 from ..layerwise import attentions, tensors_of, with_mixers
 from ..options import ATTENTION, Option
 from ..registry import Asked, Clears, Step, Swap
-
-Array = NDArray[Any]
 
 
 def repeated_heads(tensor: Array, times: int, head_dim: int) -> Array:

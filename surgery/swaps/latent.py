@@ -13,20 +13,16 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...components import Attention, LatentAttention, ModelSpec, Rotary, recast
 from ...errors import SwapRefused
-from ..base import Filled, Moved, Swapped, Tensor
+from ..base import Array, Filled, Moved, Swapped, Tensor
 from ..fits.scratch import Scratch
 from ..layerwise import attentions, with_mixers
 from ..registry import Asked, Swap
 from .kv_heads import fitted_names
-
-Array = NDArray[Any]
 
 
 def latent_of(attention: Attention, rank: int, rope_heads: int) -> LatentAttention:

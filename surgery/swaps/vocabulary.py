@@ -16,18 +16,15 @@ from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from ...components import ModelSpec
 from ...converter.names import CONFIG
 from ...converter.tokenizer import load_tokenizer
 from ...converter.vocabulary import Vocabulary, read_vocabulary
 from ...errors import InvalidInput, SwapRefused, UsageError
-from ..base import Moved, Promise, Swapped, Tensor
+from ..base import Array, Moved, Promise, Swapped, Tensor
 from ..options import VOCABULARY, Option
 from ..registry import Asked, Step, Swap
-
-Array = NDArray[Any]
 
 TOLD = 4
 """Tokens that a message names."""
