@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -34,7 +34,7 @@ from ..components import ModelSpec
 from ..converter.manifest import MANIFEST, read_manifest
 from ..converter.names import CONFIG, LOCAL_CONFIG
 from ..errors import GptkitError, InvalidInput, SwapRefused, UsageError
-from .registry import Step, all_options, option_of
+from .registry import Step, all_options, option_of, parts
 
 FOLDER = Path(__file__).parent / "recipes"
 """The recipes that come along."""
@@ -246,11 +246,6 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
 # --- numbers that depend on the model ---------------------------------------------------------------------------------
 
 
-def wholes() -> dict[tuple[str, str], tuple[str, Callable[[ModelSpec], set[int | None]]]]:
-    """What a part is a part of, by option and what stands before the number."""
-    return {(option.name, before): part for option in all_options() for before, part in option.parts.items()}
-
-
 PART = re.compile(r"([a-z]*[:+]?)(?:(\d{1,6}(?:\.\d{1,6})?)%|(\d{1,6})/([1-9]\d{0,5}))", re.ASCII)
 
 
@@ -259,7 +254,7 @@ def plain(step: Step, spec: ModelSpec) -> Step:
     where the part is no whole number, or layers differ, or the model has no such thing.
     """
     match = PART.fullmatch(step.value)
-    whole = None if match is None else wholes().get((step.option, match[1]))
+    whole = None if match is None else parts().get((step.option, match[1]))
     if match is None or whole is None:
         return step
     what, found = whole[0], whole[1](spec)

@@ -24,7 +24,7 @@ from ..components import Block, ModelSpec
 from ..errors import MissingComponent, SwapRefused, UsageError
 from . import swaps
 from .facts import Assumed, Weights
-from .options import GROUPS, Option, spelled, squashed
+from .options import GROUPS, Option, declared, spelled, squashed
 
 if TYPE_CHECKING:
     from ..architectures.obstacles import Obstacle
@@ -243,13 +243,23 @@ def all_options() -> tuple[Option, ...]:
 
 @cache
 def _all_options(plugins: tuple[str, ...]) -> tuple[Option, ...]:
-    declared = [option for module in _modules(plugins) for option in getattr(module, "OPTIONS", ())]
-    names = {option.name for option in declared}
-    for swap in (swap for module in _modules(plugins) for swap in module.SWAPS if swap.option not in names):
-        declared.append(Option(swap.option, "Other swaps", 0, f"{swap.title}.", swap.form))
-        names.add(swap.option)
-    groups = list(dict.fromkeys((*GROUPS, *(option.group for option in declared))))
-    return tuple(sorted(declared, key=lambda option: (groups.index(option.group), option.place)))
+    """Our own are read without an import, so that a help waits for nothing."""
+    files = (Path(module.module_finder.path) / f"{module.name}.py" for module in iter_modules(swaps.__path__))  # type: ignore[union-attr]
+    found = [option for file in files for option in declared(file)]
+    for module in map(import_module, plugins):
+        found += getattr(module, "OPTIONS", ())
+        names = {option.name for option in found}
+        found += [
+            Option(s.option, "Other swaps", 0, f"{s.title}.", s.form) for s in module.SWAPS if s.option not in names
+        ]
+    groups = list(dict.fromkeys((*GROUPS, *(option.group for option in found))))
+    return tuple(sorted(found, key=lambda option: (groups.index(option.group), option.place)))
+
+
+def parts() -> dict[tuple[str, str], tuple[str, Callable[[ModelSpec], set[int | None]]]]:
+    """What a part ("auto:75%") is a part of, by option and what stands before the number."""
+    every = (option for module in _modules(tuple(PLUGINS)) for option in getattr(module, "OPTIONS", ()))
+    return {(option.name, before): part for option in every for before, part in option.parts.items()}
 
 
 def options() -> dict[str, tuple[Swap, ...]]:

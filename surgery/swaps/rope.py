@@ -31,8 +31,8 @@ from ..rotation import (
     turns_alike,
     with_rotary,
 )
-from .rotary_dim import OPTION as ROTARY_DIM
 from .rotary_dim import SWAP as PART_OF_A_HEAD
+from .rotary_dim import dims
 
 # --- scaling ----------------------------------------------------------------------------------------------------------
 
@@ -271,7 +271,14 @@ OPTIONS = (
         words="yarn; llama3; ntk = ntk-aware; linear = pi, position interpolation; dynamic = dynamic ntk; none "
         "= default",
     ),
-    ROTARY_DIM,
+    Option(
+        "rotary_dim",
+        POSITIONS,
+        3,
+        "How many dimensions of a head RoPE turns.",
+        "N",
+        parts={"": ("rotary dimensions", dims)},
+    ),
     Option(
         "rope_pairs",
         POSITIONS,
