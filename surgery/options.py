@@ -71,9 +71,7 @@ def declared(path: Path) -> list[Option]:
     """The options that a file of swaps declares, of which numpy and all that swaps need is not imported: its `OPTIONS`,
     made of constants and of this module's names, without their `parts`, which are functions.
     """
-    found = re.search(
-        r"^OPTIONS = (\(.*?\))$(?=\n\S|\n*\Z)", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
+    found = re.search(r"^OPTIONS = (\(.*?\))$(?=\n\S|\n*\Z)", path.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     if found is None:
         return []
     tree = ast.parse(found[1], str(path), "eval")

@@ -249,9 +249,8 @@ def _all_options(plugins: tuple[str, ...]) -> tuple[Option, ...]:
     for module in map(import_module, plugins):
         found += getattr(module, "OPTIONS", ())
         names = {option.name for option in found}
-        found += [
-            Option(s.option, "Other swaps", 0, f"{s.title}.", s.form) for s in module.SWAPS if s.option not in names
-        ]
+        bare = (swap for swap in module.SWAPS if swap.option not in names)
+        found += [Option(swap.option, "Other swaps", 0, f"{swap.title}.", swap.form) for swap in bare]
     groups = list(dict.fromkeys((*GROUPS, *(option.group for option in found))))
     return tuple(sorted(found, key=lambda option: (groups.index(option.group), option.place)))
 
