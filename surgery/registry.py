@@ -244,7 +244,7 @@ def all_options() -> tuple[Option, ...]:
 @cache
 def _all_options(plugins: tuple[str, ...]) -> tuple[Option, ...]:
     """Our own are read without an import, so that a help waits for nothing."""
-    files = (Path(module.module_finder.path) / f"{module.name}.py" for module in iter_modules(swaps.__path__))  # type: ignore[union-attr]
+    files = (file for folder in swaps.__path__ for file in sorted(Path(folder).glob("*.py")))
     found = [option for file in files for option in declared(file)]
     for module in map(import_module, plugins):
         found += getattr(module, "OPTIONS", ())
