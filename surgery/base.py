@@ -28,7 +28,6 @@ from ..converter.dtypes import cast, from_float64, to_float64, widest
 from ..converter.tensors import Tree
 from ..converter.tree import Origin
 from ..errors import GptkitError, InvalidInput
-from .facts import Weights
 
 Guarantee = Literal["exact", "approximate", "retrained"]
 Wide = NDArray[np.float64]
@@ -63,9 +62,7 @@ class Model(Tree, Protocol):
         ...
 
     def wide(self, name: str) -> Wide:
-        """In fp64, before any rounding for storage. Raises InvalidInput where it holds NaN or infinity, which nothing
-        can be computed from.
-        """
+        """In fp64, before any rounding for storage. Raises InvalidInput where it holds NaN or infinity."""
         ...
 
 
@@ -93,8 +90,8 @@ class Stored:
         return values
 
 
-class Read(Weights):
-    """The facts about a tree whose weights are at hand, by reading them."""
+class Read:
+    """The facts about a tree whose weights are at hand: `facts.Weights`, by reading them."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -106,6 +103,9 @@ class Read(Weights):
     def filled(self, value: float, *names: str) -> bool:
         there = [name for name in names if name in self._names]
         return self.ask(lambda model: all(bool((model.wide(name) == value).all()) for name in there), False, True)
+
+    def zero(self, *names: str) -> bool:
+        return self.filled(0.0, *names)
 
     def same(self, one: str, other: str) -> bool:
         def alike(model: Model) -> bool:

@@ -44,6 +44,11 @@ def reader(weight: str, gamma: str, ratio: float, into: Into) -> Compute:
     return lambda model: into(model, model.wide(weight) * model.wide(gamma)) * ratio
 
 
+def writer(weight: str, into: Into) -> Compute:
+    """U W, the columns of a writer in new coordinates."""
+    return lambda model: np.ascontiguousarray(into(model, model.wide(weight).T).T)
+
+
 def shift(bias: str, into: Into) -> Compute:
     """U b."""
     return lambda model: into(model, model.wide(bias)[None])[0]
@@ -86,7 +91,7 @@ def in_basis(
         for each in readers(block, f"blocks.{layer}"):
             made[each.weight] = reader(each.weight, f"{each.norm}.weight", ratio, into)
         for each in writers(block, f"blocks.{layer}"):
-            made[each.weight] = lambda model, name=each.weight: np.ascontiguousarray(into(model, model.wide(name).T).T)
+            made[each.weight] = writer(each.weight, into)
             if each.bias:
                 made[each.bias_name] = shift(each.bias_name, into)
     made["embedding.weight"] = rows_in("embedding.weight", into, on_table)

@@ -153,16 +153,6 @@ def chain(
     return Chain(tuple(done), tuple(found), tuple(models))
 
 
-def plainly(source: Checkpoint, done: Chain, text: Text) -> Chain:
-    """The same steps, those that were fitted on a text in their plain form. Raises SwapRefused where there is none."""
-    steps = [
-        replace(step, approximate=True) if "calibration" in swapped.summary else step
-        for step, swapped in zip(done.steps, done.swapped, strict=True)
-        if step.option != "as"
-    ]
-    return chain(source, steps, stored=done.stored, text=lambda: text)
-
-
 # --- into a family ----------------------------------------------------------------------------------------------------
 
 
@@ -219,9 +209,7 @@ def kinds(names: Sequence[str]) -> str:
 
 
 def leaving(done: Chain, source: Checkpoint, to: Target) -> tuple[Architecture, Chain]:
-    """The family that the result goes to, and the chain with the step into its own form. Raises CannotExpress where
-    there is none.
-    """
+    """The family that the result goes to, and the chain with the step into its form; or raises CannotExpress."""
     model = done.models[-1]
     architecture, step = leave(model, source.origin.family, to)
     if step is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..converter.checkpoint import open_checkpoint
 from ..converter.threads import as_before, suit
 from ..parity.damage import Damage, damage
-from .base import Moved, Stored, Swapped
+from .base import Moved, Stored
 from .chain import Chain
 from .fits.calibration import TOKENS, read_text
 from .swap import SwapResult
@@ -16,9 +16,7 @@ from .swap import SwapResult
 
 @as_before()
 def assess(result: SwapResult, text: Sequence[int] | None, progress: Callable[[str], None] | None = None) -> Damage:
-    """The damage of a swap that was published, from the files that it wrote, on token ids of the old vocabulary, or
-    none; `progress` is told what is being done.
-    """
+    """The damage of a published swap, from its files, on token ids of the old vocabulary or on none."""
     done = result.chain
     suit(done.spec)
     return damage(
@@ -33,9 +31,7 @@ def assess(result: SwapResult, text: Sequence[int] | None, progress: Callable[[s
 
 
 def held_out(result: SwapResult, calibrate: str | Path | None, tokens: int | None) -> tuple[int, ...] | None:
-    """The text that a swap is measured on: the last part of the one it was or could be fitted on; None where there is
-    none.
-    """
+    """The text that a swap is measured on: the end of the one it was or could be fitted on, where there is one."""
     recipe, source = result.recipe, result.source
     file = calibrate or (None if recipe is None else recipe.text())
     if file is None and not (source.origin.reference or "").startswith("sample:"):
@@ -50,21 +46,13 @@ def layers_of(done: Chain) -> list[tuple[int, int]]:
     """
     pairs = [(layer, layer) for layer in range(len(done.models[0].spec.blocks))]
     for swapped in done.swapped:
-        step = {after: before for before, after in _pairs(swapped)}
+        origins: dict[int, set[int]] = {layer: set() for layer in range(len(swapped.spec.blocks))}
+        for parameter in swapped.spec.parameters():
+            made = swapped.tensors.get(parameter.name, Moved(parameter.name))
+            if parameter.layer is not None and isinstance(made, Moved):
+                names = (name for name in made.names if name.startswith("blocks."))
+                origins[parameter.layer] |= {int(name.split(".")[1]) for name in names}
+        step = {layer: min(own, default=layer) for layer, own in origins.items() if len(own) <= 1}
         renamed = {before: after for after, before in reversed(step.items())}  # of copies the first
         pairs = [(first, renamed[before]) for first, before in pairs if before in renamed]
     return pairs
-
-
-def _pairs(swapped: Swapped) -> list[tuple[int, int]]:
-    found = []
-    for layer in range(len(swapped.spec.blocks)):
-        origins = set()
-        for parameter in swapped.spec.parameters():
-            if parameter.layer == layer:
-                made = swapped.tensors.get(parameter.name, Moved(parameter.name))
-                names = made.names if isinstance(made, Moved) else ()
-                origins |= {int(name.split(".")[1]) for name in names if name.startswith("blocks.")}
-        if len(origins) <= 1:
-            found.append((origins.pop() if origins else layer, layer))
-    return found

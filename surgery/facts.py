@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from ..components import ModelSpec
 from ..errors import GptkitError
 
 if TYPE_CHECKING:
@@ -51,9 +50,7 @@ class Weights(Protocol):
         ...
 
     def run(self, question: Callable[[Model], T]) -> T:
-        """What a text that runs through the model tells. Raises TextWanted where there are no weights to run it
-        through.
-        """
+        """What a text that runs through the model tells. Raises TextWanted without weights to run it through."""
         ...
 
 
@@ -90,11 +87,6 @@ class Assumed(Weights):
 
     def run(self, question: Callable[[Model], T]) -> T:  # noqa: ARG002
         raise TextWanted("a text is to run through the model, of which there are only shapes")
-
-
-def values_of(spec: ModelSpec) -> dict[str, Value]:
-    """What is known of a tree whose weights nobody has looked at: each tensor is itself."""
-    return {parameter.name: parameter.name for parameter in spec.parameters()}
 
 
 def values_after(swapped: Swapped, known: Mapping[str, Value]) -> dict[str, Value]:

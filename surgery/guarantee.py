@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..analysis.parameters import count
@@ -12,7 +13,7 @@ from ..converter.dtypes import HF_NAMES
 from ..errors import GptkitError, InvalidInput, SwapRefused
 from ..parity.verify import require_finite_weights, verify
 from .base import Exactly, Stored
-from .chain import Chain, plainly
+from .chain import Chain, chain
 from .fits.calibration import Text
 from .measure import Measurement, measure
 
@@ -106,8 +107,13 @@ def plain_form(source: Checkpoint, done: Chain, text: Text | None) -> Measuremen
     """
     if text is None or not done.calibration:
         return None
+    steps = [
+        replace(step, approximate=True) if "calibration" in swapped.summary else step
+        for step, swapped in zip(done.steps, done.swapped, strict=True)
+        if step.option != "as"
+    ]
     try:
-        naive = plainly(source, done, text)
+        naive = chain(source, steps, stored=done.stored, text=lambda: text)
     except SwapRefused:
         return None
     return measure(naive.against, naive.models[-1], promise=naive.promise, text=text.held_out, dtypes=("float32",))

@@ -34,7 +34,8 @@ class Choice:
 
 def key_heads(attention: Grouped) -> int:
     """Key-value heads; a latent is made into one for every query head."""
-    return getattr(attention, "kv_heads", attention.heads)
+    found: int = getattr(attention, "kv_heads", attention.heads)
+    return found
 
 
 def parts(path: str, attention: Grouped) -> tuple[Part, ...]:

@@ -38,9 +38,7 @@ def guarantee_of(changed: int, layers: int) -> Guarantee:
 
 
 def tensors_of(path: str, record: Component, *parts: str) -> list[str]:
-    """The tensors of a component's parts ("q_proj"): the weight, and the bias where there is one; of all its parts,
-    where none is named.
-    """
+    """The tensors of a component's parts ("q_proj"), weight and bias; of all its parts, where none is named."""
     own = list(record.shapes())
     return [f"{path}.{name}" for part in parts or [""] for name in own if not part or name.startswith(f"{part}.")]
 

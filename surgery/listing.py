@@ -93,9 +93,7 @@ def values_of(swap: Swap, spec: ModelSpec) -> Iterator[str]:
 
 
 def listing(source: Checkpoint) -> Listing:
-    """Try every swap on an opened checkpoint. Raises InvalidInput where a swap met weights that are not finite, of
-    which nothing can be said.
-    """
+    """Try every swap on an opened checkpoint. Raises InvalidInput where weights are not finite."""
     from .base import Stored
     from .fits.calibration import Calibration, read_text
 

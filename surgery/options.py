@@ -5,9 +5,11 @@ The file of a swap declares its option, in its `OPTIONS`; `registry.all_options`
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ..components import ModelSpec
 
@@ -63,6 +65,19 @@ class Option:
 def spelled(name: str) -> str:
     """merge_lora -> --merge-lora."""
     return f"--{name.replace('_', '-')}"
+
+
+def declared(path: Path) -> list[Option]:
+    """The options that a file of swaps declares, of which numpy and all that swaps need is not imported: its `OPTIONS`,
+    made of constants and of this module's names, without their `parts`, which are functions.
+    """
+    found = re.search(r"^OPTIONS = (\(.*?\))$(?=\n\S|\n*\Z)", path.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    if found is None:
+        return []
+    tree = ast.parse(found[1], str(path), "eval")
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        call.keywords = [keyword for keyword in call.keywords if keyword.arg != "parts"]
+    return list(eval(compile(tree, str(path), "eval"), globals()))  # noqa: S307 - our own file, which is imported next
 
 
 def squashed(word: str) -> str:

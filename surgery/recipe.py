@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -31,11 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from ..components import ModelSpec
-from ..converter.files import sha256_file
 from ..converter.manifest import MANIFEST, read_manifest
 from ..converter.names import CONFIG, LOCAL_CONFIG
 from ..errors import GptkitError, InvalidInput, SwapRefused, UsageError
-from .registry import Step, all_options, option_of
+from .registry import Step, all_options, option_of, parts
 
 FOLDER = Path(__file__).parent / "recipes"
 """The recipes that come along."""
@@ -84,9 +83,7 @@ class Recipe:
         return {**first, **given, "sources": dict(self.sources)}
 
     def text(self) -> Path | None:
-        """The file that steps were fitted on, None for the bundled play or none. Raises UsageError where it is not
-        there.
-        """
+        """The file that steps were fitted on, None for the bundled play or none; UsageError where it is not there."""
         name = self.calibration.get("text")
         if not isinstance(name, str) or name == PLAY:
             return None
@@ -125,9 +122,7 @@ def shipped() -> dict[str, Path]:
 
 
 def find_recipe(reference: str | Path) -> Path:
-    """The file behind a name of ours, a path, or a folder that gptkit wrote. Raises UsageError where there is no such
-    recipe.
-    """
+    """The file behind a name of ours, a path, or a folder that gptkit wrote; UsageError where there is none."""
     path = Path(reference).expanduser()
     if path.is_dir() or path.name == LOCAL_CONFIG:
         folder = path if path.is_dir() else path.parent
@@ -234,8 +229,8 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
     for part, setting in given["settings"].items():
         allowed = option.settings
         if part not in allowed:
-            hint = f"known: {', '.join(allowed)}" if allowed else None
-            raise InvalidInput(f"{where}: {key} has no setting {part!r}", hint)
+            known_settings = f"known: {', '.join(allowed)}" if allowed else None
+            raise InvalidInput(f"{where}: {key} has no setting {part!r}", known_settings)
         if type(setting) is not allowed[part]:
             raise InvalidInput(f"{where}: the setting {part} is to be {WORDS[allowed[part]]}, not {setting!r:.40}")
     # VALUE as the registry wants it: text; whole numbers may stand without quotes, a flag is true.
@@ -251,11 +246,6 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
 # --- numbers that depend on the model ---------------------------------------------------------------------------------
 
 
-def wholes() -> dict[tuple[str, str], tuple[str, Callable[[ModelSpec], set[int | None]]]]:
-    """What a part is a part of, by option and what stands before the number."""
-    return {(option.name, before): part for option in all_options() for before, part in option.parts.items()}
-
-
 PART = re.compile(r"([a-z]*[:+]?)(?:(\d{1,6}(?:\.\d{1,6})?)%|(\d{1,6})/([1-9]\d{0,5}))", re.ASCII)
 
 
@@ -264,7 +254,7 @@ def plain(step: Step, spec: ModelSpec) -> Step:
     where the part is no whole number, or layers differ, or the model has no such thing.
     """
     match = PART.fullmatch(step.value)
-    whole = None if match is None else wholes().get((step.option, match[1]))
+    whole = None if match is None else parts().get((step.option, match[1]))
     if match is None or whole is None:
         return step
     what, found = whole[0], whole[1](spec)
@@ -311,8 +301,3 @@ def described(path: Path) -> list[Path]:
     """The files that say what a checkpoint's tree is."""
     folder = path if path.is_dir() else path.parent
     return [folder / name for name in (LOCAL_CONFIG, CONFIG) if (folder / name).is_file()][:1]
-
-
-def hashes(files: Sequence[Path]) -> dict[str, str]:
-    """The sha256 of files by name."""
-    return {path.name: sha256_file(path) for path in files}

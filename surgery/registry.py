@@ -24,7 +24,7 @@ from ..components import Block, ModelSpec
 from ..errors import MissingComponent, SwapRefused, UsageError
 from . import swaps
 from .facts import Assumed, Weights
-from .options import GROUPS, Option, spelled, squashed
+from .options import GROUPS, Option, declared, spelled, squashed
 
 if TYPE_CHECKING:
     from ..architectures.obstacles import Obstacle
@@ -111,9 +111,7 @@ class Asked:
         return int(text)
 
     def text(self, what: str) -> Calibration:
-        """The text that something is fitted or measured on. Raises UsageError where there is none; `what` says what it
-        is for.
-        """
+        """The text that something is fitted on; raises UsageError where there is none, for `what`."""
         if self.calibration is None:
             raise UsageError(f"{what} on a text, and none was given", "--calibrate FILE")
         return self.calibration()
@@ -125,9 +123,7 @@ class Asked:
     def those(
         self, spec: ModelSpec, wanted: Callable[[Block], bool], none: str = "", hint: str | None = None
     ) -> list[int]:
-        """The layers it is for whose blocks are such, each once, in order; `none` and `hint` refuse where there are
-        none.
-        """
+        """The layers it is for whose blocks are such, once, in order; refused by `none` where there are none."""
         found = [layer for layer in sorted(set(self.chosen(spec))) if wanted(spec.blocks[layer])]
         if none and not found:
             raise SwapRefused(none, hint)
@@ -247,13 +243,22 @@ def all_options() -> tuple[Option, ...]:
 
 @cache
 def _all_options(plugins: tuple[str, ...]) -> tuple[Option, ...]:
-    declared = [option for module in _modules(plugins) for option in getattr(module, "OPTIONS", ())]
-    names = {option.name for option in declared}
-    for swap in (swap for module in _modules(plugins) for swap in module.SWAPS):
-        if swap.option not in names:
-            raise AssertionError(f"no file of swaps declares the option {swap.option!r} of {swap.title}")
-    groups = list(dict.fromkeys((*GROUPS, *(option.group for option in declared))))
-    return tuple(sorted(declared, key=lambda option: (groups.index(option.group), option.place)))
+    """Our own are read without an import, so that a help waits for nothing."""
+    files = (file for folder in swaps.__path__ for file in sorted(Path(folder).glob("*.py")))
+    found = [option for file in files for option in declared(file)]
+    for module in map(import_module, plugins):
+        found += getattr(module, "OPTIONS", ())
+        names = {option.name for option in found}
+        bare = (swap for swap in module.SWAPS if swap.option not in names)
+        found += [Option(swap.option, "Other swaps", 0, f"{swap.title}.", swap.form) for swap in bare]
+    groups = list(dict.fromkeys((*GROUPS, *(option.group for option in found))))
+    return tuple(sorted(found, key=lambda option: (groups.index(option.group), option.place)))
+
+
+def parts() -> dict[tuple[str, str], tuple[str, Callable[[ModelSpec], set[int | None]]]]:
+    """What a part ("auto:75%") is a part of, by option and what stands before the number."""
+    every = (option for module in _modules(tuple(PLUGINS)) for option in getattr(module, "OPTIONS", ()))
+    return {(option.name, before): part for option in every for before, part in option.parts.items()}
 
 
 def options() -> dict[str, tuple[Swap, ...]]:
@@ -287,9 +292,7 @@ def nearest(option: str, value: str, forms: Iterable[str] = ()) -> str | None:
 
 
 def swap_for(option: str, value: str) -> Swap:
-    """The swap that OPTION = VALUE asks for: the first whose form fits. Raises UsageError where there is no such
-    option, or it takes no such value.
-    """
+    """The swap that OPTION = VALUE asks for: the first whose form fits. Raises UsageError where there is none."""
     known, own = options(), option_of(option)
     if own is None:
         raise UsageError(f"unknown swap {option!r}", f"known: {', '.join(known)}")
@@ -309,9 +312,7 @@ def swap_for(option: str, value: str) -> Swap:
 
 
 def steps_named(option: str, value: str, blocks: str | None = None, approximate: bool = False) -> list[Step]:
-    """What one OPTION = VALUE asks for: a step, or two where a word such as SwiGLU means two. Raises UsageError where
-    the option or the value is unknown.
-    """
+    """What one OPTION = VALUE asks for: a step, or two (SwiGLU). Raises UsageError where either is unknown."""
     own = option_of(option)
     several = None if own is None else own.two.get(understood(option, value))
     written = f"{spelled(option)} {value}" if several else ""
@@ -328,9 +329,7 @@ def in_order(steps: Iterable[Step]) -> list[Step]:
 
 
 def steps_of(asked: Mapping[str, str | None], blocks: str | None = None, approximate: bool = False) -> list[Step]:
-    """The steps for several options given at once, in the order of execution. Raises UsageError where an option or a
-    value is unknown, or two of them ask for one thing.
-    """
+    """The steps for several options, in the order of execution. UsageError: unknown, or two ask for one thing."""
     given = [(option, value) for option, value in asked.items() if value is not None]
     found = [step for option, value in given for step in steps_named(option, value, blocks, approximate)]
     twice = [step for step in found if [each.option for each in found].count(step.option) > 1]
@@ -340,9 +339,7 @@ def steps_of(asked: Mapping[str, str | None], blocks: str | None = None, approxi
 
 
 def layers_in(text: str, layers: int) -> tuple[int, ...]:
-    """The layers that "0-11,14,20-" names, in the order named, of a model of so many. Raises UsageError where it is no
-    such list, or names a layer beyond the last.
-    """
+    """The layers that "0-11,14,20-" names, in the order named; UsageError for no such list, or a layer too many."""
     found: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,9})\s*(-\s*(\d{1,9})?)?\s*", part)

@@ -53,9 +53,7 @@ def remedies(obstacle: Obstacle) -> Iterator[Remedy]:
 
 @dataclass(frozen=True)
 class State:
-    """A tree after some steps: which of its biases are zero, what each step gives, and the models before and after
-    them, where weights are looked at.
-    """
+    """A tree after some steps: its biases that are zero, what each step gives, and the models, where looked at."""
 
     spec: ModelSpec
     zero: Zero

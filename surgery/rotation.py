@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 
 from ..components import Attention, LinearScaling, LongRopeScaling, ModelSpec, ProportionalScaling, RopeScaling, Rotary
 from ..errors import SwapRefused
-from .base import Model, Wide
+from .base import Array, Model, Wide
 from .layerwise import tensors_of, weighed, with_mixers
 from .registry import Asked
 
-Array = NDArray[Any]
 Elements = NDArray[np.int64]
 Pairs = Literal["halves", "adjacent"]
 

@@ -20,7 +20,7 @@ from ..converter.resolve import read_spec
 from ..converter.tree import Origin
 from ..errors import InvalidInput, SwapRefused, UsageError
 from .base import Guarantee, Swapped, weakest
-from .facts import Assumed, TextWanted, Value, values_after, values_of
+from .facts import Assumed, TextWanted, Value, values_after
 from .options import guarantee_in_words, spelled
 from .recipe import called, plain, read_recipe, told_as
 from .registry import Step, in_order, options, reshape, steps_named, swap_for
@@ -56,9 +56,7 @@ def steps_from(swaps: Sequence[str] = (), recipe: str | Path | None = None) -> l
 
 
 class _NoText:
-    """In place of a text that swaps are fitted on, and of what it gives: there is one, and nothing is asked of it
-    before it is needed.
-    """
+    """In place of a text, and of what it gives: nothing is asked of it before it is needed."""
 
     wanted = False
 
@@ -107,13 +105,8 @@ class Reshaped:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values, without the trees."""
-        return {
-            "steps": [step.as_json() for step in self.steps],
-            "guarantee": self.guarantee,
-            "usual": self.usual,
-            "settled": self.settled,
-            "notes": list(self.notes),
-        }
+        own = {name: getattr(self, name) for name in ("guarantee", "usual", "settled")}
+        return {"steps": [step.as_json() for step in self.steps], **own, "notes": list(self.notes)}
 
 
 @dataclass
@@ -200,7 +193,8 @@ def swapped(
         raise UsageError("nothing to swap", "say what: attention=gqa:4, norm=rmsnorm, …")
     origin = replace(_origin_of(files), family=family, reference=reference)
     given = {"origin": origin, "files": files, "texts": dict(texts or {}), "offline": offline}
-    chain = _Chain(spec, values_of(spec), given)
+    # Of weights that nobody has looked at each tensor is itself.
+    chain = _Chain(spec, {parameter.name: parameter.name for parameter in spec.parameters()}, given)
     for number, step in enumerate(steps):
         with told_as(called(steps, number)):
             chain.carry_out(step)

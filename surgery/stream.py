@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -75,8 +76,8 @@ def writers(block: Block, path: str) -> tuple[Linear, ...]:
 def experts(block: Block, path: str) -> list[tuple[str, FeedForward | GatedFeedForward]]:
     """The feed-forwards of a block, one or as many as there are experts: (path, record)."""
     mixer = block.feed_forward
-    inside = [(f"{path}.feed_forward.{name}", expert) for name, expert in mixer.children()]
-    return inside or [(f"{path}.feed_forward", mixer)]  # type: ignore[list-item, return-value]
+    inside: list[Any] = [(f"{path}.feed_forward.{name}", expert) for name, expert in mixer.children()]
+    return inside or [(f"{path}.feed_forward", mixer)]
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,20 @@ def tables(spec: ModelSpec) -> tuple[str, ...]:
 def head_weight(spec: ModelSpec) -> str:
     """The tensor [vocabulary, hidden] that reads the last norm."""
     return "embedding.weight" if spec.head.tied else "head.weight"
+
+
+def written(spec: ModelSpec) -> list[tuple[str, int]]:
+    """What writes into the stream: (tensor, the axis that is the stream's)."""
+    found = [(name, 1) for name in tables(spec)]
+    for layer, block in enumerate(spec.blocks):
+        found += [(name, 0) for each in writers(block, f"blocks.{layer}") for name in each.names]
+    return found
+
+
+def read_weights(spec: ModelSpec) -> list[str]:
+    """What reads it, [out, hidden]; not a tied head, whose matrix is a table."""
+    found = [each.weight for layer, block in enumerate(spec.blocks) for each in readers(block, f"blocks.{layer}")]
+    return found + ([] if spec.head.tied else ["head.weight"])
 
 
 def norms(block: Block, path: str) -> Iterator[tuple[str, Norm]]:

@@ -16,6 +16,7 @@ from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.convert import companions, plan_output
 from ..converter.dtypes import HF_NAMES, parse_dtype, widest
+from ..converter.files import sha256_file
 from ..converter.names import CONFIG
 from ..converter.publish import Staging
 from ..converter.targets import FOLDERS, target
@@ -30,7 +31,7 @@ from .chain import Chain, chain, leaving
 from .fits.calibration import TOKENS, read_text
 from .guarantee import SMALL, each_alone, hold_to_transformers, measured_from_files, plain_form
 from .measure import Measurement
-from .recipe import Recipe, described, hashes, read_recipe
+from .recipe import Recipe, described, read_recipe
 from .registry import Step, steps_of
 
 
@@ -167,7 +168,8 @@ def swap(
     found, naive = None, None
     each: tuple[Measurement, ...] = ()
     if not dry_run:
-        carried = replace(carried, sources=hashes([*source.files, *described(source.path)]))
+        sources = {path.name: sha256_file(path) for path in (*source.files, *described(source.path))}
+        carried = replace(carried, sources=sources)
         with Staging(Path(out), force) as staging:
             files = execute(plan, _tensors(done.models[-1]), staging, progress)
             if measured:

@@ -99,18 +99,13 @@ def read_text(checkpoint: Checkpoint, file: str | Path | None, tokens: int = TOK
     return Text(tuple(ids[:tokens]), tuple(ids[-held:]), name, digest)
 
 
-def window_of(spec: ModelSpec) -> int:
-    """Tokens a row: no more than the tree's table of positions or its context holds."""
-    lengths = [WINDOW, *([spec.positions.length] if spec.positions is not None else [])]
-    return min([*lengths, *([spec.context_length] if spec.context_length is not None else [])])
-
-
 class Calibration:
     """What a swap may draw on: token ids (rows, tokens) and the activations that they give in a tree."""
 
     def __init__(self, text: Text, spec: ModelSpec) -> None:
         self.text = text
-        width = min(window_of(spec), len(text.fitted))
+        table = None if spec.positions is None else spec.positions.length
+        width = min(each for each in (WINDOW, table, spec.context_length, len(text.fitted)) if each is not None)
         rows = len(text.fitted) // width
         self.ids = torch.tensor(text.fitted[: rows * width]).reshape(rows, width)
 
@@ -120,7 +115,8 @@ class Calibration:
         The weights of one layer are in memory. Who gets a layer alters nothing of the walk: the next one gets the
         output of this one as it is.
         """
-        x, context = embed(model, self.ids), context_of(self.ids)
+        x, (rows, steps) = embed(model, self.ids), self.ids.shape
+        context = Context(rows, steps, 0, False, torch.arange(steps)[None], None, x.dtype)
         for index in range(len(model.spec.blocks) if layers is None else max(layers) + 1):
             layer = Layer(index, block_of(model, index), context, x)
             if layers is None or index in layers:
@@ -168,12 +164,6 @@ def run_block(block: BlockModule, x: Tensor, context: Context, watched: Sequence
         for each in hooks:
             each.remove()
     return output, seen
-
-
-def context_of(ids: Tensor, dtype: torch.dtype = torch.float32) -> Context:
-    """The context of one pass over token ids (rows, tokens), without padding and without a cache."""
-    rows, steps = ids.shape
-    return Context(rows, steps, 0, False, torch.arange(steps)[None], None, dtype)
 
 
 def embed(model: Model, ids: Tensor) -> Tensor:

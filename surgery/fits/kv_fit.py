@@ -114,7 +114,9 @@ def _fit(block: BlockModule, record: Block, teacher: Tensor, student: Tensor, co
         readers = query_order((group,), spec.heads // len(heads.keys))
         theirs = scores[:, readers], pattern[:, readers]
         q, k = shared_key(spec, heads, group, readers, covariance, inputs, *theirs, context)
-        seen = mix_inputs(_pattern_of(attention, q, k, inputs, readers, context), inputs)  # (B, n, T, e)
+        asking = inputs[:, None] @ q.to(inputs).transpose(-1, -2)  # (B, n, T, d)
+        asked = (inputs @ k.to(inputs).T)[:, None].expand_as(asking)
+        seen = mix_inputs(_weights(attention, asking, asked, readers, context)[1], inputs)  # (B, n, T, e)
         own = heads.values[list(group)], heads.outputs[readers]
         value, outputs = fit_values(*own, Moment.of(seen).covariance)
         fitted.append((q, k, value, outputs))
@@ -147,7 +149,8 @@ def shared_key(
     queries, keys = heads.queries[list(readers)], heads.keys[list(group)]
     if spec.q_norm is not None or spec.k_norm is not None:
         return queries, pool_mean(keys)  # what a norm follows is not bilinear in the inputs
-    rotary, scale, angles = _rotary(spec), spec.scale, None
+    rotary, scale = _rotary(spec), spec.scale
+    angles: Tensor | None = None
     if rotary is not None:
         # The rotary tables have a factor of their own (YaRN, longrope).
         scale *= float(getattr(rotary.scaling, "attention_factor", 1.0)) ** 2
@@ -157,8 +160,8 @@ def shared_key(
     rows = as_halves(rotary, spec.head_dim)
     queries, key = fit_keys(queries[:, rows], keys[:, rows], covariance, 0 if rotary is None else rotary.dim)
     start = queries.to(inputs), key.to(inputs)
-    how = {"rounds": ROUNDS, "steps": STEPS, "strength": STRENGTH}
-    found = refit_scores(*start, inputs, pattern, scores, scale, angles, **how)
+    given = (*start, inputs, pattern, scores, scale, angles)
+    found = refit_scores(*given, rounds=ROUNDS, steps=STEPS, strength=STRENGTH)
     back = torch.argsort(rows)
     return found.queries[:, back], found.key[back]
 
@@ -172,9 +175,7 @@ def refit_output(
     student: Tensor,
     context: Context,
 ) -> Tensor:
-    """The output projection (hidden, H·d) that takes what is mixed now, (B, H, T, d), to the original's output and what
-    the streams before the layer differ by.
-    """
+    """The output projection (hidden, H·d) from what is mixed now, (B, H, T, d), to the original stream."""
     wanted: Tensor = attention(before, context)
     bias = 0 if attention.o_proj.bias is None else attention.o_proj.bias
     return _refit(start, mixed.transpose(1, 2).flatten(2), wanted - bias + (teacher - student), teacher + wanted)
@@ -191,9 +192,7 @@ def _refit(start: Tensor, inputs: Tensor, wanted: Tensor, stream: Tensor) -> Ten
 def refit_down(
     block: BlockModule, student: Tensor, teacher_output: Tensor, context: Context
 ) -> tuple[Tensor, Tensor | None]:
-    """The stream after a new block, and the down projection that took it nearer to the original's; None where there is
-    no one such projection (experts).
-    """
+    """The stream after a new block, and the down projection fitted to the original stream; none of experts."""
     if isinstance(block.feed_forward, MixtureOfExpertsModule):
         return run_block(block, student, context)[0], None
     output, seen = run_block(block, student, context, [DOWN])
@@ -221,20 +220,10 @@ def patterns(attention: AttentionModule, x: Tensor, context: Context) -> tuple[T
     return _weights(attention, q, k.repeat_interleave(spec.group, dim=1), None, context)
 
 
-def _pattern_of(
-    attention: AttentionModule, queries: Tensor, key: Tensor, inputs: Tensor, readers: Sequence[int], context: Context
-) -> Tensor:
-    """The weights that these query heads give with new queries (n, d, e) and a new key (d, e)."""
-    q = inputs[:, None] @ queries.to(inputs).transpose(-1, -2)  # (B, n, T, d)
-    return _weights(attention, q, (inputs @ key.to(inputs).T)[:, None].expand_as(q), readers, context)[1]
-
-
 def _weights(
     attention: AttentionModule, q: Tensor, k: Tensor, readers: Sequence[int] | None, context: Context
 ) -> tuple[Tensor, Tensor]:
-    """Scores and softmax of q and k, (B, n, T, d) each, norms and positions not yet applied; `readers` says which
-    heads.
-    """
+    """Scores and softmax of q and k, (B, n, T, d) each, before norms and positions, of the heads `readers`."""
     spec, position = attention.spec, attention.spec.position
     q = q if attention.q_norm is None else attention.q_norm(q)
     k = k if attention.k_norm is None else attention.k_norm(k)

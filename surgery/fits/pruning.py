@@ -126,9 +126,7 @@ def by_need(old: Wide, moments: Wide, size: int) -> Callable[[list[int]], Callab
 def heads(
     model: Model, calibration: Calibration, fitting: Mapping[int, tuple[int, Sequence[Index]]], new: int
 ) -> Iterator[dict[str, Wide]]:
-    """The tensors of one layer's attention after the other: the heads that are needed most, a head at a time, and
-    o_proj fitted to them.
-    """
+    """The tensors of one layer's attention after the other: the heads needed most, and o_proj fitted to them."""
     for layer in calibration.walk(model, fitting):
         rows = layer.run(["attention.o_proj"])[1]["attention.o_proj"][0]
         path, (keys, candidates) = f"blocks.{layer.index}.attention", fitting[layer.index]

@@ -141,9 +141,7 @@ class _Scores:
 
 
 def conjugate_gradients(matrix: Callable[[Tensor], Tensor], wanted: Tensor, steps: int) -> Tensor:
-    """An approximate solution of matrix(x) = wanted, `matrix` symmetric and positive semidefinite, from zero
-    (Hestenes & Stiefel 1952).
-    """
+    """x with matrix(x) ≈ wanted, of a positive semidefinite `matrix`, from zero (Hestenes & Stiefel 1952)."""
     x, r = torch.zeros_like(wanted), wanted.clone()
     p, size = r.clone(), float(r.square().sum())
     floor = size * torch.finfo(wanted.dtype).eps ** 2

@@ -128,13 +128,12 @@ def pair(old: Activation, kind: str) -> tuple[tuple[float, float], tuple[float, 
 
 def to_other(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
     """Another activation, with the slope that goes with it; by name alone with `approximate`."""
-    found = different(spec, asked, new)
-    tensors: dict[str, Tensor] = {}
-    for layer, old in found.items():
+
+    def made(_: int, path: str, old: Dense) -> dict[str, Tensor]:
         s = slope(old.activation, new)
-        for path in paths(spec, layer) if s != 1 and not asked.approximate else ():
-            tensors |= one_unit(path, old, lambda _, s=s: s)  # type: ignore[misc]
-    return swapped(spec, found, new, tensors, asked.approximate)
+        return {} if s == 1 or asked.approximate else one_unit(path, old, lambda _: s)
+
+    return swapped(spec, different(spec, asked, new), new, made, asked.approximate)
 
 
 def to_fitted(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
@@ -146,11 +145,11 @@ def to_fitted(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
         reason = "experts are not fitted" if mixed else f"the slope from {one_of(found)} to {new} is known"
         raise SwapRefused(f"nothing to fit: {reason}", f"--activation {new} needs no text.")
     fits = Scratch.by("feed_forward.slopes", asked.calibration(), found, new)
-    tensors: dict[str, Tensor] = {}
-    for layer, old in found.items():
-        for path in paths(spec, layer):
-            tensors |= one_unit(path, old, lambda model, layer=layer: float(fits.of(model, str(layer))[0]))  # type: ignore[misc]
-    return swapped(spec, found, new, tensors)
+
+    def made(layer: int, path: str, old: Dense) -> dict[str, Tensor]:
+        return one_unit(path, old, lambda model: float(fits.of(model, str(layer))[0]))
+
+    return swapped(spec, found, new, made)
 
 
 def to_two_units(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
@@ -164,11 +163,8 @@ def to_two_units(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
         raise SwapRefused(
             f"two {new} units stand for one of {' or '.join(FROM[kind])}: {reason}", f"--activation {new}"
         )
-    tensors: dict[str, Tensor] = {}
-    for layer, old in found.items():
-        for path in paths(spec, layer):
-            tensors |= two_units(path, old, *pair(old.activation, kind))
-    return swapped(spec, found, new, tensors, width=2)
+    make = lambda _, path, old: two_units(path, old, *pair(old.activation, kind))  # noqa: E731
+    return swapped(spec, found, new, make, width=2)
 
 
 def different(spec: ModelSpec, asked: Asked, new: Activation) -> dict[int, Dense]:
@@ -195,13 +191,17 @@ def swapped(
     spec: ModelSpec,
     found: Mapping[int, Dense],
     new: Activation,
-    tensors: Mapping[str, Tensor],
+    make: Callable[[int, str, Dense], dict[str, Tensor]],
     named: bool = False,
     width: int = 1,
 ) -> Swapped:
-    """The tree with the new activation, `width` times as wide; `named`: nothing but the name was changed."""
-    blocks, kinds = {}, list[Guarantee]()
+    """The tree with the new activation, `width` times as wide; `make` gives the tensors of a feed-forward, by its
+    layer, path and record. `named`: nothing but the name was changed.
+    """
+    blocks, kinds, tensors = {}, list[Guarantee](), dict[str, Tensor]()
     for layer, dense in found.items():
+        for path in paths(spec, layer):
+            tensors |= make(layer, path, dense)
         wider = replace(dense, activation=new, intermediate_size=dense.intermediate_size * width)
         blocks[layer] = with_dense(spec.blocks[layer], wider)
         kind = how(dense.activation, new)

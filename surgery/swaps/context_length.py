@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from ...analysis.costs import usual_context
 from ...components import ModelSpec, Rotary
 from ...errors import SwapRefused
-from ..base import Moved, Promise, Swapped
+from ..base import Array, Moved, Promise, Swapped
 from ..options import POSITIONS, Option
 from ..registry import Asked, Clears, Step, Swap
-
-Array = NDArray[Any]
 
 
 def longer_table(table: Array, length: int) -> Array:

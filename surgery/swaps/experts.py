@@ -32,6 +32,8 @@ from .mlp import Dense, dense_of
 
 MOST = 1024
 """Experts that a mixture may have; see `components.MixtureOfExperts`."""
+NORMALISED = True
+"""The weights of the experts that are taken are made to sum to 1."""
 
 
 def is_mixture(block: Block) -> bool:
@@ -76,7 +78,7 @@ def to_copies(spec: ModelSpec, asked: Asked) -> Swapped:
         first = f"{path}.gate_proj.weight" if isinstance(dense, GatedFeedForward) else f"{path}.up_proj.weight"
         router = partial(drawn, rows=count, columns=spec.hidden_size, seed=(seed, layer))
         tensors |= {f"{path}.router.weight": Moved(first, router)} | copies(path, dense, count)
-    return with_experts(spec, found, tensors, count, top, normalised(), {"seed": seed})
+    return with_experts(spec, found, tensors, count, top, NORMALISED, {"seed": seed})
 
 
 def to_parts(spec: ModelSpec, asked: Asked) -> Swapped:
@@ -117,11 +119,6 @@ def with_experts(
     new = with_mixers(spec, {layer: mixture(expert=each) for layer, each in experts.items()})
     told = {"from": "dense", "to": "experts", "experts": count, "top_k": top, "layers": list(experts)}
     return Swapped(new, "exact", tensors, told | summary, notes)
-
-
-def normalised() -> bool:
-    """Whether the weights of the experts that are taken are made to sum to 1."""
-    return True
 
 
 def copies(path: str, dense: Dense, count: int) -> dict[str, Tensor]:
@@ -216,7 +213,7 @@ def side_by_side(path: str, mixture: MixtureOfExperts) -> dict[str, Tensor]:
         if name == "down_proj.weight":
             how = joined(names, mixture.experts)
         elif name == "down_proj.bias" and len(names) > 1:
-            how = Computed(lambda model, names=names: np.mean([model.wide(each) for each in names], axis=0))
+            how = Computed(lambda model, names=names: np.mean([model.wide(each) for each in names], axis=0))  # type: ignore[misc]
         tensors[f"{path}.{name}"] = how
     return tensors
 
@@ -248,10 +245,11 @@ def parts_worth_trying(spec: ModelSpec) -> tuple[str, ...]:
     return ("moe:2x2:split",) if widths and not any(width % 2 for width in widths) else ()
 
 
+entry = partial(Swap, option="mlp", by_layer=True)
+
 ORDER = 130
 SWAPS = (
-    Swap(
-        option="mlp",
+    entry(
         form="moe:ExK:split",
         takes="dense feed-forward",
         gives="E experts that are its parts",
@@ -259,11 +257,9 @@ SWAPS = (
         source="derived for gptkit; fine-grained experts: DeepSeekMoE 2401.06066",
         reshape=to_parts,
         examples=parts_worth_trying,
-        by_layer=True,
         inverse=back,
     ),
-    Swap(
-        option="mlp",
+    entry(
         form="moe:ExK",
         takes="dense feed-forward",
         gives="E experts that are copies, K per token",
@@ -272,11 +268,9 @@ SWAPS = (
         reshape=to_copies,
         examples=lambda spec: () if all(map(is_mixture, spec.blocks)) else ("moe:4x2",),
         clears=(Clears("*", "mlp=moe:{theirs.experts}x{theirs.top_k}", theirs=MixtureOfExperts),),
-        by_layer=True,
         inverse=back,
     ),
-    Swap(
-        option="mlp",
+    entry(
         form="dense",
         takes="mixture of experts",
         gives="dense feed-forward",
@@ -284,7 +278,6 @@ SWAPS = (
         source="Sparse Upcycling 2212.05055, backwards",
         reshape=to_dense,
         clears=tuple(Clears("*", ours=MixtureOfExperts, theirs=dense) for dense in (GatedFeedForward, FeedForward)),
-        by_layer=True,
         calibrated=True,
     ),
 )

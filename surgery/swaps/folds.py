@@ -136,7 +136,7 @@ def fold_norm(spec: ModelSpec, asked: Asked) -> Swapped:
 
 def without_bias(norm: Norm) -> Norm:
     """The norm without its bias."""
-    return replace(norm, bias=False) if has_bias(norm) else norm  # type: ignore[type-var]
+    return replace(norm, bias=False) if has_bias(norm) else norm
 
 
 def clear(norm: Norm, path: str, tensors: dict[str, Tensor]) -> None:

@@ -30,7 +30,7 @@ from ..fits.scratch import Scratch
 from ..gather import Index, gather, padded, scaled, taken
 from ..options import NORMS, Option
 from ..registry import Asked, Swap
-from ..stream import every_norm, norms, readers, require_weights, stream_norms, tables, writers
+from ..stream import every_norm, norms, read_weights, require_weights, stream_norms, written
 
 if TYPE_CHECKING:
     from ..fits.calibration import Calibration
@@ -50,20 +50,6 @@ def resize_hidden(spec: ModelSpec, asked: Asked) -> Swapped:
     if new % heads and not spec.final_norm.centred:
         notes += (f"transformers' llama takes no width that its {heads} heads do not divide, even beside a head_dim",)
     return Swapped(done.spec, done.guarantee, done.tensors, {"hidden_size": [old, new], **done.summary}, notes)
-
-
-def written(spec: ModelSpec) -> list[tuple[str, int]]:
-    """What writes into the stream: (tensor, the axis that is the stream's)."""
-    found = [(name, 1) for name in tables(spec)]
-    for layer, block in enumerate(spec.blocks):
-        found += [(name, 0) for each in writers(block, f"blocks.{layer}") for name in each.names]
-    return found
-
-
-def read_weights(spec: ModelSpec) -> list[str]:
-    """What reads it, [out, hidden]; not a tied head, whose matrix is a table."""
-    found = [each.weight for layer, block in enumerate(spec.blocks) for each in readers(block, f"blocks.{layer}")]
-    return found + ([] if spec.head.tied else ["head.weight"])
 
 
 def vectors(spec: ModelSpec) -> list[tuple[str, str]]:

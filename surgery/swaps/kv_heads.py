@@ -13,18 +13,15 @@ from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from ...analysis.costs import cached
 from ...components import Attention, LatentAttention, ModelSpec
 from ...errors import SwapRefused
-from ..base import Computed, Model, Moved, Swapped, Tensor, Wide
+from ..base import Array, Computed, Model, Moved, Swapped, Tensor, Wide
 from ..fits.scratch import Scratch
 from ..layerwise import attentions, tensors_of, with_mixers
 from ..options import ATTENTION, Option
 from ..registry import Asked, Clears, Step, Swap
-
-Array = NDArray[Any]
 
 
 def repeated_heads(tensor: Array, times: int, head_dim: int) -> Array:
@@ -79,9 +76,7 @@ def equal_in_groups(model: Model, path: str, attention: Attention, wanted: int) 
 
 
 def with_heads(attention: Attention, wanted: int) -> Attention:
-    """The attention with so many key-value heads. One alone, or one a query head, broadcast in a product; others are
-    repeated.
-    """
+    """The attention with so many key-value heads: one, or one a query head, broadcast; others are repeated."""
     several = attention.kv_expansion == "broadcast" and wanted not in (1, attention.heads)
     return replace(attention, kv_heads=wanted, kv_expansion="repeat" if several else attention.kv_expansion)
 

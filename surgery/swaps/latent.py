@@ -13,20 +13,16 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...components import Attention, LatentAttention, ModelSpec, Rotary, recast
 from ...errors import SwapRefused
-from ..base import Filled, Moved, Swapped, Tensor
+from ..base import Array, Filled, Moved, Swapped, Tensor
 from ..fits.scratch import Scratch
 from ..layerwise import attentions, with_mixers
 from ..registry import Asked, Swap
 from .kv_heads import fitted_names
-
-Array = NDArray[Any]
 
 
 def latent_of(attention: Attention, rank: int, rope_heads: int) -> LatentAttention:
@@ -95,9 +91,7 @@ def key_rows(tensor: Array, attention: Attention, rotary: bool) -> Array:
 
 
 def picking(attention: Attention, width: int, start: int, rank: int) -> Array:
-    """The map [heads · width, rank] by which query heads take their group's `width` elements out of the latent, where
-    they stand from `start` on.
-    """
+    """The map [heads · width, rank] by which query heads take their group's part out of the latent at `start`."""
     found = np.zeros((attention.heads, width, rank))
     for head in range(attention.heads):
         first = start + (head // attention.group) * width
@@ -168,8 +162,9 @@ def to_rank(spec: ModelSpec, asked: Asked) -> Swapped:
 def half(spec: ModelSpec) -> list[str]:
     """Half of what there is to hold."""
     attention = spec.blocks[0].attention
-    possible = isinstance(attention, Attention) and attention.q_norm is None
-    return [f"mla:{max(whole(attention) // 2, 1)}"] if possible else []
+    if not isinstance(attention, Attention) or attention.q_norm is not None:
+        return []
+    return [f"mla:{max(whole(attention) // 2, 1)}"]
 
 
 entry = partial(

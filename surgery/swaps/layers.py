@@ -158,7 +158,6 @@ def examples(spec: ModelSpec) -> list[str]:
 
 
 entry = partial(Swap, option="layers", takes="N layers")
-NUMBER = ("layers", lambda spec: {len(spec.blocks)})
 
 ORDER = 40
 OPTIONS = (
@@ -169,7 +168,7 @@ OPTIONS = (
         "Keep these layers, add so many, or keep the most useful.",
         "0-5,8- | +4 | auto:24",
         words="auto",
-        parts={"auto:": NUMBER, "+": NUMBER},
+        parts={before: ("layers", lambda spec: {len(spec.blocks)}) for before in ("auto:", "+")},
     ),
 )
 SWAPS = (

@@ -12,6 +12,8 @@ down·act(up(x)), starts better, at 4.4, and ends no better, at 1.2.)
 
 from __future__ import annotations
 
+from functools import partial
+
 from msgspec.structs import replace
 
 from ...components import Block, FeedForward, GatedFeedForward, MixtureOfExperts, ModelSpec, recast
@@ -88,9 +90,7 @@ def gated_tensors(path: str, old: Dense) -> dict[str, Tensor]:
 
 
 def ungate(before: ModelSpec, asked: Asked) -> Step | None:
-    """The way back from `to_gated`: a bias that only came with the gate goes again. What was gated before stays so,
-    and then the layers differ.
-    """
+    """The way back from `to_gated`, where no layer was gated: a bias that only came with the gate goes again."""
     blocks = [before.blocks[i] for i in asked.chosen(before)]
     biased = {dense_of(block).up_bias for block in blocks}
     if any(map(is_gated, blocks)) or len(biased) > 1:
@@ -155,6 +155,8 @@ def refitted(spec: ModelSpec, layers: list[int], asked: Asked) -> Scratch:
     return Scratch.by("feed_forward.downs", asked.calibration(), set(layers))
 
 
+entry = partial(Swap, option="mlp", by_layer=True)
+
 ORDER = 120
 OPTIONS = (
     Option(
@@ -173,20 +175,17 @@ OPTIONS = (
     ),
 )
 SWAPS = (
-    Swap(
-        option="mlp",
+    entry(
         form="gated",
         takes="plain feed-forward",
         gives="gated feed-forward",
         needs="half as many parameters again: the gate is the old projection, the new one is 0·x + 1",
         source="derived for gptkit; gated units: Shazeer 2002.05202",
         reshape=to_gated,
-        by_layer=True,
         inverse=ungate,
         clears=(Clears("*", theirs=GatedFeedForward),),
     ),
-    Swap(
-        option="mlp",
+    entry(
         form="plain",
         takes="gated feed-forward",
         gives="plain feed-forward",
@@ -194,7 +193,6 @@ SWAPS = (
         source="derived for gptkit",
         reshape=to_plain,
         clears=(Clears("*", theirs=FeedForward),),
-        by_layer=True,
         calibrated=True,
     ),
 )

@@ -34,7 +34,8 @@ from ..basis import CENTRED, Compute, chosen_norms, eps_for, exchanged, in_basis
 from ..layerwise import weighed, with_blocks
 from ..options import NORMS, Option
 from ..registry import Asked, Clears, Step, Swap
-from ..stream import every_norm, head_weight, known, norms, readers, stream_norms, tables, writers
+from ..stream import every_norm, head_weight, known, norms, readers, stream_norms, writers, written
+from .mlp import dense_of, with_dense
 
 
 def require_exact(way: str, reason: str | None) -> None:
@@ -151,9 +152,7 @@ def centred_tree(spec: ModelSpec, layers: tuple[int, ...] | None) -> tuple[Model
 
 
 def _block(block: Block, path: str, chosen: bool, computed: dict[str, Compute]) -> Block:
-    """The block with its writers centred and, where it is chosen, its norms exchanged; what changes in its tensors
-    goes into `computed`.
-    """
+    """The block with its writers centred and, where chosen, its norms exchanged; tensors go into `computed`."""
     gone = dict(norms(block, path)) if chosen else {}
     shifting = {name for name, norm in gone.items() if has_bias(norm)}
     for each in readers(block, path):
@@ -185,15 +184,12 @@ def inner_norm(block: Block, path: str) -> str:
 
 def with_read_biases(block: Block, path: str, shifting: set[str], out: bool = False) -> Block:
     """A block with biases that take up those of some norms: in what reads them, and with `out` in what follows them."""
-    attention, inner, parts = block.attention, block.feed_forward, dict[str, Any]()
-    first, own = f"{path}.attention_norm" in shifting, f"{path}.feed_forward_norm" in shifting
-    if first:
-        parts["attention"] = replace(attention, qkv_bias=True, output_bias=attention.output_bias or out)
+    attention, dense, own = block.attention, dense_of(block), f"{path}.feed_forward_norm" in shifting
+    if f"{path}.attention_norm" in shifting:
+        attention = replace(attention, qkv_bias=True, output_bias=attention.output_bias or out)
     if inner_norm(block, path) in shifting:
-        dense = inner.expert if isinstance(inner, MixtureOfExperts) else inner
         dense = replace(dense, up_bias=True, down_bias=dense.down_bias or (out and own))
-        parts["feed_forward"] = replace(inner, expert=dense) if isinstance(inner, MixtureOfExperts) else dense
-    return block.replaced(**parts)
+    return with_dense(block.replaced(attention=attention), dense)
 
 
 def replace_layernorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
@@ -313,15 +309,12 @@ def widened(spec: ModelSpec, size: int) -> dict[str, Any]:
 
 def stream_is_centred(model: Model) -> bool:
     """Whether nothing that writes into the stream has a mean."""
-    spec, written = model.spec, [(name, 1) for name in tables(model.spec)]
-    for layer, block in enumerate(spec.blocks):
-        written += [(name, 0) for each in writers(block, f"blocks.{layer}") for name in each.names]
 
     def has_none(name: str, axis: int) -> bool:
         values = model.wide(name)
         return bool(np.abs(values.mean(axis=axis)).max() <= CENTRED * np.abs(values).max())
 
-    return spec.embedding.norm is None and all(has_none(name, axis) for name, axis in written)
+    return model.spec.embedding.norm is None and all(has_none(name, axis) for name, axis in written(model.spec))
 
 
 def to_layernorm(spec: ModelSpec, asked: Asked) -> Swapped:
@@ -344,6 +337,8 @@ def back_to_rmsnorm(_: ModelSpec, asked: Asked) -> Step | None:
     return None if asked.approximate or asked.layers is not None else Step("norm", "rmsnorm")
 
 
+entry = partial(Swap, option="norm", by_layer=True)
+
 ORDER = 50
 OPTIONS = (
     Option(
@@ -356,27 +351,23 @@ OPTIONS = (
     ),
 )
 SWAPS = (
-    Swap(
-        option="norm",
+    entry(
         form="rmsnorm",
         takes="LayerNorm",
         gives="RMSNorm",
         needs="norms before attention and feed-forward (pre-norm), all of them LayerNorms",
         source="SliceGPT 2401.15024; Jiang et al. 2305.14858; TransformerLens",
         reshape=to_rmsnorm,
-        by_layer=True,
         inverse=lambda before, asked: None if asked.approximate else Step("norm", "layernorm"),
         clears=(Clears("*norm", theirs=RMSNorm), Clears("*.norm", theirs=None)),
     ),
-    Swap(
-        option="norm",
+    entry(
         form="layernorm",
         takes="RMSNorm",
         gives="LayerNorm",
         needs="pre-norm, all norms on the residual stream RMSNorms; one more dimension, unless it has no mean already",
         source="an isometry onto the vectors of mean zero; after SliceGPT 2401.15024, section 3",
         reshape=to_layernorm,
-        by_layer=True,
         inverse=back_to_rmsnorm,
         clears=(Clears("*norm", theirs=LayerNorm),),
     ),

@@ -27,9 +27,7 @@ from ..stream import writers
 
 
 def same_either_way(spec: ModelSpec, asked: Asked, layer: int) -> bool:
-    """Whether a layer is the same function serial and parallel: all but one of its sub-layers, experts with them, add
-    nothing to the stream.
-    """
+    """Whether a layer is one function serial and parallel: all but one of its sub-layers write nothing."""
     written: dict[str, list[str]] = {}
     for each in writers(spec.blocks[layer], f"blocks.{layer}"):
         written.setdefault(each.slot, []).extend((each.weight, each.bias_name))
@@ -128,6 +126,8 @@ def parallel_again(before: ModelSpec, asked: Asked) -> Step | None:
     return asked.again("block", "parallel:shared" if kinds.pop() else "parallel")
 
 
+entry = partial(Swap, option="block", by_layer=True)
+
 ORDER = 160
 OPTIONS = (
     Option(
@@ -140,8 +140,7 @@ OPTIONS = (
     ),
 )
 SWAPS = (
-    Swap(
-        option="block",
+    entry(
         form="parallel:shared",
         takes="serial block",
         gives="parallel block with one norm",
@@ -149,11 +148,9 @@ SWAPS = (
         source="PaLM 2204.02311, section 2; Falcon 7b",
         reshape=partial(to_parallel, True),
         clears=(Clears("*.feed_forward_norm", theirs=None),),
-        by_layer=True,
         inverse=serial_again,
     ),
-    Swap(
-        option="block",
+    entry(
         form="parallel",
         takes="serial block",
         gives="parallel block",
@@ -161,11 +158,9 @@ SWAPS = (
         source="PaLM 2204.02311, section 2",
         reshape=partial(to_parallel, False),
         clears=(Clears("*.parallel", theirs=True),),
-        by_layer=True,
         inverse=serial_again,
     ),
-    Swap(
-        option="block",
+    entry(
         form="serial",
         takes="parallel block",
         gives="serial block",
@@ -173,7 +168,6 @@ SWAPS = (
         source="PaLM 2204.02311, section 2",
         reshape=to_serial,
         clears=(Clears("*.feed_forward_norm", ours=None), Clears("*.parallel", theirs=False)),
-        by_layer=True,
         inverse=parallel_again,
     ),
 )

@@ -31,8 +31,8 @@ from ..rotation import (
     turns_alike,
     with_rotary,
 )
-from .rotary_dim import OPTION as ROTARY_DIM
 from .rotary_dim import SWAP as PART_OF_A_HEAD
+from .rotary_dim import dims
 
 # --- scaling ----------------------------------------------------------------------------------------------------------
 
@@ -84,9 +84,7 @@ KINDS = (
 
 
 def rope_scaling(spec: ModelSpec, asked: Asked, kind: Kind) -> Swapped:
-    """Scaled rotary positions; with --approximate positions divided, and where that is what is asked for, nothing but
-    a longer context.
-    """
+    """Scaled rotary positions; with --approximate positions divided, or nothing but a longer context."""
     text = asked.argument or ""
     if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text) or not float(text) > 1:
         raise UsageError(f"--rope-scaling {asked.value!r}: expected a factor above 1 behind the colon, as in yarn:4")
@@ -273,7 +271,14 @@ OPTIONS = (
         words="yarn; llama3; ntk = ntk-aware; linear = pi, position interpolation; dynamic = dynamic ntk; none "
         "= default",
     ),
-    ROTARY_DIM,
+    Option(
+        "rotary_dim",
+        POSITIONS,
+        3,
+        "How many dimensions of a head RoPE turns.",
+        "N",
+        parts={"": ("rotary dimensions", dims)},
+    ),
     Option(
         "rope_pairs",
         POSITIONS,

@@ -13,7 +13,6 @@ from ...components import Attention, DynamicScaling, LatentAttention, LinearScal
 from ...errors import SwapRefused, UsageError
 from ..base import Computed, Model, Moved, Promise, Swapped, Tensor
 from ..layerwise import with_mixers
-from ..options import POSITIONS, Option
 from ..registry import Asked, Clears, Swap
 from ..rotation import (
     Elements,
@@ -178,14 +177,6 @@ def dims(spec: ModelSpec) -> set[int | None]:
     return {each.dim if isinstance(each, Rotary) else None for each in found}
 
 
-OPTION = Option(
-    "rotary_dim",
-    POSITIONS,
-    3,
-    "How many dimensions of a head RoPE turns.",
-    "N",
-    parts={"": ("rotary dimensions", dims)},
-)
 SWAP = Swap(
     option="rotary_dim",
     form="N",

@@ -16,18 +16,15 @@ from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from ...components import ModelSpec
 from ...converter.names import CONFIG
 from ...converter.tokenizer import load_tokenizer
 from ...converter.vocabulary import Vocabulary, read_vocabulary
 from ...errors import InvalidInput, SwapRefused, UsageError
-from ..base import Moved, Promise, Swapped, Tensor
+from ..base import Array, Moved, Promise, Swapped, Tensor
 from ..options import VOCABULARY, Option
 from ..registry import Asked, Step, Swap
-
-Array = NDArray[Any]
 
 TOLD = 4
 """Tokens that a message names."""
@@ -124,9 +121,9 @@ def _require_within(vocabulary: Vocabulary, size: int, now: int) -> None:
         )
     parts = sorted(i for i in vocabulary.closed(i for i in vocabulary.names if i < size) if i >= size)
     if parts:
-        some = [f"{vocabulary.names[i]!r} ({i})" for i in parts[:TOLD]]
+        some = ", ".join(f"{vocabulary.names[i]!r} ({i})" for i in parts[:TOLD])
         raise SwapRefused(
-            f"tokens among the first {size:,} are merged from {len(parts):,} that would be cut: {', '.join(some)}", hint
+            f"tokens among the first {size:,} are merged from {len(parts):,} that would be cut: {some}", hint
         )
 
 
@@ -202,9 +199,7 @@ def some_of(names: Sequence[str]) -> str:
 
 
 def vocabulary_of(asked: Asked) -> Vocabulary | None:
-    """The model's vocabulary, with the ids that the original config.json names, as the swaps before left it; None
-    where there is no tokenizer.
-    """
+    """The model's vocabulary, and the ids that the original config.json names; None without a tokenizer."""
     config = None if asked.origin is None else asked.origin.config_text
     if CONFIG in asked.texts:
         config = asked.texts[CONFIG].decode()

@@ -108,7 +108,8 @@ def dead(model: Model, inner: Inner) -> np.ndarray:
 
 def kept_units(inner: Inner, index: Index) -> dict[str, Tensor]:
     """The tensors of some units alone."""
-    return {name: taken(name, index) for name in inner.up} | {inner.down: taken(inner.down, index, 1)}
+    tensors: dict[str, Tensor] = {name: taken(name, index) for name in inner.up}
+    return tensors | {inner.down: taken(inner.down, index, 1)}
 
 
 def examples(spec: ModelSpec) -> tuple[str, ...]:

@@ -223,7 +223,7 @@ def one_altered(patch: pytest.MonkeyPatch) -> None:
 
 
 def not_normalised(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "normalised", lambda: False)
+    patch.setattr(module, "NORMALISED", False)
 
 
 COPIES: dict[str, Mutation] = {

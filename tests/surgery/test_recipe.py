@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import gptkit
 from gptkit.converter.publish import check_manifest
 from gptkit.errors import GptkitError, InvalidInput, SwapRefused, UsageError
-from gptkit.surgery.recipe import FOLDER, plain, read_recipe, shipped, step_json, wholes
-from gptkit.surgery.registry import Step, swap_for
+from gptkit.surgery.recipe import FOLDER, plain, read_recipe, shipped, step_json
+from gptkit.surgery.registry import Step, parts, swap_for
 
 replace = msgspec.structs.replace
 
@@ -204,11 +204,11 @@ def test_parts_of_a_model(option: str, asked: str, found: str) -> None:
     layers=st.integers(1, 9),
     above=st.integers(0, 400),
     below=st.integers(1, 40),
-    kind=st.sampled_from(sorted(wholes())),
+    kind=st.sampled_from(sorted(parts())),
 )
 def test_a_fraction_is_exact_or_refused(layers: int, above: int, below: int, kind: tuple[str, str]) -> None:
     spec = replace(LLAMA, blocks=LLAMA.blocks[:1] * layers)
-    (whole,) = wholes()[kind][1](spec)
+    (whole,) = parts()[kind][1](spec)
     assert whole is not None
     option, before = kind
     wanted = Fraction(above, below) * whole
