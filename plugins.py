@@ -17,8 +17,6 @@ from pathlib import Path
 
 from .terminal import complain
 
-__all__ = ["load"]
-
 GROUP = "gptkit.plugins"
 
 

@@ -1,5 +1,3 @@
 """gptkit's version, which stands on the ground floor: pyproject.toml reads it without importing anything."""
 
-__all__ = ["__version__"]
-
 __version__ = "0.1.0"

@@ -24,8 +24,6 @@ import msgspec
 from ..components import Activation, ModelSpec
 from ..components import operations as ops
 
-__all__ = ["ACTIVATION_COSTS", "Kernel", "Mixing", "Pass", "kept", "kept_by_checkpointing", "mixings", "tables", "ways"]
-
 Kernel = Literal["sdpa", "eager"]
 
 FLOAT, LONG = 4, 8
@@ -247,7 +245,6 @@ class Keeping:
 
     Raises:
         ConfigError: an operation that is not in the vocabulary.
-
     """
 
     def __init__(self, program: ops.Program, run: Pass) -> None:

@@ -18,8 +18,6 @@ from ..components import ModelSpec, Norm, without_rounding
 from ..components.ranges import layer_ranges, number_ranges, number_runs, range_label
 from ..components.words import NOT_THERE, Words
 
-__all__ = ["Aspect", "aspects", "describe"]
-
 
 @dataclass(frozen=True)
 class Aspect:

@@ -22,8 +22,6 @@ from .formats import weighed
 from .params import ModelCount, params
 from .sizes import itemsize
 
-__all__ = ["Compared", "Comparison", "Row", "compare", "comparison"]
-
 
 @dataclass(frozen=True)
 class Compared:
@@ -159,7 +157,6 @@ def compare(
         UsageError: no model, an unknown dtype, a context that no model has.
         InvalidInput: nothing of that name, or a broken config; the message names it.
         Offline: a repository whose config is not in the cache, and no network.
-
     """
     if not models:
         raise UsageError("name at least one model", "gptkit compare gpt2 llama-2-7b")

@@ -27,13 +27,6 @@ from ..components import operations as ops
 from .parameters import count
 from .sizes import check_number, check_sizes, full_dtype, itemsize
 
-# fmt: off
-__all__ = [
-    "CONTEXT", "CacheSize", "Costs", "Flops", "TrainingFlops", "cache_bytes", "cached", "costs",
-    "forward_flops", "stated_context", "training_flops", "usual_context", "windows",
-]
-# fmt: on
-
 CONTEXT = 2048
 """Tokens in sight where a tree does not say what context it is for."""
 
@@ -241,7 +234,6 @@ def costs(spec: ModelSpec, context: int | None = None) -> Costs:
 
     Raises:
         UsageError: no tokens in sight, or absurdly many.
-
     """
     length = usual_context(spec) if context is None else context
     check_number("tokens", length)
@@ -355,7 +347,6 @@ def forward_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> Flops:
 
     Raises:
         UsageError: no tokens or sequences, or more tokens than the tree has positions for.
-
     """
     check_sizes(spec, tokens, batch)
     found = works(spec)
@@ -420,7 +411,6 @@ def cache_bytes(spec: ModelSpec, context: int, dtype: str = "bfloat16", batch: i
 
     Raises:
         UsageError: no tokens or sequences, more tokens than the tree has positions for, or an unknown dtype.
-
     """
     check_sizes(spec, context, batch)
     size = itemsize(dtype)

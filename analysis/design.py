@@ -35,8 +35,6 @@ from ..components import (
 from ..errors import UsageError
 from .parameters import count
 
-__all__ = ["BASELINE", "Design", "Shape", "build", "fit"]
-
 Positions = Literal["learned", "rope", "yarn", "alibi"]
 AttentionKind = Literal["mha", "gqa", "mqa", "mla"]
 
@@ -113,7 +111,6 @@ def build(design: Design, shape: Shape, vocab: int, context: int) -> ModelSpec:
 
     Raises:
         ConfigError: sizes that no tree has.
-
     """
     norm: Norm = (
         LayerNorm(size=shape.hidden, eps=EPS) if design.norm == "layernorm" else RMSNorm(size=shape.hidden, eps=EPS)
@@ -237,7 +234,6 @@ def fit(design: Design, budget: int, vocab: int, context: int) -> Shape:
 
     Raises:
         UsageError: none comes within 10 %: the table of tokens is too large for it.
-
     """
     best: tuple[float, Shape] | None = None
     wanted = aspect_ratio(budget)

@@ -16,9 +16,8 @@ from typing import Any
 import msgspec
 
 from ..components import Component, ModelSpec
-from .parameters import choice_of, layer_ranges, range_label
-
-__all__ = ["Explained", "Symbol", "Term", "explain"]
+from ..components.ranges import layer_ranges, range_label
+from .parameters import choice_of
 
 MEANINGS = {
     "V": "vocabulary",

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from .memory import Memory, TrainingMemory
     from .parallel import Split
 
-__all__ = ["Asked", "Figures", "common_context", "figures_of", "fits"]
-
 SERVED = 8192
 """Tokens of the sequences of which the most are told, where nobody asked for others and the models are for as many."""
 

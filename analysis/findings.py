@@ -12,8 +12,6 @@ from .costs import Costs, costs
 from .design import BASELINE, Design, Shape, build
 from .papers import PAPERS
 
-__all__ = ["Finding", "findings"]
-
 NOTHING = 0.02
 """A share of the whole up to which a difference is none to choose by."""
 MORE = 0.05
@@ -47,7 +45,6 @@ def findings(goal: str, design: Design, spec: ModelSpec, baseline: ModelSpec, ba
         spec: its tree.
         baseline: GPT-2 of the same size.
         base: its shape.
-
     """
     vocab, context = spec.vocab_size, spec.context_length or 1
     usual, found = costs(baseline, context), costs(spec, context)

@@ -18,8 +18,6 @@ from .formats import FORMATS, weighed
 from .parallel import split
 from .sizes import MOST
 
-__all__ = ["Fit", "Fits", "fit"]
-
 SPREAD = ("bfloat16", "int8", "int4")
 """Dtypes of weights that are split over several GPUs; files of GGUF are not laid out for that."""
 
@@ -88,7 +86,6 @@ def fit(
 
     Raises:
         UsageError: as `parallel.split`.
-
     """
 
     @cache

@@ -16,8 +16,6 @@ from ..errors import CannotExpress, UsageError
 from .parameters import LayerCount, ParameterCount, count, count_of
 from .sizes import DTYPES, full_dtype, itemsize
 
-__all__ = ["FORMATS", "GGUF", "NAMES", "SCALES", "in_formats", "sizer", "weighed", "weight_bytes", "weight_dtype"]
-
 SCALES = ("int8", "int4")
 """Types that are no numbers without scales beside them, of which every scheme has others: these are not counted."""
 
@@ -63,7 +61,6 @@ def sizer(spec: ModelSpec, dtype: str, family: str = "") -> Callable[[Parameter]
 
     Raises:
         CannotExpress: a format of GGUF, and llama.cpp has no type for one of the tensors.
-
     """
     if dtype == NF4:
         return nf4_bytes
@@ -102,7 +99,6 @@ def weight_dtype(name: str) -> str:
 
     Raises:
         UsageError: it is none of these.
-
     """
     name = NAMES.get(name.lower(), name)
     if name.lower() in ("int4", *FORMATS):

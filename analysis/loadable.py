@@ -10,8 +10,6 @@ from ..architectures import expressed
 from ..components import ModelSpec
 from .design import Design, Shape, build
 
-__all__ = ["Step", "step"]
-
 EXCHANGES: tuple[Mapping[str, Any], ...] = (
     {"feed_forward": "geglu"},  # llama's class with hidden_act "gelu"
     {"feed_forward": "swiglu"},

@@ -21,8 +21,6 @@ from .costs import cache_bytes, costs, usual_context, windows
 from .prefill import Logits, peak
 from .sizes import check_sizes, full_dtype, itemsize
 
-__all__ = ["Memory", "TrainingMemory", "beside_weights", "memory", "training_memory"]
-
 WINDOWED = (
     "a window is a mask of context x context numbers",
     "keys and values beyond a window stay until the next step",
@@ -137,7 +135,6 @@ def memory(
 
     Raises:
         UsageError: no tokens or sequences, more tokens than the tree has positions for, or an unknown dtype.
-
     """
     length = usual_context(spec) if context is None else context
     check_sizes(spec, length, batch)
@@ -175,12 +172,7 @@ def beside_weights(
 
 
 def training_memory(
-    spec: ModelSpec,
-    dtype: str = "bfloat16",
-    context: int | None = None,
-    batch: int = 1,
-    *,
-    attention: Kernel = "sdpa",
+    spec: ModelSpec, dtype: str = "bfloat16", context: int | None = None, batch: int = 1, *, attention: Kernel = "sdpa"
 ) -> TrainingMemory:
     """Bytes to train a tree with Adam, by default at its own context.
 
@@ -194,7 +186,6 @@ def training_memory(
 
     Raises:
         UsageError: as `memory`; a dtype of one byte.
-
     """
     length = usual_context(spec) if context is None else context
     check_sizes(spec, length, batch)

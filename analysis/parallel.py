@@ -25,8 +25,6 @@ from ..errors import UsageError
 from .formats import sizer
 from .memory import beside_weights
 
-__all__ = ["Split", "Stage", "shard", "split"]
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -100,7 +98,6 @@ def shard(spec: ModelSpec, tp: int) -> ModelSpec:
 
     Raises:
         UsageError: heads or units that do not divide.
-
     """
     vocabulary = -(-spec.vocab_size // tp)
     blocks = {block: block.share(tp) for block in dict.fromkeys(spec.blocks)}
@@ -137,7 +134,6 @@ def split(
 
     Raises:
         UsageError: heads, units or layers that do not divide; no tokens, or more than there are positions for.
-
     """
     layers = len(spec.blocks)
     if layers % pp:

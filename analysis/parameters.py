@@ -11,21 +11,7 @@ import msgspec
 
 from ..components import Block, ModelSpec, Parameter
 from ..components import operations as ops
-from ..components.ranges import layer_ranges, range_label
 from ..display import Shown
-from .aspects import describe
-
-__all__ = [
-    "LayerCount",
-    "ParameterCount",
-    "choice_of",
-    "count",
-    "count_of",
-    "describe",
-    "layer_ranges",
-    "range_label",
-    "to_json",
-]
 
 VOCABULARY_SIDE = ("embedding", "positions", "head")
 """Components that grow with the vocabulary or the context, not with what is computed between them."""

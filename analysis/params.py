@@ -25,15 +25,6 @@ from .figures import Asked, Figures, common_context, figures_of, fits
 from .parameters import ParameterCount, count, to_json
 from .sizes import check_sizes
 
-__all__ = [
-    "Counts",
-    "ModelCount",
-    "Stored",
-    "StoredTensor",
-    "params",
-    "with_figures",
-]
-
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -167,7 +158,6 @@ def params(
         InvalidInput: nothing of that name, or a broken config; with `stored` also what `open_checkpoint` raises.
         UsageError: a context that none of the models has positions for.
         Offline: a repository whose config is not in the cache, and no network.
-
     """
     counts = Counts()
     for model in models:
@@ -200,7 +190,6 @@ def with_figures(counts: Sequence[ModelCount], asked: Asked) -> list[ModelCount]
     Raises:
         UsageError: none of them has positions for the context; heads or layers that GPUs cannot share.
         CannotExpress: a format of GGUF, and llama.cpp has no type for a tensor of one of them.
-
     """
     specs = [each.spec for each in counts]
     context = asked.context or common_context(specs)

@@ -19,8 +19,6 @@ from ..components import ModelSpec
 from ..components import operations as ops
 from .activations import ACTIVATION_COSTS, Mixing, Pass, mixings, tables
 
-__all__ = ["Logits", "peak"]
-
 Logits = Literal["last", "all"]
 
 

@@ -23,8 +23,6 @@ from .findings import Finding, findings
 from .loadable import Step, step
 from .papers import PAPERS, Paper
 
-__all__ = ["GOALS", "Choice", "Goal", "Recommendation", "parse_budget", "recommend"]
-
 LEAST, MOST = 10**7, 10**12
 """Parameters."""
 CONTEXT, LONG_CONTEXT = 4_096, 131_072
@@ -253,7 +251,6 @@ def recommend(
     Raises:
         UsageError: an unknown goal, a size that is none, or one that no shape comes near; loadable, and no exchange of
             one component would do.
-
     """
     if goal not in GOALS:
         raise UsageError(f"unknown goal {goal!r:.40}", f"known: {', '.join(GOALS)}")
@@ -292,7 +289,6 @@ def parse_budget(text: int | str) -> int:
 
     Raises:
         UsageError: it is no number, or not from ten millions to a trillion.
-
     """
     found = _NUMBER.fullmatch(str(text).strip())
     hint = "Give 7B, 124M, 1.5e9 or a plain number."

@@ -5,17 +5,7 @@ from __future__ import annotations
 from ..components import ModelSpec
 from ..errors import UsageError
 
-__all__ = ["DTYPES", "check_number", "check_sizes", "full_dtype", "itemsize"]
-
-DTYPES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-}
+DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 """Bytes a number by torch's names, which config.json uses."""
 
 SHORT = {
@@ -42,7 +32,6 @@ def full_dtype(dtype: str) -> str:
 
     Raises:
         UsageError: it is none of `DTYPES`.
-
     """
     name = dtype.lower().removeprefix("torch.")
     name = SHORT.get(name, name)
@@ -61,7 +50,6 @@ def check_number(what: str, number: int) -> None:
 
     Raises:
         UsageError: below 1, or absurdly large.
-
     """
     if not 1 <= number <= MOST:
         raise UsageError(f"{number} {what}: expected 1 to {MOST:,}")
@@ -72,7 +60,6 @@ def check_sizes(spec: ModelSpec, tokens: int, batch: int) -> None:
 
     Raises:
         UsageError: fewer than one token or sequence, absurdly many, or more tokens than the table of positions has.
-
     """
     check_number("tokens", tokens)
     check_number("sequences", batch)

@@ -12,8 +12,6 @@ import msgspec
 from ..components import ModelSpec, Parameter, Shape
 from ..components.ranges import number_runs, range_label
 
-__all__ = ["TensorGroup", "tensor_groups"]
-
 MOST_RANGES = 4
 """Ranges of layers that a folded name lists; more of them are told by the first, the last and how many there are."""
 

@@ -28,7 +28,6 @@ def register(family: Architecture) -> None:
 
     Raises:
         ConfigError: another has its name, or one of its model types.
-
     """
     taken = [kind for kind in (family.name, *family.model_types) if kind in {*ARCHITECTURES, *BY_MODEL_TYPE}]
     if taken:
@@ -54,7 +53,6 @@ def named(name: str) -> Architecture:
 
     Raises:
         UnknownFamily: with the list of known ones.
-
     """
     if name not in ARCHITECTURES:
         raise UnknownFamily(f"no family is called {name!r:.60}", f"known families: {', '.join(ARCHITECTURES)}")
@@ -75,7 +73,6 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     Raises:
         ConfigError: it names no model_type.
         UnknownFamily: no architecture file knows the model_type.
-
     """
     kind = config.get("model_type")
     known = f"known families: {', '.join(ARCHITECTURES)}"

@@ -29,8 +29,6 @@ from .config import COMMON_IRRELEVANT, COMMON_REFUSED, QUANTISED, ConfigReader, 
 from .layout import IDENTITY, Layout, Shape, concatenate
 from .obstacles import OWN_FORMAT, Kinds, express, of_kind
 
-__all__ = ["Architecture", "BoundLeaf", "Leaf", "Stacked", "bind", "qkv"]
-
 
 @dataclass(frozen=True)
 class Leaf:
@@ -179,7 +177,6 @@ class Architecture:
 
         Raises:
             ConfigError: a field of the wrong type or range, or one that is refused.
-
         """
         return self.spec_and_unknown(config)[0]
 
@@ -204,7 +201,6 @@ class Architecture:
 
         Raises:
             CannotExpress: this family has no config for the tree; the components in the way are listed.
-
         """
         found = express(self, spec, clear=())
         if found.found is None:
@@ -234,7 +230,6 @@ class Architecture:
 
         Raises:
             CannotExpress: as `config_for`.
-
         """
         config = self.config_for(spec)
         if original is None or original.get("model_type") not in self.model_types:
@@ -261,7 +256,6 @@ class Architecture:
 
         Raises:
             CannotExpress: a shared tensor has no leaf here.
-
         """
         return bind(self.name, self.leaves, spec)
 
@@ -297,7 +291,6 @@ def bind(owner: str, leaves: Sequence[Leaf], spec: ModelSpec) -> list[BoundLeaf]
 
     Raises:
         CannotExpress: a shared tensor has no leaf here, or its shape does not fit the leaf's layout.
-
     """
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
     bound = list(_bound(owner, leaves, spec, shapes))
@@ -306,8 +299,7 @@ def bind(owner: str, leaves: Sequence[Leaf], spec: ModelSpec) -> list[BoundLeaf]
     missing = [name for name in shapes if name not in found]
     if missing:
         raise CannotExpress(
-            f"{owner} checkpoints have no name for {len(missing)} tensors: {', '.join(missing[:8])}",
-            OWN_FORMAT,
+            f"{owner} checkpoints have no name for {len(missing)} tensors: {', '.join(missing[:8])}", OWN_FORMAT
         )
     if len(covered) != len(shapes):
         twice = sorted({name for name in covered if covered.count(name) > 1})
@@ -362,10 +354,7 @@ def _bind_one(
     except KeyError:  # an axis that this block's attention does not have
         fits = False
     if not fits:
-        raise CannotExpress(
-            f"{owner}: {name} cannot hold tensors of shapes {own}",
-            OWN_FORMAT,
-        )
+        raise CannotExpress(f"{owner}: {name} cannot hold tensors of shapes {own}", OWN_FORMAT)
     yield BoundLeaf(name, leaf.layout.checkpoint_shape(sizes, own), names, own, leaf.layout, sizes)
 
 
@@ -386,7 +375,6 @@ def usual_layer(spec: ModelSpec) -> tuple[Block, Attention, FeedForward | GatedF
 
     Raises:
         CannotExpress: they are of others.
-
     """
     first = spec.blocks[0]
     return first, of_kind(first.attention, Attention), of_kind(first.feed_forward, FeedForward, GatedFeedForward)

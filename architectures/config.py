@@ -16,17 +16,6 @@ from typing import Any
 
 from ..errors import ConfigError
 
-__all__ = [
-    "COMMON_IRRELEVANT",
-    "COMMON_REFUSED",
-    "QUANTISED",
-    "ConfigReader",
-    "parse_config_text",
-    "quantisation",
-    "read_config_file",
-    "shown",
-]
-
 MAX_LAYERS = 10_000
 MAX_CONFIG_BYTES = 16 * 2**20
 MAX_CONFIG_VALUES = 500_000
@@ -71,10 +60,7 @@ COMMON_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "add_cross_attention": ((False, None), "cross-attention has no component here"),
     "per_layer_config": ((None,), "per-layer configs are not read yet"),
     "is_causal": ((True,), "attention to tokens that come later has no component here"),
-    "attention_chunk_size": (
-        (None,),
-        "transformers' cache forgets earlier chunks by it; no family here has chunks",
-    ),
+    "attention_chunk_size": ((None,), "transformers' cache forgets earlier chunks by it; no family here has chunks"),
     "kv_sharing_modes": ((None,), "layers that share keys and values have no component here"),
 }
 
@@ -122,7 +108,6 @@ def parse_config_text(text: str | bytes, where: str) -> dict[str, Any]:
 
     Raises:
         ConfigError: empty, not JSON, not an object, larger than 16 MB, or of half a million objects.
-
     """
     if len(text) > MAX_CONFIG_BYTES:
         raise too_long(where, len(text))
@@ -146,7 +131,6 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], str]:
 
     Raises:
         ConfigError: as `parse_config_text`, or the file cannot be read.
-
     """
     try:
         with path.open("rb") as file:
@@ -204,7 +188,6 @@ class ConfigReader:
 
         Raises:
             ConfigError: it is no object.
-
         """
         value = self.raw(name)
         if value is not None and not isinstance(value, dict):
@@ -222,7 +205,6 @@ class ConfigReader:
 
         Raises:
             ConfigError: two spellings of the field have two values (transformers takes now the one, now the other).
-
         """
         found, told = default, ""
         for key in (name, *self.aliases.get(name, ())):

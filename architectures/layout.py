@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-__all__ = ["IDENTITY", "Layout"]
-
 Shape = tuple[int, ...]
 Sizes = Mapping[str, int]
 

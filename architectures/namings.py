@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from . import ARCHITECTURES, llama2c
 
-__all__ = ["whose"]
-
 LITGPT = (
     *("lm_head.weight", "transformer.wte.weight", "transformer.ln_f.weight"),
     *("transformer.h.{layer}.norm_1.weight", "transformer.h.{layer}.norm_2.weight"),

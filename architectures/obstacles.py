@@ -19,19 +19,6 @@ import msgspec
 from ..components import Block, Component, Embedding, Head, ModelSpec, SubLayer, differences, without_rounding
 from ..errors import CannotExpress, ConfigError, MissingComponent
 
-__all__ = [
-    "Expression",
-    "Kinds",
-    "Obstacle",
-    "Target",
-    "by_layers",
-    "express",
-    "first_of",
-    "of_kind",
-    "short",
-    "without_biases",
-]
-
 Kinds = frozenset[type[Component]]
 STRUCTURE: Kinds = frozenset({ModelSpec, Embedding, Block, SubLayer, Head})
 """What every tree has, and no target has to declare."""
@@ -72,7 +59,6 @@ class Target(Protocol):
 
         Raises:
             CannotExpress, ConfigError: it cannot write it, or refuses what it has written.
-
         """
         ...
 
@@ -166,7 +152,6 @@ def express(
             way, or of those that are.
         clear: what does not stand in the way, because it changes nothing and will be done.
         nearest: whether to say what is in the way of a tree of other kinds too; else no more than that it is.
-
     """
     reasons: list[str] = []
 
@@ -230,7 +215,6 @@ def of_kind(node: Any, kind: type[Component], other: type[Component] | None = No
 
     Raises:
         CannotExpress: it is another, or there is none.
-
     """
     kinds = (kind,) if other is None else (kind, other)
     if not isinstance(node, kinds):

@@ -13,8 +13,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Preset", "find", "nearest", "presets", "repo_of"]
-
 PATH = Path(__file__).with_name("presets.json")
 
 

@@ -28,8 +28,6 @@ from ..errors import ConfigError
 from .config import ConfigReader, shown
 from .obstacles import Kinds
 
-__all__ = ["ROTARY", "RotaryKind", "read_rotaries", "read_rotary", "write_rotaries", "write_rotary"]
-
 ROTARY: Kinds = frozenset({Rotary, *get_args(RopeScaling)})
 """Rotary positions with every scaling that transformers has, for a family's `kinds`."""
 
@@ -49,12 +47,7 @@ class RotaryKind(NamedTuple):
 
 
 def read_rotary(
-    config: ConfigReader,
-    dim: int,
-    context_length: int,
-    default_base: float = DEFAULT_BASE,
-    *,
-    partial: bool = False,
+    config: ConfigReader, dim: int, context_length: int, default_base: float = DEFAULT_BASE, *, partial: bool = False
 ) -> Rotary:
     """The rotary component of a family whose layers all turn alike; `default_base` where none is given.
 
@@ -68,7 +61,6 @@ def read_rotary(
     Raises:
         ConfigError: an unknown rope type, a missing or malformed parameter, or partial rotation where transformers'
             own code for these families fails.
-
     """
     found = [config.inner(name) for name in ("rope_scaling", "rope_parameters")]
     which = "rope_scaling" if found[0].data else "rope_parameters"
@@ -89,7 +81,6 @@ def read_rotaries(
 
     Raises:
         ConfigError: as `read_rotary`; or the parameters are not by kind.
-
     """
     by_kind = config.inner("rope_parameters")
     flat = [name for name, value in by_kind.data.items() if value is not None and not isinstance(value, dict)]

@@ -44,7 +44,6 @@ compared. *Exact* means that not one bit of a logit differs. transformers is cal
 
 The last column is the probe's worth: mistakes made on purpose in the weight map or the tree, and how many of them
 `gptkit verify` sees, summed over the family's variants, with the number of kinds among them.
-
 """
 
 OUTRO = """

@@ -206,7 +206,6 @@ class Component(
 
         Raises:
             ConfigError: the record declares none.
-
         """
         raise ConfigError(f"{type(self).__name__} declares no operations ({path} of {source} {shape})")
 
@@ -223,7 +222,6 @@ class Component(
         Raises:
             UsageError: what cannot be shared out evenly.
             ConfigError: the record has matrices, and does not say how they are shared out.
-
         """
         if any(len(shape) > 1 for shape in self.shapes().values()):
             raise ConfigError(f"{type(self).__name__} does not say how {devices} devices share it")
@@ -324,7 +322,6 @@ def recast(node: Component, kind: type[Any], **fields: Any) -> Any:
 
     Raises:
         ConfigError: `node` has a field, at a value other than its default, that `kind` lacks and is not in `fields`.
-
     """
     kept = node.entries()
     lost = [

@@ -285,7 +285,6 @@ class Block(Component, frozen=True):
 
         Raises:
             MissingComponent: a norm of an output or of a sum, or a multiplier.
-
         """
         for sublayer in self.sublayers:
             for name, value in sublayer.defaults().items():

@@ -99,9 +99,7 @@ class RMSNorm(Norm, Component, frozen=True):
     centred = False
     rounds = ("cast",)
     tells = ("eps",)
-    forgotten: ClassVar[dict[str, str]] = {
-        "gain": "weight of norms taken for their factor",
-    }
+    forgotten: ClassVar[dict[str, str]] = {"gain": "weight of norms taken for their factor"}
 
     size: Size
     eps: Positive

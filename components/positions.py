@@ -185,10 +185,7 @@ class Rotary(Turning, Component, frozen=True):
     tells = ("dim", "scaling", "pairs")
     by_length: ClassVar[dict[str, Any]] = {"base": 1.0, "scaling": None}
     usual: ClassVar[dict[str, Any]] = {"base": ("a RoPE base of {:,.0f}", (1e4, 1e5, 5e5, 1e6, 1e7))}
-    forgotten: ClassVar[dict[str, str]] = {
-        "scaling": "rope scaling dropped",
-        "pairs": "RoPE in the other pairs",
-    }
+    forgotten: ClassVar[dict[str, str]] = {"scaling": "rope scaling dropped", "pairs": "RoPE in the other pairs"}
 
     dim: Size
     base: Positive

@@ -38,7 +38,6 @@ def from_json(data: Any) -> ModelSpec:
     Raises:
         ConfigError: a newer schema version; a kind of component or a field that is missing, unknown, or of the wrong
             type or range.
-
     """
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version not in range(1, SCHEMA_VERSION + 1) or isinstance(version, bool):

@@ -139,7 +139,6 @@ class Decoder(nn.Module):
     Attributes:
         source: where it was loaded from and where its tokenizer lies, for `modules.save` and `modules.text`; None for
             a tree that somebody built.
-
     """
 
     def __init__(self, spec: ModelSpec, attention: Kernel = "sdpa") -> None:
@@ -175,7 +174,6 @@ class Decoder(nn.Module):
 
         Raises:
             UsageError: more tokens than the position table has rows, or ids or a mask of another shape.
-
         """
         if input_ids.dim() != 2 or not input_ids.shape[1]:
             raise UsageError(f"token ids of shape {tuple(input_ids.shape)}, expected (B, T) with T of 1 or more")

@@ -33,7 +33,6 @@ class Sampling:
 
     Raises:
         UsageError: a value out of range, or a filter on greedy decoding, where it would do nothing.
-
     """
 
     temperature: float = 0.0
@@ -113,7 +112,6 @@ def generate(
         UsageError: before anything is computed: an empty prompt, a batch, ids outside the vocabulary, a prompt longer
             than the table of positions, a negative max_new_tokens.
         GptkitError: while running: logits that are NaN.
-
     """
     prompt = _prompt(model, input_ids)
     if max_new_tokens < 0:

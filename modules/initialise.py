@@ -53,7 +53,6 @@ def initialised(spec: ModelSpec, seed: int = 0, dtype: str = "F32") -> Iterator[
 
     Raises:
         UsageError: the seed is negative.
-
     """
     if seed < 0:
         raise UsageError(f"the seed is {seed}, expected a whole number from 0")
@@ -99,7 +98,6 @@ def require_memory(spec: ModelSpec, dtype: str, name: str = "the model") -> None
 
     Raises:
         GptkitError: they do not; the message says how much they take, and how much there is.
-
     """
     parameters = count(spec).total
     needed, free = parameters * DTYPES[dtype].itemsize, available_memory()
@@ -161,7 +159,6 @@ def write_random(
     Raises:
         UsageError: `out` exists, or its parent does not; an unknown dtype; a negative seed.
         GptkitError: the disk is too small or a write fails; nothing is published.
-
     """
     stored = parse_dtype(dtype)
     made = drawn_from(tree, seed, stored)

@@ -65,7 +65,6 @@ def load(
         InvalidInput, Offline: as `open_checkpoint`.
         UsageError: an unknown dtype or attention.
         GptkitError: random weights would not fit into memory.
-
     """
     if random:
         from .initialise import drawn_from

@@ -64,7 +64,6 @@ def save(
             CheckpointError: a value does not fit `dtype`.
         CannotExpress: the family cannot hold the tree.
         GptkitError: the disk is too small or a write fails; nothing is published.
-
     """
     to = target(as_, FOLDERS)
     stored = None if dtype is None else HF_NAMES[parse_dtype(str(dtype))]

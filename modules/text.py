@@ -67,7 +67,6 @@ def generate(
         InvalidInput, Offline: as `open_checkpoint`.
         UsageError: a text and no tokenizer, a prompt that is empty or too long, sampling values out of range, a dtype
             for a model in memory.
-
     """
     if temperature is None:
         temperature = 0.0 if top_k is None and top_p is None else 1.0

@@ -157,7 +157,6 @@ def damage(
         most: tokens that a model is given at most.
         layers: those that stand for one another; by default each and its like, where there are as many.
         progress: told what is being done.
-
     """
     require_same_tokens(before, after, tokens)
     say = progress or (lambda _: None)

@@ -63,7 +63,6 @@ def diff(
     Raises:
         InvalidInput: one of them cannot be used as it is.
         Offline: one is not here and there is no network.
-
     """
     options = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra, "partial": True}
     first, second = open_checkpoint(a, **options), open_checkpoint(b, **options)

@@ -58,7 +58,6 @@ def compare_heads(
         states: what comes out of each one's last norm, (N, hidden), in the dtype to compute in.
         tokens: the ids that are compared, in the one vocabulary and in the other; all where both are one.
         targets: (N,) the token that follows, as a number among those compared; -1 where none is known.
-
     """
     require_same_tokens(before, after, tokens)
     dtype, count = states[0].dtype, len(states[0])

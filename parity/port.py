@@ -197,7 +197,6 @@ def verify_port(
         InvalidInput, Offline: as `open_checkpoint`; the port raises, or gives something else than logits.
         UsageError: the port cannot be imported.
         CannotExpress: no transformers class computes the checkpoint.
-
     """
     say = progress or (lambda _: None)
     source = open_checkpoint(model, offline=offline)

@@ -59,7 +59,6 @@ def states(
         seen: paths of modules in the decoder.
         feed: exchanges the input of blocks.
         progress: called with the bytes of every weight that was read.
-
     """
     model = _model(tree, dtype)
     modules = dict(model.named_modules())

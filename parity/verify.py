@@ -196,7 +196,6 @@ def verify(
         InvalidInput, Offline: as `open_checkpoint`; vocabularies that differ; logits that are not finite.
         UsageError: a path of attention that transformers has not, a prompt without a tokenizer, damage of nothing.
         CannotExpress: no transformers class computes the reference's tree.
-
     """
     if damaged and other is None:
         raise UsageError("the damage is of one checkpoint beside another", "gptkit verify ORIGINAL CHANGED --damage")

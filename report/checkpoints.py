@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..analysis.parameters import count, describe
+from ..analysis.aspects import describe
+from ..analysis.parameters import count
 from ..components import ModelSpec
 from .pages import counted
 from .sheets import human_bytes, number, plain_table

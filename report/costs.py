@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from ..analysis.costs import stated_context, usual_context, windows
 from ..analysis.figures import Asked, Figures, fits
 from ..analysis.formats import SCALES
-from ..analysis.parameters import count, layer_ranges, range_label
+from ..analysis.parameters import count
 from ..components import ModelSpec
+from ..components.ranges import layer_ranges, range_label
 from .sheets import Row, Sheet, binary, change, decimal, difference, whole_bytes
 
 if TYPE_CHECKING:

@@ -9,13 +9,15 @@ from rich.console import RenderableType, RenderResult
 from rich.table import Table as Grid
 from rich.text import Text
 
+from ..analysis.aspects import describe
 from ..analysis.costs import cache_bytes, costs
 from ..analysis.figures import Asked, common_context, fits
 from ..analysis.formats import sizer, weighed
-from ..analysis.parameters import ParameterCount, describe, layer_ranges, range_label
+from ..analysis.parameters import ParameterCount
 from ..analysis.params import ModelCount
 from ..analysis.tensors import tensor_groups
 from ..components import ModelSpec
+from ..components.ranges import layer_ranges, range_label
 from . import sheets
 from .charts import bars, cache_chart, parameter_bars
 from .costs import cost_sheets

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from ..analysis.parameters import describe
+from ..analysis.aspects import describe
 from ..components import ModelSpec
 from ..components.operations import Scores
 from .pages import Figure, Table, figure, safe

@@ -92,7 +92,6 @@ def progress(what: str = "working") -> Iterator[Callable[..., None]]:
 
     Args:
         what: what is going on, for the line's beginning.
-
     """
     with _line(what) as show:
         done, last = 0, 0.0

@@ -7,7 +7,7 @@ import msgspec
 from rich.console import RenderResult
 from rich.text import Text
 
-from ..analysis.parameters import describe
+from ..analysis.aspects import describe
 from ..analysis.params import ModelCount
 from ..components import differences
 from .diagram import block_diagram

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from ..analysis.parameters import range_label
 from ..components import Block, ModelSpec, Shape
 from ..components import operations as ops
 from ..components.operations import AnyOperation, Sizes
+from ..components.ranges import range_label
 from ..components.words import NOT_THERE
 
 EdgeKind = Literal["data", "residual", "choice", "weights"]

@@ -7,8 +7,10 @@ from typing import Any
 import msgspec
 from rich.text import Text
 
-from ..analysis.parameters import count, describe, range_label
+from ..analysis.aspects import describe
+from ..analysis.parameters import count
 from ..components.operations import Norm
+from ..components.ranges import range_label
 from .pages import Table
 from .placement import folded
 from .sheets import Layout, drawing

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from ..analysis.parameters import count, layer_ranges, range_label
+from ..analysis.parameters import count
 from ..components import Block, ModelSpec
+from ..components.ranges import layer_ranges, range_label
 from .pages import COLOURS, Figure, Key, Table, counted, figure, safe
 from .sheets import share, short
 

@@ -82,7 +82,6 @@ def measure(
 
     Raises:
         GptkitError: the vocabularies are of different sizes, and the promise does not say which tokens are the same.
-
     """
     require_same_tokens(before, after, promise.tokens)
     scope = Scope(before.spec, after.spec, promise.tokens, promise.length)

@@ -134,7 +134,6 @@ def swap(
         GptkitError: an exact swap came out above its bound, or transformers computes something else; nothing was
             published.
         InvalidInput, Offline, UsageError: as `convert`; weights or logits that are not finite.
-
     """
     told, repeated = None if recipe is None else read_recipe(recipe), False
     if told is not None:

@@ -14,8 +14,6 @@ from ..base import Architecture, Leaf, layer, qkv, usual_layer
 from ..config import ConfigReader
 from ..layout import Layout
 
-__all__ = ["BLOOM", "GROUPED_BIAS", "GROUPED_WEIGHT"]
-
 GROUPED_WEIGHT = Layout("(kv_heads slot head_dim) hidden", split="slot", parts=("group", "1", "1"))
 """Every key-value head's queries, then its key, then its value. With a group of one this is BLOOM's [heads, 3,
 head_dim]; with one key-value head it is MQA's q … q, k, v."""
@@ -47,11 +45,7 @@ def read(config: ConfigReader) -> ModelSpec:
         ),
         norm,
         FeedForward(
-            hidden_size=hidden,
-            intermediate_size=4 * hidden,
-            activation="gelu_bloom",
-            up_bias=True,
-            down_bias=True,
+            hidden_size=hidden, intermediate_size=4 * hidden, activation="gelu_bloom", up_bias=True, down_bias=True
         ),
         residual="normed" if config.boolean("apply_residual_connection_post_layernorm", False) else "stream",
     )
@@ -90,11 +84,7 @@ BLOOM = Architecture(
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     read=read,
     write=write,
-    config_aliases={
-        "n_head": ("num_attention_heads",),
-        "n_layer": ("num_hidden_layers",),
-        "hidden_size": ("n_embed",),
-    },
+    config_aliases={"n_head": ("num_attention_heads",), "n_layer": ("num_hidden_layers",), "hidden_size": ("n_embed",)},
     prefix="transformer.",
     leaves=(
         Leaf("transformer.word_embeddings.weight", "embedding.weight"),

@@ -11,18 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...components import (
-    ALiBi,
-    Attention,
-    Biasing,
-    Block,
-    Embedding,
-    FeedForward,
-    Head,
-    LayerNorm,
-    ModelSpec,
-    Rotary,
-)
+from ...components import ALiBi, Attention, Biasing, Block, Embedding, FeedForward, Head, LayerNorm, ModelSpec, Rotary
 from ..base import Architecture, Leaf, layer, qkv, usual_layer
 from ..config import ConfigReader
 from ..obstacles import of_kind
@@ -185,9 +174,7 @@ FALCON = Architecture(
         Leaf("lm_head.weight", "head.weight"),
     ),
     dropped=(T + "self_attention.rotary_emb.inv_freq", T + "self_attention.maybe_rotary.inv_freq"),
-    irrelevant={
-        "apply_residual_connection_post_layernorm": "not read by transformers",
-    },
+    irrelevant={"apply_residual_connection_post_layernorm": "not read by transformers"},
     reference=lambda spec: ("sdpa",) if isinstance(spec.blocks[0].attention.position, Biasing) else ("sdpa", "eager"),
     reference_quirk="transformers' eager falcon adds ALiBi twice (transformers issues 29067 and 29946)",
 )

@@ -16,8 +16,6 @@ from ..config import ConfigReader
 from .gpt2 import ACTIVATIONS
 from .llama import LEAVES, LLAMA_DROPPED, LLAMA_KINDS, read_llama_like, write_llama_like
 
-__all__ = ["BIDIRECTIONAL", "GEMMA", "GEMMA_DEFAULTS", "GEMMA_IDS", "read_gemma_like", "require_whole_heads"]
-
 GEMMA_DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 256000,
     "hidden_size": 3072,

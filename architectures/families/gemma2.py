@@ -17,8 +17,6 @@ from .gemma import BIDIRECTIONAL, GEMMA_DEFAULTS, GEMMA_IDS, read_gemma_like, re
 from .gpt2 import name_of
 from .llama import LEAVES, LLAMA_DROPPED, LLAMA_KINDS, B, T, write_llama_like
 
-__all__ = ["GEMMA2", "SANDWICH_LEAVES", "read_sandwich", "write_sandwich"]
-
 DEFAULTS: Mapping[str, Any] = {
     **GEMMA_DEFAULTS,
     "hidden_size": 2304,
@@ -47,7 +45,6 @@ def read_sandwich(
         logit_cap: of the config class, where none is given.
         rotaries: the positions of each kind of layer, where they are not all alike.
         parts: as of `read_gemma_like`.
-
     """
     layers = config.layers("num_hidden_layers", defaults["num_hidden_layers"])
     usual = ["full_attention" if (layer + 1) % pattern == 0 else "sliding_attention" for layer in range(layers)]

@@ -20,13 +20,8 @@ from .gemma2 import DEFAULTS as GEMMA2_DEFAULTS
 from .gemma2 import SANDWICH_LEAVES, read_sandwich, write_sandwich
 from .llama import LLAMA_DROPPED, LLAMA_KINDS
 
-__all__ = ["GEMMA3"]
-
 DEFAULTS: Mapping[str, Any] = {**GEMMA2_DEFAULTS, "vocab_size": 262208, "max_position_embeddings": 131072}
-KINDS = {
-    "full_attention": RotaryKind(1e6),
-    "sliding_attention": RotaryKind(1e4, "rope_local_base_freq", scaled=False),
-}
+KINDS = {"full_attention": RotaryKind(1e6), "sliding_attention": RotaryKind(1e4, "rope_local_base_freq", scaled=False)}
 
 
 def read(config: ConfigReader) -> ModelSpec:

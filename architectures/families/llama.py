@@ -28,9 +28,6 @@ from ..obstacles import Kinds, of_kind
 from ..rope import DEFAULT_BASE, ROTARY, read_rotary, write_rotary
 from .gpt2 import ACTIVATIONS, name_of
 
-__all__ = ["LEAVES", "LLAMA", "LLAMA_DROPPED", "LLAMA_KINDS", "read_llama_like", "write_llama_like"]
-
-
 USUAL: Mapping[str, Any] = {
     "num_key_value_heads": None,
     "hidden_act": "silu",
@@ -83,7 +80,6 @@ def read_llama_like(
         cap: of the scores.
         embedding: fields of the embedding beside its sizes.
         logit_cap: of the logits.
-
     """
     usual = {**USUAL, activation: USUAL["hidden_act"], **defaults}
     hidden, heads, context, vocab = (
@@ -180,11 +176,7 @@ def write(spec: ModelSpec) -> dict[str, Any]:
     if spec.hidden_size % attention.heads:
         # Needless beside head_dim, but LlamaConfig.validate_architecture refuses it.
         raise CannotExpress(f"transformers' llama refuses {spec.hidden_size} wide with {attention.heads} heads")
-    return {
-        **write_llama_like(spec),
-        "attention_bias": attention.qkv_bias,
-        "mlp_bias": feed_forward.up_bias,
-    }
+    return {**write_llama_like(spec), "attention_bias": attention.qkv_bias, "mlp_bias": feed_forward.up_bias}
 
 
 DEFAULTS = {

@@ -12,8 +12,6 @@ from ..base import Architecture
 from ..config import ConfigReader
 from .llama import LEAVES, LLAMA_DROPPED, LLAMA_KINDS, read_llama_like, write_llama_like
 
-__all__ = ["QWEN2", "read_windows", "write_windows"]
-
 DEFAULTS = {
     "vocab_size": 151936,
     "hidden_size": 4096,

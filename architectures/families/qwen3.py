@@ -30,11 +30,7 @@ def read(config: ConfigReader) -> ModelSpec:
 
 def write(spec: ModelSpec) -> dict[str, Any]:
     """Tree -> the config.json fields that describe it."""
-    return {
-        **write_llama_like(spec),
-        **write_windows(spec),
-        "attention_bias": spec.blocks[0].attention.qkv_bias,
-    }
+    return {**write_llama_like(spec), **write_windows(spec), "attention_bias": spec.blocks[0].attention.qkv_bias}
 
 
 QWEN3 = Architecture(

@@ -232,10 +232,7 @@ def bias_row(spec: ModelSpec) -> list[str]:
 TOPICS: Mapping[str, tuple[Callable[[ModelSpec], list[str]], Sequence[str]]] = {
     "norms": (norm_row, ("norm", "parameters in norms", "share")),
     "positions": (position_row, ("positions", "context", "parameters")),
-    "attention": (
-        attention_row,
-        ("heads, q / kv", "parameters", "cache", "context", "projections", "scores"),
-    ),
+    "attention": (attention_row, ("heads, q / kv", "parameters", "cache", "context", "projections", "scores")),
     "cache": (cache_row, ("window", "at 4,096 tokens, MB", "at 8,192", "at 32,768")),
     "feed-forward": (feed_forward_row, ("form", "width", "× hidden", "parameters", "share", "FLOPs per token")),
     "experts": (expert_row, ("experts", "parameters", "active", "FLOPs, experts", "FLOPs, router")),

@@ -52,8 +52,7 @@ def others() -> dict[str, ModelSpec]:
             llama, attention=replace(grouped, kv_heads=1, position=ALiBi(scaled=True), fused=True)
         ),
         "fused-normed": with_blocks(
-            llama,
-            attention=replace(grouped, fused=True, position=None, q_norm=RMSNorm(size=20, eps=1e-6), window=12),
+            llama, attention=replace(grouped, fused=True, position=None, q_norm=RMSNorm(size=20, eps=1e-6), window=12)
         ),
         "two-rms-norms-in-parallel": with_blocks(
             llama, parallel=True, feed_forward_norm=RMSNorm(size=48, eps=1e-5, cast="after_weight")

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gptkit.analysis.activations import Pass, kept, kept_by_checkpointing, ways
-from gptkit.analysis.aspects import aspects
+from gptkit.analysis.aspects import aspects, describe
 from gptkit.analysis.compare import comparison
 from gptkit.analysis.costs import cache_bytes, costs, forward_flops
 from gptkit.analysis.figures import Asked
 from gptkit.analysis.memory import memory, training_memory
-from gptkit.analysis.parameters import count, describe
+from gptkit.analysis.parameters import count
 from gptkit.analysis.params import ModelCount
 from gptkit.analysis.prefill import peak
 from gptkit.components import (

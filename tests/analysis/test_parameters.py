@@ -9,16 +9,12 @@ from helpers.family_specs import family_specs, mixed_specs
 from helpers.family_specs import preset_spec as spec_of
 from hypothesis import given
 
-from gptkit.analysis.parameters import count, describe, layer_ranges, range_label, to_json
+from gptkit.analysis.aspects import describe
+from gptkit.analysis.parameters import count, to_json
 from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
-from gptkit.components import (
-    LayerNorm,
-    LearnedPositions,
-    ModelSpec,
-    Rotary,
-    YarnScaling,
-)
+from gptkit.components import LayerNorm, LearnedPositions, ModelSpec, Rotary, YarnScaling
+from gptkit.components.ranges import layer_ranges, range_label
 
 
 @given(family_specs() | mixed_specs())

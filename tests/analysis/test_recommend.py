@@ -302,12 +302,7 @@ def test_findings_are_figures_of_these_trees(goal: str) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    st.sampled_from(list(GOALS)),
-    st.integers(20_000_000, 10**12),
-    st.integers(64, 60_000),
-    st.integers(16, 200_000),
-)
+@given(st.sampled_from(list(GOALS)), st.integers(20_000_000, 10**12), st.integers(64, 60_000), st.integers(16, 200_000))
 def test_any_size_is_near_or_refused(goal: str, budget: int, vocab: int, context: int) -> None:
     try:
         found = recommend(goal, budget, vocab=vocab, context=context)

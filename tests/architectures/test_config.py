@@ -488,10 +488,7 @@ def test_deep_nesting_is_a_config_error(shape, key):
         ),
         ({"quantization_config": {"quant_method": "gptq", "bits": 3, "group_size": -1}}, "gptq, 3 bits"),
         ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes, 4 bits"),
-        (
-            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 64]}},
-            "fp8, blocks of 128 × 64",
-        ),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 64]}}, "fp8, blocks of 128 × 64"),
         (
             {
                 "quantization_config": {

@@ -19,8 +19,7 @@ from gptkit.architectures.layout import IDENTITY, Layout
 
 AXES = ("a", "b", "c", "d", "e")
 DECLARED = sorted(
-    {leaf.layout for architecture in ARCHITECTURES.values() for leaf in architecture.leaves} - {IDENTITY},
-    key=repr,
+    {leaf.layout for architecture in ARCHITECTURES.values() for leaf in architecture.leaves} - {IDENTITY}, key=repr
 )
 
 

@@ -48,10 +48,7 @@ INTERLEAVED = {
 BUFFERS: dict[str, tuple[str, ...]] = {
     "gpt2": ("transformer.h.{}.attn.bias", "transformer.h.{}.attn.masked_bias", "h.{}.attn.bias"),
     "bloom": ("transformer.h.{}.self_attention.bias", "h.{}.self_attention.masked_bias"),
-    "falcon": (
-        "transformer.h.{}.self_attention.maybe_rotary.inv_freq",
-        "h.{}.self_attention.rotary_emb.inv_freq",
-    ),
+    "falcon": ("transformer.h.{}.self_attention.maybe_rotary.inv_freq", "h.{}.self_attention.rotary_emb.inv_freq"),
 }
 LLAMA_BUFFERS = ("model.layers.{}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq", "rotary_emb.inv_freq")
 """What older releases of transformers stored beside the weights."""

@@ -19,10 +19,7 @@ from gptkit.architectures.rope import RotaryKind, read_rotaries, read_rotary, wr
 from gptkit.components import LinearScaling, ModelSpec, Rotary, YarnScaling
 from gptkit.errors import ConfigError
 
-KINDS = {
-    "full_attention": RotaryKind(1e6),
-    "sliding_attention": RotaryKind(1e4, "rope_local_base_freq", scaled=False),
-}
+KINDS = {"full_attention": RotaryKind(1e6), "sliding_attention": RotaryKind(1e4, "rope_local_base_freq", scaled=False)}
 """Gemma 3's."""
 
 TEXT = {

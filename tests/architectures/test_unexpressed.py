@@ -11,7 +11,8 @@ from helpers.trees import TREES
 from rich.console import Console
 from typer.testing import CliRunner
 
-from gptkit.analysis.parameters import count, describe
+from gptkit.analysis.aspects import describe
+from gptkit.analysis.parameters import count
 from gptkit.architectures import ARCHITECTURES, expressed, gguf, llama2c, nanogpt
 from gptkit.architectures.families.llama import LLAMA
 from gptkit.cli import app

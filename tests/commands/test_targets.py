@@ -35,8 +35,7 @@ def test_every_one_is_written() -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["convert sample:gpt2 out --to mistral", "swap sample:gpt2 out --norm rmsnorm --as mistral"],
+    "line", ["convert sample:gpt2 out --to mistral", "swap sample:gpt2 out --norm rmsnorm --as mistral"]
 )
 def test_a_family_by_itself_is_told_how_it_is_written(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

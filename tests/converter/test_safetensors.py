@@ -20,12 +20,7 @@ from hypothesis import strategies as st
 
 from gptkit.converter.block_file import CHUNK
 from gptkit.converter.index import single
-from gptkit.converter.safetensors import (
-    DTYPES,
-    TensorInfo,
-    build_header,
-    read_header,
-)
+from gptkit.converter.safetensors import DTYPES, TensorInfo, build_header, read_header
 from gptkit.converter.weights import Weights
 from gptkit.errors import CheckpointError, GptkitError
 

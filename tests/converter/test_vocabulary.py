@@ -235,12 +235,7 @@ def test_ids_in_configs() -> None:
     named = {"eos_token": {"content": "</s>"}, "bos_token": "<s>", "unk_token": None, "add_bos_token": True}
     assert named_in(
         {**named, "extra_special_tokens": {"image_token": "<i>"}, "additional_special_tokens": ["<x>"]}
-    ) == {
-        "</s>",
-        "<s>",
-        "<i>",
-        "<x>",
-    }
+    ) == {"</s>", "<s>", "<i>", "<x>"}
 
 
 def written(tokenizer: Tokenizer, folder: Path, **files: Any) -> Path:

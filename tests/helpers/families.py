@@ -96,13 +96,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_inner": None,
         "activation_function": "quick_gelu",
     },
-    "llama": {
-        **LLAMA,
-        **GROUPED,
-        "head_dim": 20,
-        "attention_bias": True,
-        "mlp_bias": True,
-    },
+    "llama": {**LLAMA, **GROUPED, "head_dim": 20, "attention_bias": True, "mlp_bias": True},
     "llama-2": {**LLAMA, "head_dim": None, "num_key_value_heads": None, "rope_scaling": None, "rms_norm_eps": 1e-5},
     "llama-3": {**LLAMA, "num_key_value_heads": 3, "rope_scaling": LLAMA3_ROPE, "rope_theta": 5e5},
     "llama-v5": {
@@ -112,11 +106,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 2e5},
     },
     "llama-linear": {**LLAMA, "rope_scaling": {"type": "linear", "factor": 4.0}, "hidden_act": "gelu"},
-    "llama-dynamic": {
-        **LLAMA,
-        "max_position_embeddings": 40,
-        "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
-    },
+    "llama-dynamic": {**LLAMA, "max_position_embeddings": 40, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     "llama-yarn": {**LLAMA, "max_position_embeddings": 160, "rope_scaling": YARN_ROPE},
     "llama-yarn-mscale": {
         **LLAMA,

@@ -269,10 +269,7 @@ def steps_for(spec: ModelSpec, folder: Path | None = None, blocks: str | None = 
 
 
 def possible(
-    model: Model,
-    steps: Iterator[Step] | Sequence[Step],
-    wanted: Callable[[Swapped], bool],
-    **given: Any,
+    model: Model, steps: Iterator[Step] | Sequence[Step], wanted: Callable[[Swapped], bool], **given: Any
 ) -> Iterator[tuple[Step, Swapped]]:
     """Those that are not refused, do not need a text, and are as wanted."""
     for step in steps:

@@ -19,14 +19,7 @@ from gptkit.architectures import architecture_of
 from gptkit.architectures.families.gpt2 import ACTIVATIONS as CONFIG_NAMES
 from gptkit.components import FACTS, Activation, LayerNorm, ModelSpec, RMSNorm, function_of
 from gptkit.modules import Decoder
-from gptkit.modules.layers import (
-    ACTIVATIONS,
-    FusedLinears,
-    LayerNormModule,
-    Linear,
-    RMSNormModule,
-    multiply,
-)
+from gptkit.modules.layers import ACTIVATIONS, FusedLinears, LayerNormModule, Linear, RMSNormModule, multiply
 from gptkit.modules.registry import build_module
 
 ARITHMETICS = ("linear", "conv1d", "matmul_add")

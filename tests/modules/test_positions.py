@@ -15,13 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from gptkit.architectures import ARCHITECTURES
 from gptkit.components import ALiBi, Rotary
-from gptkit.modules.positions import (
-    alibi_bias,
-    alibi_slopes,
-    apply_rotary,
-    inverse_frequencies,
-    rotary_tables,
-)
+from gptkit.modules.positions import alibi_bias, alibi_slopes, apply_rotary, inverse_frequencies, rotary_tables
 
 LENGTHS = (1, 39, 40, 41, 200, 5000)
 

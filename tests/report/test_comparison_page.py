@@ -35,12 +35,7 @@ def test_it_is_drawn_and_asks_nobody(browser: Any, path: Path, screen: str, sche
         assert shown.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         lit = shown.texts("table tbody tr.lit th")
         assert "attention" in lit and "window" not in lit
-        assert shown.texts("h2") == [
-            "Components",
-            "Costs",
-            "Key-value cache",
-            "Layers",
-        ]
+        assert shown.texts("h2") == ["Components", "Costs", "Key-value cache", "Layers"]
         shown.keep(f"compare-{screen}-{scheme}")
         assert shown.said == [] and shown.asked == []
     finally:

@@ -285,9 +285,7 @@ def forgetting(which: str, ending: str = "") -> Callable[[pytest.MonkeyPatch], N
     """Leave some of what comes before or behind the activation as it was."""
     right = getattr(module, which)
     return lambda patch: patch.setattr(
-        module,
-        which,
-        lambda path, dense: [n for n in right(path, dense) if ending and not n.endswith(ending)],
+        module, which, lambda path, dense: [n for n in right(path, dense) if ending and not n.endswith(ending)]
     )
 
 

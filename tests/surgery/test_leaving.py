@@ -97,12 +97,7 @@ LEAVING: list[tuple[str, str, str, dict[str, str]]] = [
     ("llama-2", "hf:mistral", "mistral", {"rope_scaling": "llama3:8"}),
     ("gpt2", "hf", "gpt2", {"untie": ""}),
     ("gpt2", "auto", "gpt2", {"intermediate": "200"}),
-    (
-        "qwen2-no-window",
-        "hf:llama",
-        "llama",
-        {"attention": "mha"},
-    ),  # which has a bias of the output too
+    ("qwen2-no-window", "hf:llama", "llama", {"attention": "mha"}),  # which has a bias of the output too
 ]
 
 

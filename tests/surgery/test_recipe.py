@@ -201,10 +201,7 @@ def test_parts_of_a_model(option: str, asked: str, found: str) -> None:
 
 
 @given(
-    layers=st.integers(1, 9),
-    above=st.integers(0, 400),
-    below=st.integers(1, 40),
-    kind=st.sampled_from(sorted(parts())),
+    layers=st.integers(1, 9), above=st.integers(0, 400), below=st.integers(1, 40), kind=st.sampled_from(sorted(parts()))
 )
 def test_a_fraction_is_exact_or_refused(layers: int, above: int, below: int, kind: tuple[str, str]) -> None:
     spec = replace(LLAMA, blocks=LLAMA.blocks[:1] * layers)

@@ -43,10 +43,7 @@ from gptkit.surgery.swaps import rotary_dim
 replace = msgspec.structs.replace
 ROPE = ["llama", "llama-yarn", "mistral", "qwen2", "qwen3", "mixtral", "falcon-7b", "falcon-40b"]
 LONGROPE = LongRopeScaling(
-    short_factor=(1.0, 1.1, 1.2, 1.3),
-    long_factor=(1.0, 2.0, 3.0, 4.0),
-    original_context=40,
-    attention_factor=1.2,
+    short_factor=(1.0, 1.1, 1.2, 1.3), long_factor=(1.0, 2.0, 3.0, 4.0), original_context=40, attention_factor=1.2
 )
 
 

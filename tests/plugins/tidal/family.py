@@ -7,16 +7,7 @@ from typing import Any
 from gptkit.architectures import Architecture, Leaf
 from gptkit.architectures.config import ConfigReader
 from gptkit.architectures.obstacles import of_kind
-from gptkit.components import (
-    Attention,
-    Block,
-    Embedding,
-    GatedFeedForward,
-    Head,
-    ModelSpec,
-    Rotary,
-    SubLayer,
-)
+from gptkit.components import Attention, Block, Embedding, GatedFeedForward, Head, ModelSpec, Rotary, SubLayer
 
 from .components import GatedRecurrence, ScaleNorm
 
