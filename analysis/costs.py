@@ -51,7 +51,7 @@ class Carried(msgspec.Struct, frozen=True):
 
     def buffered(self, context: int) -> int:
         """In a rolling buffer for so many tokens, or while the last of them is computed."""
-        return self.a_token * in_sight(context, self.window) + self.state
+        return self.a_token * _in_sight(context, self.window) + self.state
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -111,7 +111,7 @@ def products(found: Works) -> Counter[str]:
     return flops
 
 
-def scored_behind(operation: ops.AnyOperation, work: Work, context: int) -> int:
+def _scored_behind(operation: ops.AnyOperation, work: Work, context: int) -> int:
     """Multiplications of one token with the `context` that it sees, itself among them, the others being in the cache.
 
     Of a latent neither keys nor values are there. They are made again of each cached latent, or the up projection is
@@ -119,8 +119,8 @@ def scored_behind(operation: ops.AnyOperation, work: Work, context: int) -> int:
     whichever is less, as an implementation chooses. gptkit's own modules make them again.
     """
     if not isinstance(operation, ops.Linear) or "S" not in operation.shape:
-        return work.a_pair * in_sight(context, work.window)
-    seen, heads = in_sight(context, operation.window), int(operation.shape[2])
+        return work.a_pair * _in_sight(context, work.window)
+    seen, heads = _in_sight(context, operation.window), int(operation.shape[2])
     made = work.a_token // operation.inputs_wide
     return min((seen - 1) * work.a_token, seen * (heads * operation.inputs_wide - made))
 
@@ -141,7 +141,7 @@ def windows(spec: ModelSpec) -> set[int]:
     return {work.window for _, work, _ in works(spec) if work.window is not None}
 
 
-def in_sight(context: int, window: int | None) -> int:
+def _in_sight(context: int, window: int | None) -> int:
     """Of so many tokens those that the last one sees."""
     return context if window is None else min(context, window)
 
@@ -239,7 +239,7 @@ def costs(spec: ModelSpec, context: int | None = None) -> Costs:
     check_number("tokens", length)
     found, counted = works(spec), count(spec)
     flops = products(found)
-    flops["scores"] += 2 * sum(scored_behind(each, work, length) * number for each, work, number in found)
+    flops["scores"] += 2 * sum(_scored_behind(each, work, length) * number for each, work, number in found)
     left = carried(found)
     return Costs(
         parameters=counted.total,
@@ -367,7 +367,7 @@ def training_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> TrainingFlop
 
 def pairs_in_sight(tokens: int, window: int | None) -> int:
     """Pairs of a query and a key that the causal mask and a window leave: Σ min(t, window) for t = 1 … tokens."""
-    near = in_sight(tokens, window)
+    near = _in_sight(tokens, window)
     return near * (near + 1) // 2 + (tokens - near) * near
 
 

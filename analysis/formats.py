@@ -63,7 +63,7 @@ def sizer(spec: ModelSpec, dtype: str, family: str = "") -> Callable[[Parameter]
         CannotExpress: a format of GGUF, and llama.cpp has no type for one of the tensors.
     """
     if dtype == NF4:
-        return nf4_bytes
+        return _nf4_bytes
     if dtype not in GGUF:
         return lambda each: weight_bytes(each.count, dtype)
     from ..architectures.gguf_types import BLOCKS, gguf_types  # here, for a start without it
@@ -83,7 +83,7 @@ def in_formats(spec: ModelSpec, family: str = "") -> dict[str, int | None]:
     return found
 
 
-def nf4_bytes(parameter: Parameter) -> int:
+def _nf4_bytes(parameter: Parameter) -> int:
     """Bytes of a tensor. transformers 5 has a mixture's experts in tensors of three dimensions, which are no linear
     modules and stay as they are.
     """

@@ -89,12 +89,12 @@ class Following:
     """
 
     def __init__(self, program: ops.Program, run: Pass, given: int = 0) -> None:
-        self.program, self.run = in_order_of_making(program), run
+        self.program, self.run = _in_order_of_making(program), run
         self.mixings = {each.mix.id: each for each in mixings(program)}
         self.operations = {each.id: each for each in program}
         self.memories: dict[str, Memory] = {"": Memory(given, 0)}
         self.most = self.left = 0
-        until = lifetimes(self.program)
+        until = _lifetimes(self.program)
         for index, each in enumerate(self.program):
             step = self.step(each)
             self.left += step.left
@@ -197,7 +197,7 @@ class Following:
         return partly and mixing.scores.heads > 1
 
 
-def in_order_of_making(program: ops.Program) -> list[ops.AnyOperation]:
+def _in_order_of_making(program: ops.Program) -> list[ops.AnyOperation]:
     """The program with linears that are made at once where the first of them is."""
     found: dict[str, ops.AnyOperation] = {}
     for each in program:
@@ -206,7 +206,7 @@ def in_order_of_making(program: ops.Program) -> list[ops.AnyOperation]:
     return list(found.values())
 
 
-def lifetimes(program: Sequence[ops.AnyOperation]) -> dict[str, int]:
+def _lifetimes(program: Sequence[ops.AnyOperation]) -> dict[str, int]:
     """By the index of an operation, until where each result is there: the last that reads it, or until which a module
     has a name for it. The first of several in one product is there as long as any.
     """

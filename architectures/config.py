@@ -110,7 +110,7 @@ def parse_config_text(text: str | bytes, where: str) -> dict[str, Any]:
         ConfigError: empty, not JSON, not an object, larger than 16 MB, or of half a million objects.
     """
     if len(text) > MAX_CONFIG_BYTES:
-        raise too_long(where, len(text))
+        raise _too_long(where, len(text))
     if len(text) > MAX_CONFIG_VALUES:
         raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
         if max(raw.count(b"{") + raw.count(b"["), raw.count(b":")) > MAX_CONFIG_VALUES:
@@ -136,7 +136,7 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], str]:
         with path.open("rb") as file:
             raw = file.read(MAX_CONFIG_BYTES + 1)
             if len(raw) > MAX_CONFIG_BYTES:
-                raise too_long(str(path), os.fstat(file.fileno()).st_size)
+                raise _too_long(str(path), os.fstat(file.fileno()).st_size)
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not JSON: it is no text at all (no UTF-8 at byte {error.start:,})") from error
@@ -145,7 +145,7 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], str]:
     return parse_config_text(text, str(path)), text
 
 
-def too_long(where: str, size: int) -> ConfigError:
+def _too_long(where: str, size: int) -> ConfigError:
     """The error for a file of so many bytes, to be raised by the caller."""
     return ConfigError(f"{where} has {size:,} bytes: not a config.json")
 

@@ -151,7 +151,7 @@ class GgufArchitecture:
         """The tree of a file that this one was written to; what GGUF says in another way, or rounds to fp32, to the
         same effect is as it was. Raises CannotExpress, ConfigError.
         """
-        extras = extras_of(spec)
+        extras = _extras_of(spec)
         shapes: dict[str, Shape] = {leaf.checkpoint: leaf.shape for leaf in self.bind(spec)}
         shapes |= {name: (len(values),) for name, values in extras.items()}
         stored = {key: fp32(value) if isinstance(value, float) else value for key, value in self.metadata(spec).items()}
@@ -189,7 +189,7 @@ def gated(fixed: Mapping[str, Any] = {}, **biases: str) -> Callable[[Facts], dic
     return read
 
 
-def write_gated(spec: ModelSpec) -> dict[str, Value]:
+def _write_gated(spec: ModelSpec) -> dict[str, Value]:
     """A llama-like family's metadata."""
     _, attention, _ = usual_layer(spec)
     width = attention.head_dim
@@ -262,14 +262,14 @@ def _read_falcon(facts: Facts) -> dict[str, Any]:
     }
 
 
-def write_normed(spec: ModelSpec) -> dict[str, Value]:
+def _write_normed(spec: ModelSpec) -> dict[str, Value]:
     """The metadata of a family with layer norms."""
     return {**_sizes(spec), "attention.layer_norm_epsilon": spec.blocks[0].attention_norm.eps}
 
 
 def _write_falcon(spec: ModelSpec) -> dict[str, Value]:
     rotary = of_kind(spec.blocks[0].attention.position, Rotary)
-    return {**write_normed(spec), "tensor_data_layout": "jploski", **write_rope(rotary)}
+    return {**_write_normed(spec), "tensor_data_layout": "jploski", **write_rope(rotary)}
 
 
 def _sizes(spec: ModelSpec) -> dict[str, Value]:
@@ -303,22 +303,22 @@ GGUF: dict[str, GgufArchitecture] = {
             "llama",
             (*ENDS, *GATED, *PERMUTED),
             gated(attention_bias="attn_q", mlp_bias="ffn_up"),
-            write_gated,
+            _write_gated,
             square=False,
             dropped=ROPE_BUFFERS,
             also=("mistral",),
         ),
-        GgufArchitecture("qwen2", QWEN, gated({"use_sliding_window": False}), write_gated, dropped=ROPE_BUFFERS),
+        GgufArchitecture("qwen2", QWEN, gated({"use_sliding_window": False}), _write_gated, dropped=ROPE_BUFFERS),
         GgufArchitecture(
             "qwen3",
             QWEN,
             gated({"use_sliding_window": False}, attention_bias="attn_q"),
-            write_gated,
+            _write_gated,
             square=False,
             dropped=ROPE_BUFFERS,
         ),
         GgufArchitecture(
-            "gpt2", (*ENDS, Leaf(POSITIONS, "positions.weight"), *NORMS, *FUSED, *PLAIN), _read_gpt2, write_normed
+            "gpt2", (*ENDS, Leaf(POSITIONS, "positions.weight"), *NORMS, *FUSED, *PLAIN), _read_gpt2, _write_normed
         ),
         GgufArchitecture(
             "bloom",
@@ -331,7 +331,7 @@ GGUF: dict[str, GgufArchitecture] = {
                 *PLAIN,
             ),
             _read_bloom,
-            write_normed,
+            _write_normed,
         ),
         GgufArchitecture(
             "falcon",
@@ -387,10 +387,10 @@ def expressed(spec: ModelSpec, family: str | None = None) -> Expressed:
     if found is None:
         raise (refused[0] if family in kinds[0].written else min(refused, key=lambda each: each.weight)).refusal()
     kind = cast("GgufArchitecture", found.target)
-    return Expressed(kind, kind.metadata(spec), kind.bind(spec), extras_of(spec))
+    return Expressed(kind, kind.metadata(spec), kind.bind(spec), _extras_of(spec))
 
 
-def extras_of(spec: ModelSpec) -> dict[str, tuple[float, ...]]:
+def _extras_of(spec: ModelSpec) -> dict[str, tuple[float, ...]]:
     """The tensors that stand for numbers of a tree."""
     return rope_tensors(spec.blocks[0].attention.position)
 

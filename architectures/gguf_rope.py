@@ -72,7 +72,7 @@ def _read_yarn(facts: Facts, factor: float, original: int) -> dict[str, Any]:
     if facts.raw("rope.scaling.yarn_attn_factor") is not None:
         found["attention_factor"] = facts.number("rope.scaling.yarn_attn_factor")
     elif facts.raw("rope.scaling.attn_factor") is not None:
-        found["attention_factor"] = facts.number("rope.scaling.attn_factor") * yarn_mscale(factor)
+        found["attention_factor"] = facts.number("rope.scaling.attn_factor") * _yarn_mscale(factor)
     return found
 
 
@@ -96,7 +96,7 @@ def write_rope(rotary: Rotary) -> dict[str, Value]:
         found["rope.scaling.factor"] = said["factor"]
     if kind in ("yarn", "longrope"):
         found["rope.scaling.original_context_length"] = said["original_max_position_embeddings"]
-        usual = yarn_mscale(said["factor"]) if kind == "yarn" else 1.0
+        usual = _yarn_mscale(said["factor"]) if kind == "yarn" else 1.0
         if kind == "longrope" or said["attention_factor"] != usual:
             found["rope.scaling.attn_factor"] = said["attention_factor"] / usual
     return found
@@ -117,12 +117,12 @@ def rope_tensors(position: Any) -> dict[str, tuple[float, ...]]:
     return {}
 
 
-def yarn_mscale(factor: float) -> float:
+def _yarn_mscale(factor: float) -> float:
     """What YaRN multiplies cos and sin with unless told otherwise (2309.00071, section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
 
 
-def wavelengths(base: float, pairs: int) -> list[float]:
+def _wavelengths(base: float, pairs: int) -> list[float]:
     """Each pair's wavelength, in tokens."""
     return [2 * math.pi * base ** (pair / pairs) for pair in range(pairs)]
 
@@ -131,7 +131,7 @@ def llama3_divisors(scaling: Llama3Scaling, base: float, pairs: int) -> list[flo
     """What each pair's frequency is divided by."""
     low, high, factor = scaling.low_freq_factor, scaling.high_freq_factor, scaling.factor
     divisors = []
-    for wavelength in wavelengths(base, pairs):
+    for wavelength in _wavelengths(base, pairs):
         turns = scaling.original_context / wavelength
         if turns > high:
             divisors.append(1.0)
@@ -166,7 +166,7 @@ def fit_llama3(divisors: list[float], base: float) -> Llama3Scaling | None:
 def _candidates(divisors: list[float], base: float, factor: float) -> list[tuple[float, int]]:
     """(high_freq_factor, original context) that may have made the divisors: the usual ones, then what they solve to."""
     usual = [(4.0, 8192), *((4.0, 2**power) for power in range(6, 18))]
-    waves = wavelengths(base, len(divisors))
+    waves = _wavelengths(base, len(divisors))
     ramp = [
         (wave, (1 / v - 1 / factor) / (1 - 1 / factor))
         for wave, v in zip(waves, divisors, strict=True)

@@ -117,13 +117,13 @@ def _rotary(rope: ConfigReader, dim: int, base: float, context_length: int, part
     if kind == "proportional":
         return Rotary(dim=dim, base=base, scaling=_read_proportional(rope, dim))
     if partial:
-        if not is_number(part) or not 0 < part <= 1:
+        if not _is_number(part) or not 0 < part <= 1:
             raise rope.fail("partial_rotary_factor", part, "a number above 0 up to 1")
         dim = int(dim * part)
         if dim < 2 or dim % 2:
             raise rope.fail("partial_rotary_factor", part, f"what makes an even number of dimensions, not {dim}")
     # By default other families rotate whole heads whatever this says, and scaled ones are not made for a part.
-    elif kind != "default" and (not is_number(part) or not dim <= part * dim < dim + 1):
+    elif kind != "default" and (not _is_number(part) or not dim <= part * dim < dim + 1):
         raise rope.fail(
             "partial_rotary_factor", part, f"1: with rope_type {shown(kind)} this family rotates whole heads"
         )
@@ -132,13 +132,13 @@ def _rotary(rope: ConfigReader, dim: int, base: float, context_length: int, part
 
 def _read_proportional(rope: ConfigReader, dim: int) -> ProportionalScaling:
     part = rope.raw("partial_rotary_factor", 1.0)
-    if not is_number(part) or not 0 <= part <= 1:
+    if not _is_number(part) or not 0 <= part <= 1:
         raise rope.fail("partial_rotary_factor", part, "a number from 0 to 1")
     factor = rope.number("factor") if "factor" in rope.data else 1.0
     return ProportionalScaling(factor=factor, turning=int(part * dim // 2))
 
 
-def is_number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     """Whether it is an integer or a float, and no boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 

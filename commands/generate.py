@@ -47,7 +47,7 @@ def generate(
     if temperature == 0 and (top_k is not None or top_p is not None):
         name = "--top-k" if top_k is not None else "--top-p"
         raise UsageError(f"{name} does nothing at --temperature 0, which is greedy", "Give a temperature above 0.")
-    prompt = read_prompt(text, ids)
+    prompt = _read_prompt(text, ids)
     limits: list[str] = []
     opened = open_checkpoint(model, **opening)
     suit(opened.spec)
@@ -67,7 +67,7 @@ def generate(
             complain(line)
 
 
-def read_prompt(text: str | None, ids: str | None) -> str | list[int]:
+def _read_prompt(text: str | None, ids: str | None) -> str | list[int]:
     """TEXT, or standard input for -, or the numbers of --ids ('1 5 9' or '1,5,9'); raises UsageError."""
     if ids is not None:
         try:

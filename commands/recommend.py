@@ -12,7 +12,7 @@ from .completion import one_of
 VOCABULARY = 32_000
 
 
-def known_goals() -> Iterable[str]:
+def _known_goals() -> Iterable[str]:
     """For the shell."""
     from ..analysis.recommend import GOALS
 
@@ -30,7 +30,7 @@ def recommend(
         "GOAL",
         "What matters most: quality, speed, memory, context, simplicity or balance.",
         default=...,
-        complete=one_of(known_goals),
+        complete=one_of(_known_goals),
     ),
     params: str = option("NUMBER", "How many parameters the model is to have: 7B, 124M, 1.5e9.", default=...),
     vocab: int = option("TOKENS", "The size of the vocabulary.", default=VOCABULARY),

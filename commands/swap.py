@@ -27,10 +27,10 @@ class SwapCommand(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         from ..surgery.registry import all_options
 
-        return [*super().get_params(ctx), *map(swap_option, all_options())]
+        return [*super().get_params(ctx), *map(_swap_option, all_options())]
 
 
-def swap_option(option: Option) -> TyperOption:
+def _swap_option(option: Option) -> TyperOption:
     """An option of a swap as the command line has it."""
     fields: dict[str, Any] = {"is_flag": True, "default": False}
     if not option.flag:

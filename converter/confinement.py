@@ -44,7 +44,7 @@ def limit_time(seconds: float) -> None:
     _limit("RLIMIT_CPU", int(used.user + used.system + seconds) + 1)
 
 
-def confine() -> None:
+def _confine() -> None:
     """No core dumps, no files written, no other processes, little memory."""
     for name in ("RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_NPROC"):
         _limit(name, 0)
@@ -53,7 +53,7 @@ def confine() -> None:
 
 def main() -> None:
     """Confine this process, and be the worker that the command line names."""
-    confine()
+    _confine()
     # Neighbours by their own names, and not this folder on the path, where some are called as other libraries are.
     package = types.ModuleType("confined")
     package.__path__ = [os.path.dirname(__file__)]  # noqa: PTH120, as few imports as can be

@@ -67,7 +67,7 @@ def _header(repository: Repository, name: str) -> Header:
         return read_header(path)
     if not repository.online:
         raise Offline(f"{name} of {repository} is not in the local cache, and {repository.why_offline}", WAY_ON)
-    first = read_range(repository, name, 0, _FIRST)
+    first = _read_range(repository, name, 0, _FIRST)
     listed = repository.size(name)
     size = first.size if first.size is not None else listed
     if size is None:
@@ -79,7 +79,7 @@ def _header(repository: Repository, name: str) -> Header:
     length = header_length(where, first.data[:8], size)
     raw = first.data[8 : 8 + length]
     if len(raw) < length:
-        rest = read_range(repository, name, 8 + len(raw), 8 + length)
+        rest = _read_range(repository, name, 8 + len(raw), 8 + length)
         if (rest.size, rest.etag) != (first.size, first.etag):
             raise Offline(f"{where} changed while it was read", "Run the same again.")
         raw += rest.data
@@ -88,7 +88,7 @@ def _header(repository: Repository, name: str) -> Header:
     return parse_header(where, raw, size)
 
 
-def read_range(repository: Repository, name: str, begin: int, end: int) -> Part:
+def _read_range(repository: Repository, name: str, begin: int, end: int) -> Part:
     """Bytes `begin` to `end` (exclusive) of a file, fewer where it is shorter; never many more than `end` are fetched.
 
     Only the standard part of HTTP is relied on: an answer of 200 is the file from its beginning, and is left when
@@ -193,7 +193,7 @@ class _Ranges:
 
     def __call__(self, start: int, end: int) -> bytes:
         self.used = True
-        data = read_range(self.repository, self.file, start, end).data
+        data = _read_range(self.repository, self.file, start, end).data
         if len(data) != end - start:
             raise Offline(f"{self.repository}: the connection broke off within {self.file}", "Run the same again.")
         return data
@@ -203,7 +203,7 @@ def _gguf_header(repository: Repository, file: str, name: str) -> tuple[GgufHead
     data, wanted, first = b"", GGUF_FIRST, None
     read = _Ranges(repository, file)
     while True:
-        part = read_range(repository, file, len(data), wanted)
+        part = _read_range(repository, file, len(data), wanted)
         if first is not None and (part.size, part.etag) != (first.size, first.etag):
             raise Offline(f"{name} changed while it was read", "Run the same again.")
         first = part

@@ -242,7 +242,7 @@ class _Carrier:
         with file.pieces(name) as piece:
             if around is not None:
                 piece(around.head)
-            for rows in row_slices(array):
+            for rows in _row_slices(array):
                 self.scheduler.check()
                 chunk = contiguous(array[rows] if array.ndim else array)
                 bad += not_finite(chunk, dtype)
@@ -289,7 +289,7 @@ class _Carrier:
             return self.sources[path]
 
 
-def row_slices(array: np.ndarray) -> Iterator[Any]:
+def _row_slices(array: np.ndarray) -> Iterator[Any]:
     """Slices of the first axis that take about ROWS bytes each; one that takes all of a scalar or an empty array."""
     if array.ndim == 0 or array.size == 0:
         yield ...

@@ -118,7 +118,7 @@ class Plan:
         return max(output.nbytes for shard in self.shards for output in shard.outputs)
 
 
-def lay_out(name: str, tensors: Sequence[tuple[BoundLeaf, str]]) -> Shard:
+def _lay_out(name: str, tensors: Sequence[tuple[BoundLeaf, str]]) -> Shard:
     """A safetensors file of these leaves, each with its dtype, as the safetensors library would write it."""
     header, infos = build_header([(leaf.checkpoint, dtype, leaf.shape) for leaf, dtype in tensors], METADATA)
     leaves = {leaf.checkpoint: leaf for leaf, _ in tensors}
@@ -164,8 +164,8 @@ def plan(
         groups += [group] if group else []
     count = len(groups)
     if count == 1:
-        return Plan((lay_out("model.safetensors", groups[0]),), texts, tuple(companions))
-    shards = tuple(lay_out(f"model-{i:05}-of-{count:05}.safetensors", group) for i, group in enumerate(groups, 1))
+        return Plan((_lay_out("model.safetensors", groups[0]),), texts, tuple(companions))
+    shards = tuple(_lay_out(f"model-{i:05}-of-{count:05}.safetensors", group) for i, group in enumerate(groups, 1))
     index = {
         "metadata": {
             "total_parameters": sum(math.prod(leaf.shape) for leaf, _ in tensors),

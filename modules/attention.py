@@ -44,7 +44,7 @@ class Mixing:
     def _eager(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         spec, group = self.spec, q.shape[1] // k.shape[1]
         if spec.kv_expansion == "repeat" and group > 1:
-            k, v = repeat_heads(k, group), repeat_heads(v, group)
+            k, v = _repeat_heads(k, group), _repeat_heads(v, group)
         scores = capped(self._scores(q, k, context), spec.cap)
         mask = context.additive_mask(spec.window)  # (B or 1, 1, T, S)
         if mask is not None:
@@ -94,7 +94,7 @@ class Mixing:
                 # One query: the group's heads are rows of one product, so keys need no copies.
                 q = q.reshape(batch, -1, group, q.shape[-1])
             else:
-                k, v = repeat_heads(k, group), repeat_heads(v, group)
+                k, v = _repeat_heads(k, group), _repeat_heads(v, group)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None and steps > 1, scale=spec.scale, enable_gqa=grouped
         )
@@ -147,7 +147,7 @@ class AttentionModule(nn.Module):
             k, v = cache.append(k, v)
             if spec.kv_expansion == "projection":
                 # Of one key head the repeated ones are views; transformers' cache holds them all.
-                k, v = repeat_heads(k, spec.group).contiguous(), repeat_heads(v, spec.group).contiguous()
+                k, v = _repeat_heads(k, spec.group).contiguous(), _repeat_heads(v, spec.group).contiguous()
         out: Tensor = self.o_proj(self.mix(q, k, v, context))
         return out
 
@@ -220,7 +220,7 @@ def _heads(x: Tensor, heads: int) -> Tensor:
     return torch.unflatten(x, -1, (heads, -1)).transpose(1, 2)
 
 
-def repeat_heads(x: Tensor, times: int) -> Tensor:
+def _repeat_heads(x: Tensor, times: int) -> Tensor:
     """(B, KV, S, hd) -> (B, KV·times, S, hd), each head `times` times in a row."""
     batch, kv_heads, length, head_dim = x.shape
     return x[:, :, None].expand(batch, kv_heads, times, length, head_dim).reshape(batch, -1, length, head_dim)

@@ -81,7 +81,7 @@ class FusedLinears:
             weight, bias = self._concatenated(plain)
         else:
             biases: list[Tensor] = [linear.bias for linear in plain if linear.bias is not None]
-            if not (are_rows([linear.weight for linear in plain], self.weight) and are_rows(biases, self.bias)):
+            if not (_are_rows([linear.weight for linear in plain], self.weight) and _are_rows(biases, self.bias)):
                 self._fuse(plain)
             assert self.weight is not None
             weight, bias = self.weight, self.bias
@@ -118,7 +118,7 @@ class FusedLinears:
                 start += rows
 
 
-def are_rows(parts: Sequence[Tensor], whole: Tensor | None) -> bool:
+def _are_rows(parts: Sequence[Tensor], whole: Tensor | None) -> bool:
     """Whether `parts` are views of the rows of `whole`, one after the other from its first; none of no tensor."""
     if whole is None or not parts:
         return whole is None and not parts

@@ -68,7 +68,7 @@ def save(
     to = target(as_, FOLDERS)
     stored = None if dtype is None else HF_NAMES[parse_dtype(str(dtype))]
     with Staging(Path(folder), force) as staging:
-        source, to = adapted(in_memory(model, stored), to)
+        source, to = adapted(_in_memory(model, stored), to)
         plan = plan_conversion(source, to, stored, max_shard_bytes)
         done = transfer(plan, source, staging)
         manifest = {
@@ -81,7 +81,7 @@ def save(
     return Path(folder)
 
 
-def in_memory(model: Decoder, dtype: str | None = None) -> Checkpoint:
+def _in_memory(model: Decoder, dtype: str | None = None) -> Checkpoint:
     """A module as a checkpoint of its parameters, to be stored as `dtype`, by torch's name; raises as `save`."""
     if not isinstance(model, Decoder):
         raise UsageError(

@@ -80,14 +80,14 @@ def generate(
         tokenizer = None
         if about.path is not None or "tokenizer.json" in about.texts:
             tokenizer = load_tokenizer(about.path or Path(), about.texts)
-        ids = prompt_ids(about.origin.reference or "the model in memory", model.spec, tokenizer, prompt)
+        ids = _prompt_ids(about.origin.reference or "the model in memory", model.spec, tokenizer, prompt)
         stop = tokenizer.eos_ids if tokenizer is not None else _stated_eos(about.origin)
         decoder = model
     else:
         options = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model, **options)
         tokenizer = load_tokenizer(checkpoint.folder, checkpoint.texts)
-        ids = prompt_ids(checkpoint.reference, checkpoint.spec, tokenizer, prompt)
+        ids = _prompt_ids(checkpoint.reference, checkpoint.spec, tokenizer, prompt)
         folder, texts = checkpoint.folder, checkpoint.texts
         stop = eos_ids(folder, None, texts) if tokenizer is None else tokenizer.eos_ids
         if not stop and checkpoint.format != "hf":  # by the config.json that it once had
@@ -99,7 +99,7 @@ def generate(
     )
 
 
-def prompt_ids(name: str, spec: ModelSpec, tokenizer: Tokenizer | None, prompt: str | Sequence[int]) -> list[int]:
+def _prompt_ids(name: str, spec: ModelSpec, tokenizer: Tokenizer | None, prompt: str | Sequence[int]) -> list[int]:
     """The token ids of a prompt for a tree, called `name`; UsageError for a text that no tokenizer here reads."""
     if not isinstance(prompt, str):
         return list(prompt)

@@ -122,7 +122,7 @@ def load_port(reference: str) -> nn.Module:
     here = os.getcwd()  # noqa: PTH109 (what Python itself puts on its path)
     sys.path.insert(0, here)
     try:
-        with blaming(f"{name} raised", "while it was imported"):
+        with _blaming(f"{name} raised", "while it was imported"):
             try:
                 build = getattr(importlib.import_module(name), attribute, None)
             except ImportError as error:
@@ -132,7 +132,7 @@ def load_port(reference: str) -> nn.Module:
         sys.path.remove(here)
     if build is None:
         raise UsageError(f"cannot import {reference}: {name} has no {attribute}")
-    with blaming(f"{reference} raised", "when it was called"):
+    with _blaming(f"{reference} raised", "when it was called"):
         port = build if isinstance(build, nn.Module) else _called(reference, build)
     if not isinstance(port, nn.Module):
         raise UsageError(f"{reference} returned a {type(port).__name__}, not a torch module")
@@ -154,7 +154,7 @@ def _called(reference: str, build: Any) -> Any:
 
 
 @contextmanager
-def blaming(who: str, when: str) -> Iterator[None]:
+def _blaming(who: str, when: str) -> Iterator[None]:
     """While open, whatever the user's own code raises is InvalidInput, with the line of theirs that raised it."""
     try:
         yield
@@ -206,7 +206,7 @@ def verify_port(
         raise CannotExpress(NO_CLASS)
     say("a port of your own")
     port = load_port(against)
-    with blaming("your module raised", "when it was put into float32 and float64"):
+    with _blaming("your module raised", "when it was put into float32 and float64"):
         port = port.float()
         ours64 = copy.deepcopy(port).double()
         takes_mask = "attention_mask" in inspect.signature(port.forward).parameters
@@ -262,7 +262,7 @@ def _logits(model: nn.Module, batch: Batch, takes_mask: bool) -> Tensor:
     """The logits of real tokens, (N, V), from whatever the port returns."""
     dtype = next((each.dtype for each in model.parameters()), torch.float32)
     where = f"on the probe {batch.name!r} in {str(dtype).removeprefix('torch.')}"
-    with torch.inference_mode(), blaming("your module raised", where):
+    with torch.inference_mode(), _blaming("your module raised", where):
         out = model(batch.input_ids, attention_mask=batch.attention_mask) if takes_mask else model(batch.input_ids)
     out = getattr(out, "logits", out)
     out = out[0] if isinstance(out, tuple) and out else out

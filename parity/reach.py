@@ -34,7 +34,7 @@ def one_function(a: ModelSpec, b: ModelSpec) -> bool:
     return bool(without_rounding(a).mapped(bare) == without_rounding(b).mapped(bare))
 
 
-def parts_behind(a: ModelSpec, b: ModelSpec) -> list[Limit]:
+def _parts_behind(a: ModelSpec, b: ModelSpec) -> list[Limit]:
     """The lengths behind which the trees differ, the shortest first; 0 where they do from the first token on."""
     tables = [None if tree.positions is None else tree.positions.length for tree in (a, b)]
     sizes: set[tuple[str, int | None, int | None]] = {("position tables", tables[0], tables[1])}
@@ -55,7 +55,7 @@ def parts_behind(a: ModelSpec, b: ModelSpec) -> list[Limit]:
 def whole_context(a: ModelSpec, b: ModelSpec) -> int | None:
     """The longest sequence made for, where the trees count positions otherwise; None where they do not, or unknown."""
     known = [tree.context_length for tree in (a, b) if tree.context_length is not None]
-    if len(known) < 2 or all(limit.tokens for limit in parts_behind(a, b)):
+    if len(known) < 2 or all(limit.tokens for limit in _parts_behind(a, b)):
         return None
     return min(max(known), longest(a, b) or max(known))
 
@@ -70,7 +70,7 @@ def limited_to(a: ModelSpec, b: ModelSpec, probed: int, up_to: int | None) -> tu
     whole = whole_context(a, b) or probed + 1
     tables = [tree.positions.length for tree in (a, b) if tree.positions is not None]
     most = max(tables) if len(tables) == 2 else math.inf
-    parts = [limit for limit in parts_behind(a, b) if probed < (limit.beyond if limit.tokens else whole)]
+    parts = [limit for limit in _parts_behind(a, b) if probed < (limit.beyond if limit.tokens else whole)]
     parts = [limit for limit in parts if limit.tokens < most]
     if not parts:
         return None, []

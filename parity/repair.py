@@ -123,7 +123,7 @@ Seen = dict[int, Tensor]
 """Hidden states (B, T, hidden) by the identity of the batch."""
 
 
-def run_unit(tree: Repaired, unit: Unit, inputs: Seen, batches: Sequence[Batch], path: Kernel) -> Iterator[Tensor]:
+def _run_unit(tree: Repaired, unit: Unit, inputs: Seen, batches: Sequence[Batch], path: Kernel) -> Iterator[Tensor]:
     """What a unit makes of its inputs, (N, features) a batch in fp64, computed in the inputs' dtype."""
     dtype, read = next(iter(inputs.values())).dtype, partial(tensor_of, tree)
     module: Callable[..., Tensor]
@@ -192,8 +192,8 @@ def find_causes(
         return largest_gap(exact, both.candidate(batches, torch.float64, path, tree=tree))
 
     as_it_is = Repaired(target, source)
-    wide = list(run_unit(as_it_is, unit, inputs, batches, path))
-    narrow = list(run_unit(as_it_is, unit, {key: value.float() for key, value in inputs.items()}, batches, path))
+    wide = list(_run_unit(as_it_is, unit, inputs, batches, path))
+    narrow = list(_run_unit(as_it_is, unit, {key: value.float() for key, value in inputs.items()}, batches, path))
     start, rounding = largest_gap(outputs, wide), 2 * largest_gap(wide, narrow)
     if start <= rounding:
         return []  # the unit is right on right inputs: there is nothing in it to repair
@@ -202,7 +202,7 @@ def find_causes(
         tree = Repaired(target, source, repair, unit)
         if not tree.changes:
             continue
-        gap = gap_up_to(outputs, run_unit(tree, unit, inputs, batches, path), max(rounding, start / 10))
+        gap = gap_up_to(outputs, _run_unit(tree, unit, inputs, batches, path), max(rounding, start / 10))
         if gap <= rounding or gap < start / 10:
             helps.append((gap <= rounding, repair))
     helps.sort(key=lambda pair: not pair[0])

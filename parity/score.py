@@ -69,7 +69,7 @@ def score(
     """Make every mutation that applies to a tree with weights in fp64, and see whether the batches tell it from the
     original.
 
-    What they do not is made with random weights too, and then on inputs that were made for this tree (`plain_inputs`),
+    What they do not is made with random weights too, and then on inputs that were made for this tree (`_plain_inputs`),
     whatever the probe looks like: only what shows there is missed. `unprobed` are mutations that the probe says it does
     not reach, which are not counted; `up_to` is the longest sequence that matters.
     """
@@ -79,12 +79,12 @@ def score(
     by_chance, missed = _by_random(spec, weights, batches, unseen), list[str]()
     if len(by_chance) < len(unseen):
         rest = [name for name in unseen if name not in by_chance]
-        missed = _by_random(spec, weights, plain_inputs(spec, up_to), rest, CLEAR)
+        missed = _by_random(spec, weights, _plain_inputs(spec, up_to), rest, CLEAR)
     invisible = tuple(name for name in unseen if name not in (*by_chance, *missed))
     return Score(tuple(caught), tuple(by_chance), tuple(missed), allowed, invisible=invisible)
 
 
-def plain_inputs(spec: ModelSpec, up_to: int | None = None) -> list[Batch]:
+def _plain_inputs(spec: ModelSpec, up_to: int | None = None) -> list[Batch]:
     """Random tokens, as many as it takes to go past every window and original context that a probe does, and padded."""
     lengths = [LONG, *(limit.beyond for limit in limits(spec) if limit.tokens <= AFFORDABLE)]
     most = [length for length in (longest(spec), up_to) if length is not None]

@@ -2,7 +2,7 @@
 
 A weight of a layer shows in every logit, a row of a table only where its token, or its position, is in the input. So a
 row that holds other bytes is one that the probe has to read, unless both models are shown to make the same of it
-without their layers (`front_to_back`), which takes no pass through either.
+without their layers (`_front_to_back`), which takes no pass through either.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ def rows_to_probe(
     if not required:
         if source.spec.head.tied and target.spec.head.tied:
             embedding = embedding[:0]  # each row is a token's logit, whatever is read
-        embedding = embedding[~alike_at_the_ends(source, target, EMBEDDING, embedding)]
-        positions = positions[~alike_at_the_ends(source, target, POSITIONS, positions)]
+        embedding = embedding[~_alike_at_the_ends(source, target, EMBEDDING, embedding)]
+        positions = positions[~_alike_at_the_ends(source, target, POSITIONS, positions)]
     positions = positions[positions < min(most or 0, up_to or most or 0)]
     # Where bytes are called for they have failed already, and a few rows show what it comes to.
     read, left = np.split(embedding, [len(embedding) if long else WIDTH if required else AFFORDABLE])
@@ -207,7 +207,7 @@ def _too_many(left: np.ndarray, name: str) -> str:
     return f"{rows}, which hold other values and which no batch reads: --long has them read"
 
 
-def alike_at_the_ends(source: Checkpoint, target: Checkpoint, name: str, rows: np.ndarray) -> np.ndarray:
+def _alike_at_the_ends(source: Checkpoint, target: Checkpoint, name: str, rows: np.ndarray) -> np.ndarray:
     """Which rows of a table give the same logits where the layers are left out of both models, (len(rows),) of bool.
 
     A swap that changes a table changes the residual stream's basis, for all that reads and writes it: what tables put
@@ -222,7 +222,7 @@ def alike_at_the_ends(source: Checkpoint, target: Checkpoint, name: str, rows: n
     for start in range(0, len(rows), PIECE):
         here = torch.from_numpy(rows[start : start + PIECE])
         exact, rounded, other = (
-            front_to_back(checkpoint, name, here, columns, dtype)
+            _front_to_back(checkpoint, name, here, columns, dtype)
             for checkpoint, dtype in ((source, torch.float64), (source, torch.float32), (target, torch.float64))
         )
         noise.append((exact - rounded).abs().amax(dim=1))
@@ -232,7 +232,7 @@ def alike_at_the_ends(source: Checkpoint, target: Checkpoint, name: str, rows: n
     return ((torch.cat(gaps) <= allowed) & rounding.isfinite()).numpy()
 
 
-def front_to_back(checkpoint: Checkpoint, name: str, rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
+def _front_to_back(checkpoint: Checkpoint, name: str, rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
     """The logits (N, columns) of a tree without its layers, for rows (N,) of one of its tables."""
     spec, every, first = checkpoint.spec, torch.arange(len(rows)), torch.zeros_like(rows)
 

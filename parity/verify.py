@@ -226,7 +226,7 @@ def verify(
     batches, limited = batches + more, limited + unread
     with sides(source, target, stream) as both:
         say("transformers")
-        with computable(wanted):
+        with _computable(wanted):
             reference = both.reference(batches, wanted, path)
         bare = [logits for batch, logits in zip(batches, reference, strict=True) if batch.attention_mask is None]
         _require_finite(bare, f"transformers' logits of {source.reference}", wanted)
@@ -237,7 +237,7 @@ def verify(
         batches, reference = list(compress(batches, finite)), list(compress(reference, finite))
         say("gptkit")
         reached = Reached()
-        with computable(wanted):
+        with _computable(wanted):
             candidate = both.candidate(batches, wanted, path, reached.watch)
         limited += reached.left_out((*bytes_verdict.different, *bytes_verdict.alone)) if not required else []
         _require_finite(candidate, f"gptkit's logits of {target.reference}", wanted)
@@ -296,7 +296,7 @@ def resolved(checkpoint: Checkpoint) -> str:
 
 
 @contextmanager
-def computable(dtype: torch.dtype) -> Iterator[None]:
+def _computable(dtype: torch.dtype) -> Iterator[None]:
     """Raise UsageError for a dtype that torch knows and this machine's kernels do not."""
     try:
         yield

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 SHOWN = 5  # tensors named, of however many
 
 
-def facts_report(title: str, facts: Iterable[tuple[str, str]], notes: Iterable[str]) -> RenderableType:
+def _facts_report(title: str, facts: Iterable[tuple[str, str]], notes: Iterable[str]) -> RenderableType:
     """What is known of a model, a row a fact, and notes below."""
     table = plain_table(("", False), ("", False), rows=facts)
     return Group(Text(title, style="bold"), table, *(Text(f"note: {note}") for note in notes))
 
 
-def component_facts(spec: ModelSpec) -> list[tuple[str, str]]:
+def _component_facts(spec: ModelSpec) -> list[tuple[str, str]]:
     """What a tree is in words, without what it has not."""
     return [(aspect, words) for aspect, words in describe(spec).items() if words not in ("none", "")]
 
@@ -47,10 +47,10 @@ def load_summary(checkpoint: Checkpoint) -> RenderableType:
         *([("revision", checkpoint.revision)] if checkpoint.revision else []),
         ("parameters", f"{count(spec).total:,}"),
         ("stored as", f"{', '.join(stored)}, {len(checkpoint.leaves)} tensors in {where}"),
-        *component_facts(spec),
+        *_component_facts(spec),
         *(("history", ", ".join(f"{key} {value}" for key, value in each.items())) for each in history),
     ]
-    return facts_report(str(checkpoint.reference), facts, checkpoint.notes)
+    return _facts_report(str(checkpoint.reference), facts, checkpoint.notes)
 
 
 def load_json(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -111,13 +111,13 @@ class RandomModel:
         facts = [
             ("family", self.tree.origin.family or "none"),
             ("parameters", f"{count(spec).total:,} as {self.dtype}"),
-            *component_facts(spec),
+            *_component_facts(spec),
             ("weights", self.initialisation),
             ("seed", str(self.seed)),
             ("forward pass", logits),
             *([("written", f"{human_bytes(self.nbytes)} of weights")] if self.out is not None else []),
         ]
-        return facts_report(f"{self.reference}, random weights", facts, self.notes)
+        return _facts_report(f"{self.reference}, random weights", facts, self.notes)
 
 
 def source_lines(counts: Sequence[ModelCount]) -> list[str]:
@@ -158,11 +158,11 @@ def conversion_lines(conversion: Conversion) -> list[str]:
         quantised = Counter(o.dtype for shard in plan.shards for o in shard.outputs if o.encode is not None)
         for dtype, tensors in quantised.items():
             lines.append(f"{tensors} of {plan.tensors} tensors are quantised to {dtype}")
-        lines += transfer_lines(transferred)
+        lines += _transfer_lines(transferred)
     return lines + [f"note: {note}" for note in source.notes]
 
 
-def transfer_lines(done: Transferred) -> list[str]:
+def _transfer_lines(done: Transferred) -> list[str]:
     """What a person should know of how the tensors went over: what this run's quantising and rounding cost."""
     from ..converter.dtypes import Quantisation, Rounding  # here, because it imports numpy
 

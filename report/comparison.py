@@ -39,18 +39,18 @@ class Line:
 
 def lines(comparison: Comparison, rows: Sequence[Row]) -> list[Line]:
     """The table's rows: aspects, then costs."""
-    return [*(Line(row.name, row.words, row.differs) for row in rows), *cost_lines(comparison)]
+    return [*(Line(row.name, row.words, row.differs) for row in rows), *_cost_lines(comparison)]
 
 
-def cost_lines(comparison: Comparison) -> list[Line]:
+def _cost_lines(comparison: Comparison) -> list[Line]:
     """The costs, as they are written."""
     return [
-        Line(name, tuple(cost_words(name, each) for each in figures), len(set(figures)) > 1, True)
+        Line(name, tuple(_cost_words(name, each) for each in figures), len(set(figures)) > 1, True)
         for name, figures in comparison.costs().items()
     ]
 
 
-def cost_words(name: str, figure: int | None) -> str:
+def _cost_words(name: str, figure: int | None) -> str:
     """A cost as it is written: parameters to the last one, the rest in four digits."""
     if figure is None:
         return "–"
@@ -125,7 +125,7 @@ def _one_below_the_other(page: Layout, names: Sequence[str], shown: Sequence[Lin
         for name, cell in zip(names, line.cells, strict=True):
             by_value.setdefault(cell, []).append(name)
         table = Grid(box=None, show_edge=False, show_header=False, padding=(0, GAP, 0, 0), pad_edge=False)
-        room = max((page.width - 4) // 2, longest_word(by_value))
+        room = max((page.width - 4) // 2, _longest_word(by_value))
         table.add_column(width=2)
         table.add_column(width=min(max(map(len, by_value)), room), overflow="fold")
         table.add_column(overflow="fold")
@@ -136,7 +136,7 @@ def _one_below_the_other(page: Layout, names: Sequence[str], shown: Sequence[Lin
 
 def shared_out(room: int, columns: Sequence[Sequence[str]]) -> list[int] | None:
     """The widths of columns, with as many cells on one line as can be; None where words break or cells get too tall."""
-    widths = [longest_word(column) for column in columns]
+    widths = [_longest_word(column) for column in columns]
     left = room - sum(widths)
     if left < 0:
         return None
@@ -154,7 +154,7 @@ def shared_out(room: int, columns: Sequence[Sequence[str]]) -> list[int] | None:
     return None if tall else widths
 
 
-def longest_word(cells: Iterable[str]) -> int:
+def _longest_word(cells: Iterable[str]) -> int:
     """Letters of the longest of them all."""
     return max(len(word) for cell in cells for word in (cell.split() or [""]))
 
@@ -215,7 +215,7 @@ def comparison_page(comparison: Comparison, rows: Sequence[Row]) -> Page:
     words, figures = (("component", False), *((name, False) for name in names)), [(name, True) for name in names]
     cells = tuple((row.name, *row.words) for row in rows)
     aspects = Table("Components of each model", words, cells, lit, bold="the models differ in this")
-    cells = tuple((line.label, *line.cells) for line in cost_lines(comparison))
+    cells = tuple((line.label, *line.cells) for line in _cost_lines(comparison))
     costs = Table("Costs of each model", (("cost", False), *figures), cells)
     charts = parameter_bars([(model.name, count(model.spec).by_component) for model in models])
     # Where a table of positions is shorter than the context, there are no FLOPs.

@@ -25,7 +25,7 @@ LAYERS = 3  # layers named, of however many
 LARGEST = "the largest KL"
 
 
-def damage_or_change(damage: Damage) -> str:
+def _damage_or_change(damage: Damage) -> str:
     """What a difference is called: damage where the perplexity of a text became worse, else a change."""
     before, after = damage.total.before, damage.total.after
     worse = before is not None and after is not None and not after <= before * (1 + ALIKE)
@@ -36,7 +36,7 @@ def damage_lines(damage: Damage) -> list[str]:
     """The difference in words: all of it, the worst positions and layers, and where it is born."""
     total = damage.total
     lines = [
-        f"{damage_or_change(damage):<10}KL {number(total.kl)} nats per token, top-1 {total.top1:.1%}",
+        f"{_damage_or_change(damage):<10}KL {number(total.kl)} nats per token, top-1 {total.top1:.1%}",
         f"          on {damage.on}, in {damage.dtype}",
     ]
     if total.before is not None and total.after is not None:
@@ -70,7 +70,7 @@ def damage_sections(damage: Damage) -> tuple[Section, ...]:
         f"Both models on {damage.on}, in {damage.dtype}. KL is the divergence of the result's next token from the"
         " original's, in nats."
     )
-    what = damage_or_change(damage).capitalize()
+    what = _damage_or_change(damage).capitalize()
     sections = [Section(f"{what} by position", (Lines((words,)), _position_table(damage)))]
     if damage.layers:
         lens = "What each model would say if it ended after a layer: its last norm and head on its residual stream."

@@ -146,7 +146,7 @@ def _row_readings(each: TensorDiff) -> list[str]:
     return [_rows(each)] if 0 < figures.rows_changed <= figures.rows_all // 2 else []
 
 
-def remarks(each: TensorDiff) -> list[str]:
+def _remarks(each: TensorDiff) -> list[str]:
     """What is said of one tensor that changed."""
     figures = each.figures
     if figures is None:
@@ -204,7 +204,7 @@ def _rows(each: TensorDiff) -> str:
     return f"row{'s' if figures.rows_changed > 1 else ''} {runs} changed, {count}"
 
 
-def most_changed(diff: Diff) -> list[TensorDiff]:
+def _most_changed(diff: Diff) -> list[TensorDiff]:
     """Tensors of other values, what no figure tells first, then by relative change."""
     return sorted(diff.changed, key=lambda each: -math.inf if (size := relative(each)) is None else -size)
 
@@ -227,7 +227,7 @@ def listed(tensors: Sequence[TensorDiff]) -> list[str]:
     ]
 
 
-def files_told(diff: Diff, most: int | None = None) -> list[str]:
+def _files_told(diff: Diff, most: int | None = None) -> list[str]:
     """Small files that differ, and in what; at most so many of a file's lines."""
     lines = []
     for each in diff.files:
@@ -278,7 +278,7 @@ def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence
     """What stands under which heading."""
     if diff.changed and by != "tensor":
         groups = diff.by_layer() if by == "layer" else diff.by_module()
-        rows = [Row(label(group), group_cells(group)) for group in groups if group.changed]
+        rows = [Row(label(group), _group_cells(group)) for group in groups if group.changed]
         lines: list[str | Sheet] = [Sheet("", COLUMNS, tuple(rows))]
         same = [label(group) for group in groups if group.same == len(group.tensors)]
         lines += [f"Unchanged: {some(same, 8)}"] if same else []
@@ -287,10 +287,10 @@ def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence
             most = sorted(layers, key=lambda group: -(group.relative or 0.0))[:3]
             lines.append(f"Most in layer {', '.join(f'{group.layer} ({figure(group.relative)})' for group in most)}")
         yield "Changed values (figures are of the tensors that changed)", lines
-    shown = most_changed(diff) if everything else most_changed(diff)[:SOME]
+    shown = _most_changed(diff) if everything else _most_changed(diff)[:SOME]
     if shown:
         part = f" ({len(shown)} of {len(diff.changed)}, most changed first; --all lists all)"
-        tensors = [f"{each.name}\n{', '.join(remarks(each))}" for each in shown]
+        tensors = [f"{each.name}\n{', '.join(_remarks(each))}" for each in shown]
         yield f"Tensors{part if len(shown) < len(diff.changed) else ''}", tensors
     for status, heading in HEADINGS.items():
         apart = listed([each for each in diff.tensors if each.status == status])
@@ -304,7 +304,7 @@ def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence
         rounding = [f"{counted(left, 'field')} of how it rounds: --all"] if left else []
         yield "The trees differ (A → B)", [*fields, *rounding]
     if diff.files:
-        yield "Files beside the weights (A → B)", files_told(diff, None if everything else SOME)
+        yield "Files beside the weights (A → B)", _files_told(diff, None if everything else SOME)
 
 
 def _wrapped(layout: Layout, text: str, indent: int, style: str = "") -> Iterator[Any]:
@@ -318,7 +318,7 @@ def _wrapped(layout: Layout, text: str, indent: int, style: str = "") -> Iterato
             yield Text(part, style=style, no_wrap=True, overflow="ignore")  # a name beyond the width stays whole
 
 
-def group_cells(group: Group) -> tuple[str, ...]:
+def _group_cells(group: Group) -> tuple[str, ...]:
     """The cells below COLUMNS."""
     changed = group.changed
     if not changed:
@@ -375,12 +375,12 @@ def _sections(diff: Diff) -> Iterator[Section]:
         words = Lines(("In these tables relative change, cosine and rank are of the tensors that changed.",))
         yield Section("Where", (_figure(diff.by_place()), words, _groups("By component", diff.by_module())))
         yield Section("By layer", (_groups("By layer, and what stands outside of layers", diff.by_layer()),))
-    changed = most_changed(diff)
+    changed = _most_changed(diff)
     if changed:
         rows = []
         for each in changed:
             dtypes = [DTYPES.get(dtype or "", dtype or "–") for dtype in dict.fromkeys((each.dtype_a, each.dtype_b))]
-            rows.append((each.name, figure(relative(each)), " → ".join(dtypes), ", ".join(remarks(each))))
+            rows.append((each.name, figure(relative(each)), " → ".join(dtypes), ", ".join(_remarks(each))))
         columns = (("tensor", False), ("relative", True), ("stored as", False), ("", False))
         caption = f"{counted(len(rows), 'tensor')} of other values, most changed first"
         yield Section("Tensors", (Table(caption, columns, tuple(rows), folded=True),))
@@ -393,7 +393,7 @@ def _sections(diff: Diff) -> Iterator[Section]:
         fields = tuple((each.path, each.layers or "", each.a, each.b) for each in diff.tree)
         yield Section("Trees", (Table("Where the trees differ", columns, fields),))
     if diff.files:
-        yield Section("Files beside the weights", (Lines(tuple(files_told(diff)), listed=True),))
+        yield Section("Files beside the weights", (Lines(tuple(_files_told(diff)), listed=True),))
     yield from noted(diff.notes)
 
 
@@ -406,12 +406,12 @@ def _figure(groups: Sequence[Group]) -> Figure:
         return group.name if group.layer is None else f"layer {group.layer} {group.name}"
 
     cells = list(map(_cell, groups))
-    rows = tuple((place(group), *group_cells(group)) for group in groups)
+    rows = tuple((place(group), *_group_cells(group)) for group in groups)
     most = max((group for group in groups if group.changed), key=_size, default=None)
     apart = any(cell.apart for cell in cells)
     largest = f"Nothing {'of one shape ' * apart}changed."
     if most is not None:
-        largest = f"Largest: {place(most)}, {group_cells(most)[2]}."
+        largest = f"Largest: {place(most)}, {_group_cells(most)[2]}."
     columns = (("place", False), *((name, True) for name in COLUMNS))
     marks = " A, B: on that side alone; ≠: of another shape." * apart
     return heatmap(
@@ -430,7 +430,7 @@ def _cell(group: Group) -> Cell:
     words = [f"relative change: {figure(group.relative) if changed else '0'}"]
     if changed:
         words += [f"{len(changed)} of {counted(len(group.tensors), 'tensor')} changed"]
-        words += [f"{each.name.split('.')[-1]}: {', '.join(remarks(each))}" for each in changed[:2]]
+        words += [f"{each.name.split('.')[-1]}: {', '.join(_remarks(each))}" for each in changed[:2]]
     value = _size(group) if changed else 0.0
     name = group.name.replace("_forward", "-forward").replace("_norm", " norm").replace(".", " ")
     if _compared(group):
@@ -446,7 +446,7 @@ def _size(group: Group) -> float:
 
 
 def _groups(caption: str, groups: Sequence[Group]) -> Table:
-    rows = tuple((label(group), *group_cells(group)) for group in groups)
+    rows = tuple((label(group), *_group_cells(group)) for group in groups)
     lit = frozenset(index for index, group in enumerate(groups) if group.changed)
     some = lit if len(lit) < len(groups) else frozenset()
     return Table(caption, (("", False), *((name, True) for name in COLUMNS)), rows, some, bold="something changed here")

@@ -53,7 +53,7 @@ def recommendation_table(page: Layout, advice: Recommendation) -> RenderResult:
         yield _item(page, choice.why, "  ")
         if choice.paper is not None:
             yield _item(page, str(choice.paper), "  ")
-    yield from ("", costs_sheet(advice), "")
+    yield from ("", _costs_sheet(advice), "")
     for title, against in (("Where the costs disagree with the advice", True), ("What the costs say", False)):
         said = [finding.words for finding in advice.findings if finding.against == against]
         if said:
@@ -72,7 +72,7 @@ def _item(page: Layout, words: str, before: str = "- ") -> Padding:
     return Padding(table, 0)
 
 
-def costs_sheet(advice: Recommendation) -> Sheet:
+def _costs_sheet(advice: Recommendation) -> Sheet:
     """Each choice exchanged alone in the baseline, what else there is, and both models as they are."""
 
     def whole(label: str, costs: Any, ruled: bool) -> Row:

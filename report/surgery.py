@@ -150,7 +150,7 @@ def swap_lines(result: SwapResult) -> list[str]:
         lines.append(f"format      Hugging Face files, {result.family.name}: {result.family.hf_class}")
     if result.recipe is not None and result.recipe.name:
         lines.append(f"recipe      {result.recipe.name}")
-    lines += stored_lines(result, computed)
+    lines += _stored_lines(result, computed)
     lines.append(f"parameters  {before:,} -> {after:,}" + (f" ({after - before:+,})" if after != before else ""))
     other = "the recipe was made of other files than these: the result has other bytes"
     notes = [*result.chain.notes, *([other] if result.same_source is False else [])]
@@ -173,7 +173,7 @@ def swap_lines(result: SwapResult) -> list[str]:
     return lines + [line for note in measured.notes for line in indented(note, 12)]
 
 
-def stored_lines(result: SwapResult, computed: bool) -> list[str]:
+def _stored_lines(result: SwapResult, computed: bool) -> list[str]:
     """What computed tensors are stored as, and why; nothing where none is."""
     asked = None if result.recipe is None else result.recipe.dtype
     exact, whole = result.guarantee == "exact", asked is not None and result.family is not None
@@ -231,7 +231,7 @@ def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, bool], ...], list[
     return tuple(columns), rows
 
 
-def steps_table(result: SwapResult) -> Table:
+def _steps_table(result: SwapResult) -> Table:
     """`steps_cells` for the terminal."""
     columns, rows = steps_cells(result)
     return plain_table(*columns, rows=[[*map(Text, row)] for row in rows])
@@ -247,8 +247,8 @@ def steps_words(result: SwapResult) -> str:
 def steps_report(result: SwapResult) -> RenderableType:
     """The steps of a chain, and what their figures mean."""
     if not result.each:
-        return steps_table(result)
-    return Group(Text(f"{steps_words(result)}:", style="dim"), steps_table(result))
+        return _steps_table(result)
+    return Group(Text(f"{steps_words(result)}:", style="dim"), _steps_table(result))
 
 
 def dry_run_report(result: SwapResult) -> RenderableType:
@@ -259,7 +259,7 @@ def dry_run_report(result: SwapResult) -> RenderableType:
         Text(),
         costs_table(before, costs(spec, before.context)),
         Text(),
-        steps_table(result),
+        _steps_table(result),
     ]
     notes = [line for note in result.chain.notes for line in indented(f"note: {note}", 0)]
     return Group(*parts, *([Text()] if notes else []), *map(Text, notes))

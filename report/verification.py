@@ -52,7 +52,7 @@ def some(names: Sequence[str]) -> str:
 def verification_report(result: Verification) -> RenderableType:
     """A row a prompt, then the two verdicts."""
     lines = [part for line in verdict_lines(result) for part in under_its_label(line)]
-    parts: list[RenderableType] = [prompt_table(result.prompts), Text(), *map(Text, lines)]
+    parts: list[RenderableType] = [_prompt_table(result.prompts), Text(), *map(Text, lines)]
     divergence = result.divergence
     if divergence is not None and divergence.first is not None:
         # The components around the first that parts, in the order of computation.
@@ -73,16 +73,16 @@ def under_its_label(line: str) -> list[str]:
     return textwrap.wrap(line, 80, subsequent_indent=" " * 10, **whole) or [line]  # type: ignore[arg-type]
 
 
-def prompt_cells(prompt: Difference) -> tuple[str, ...]:
+def _prompt_cells(prompt: Difference) -> tuple[str, ...]:
     """The cells below `PROBE`."""
     errors = (prompt.maximum, prompt.mean, prompt.kl)
     return (prompt.name, f"{prompt.positions:,}", *map(number, errors), f"{prompt.top1:.1%}")
 
 
-def prompt_table(prompts: Sequence[Difference]) -> Grid:
+def _prompt_table(prompts: Sequence[Difference]) -> Grid:
     """A row a prompt, of long names the beginning."""
     rows: list[list[str | Text]] = []
-    for name, *figures in map(prompt_cells, prompts):
+    for name, *figures in map(_prompt_cells, prompts):
         name = name if name.isprintable() else repr(name)
         rows.append([Text(name if len(name) <= 30 else name[:29] + "…"), *figures])
     return plain_table(*PROBE, rows=rows)
@@ -170,7 +170,7 @@ def port_report(result: PortVerification) -> RenderableType:
         first, *rest = indented(cause)
         lines += [f"cause     {first.strip()}", *rest]
     lines += [f"note: {note}" for note in result.notes]
-    parts: list[RenderableType] = [prompt_table(result.prompts), Text(), *map(Text, lines)]
+    parts: list[RenderableType] = [_prompt_table(result.prompts), Text(), *map(Text, lines)]
     if result.matches:
         start = max(next((i for i, m in enumerate(result.matches) if m.place.parts), 0) - 4, 0)
         shown = result.matches[start : start + 9]
@@ -235,7 +235,7 @@ def _page(
     worst = max((each.maximum for each in result.prompts), key=lambda value: math.inf if math.isnan(value) else value)
     packages = [(name, version(name)) for name in ("transformers", "torch")]
     machine = (("Python", platform.python_version()), ("machine", platform.machine()))
-    probe = Table("Logits by input", PROBE, tuple(map(prompt_cells, result.prompts)))
+    probe = Table("Logits by input", PROBE, tuple(map(_prompt_cells, result.prompts)))
     words = "Largest and mean absolute difference of logits, KL divergence in nats per token, same likeliest token."
     first = [Section("By component and layer", tuple(places)), Section("Probe", (Lines((words,)), probe))]
     return Page(

@@ -25,7 +25,7 @@ def assess(result: SwapResult, text: Sequence[int] | None, progress: Callable[[s
         text=text,
         tokens=done.promise.tokens,
         most=done.promise.length,
-        layers=layers_of(done),
+        layers=_layers_of(done),
         progress=progress,
     )
 
@@ -40,7 +40,7 @@ def held_out(result: SwapResult, calibrate: str | Path | None, tokens: int | Non
     return read_text(source, file, tokens or known or TOKENS).held_out
 
 
-def layers_of(done: Chain) -> list[tuple[int, int]]:
+def _layers_of(done: Chain) -> list[tuple[int, int]]:
     """The layers that stand for one another before and after: (before, after), each at most once. A layer stands for
     the one that its tensors were moved from.
     """

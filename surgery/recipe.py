@@ -121,7 +121,7 @@ def shipped() -> dict[str, Path]:
     return {path.stem: path for path in sorted(FOLDER.glob("*.toml"))}
 
 
-def find_recipe(reference: str | Path) -> Path:
+def _find_recipe(reference: str | Path) -> Path:
     """The file behind a name of ours, a path, or a folder that gptkit wrote; UsageError where there is none."""
     path = Path(reference).expanduser()
     if path.is_dir() or path.name == LOCAL_CONFIG:
@@ -145,7 +145,7 @@ def read_recipe(reference: str | Path) -> Recipe:
     """A recipe by its name among ours, its file, or a folder that gptkit wrote. Raises UsageError where there is none,
     and InvalidInput where it is no TOML, or not what a recipe is; file and step are named.
     """
-    path, where = find_recipe(reference), str(reference)
+    path, where = _find_recipe(reference), str(reference)
     return parse(_manifest(path, where) if path.suffix == ".json" else _toml(path, where), where, path.stem)
 
 

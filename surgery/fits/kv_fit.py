@@ -80,7 +80,7 @@ def fitted_layers(
             tensors = (fit or _fit)(old, spec, layer.x, here, context)
             new = block_with(old, spec, tensors)
         found = {f"blocks.{layer.index}.attention.{name}": value for name, value in tensors.items()}
-        student, down = refit_down(new, here, layer.output, context)
+        student, down = _refit_down(new, here, layer.output, context)
         if down is not None:
             found[f"blocks.{layer.index}.{DOWN}.weight"] = down
         yield {name: value.numpy() for name, value in found.items()}
@@ -157,7 +157,7 @@ def shared_key(
         steps = context.position_ids.shape[-1]
         turns = inverse_frequencies(rotary, steps, inputs.dtype)
         angles = torch.arange(steps, dtype=inputs.dtype)[:, None] * turns  # (T, dim/2)
-    rows = as_halves(rotary, spec.head_dim)
+    rows = _as_halves(rotary, spec.head_dim)
     queries, key = fit_keys(queries[:, rows], keys[:, rows], covariance, 0 if rotary is None else rotary.dim)
     start = queries.to(inputs), key.to(inputs)
     given = (*start, inputs, pattern, scores, scale, angles)
@@ -189,7 +189,7 @@ def _refit(start: Tensor, inputs: Tensor, wanted: Tensor, stream: Tensor) -> Ten
     return ridge(start, Moment.of(inputs, wanted, weight), RIDGE)
 
 
-def refit_down(
+def _refit_down(
     block: BlockModule, student: Tensor, teacher_output: Tensor, context: Context
 ) -> tuple[Tensor, Tensor | None]:
     """The stream after a new block, and the down projection fitted to the original stream; none of experts."""
@@ -245,7 +245,7 @@ def _rotary(spec: Attention) -> Rotary | None:
     return spec.position if isinstance(spec.position, Rotary) else None
 
 
-def as_halves(rotary: Rotary | None, head_dim: int) -> Tensor:
+def _as_halves(rotary: Rotary | None, head_dim: int) -> Tensor:
     """The order in which a head's elements have their rotary pairs at i and i + dim/2."""
     order = torch.arange(head_dim)
     if rotary is None or rotary.pairs == "halves":
@@ -283,7 +283,7 @@ def _groups(spec: Attention, new: Attention, heads: Heads, covariance: Tensor) -
     in_place = isinstance(spec.position, ALiBi) or new.kv_heads == 1 or spec.q_norm is not None
     if in_place or work > GROUPING_WORK:
         return contiguous_groups(old, new.kv_heads)
-    rows = as_halves(rotary, spec.head_dim)
+    rows = _as_halves(rotary, spec.head_dim)
     queries, keys = heads.queries[:, rows], heads.keys[:, rows]
     dim = 0 if rotary is None else rotary.dim
     return group_similar(head_similarity(queries, keys, heads.values, heads.outputs, covariance, dim), new.kv_heads)

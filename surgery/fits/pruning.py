@@ -103,7 +103,7 @@ def columns(heads: Sequence[int] | Index, size: int, old: Wide) -> Index:
     return np.append(own, np.arange(whole, old.shape[1])).astype(np.int64)
 
 
-def by_need(old: Wide, moments: Wide, size: int) -> Callable[[list[int]], Callable[[Index], float]]:
+def _by_need(old: Wide, moments: Wide, size: int) -> Callable[[list[int]], Callable[[Index], float]]:
     """By how much o_proj's output [hidden] is off, on average, without a unit, the rest fitted again.
 
     old [hidden, heads · size (and 1 for a bias)]; moments are the second moments of what it is multiplied with.
@@ -135,7 +135,7 @@ def heads(
         bias = f"{path}.o_proj.bias" if attention.output_bias else ""
         old, seen = reads(model, output.name, bias, rows.reshape(-1, rows.shape[-1]).double().numpy())
         moments = seen.T @ seen / len(seen)
-        choice = kept(attention, remaining(attention, candidates, new, keys, by_need(old, moments, output.size)))
+        choice = kept(attention, remaining(attention, candidates, new, keys, _by_need(old, moments, output.size)))
         arrays = {}
         for part in before:
             own = by_head(choice.keys if part.keys else choice.heads, np.arange(part.size), part.size)

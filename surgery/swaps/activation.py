@@ -103,7 +103,7 @@ def one_unit(path: str, dense: Dense, s: Slope) -> dict[str, Tensor]:
     return {**before, **{name: scaled(name, -1) for name in leaving(path, dense)}}
 
 
-def two_units(path: str, dense: Dense, b: tuple[float, float], a: tuple[float, float]) -> dict[str, Tensor]:
+def _two_units(path: str, dense: Dense, b: tuple[float, float], a: tuple[float, float]) -> dict[str, Tensor]:
     """act(x) -> a₁·new(b₁·x) + a₂·new(b₂·x): each unit twice, the first ones before all second ones."""
 
     def stacked(name: str, factors: tuple[float, float], axis: int) -> Computed:
@@ -126,7 +126,7 @@ def pair(old: Activation, kind: str) -> tuple[tuple[float, float], tuple[float, 
 # --- the swaps --------------------------------------------------------------------------------------------------------
 
 
-def to_other(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
+def _to_other(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
     """Another activation, with the slope that goes with it; by name alone with `approximate`."""
 
     def made(_: int, path: str, old: Dense) -> dict[str, Tensor]:
@@ -136,7 +136,7 @@ def to_other(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
     return swapped(spec, different(spec, asked, new), new, made, asked.approximate)
 
 
-def to_fitted(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
+def _to_fitted(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
     """Another activation, each layer with the slope that is best on a text."""
     found = different(spec, asked, new)
     known = any(how(each.activation, new) != "approximate" for each in found.values())
@@ -152,7 +152,7 @@ def to_fitted(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
     return swapped(spec, found, new, made)
 
 
-def to_two_units(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
+def _to_two_units(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
     """Another activation, two units of it for each old one."""
     found = different(spec, asked, new)
     kind = "silu" if new == "silu" else "gelu"
@@ -163,7 +163,7 @@ def to_two_units(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
         raise SwapRefused(
             f"two {new} units stand for one of {' or '.join(FROM[kind])}: {reason}", f"--activation {new}"
         )
-    make = lambda _, path, old: two_units(path, old, *pair(old.activation, kind))  # noqa: E731
+    make = lambda _, path, old: _two_units(path, old, *pair(old.activation, kind))  # noqa: E731
     return swapped(spec, found, new, make, width=2)
 
 
@@ -282,7 +282,7 @@ OPTIONS = (
     ),
 )
 SWAPS = (
-    *(entry(name, name, to_other, EXACT_FROM[name]) for name in TARGETS),
-    *(entry(name, f"{name}:2", to_two_units, "a feed-forward of twice the width") for name in DOUBLED),
-    *(entry(name, f"{name}:fit", to_fitted, "a calibration text") for name in FITTED),
+    *(entry(name, name, _to_other, EXACT_FROM[name]) for name in TARGETS),
+    *(entry(name, f"{name}:2", _to_two_units, "a feed-forward of twice the width") for name in DOUBLED),
+    *(entry(name, f"{name}:fit", _to_fitted, "a calibration text") for name in FITTED),
 )

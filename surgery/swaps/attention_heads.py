@@ -45,21 +45,21 @@ def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
         if new > attention.heads:
             choice: Choice | None = more(attention, new)
         else:
-            tried = [(keys, units_of(attention, new, keys)) for keys in key_counts(attention, new)]
-            found = (without_dead(asked, path, attention, new, keys, units) for keys, units in tried)
+            tried = [(keys, units_of(attention, new, keys)) for keys in _key_counts(attention, new)]
+            found = (_without_dead(asked, path, attention, new, keys, units) for keys, units in tried)
             choice = next((each for each in found if each is not None), None)
             exact = exact and choice is not None
             if choice is None and asked.approximate:
                 alike = np.ones(attention.heads)
                 score = asked.weights.ask(partial(by_weights, path=path, attention=attention), alike, alike)
                 (keys, units), *_ = tried
-                choice = kept(attention, remaining(attention, units, new, keys, by_score(score)))
+                choice = kept(attention, remaining(attention, units, new, keys, _by_score(score)))
             elif choice is None:
                 fitting[layer] = tried[0]
         keys = fitting[layer][0] if choice is None else len(choice.keys)
         own = {"kv_heads": keys} if hasattr(attention, "kv_heads") else {}
         changed[layer] = replace(attention, heads=new, **own)
-        tensors |= {} if choice is None else chosen_heads(path, attention, choice)
+        tensors |= {} if choice is None else _chosen_heads(path, attention, choice)
     if fitting and asked.calibration is None:
         first = min(fitting)
         raise SwapRefused(
@@ -76,7 +76,7 @@ def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
     return Swapped(with_mixers(spec, changed), "exact" if exact else "approximate", tensors, summary)
 
 
-def chosen_heads(path: str, attention: Grouped, choice: Choice) -> dict[str, Tensor]:
+def _chosen_heads(path: str, attention: Grouped, choice: Choice) -> dict[str, Tensor]:
     """The tensors with the heads of a choice; silent ones have no columns in o_proj."""
     tensors: dict[str, Tensor] = {}
     for part in parts(path, attention):
@@ -89,7 +89,7 @@ def chosen_heads(path: str, attention: Grouped, choice: Choice) -> dict[str, Ten
 # --- how many are possible --------------------------------------------------------------------------------------------
 
 
-def key_counts(attention: Grouped, new: int) -> list[int]:
+def _key_counts(attention: Grouped, new: int) -> list[int]:
     """How many key-value heads so many query heads may have, the number to prefer first: in grouped attention as many
     as there are, with groups of another size, or groups of the size they have.
     """
@@ -113,11 +113,11 @@ def more(attention: Grouped, new: int) -> Choice:
     group = old // keys
     if keys in (old, 1):
         heads, silent = np.arange(new) % old, np.ones(new, dtype=bool)
-        for head, place in enumerate(places_of(attention, new)):
+        for head, place in enumerate(_places_of(attention, new)):
             heads[place], silent[place] = head, False
         return Choice(heads, heads if keys == old else np.zeros(1, dtype=np.int64), silent)
-    refuse_grouped_alibi(attention, new)
-    new_keys = key_counts(attention, new)[0]
+    _refuse_grouped_alibi(attention, new)
+    new_keys = _key_counts(attention, new)[0]
     key_index = np.arange(new_keys) % keys
     within = np.arange(new // new_keys)
     heads = (key_index[:, None] * group + within[None, :] % group).reshape(-1)
@@ -125,7 +125,7 @@ def more(attention: Grouped, new: int) -> Choice:
     return Choice(heads, key_index, silent)
 
 
-def places_of(attention: Grouped, new: int) -> list[int]:
+def _places_of(attention: Grouped, new: int) -> list[int]:
     """Where each old head goes among `new`: one after the other, or to where ALiBi has its slope."""
     old = attention.heads
     before, after = slopes(attention, old), slopes(attention, new)
@@ -140,7 +140,7 @@ def places_of(attention: Grouped, new: int) -> list[int]:
     return [after.index(each) for each in before]
 
 
-def refuse_grouped_alibi(attention: Grouped, new: int) -> None:
+def _refuse_grouped_alibi(attention: Grouped, new: int) -> None:
     """Raise SwapRefused where heads cannot move to their slopes without leaving their group."""
     if isinstance(attention.position, ALiBi):
         raise SwapRefused(
@@ -155,7 +155,7 @@ def units_of(attention: Grouped, new: int, new_keys: int) -> tuple[Index, ...]:
     old, keys = attention.heads, key_heads(attention)
     single = tuple(np.array([head]) for head in range(old))
     if keys not in (old, 1):
-        refuse_grouped_alibi(attention, new)
+        _refuse_grouped_alibi(attention, new)
         return single if new_keys == keys else tuple(np.split(np.arange(old), keys))
     before, after = slopes(attention, old), slopes(attention, new)
     if before is None or after is None:
@@ -171,7 +171,7 @@ def units_of(attention: Grouped, new: int, new_keys: int) -> tuple[Index, ...]:
 # --- which go ---------------------------------------------------------------------------------------------------------
 
 
-def by_score(score: Wide) -> Callable[[list[int]], Callable[[Index], float]]:
+def _by_score(score: Wide) -> Callable[[list[int]], Callable[[Index], float]]:
     """Costs that do not depend on what is left."""
     return lambda left: lambda unit: float(score[unit].sum())
 
@@ -206,7 +206,7 @@ def dead(model: Model, path: str, attention: Grouped) -> np.ndarray:
     return np.asarray(unheard | ~values(model, path, attention).any(axis=(1, 2)))
 
 
-def without_dead(
+def _without_dead(
     asked: Asked, path: str, attention: Grouped, new: int, new_keys: int, units: Sequence[Index]
 ) -> Choice | None:
     """The choice that leaves out heads of which nothing comes out, if there are enough of them."""
@@ -214,7 +214,7 @@ def without_dead(
     nothing = asked.weights.ask(lambda model: dead(model, path, attention), ~every, every)
     # The last go first, so that what was added is what is taken away.
     order = np.where(nothing, -np.arange(attention.heads, dtype=np.float64), 1e9)
-    stay = remaining(attention, units, new, new_keys, by_score(order))
+    stay = remaining(attention, units, new, new_keys, _by_score(order))
     gone = np.setdiff1d(np.arange(attention.heads), stay)
     return kept(attention, stay) if nothing[gone].all() else None
 

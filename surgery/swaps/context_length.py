@@ -24,7 +24,7 @@ def longer_table(table: Array, length: int) -> Array:
     return there[np.arange(length) % len(there)]
 
 
-def padded_table(table: Array, length: int) -> Array:
+def _padded_table(table: Array, length: int) -> Array:
     """A table with copies of its last row appended."""
     return table[np.minimum(np.arange(length), len(table) - 1)]
 
@@ -34,7 +34,7 @@ def first_rows(table: Array, length: int) -> Array:
     return table[:length]
 
 
-def to_context(spec: ModelSpec, asked: Asked) -> Swapped:
+def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
     """Another context length; of a table of positions, other rows: exact up to the shorter of the two."""
     length = asked.number("a context length", most=10**9)
     table, now = spec.positions, spec.context_length
@@ -50,7 +50,7 @@ def to_context(spec: ModelSpec, asked: Asked) -> Swapped:
     if length < table.length:
         move, rows = first_rows, "cut"
     elif asked.approximate:
-        move, rows = padded_table, "copies of the last"
+        move, rows = _padded_table, "copies of the last"
     else:
         move, rows = longer_table, "the table backwards and forwards"
     if length > table.length:
@@ -60,7 +60,7 @@ def to_context(spec: ModelSpec, asked: Asked) -> Swapped:
     return Swapped(new, "exact", moved, {**summary, "rows": rows}, notes, promise)
 
 
-def back_to_context(before: ModelSpec, asked: Asked) -> Step | None:
+def _back_to_context(before: ModelSpec, asked: Asked) -> Step | None:
     """The context as it was; rows that were cut do not come back."""
     old, table = before.context_length, before.positions
     length = asked.number("a context length", most=10**9)
@@ -94,9 +94,9 @@ SWAPS = (
         gives="a longer or shorter context",
         needs="nothing; with a table of positions, exact up to the shorter length",
         source="derived for gptkit, after Beltagy et al. 2004.05150",
-        reshape=to_context,
+        reshape=_to_context,
         examples=examples,
         clears=tuple(Clears(path, "context={theirs}") for path in ("context_length", "positions.length")),
-        inverse=back_to_context,
+        inverse=_back_to_context,
     ),
 )

@@ -55,7 +55,7 @@ def numbers(asked: Asked) -> tuple[int, int]:
     return count, top
 
 
-def dense_layers(spec: ModelSpec, asked: Asked) -> dict[int, Dense]:
+def _dense_layers(spec: ModelSpec, asked: Asked) -> dict[int, Dense]:
     """The layers asked for that have one feed-forward, and it."""
     none = "the feed-forwards asked for are mixtures of experts already"
     layers = asked.those(spec, lambda block: not is_mixture(block), none, "--mlp dense is the way back, where it is.")
@@ -65,26 +65,26 @@ def dense_layers(spec: ModelSpec, asked: Asked) -> dict[int, Dense]:
 # --- dense -> experts -------------------------------------------------------------------------------------------------
 
 
-def to_copies(spec: ModelSpec, asked: Asked) -> Swapped:
+def _to_copies(spec: ModelSpec, asked: Asked) -> Swapped:
     """Dense -> E copies, K of them for each token."""
     count, top = numbers(asked)
     seed = asked.settings.get("seed", 0)
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise UsageError(f"the router's seed is {seed!r}, expected a whole number from 0")
-    found = dense_layers(spec, asked)
+    found = _dense_layers(spec, asked)
     tensors: dict[str, Tensor] = {}
     for layer, dense in found.items():
         path = f"blocks.{layer}.feed_forward"
         first = f"{path}.gate_proj.weight" if isinstance(dense, GatedFeedForward) else f"{path}.up_proj.weight"
         router = partial(drawn, rows=count, columns=spec.hidden_size, seed=(seed, layer))
         tensors |= {f"{path}.router.weight": Moved(first, router)} | copies(path, dense, count)
-    return with_experts(spec, found, tensors, count, top, NORMALISED, {"seed": seed})
+    return _with_experts(spec, found, tensors, count, top, NORMALISED, {"seed": seed})
 
 
-def to_parts(spec: ModelSpec, asked: Asked) -> Swapped:
+def _to_parts(spec: ModelSpec, asked: Asked) -> Swapped:
     """Dense -> E experts that are its parts, all of them taken."""
     count, top = numbers(asked)
-    found = dense_layers(spec, asked)
+    found = _dense_layers(spec, asked)
     if top != count:
         raise SwapRefused(
             f"with {top} of {count} parts a token loses the others: a split takes all its parts",
@@ -101,10 +101,10 @@ def to_parts(spec: ModelSpec, asked: Asked) -> Swapped:
         for index in range(count):
             tensors |= part(path, found[layer], index, count)
     note = "all experts are taken and weighted alike: one that takes fewer has to be trained to"
-    return with_experts(spec, found, tensors, count, count, False, {"split": True}, note)
+    return _with_experts(spec, found, tensors, count, count, False, {"split": True}, note)
 
 
-def with_experts(
+def _with_experts(
     spec: ModelSpec,
     experts: Mapping[int, Dense],
     tensors: Mapping[str, Tensor],
@@ -155,7 +155,7 @@ def weighed(name: str, cut: slice, factor: float) -> Computed:
 # --- back -------------------------------------------------------------------------------------------------------------
 
 
-def to_dense(spec: ModelSpec, asked: Asked) -> Swapped:
+def _to_dense(spec: ModelSpec, asked: Asked) -> Swapped:
     """Mixture -> one feed-forward: exact where the experts are alike or all weighted alike, else their mean."""
     hint = "--mlp moe:8x2 makes 8 experts of each."
     found = asked.those(spec, is_mixture, "the feed-forwards asked for are dense already", hint)
@@ -239,7 +239,7 @@ def back(before: ModelSpec, asked: Asked) -> Step | None:
     return None if asked.those(before, is_mixture) else asked.again("mlp", "dense")
 
 
-def parts_worth_trying(spec: ModelSpec) -> tuple[str, ...]:
+def _parts_worth_trying(spec: ModelSpec) -> tuple[str, ...]:
     """Where some layer is dense, and all that are have halves."""
     widths = {block.feed_forward.intermediate_size for block in spec.blocks if not is_mixture(block)}
     return ("moe:2x2:split",) if widths and not any(width % 2 for width in widths) else ()
@@ -255,8 +255,8 @@ SWAPS = (
         gives="E experts that are its parts",
         needs="K = E; a width that E divides",
         source="derived for gptkit; fine-grained experts: DeepSeekMoE 2401.06066",
-        reshape=to_parts,
-        examples=parts_worth_trying,
+        reshape=_to_parts,
+        examples=_parts_worth_trying,
         inverse=back,
     ),
     entry(
@@ -265,7 +265,7 @@ SWAPS = (
         gives="E experts that are copies, K per token",
         needs="E times the feed-forward's parameters",
         source="Sparse Upcycling 2212.05055",
-        reshape=to_copies,
+        reshape=_to_copies,
         examples=lambda spec: () if all(map(is_mixture, spec.blocks)) else ("moe:4x2",),
         clears=(Clears("*", "mlp=moe:{theirs.experts}x{theirs.top_k}", theirs=MixtureOfExperts),),
         inverse=back,
@@ -276,7 +276,7 @@ SWAPS = (
         gives="dense feed-forward",
         needs="experts that are alike, or a router of zeros that takes all; otherwise a text, for their mean",
         source="Sparse Upcycling 2212.05055, backwards",
-        reshape=to_dense,
+        reshape=_to_dense,
         clears=tuple(Clears("*", ours=MixtureOfExperts, theirs=dense) for dense in (GatedFeedForward, FeedForward)),
         calibrated=True,
     ),

@@ -33,7 +33,7 @@ def output_of_value_bias(output: Wide, bias: Wide, group: int, head_dim: int) ->
     return result
 
 
-def fold_value_bias(spec: ModelSpec, asked: Asked) -> Swapped:
+def _fold_value_bias(spec: ModelSpec, asked: Asked) -> Swapped:
     """The values' bias into the output's."""
     tensors, changed = dict[str, Tensor](), dict[int, Attention]()
     for layer, attention in attentions(spec, asked.chosen(spec), ", which has no bias of the values").items():
@@ -60,7 +60,7 @@ def rescaled(name: str, factor: float) -> Computed:
     return Computed(lambda model: model.wide(name) * factor)
 
 
-def fold_scale(spec: ModelSpec, asked: Asked) -> Swapped:
+def _fold_scale(spec: ModelSpec, asked: Asked) -> Swapped:
     """The scale of the scores into the queries."""
     if asked.argument not in (None, "head"):
         raise SwapRefused(f"--fold {asked.value!r} is unknown", "Known: scale, scale:head.")
@@ -97,7 +97,7 @@ def scaled_inputs(weight: str, gamma: str) -> Computed:
     return Computed(lambda model: model.wide(weight) * model.wide(gamma))
 
 
-def fold_norm(spec: ModelSpec, asked: Asked) -> Swapped:
+def _fold_norm(spec: ModelSpec, asked: Asked) -> Swapped:
     """γ and β of the norms before attention and feed-forward, and of the last one, into what reads them."""
     require_weights(spec)
     tensors: dict[str, Tensor] = {}
@@ -115,7 +115,7 @@ def fold_norm(spec: ModelSpec, asked: Asked) -> Swapped:
                     raise SwapRefused(f"{reader.path} has no bias to take over that of {reader.norm}")
                 old = reader.bias_name if reader.bias else None
                 tensors[reader.bias_name] = Computed(shifted(reader.weight, old, f"{reader.norm}.bias"))
-        plain = {name: without_bias(norm) for name, norm in own.items()}
+        plain = {name: _without_bias(norm) for name, norm in own.items()}
         blocks[layer] = with_norms(with_read_biases(block, path, biased), path, plain)
         for name, norm in own.items():
             clear(norm, name, tensors)
@@ -127,14 +127,14 @@ def fold_norm(spec: ModelSpec, asked: Asked) -> Swapped:
             tensors["head.bias"] = Computed(shifted(weight, "head.bias" if head.bias else None, "final_norm.bias"))
         head = replace(head, tied=False, bias=head.bias or has_bias(final))
         clear(final, "final_norm", tensors)
-        final = without_bias(final)
+        final = _without_bias(final)
     untied = asked.layers is None and spec.head.tied
     notes = ("the head was untied from the embedding: it takes the last norm's weight",) if untied else ()
     summary = {"layers": list(asked.chosen(spec)), "head": asked.layers is None}
     return Swapped(with_blocks(spec, blocks, head=head, final_norm=final), "exact", tensors, summary, notes)
 
 
-def without_bias(norm: Norm) -> Norm:
+def _without_bias(norm: Norm) -> Norm:
     """The norm without its bias."""
     return replace(norm, bias=False) if has_bias(norm) else norm
 
@@ -164,7 +164,7 @@ SWAPS = (
         takes="γ and β of norms",
         gives="weights and biases of their readers",
         needs="pre-norm blocks",
-        reshape=fold_norm,
+        reshape=_fold_norm,
         clears=(Clears("*norm.bias"),),
     ),
     entry(
@@ -172,14 +172,14 @@ SWAPS = (
         takes="the bias of values",
         gives="one of outputs",
         needs="a bias that is not zero",
-        reshape=fold_value_bias,
+        reshape=_fold_value_bias,
     ),
     entry(
         form="scale",
         takes="the scale of scores",
         gives="queries, and a scale of 1",
         needs=UNSCALED,
-        reshape=fold_scale,
+        reshape=_fold_scale,
         inverse=unscaled,
         clears=(Clears("*.scale"),),
     ),
@@ -188,7 +188,7 @@ SWAPS = (
         takes="the scale of scores",
         gives="queries, and a scale of 1/√head_dim",
         needs=UNSCALED,
-        reshape=fold_scale,
+        reshape=_fold_scale,
         examples=lambda spec: ("scale:head",),
         clears=(Clears("*.scale", "fold=scale:head"),),
     ),

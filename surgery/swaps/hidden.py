@@ -39,7 +39,7 @@ SAME = 1e-15
 """How near, beside the largest value, what is computed in fp64 comes to what it should be."""
 
 
-def resize_hidden(spec: ModelSpec, asked: Asked) -> Swapped:
+def _resize_hidden(spec: ModelSpec, asked: Asked) -> Swapped:
     """The tree with a stream of another width."""
     old, new = spec.hidden_size, asked.number("a width")
     if new == old:
@@ -94,7 +94,7 @@ def wider(spec: ModelSpec, new: int) -> Swapped:
             " their mean is no constant",
             f"{multiples}.",
         )
-    return with_means(spec, new)
+    return _with_means(spec, new)
 
 
 def repeated(spec: ModelSpec, new: int) -> Swapped:
@@ -122,7 +122,7 @@ def with_zeros(spec: ModelSpec, new: int) -> Swapped:
     return Swapped(rescaled(spec, new), "exact", tensors, {"method": "zeros"})
 
 
-def with_mean(array: Wide, new: int, axis: int) -> Wide:
+def _with_mean(array: Wide, new: int, axis: int) -> Wide:
     """An array with its mean along an axis appended until it is `new` long."""
     mean = array.mean(axis=axis, keepdims=True)
     found: Wide = np.concatenate([array, np.repeat(mean, new - array.shape[axis], axis=axis)], axis=axis)
@@ -131,10 +131,10 @@ def with_mean(array: Wide, new: int, axis: int) -> Wide:
 
 def append_mean(name: str, new: int, axis: int) -> Compute:
     """A tensor with the mean of what it writes in new coordinates."""
-    return lambda model: with_mean(model.wide(name), new, axis)
+    return lambda model: _with_mean(model.wide(name), new, axis)
 
 
-def with_means(spec: ModelSpec, new: int) -> Swapped:
+def _with_means(spec: ModelSpec, new: int) -> Swapped:
     """LayerNorm: new coordinates that are always the mean of the old ones."""
     old, norm, changed = spec.hidden_size, spec.embedding.norm, rescaled(spec, new)
     tensors: dict[str, Tensor] = {name: Computed(append_mean(name, new, axis)) for name, axis in written(spec)}
@@ -151,7 +151,7 @@ def with_means(spec: ModelSpec, new: int) -> Swapped:
         def rows_with_mean(model: Model) -> Wide:
             rows = model.wide("embedding.weight")
             rows = normed_row(rows - rows.mean(axis=1, keepdims=True), eps) * model.wide("embedding.norm.weight")
-            return with_mean(rows + model.wide("embedding.norm.bias") if biased else rows, new, 1)
+            return _with_mean(rows + model.wide("embedding.norm.bias") if biased else rows, new, 1)
 
         tensors["embedding.weight"] = Computed(rows_with_mean)
         if spec.head.tied:
@@ -170,7 +170,7 @@ def narrower(spec: ModelSpec, new: int, asked: Asked) -> Swapped:
     old = spec.hidden_size
     if asked.approximate:
         alike = np.ones(old)
-        energy = asked.weights.ask(energies, alike, alike)
+        energy = asked.weights.ask(_energies, alike, alike)
         index = np.sort(np.argsort(-energy, kind="stable")[:new])
         found = cut(spec, index)
         summary = {"method": "largest", "energy_kept": float(energy[index].sum() / energy.sum())}
@@ -180,11 +180,11 @@ def narrower(spec: ModelSpec, new: int, asked: Asked) -> Swapped:
         return asked.weights.ask(lambda model: question(model, new), False, True)
 
     centred = {norm.centred for _, norm in every_norm(spec)}
-    if old % new == 0 and holds(are_copies):
-        return Swapped(resized(spec, new), "exact", chosen_tensors(spec, np.arange(new)), {"method": "copies"})
-    if centred == {False} and holds(are_zero):
+    if old % new == 0 and holds(_are_copies):
+        return Swapped(resized(spec, new), "exact", _chosen_tensors(spec, np.arange(new)), {"method": "copies"})
+    if centred == {False} and holds(_are_zero):
         return cut(spec, np.arange(new))
-    if centred == {True} and spec.embedding.norm is None and holds(are_means):
+    if centred == {True} and spec.embedding.norm is None and holds(_are_means):
         return cut(spec, np.arange(new))
     if centred != {False} or any(block.residual == "normed" for block in spec.blocks):
         raise SwapRefused(
@@ -198,10 +198,10 @@ def narrower(spec: ModelSpec, new: int, asked: Asked) -> Swapped:
             " text alone",
             "--calibrate FILE, or --approximate, which keeps the largest coordinates.",
         )
-    return sliced(spec, new, asked.calibration())
+    return _sliced(spec, new, asked.calibration())
 
 
-def are_copies(model: Model, new: int) -> bool:
+def _are_copies(model: Model, new: int) -> bool:
     """Whether the stream is its first `new` coordinates over and over, and readers take only the first."""
     spec, old = model.spec, model.spec.hidden_size
     write, read = padded(new, old, repeat=True), padded(new, old)
@@ -218,23 +218,23 @@ def are_copies(model: Model, new: int) -> bool:
     return all(is_its(name, read if path in first else write) for path, name in vectors(spec))
 
 
-def are_zero(model: Model, new: int) -> bool:
+def _are_zero(model: Model, new: int) -> bool:
     """Whether nothing writes into the coordinates from `new` on."""
     return not any(np.moveaxis(model.wide(name), axis, 0)[new:].any() for name, axis in written(model.spec))
 
 
-def are_means(model: Model, new: int) -> bool:
+def _are_means(model: Model, new: int) -> bool:
     """Whether the coordinates from `new` on hold the mean of those before, and LayerNorms add nothing to them."""
     for name, axis in written(model.spec):
         values = model.wide(name)
         kept = np.take(values, np.arange(new), axis)
-        gap = np.abs(values - with_mean(kept, values.shape[axis], axis)).max()
+        gap = np.abs(values - _with_mean(kept, values.shape[axis], axis)).max()
         if gap > SAME * np.abs(values).max():
             return False
     return not any(model.wide(name)[new:].any() for _, name in vectors(model.spec) if name.endswith("bias"))
 
 
-def chosen_tensors(spec: ModelSpec, index: Index) -> dict[str, Tensor]:
+def _chosen_tensors(spec: ModelSpec, index: Index) -> dict[str, Tensor]:
     """Every tensor with some coordinates of the stream alone."""
     return mapped(spec, index, index) | {name: taken(name, index) for _, name in vectors(spec)}
 
@@ -243,11 +243,11 @@ def cut(spec: ModelSpec, index: Index) -> Swapped:
     """With some coordinates alone, which hold all of the stream's length."""
     ratio = length_ratio(spec.hidden_size, len(index))
     gains = (f"{path}.weight" for path, _ in every_norm(spec))
-    tensors = chosen_tensors(spec, index) | {name: scaled(name, index, ratio) for name in gains}
+    tensors = _chosen_tensors(spec, index) | {name: scaled(name, index, ratio) for name in gains}
     return Swapped(rescaled(spec, len(index)), "exact", tensors, {"method": "cut"})
 
 
-def energies(model: Model) -> Wide:
+def _energies(model: Model) -> Wide:
     """The squares of all that is written into each coordinate."""
     energy = np.zeros(model.spec.hidden_size)
     for name, axis in written(model.spec):
@@ -279,7 +279,7 @@ def directions(model: Model, calibration: Calibration) -> Wide:
     return np.ascontiguousarray(np.linalg.eigh(total)[1][:, ::-1])
 
 
-def sliced(spec: ModelSpec, new: int, calibration: Calibration) -> Swapped:
+def _sliced(spec: ModelSpec, new: int, calibration: Calibration) -> Swapped:
     """The stream in its `new` largest principal directions."""
     fitted, old = Scratch(lambda model: iter([{"directions": directions(model, calibration)}])), spec.hidden_size
 
@@ -315,7 +315,7 @@ SWAPS = (
         needs="for wider ones, k·d or norms of one kind; for narrower ones, coordinates that say nothing new,"
         " else RMSNorms and a text",
         source="zeros and copies after Net2Net 1511.05641; narrower: SliceGPT 2401.15024",
-        reshape=resize_hidden,
+        reshape=_resize_hidden,
         examples=lambda spec: (str(spec.hidden_size + 8), str(2 * spec.hidden_size)),
         calibrated=True,
         inverse=lambda before, asked: asked.smaller("hidden", [before.hidden_size]),

@@ -44,7 +44,7 @@ def mean_of_groups(tensor: Wide, own: int, new: int, heads: int, head_dim: int) 
     return result
 
 
-def wanted_heads(spec: ModelSpec, asked: Asked) -> dict[int, tuple[Attention, int]]:
+def _wanted_heads(spec: ModelSpec, asked: Asked) -> dict[int, tuple[Attention, int]]:
     """The layers that change: (their attention, its new number of key-value heads)."""
     found, latent = {}, ", whose heads share one latent"
     for layer, attention in attentions(spec, asked.chosen(spec), latent, "Possible for the others: --blocks.").items():
@@ -85,7 +85,7 @@ def change(spec: ModelSpec, asked: Asked) -> Swapped:
     """Another number of key-value heads; those that are merged are fitted on a text, or plainly their mean."""
     tensors: dict[str, Tensor] = {}
     changed, merged = dict[int, Attention](), dict[int, Attention]()
-    for layer, (old, wanted) in wanted_heads(spec, asked).items():
+    for layer, (old, wanted) in _wanted_heads(spec, asked).items():
         path, dim = f"blocks.{layer}.attention", old.head_dim
         names = tensors_of(path, old, "k_proj", "v_proj")
         changed[layer] = with_heads(old, wanted)

@@ -31,21 +31,21 @@ def latent_of(attention: Attention, rank: int, rope_heads: int) -> LatentAttenti
         attention,
         LatentAttention,
         kv_rank=rank,
-        nope_dim=plain_dim(attention),
+        nope_dim=_plain_dim(attention),
         value_dim=attention.head_dim,
         rope_heads=rope_heads if isinstance(attention.position, Rotary) else 0,
     )
     return found
 
 
-def plain_dim(attention: Attention) -> int:
+def _plain_dim(attention: Attention) -> int:
     """Elements of a key head that no position is turned into."""
     return attention.head_dim - (attention.position.dim if isinstance(attention.position, Rotary) else 0)
 
 
 def whole(attention: Attention) -> int:
     """The rank that holds all there is of values, and of keys without rotary positions."""
-    return attention.kv_heads * (attention.head_dim + plain_dim(attention))
+    return attention.kv_heads * (attention.head_dim + _plain_dim(attention))
 
 
 def grouped(spec: ModelSpec, asked: Asked) -> dict[int, Attention]:
@@ -71,7 +71,7 @@ def spread_queries(tensor: Array, attention: Attention) -> Array:
     """[heads · head_dim, …] -> [heads · (plain + kv_heads · rotary), …]: each query head's elements without positions,
     then a part for every key head, zero but for its own.
     """
-    plain = plain_dim(attention)
+    plain = _plain_dim(attention)
     dim = attention.head_dim - plain
     heads = tensor.reshape(attention.heads, attention.head_dim, *tensor.shape[1:])
     new = np.zeros((attention.heads, plain + attention.kv_heads * dim, *tensor.shape[1:]), tensor.dtype)
@@ -84,7 +84,7 @@ def spread_queries(tensor: Array, attention: Attention) -> Array:
 
 def key_rows(tensor: Array, attention: Attention, rotary: bool) -> Array:
     """The rows of the keys [kv_heads · head_dim, …] that are rotated, or those that are not, heads in order."""
-    dim = attention.head_dim - plain_dim(attention)
+    dim = attention.head_dim - _plain_dim(attention)
     heads = tensor.reshape(attention.kv_heads, attention.head_dim, *tensor.shape[1:])
     part = heads[:, :dim] if rotary else heads[:, dim:]
     return np.ascontiguousarray(part).reshape(-1, *tensor.shape[1:])
@@ -99,9 +99,9 @@ def picking(attention: Attention, width: int, start: int, rank: int) -> Array:
     return found.reshape(-1, rank)
 
 
-def lossless(path: str, attention: Attention) -> dict[str, Tensor]:
+def _lossless(path: str, attention: Attention) -> dict[str, Tensor]:
     """Every tensor of "mla:full", nothing of it computed."""
-    plain, rank = plain_dim(attention), whole(attention)
+    plain, rank = _plain_dim(attention), whole(attention)
     made: dict[str, Tensor] = {}
     for part in ("weight", "bias") if attention.qkv_bias else ("weight",):
         q, k, v = (f"{path}.{name}_proj.{part}" for name in "qkv")
@@ -118,12 +118,12 @@ def lossless(path: str, attention: Attention) -> dict[str, Tensor]:
     return made
 
 
-def to_whole(spec: ModelSpec, asked: Asked) -> Swapped:
+def _to_whole(spec: ModelSpec, asked: Asked) -> Swapped:
     """Latent attention that computes what was there."""
     old = grouped(spec, asked)
     tensors: dict[str, Tensor] = {}
     for layer, attention in old.items():
-        tensors.update(lossless(f"blocks.{layer}.attention", attention))
+        tensors.update(_lossless(f"blocks.{layer}.attention", attention))
     changed = {layer: latent_of(each, whole(each), each.kv_heads) for layer, each in old.items()}
     summary = {"layers": sorted(changed), "rank": sorted({each.kv_rank for each in changed.values()})}
     return Swapped(with_mixers(spec, changed), "exact", tensors, summary)
@@ -132,14 +132,14 @@ def to_whole(spec: ModelSpec, asked: Asked) -> Swapped:
 # --- some of it -------------------------------------------------------------------------------------------------------
 
 
-def to_rank(spec: ModelSpec, asked: Asked) -> Swapped:
+def _to_rank(spec: ModelSpec, asked: Asked) -> Swapped:
     """A latent of R numbers, and one rotary key."""
     rank = asked.number("numbers per token in the latent")
     old = grouped(spec, asked)
     most = max(2 * each.kv_heads * each.head_dim for each in old.values())
     if rank >= most:
         note = f"keys and values have {most} numbers per token, which a latent and rotary keys hold: none is left out"
-        return dataclasses.replace(to_whole(spec, asked), notes=(note,))
+        return dataclasses.replace(_to_whole(spec, asked), notes=(note,))
     for layer, each in old.items():
         if rank > whole(each):
             raise SwapRefused(
@@ -148,7 +148,7 @@ def to_rank(spec: ModelSpec, asked: Asked) -> Swapped:
             )
     several = any(isinstance(each.position, Rotary) and each.kv_heads > 1 for each in old.values())
     if not several and all(rank == whole(each) for each in old.values()):
-        return to_whole(spec, asked)
+        return _to_whole(spec, asked)
     changed = {layer: latent_of(each, rank, 1) for layer, each in old.items()}
     if asked.approximate:
         scratch = Scratch.by("latent_fit.averaged_layers", changed)
@@ -181,7 +181,7 @@ SWAPS = (
         form="mla:full",
         gives="a latent that holds all of them",
         needs="no norm of queries and keys",
-        reshape=to_whole,
+        reshape=_to_whole,
         examples=lambda spec: ("mla:full",),
     ),
     entry(
@@ -189,7 +189,7 @@ SWAPS = (
         gives="a latent of R numbers, one rotary key",
         guarantee="approximate",
         needs="no norm of queries and keys and a calibration text",
-        reshape=to_rank,
+        reshape=_to_rank,
         examples=half,
         calibrated=True,
     ),

@@ -46,7 +46,7 @@ def paths(spec: ModelSpec, layer: int) -> list[str]:
     return [path for path, _ in experts(spec.blocks[layer], f"blocks.{layer}")]
 
 
-def is_gated(block: Block) -> bool:
+def _is_gated(block: Block) -> bool:
     """Whether a block's feed-forward, or each of its experts, is gated."""
     return isinstance(dense_of(block), GatedFeedForward)
 
@@ -54,11 +54,11 @@ def is_gated(block: Block) -> bool:
 # --- plain -> gated ---------------------------------------------------------------------------------------------------
 
 
-def to_gated(spec: ModelSpec, asked: Asked) -> Swapped:
+def _to_gated(spec: ModelSpec, asked: Asked) -> Swapped:
     """Plain -> gated, with the same activation. Exact, and every value keeps its bits."""
     plain = asked.those(
         spec,
-        lambda block: not is_gated(block),
+        lambda block: not _is_gated(block),
         "the feed-forwards asked for are gated already",
         "--activation changes what their gates compute; --mlp plain is the way back, where it exists.",
     )
@@ -89,11 +89,11 @@ def gated_tensors(path: str, old: Dense) -> dict[str, Tensor]:
     }
 
 
-def ungate(before: ModelSpec, asked: Asked) -> Step | None:
-    """The way back from `to_gated`, where no layer was gated: a bias that only came with the gate goes again."""
+def _ungate(before: ModelSpec, asked: Asked) -> Step | None:
+    """The way back from `_to_gated`, where no layer was gated: a bias that only came with the gate goes again."""
     blocks = [before.blocks[i] for i in asked.chosen(before)]
     biased = {dense_of(block).up_bias for block in blocks}
-    if any(map(is_gated, blocks)) or len(biased) > 1:
+    if any(map(_is_gated, blocks)) or len(biased) > 1:
         return None
     return asked.again("mlp", "plain", **({} if biased == {True} else {"drop_zero_bias": True}))
 
@@ -101,10 +101,10 @@ def ungate(before: ModelSpec, asked: Asked) -> Step | None:
 # --- gated -> plain ---------------------------------------------------------------------------------------------------
 
 
-def to_plain(spec: ModelSpec, asked: Asked) -> Swapped:
+def _to_plain(spec: ModelSpec, asked: Asked) -> Swapped:
     """Gated -> plain: exact where the factor `up` is the same for every input, refitted on a text where it is not."""
     hint = "--mlp gated is the way to gated ones."
-    found = asked.those(spec, is_gated, "the feed-forwards asked for are plain already", hint)
+    found = asked.those(spec, _is_gated, "the feed-forwards asked for are plain already", hint)
     zero = asked.weights.zero
     # Where its weight is zero, up(x) is the same for every x.
     varying = [i for i in found if not zero(*(f"{path}.up_proj.weight" for path in paths(spec, i)))]
@@ -181,8 +181,8 @@ SWAPS = (
         gives="gated feed-forward",
         needs="half as many parameters again: the gate is the old projection, the new one is 0·x + 1",
         source="derived for gptkit; gated units: Shazeer 2002.05202",
-        reshape=to_gated,
-        inverse=ungate,
+        reshape=_to_gated,
+        inverse=_ungate,
         clears=(Clears("*", theirs=GatedFeedForward),),
     ),
     entry(
@@ -191,7 +191,7 @@ SWAPS = (
         gives="plain feed-forward",
         needs="an up_proj whose weight is zero, as after --mlp gated; otherwise down_proj is fitted on a text",
         source="derived for gptkit",
-        reshape=to_plain,
+        reshape=_to_plain,
         clears=(Clears("*", theirs=FeedForward),),
         calibrated=True,
     ),

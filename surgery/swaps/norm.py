@@ -38,7 +38,7 @@ from ..stream import every_norm, head_weight, known, norms, readers, stream_norm
 from .mlp import dense_of, with_dense
 
 
-def require_exact(way: str, reason: str | None) -> None:
+def _require_exact(way: str, reason: str | None) -> None:
     """Raise SwapRefused where there is a reason why it cannot be exact."""
     if reason is not None:
         hint = "--approximate replaces the norms all the same and measures the damage."
@@ -50,14 +50,14 @@ def in_layers(path: str, layers: tuple[int, ...]) -> bool:
     return path.startswith("blocks.") and int(path.split(".")[1]) in layers
 
 
-def layer_norms(spec: ModelSpec) -> list[str]:
+def _layer_norms(spec: ModelSpec) -> list[str]:
     """The paths of the LayerNorms in a tree."""
     return [path for path, node in spec.nodes() if isinstance(node, LayerNorm)]
 
 
 def why_not_exact(spec: ModelSpec) -> str | None:
     """The reason why LayerNorm -> RMSNorm cannot be exact for this tree, or None."""
-    if not layer_norms(spec):
+    if not _layer_norms(spec):
         raise SwapRefused("this model has no LayerNorm: its norms are RMSNorm already")
     if any(block.residual == "normed" for block in spec.blocks):
         return (
@@ -75,7 +75,7 @@ def to_rms(norm: Norm) -> Norm:
     return RMSNorm(size=norm.size, eps=norm.eps, gain=norm.gain) if norm.centred else norm
 
 
-def without_mean(values: Wide, axis: int) -> Wide:
+def _without_mean(values: Wide, axis: int) -> Wide:
     """Values less their mean along an axis."""
     result: Wide = values - values.mean(axis=axis, keepdims=True)
     return result
@@ -83,20 +83,20 @@ def without_mean(values: Wide, axis: int) -> Wide:
 
 def centred(name: str) -> Compute:
     """A writer's weight [out, in] or bias [out], with the mean over its outputs taken off."""
-    return lambda model: without_mean(model.wide(name), 0)
+    return lambda model: _without_mean(model.wide(name), 0)
 
 
 def centred_rows(name: str) -> Compute:
     """A table whose rows go into the stream."""
-    return lambda model: without_mean(model.wide(name), 1)
+    return lambda model: _without_mean(model.wide(name), 1)
 
 
 def normed_rows(table: str, norm: str, eps: float, bias: bool) -> Compute:
     """centre(LayerNorm(row)) for every row of a table."""
 
     def compute(model: Model) -> Wide:
-        rows = normed_row(without_mean(model.wide(table), 1), eps) * model.wide(f"{norm}.weight")
-        return without_mean(rows + model.wide(f"{norm}.bias") if bias else rows, 1)
+        rows = normed_row(_without_mean(model.wide(table), 1), eps) * model.wide(f"{norm}.weight")
+        return _without_mean(rows + model.wide(f"{norm}.bias") if bias else rows, 1)
 
     return compute
 
@@ -113,7 +113,7 @@ def shifted(weight: str, bias: str | None, beta: str) -> Compute:
 
 def layernorm_to_rmsnorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
     """The exact swap, for all norms or those of some layers."""
-    require_exact("LayerNorm -> RMSNorm", why_not_exact(spec))
+    _require_exact("LayerNorm -> RMSNorm", why_not_exact(spec))
     new, tensors = centred_tree(spec, layers)
     notes = ("the head was untied from the embedding: it needs the table uncentred",) if spec.head.tied else ()
     return Swapped(new, "exact", tensors, summary(spec, layers), notes)
@@ -165,7 +165,7 @@ def _block(block: Block, path: str, chosen: bool, computed: dict[str, Compute]) 
         if block.residual == "normed" and beta in shifting:  # β is part of the residual too
 
             def with_beta(model: Model, name: str = each.bias_name, there: bool = each.bias, beta: str = beta) -> Wide:
-                return without_mean(model.wide(f"{beta}.bias") + (model.wide(name) if there else 0), 0)
+                return _without_mean(model.wide(f"{beta}.bias") + (model.wide(name) if there else 0), 0)
 
             computed[each.bias_name] = with_beta
     new = with_read_biases(block, path, shifting, out=block.residual == "normed")
@@ -177,7 +177,7 @@ def has_bias(norm: Norm) -> bool:
     return "bias" in norm.shapes()
 
 
-def inner_norm(block: Block, path: str) -> str:
+def _inner_norm(block: Block, path: str) -> str:
     """The path of the norm that the feed-forward reads."""
     return f"{path}.attention_norm" if block.feed_forward_norm is None else f"{path}.feed_forward_norm"
 
@@ -187,7 +187,7 @@ def with_read_biases(block: Block, path: str, shifting: set[str], out: bool = Fa
     attention, dense, own = block.attention, dense_of(block), f"{path}.feed_forward_norm" in shifting
     if f"{path}.attention_norm" in shifting:
         attention = replace(attention, qkv_bias=True, output_bias=attention.output_bias or out)
-    if inner_norm(block, path) in shifting:
+    if _inner_norm(block, path) in shifting:
         dense = replace(dense, up_bias=True, down_bias=dense.down_bias or (out and own))
     return with_dense(block.replaced(attention=attention), dense)
 
@@ -204,28 +204,28 @@ def replace_layernorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) ->
 
 def summary(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> dict[str, Any]:
     """What the output's record says of it."""
-    inside = [path for path in layer_norms(spec) if layers is None or in_layers(path, layers)]
+    inside = [path for path in _layer_norms(spec) if layers is None or in_layers(path, layers)]
     return {"from": "layernorm", "to": "rmsnorm", "norms": len(inside)}
 
 
-def steered(model: Model, router: str, beta: str) -> bool:
+def _steered(model: Model, router: str, beta: str) -> bool:
     """Whether β moves a router's scores otherwise than all alike, which the softmax would not see."""
     shift = shifted(f"{router}.weight", None, beta)(model)
     return bool(np.ptp(shift) > CENTRED * max(1.0, float(np.abs(shift).max())))
 
 
-def off_centre(spec: ModelSpec, asked: Asked) -> str | None:
+def _off_centre(spec: ModelSpec, asked: Asked) -> str | None:
     """The first router that LayerNorm's β would steer: it has no bias that could take it up."""
     for layer in asked.those(spec, lambda block: isinstance(block.feed_forward, MixtureOfExperts)):
         path, block = f"blocks.{layer}", spec.blocks[layer]
-        norm, router = inner_norm(block, path), f"{path}.feed_forward.router"
-        question = partial(steered, router=router, beta=f"{norm}.bias")
+        norm, router = _inner_norm(block, path), f"{path}.feed_forward.router"
+        question = partial(_steered, router=router, beta=f"{norm}.bias")
         if has_bias(dict(norms(block, path))[norm]) and asked.weights.ask(question, True, False):
             return router
     return None
 
 
-def to_rmsnorm(spec: ModelSpec, asked: Asked) -> Swapped:
+def _to_rmsnorm(spec: ModelSpec, asked: Asked) -> Swapped:
     """LayerNorm -> RMSNorm, as exactly as is asked."""
     if asked.approximate:
         mixture = any(isinstance(block.feed_forward, MixtureOfExperts) for block in spec.blocks)
@@ -235,7 +235,7 @@ def to_rmsnorm(spec: ModelSpec, asked: Asked) -> Swapped:
         new, tensors = centred_tree(spec, None)
         notes = ("all but the mean of each norm's own output was taken care of",)
         return Swapped(new, "approximate", tensors, summary(spec), notes)
-    router = off_centre(spec, asked) if why_not_exact(spec) is None else None
+    router = _off_centre(spec, asked) if why_not_exact(spec) is None else None
     if router is not None:
         raise SwapRefused(
             f"LayerNorm -> RMSNorm cannot be exact here: the bias of the norm steers {router}, which has none",
@@ -259,7 +259,7 @@ def why_not_layernorm(spec: ModelSpec) -> str | None:
     return None
 
 
-def to_layer_norm(norm: Norm) -> Norm:
+def _to_layer_norm(norm: Norm) -> Norm:
     """The LayerNorm in an RMSNorm's place; one that is there stays."""
     return norm if norm.centred else LayerNorm(size=norm.size, eps=norm.eps, bias=False, gain=norm.gain)
 
@@ -278,14 +278,14 @@ def off_the_mean(rows: Wide) -> Wide:
     return found
 
 
-def rmsnorm_to_layernorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
+def _rmsnorm_to_layernorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
     """The exact swap, for all norms or those of some layers: one dimension wider, the head untied."""
-    require_exact("RMSNorm -> LayerNorm", why_not_layernorm(spec))
+    _require_exact("RMSNorm -> LayerNorm", why_not_layernorm(spec))
     old, size = spec.hidden_size, spec.hidden_size + 1
 
     def norm_of(path: str, norm: Norm) -> Norm:
         other = replace(norm, eps=eps_for(norm.eps, old, size))
-        return to_layer_norm(other) if layers is None or in_layers(path, layers) else other
+        return _to_layer_norm(other) if layers is None or in_layers(path, layers) else other
 
     new, tensors = in_basis(spec, size, lambda _, rows: off_the_mean(rows), norm_of)
     notes = [f"the residual stream is {size} wide instead of {old}: with one more dimension its mean can be zero"]
@@ -294,10 +294,10 @@ def rmsnorm_to_layernorm(spec: ModelSpec, layers: tuple[int, ...] | None = None)
     return Swapped(new, "exact", tensors, widened(spec, size), tuple(notes))
 
 
-def replace_rmsnorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
+def _replace_rmsnorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
     """The plain replacement: γ and eps kept, the mean dropped. Exact where the stream has none."""
     why_not_layernorm(spec)
-    new = exchanged(spec, {path: to_layer_norm(norm) for path, norm in chosen_norms(spec, layers).items()})
+    new = exchanged(spec, {path: _to_layer_norm(norm) for path, norm in chosen_norms(spec, layers).items()})
     return Swapped(new, "approximate", {}, widened(spec, spec.hidden_size))
 
 
@@ -307,7 +307,7 @@ def widened(spec: ModelSpec, size: int) -> dict[str, Any]:
     return {"from": "rmsnorm", "to": "layernorm", "norms": number, "hidden_size": [spec.hidden_size, size]}
 
 
-def stream_is_centred(model: Model) -> bool:
+def _stream_is_centred(model: Model) -> bool:
     """Whether nothing that writes into the stream has a mean."""
 
     def has_none(name: str, axis: int) -> bool:
@@ -317,20 +317,20 @@ def stream_is_centred(model: Model) -> bool:
     return model.spec.embedding.norm is None and all(has_none(name, axis) for name, axis in written(model.spec))
 
 
-def to_layernorm(spec: ModelSpec, asked: Asked) -> Swapped:
+def _to_layernorm(spec: ModelSpec, asked: Asked) -> Swapped:
     """RMSNorm -> LayerNorm, as exactly as is asked."""
     if asked.approximate:
-        return replace_rmsnorm(spec, asked.layers)
+        return _replace_rmsnorm(spec, asked.layers)
     normed = why_not_layernorm(spec) is not None and any(block.residual == "normed" for block in spec.blocks)
-    if not normed and spec.embedding.norm is None and asked.weights.ask(stream_is_centred, False, True):
+    if not normed and spec.embedding.norm is None and asked.weights.ask(_stream_is_centred, False, True):
         notes = (
             "nothing that writes into the residual stream has a mean, so the norms were exchanged where they stand",
         )
-        return dataclasses.replace(replace_rmsnorm(spec, asked.layers), guarantee="exact", notes=notes)
-    return rmsnorm_to_layernorm(spec, asked.layers)
+        return dataclasses.replace(_replace_rmsnorm(spec, asked.layers), guarantee="exact", notes=notes)
+    return _rmsnorm_to_layernorm(spec, asked.layers)
 
 
-def back_to_rmsnorm(_: ModelSpec, asked: Asked) -> Step | None:
+def _back_to_rmsnorm(_: ModelSpec, asked: Asked) -> Step | None:
     """The way back from LayerNorms, where all of the stream's norms are: an RMSNorm beside them would have to be shown
     a stream without a mean, which a tree does not tell.
     """
@@ -357,7 +357,7 @@ SWAPS = (
         gives="RMSNorm",
         needs="norms before attention and feed-forward (pre-norm), all of them LayerNorms",
         source="SliceGPT 2401.15024; Jiang et al. 2305.14858; TransformerLens",
-        reshape=to_rmsnorm,
+        reshape=_to_rmsnorm,
         inverse=lambda before, asked: None if asked.approximate else Step("norm", "layernorm"),
         clears=(Clears("*norm", theirs=RMSNorm), Clears("*.norm", theirs=None)),
     ),
@@ -367,8 +367,8 @@ SWAPS = (
         gives="LayerNorm",
         needs="pre-norm, all norms on the residual stream RMSNorms; one more dimension, unless it has no mean already",
         source="an isometry onto the vectors of mean zero; after SliceGPT 2401.15024, section 3",
-        reshape=to_layernorm,
-        inverse=back_to_rmsnorm,
+        reshape=_to_layernorm,
+        inverse=_back_to_rmsnorm,
         clears=(Clears("*norm", theirs=LayerNorm),),
     ),
 )

@@ -37,7 +37,7 @@ def same_either_way(spec: ModelSpec, asked: Asked, layer: int) -> bool:
     )
 
 
-def norms_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
+def _norms_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
     """Whether the feed-forward's norm is the attention's, by kind and by every value."""
     block = spec.blocks[layer]
     if block.feed_forward_norm != block.attention_norm:
@@ -48,7 +48,7 @@ def norms_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
     return all(asked.weights.same(a, b) for a, b in pairs)
 
 
-def to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:
+def _to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:
     """Serial -> parallel with the same weights; `shared`: one norm for both branches, where the two are the same."""
     serial = asked.those(spec, lambda block: not block.parallel)
     two = asked.those(spec, lambda block: block.feed_forward_norm is not None)
@@ -61,7 +61,7 @@ def to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:
             " (apply_residual_connection_post_layernorm): a parallel block adds to the residual stream itself",
             "Nothing like it is known.",
         )
-    differing = [layer for layer in two if not norms_alike(spec, asked, layer)]
+    differing = [layer for layer in two if not _norms_alike(spec, asked, layer)]
     if shared and differing:
         raise SwapRefused(
             f"the norms before attention and feed-forward differ in {in_words(differing)}: they cannot be shared",
@@ -75,7 +75,7 @@ def to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:
     return rearranged(spec, asked, serial, blocks, {}, "parallel", note)
 
 
-def to_serial(spec: ModelSpec, asked: Asked) -> Swapped:
+def _to_serial(spec: ModelSpec, asked: Asked) -> Swapped:
     """Parallel -> serial with the same weights; a norm that both branches share is copied."""
     none = "the blocks asked for are serial already"
     parallel = asked.those(spec, lambda block: block.parallel, none, "--block parallel is the other way.")
@@ -113,12 +113,12 @@ def rearranged(
     return Swapped(with_blocks(spec, blocks), guarantee, tensors, summary, notes)
 
 
-def serial_again(before: ModelSpec, asked: Asked) -> Step | None:
+def _serial_again(before: ModelSpec, asked: Asked) -> Step | None:
     """The way back from "parallel", where all were serial."""
     return None if asked.those(before, lambda block: block.parallel) else asked.again("block", "serial")
 
 
-def parallel_again(before: ModelSpec, asked: Asked) -> Step | None:
+def _parallel_again(before: ModelSpec, asked: Asked) -> Step | None:
     """The way back from "serial", where all were parallel and of one kind."""
     kinds = {before.blocks[i].feed_forward_norm is None for i in asked.chosen(before)}
     if len(kinds) > 1 or asked.those(before, lambda block: not block.parallel):
@@ -146,9 +146,9 @@ SWAPS = (
         gives="parallel block with one norm",
         needs="norms that are the same; exact where attention or feed-forward writes nothing, or it was parallel",
         source="PaLM 2204.02311, section 2; Falcon 7b",
-        reshape=partial(to_parallel, True),
+        reshape=partial(_to_parallel, True),
         clears=(Clears("*.feed_forward_norm", theirs=None),),
-        inverse=serial_again,
+        inverse=_serial_again,
     ),
     entry(
         form="parallel",
@@ -156,9 +156,9 @@ SWAPS = (
         gives="parallel block",
         needs="exact where attention or feed-forward writes nothing; near for few layers",
         source="PaLM 2204.02311, section 2",
-        reshape=partial(to_parallel, False),
+        reshape=partial(_to_parallel, False),
         clears=(Clears("*.parallel", theirs=True),),
-        inverse=serial_again,
+        inverse=_serial_again,
     ),
     entry(
         form="serial",
@@ -166,8 +166,8 @@ SWAPS = (
         gives="serial block",
         needs="exact where attention or feed-forward writes nothing; near for few layers",
         source="PaLM 2204.02311, section 2",
-        reshape=to_serial,
+        reshape=_to_serial,
         clears=(Clears("*.feed_forward_norm", ours=None), Clears("*.parallel", theirs=False)),
-        inverse=parallel_again,
+        inverse=_parallel_again,
     ),
 )

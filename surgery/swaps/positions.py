@@ -36,7 +36,7 @@ def kind(spec: ModelSpec) -> str:
     """What tells positions apart in a tree: learned, rope, alibi, none; "mixed" where layers differ or there is a table
     besides. Neutral rotary positions tell nothing apart.
     """
-    found = {kind_of(each) for each in positions_in(spec, range(len(spec.blocks)))}
+    found = {kind_of(each) for each in _positions_in(spec, range(len(spec.blocks)))}
     if spec.positions is not None:
         return "learned" if found == {"none"} else "mixed"
     return found.pop() if len(found) == 1 else "mixed"
@@ -55,7 +55,7 @@ def kind_of(position: Position | None) -> Literal["rope", "alibi", "none"]:
             raise unknown("a layer", position, "positions that it knows")
 
 
-def positions_in(spec: ModelSpec, layers: Iterable[int]) -> set[Position | None]:
+def _positions_in(spec: ModelSpec, layers: Iterable[int]) -> set[Position | None]:
     """The positions of some layers."""
     return {spec.blocks[layer].attention.position for layer in layers}
 
@@ -63,7 +63,7 @@ def positions_in(spec: ModelSpec, layers: Iterable[int]) -> set[Position | None]
 # --- from one to another ----------------------------------------------------------------------------------------------
 
 
-def to_rope(spec: ModelSpec, asked: Asked) -> Swapped:
+def _to_rope(spec: ModelSpec, asked: Asked) -> Swapped:
     """Rotary positions: of base 10,000, of the base that is asked for, or neutral ones.
 
     On rotary layers another base is all that changes.
@@ -99,22 +99,22 @@ def to_rope(spec: ModelSpec, asked: Asked) -> Swapped:
 
     chosen = {layer: position(layer) for layer in asked.chosen(spec)}
     hint = "Another base: --position rope:BASE. A longer context: --rope-scaling."
-    return repositioned(spec, asked, chosen, "rope:neutral" if neutral else "rope", hint)
+    return _repositioned(spec, asked, chosen, "rope:neutral" if neutral else "rope", hint)
 
 
-def to_alibi(spec: ModelSpec, asked: Asked) -> Swapped:
+def _to_alibi(spec: ModelSpec, asked: Asked) -> Swapped:
     """ALiBi: as other layers have it, else outside the scale of the scores, as in the paper."""
     others = (block.attention.position for block in spec.blocks)
     alibi = next((each for each in others if isinstance(each, ALiBi)), ALiBi())
-    return repositioned(spec, asked, dict.fromkeys(asked.chosen(spec), alibi), "alibi")
+    return _repositioned(spec, asked, dict.fromkeys(asked.chosen(spec), alibi), "alibi")
 
 
-def to_none(spec: ModelSpec, asked: Asked) -> Swapped:
+def _to_none(spec: ModelSpec, asked: Asked) -> Swapped:
     """No positions: causal attention alone tells them apart."""
-    return repositioned(spec, asked, dict.fromkeys(asked.chosen(spec)), "none")
+    return _repositioned(spec, asked, dict.fromkeys(asked.chosen(spec)), "none")
 
 
-def to_learned(spec: ModelSpec, asked: Asked) -> Swapped:
+def _to_learned(spec: ModelSpec, asked: Asked) -> Swapped:
     """A table of positions, all zero."""
     if asked.layers is not None:
         raise SwapRefused(
@@ -128,10 +128,10 @@ def to_learned(spec: ModelSpec, asked: Asked) -> Swapped:
     if length is None:
         raise SwapRefused("nothing says how many positions the table needs", "Say it: --position learned:LENGTH.")
     table = LearnedPositions(length=length, size=spec.hidden_size)
-    return repositioned(spec, asked, dict.fromkeys(range(len(spec.blocks))), "learned", table=table)
+    return _repositioned(spec, asked, dict.fromkeys(range(len(spec.blocks))), "learned", table=table)
 
 
-def repositioned(
+def _repositioned(
     spec: ModelSpec,
     asked: Asked,
     positions: Mapping[int, Position | None],
@@ -149,10 +149,10 @@ def repositioned(
             "the table of positions is added to the token embeddings and reaches every layer",
             f"Leave --blocks out, or first --position none and then --position {to} in the layers that need it.",
         )
-    attention = {layer: with_position(layer, spec.blocks[layer].attention, each) for layer, each in changed.items()}
+    attention = {layer: _with_position(layer, spec.blocks[layer].attention, each) for layer, each in changed.items()}
     tensors: dict[str, Tensor] = {}
     for layer in changed if not asked.approximate else ():
-        tensors |= without_rotation(spec, layer, changed[layer])
+        tensors |= _without_rotation(spec, layer, changed[layer])
     after, notes = with_mixers(spec, attention), list[str]()
     if spec.positions is not None:
         after = without_table(after, asked, tensors, notes)
@@ -164,7 +164,7 @@ def repositioned(
     exact = kinds <= {"none"} and (
         spec.positions is None
         or asked.weights.zero("positions.weight")
-        or (not asked.approximate and asked.weights.ask(rows_alike, False, True))
+        or (not asked.approximate and asked.weights.ask(_rows_alike, False, True))
     )
     another_base = spec.positions is None and kinds == {"rope"}
     guarantee: Any = "exact" if exact else "approximate" if another_base else "retrained"
@@ -172,7 +172,7 @@ def repositioned(
     return Swapped(after, guarantee, tensors, summary, tuple(notes), Promise(length=table.length if table else None))
 
 
-def with_position(layer: int, attention: Attention | LatentAttention, position: Position | None) -> Any:
+def _with_position(layer: int, attention: Attention | LatentAttention, position: Position | None) -> Any:
     """An attention with other positions, and what of its rounding does not go with them as they need it."""
     if isinstance(attention, LatentAttention):
         if isinstance(attention.position, Rotary) != isinstance(position, Rotary):
@@ -186,7 +186,7 @@ def with_position(layer: int, attention: Attention | LatentAttention, position: 
     return replace(attention, position=position)
 
 
-def without_rotation(spec: ModelSpec, layer: int, after: Position | None) -> dict[str, Tensor]:
+def _without_rotation(spec: ModelSpec, layer: int, after: Position | None) -> dict[str, Tensor]:
     """The queries of a layer whose rotary positions go, turned by their mean rotation. Where ALiBi comes instead it
     draws attention nearer, and so does the mean.
     """
@@ -201,7 +201,7 @@ def without_rotation(spec: ModelSpec, layer: int, after: Position | None) -> dic
     return {name: Computed(make) for name, make in made.items()}
 
 
-def rows_alike(model: Model) -> bool:
+def _rows_alike(model: Model) -> bool:
     """Whether the table of positions has one row over and over."""
     rows = model.wide("positions.weight")
     return bool((rows == rows[0]).all())
@@ -248,16 +248,16 @@ def without_table(spec: ModelSpec, asked: Asked, tensors: dict[str, Tensor], not
 # --- the way back -----------------------------------------------------------------------------------------------------
 
 
-def back_to_none(before: ModelSpec, asked: Asked) -> Step | None:
+def _back_to_none(before: ModelSpec, asked: Asked) -> Step | None:
     """Of neutral rotary positions or a table of zeros, where there were none."""
-    if before.positions is not None or positions_in(before, asked.chosen(before)) != {None}:
+    if before.positions is not None or _positions_in(before, asked.chosen(before)) != {None}:
         return None
     table = asked.value.startswith("learned") and asked.argument is not None
     other_length = table and int(asked.argument or 0) != before.context_length
     return None if other_length else asked.again("position", "none")
 
 
-def back_to_neutral(before: ModelSpec, asked: Asked) -> Step | None:
+def _back_to_neutral(before: ModelSpec, asked: Asked) -> Step | None:
     """Of none, where neutral rotary positions were on whole heads."""
     for attention in (before.blocks[layer].attention for layer in asked.chosen(before)):
         if isinstance(attention, LatentAttention) or before.positions is not None:
@@ -269,7 +269,7 @@ def back_to_neutral(before: ModelSpec, asked: Asked) -> Step | None:
 
 def examples(spec: ModelSpec, form: str) -> tuple[str, ...]:
     """Neutral RoPE where nothing is told apart; a table whose length is said for trees that know none."""
-    bare = positions_in(spec, range(len(spec.blocks))) == {None}
+    bare = _positions_in(spec, range(len(spec.blocks))) == {None}
     if form == "rope:neutral":
         return (form,) if kind(spec) == "none" and bare else ()
     return ("learned:64",) if spec.positions is None and spec.context_length is None else ()
@@ -283,15 +283,15 @@ ROPE: dict[str, Any] = {
     "guarantee": "retrained",
     "needs": "heads with an even number of elements",
     "source": "Su et al. 2104.09864",
-    "reshape": to_rope,
+    "reshape": _to_rope,
     "by_layer": True,
 }
 LEARNED: dict[str, Any] = {
     "gives": "a table of positions, all zero",
     "needs": TRAINED,
     "source": "derived for gptkit",
-    "reshape": to_learned,
-    "inverse": back_to_none,
+    "reshape": _to_learned,
+    "inverse": _back_to_none,
 }
 TO_ROPE = tuple(
     clears
@@ -322,10 +322,10 @@ SWAPS = (
         gives="RoPE that turns nothing",
         needs=TRAINED,
         source="derived for gptkit: transformers' rope_type linear with factor 1e30",
-        reshape=to_rope,
+        reshape=_to_rope,
         examples=partial(examples, form="rope:neutral"),
         by_layer=True,
-        inverse=back_to_none,
+        inverse=_back_to_none,
     ),
     entry("rope", **ROPE, clears=TO_ROPE),
     entry("rope:BASE", **ROPE),
@@ -335,7 +335,7 @@ SWAPS = (
         guarantee="retrained",
         needs="nothing",
         source="Press et al. 2108.12409; the mean rotation is derived for gptkit",
-        reshape=to_alibi,
+        reshape=_to_alibi,
         clears=(Clears("*.position", theirs=ALiBi), Clears("positions")),
         by_layer=True,
     ),
@@ -344,10 +344,10 @@ SWAPS = (
         gives="no positions",
         needs=f"{TRAINED}: a table whose rows are alike, neutral RoPE",
         source=DROPE,
-        reshape=to_none,
+        reshape=_to_none,
         clears=(Clears("*.position", theirs=None), Clears("positions", theirs=None)),
         by_layer=True,
-        inverse=back_to_neutral,
+        inverse=_back_to_neutral,
     ),
     entry("learned", **LEARNED, clears=TO_LEARNED),
     entry("learned:LENGTH", **LEARNED, examples=partial(examples, form="learned:LENGTH")),

@@ -95,7 +95,7 @@ def rope_scaling(spec: ModelSpec, asked: Asked, kind: Kind) -> Swapped:
             "Say it first: --context N.",
         )
     for layer, rotary in layers.items():
-        require_unscaled(layer, rotary, kind.name)
+        _require_unscaled(layer, rotary, kind.name)
     name, scale = (kind.name, kind.scale) if not asked.approximate else ("linear", linear)
     after = {layer: scale(rotary, factor, context) for layer, rotary in layers.items()}
     if asked.approximate and kind.name == "linear":
@@ -146,7 +146,7 @@ def held(before: Mapping[int, Rotary], after: Mapping[int, Rotary]) -> tuple[Gua
     return "exact", Promise(length=min(lengths, default=None))
 
 
-def require_unscaled(layer: int, rotary: Rotary, name: str) -> None:
+def _require_unscaled(layer: int, rotary: Rotary, name: str) -> None:
     """Raise SwapRefused where a scaling does not compose with what is there."""
     if is_neutral(rotary):
         raise SwapRefused(f"the rotary positions of layer {layer} are neutral: there is nothing to scale")
@@ -163,7 +163,7 @@ def require_unscaled(layer: int, rotary: Rotary, name: str) -> None:
         )
 
 
-def no_scaling(spec: ModelSpec, asked: Asked) -> Swapped:
+def _no_scaling(spec: ModelSpec, asked: Asked) -> Swapped:
     """Without scaling, and the context as it was before, where it is known."""
     layers = {layer: rotary for layer, rotary in require_rotary(spec, asked).items() if rotary.scaling is not None}
     if not layers:
@@ -205,13 +205,13 @@ def rope_pairs(spec: ModelSpec, asked: Asked) -> Swapped:
         raise SwapRefused(f"its rotary pairs are {wanted} already")
     tensors: dict[str, Tensor] = {}
     for layer, rotary in layers.items():
-        for name, order in pair_orders(f"blocks.{layer}.attention", spec.blocks[layer].attention, rotary, wanted):
+        for name, order in _pair_orders(f"blocks.{layer}.attention", spec.blocks[layer].attention, rotary, wanted):
             tensors[name] = Moved(name, partial(reordered, order=order))
     new = with_rotary(spec, {layer: replace(rotary, pairs=wanted) for layer, rotary in layers.items()})
     return Swapped(new, "exact", tensors, {"to": wanted, "layers": list(layers)})
 
 
-def pair_orders(path: str, attention: Grouped, rotary: Rotary, wanted: Pairs) -> Iterator[tuple[str, Elements]]:
+def _pair_orders(path: str, attention: Grouped, rotary: Rotary, wanted: Pairs) -> Iterator[tuple[str, Elements]]:
     """Each tensor with rows that turn, and the order of its rows within a head."""
     order = pair_order(rotary.dim, wanted)
     if isinstance(attention, Attention):
@@ -225,7 +225,7 @@ def pair_orders(path: str, attention: Grouped, rotary: Rotary, wanted: Pairs) ->
     yield from ((name, order) for name in tensors_of(path, attention, "k_rope_proj"))
 
 
-def other_pairs(before: ModelSpec, asked: Asked) -> Step | None:
+def _other_pairs(before: ModelSpec, asked: Asked) -> Step | None:
     """The way back, where all layers go the same way."""
     found = {rotary.pairs for rotary in rotary_layers(before, asked.chosen(before)).values()}
     return asked.again("rope_pairs", found.pop()) if len(found) == 1 else None
@@ -297,7 +297,7 @@ SWAPS = (
         gives="RoPE",
         needs="rotary positions that are scaled; exact for dynamic scaling, up to the original context",
         source="the definitions of the scalings",
-        reshape=no_scaling,
+        reshape=_no_scaling,
         clears=(Clears("*.scaling", theirs=None),),
     ),
     PART_OF_A_HEAD,
@@ -310,7 +310,7 @@ SWAPS = (
             needs="rotary positions whose pairs lie otherwise",
             source="transformers, convert_llama_weights_to_hf.py: permute",
             reshape=rope_pairs,
-            inverse=other_pairs,
+            inverse=_other_pairs,
             clears=(Clears("*.pairs", theirs=wanted),),
         )
         for wanted, described in (("adjacent", "of neighbours"), ("halves", "half a head apart"))

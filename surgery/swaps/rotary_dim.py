@@ -49,14 +49,14 @@ def rotary_dim(spec: ModelSpec, asked: Asked) -> Swapped:
                 f"the keys of layer {layer} come from a latent, and its rotary keys are apart",
                 "--rotary-dim goes before --attention mla.",
             )
-        require_part(layer, rotary, size)
+        _require_part(layer, rotary, size)
         if asked.approximate:
             plain = replace(rotary, dim=size, scaling=for_width(rotary.scaling, size))
             after[layer] = replace(attention, position=plain)
             continue
         after[layer] = replace(attention, position=kept_rotary(rotary, size, drop))
         kept = kept_pairs(rotary.dim, size, drop)
-        matter = partial(dropped_matter, path=path, attention=attention, rotary=rotary, kept=kept)
+        matter = partial(_dropped_matter, path=path, attention=attention, rotary=rotary, kept=kept)
         exact = exact and (is_neutral(rotary) or not asked.weights.ask(matter, True, False))
         tensors |= part_tensors(path, attention, rotary, kept, spec.context_length)
     summary = {
@@ -72,7 +72,7 @@ def rotary_dim(spec: ModelSpec, asked: Asked) -> Swapped:
     return Swapped(new, "exact" if exact else "approximate", tensors, summary, promise=promise)
 
 
-def require_part(layer: int, rotary: Rotary, size: int) -> None:
+def _require_part(layer: int, rotary: Rotary, size: int) -> None:
     """Raise SwapRefused where a rotary of this dimension has no part of that one."""
     widest, has = rotary.dim - 2, f"layer {layer} turns {rotary.dim} elements of each head"
     possible = f"Possible here: the even numbers from 2 to {widest}." if widest >= 2 else "There is no smaller part."
@@ -129,7 +129,7 @@ def part_order(rotary: Rotary, kept: Elements, head_dim: int) -> Elements:
     return np.concatenate((together, rest))
 
 
-def dropped_matter(model: Model, path: str, attention: Attention, rotary: Rotary, kept: Elements) -> bool:
+def _dropped_matter(model: Model, path: str, attention: Attention, rotary: Rotary, kept: Elements) -> bool:
     """Whether any score holds anything of the pairs that go: neither their queries nor their keys are zero."""
     first, second = pair_elements(rotary.dim, rotary.pairs)
 

@@ -48,7 +48,7 @@ def tie(spec: ModelSpec, asked: Asked) -> Swapped:
     if asked.weights.same(*BOTH):
         # In the wider dtype of both, whose values are the same.
         return other(spec, "exact", {BOTH[0]: Moved(BOTH, lambda table, head: table)})
-    differing = asked.weights.ask(count_different, table[0], 0)
+    differing = asked.weights.ask(_count_different, table[0], 0)
     note = f"the head and the embedding differ in {differing:,} of {table[0]:,} rows, so no tying is exact: "
     if asked.approximate:
         return other(spec, "approximate", {}, f"{note}the embedding's is kept", matrix="embedding")
@@ -56,7 +56,7 @@ def tie(spec: ModelSpec, asked: Asked) -> Swapped:
     return other(spec, "approximate", {BOTH[0]: mean}, f"{note}their mean stands for both", matrix="mean")
 
 
-def count_different(model: Model) -> int:
+def _count_different(model: Model) -> int:
     """Rows in which head and embedding differ."""
     pieces = zip(*map(in_pieces, comparable(model, *BOTH)), strict=True)
     return sum(int((a != b).any(axis=1).sum()) for a, b in pieces)

@@ -64,7 +64,7 @@ def sized(
 # --- padded, cut ------------------------------------------------------------------------------------------------------
 
 
-def to_size(spec: ModelSpec, asked: Asked) -> Swapped:
+def _to_size(spec: ModelSpec, asked: Asked) -> Swapped:
     """Padded or cut to a number of tokens."""
     if asked.argument is not None:
         raise UsageError(f"--vocab {asked.value!r} is unknown", "known: N, multiple:N, prune:FILE, prune-text:FILE")
@@ -74,7 +74,7 @@ def to_size(spec: ModelSpec, asked: Asked) -> Swapped:
     return pad(spec, size) if size > now else cut(spec, asked, size)
 
 
-def to_multiple(spec: ModelSpec, asked: Asked) -> Swapped:
+def _to_multiple(spec: ModelSpec, asked: Asked) -> Swapped:
     """Padded up to the next multiple of a number."""
     of, now = asked.number("a number of tokens"), spec.vocab_size
     if now % of == 0:
@@ -130,10 +130,10 @@ def _require_within(vocabulary: Vocabulary, size: int, now: int) -> None:
 # --- pruned -----------------------------------------------------------------------------------------------------------
 
 
-def prune_to_list(spec: ModelSpec, asked: Asked) -> Swapped:
+def _prune_to_list(spec: ModelSpec, asked: Asked) -> Swapped:
     """The tokens that a file lists, one a line: as the vocabulary writes it, or where it has none such, an id."""
     vocabulary = _required_vocabulary(asked)
-    lines = [line for line in read_plain(asked.argument or "").split("\n") if line]
+    lines = [line for line in _read_plain(asked.argument or "").split("\n") if line]
     ids, unknown = set(), []
     for number, line in enumerate(lines, 1):
         token = line.removesuffix("\r")
@@ -152,13 +152,13 @@ def prune_to_list(spec: ModelSpec, asked: Asked) -> Swapped:
     return prune(spec, vocabulary, ids)
 
 
-def prune_to_text(spec: ModelSpec, asked: Asked) -> Swapped:
+def _prune_to_text(spec: ModelSpec, asked: Asked) -> Swapped:
     """The tokens that a text encodes to."""
     vocabulary = _required_vocabulary(asked)
     texts = asked.texts if asked.files is None or "tokenizer.json" in asked.texts else None
     tokenizer = load_tokenizer(asked.files or Path(), texts)
     assert tokenizer is not None
-    return prune(spec, vocabulary, set(tokenizer.encode(read_plain(asked.argument or ""))))
+    return prune(spec, vocabulary, set(tokenizer.encode(_read_plain(asked.argument or ""))))
 
 
 def prune(spec: ModelSpec, vocabulary: Vocabulary, ids: set[int]) -> Swapped:
@@ -183,7 +183,7 @@ def prune(spec: ModelSpec, vocabulary: Vocabulary, ids: set[int]) -> Swapped:
     return sized(spec, len(kept), picked(kept), tokens, notes, files, asked_for=len(ids), added=needed)
 
 
-def read_plain(name: str) -> str:
+def _read_plain(name: str) -> str:
     """A file as text."""
     try:
         return Path(name).expanduser().read_bytes().decode()
@@ -243,18 +243,18 @@ SWAPS = (
         gives="a multiple of N",
         needs="a size that is no multiple yet; exact on the tokens there were",
         source="Megatron-LM's padding, with zeros",
-        reshape=to_multiple,
+        reshape=_to_multiple,
         examples=lambda spec: tuple(f"multiple:{of}" for of in (64, 100) if spec.vocab_size % of)[:1],
         inverse=_unpadded,
     ),
-    pruned(form="prune:FILE", gives="the tokens that a file lists", reshape=prune_to_list),
-    pruned(form="prune-text:FILE", gives="the tokens of a text", reshape=prune_to_text),
+    pruned(form="prune:FILE", gives="the tokens that a file lists", reshape=_prune_to_list),
+    pruned(form="prune-text:FILE", gives="the tokens of a text", reshape=_prune_to_text),
     entry(
         form="N",
         gives="N tokens",
         needs="for fewer, nothing behind the first N that the tokenizer needs; exact on the tokens of both",
         source="derived for gptkit: rows of zeros, or rows left out",
-        reshape=to_size,
+        reshape=_to_size,
         examples=lambda spec: (str(spec.vocab_size + 3),),
         inverse=_unpadded,
     ),

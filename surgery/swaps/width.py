@@ -35,7 +35,7 @@ def widths(spec: ModelSpec) -> set[int | None]:
     return {block.feed_forward.intermediate_size for block in spec.blocks}
 
 
-def resize_feed_forward(spec: ModelSpec, asked: Asked) -> Swapped:
+def _resize_feed_forward(spec: ModelSpec, asked: Asked) -> Swapped:
     """The tree with feed-forwards of another width, in the layers asked for."""
     size = asked.number("a width")
     none = f"the feed-forwards are {size} wide already"
@@ -63,19 +63,19 @@ def resize_feed_forward(spec: ModelSpec, asked: Asked) -> Swapped:
 
 def narrowed(inner: Sequence[Inner], size: int, asked: Asked) -> tuple[Guarantee, dict[str, Tensor], str]:
     """Fewer units: the dead ones go first, and exactly. (What is guaranteed, the tensors, the method.)"""
-    silent = {each.path: silent_units(each, asked) for each in inner}
+    silent = {each.path: _silent_units(each, asked) for each in inner}
     alive = {each.path: each.units - int(silent[each.path].sum()) for each in inner}
     short = [each for each in inner if alive[each.path] > size]
     tensors: dict[str, Tensor] = {}
     if not short:
         for each in inner:  # all that are alive, and the first of the dead ones as far as there is room
-            tensors |= kept_units(each, largest(-silent[each.path].astype(float), size))
+            tensors |= _kept_units(each, largest(-silent[each.path].astype(float), size))
         return "exact", tensors, "dead units"
     if asked.approximate:
         for each in inner:
             alike = np.ones(each.units)
             weights = asked.weights.ask(partial(by_weights, inner=each), alike, alike)
-            tensors |= kept_units(each, largest(np.where(silent[each.path], -1.0, weights), size))
+            tensors |= _kept_units(each, largest(np.where(silent[each.path], -1.0, weights), size))
         return "approximate", tensors, "norms of weights"
     if asked.calibration is None:
         first = short[0].path
@@ -89,7 +89,7 @@ def narrowed(inner: Sequence[Inner], size: int, asked: Asked) -> tuple[Guarantee
     return "approximate", tensors, "activations, ridge refit"
 
 
-def silent_units(inner: Inner, asked: Asked) -> np.ndarray:
+def _silent_units(inner: Inner, asked: Asked) -> np.ndarray:
     """For each unit whether nothing comes out of it, as far as is known."""
     every = np.ones(inner.units, dtype=bool)
     return asked.weights.ask(lambda model: dead(model, inner), ~every, every)
@@ -106,7 +106,7 @@ def dead(model: Model, inner: Inner) -> np.ndarray:
     return silent
 
 
-def kept_units(inner: Inner, index: Index) -> dict[str, Tensor]:
+def _kept_units(inner: Inner, index: Index) -> dict[str, Tensor]:
     """The tensors of some units alone."""
     tensors: dict[str, Tensor] = {name: taken(name, index) for name in inner.up}
     return tensors | {inner.down: taken(inner.down, index, 1)}
@@ -130,7 +130,7 @@ SWAPS = (
         gives="a feed-forward of N units",
         needs="a larger width, or units that nothing comes out of; otherwise a text to choose and fit by",
         source="Net2Net 1511.05641; narrower: Hassibi & Stork 1993 (Optimal Brain Surgeon), ridge regression",
-        reshape=resize_feed_forward,
+        reshape=_resize_feed_forward,
         examples=examples,
         by_layer=True,
         calibrated=True,
