@@ -121,7 +121,8 @@ def tree_or_error(config: dict[str, Any]) -> ModelSpec | None:
         with contextlib.suppress(CannotExpress):  # transformers' llama refuses heads that do not share out the width
             json.dumps(architecture.config_for(spec), allow_nan=False)
         assert sum(p.count for p in spec.parameters()) > 0
-    assert time.process_time() - started < 2
+    layers = 0 if spec is None else len(spec.blocks)
+    assert time.process_time() - started < 2 + layers / 500  # what thousands of layers take grows with their number
     return spec
 
 
