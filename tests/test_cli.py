@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from helpers.covering import few
 from helpers.families import CONFIGS, save_hf
 from helpers.processes import HANGS, imported
 from helpers.processes import gptkit as command
@@ -586,6 +587,7 @@ def test_a_models_own_control_characters(monkeypatch: pytest.MonkeyPatch) -> Non
     assert terminal.getvalue() == "pa\n�[31mb\tü\n"
 
 
+@few(2)
 @pytest.mark.parametrize(
     "args", [["params", "gpt2", "--by-layer"], ["presets"], ["load", "sample:gpt2"], ["verify", "sample:gpt2"]]
 )

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from helpers.covering import exhaustive
+from helpers.covering import exhaustive, few
 from helpers.processes import HANGS
 from shown import MARK, agrees, comparable, run, shown
 
@@ -39,6 +39,7 @@ def named(page: Path) -> str:
 # --- outputs ----------------------------------------------------------------------------------------------------------
 
 
+@few(8)
 @pytest.mark.parametrize("page", SHOWING, ids=named)
 def test_a_page_does_what_it_shows(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

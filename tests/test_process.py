@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from helpers.covering import few
 from helpers.processes import gptkit, python
 
 # The process sends itself the signal where the module is about to be imported.
@@ -37,6 +38,7 @@ def ran(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return python("-c", code, *arguments)
 
 
+@few(4)
 @pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
 @pytest.mark.parametrize("module", ["gptkit.cli", "typer", "gptkit.commands.verify", "numpy", "torch._C"])
 def test_a_signal_while_something_is_imported(module: str, number: signal.Signals) -> None:

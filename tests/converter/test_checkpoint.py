@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.covering import examples
+from helpers.covering import examples, few
 from helpers.families import CONFIGS, REPRESENTATIVES, save_hf
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -390,6 +390,7 @@ def use(folder: Folder, **options: Any) -> None:
     assert all(len(str(error)) < 4000 for error in found)
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("kind", "name"), [("local", "gptkit.json"), ("gpt2", "config.json"), ("llama", "config.json")]
 )

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.covering import few
 from helpers.families import CONFIGS, save_hf
 from helpers.processes import HANGS, at_most
 from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageReader
@@ -170,6 +171,7 @@ def saved(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@few(2)
 @pytest.mark.parametrize("name", ["plain", "nested", "parts", "whole"])
 def test_what_two_ranks_of_torch_save(name: str, saved: Path, llama: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(saved / name, allow_pickle=name in ("plain", "nested"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from helpers.covering import examples
+from helpers.covering import examples, few
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -104,6 +104,7 @@ def shortened(kind: str, ids: set[int]) -> tuple[Tokenizer, dict[int, int], Toke
     return old, table, new
 
 
+@few(2)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())

@@ -104,8 +104,17 @@ def preset_facts(name: str) -> set[Hashable]:
     return facts(architecture.spec(config)) | {architecture.name}
 
 
-def mark_the_rest(items: Iterable[pytest.Item]) -> None:
-    """Mark the cases of covered tests that no cover needs as exhaustive."""
+def mark_the_rest(items: Sequence[pytest.Item]) -> None:
+    """Mark the cases of covered tests that no cover needs as exhaustive, and of what looks at pages in a browser all
+    but the first test of each file: `make test-browser` and `make test-all` run them.
+    """
+    seen: set[str] = set()
+    for item in items:
+        file = item.nodeid.split("::")[0]
+        if "browser" in getattr(item, "fixturenames", ()) and file in seen:
+            item.add_marker(exhaustive)
+        elif "browser" in getattr(item, "fixturenames", ()):
+            seen.add(file)
     groups: dict[tuple[str, str], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("covered") is not None:

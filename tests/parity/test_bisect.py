@@ -122,7 +122,7 @@ def test_place_and_cause_are_the_same_a_layer_at_a_time(name, tmp_path):
 
 
 # A wrong row of a tied table shows at its token, and far more in the head, wherever it is looked at.
-@covered("name", by=lambda name: CASES[name][0].split())
+@few(1)
 @pytest.mark.parametrize("name", [name for name in CASES if name != "a row of the table"])
 def test_a_large_model_is_looked_at_where_it_differs(name, tmp_path, monkeypatch):
     """A few positions of a few batches, and few repairs made in the whole."""

@@ -203,7 +203,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Tensors], None], set[str]]] = {
 }
 
 
-@covered()
+@few(4)
 @pytest.mark.parametrize("name", DAMAGE)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_damaged_tensors_are_different_and_named(
@@ -239,7 +239,7 @@ CHANGED: dict[str, tuple[str, Callable[[Any], None]]] = {
 }
 
 
-@covered()
+@few(5)
 @pytest.mark.parametrize("name", CHANGED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_changed_tree_is_different(

@@ -22,7 +22,7 @@ def numbers(spec: ModelSpec) -> tuple[int, int]:
     return attention.heads, attention.kv_heads
 
 
-@few(3)
+@few(1)
 @pytest.mark.parametrize("name", [*MODELS, "falcon-rw", "falcon-alibi-parallel"])
 def test_more_keeps_every_bit_and_back(name: str, folder: Path, tmp_path: Path) -> None:
     source = saved(name, folder)
