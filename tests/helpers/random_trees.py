@@ -42,6 +42,8 @@ LAYERS, HEADS = ("n_layer", "num_hidden_layers"), ("n_head", "num_attention_head
 HIDDEN = ("n_embd", "n_embed", "hidden_size")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 WIDTHS = ("intermediate_size", "ffn_hidden_size")
+SHARED_OUT = ("llama", "gemma", "gemma2", "gemma3_text")
+"""Families with heads of any width of which transformers wants the hidden size to be a multiple all the same."""
 
 
 def resized(config: Mapping[str, Any], choose: Choose) -> dict[str, Any]:
@@ -58,7 +60,9 @@ def resized(config: Mapping[str, Any], choose: Choose) -> dict[str, Any]:
     found[name[HEADS]] = kv_heads * group
     found[name[HIDDEN]] = kv_heads * group * head_dim
     if config.get("head_dim"):
-        found["head_dim"], found[name[HIDDEN]] = head_dim, choose((18, 24, 29))
+        shared = config["model_type"] in SHARED_OUT
+        found["head_dim"] = head_dim
+        found[name[HIDDEN]] = choose((3, 4, 5)) * kv_heads * group if shared else choose((18, 24, 29))
     if "layer_types" not in config:
         found[name[LAYERS]] = choose((1, 2, 3))
     if name[WIDTHS]:
