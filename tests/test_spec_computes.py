@@ -81,7 +81,8 @@ NUMBERS = (
     1e39,
     1.7976931348623157e308,
 )
-SCHEMAS = msgspec.json.schema_components([*KINDS.values()], schema_hook=lambda kind: {"type": "object"})
+OURS = [kind for kind in KINDS.values() if kind.__module__.startswith("gptkit.")]  # and not those of other tests
+SCHEMAS = msgspec.json.schema_components(OURS, schema_hook=lambda kind: {"type": "object"})
 VALUES = [*sorted(literals(list(SCHEMAS))), True, False, None, *NUMBERS, *records()]
 
 
