@@ -113,7 +113,7 @@ def params(
 
             say(["", *source_lines(counts)], quiet=False)
     if drawn:
-        from ..report.counts import counts_page
+        from ..report.counts_page import counts_page
 
         drawn.write(lambda: counts_page(counts, asked), quiet=json or csv)
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ..analysis.parameters import count
 from .charts import bars, cache_chart, parameter_bars
-from .counts import MOST_NAMES, layer_diagrams
+from .counts_page import MOST_NAMES, layer_diagrams
 from .pages import Lines, Page, Section, Table, counted, noted
 from .sheets import Layout, decimal, drawing, nbytes, short
 

@@ -7,14 +7,15 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from . import pages as page
+if TYPE_CHECKING:
+    from .pages import Table as PageTable
 
 GAP = 3  # blank characters between two columns of a table; rich draws one of them itself
 ASCII = str.maketrans({"×": "x", "–": "-", "−": "-", "·": "-", "…": ".", "²": "^2", "³": "^3"})
@@ -164,10 +165,12 @@ class Sheet:
         rows = (Row(row.label, row.cells[first:last], row.style, row.ruled) for row in self.rows)
         return Sheet(self.title, self.columns[first:last], tuple(row for row in rows if any(row.cells)))
 
-    def as_table(self) -> page.Table:
+    def as_table(self) -> PageTable:
+        from .pages import Table as PageTable
+
         columns = (("", False), *((name, index >= self.words) for index, name in enumerate(self.columns)))
         lit = frozenset(index for index, row in enumerate(self.rows) if row.ruled and row.style != "dim")
-        return page.Table(self.title, columns, tuple((row.label, *row.cells) for row in self.rows), lit, bold="totals")
+        return PageTable(self.title, columns, tuple((row.label, *row.cells) for row in self.rows), lit, bold="totals")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         layout = Layout(options.max_width, options.ascii_only)

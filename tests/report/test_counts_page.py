@@ -12,7 +12,7 @@ from helpers.command import call
 import gptkit
 from gptkit.analysis.costs import costs
 from gptkit.analysis.figures import Asked
-from gptkit.report.counts import counts_page
+from gptkit.report.counts_page import counts_page
 from gptkit.report.pages import Figure, Lines, Page, Table, render, write_page
 
 pytest.importorskip("plotly", reason='the pages need pip install "gptkit[html]"')

@@ -12,7 +12,7 @@ from helpers.browser import opened
 import gptkit
 from gptkit.parity.damage import Bin, Damage, Layer
 from gptkit.report.comparison import comparison_page
-from gptkit.report.counts import counts_page
+from gptkit.report.counts_page import counts_page
 from gptkit.report.damage import damage_sections
 from gptkit.report.heatmap import Cell, heatmap
 from gptkit.report.pages import Figure, Page, Table, render, write_page

@@ -18,7 +18,7 @@ import gptkit
 from gptkit.errors import UsageError
 from gptkit.report import pages, pictures
 from gptkit.report.charts import cache_chart
-from gptkit.report.counts import counts_page
+from gptkit.report.counts_page import counts_page
 from gptkit.report.diagram import block_diagram
 from gptkit.report.heatmap import Cell, heatmap
 from gptkit.report.pages import Figure, Page, Table
