@@ -93,6 +93,8 @@ def read_rotaries(
         if usual.scaled and before.data:
             rope = by_kind.inner(kind, more=before.data)
             before.used |= {before.place + name for name in before.data}  # read under the kind's name
+        if rope.raw("truncate") is False:  # modeling_rope_utils.py looks for it beside the kinds
+            raise rope.fail("truncate", False, "true: by kind of layer transformers truncates whatever it says")
         old = config.number(usual.theta, usual.base)
         base = old if rope.raw("rope_theta") is None else rope.number("rope_theta")
         found[kind] = _rotary(rope, dim, base, context_length, partial)

@@ -164,6 +164,10 @@ def test_a_composite_config_is_read_as_its_text() -> None:
             "text_config.rope_parameters.full_attention.factor is -1",
         ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_parameters.rope_type is 'default'"),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_type": "yarn", "factor": 4.0, "truncate": False}}},
+            "text_config.rope_parameters.sliding_attention.truncate is False",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_part_is_told_with_where_it_stands(change: dict[str, Any], said: str) -> None:

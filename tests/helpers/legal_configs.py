@@ -224,8 +224,8 @@ def gemma2(chosen: random.Random) -> Config:
             "layer_types": [chosen.choice(kinds) for _ in range(found["num_hidden_layers"])],
             "sliding_window": chosen.choice((1, 2, 3, 8, 17, 300)),
             "query_pre_attn_scalar": chosen.choice((1, 16, 24, 144)),
-            "attn_logit_softcapping": chosen.choice((None, 0.7, 5.0, 50)),
-            "final_logit_softcapping": chosen.choice((None, 0.5, 3.0, 30)),
+            "attn_logit_softcapping": chosen.choice((None, 0.7, 5.0, 50.0)),
+            "final_logit_softcapping": chosen.choice((None, 0.5, 3.0, 30.0)),
         },
     )
 
@@ -239,9 +239,13 @@ def gemma3(chosen: random.Random) -> Config:
     if chosen.random() < 0.5:
         bases = {"full_attention": 5e4, "sliding_attention": 37.5}
         by_kind = {kind: {**scaling(chosen, head_dim), "rope_theta": base} for kind, base in bases.items()}
+        for fields in by_kind.values():
+            fields.pop("truncate", None)  # where it is false gptkit refuses it, and transformers does not see it
         found["rope_parameters"] = by_kind
     else:
-        found |= {"rope_scaling": scaling(chosen, head_dim)}
+        fields = scaling(chosen, head_dim)
+        fields.pop("truncate", None)
+        found |= {"rope_scaling": fields}
         found |= sometimes(chosen, {"rope_theta": 5e4, "rope_local_base_freq": 37.5})
     return found | ({} if "layer_types" in found else sometimes(chosen, {"sliding_window_pattern": 2}))
 
