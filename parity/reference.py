@@ -146,12 +146,18 @@ def compute_experts_plainly(model: Any) -> None:
 
 
 def forget_lengths(model: Any) -> None:
-    """Have every pass with dynamic rotary scaling be as the first: it keeps the longest sequence's base."""
+    """Have every pass with dynamic rotary scaling be as the first: it keeps the longest sequence's base, and that of
+    each kind of layer where these have positions of their own.
+    """
 
-    def forget(module: Any, *_: Any) -> None:
-        module.inv_freq = module.original_inv_freq.clone()
-        module.max_seq_len_cached = module.original_max_seq_len
+    def forget(module: Any, prefixes: list[str]) -> None:
+        for prefix in prefixes:
+            setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq").clone())
+            setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
 
     for module in model.modules():
-        if hasattr(module, "original_inv_freq") and "dynamic" in str(getattr(module, "rope_type", "")):
-            module.register_forward_pre_hook(forget)
+        kinds = getattr(module, "rope_type", None)
+        by_prefix = {f"{kind}_": each for kind, each in kinds.items()} if isinstance(kinds, dict) else {"": kinds}
+        dynamic = [prefix for prefix, each in by_prefix.items() if "dynamic" in str(each)]
+        if dynamic:
+            module.register_forward_pre_hook(lambda module, *_, prefixes=dynamic: forget(module, prefixes))
