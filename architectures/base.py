@@ -13,17 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ..components import (
-    Attention,
-    Block,
-    FeedForward,
-    GatedFeedForward,
-    MixtureOfExperts,
-    ModelSpec,
-    Norm,
-    SubLayer,
-    differences,
-)
+from ..components import Attention, Block, FeedForward, GatedFeedForward, ModelSpec, differences
 from ..errors import CannotExpress
 from .config import COMMON_IRRELEVANT, COMMON_REFUSED, QUANTISED, ConfigReader, quantisation
 from .layout import IDENTITY, Layout, Shape, concatenate
@@ -47,6 +37,14 @@ class Leaf:
     @property
     def names(self) -> tuple[str, ...]:
         return (self.shared,) if isinstance(self.shared, str) else self.shared
+
+
+def leaves_of(modules: Mapping[str, str], when: Callable[[Block], bool] | None = None) -> tuple[Leaf, ...]:
+    """The leaves of modules that checkpoints have as they are: the module's name there -> the shared module's. Each has
+    its weight and its bias, where the tree has them.
+    """
+    suffixes = ("weight", "bias")
+    return tuple(Leaf(f"{a}.{each}", f"{b}.{each}", when=when) for a, b in modules.items() for each in suffixes)
 
 
 def qkv(suffix: str) -> tuple[str, str, str]:
@@ -356,18 +354,6 @@ def _bind_one(
     if not fits:
         raise CannotExpress(f"{owner}: {name} cannot hold tensors of shapes {own}", OWN_FORMAT)
     yield BoundLeaf(name, leaf.layout.checkpoint_shape(sizes, own), names, own, leaf.layout, sizes)
-
-
-def layer(
-    attention_norm: Norm,
-    attention: Attention,
-    feed_forward_norm: Norm | None,
-    feed_forward: FeedForward | GatedFeedForward | MixtureOfExperts,
-    **order: Any,
-) -> Block:
-    """One layer of a family, for a `read`; `order` is how its parts are put together, see `Block`."""
-    sublayers = (SubLayer(mixer=attention, norm=attention_norm), SubLayer(mixer=feed_forward, norm=feed_forward_norm))
-    return Block(sublayers=sublayers, **order)
 
 
 def usual_layer(spec: ModelSpec) -> tuple[Block, Attention, FeedForward | GatedFeedForward]:

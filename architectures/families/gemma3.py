@@ -7,51 +7,54 @@ model is read; what stands beside it is left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...components import Attention, ModelSpec, Rotary
 from ..base import Architecture
 from ..config import ConfigReader
+from ..decoder import Decoder, sliding, with_defaults, write_sliding
 from ..obstacles import of_kind
 from ..rope import RotaryKind, read_rotaries, write_rotaries
-from .gemma import BIDIRECTIONAL, GEMMA_IDS
-from .gemma2 import DEFAULTS as GEMMA2_DEFAULTS
-from .gemma2 import SANDWICH_LEAVES, read_sandwich, write_sandwich
-from .llama import LLAMA_DROPPED, LLAMA_KINDS
+from . import gemma2
+from .gemma import BIDIRECTIONAL, FIXED, GEMMA_IDS
+from .gemma2 import NORMS, SANDWICH_LEAVES
+from .llama import LLAMA_DROPPED
 
-DEFAULTS: Mapping[str, Any] = {**GEMMA2_DEFAULTS, "vocab_size": 262208, "max_position_embeddings": 131072}
+FIELDS = with_defaults(gemma2.FIELDS, vocab_size=262208, max_position_embeddings=131072, final_logit_softcapping=None)
 KINDS = {"full_attention": RotaryKind(1e6), "sliding_attention": RotaryKind(1e4, "rope_local_base_freq", scaled=False)}
 
 
-def read(config: ConfigReader) -> ModelSpec:
-    """config.json -> tree."""
-    context = config.integer("max_position_embeddings", DEFAULTS["max_position_embeddings"])
-    rotaries = read_rotaries(config, config.integer("head_dim", 256), context, KINDS)
-    pattern = config.integer("sliding_window_pattern", 6)
-    return read_sandwich(config, DEFAULTS, pattern, None, rotaries, qk_norm=True)
+def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+    """Each layer's window, and the positions of its kind."""
+    windows = sliding(config.integer("sliding_window_pattern", 6))(config, count, head_dim)
+    context = FIELDS["max_position_embeddings"].value(config, "max_position_embeddings")
+    full, sliced = read_rotaries(config, head_dim, context, KINDS).values()
+    return [{**each, "position": full if each["window"] is None else sliced} for each in windows]
 
 
-def write(spec: ModelSpec) -> dict[str, Any]:
-    """Tree -> the config.json fields that describe it."""
-    fields = write_sandwich(spec, "gemma3")
-    del fields["rope_theta"], fields["rope_scaling"]
-    size = of_kind(spec.blocks[0].attention, Attention).head_dim
-    found = {kind: Rotary(dim=size, base=usual.base) for kind, usual in KINDS.items()}
+def written(spec: ModelSpec) -> dict[str, Any]:
+    """The config fields of what differs by layer."""
+    fields, first = write_sliding(spec), of_kind(spec.blocks[0].attention, Attention)
+    rotaries = {kind: Rotary(dim=first.head_dim, base=usual.base) for kind, usual in KINDS.items()}
     for block, kind in zip(spec.blocks, fields["layer_types"], strict=True):
-        found[kind] = of_kind(of_kind(block.attention, Attention).position, Rotary)
-    return {**fields, **write_rotaries(found)}
+        rotaries[kind] = of_kind(of_kind(block.attention, Attention).position, Rotary)
+    return {**fields, **write_rotaries(rotaries)}
 
+
+DECODER = Decoder(
+    FIELDS, norms=NORMS, fixed=FIXED, rotary=None, head_norms=True, layers=layers, written=written, whole_heads=True
+)
 
 GEMMA3 = Architecture(
     name="gemma3_text",
     model_types=("gemma3_text", "gemma3"),
     hf_class="Gemma3ForCausalLM",
     hf_config="Gemma3TextConfig",
-    kinds=LLAMA_KINDS,
+    kinds=DECODER.kinds,
     token_ids=GEMMA_IDS,
-    read=read,
-    write=write,
+    read=DECODER.read,
+    write=DECODER.write,
     leaves=SANDWICH_LEAVES,
     prefix="model.",
     part="text_config",

@@ -7,6 +7,7 @@ one parameter, and the same files are written (conversion_mapping.py). An absent
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,48 +15,37 @@ import msgspec
 from ...components import GatedFeedForward, MixtureOfExperts, ModelSpec
 from ..base import Architecture, Leaf, Stacked
 from ..config import ConfigReader
+from ..decoder import Decoder, with_defaults
 from ..obstacles import of_kind
 from . import mistral
-from .llama import LLAMA_DROPPED, LLAMA_KINDS, B, T, read_llama_like, write_llama_like
+from .llama import LLAMA_DROPPED, B, T
 
-DEFAULTS = {**mistral.DEFAULTS, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 MOST_EXPERTS = 1024
 """As many as a tree may have."""
 
 
-def read(config: ConfigReader) -> ModelSpec:
-    """config.json -> tree."""
-    window = config.optional_integer("sliding_window")
+def mixtures(config: ConfigReader, layers: int, dense: GatedFeedForward) -> Sequence[MixtureOfExperts]:
+    """Of every layer."""
     experts = config.integer("num_local_experts", 8, most=MOST_EXPERTS)
     top_k = config.integer("num_experts_per_tok", 2)
     if top_k > experts:
         raise config.fail("num_experts_per_tok", top_k, f"at most num_local_experts ({experts})")
-
-    def mixture(dense: GatedFeedForward) -> MixtureOfExperts:
-        expert = msgspec.structs.replace(dense, fused=True)
-        return MixtureOfExperts(hidden_size=dense.hidden_size, experts=experts, top_k=top_k, expert=expert)
-
-    return read_llama_like(
-        config,
-        defaults=DEFAULTS,
-        head_dim=config.optional_integer("head_dim"),
-        windows=(window,) * config.layers("num_hidden_layers", int(DEFAULTS["num_hidden_layers"])),
-        mixture=mixture,
-    )
+    expert = msgspec.structs.replace(dense, fused=True)
+    return (MixtureOfExperts(hidden_size=dense.hidden_size, experts=experts, top_k=top_k, expert=expert),) * layers
 
 
-def write(spec: ModelSpec) -> dict[str, Any]:
-    """Tree -> the config.json fields that describe it."""
-    first = spec.blocks[0]
-    mixture = of_kind(first.feed_forward, MixtureOfExperts)
-    return {
-        **write_llama_like(spec, of_kind(mixture.expert, GatedFeedForward)),
-        "sliding_window": first.attention.window,
-        "num_local_experts": mixture.experts,
-        "num_experts_per_tok": mixture.top_k,
-    }
+def routing(spec: ModelSpec) -> dict[str, Any]:
+    """The config fields of the mixture."""
+    mixture = of_kind(spec.blocks[0].feed_forward, MixtureOfExperts)
+    return {"num_local_experts": mixture.experts, "num_experts_per_tok": mixture.top_k}
 
 
+DECODER = Decoder(
+    with_defaults(mistral.FIELDS, rms_norm_eps=1e-5, sliding_window=None),
+    rotary={"default_base": 1e6},
+    feed_forwards=mixtures,
+    written=routing,
+)
 MOE, EXPERT = T + "block_sparse_moe.", T + "block_sparse_moe.experts.{expert}."
 
 # In the order in which transformers writes them: its modules' names sorted, each parameter of all experts taken apart.
@@ -80,10 +70,10 @@ MIXTRAL = Architecture(
     model_types=("mixtral",),
     hf_class="MixtralForCausalLM",
     hf_config="MixtralConfig",
-    kinds=LLAMA_KINDS | {MixtureOfExperts},
+    kinds=DECODER.kinds | {MixtureOfExperts},
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
-    read=read,
-    write=write,
+    read=DECODER.read,
+    write=DECODER.write,
     leaves=LEAVES,
     config_aliases={"num_local_experts": ("num_experts",)},
     prefix="model.",

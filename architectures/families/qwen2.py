@@ -5,27 +5,22 @@ Source: transformers models/qwen2/{configuration,modeling}_qwen2.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...components import ModelSpec
 from ..base import Architecture
 from ..config import ConfigReader
-from .llama import LEAVES, LLAMA_DROPPED, LLAMA_KINDS, read_llama_like, write_llama_like
+from ..decoder import USUAL, Decoder, with_defaults
+from .llama import LEAVES, LLAMA_DROPPED
 
-DEFAULTS = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-}
+FIELDS = with_defaults(
+    USUAL, vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, max_position_embeddings=32768
+)
 
 
-def read_windows(config: ConfigReader) -> tuple[int | None, ...]:
-    """Each layer's window: from `layer_types`, or from `max_window_layers` on where `use_sliding_window` is set."""
-    layers = config.layers("num_hidden_layers", DEFAULTS["num_hidden_layers"])
+def windows(config: ConfigReader, layers: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
+    """Each layer's: from `layer_types`, or from `max_window_layers` on where `use_sliding_window` is set."""
     switched_on = config.boolean("use_sliding_window", False)
     stated = config.optional_integer("sliding_window", 4096)
     window = stated if switched_on else None
@@ -36,7 +31,7 @@ def read_windows(config: ConfigReader) -> tuple[int | None, ...]:
     types = config.layer_types(usual)
     if window is None and "sliding_attention" in types:
         raise config.fail("layer_types", list(types), "full_attention everywhere, since use_sliding_window is off")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    return [{"window": window if kind == "sliding_attention" else None} for kind in types]
 
 
 def write_windows(spec: ModelSpec) -> dict[str, Any]:
@@ -51,31 +46,17 @@ def write_windows(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def read(config: ConfigReader) -> ModelSpec:
-    """config.json -> tree."""
-    # transformers' Qwen2Config has no head_dim, but its model takes one where config.json brings it along.
-    return read_llama_like(
-        config,
-        defaults=DEFAULTS,
-        head_dim=config.optional_integer("head_dim"),
-        qkv_bias=True,
-        windows=read_windows(config),
-    )
-
-
-def write(spec: ModelSpec) -> dict[str, Any]:
-    """Tree -> the config.json fields that describe it."""
-    return {**write_llama_like(spec), **write_windows(spec)}
-
+# transformers' Qwen2Config has no head_dim, but its model takes one where config.json brings it along.
+DECODER = Decoder(FIELDS, fixed={"attention.qkv_bias": True}, layers=windows, written=write_windows)
 
 QWEN2 = Architecture(
     name="qwen2",
     model_types=("qwen2",),
     hf_class="Qwen2ForCausalLM",
     hf_config="Qwen2Config",
-    kinds=LLAMA_KINDS,
-    read=read,
-    write=write,
+    kinds=DECODER.kinds,
+    read=DECODER.read,
+    write=DECODER.write,
     leaves=LEAVES,
     prefix="model.",
     dropped=LLAMA_DROPPED,

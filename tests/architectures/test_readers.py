@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 
 from gptkit.architectures.base import TOKEN_IDS, Architecture
 from gptkit.architectures.config import ConfigReader
-from gptkit.architectures.families.llama import LLAMA, read_llama_like, write_llama_like
-from gptkit.architectures.rope import RotaryKind, read_rotaries, read_rotary, write_rotaries, write_rotary
-from gptkit.components import LinearScaling, ModelSpec, Rotary, YarnScaling
+from gptkit.architectures.families.gemma3 import GEMMA3 as GEMMA
+from gptkit.architectures.families.gemma3 import KINDS
+from gptkit.architectures.families.llama import LLAMA
+from gptkit.architectures.rope import read_rotaries, read_rotary, write_rotaries, write_rotary
+from gptkit.components import LinearScaling, Rotary, YarnScaling
 from gptkit.errors import ConfigError
-
-KINDS = {"full_attention": RotaryKind(1e6), "sliding_attention": RotaryKind(1e4, "rope_local_base_freq", scaled=False)}
-"""Gemma 3's."""
 
 TEXT = {
     "vocab_size": 97,
@@ -33,63 +32,8 @@ TEXT = {
     "sliding_window": 8,
     "max_position_embeddings": 512,
 }
-DEFAULTS = {
-    "vocab_size": 262208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 131072,
-}
 VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 VISION |= {"image_size": 28, "patch_size": 14}
-
-
-def read(config: ConfigReader) -> ModelSpec:
-    """Of Gemma 3 what today's components can say."""
-    layers = config.layers("num_hidden_layers", 26)
-    head_dim, context = config.integer("head_dim", 256), config.integer("max_position_embeddings", 131072)
-    usual = ["full_attention" if (index + 1) % 6 == 0 else "sliding_attention" for index in range(layers)]
-    types = config.layer_types(usual)
-    by_kind = read_rotaries(config, head_dim, context, KINDS)
-    window = config.optional_integer("sliding_window", 4096)
-    return read_llama_like(
-        config,
-        defaults={**DEFAULTS, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True},
-        head_dim=head_dim,
-        scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
-        qk_norm=True,
-        windows=[window if kind == "sliding_attention" else None for kind in types],
-        rotary=[by_kind[kind] for kind in types],
-        activation="hidden_activation",
-    )
-
-
-GEMMA = dataclasses.replace(
-    LLAMA,
-    name="gemma3_text",
-    model_types=("gemma3", "gemma3_text"),
-    hf_config="Gemma3TextConfig",
-    read=read,
-    write=write_llama_like,
-    part="text_config",
-    renamed=(
-        ("language_model.model.", "model."),
-        ("model.language_model.", "model."),
-        ("language_model.lm_head.", "lm_head."),
-    ),
-    outside=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
-    irrelevant={
-        **dict.fromkeys(("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index"), "of images"),
-        "image_token_index": "of images",
-        "_sliding_window_pattern": "what layer_types says",
-        "use_bidirectional_attention": "of another test",
-        "attention_bias": "of another test",
-        "attn_logit_softcapping": "of another test",
-        "final_logit_softcapping": "of another test",
-    },
-)
 
 
 def composite(**text: Any) -> transformers.Gemma3Config:
@@ -179,7 +123,9 @@ def test_what_is_wrong_in_a_part_is_told_with_where_it_stands(change: dict[str, 
 def test_what_a_composite_config_says_beside_the_text_does_not_leave_with_it() -> None:
     config = {**saved(composite()), "eos_token_id": [1, 106]}
     spec = LLAMA.spec({**TEXT, "model_type": "llama", "num_hidden_layers": 2, "sliding_window": None})
-    found = dataclasses.replace(GEMMA, read=LLAMA.read).export_config(spec, {**config, "text_config": {"foo": 1}})
+    found = dataclasses.replace(GEMMA, read=LLAMA.read, write=LLAMA.write).export_config(
+        spec, {**config, "text_config": {"foo": 1}}
+    )
     assert found is not None
     assert found["foo"] == 1 and "vision_config" not in found and "text_config" not in found
     assert found["eos_token_id"] == [1, 106] and set(TOKEN_IDS) & found.keys()

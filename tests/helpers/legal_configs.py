@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from gptkit.architectures.families.gpt2 import ACTIVATIONS
+from gptkit.architectures.decoder import ACTIVATIONS
 from helpers.families import VOCAB
 
 Config = dict[str, Any]
