@@ -160,9 +160,9 @@ class Mixing(msgspec.Struct, frozen=True):
 
     def way(self, kernel: Kernel = "sdpa") -> Literal["fused", "unfused", "eager"]:
         """How scores are made: by a fused kernel, which keeps none; by torch's own other path, in fp32 at least; or
-        written out by the modules. Under "sdpa" too the modules write out a cap, and a bias outside the scale.
+        written out by the modules. Under "sdpa" too the modules write out a cap, sinks, and a bias outside the scale.
         """
-        if kernel == "eager" or self.cap is not None or self.outside:
+        if kernel == "eager" or self.cap is not None or self.softmax.weights or self.outside:
             return "eager"
         spread = self.scores.broadcast and self.scores.kv_heads < self.scores.heads
         return "unfused" if spread or self.scores.query_dim != self.value_dim else "fused"
@@ -307,7 +307,9 @@ class Keeping:
             case ops.Scores() | ops.Alibi() | ops.Softmax():
                 pass  # with the mix, which kernels compute together with them
             case ops.Cap():
-                if operation.row != "scores":
+                if operation.hard:
+                    self.keep(self.given(operation))
+                elif operation.row != "scores":
                     self.keep(result)  # the hyperbolic tangent's
             case ops.Mix():
                 result = self.mixed(operation, self.mixings[operation.id])

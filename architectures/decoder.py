@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple, get_args
-
-import msgspec
+from typing import Any, Literal, NamedTuple, get_args
 
 from ..components import (
     Activation,
@@ -31,7 +29,7 @@ from ..components import (
 from ..errors import CannotExpress
 from .config import ConfigReader
 from .obstacles import Kinds, of_kind
-from .rope import ROTARY, read_rotary, write_rotary
+from .rope import ROTARY, USUAL_ROTARY, RotaryKind, read_rotary, write_rotary
 
 ACTIVATIONS: dict[str, Activation] = {
     **{name: name for name in get_args(Activation) if name not in ("gelu_tanh", "gelu_bloom")},
@@ -164,10 +162,11 @@ class Decoder:
 
     fields: what its config.json says. norm, inner: the kinds of its norms and of its feed-forwards. norms: which a
     block has, by their names in it. fixed: values of roles that no field says, or functions of those that the fields
-    say. rotary: the arguments of `read_rotary` beside the sizes, and `pairs`; None where attention has its positions
-    from `layers`, or has none. learned: whether there is a table of positions. head_norms: whether every query and key
-    head has a norm. embedding_norm: whether the embedding has. layers, feed_forwards: what differs by layer. written:
-    the config fields beside those of the table.
+    say. rotary: what is assumed of its positions; None where attention has them from `layers`, or has none. learned:
+    whether there is a table of positions. head_norms: how queries and keys are normed: every head by the "same" norm or
+    by its "own", or all heads at once as a "whole"; where a field has the role of that name, it says whether.
+    embedding_norm: whether the embedding has a norm. layers, feed_forwards: what differs by layer. written: the config
+    fields beside those of the table.
     whole_heads: whether transformers' config class refuses a hidden size that is no multiple of the heads, needless
     beside head_dim.
     """
@@ -177,9 +176,9 @@ class Decoder:
     inner: type[Any] = GatedFeedForward
     norms: tuple[str, ...] = PRE
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    rotary: Mapping[str, Any] | None = field(default_factory=dict)
+    rotary: RotaryKind | None = USUAL_ROTARY
     learned: bool = False
-    head_norms: bool = False
+    head_norms: Literal["", "same", "own", "whole"] = ""
     embedding_norm: bool = False
     layers: Layers | None = None
     feed_forwards: FeedForwards | None = None
@@ -225,7 +224,16 @@ class Decoder:
             return {role.partition(".")[2]: v for role, v in values.items() if role.startswith(f"{part}.")}
 
         norm = self.norm(size=hidden, eps=values["eps"], **of("norm"))
-        head_norm = self.norm(size=head_dim, eps=values["eps"], **of("norm")) if self.head_norms else None
+
+        def head_norm(count: int) -> Any:
+            """Of the queries or keys of so many heads."""
+            if not values.get("head_norms", self.head_norms):
+                return None
+            groups = {"groups": count} if self.head_norms == "own" else {}
+            size = head_dim if self.head_norms == "same" else count * head_dim
+            return self.norm(size=size, eps=values["eps"], **of("norm"), **groups)
+
+        kv_heads = values["kv_heads"] or heads
         dense = self.inner(
             hidden_size=hidden,
             intermediate_size=values["intermediate"] or 4 * hidden,
@@ -235,12 +243,12 @@ class Decoder:
         shared: dict[str, Any] = {
             "hidden_size": hidden,
             "heads": heads,
-            "kv_heads": values["kv_heads"] or heads,
+            "kv_heads": kv_heads,
             "head_dim": head_dim,
             "scale": head_dim**-0.5,
-            "position": None if self.rotary is None else self._rotary(config, head_dim, context),
-            "q_norm": head_norm,
-            "k_norm": head_norm,
+            "position": None if self.rotary is None else read_rotary(config, head_dim, context, self.rotary),
+            "q_norm": head_norm(heads),
+            "k_norm": head_norm(kv_heads),
             **of("attention"),
         }
 
@@ -268,11 +276,6 @@ class Decoder:
             context_length=context,
         )
 
-    def _rotary(self, config: ConfigReader, head_dim: int, context: int) -> Rotary:
-        arguments = dict(self.rotary or {})
-        pairs = arguments.pop("pairs", "halves")
-        return msgspec.structs.replace(read_rotary(config, head_dim, context, **arguments), pairs=pairs)
-
     def write(self, spec: ModelSpec) -> dict[str, Any]:
         """The config fields of a tree.
 
@@ -294,6 +297,7 @@ class Decoder:
             "tied": spec.head.tied,
             "eps": norm.eps,
             "intermediate": inner.intermediate_size,
+            "head_norms": attention.q_norm is not None,
         }
         ends = {"embedding": spec.embedding, "positions": spec.positions, "head": spec.head}
         parts = {
@@ -312,8 +316,7 @@ class Decoder:
             if value is not None or each.default is not None or role != "context":
                 fields[name] = name_of(value) if role == "activation" else each.write(value)
         if self.rotary is not None:
-            partial = self.rotary.get("partial", False)
-            fields |= write_rotary(of_kind(attention.position, Rotary), attention.head_dim if partial else None)
+            fields |= write_rotary(of_kind(attention.position, Rotary), attention.head_dim, self.rotary)
         return {**fields, **self.written(spec)}
 
 

@@ -104,7 +104,11 @@ def write_rope(rotary: Rotary) -> dict[str, Value]:
 
 def _said(position: Any) -> dict[str, Any]:
     """What config.json says of a position's scaling; nothing of one that has none."""
-    return (write_rotary(position)["rope_scaling"] or {}) if getattr(position, "scaling", None) is not None else {}
+    return (
+        (write_rotary(position, position.dim)["rope_scaling"] or {})
+        if getattr(position, "scaling", None) is not None
+        else {}
+    )
 
 
 def rope_tensors(position: Any) -> dict[str, tuple[float, ...]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -35,28 +35,33 @@ DEFAULT_BASE = 10_000.0
 
 
 class RotaryKind(NamedTuple):
-    """What a family's config class assumes of the rotary positions in one kind of layer.
+    """What a family's config class assumes of the rotary positions in its layers, or in one kind of them.
 
     base: where none is given. theta: the field that has it in configs before transformers 5. scaled: whether their
-    `rope_scaling` is about these layers.
+    `rope_scaling` is about these layers. part: the field of theirs that says which part of a head turns, where families
+    do not turn whole heads; whole: what it is where none is given. pairs, rounding: of the component.
     """
 
-    base: float
+    base: float = DEFAULT_BASE
     theta: str = "rope_theta"
     scaled: bool = True
+    part: str = ""
+    whole: float = 1.0
+    pairs: Literal["halves", "adjacent"] = "halves"
+    rounding: Literal["input", "result", "tables"] = "input"
 
 
-def read_rotary(
-    config: ConfigReader, dim: int, context_length: int, default_base: float = DEFAULT_BASE, *, partial: bool = False
-) -> Rotary:
-    """The rotary component of a family whose layers all turn alike; `default_base` where none is given.
+USUAL_ROTARY = RotaryKind()
+
+
+def read_rotary(config: ConfigReader, dim: int, context_length: int, kind: RotaryKind = USUAL_ROTARY) -> Rotary:
+    """The rotary component of a family whose layers all turn alike.
 
     Args:
         config: what is read.
         dim: the width of a head.
         context_length: the model's.
-        default_base: the base where none is given.
-        partial: whether `partial_rotary_factor` says which part of a head turns. Families without it turn whole heads.
+        kind: what the family's config class assumes.
 
     Raises:
         ConfigError: an unknown rope type, a missing or malformed parameter, or partial rotation where transformers'
@@ -66,16 +71,16 @@ def read_rotary(
     which = "rope_scaling" if found[0].data else "rope_parameters"
     if any(isinstance(value, dict) for value in config.inner(which).data.values()):
         raise ConfigError("config.json: rope parameters by layer type are not known for this family")
-    rope = config.inner(which, more=_said_elsewhere(config, which))
-    base = config.number("rope_theta", default_base) if rope.raw("rope_theta") is None else rope.number("rope_theta")
-    return _rotary(rope, dim, base, context_length, partial)
+    rope = config.inner(which, more=_said_elsewhere(config, which, kind))
+    base = config.number(kind.theta, kind.base) if rope.raw("rope_theta") is None else rope.number("rope_theta")
+    return _rotary(rope, dim, base, context_length, kind)
 
 
 def read_rotaries(
-    config: ConfigReader, dim: int, context_length: int, kinds: Mapping[str, RotaryKind], *, partial: bool = False
+    config: ConfigReader, dim: int, context_length: int, kinds: Mapping[str, RotaryKind]
 ) -> dict[str, Rotary]:
     """The rotary component of each kind of layer ("full_attention", …): `rope_parameters` keyed by kind, as
-    transformers 5 writes it, or the fields of before. `dim` and `partial` as in `read_rotary`.
+    transformers 5 writes it, or the fields of before. `dim` as in `read_rotary`.
 
     Source: transformers models/gemma3/configuration_gemma3.py, convert_rope_params_to_dict.
 
@@ -88,52 +93,57 @@ def read_rotaries(
         raise by_kind.fail(flat[0], by_kind.data[flat[0]], f"an object for each of {', '.join(kinds)}")
     before = config.inner("rope_scaling")
     found = {}
-    for kind, usual in kinds.items():
-        rope = by_kind.inner(kind)
-        if usual.scaled and before.data:
-            rope = by_kind.inner(kind, more=before.data)
-            before.used |= {before.place + name for name in before.data}  # read under the kind's name
+    for name, kind in kinds.items():
+        rope = by_kind.inner(name)
+        if kind.scaled and before.data:
+            rope = by_kind.inner(name, more=before.data)
+            before.used |= {before.place + field for field in before.data}  # read under the kind's name
         if rope.raw("truncate") is False:  # modeling_rope_utils.py looks for it beside the kinds
             raise rope.fail("truncate", False, "true: by kind of layer transformers truncates whatever it says")
-        old = config.number(usual.theta, usual.base)
+        old = config.number(kind.theta, kind.base)
         base = old if rope.raw("rope_theta") is None else rope.number("rope_theta")
-        found[kind] = _rotary(rope, dim, base, context_length, partial)
+        found[name] = _rotary(rope, dim, base, context_length, kind)
     return found
 
 
-def _said_elsewhere(config: ConfigReader, which: str) -> dict[str, Any]:
+def _said_elsewhere(config: ConfigReader, which: str, kind: RotaryKind) -> dict[str, Any]:
     """What stands beside the parameters and is about them."""
-    part, original = config.raw("partial_rotary_factor"), config.raw("original_max_position_embeddings")
+    part, original = config.raw(kind.part or PART), config.raw("original_max_position_embeddings")
     found = (
         {} if part is None or "partial_rotary_factor" in config.inner(which).data else {"partial_rotary_factor": part}
     )
     return found | ({} if original is None else {"original_max_position_embeddings": original})
 
 
-def _rotary(rope: ConfigReader, dim: int, base: float, context_length: int, partial: bool) -> Rotary:
+def _rotary(rope: ConfigReader, dim: int, base: float, context_length: int, kind: RotaryKind) -> Rotary:
     """The component that some parameters say, of a head of width `dim`."""
-    kind = rope.raw("rope_type", rope.raw("type", "default"))
-    if not isinstance(kind, str):
-        raise rope.fail("rope_type", kind, "a string")
-    part = rope.raw("partial_rotary_factor", 1.0)
-    if kind == "proportional":
-        return Rotary(dim=dim, base=base, scaling=_read_proportional(rope, dim))
-    if partial:
+    scaling = rope.raw("rope_type", rope.raw("type", "default"))
+    if not isinstance(scaling, str):
+        raise rope.fail("rope_type", scaling, "a string")
+    part = rope.raw(PART, kind.whole)
+    rest: dict[str, Any] = {"base": base, "pairs": kind.pairs, "rounding": kind.rounding}
+    if scaling == "proportional":
+        return Rotary(dim=dim, scaling=_read_proportional(rope, dim), **rest)
+    if kind.part:
         if not _is_number(part) or not 0 < part <= 1:
             raise rope.fail("partial_rotary_factor", part, "a number above 0 up to 1")
         dim = int(dim * part)
         if dim < 2 or dim % 2:
             raise rope.fail("partial_rotary_factor", part, f"what makes an even number of dimensions, not {dim}")
     # By default other families rotate whole heads whatever this says, and scaled ones are not made for a part.
-    elif kind != "default" and (not _is_number(part) or not dim <= part * dim < dim + 1):
+    elif scaling != "default" and (not _is_number(part) or not dim <= part * dim < dim + 1):
         raise rope.fail(
-            "partial_rotary_factor", part, f"1: with rope_type {shown(kind)} this family rotates whole heads"
+            "partial_rotary_factor", part, f"1: with rope_type {shown(scaling)} this family rotates whole heads"
         )
-    return Rotary(dim=dim, base=base, scaling=_read_scaling(kind, rope, dim, base, context_length))
+    return Rotary(dim=dim, scaling=_read_scaling(scaling, rope, dim, base, context_length), **rest)
+
+
+PART = "partial_rotary_factor"
+"""Which part of a head turns, in rope parameters."""
 
 
 def _read_proportional(rope: ConfigReader, dim: int) -> ProportionalScaling:
-    part = rope.raw("partial_rotary_factor", 1.0)
+    part = rope.raw(PART, 1.0)
     if not _is_number(part) or not 0 <= part <= 1:
         raise rope.fail("partial_rotary_factor", part, "a number from 0 to 1")
     factor = rope.number("factor") if "factor" in rope.data else 1.0
@@ -227,16 +237,14 @@ def _numbers(rope: ConfigReader, name: str, length: int) -> tuple[float, ...]:
     return tuple(float(value) for value in values)
 
 
-def write_rotary(rotary: Rotary, head_dim: int | None = None) -> dict[str, Any]:
-    """config.json keys for a rotary component, in the form that transformers 4 and 5 both read. With `head_dim` also
-    which part of a head it turns.
-    """
-    part = {} if head_dim is None else {"partial_rotary_factor": _part(rotary.dim, head_dim)}
-    return {"rope_theta": rotary.base, "rope_scaling": _scaling(rotary), **part}
+def write_rotary(rotary: Rotary, head_dim: int, kind: RotaryKind = USUAL_ROTARY) -> dict[str, Any]:
+    """config.json keys for a rotary component on heads of a width, in the form that transformers 4 and 5 both read."""
+    part = {kind.part: _part(rotary.dim, head_dim)} if kind.part else {}
+    return {kind.theta: rotary.base, "rope_scaling": _scaling(rotary), **part}
 
 
 def write_rotaries(by_kind: Mapping[str, Rotary], head_dim: int | None = None) -> dict[str, Any]:
-    """`rope_parameters` by kind of layer, as transformers 5 reads it; `head_dim` as in `write_rotary`."""
+    """`rope_parameters` by kind of layer, as transformers 5 reads it; with `head_dim` the part of a head that turns."""
     part = {} if head_dim is None else {kind: _part(each.dim, head_dim) for kind, each in by_kind.items()}
     return {
         "rope_parameters": {

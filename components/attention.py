@@ -11,7 +11,7 @@ import msgspec
 from ..errors import ConfigError, UsageError
 from .base import Arithmetic, Component, Mixer, Positive, Scale, Size, Weight, bias, divided
 from .norms import Norm, inside
-from .operations import AnyOperation, Cache, Program, Rotate, Sizes, attend, linear, out_of
+from .operations import AnyOperation, Cache, Cap, Program, Rotate, Sizes, attend, linear, out_of
 from .positions import ALL_OF_IT, ALiBi, Biasing, Position, Rotary, Turning
 from .words import NOT_THERE, Words
 
@@ -28,6 +28,10 @@ class Attention(Mixer, Component, frozen=True):
     queries, its key and its value together (with "conv1d" all queries, all keys, all values); `softmax` runs in fp32 at
     least, or in the dtype of its input. Where the scores are written out (not in a fused kernel), `scores` "float32"
     makes them of q and k in fp32 at least, the scale inside their product.
+
+    `clip` c keeps every element of q, k and v between -c and c (OLMo, DBRX). `q_norm` and `k_norm` are on each head,
+    or, as wide as all heads, on all of them at once (OLMo 2); with `norm_order` "after" they come behind the positions
+    (Hunyuan). With `sinks` every head has one more score, of a key without a value (gpt-oss).
     """
 
     label = "attention"
@@ -43,6 +47,9 @@ class Attention(Mixer, Component, frozen=True):
         "qkv_bias": "QKV bias dropped",
         "output_bias": "output bias of attention dropped",
         "cap": "cap on scores dropped",
+        "clip": "q, k and v not clipped",
+        "norm_order": "norms of queries and keys before positions",
+        "sinks": "sinks left out",
     }
 
     hidden_size: Size
@@ -57,6 +64,9 @@ class Attention(Mixer, Component, frozen=True):
     qkv_bias: bool = False
     output_bias: bool = False
     cap: Positive | None = None
+    clip: Positive | None = None
+    norm_order: Literal["before", "after"] = "before"
+    sinks: bool = False
     arithmetic: Arithmetic = "linear"
     scaling: Literal["multiply", "divide"] = "multiply"
     kv_expansion: Literal["repeat", "broadcast", "projection"] = "repeat"
@@ -78,9 +88,19 @@ class Attention(Mixer, Component, frozen=True):
                 raise ConfigError(f"kv_expansion broadcast is of one key-value head, not of {self.kv_heads}")
             if self.scores == "float32" or (isinstance(self.position, Biasing) and not self.position.scaled):
                 raise ConfigError("kv_expansion broadcast has no product with the scale, or a bias, inside it")
-        for norm in (self.q_norm, self.k_norm):
-            if norm is not None and norm.size != self.head_dim:
-                raise ConfigError(f"q/k norm of size {norm.size} does not fit heads of {self.head_dim}")
+        for norm, heads in ((self.q_norm, self.heads), (self.k_norm, self.kv_heads)):
+            if norm is not None and norm.size not in (self.head_dim, heads * self.head_dim):
+                raise ConfigError(f"q/k norm of size {norm.size} does not fit {heads} heads of {self.head_dim}")
+        if self.norm_order == "after" and (self.q_norm is None or self.position is None):
+            raise ConfigError("norms after positions, of an attention that has no norm of queries or no positions")
+        if self.norm_order == "after" and not self.by_head:
+            raise ConfigError("norms of all heads at once come before positions")
+
+    @property
+    def by_head(self) -> bool:
+        """Whether no norm is on all heads at once, so that heads can go, come and change places."""
+        there = [(norm, n) for norm, n in ((self.q_norm, self.heads), (self.k_norm, self.kv_heads)) if norm is not None]
+        return all(n == 1 or norm.size == self.head_dim for norm, n in there)
 
     @property
     def group(self) -> int:
@@ -99,6 +119,8 @@ class Attention(Mixer, Component, frozen=True):
             found |= {"q_proj.bias": bias(q), "k_proj.bias": bias(kv), "v_proj.bias": bias(kv)}
         if self.output_bias:
             found["o_proj.bias"] = bias(hidden)
+        if self.sinks:
+            found["sinks"] = Weight((self.heads,), "inner")
         return found
 
     def words(self) -> dict[str, Words]:
@@ -120,7 +142,11 @@ class Attention(Mixer, Component, frozen=True):
             ),
             "head dim": Words(f"{self.head_dim:,}", self.head_dim),
             "scale": scale,
-            "q/k norm": inside(norms, f" on {there[0]}" if len(there) == 1 else "", f"{' and '.join(there)} heads"),
+            "q/k norm": inside(
+                norms,
+                f" on {there[0]}" if len(there) == 1 else "",
+                f"{' and '.join(there)} heads{'' if self.by_head else ', all at once'}",
+            ),
             **shared_words(self.window, self.position, on),
         }
 
@@ -151,7 +177,11 @@ class Attention(Mixer, Component, frozen=True):
         if isinstance(self.position, ALiBi):
             heads = few_biased(self.heads)
             kv_heads = {self.heads: heads, 1: 1}.get(self.kv_heads, 2)
-        return msgspec.structs.replace(self, hidden_size=hidden, heads=heads, kv_heads=kv_heads)
+        norms = {
+            name: norm if norm is None or norm.size == self.head_dim else norm.small(number * self.head_dim)
+            for name, norm, number in (("q_norm", self.q_norm, heads), ("k_norm", self.k_norm, kv_heads))
+        }
+        return msgspec.structs.replace(self, hidden_size=hidden, heads=heads, kv_heads=kv_heads, **norms)
 
     def slips(self) -> dict[str, Self]:
         found = {"scores not scaled": msgspec.structs.replace(self, scale=1.0)}
@@ -171,7 +201,9 @@ class Attention(Mixer, Component, frozen=True):
             found["rope permute missing"] = {f"{name}_proj": rows(each, woven) for name, each in both.items()}
             turned = [*self.position.partners(), *width[self.position.dim :]]
             found["RoPE turned the other way"] = {f"{name}_proj": rows(each, turned) for name, each in both.items()}
-            found["RoPE turned the other way"] |= {"q_norm": turned, "k_norm": turned}
+            for name, norm in (("q", self.q_norm), ("k", self.k_norm)):
+                whole = norm is not None and norm.size != self.head_dim
+                found["RoPE turned the other way"][f"{name}_norm"] = rows(both[name], turned) if whole else turned
         if kv_heads not in (1, heads):
             order = rows([head for each in range(self.group) for head in range(each, heads, self.group)])
             found["query heads in other groups"] = {"q_proj": order, "o_proj": order}
@@ -194,11 +226,18 @@ class Attention(Mixer, Component, frozen=True):
         for part, heads, norm in (("q", self.heads, self.q_norm), ("k", self.kv_heads, self.k_norm), ("v", 0, None)):
             inner: Sizes = ("B", "T", heads or self.kv_heads, self.head_dim)
             found.append(linear(self, f"{part}_proj", path, source, inner, row, end, **together))
-            if norm is not None:
-                normed = out_of(row, norm.operations(f"{path}.{part}_norm", found[-1].id, inner))
-                found += (msgspec.structs.replace(each, held=f"{path}.k_rotated") for each in normed)
-            if isinstance(self.position, Turning) and part != "v":
-                found.append(Rotate(f"{path}.{part}_rotated", (found[-1].id,), inner, row, rotary=self.position))
+            if self.clip is not None:
+                cut: dict[str, Any] = {"limit": self.clip, "hard": True, "held": end}
+                found.append(Cap(f"{path}.{part}_clipped", (found[-1].id,), inner, row, **cut))
+            steps = ("norm", "rotate") if self.norm_order == "before" else ("rotate", "norm")
+            for step in steps:
+                if step == "norm" and norm is not None:
+                    wide: Sizes = inner if norm.size == self.head_dim else ("B", "T", norm.size)
+                    normed = out_of(row, norm.operations(f"{path}.{part}_norm", found[-1].id, wide))
+                    held = f"{path}.k_rotated" if self.norm_order == "before" else end
+                    found += (msgspec.structs.replace(each, held=held) for each in normed)
+                elif step == "rotate" and isinstance(self.position, Turning) and part != "v":
+                    found.append(Rotate(f"{path}.{part}_rotated", (found[-1].id,), inner, row, rotary=self.position))
             if part == "q":
                 found[-1] = msgspec.structs.replace(found[-1], held=end)
             else:
@@ -218,6 +257,7 @@ class Attention(Mixer, Component, frozen=True):
             "cap": self.cap,
             "window": self.window,
             "wide": self.softmax == "float32",
+            "sinks": self.sinks,
         }
         q, k, v = inputs
         found += attend(path, (q, k, v), scores, self.heads, self.head_dim, **rest)

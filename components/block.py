@@ -70,13 +70,15 @@ class Block(Component, frozen=True):
     """One layer: its sub-layers, one after the other.
 
     With `parallel` all of them read the layer's input, through norms of their own or, where one has none, through the
-    first one's, and their results are added to it together: the last one's and then those before. With `residual`
+    first one's, and their results are added to it together: the last one's and then those before, or with `sums`
+    "stream first" each to the stream before the next (StableLM). With `residual`
     "normed" a sub-layer's result is added to its norm's output, not to the stream (BLOOM's
     apply_residual_connection_post_layernorm).
 
     A sub-layer's parts go by its mixer's slot: `blocks.3.attention_norm`, `blocks.3.attention`.
     """
 
+    rounds = ("sums",)
     tells = ("sublayers",)
     forgotten: ClassVar[dict[str, str]] = {
         "parallel": "parallel block run in series",
@@ -86,6 +88,7 @@ class Block(Component, frozen=True):
     sublayers: tuple[SubLayer, ...]
     parallel: bool = False
     residual: Literal["stream", "normed"] = "stream"
+    sums: Literal["branches first", "stream first"] = "branches first"
 
     def __post_init__(self) -> None:
         slots = [sublayer.mixer.slot for sublayer in self.sublayers]
@@ -123,11 +126,11 @@ class Block(Component, frozen=True):
         found: dict[str, Any] = {}
         for sublayer in self.sublayers:
             found |= sublayer.parts()
-        return found | {"parallel": self.parallel, "residual": self.residual}
+        return found | {"parallel": self.parallel, "residual": self.residual, "sums": self.sums}
 
     def replaced(self, **parts: Any) -> Block:
         """The block with other parts, by the names of `entries`, as attention or feed_forward_norm."""
-        own = {name: parts.pop(name) for name in ("parallel", "residual") if name in parts}
+        own = {name: parts.pop(name) for name in ("parallel", "residual", "sums") if name in parts}
         sublayers = []
         for sublayer in self.sublayers:
             slot, fields = sublayer.mixer.slot, {}
@@ -273,7 +276,10 @@ class Block(Component, frozen=True):
             total = add(end if last else f"{slot}_output", past, branch, past)
             if sublayer.sum_norm is not None:
                 total = run(f"{slot}_sum_norm", sublayer.sum_norm, total)
-        if self.parallel:
+        if self.parallel and self.sums == "stream first":
+            for index, branch in enumerate(branches):
+                total = add(end if index == len(branches) - 1 else f"sum_{index + 1}", total, branch, total)
+        elif self.parallel:
             both, *others = branches
             for index, other in enumerate(others):
                 both = add("both" if not index else f"both_{index + 1}", both, other, None)

@@ -52,8 +52,9 @@ class Embedding(Component, frozen=True):
 
 
 class Head(Component, frozen=True):
-    """Logits from hidden states. `tied`: its weight is the embedding's, and is stored once. `cap` c makes
-    c · tanh(x / c) of every logit x (Gemma 2).
+    """Logits from hidden states. `tied`: its weight is the embedding's, and is stored once. Logits are multiplied by
+    `multiplier` (Cohere), with `scaling` "divide" divided by its inverse (Granite); then `cap` c makes c · tanh(x / c)
+    of every logit x (Gemma 2).
     """
 
     label = "head"
@@ -61,7 +62,9 @@ class Head(Component, frozen=True):
         "tied": "tied head ignored",
         "bias": "head bias dropped",
         "cap": "cap on logits dropped",
+        "multiplier": "logits not scaled",
     }
+    rounds = ("scaling",)
     rows = "V"
 
     given = ("vocab_size", "hidden_size")
@@ -71,6 +74,8 @@ class Head(Component, frozen=True):
     tied: bool = False
     bias: bool = False
     cap: Positive | None = None
+    multiplier: Positive = 1.0
+    scaling: Literal["multiply", "divide"] = "multiply"
 
     def words(self) -> dict[str, Words]:
         short = ("tied" if self.tied else "own weight") + (", bias" if self.bias else "")
@@ -84,6 +89,11 @@ class Head(Component, frozen=True):
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         wide: Sizes = (*shape[:-1], self.vocab_size)
         tied, weights = "embedding" if self.tied else None, tuple(self.shapes().items())
-        logits = Linear(path, (source,), wide, "head", weights, inputs_wide=self.hidden_size, tied=tied)
-        capped = () if self.cap is None else (Cap(f"{path}.capped", (path,), wide, "head", limit=self.cap),)
-        return (logits, *capped)
+        found: list[AnyOperation] = [
+            Linear(path, (source,), wide, "head", weights, inputs_wide=self.hidden_size, tied=tied)
+        ]
+        if self.multiplier != 1:
+            found.append(Scale(f"{path}.scaled", (path,), wide, "head", factor=self.multiplier))
+        if self.cap is not None:
+            found.append(Cap(f"{path}.capped", (found[-1].id,), wide, "head", limit=self.cap))
+        return tuple(found)

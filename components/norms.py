@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from ..errors import ConfigError
 from .base import Component, Open, Positive, Size, Weight, bias
 from .operations import Norm as NormOperation
 from .operations import Program, Sizes
@@ -60,20 +61,32 @@ class Norm(Open, frozen=True):
 
 
 class LayerNorm(Norm, Component, frozen=True):
-    """(x - mean) / sqrt(var + eps) · weight + bias (Ba et al. 2016)."""
+    """(x - mean) / sqrt(var + eps) · weight + bias (Ba et al. 2016).
+
+    `groups` cuts a row into so many, each normed by itself with its part of the weight (StableLM's and Cohere's norms
+    of every head). `cast` says where it is computed: in torch's kernel, or written out in fp32 at least (Cohere).
+    """
 
     label = "norms"
     centred = True
+    rounds = ("cast",)
     tells = ("eps", "bias")
     forgotten: ClassVar[dict[str, str]] = {
         "bias": "bias of norms dropped",
         "gain": "weight of norms taken for their factor",
+        "groups": "heads normed all at once",
     }
 
     size: Size
     eps: Positive
     bias: bool = True
     gain: Gain = "weight"
+    groups: Size = 1
+    cast: Literal["kernel", "float32"] = "kernel"
+
+    def __post_init__(self) -> None:
+        if self.size % self.groups:
+            raise ConfigError(f"a row of {self.size} cannot be cut into {self.groups} groups")
 
     def weights(self) -> dict[str, Weight]:
         return self.gains() | ({"bias": bias(self.size)} if self.bias else {})
@@ -86,7 +99,10 @@ class LayerNorm(Norm, Component, frozen=True):
         kind = "LayerNorm" if self.bias else "LayerNorm, no bias"
         formula = f"(x − mean) / √(var + {self.eps:g})"
         shift = " + b" if self.bias else ""
-        return self.normed(path, source, shape, formula, kind=kind, lies="kernel", statistics=2, shift=shift)
+        fields: dict[str, Any] = {"kind": kind, "statistics": 2 * self.groups, "shift": shift}
+        return self.normed(
+            path, source, shape, formula, lies="kernel" if self.cast == "kernel" else "float32", **fields
+        )
 
 
 class RMSNorm(Norm, Component, frozen=True):

@@ -178,15 +178,17 @@ class Alibi(Operation, frozen=True, kw_only=True):
 
 
 class Cap(Operation, frozen=True, kw_only=True):
-    """limit · tanh(x / limit)."""
+    """limit · tanh(x / limit), or with `hard` x itself up to the limit on either side of 0, and no further."""
 
     limit: float
+    hard: bool = False
 
 
 class Softmax(Operation, frozen=True, kw_only=True):
     """Over the keys that a query may see: itself and what is before it, `window` of them at most.
 
-    wide: in fp32 at least, or else in the dtype of the scores.
+    wide: in fp32 at least, or else in the dtype of the scores. Its weight, where it has one, is a score a head of a key
+    without a value, beside those of the keys (a sink).
     """
 
     window: int | None = None
@@ -301,10 +303,11 @@ def attend(
     cap: float | None = None,
     window: int | None = None,
     wide: bool = True,
+    sinks: bool = False,
 ) -> Iterator[AnyOperation]:
     """softmax(cap(q·kᵀ · scale + bias))·v of q (B, T, heads, query dim), k and v (B, S, kv heads, …).
 
-    scores: the fields of `Scores`. wide: of `Softmax`.
+    scores: the fields of `Scores`. wide: of `Softmax`. sinks: whether the softmax has a weight.
     """
     q, k, v = inputs
     seen: Sizes = ("B", heads, "T", "S")
@@ -316,7 +319,8 @@ def attend(
     if cap is not None:
         yield Cap(f"{path}.capped", (last,), seen, "scores", limit=cap)
         last = f"{path}.capped"
-    yield Softmax(f"{path}.weights", (last,), seen, "scores", window=window, wide=wide)
+    weights = (("sinks", (heads,)),) if sinks else ()
+    yield Softmax(f"{path}.weights", (last,), seen, "scores", weights, window=window, wide=wide)
     yield Mix(f"{path}.mixed", (f"{path}.weights", v), ("B", "T", heads, value_dim), "attention", window=window)
 
 

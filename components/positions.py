@@ -29,24 +29,28 @@ __all__ = [
 
 
 class LearnedPositions(Component, frozen=True):
-    """A table added to the token embeddings."""
+    """A table added to the token embeddings. A token's row is its position and `offset` (OPT has 2), so that the table
+    has `offset` rows more than the model takes tokens.
+    """
 
     label = "positions"
     rows = "T"
     tells = ("length", "size")
     by_length: ClassVar[dict[str, Any]] = {"length": 1}
+    forgotten: ClassVar[dict[str, str]] = {"offset": "rows before the first position not skipped"}
 
     length: Size
     size: Size
+    offset: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
 
     def weights(self) -> dict[str, Weight]:
-        return {"weight": Weight((self.length, self.size), "table")}
+        return {"weight": Weight((self.length + self.offset, self.size), "table")}
 
     def words(self) -> dict[str, Words]:
         return {"position": Words(f"learned {self.length:,}", self.length, f"learned, {self.length:,}")}
 
     def disorder(self) -> dict[str, dict[str, list[int]]]:
-        return {"positions off by one": {"": [*range(1, self.length), 0]}}
+        return {"positions off by one": {"": [*range(1, self.length + self.offset), 0]}}
 
 
 class LinearScaling(Component, frozen=True):
@@ -178,10 +182,12 @@ class Rotary(Turning, Component, frozen=True):
     """Rotary positions (Su et al. 2104.09864) on the first `dim` elements of a head.
 
     `pairs`: which elements turn together, i and i + dim/2 (GPT-NeoX, llama) or 2i and 2i + 1 (the paper, GPT-J). The
-    frequencies are the same.
+    frequencies are the same. `rounding`: what is rounded to the dtype of what turns: cos, sin and their products
+    ("input"), the "result" alone (OLMo), or the "tables" of cos and sin and the result (Cohere).
     """
 
     title = "RoPE"
+    rounds = ("rounding",)
     tells = ("dim", "scaling", "pairs")
     by_length: ClassVar[dict[str, Any]] = {"base": 1.0, "scaling": None}
     usual: ClassVar[dict[str, Any]] = {"base": ("a RoPE base of {:,.0f}", (1e4, 1e5, 5e5, 1e6, 1e7))}
@@ -191,6 +197,7 @@ class Rotary(Turning, Component, frozen=True):
     base: Positive
     scaling: RopeScaling | None = None
     pairs: Literal["halves", "adjacent"] = "halves"
+    rounding: Literal["input", "result", "tables"] = "input"
 
     def __post_init__(self) -> None:
         if self.dim % 2:

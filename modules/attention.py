@@ -30,18 +30,18 @@ class Mixing:
         self.spec = spec
         # An ALiBi bias outside the scale has no fused kernel that rounds like BLOOM's baddbmm (2.7 logits in bf16).
         outside = isinstance(spec.position, Biasing) and not spec.position.scaled
-        # Nor has any that caps scores.
-        self.kernel: Kernel = "eager" if outside or spec.cap is not None else kernel
+        # Nor has any that caps scores, or knows sinks.
+        self.kernel: Kernel = "eager" if outside or spec.cap is not None or spec.sinks else kernel
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """q (B, H, T, d), k (B, KV, S, d) and v (B, KV, S, e) -> (B, T, H·e)."""
-        mixed = (self._sdpa if self.kernel == "sdpa" else self._eager)(q, k, v, context)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: Context, sinks: Tensor | None = None) -> Tensor:
+        """q (B, H, T, d), k (B, KV, S, d), v (B, KV, S, e) and sinks (H,) -> (B, T, H·e)."""
+        mixed = self._sdpa(q, k, v, context) if self.kernel == "sdpa" else self._eager(q, k, v, context, sinks)
         return mixed.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
 
     def _scaled(self, scores: Tensor) -> Tensor:
         return scores / (1 / self.spec.scale) if self.spec.scaling == "divide" else scores * self.spec.scale
 
-    def _eager(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+    def _eager(self, q: Tensor, k: Tensor, v: Tensor, context: Context, sinks: Tensor | None) -> Tensor:
         spec, group = self.spec, q.shape[1] // k.shape[1]
         if spec.kv_expansion == "repeat" and group > 1:
             k, v = _repeat_heads(k, group), _repeat_heads(v, group)
@@ -50,6 +50,10 @@ class Mixing:
         if mask is not None:
             scores = scores + mask
         wide = scores.dtype if spec.softmax == "input" else torch.promote_types(q.dtype, torch.float32)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), dim=-1)
+            scores = scores - scores.amax(dim=-1, keepdim=True)  # as transformers' gpt-oss, before it is rounded
+            return F.softmax(scores, dim=-1, dtype=wide)[..., :-1].to(q.dtype) @ v
         return F.softmax(scores, dim=-1, dtype=wide).to(q.dtype) @ v
 
     def _scores(self, q: Tensor, k: Tensor, context: Context) -> Tensor:
@@ -119,27 +123,39 @@ class AttentionModule(nn.Module):
         self.fused = FusedLinears(1 if spec.arithmetic == "conv1d" else spec.kv_heads) if spec.fused else None
         self.q_norm = build_module(spec.q_norm) if spec.q_norm else None
         self.k_norm = build_module(spec.k_norm) if spec.k_norm else None
+        self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None
 
     @staticmethod
     def cache(spec: Attention) -> LayerCache:
         """What a decode keeps of earlier tokens."""
         return LayerCache(spec.window)
 
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys behind their norms, where there are any: of each head, or of all heads at once."""
+        found = []
+        for x, norm, record in ((q, self.q_norm, self.spec.q_norm), (k, self.k_norm, self.spec.k_norm)):
+            whole = record is not None and record.size != self.spec.head_dim
+            normed = x if norm is None else norm(x.flatten(-2) if whole else x)
+            found.append(normed.reshape(x.shape))
+        return found[0], found[1]
+
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:  # (B, T, hidden)
         spec = self.spec
         heads = (*x.shape[:2], -1, spec.head_dim)
         linears = (self.q_proj, self.k_proj, self.v_proj)
         projected = self.fused(linears, x) if self.fused else [each(x) for each in linears]
+        if spec.clip is not None:
+            projected = [each.clamp(-spec.clip, spec.clip) for each in projected]
         q, k, v = (each.reshape(heads) for each in projected)  # (B, T, H, hd)
-        if self.q_norm is not None:
-            q = self.q_norm(q)
-        if self.k_norm is not None:
-            k = self.k_norm(k)
+        if spec.norm_order == "before":
+            q, k = self._normed(q, k)
         if spec.kv_expansion == "projection" and cache is None:
             k, v = k.repeat_interleave(spec.group, dim=2), v.repeat_interleave(spec.group, dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, hd)
         if isinstance(spec.position, Turning):
             q, k = turned(spec.position, q, k, context.tables(spec.position))
+        if spec.norm_order == "after":
+            q, k = self._normed(q, k)
         if cache is None:
             # As after a cache, which is what transformers' products run on by default: they sum in memory's order.
             k, v = k.contiguous(), v.contiguous()
@@ -148,7 +164,7 @@ class AttentionModule(nn.Module):
             if spec.kv_expansion == "projection":
                 # Of one key head the repeated ones are views; transformers' cache holds them all.
                 k, v = _repeat_heads(k, spec.group).contiguous(), _repeat_heads(v, spec.group).contiguous()
-        out: Tensor = self.o_proj(self.mix(q, k, v, context))
+        out: Tensor = self.o_proj(self.mix(q, k, v, context, self.sinks))
         return out
 
 

@@ -6,6 +6,7 @@ One sitting's read of what every family computes; the parts are in layers, posit
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,10 +46,11 @@ class PositionsModule(nn.Module):
 
     def __init__(self, spec: LearnedPositions) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(spec.length, spec.size))
+        self.spec = spec
+        self.weight = nn.Parameter(torch.empty(spec.length + spec.offset, spec.size))
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        return F.embedding(position_ids, self.weight)
+        return F.embedding(position_ids + self.spec.offset if self.spec.offset else position_ids, self.weight)
 
 
 class Front(nn.Module):
@@ -83,7 +85,7 @@ class BlockModule(nn.Module):
 
     def forward(self, x: Tensor, context: Context, cache: Mapping[str, Any] | None = None) -> Tensor:  # (B, T, hidden)
         if self.spec.parallel:
-            return x + self._all(x, context, cache)
+            return self._together(x, context, cache)
         for sublayer in self.spec.sublayers:
             read = x if sublayer.norm is None else self._part(sublayer, "norm")(x)
             past = x if self.spec.residual == "stream" else read
@@ -93,16 +95,17 @@ class BlockModule(nn.Module):
                 x = self._part(sublayer, "sum_norm")(x)
         return x
 
-    def _all(self, x: Tensor, context: Context, cache: Mapping[str, Any] | None) -> Tensor:
-        """The branches' sum, the last one's with those before it."""
-        total, shared = None, x
+    def _together(self, x: Tensor, context: Context, cache: Mapping[str, Any] | None) -> Tensor:
+        """The stream with the branches' sum, the last one's with those before it, or with one after the other."""
+        branches: list[Tensor] = []
+        shared = x
         for sublayer in self.spec.sublayers:
             read = shared if sublayer.norm is None else self._part(sublayer, "norm")(x)
-            shared = read if total is None else shared
-            branch = self._branch(sublayer, read, context, cache)
-            total = branch if total is None else branch + total
-        assert total is not None
-        return total
+            shared = shared if branches else read
+            branches.append(self._branch(sublayer, read, context, cache))
+        if self.spec.sums == "stream first":
+            return reduce(torch.add, branches, x)
+        return x + reduce(lambda total, branch: branch + total, branches)
 
     def _branch(self, sublayer: SubLayer, x: Tensor, context: Context, cache: Mapping[str, Any] | None) -> Tensor:
         slot = sublayer.mixer.slot
@@ -120,12 +123,16 @@ class HeadModule(nn.Module):
 
     def __init__(self, spec: Head) -> None:
         super().__init__()
-        self.cap = spec.cap
+        self.spec = spec
         self.weight = None if spec.tied else nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
         self.bias = nn.Parameter(torch.empty(spec.vocab_size)) if spec.bias else None
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
-        return capped(F.linear(x, embedding if self.weight is None else self.weight, self.bias), self.cap)
+        logits = F.linear(x, embedding if self.weight is None else self.weight, self.bias)
+        if self.spec.multiplier != 1:
+            divided = self.spec.scaling == "divide"
+            logits = logits / (1 / self.spec.multiplier) if divided else logits * self.spec.multiplier
+        return capped(logits, self.spec.cap)
 
 
 class Decoder(nn.Module):
@@ -188,7 +195,7 @@ class Decoder(nn.Module):
             position_ids = torch.arange(past, past + steps, device=input_ids.device)[None]
         x = self.embedding(input_ids)
         if self.positions is not None:
-            length = self.positions.weight.shape[0]
+            length = self.positions.spec.length
             if past + steps > length and int(position_ids.max()) >= length:
                 raise UsageError(f"{past + steps} tokens do not fit the model's table of {length} positions")
             x = x + self.positions(position_ids)

@@ -141,8 +141,27 @@ class LayerNormModule(nn.Module):
         self.bias = nn.Parameter(torch.empty(spec.size)) if spec.bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        factor = None if self.weight is None else self.spec.factor(self.weight)
-        return F.layer_norm(x, (self.spec.size,), factor, self.bias, self.spec.eps)
+        spec = self.spec
+        factor = None if self.weight is None else spec.factor(self.weight)
+        if spec.cast == "float32":
+            return self._written_out(x, factor)
+        if spec.groups == 1:
+            return F.layer_norm(x, (spec.size,), factor, self.bias, spec.eps)
+        # transformers has a norm for each head, and torch's kernel no two weights.
+        width = spec.size // spec.groups
+        none = (None,) * spec.groups
+        parts = (none if each is None else each.split(width) for each in (factor, self.bias))
+        rows = zip(x.split(width, dim=-1), *parts, strict=True)
+        return torch.cat([F.layer_norm(row, (width,), gain, bias, spec.eps) for row, gain, bias in rows], dim=-1)
+
+    def _written_out(self, x: Tensor, factor: Tensor | None) -> Tensor:
+        """As transformers' CohereLayerNorm."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        rows = torch.unflatten(x.to(wide), -1, (self.spec.groups, -1))
+        rows = rows - rows.mean(-1, keepdim=True)
+        normed = (rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + self.spec.eps)).flatten(-2)
+        normed = normed if factor is None else factor.to(wide) * normed
+        return (normed if self.bias is None else normed + self.bias.to(wide)).to(x.dtype)
 
 
 @computes(RMSNorm)

@@ -26,8 +26,8 @@ from .registry import computes
 
 
 class RotaryTables(NamedTuple):
-    """cos and sin, each (1 or B, 1, T, dim), in the model's dtype; sin is negative for the first of each pair, where
-    rotation subtracts. `adjacent`: see `components.Rotary.pairs`.
+    """cos and sin, each (1 or B, 1, T, dim), in the model's dtype or, by `components.Rotary.rounding`, wider; sin is
+    negative for the first of each pair, where rotation subtracts. `adjacent`: see `components.Rotary.pairs`.
     """
 
     cos: Tensor
@@ -42,7 +42,11 @@ def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> R
     inv_freq = inverse_frequencies(rotary, length, wide, position_ids.device)
     angles = position_ids[..., None].to(wide) * inv_freq  # (B, T, dim/2)
     factor = getattr(rotary.scaling, "attention_factor", 1.0)
-    cos, sin = ((table * factor).to(dtype)[:, None] for table in (angles.cos(), angles.sin()))
+    cos, sin = ((table * factor)[:, None] for table in (angles.cos(), angles.sin()))
+    if rotary.rounding != "result":
+        cos, sin = cos.to(dtype), sin.to(dtype)
+    if rotary.rounding == "tables":
+        cos, sin = cos.to(wide), sin.to(wide)
     if rotary.pairs == "adjacent":
         turning = torch.stack((-sin, sin), dim=-1).flatten(-2)
         return RotaryTables(cos.repeat_interleave(2, dim=-1), turning, True)
@@ -111,8 +115,10 @@ def apply_rotary(x: Tensor, tables: RotaryTables) -> Tensor:
     turned = x if dim == head_dim else x[..., :dim]
     # Each element's partner.
     other = torch.unflatten(turned, -1, (-1, 2)).flip(-1).flatten(-2) if adjacent else turned.roll(dim // 2, dims=-1)
-    # In place on what was made here: the same roundings, without two more tensors of this size.
-    turned = (turned * cos).add_(other.mul_(sin))
+    if cos.dtype == x.dtype:  # in place on what was made here: the same roundings, without two more tensors
+        turned = (turned * cos).add_(other.mul_(sin))
+    else:
+        turned = (turned * cos).add_(other * sin).to(x.dtype)
     return turned if dim == head_dim else torch.cat((turned, x[..., dim:]), dim=-1)
 
 

@@ -216,12 +216,15 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             scale = f" {_scaled_by(scores, operation.scale)}" if isinstance(scores, ops.Scores) else " "
             bias = operation.alibi.formula + (scale if operation.alibi.scaled else "")
             return Caption(f"+ {operation.alibi.title}", bias, f"scores + {bias}, s the key's position")
+        case ops.Cap(limit=limit, hard=True):
+            return Caption("clip", f"{limit:g}", f"min(max(x, −{limit:g}), {limit:g})")
         case ops.Cap(limit=limit):
             return Caption("soft cap", f"{limit:g}", f"{limit:g} · tanh(x / {limit:g})")
         case ops.Softmax(window=window):
             sight = "causal" if window is None else f"causal, last {window:,}"
             first = "0" if window is None else f"t − {window - 1:,}"
-            return Caption("softmax", sight, f"softmax over the keys {first} … t of query t")
+            sink = " and the head's sink" if operation.weights else ""
+            return Caption("softmax", sight, f"softmax over the keys {first} … t of query t{sink}")
         case ops.Mix():
             return Caption("weights · v", formula="Σ weight(t, s) · v(s)")
         case ops.Scan():

@@ -105,7 +105,7 @@ def write(spec: ModelSpec) -> dict[str, Any]:
         "parallel_attn": first.parallel or grouped,
         "num_ln_in_parallel_attn": (2 if first.feed_forward_norm is not None else 1) if grouped else None,
         "alibi": alibi,
-        **({} if alibi else write_rotary(of_kind(attention.position, Rotary))),
+        **({} if alibi else write_rotary(of_kind(attention.position, Rotary), attention.head_dim)),
     }
 
 

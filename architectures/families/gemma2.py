@@ -16,7 +16,7 @@ from .llama import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, B, T
 
 def read_scale(config: ConfigReader, name: str, default: int) -> float:
     """The factor of scores of what it is the inverse root of."""
-    return config.integer(name, default) ** -0.5
+    return float(config.integer(name, default) ** -0.5)
 
 
 FIELDS = {

@@ -17,6 +17,7 @@ from ..base import Architecture, Leaf, Stacked
 from ..config import ConfigReader
 from ..decoder import Decoder, with_defaults
 from ..obstacles import of_kind
+from ..rope import RotaryKind
 from . import mistral
 from .llama import LLAMA_DROPPED, B, T
 
@@ -42,7 +43,7 @@ def routing(spec: ModelSpec) -> dict[str, Any]:
 
 DECODER = Decoder(
     with_defaults(mistral.FIELDS, rms_norm_eps=1e-5, sliding_window=None),
-    rotary={"default_base": 1e6},
+    rotary=RotaryKind(1e6),
     feed_forwards=mixtures,
     written=routing,
 )

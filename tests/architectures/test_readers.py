@@ -17,7 +17,7 @@ from gptkit.architectures.config import ConfigReader
 from gptkit.architectures.families.gemma3 import GEMMA3 as GEMMA
 from gptkit.architectures.families.gemma3 import KINDS
 from gptkit.architectures.families.llama import LLAMA
-from gptkit.architectures.rope import read_rotaries, read_rotary, write_rotaries, write_rotary
+from gptkit.architectures.rope import RotaryKind, read_rotaries, read_rotary, write_rotaries, write_rotary
 from gptkit.components import LinearScaling, Rotary, YarnScaling
 from gptkit.errors import ConfigError
 
@@ -156,9 +156,14 @@ def test_the_part_of_a_head_that_turns_is_transformers_own(family: str, part: fl
     name = {"GPTNeoX": "gpt_neox"}.get(family, family.lower())
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     theirs = getattr(module, f"{family}RotaryEmbedding")(config)
-    ours = read_rotary(ConfigReader(saved(config)), 40, 512, partial=True)
+    ours = read_rotary(ConfigReader(saved(config)), 40, 512, RotaryKind(part="partial_rotary_factor"))
     assert ours.dim == 2 * len(theirs.inv_freq)
-    again = read_rotary(ConfigReader(write_rotary(ours, 40)), 40, 512, partial=True)
+    again = read_rotary(
+        ConfigReader(write_rotary(ours, 40, RotaryKind(part="partial_rotary_factor"))),
+        40,
+        512,
+        RotaryKind(part="partial_rotary_factor"),
+    )
     assert again == ours
 
 
@@ -184,7 +189,8 @@ ROTARY = st.builds(
 def test_what_is_written_by_kind_is_read_again(full: Rotary, sliding: Rotary) -> None:
     by_kind = {"full_attention": full, "sliding_attention": sliding}
     written = json.loads(json.dumps(write_rotaries(by_kind, 64)))
-    assert read_rotaries(ConfigReader(written), 64, 4096, KINDS, partial=True) == by_kind
+    kinds = {name: kind._replace(part="partial_rotary_factor") for name, kind in KINDS.items()}
+    assert read_rotaries(ConfigReader(written), 64, 4096, kinds) == by_kind
 
 
 # --- objects ----------------------------------------------------------------------------------------------------------

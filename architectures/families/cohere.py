@@ -1,0 +1,65 @@
+"""Command R (Cohere 2024): parallel blocks of one layer norm without bias, neighbours turned together, scaled logits.
+
+Source: transformers models/cohere/{configuration,modeling}_cohere.py.
+"""
+
+from __future__ import annotations
+
+from ...components import LayerNorm
+from ..base import Architecture, Leaf, leaves_of
+from ..decoder import PRE, USUAL, Decoder, Field, with_defaults
+from ..layout import Layout
+from ..rope import RotaryKind
+from .llama import BIAS, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, B, T
+
+FIELDS = with_defaults(
+    USUAL,
+    vocab_size=256000,
+    hidden_size=8192,
+    intermediate_size=22528,
+    num_hidden_layers=40,
+    num_attention_heads=64,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+)
+FIXED = {"norm.bias": False, "norm.cast": "float32", "block.parallel": True, "block.sums": "stream first"}
+ROTARY = RotaryKind(pairs="adjacent", rounding="tables")
+
+DECODER = Decoder(
+    {
+        **{name: field for name, field in FIELDS.items() if name != "rms_norm_eps"},
+        "layer_norm_eps": Field("eps", 1e-5),
+        "attention_bias": BIAS,
+        "logit_scale": Field("head.multiplier", 0.0625),
+        "use_qk_norm": Field("head_norms", False),
+    },
+    norm=LayerNorm,
+    norms=PRE[:1],
+    head_norms="own",
+    fixed=FIXED,
+    rotary=ROTARY,
+)
+
+ATTENTION = {f"{T}self_attn.{name}_proj": f"{B}attention.{name}_proj" for name in ("q", "k", "v", "o")}
+LEAVES = (
+    *leaves_of({**EMBEDDING, **ATTENTION}),
+    Leaf(T + "self_attn.q_norm.weight", B + "attention.q_norm.weight", Layout("heads head_dim", "(heads head_dim)")),
+    Leaf(
+        T + "self_attn.k_norm.weight", B + "attention.k_norm.weight", Layout("kv_heads head_dim", "(kv_heads head_dim)")
+    ),
+    *leaves_of({**FEED_FORWARD, T + "input_layernorm": B + "attention_norm", **ENDS}),
+)
+
+COHERE = Architecture(
+    name="cohere",
+    model_types=("cohere",),
+    hf_class="CohereForCausalLM",
+    hf_config="CohereConfig",
+    kinds=DECODER.kinds,
+    token_ids={"bos_token_id": 5, "eos_token_id": 255001, "pad_token_id": 0},
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=LEAVES,
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+)

@@ -1,0 +1,47 @@
+"""ERNIE 4.5 (Baidu 2025), dense: llama whose neighbours turn together, with one switch for all biases.
+
+Source: transformers models/ernie4_5/{configuration,modeling}_ernie4_5.py.
+"""
+
+from __future__ import annotations
+
+from ..base import Architecture
+from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..rope import RotaryKind
+from .llama import LEAVES, LLAMA_DROPPED
+
+DECODER = Decoder(
+    {
+        **with_defaults(
+            USUAL,
+            vocab_size=103424,
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_hidden_layers=18,
+            num_attention_heads=16,
+            num_key_value_heads=2,
+            head_dim=128,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=True,
+        ),
+        "use_bias": Field(
+            "attention.qkv_bias attention.output_bias feed_forward.up_bias feed_forward.down_bias", False
+        ),
+    },
+    rotary=RotaryKind(pairs="adjacent", rounding="result"),
+)
+
+ERNIE4_5 = Architecture(
+    name="ernie4_5",
+    model_types=("ernie4_5",),
+    hf_class="Ernie4_5ForCausalLM",
+    hf_config="Ernie4_5Config",
+    kinds=DECODER.kinds,
+    token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=LEAVES,
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+)

@@ -1,0 +1,73 @@
+"""GPT-NeoX (2204.06745) and Pythia (2304.01373): parallel blocks of two layer norms, a quarter of each head turned, q,
+k and v fused head by head.
+
+Source: transformers models/gpt_neox/{configuration,modeling}_gpt_neox.py.
+"""
+
+from __future__ import annotations
+
+from ...components import FeedForward, LayerNorm
+from ..base import Architecture, Leaf, leaves_of, qkv
+from ..decoder import Decoder, Field
+from ..rope import RotaryKind
+from .bloom import GROUPED_BIAS, GROUPED_WEIGHT
+
+DECODER = Decoder(
+    {
+        "vocab_size": Field("vocab", 50432),
+        "hidden_size": Field("hidden", 6144),
+        "intermediate_size": Field("intermediate", 24576),
+        "num_hidden_layers": Field("layers", 44),
+        "num_attention_heads": Field("heads", 64),
+        "hidden_act": Field("activation", "gelu"),
+        "max_position_embeddings": Field("context", 2048),
+        "layer_norm_eps": Field("eps", 1e-5),
+        "use_parallel_residual": Field("block.parallel", True),
+        "attention_bias": Field("attention.qkv_bias attention.output_bias", True),
+        "tie_word_embeddings": Field("tied", False),
+    },
+    norm=LayerNorm,
+    inner=FeedForward,
+    fixed={"attention.fused": True, "feed_forward.up_bias": True, "feed_forward.down_bias": True},
+    rotary=RotaryKind(theta="rotary_emb_base", part="rotary_pct", whole=0.25),
+)
+
+B, T = "blocks.{layer}.", "gpt_neox.layers.{layer}."
+LEAVES = (
+    *leaves_of(
+        {
+            "gpt_neox.embed_in": "embedding",
+            T + "input_layernorm": B + "attention_norm",
+            T + "post_attention_layernorm": B + "feed_forward_norm",
+        }
+    ),
+    Leaf(T + "attention.query_key_value.weight", qkv("weight"), GROUPED_WEIGHT),
+    Leaf(T + "attention.query_key_value.bias", qkv("bias"), GROUPED_BIAS),
+    *leaves_of(
+        {
+            T + "attention.dense": B + "attention.o_proj",
+            T + "mlp.dense_h_to_4h": B + "feed_forward.up_proj",
+            T + "mlp.dense_4h_to_h": B + "feed_forward.down_proj",
+            "gpt_neox.final_layer_norm": "final_norm",
+            "embed_out": "head",
+        }
+    ),
+)
+
+GPT_NEOX = Architecture(
+    name="gpt_neox",
+    model_types=("gpt_neox",),
+    hf_class="GPTNeoXForCausalLM",
+    hf_config="GPTNeoXConfig",
+    kinds=DECODER.kinds,
+    token_ids={"bos_token_id": 0, "eos_token_id": 2},
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=LEAVES,
+    prefix="gpt_neox.",
+    dropped=tuple(
+        T + "attention." + name for name in ("bias", "masked_bias", "rotary_emb.inv_freq")
+    ),
+    head="embed_out.weight",
+    irrelevant={"classifier_dropout": "heads other than the language model's", "is_decoder": "it always is"},
+)

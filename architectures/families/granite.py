@@ -1,0 +1,44 @@
+"""Granite 3 (IBM 2024): llama with multipliers on the embedding, the branches, the scores and the logits.
+
+Source: transformers models/granite/{configuration,modeling}_granite.py.
+"""
+
+from __future__ import annotations
+
+from ..base import Architecture
+from ..config import ConfigReader
+from ..decoder import USUAL, Decoder, Field
+from .llama import BIAS, LEAVES, LLAMA_DROPPED
+
+
+def inverse(config: ConfigReader, name: str, default: float) -> float:
+    """What logits are multiplied by, of what they are divided by."""
+    return 1 / config.number(name, default)
+
+
+DECODER = Decoder(
+    {
+        **USUAL,
+        "attention_bias": BIAS,
+        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+        "embedding_multiplier": Field("embedding.multiplier", 1.0),
+        "attention_multiplier": Field("attention.scale", 1.0),
+        "residual_multiplier": Field("branch.multiplier", 1.0),
+        "logits_scaling": Field("head.multiplier", 1.0, inverse, lambda factor: float(f"{1 / factor:.14g}")),
+    },
+    fixed={"head.scaling": "divide"},
+)
+
+GRANITE = Architecture(
+    name="granite",
+    model_types=("granite",),
+    hf_class="GraniteForCausalLM",
+    hf_config="GraniteConfig",
+    kinds=DECODER.kinds,
+    token_ids={"bos_token_id": 1, "eos_token_id": 2},
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=LEAVES,
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+)

@@ -1,0 +1,48 @@
+"""Helium 1 (Kyutai 2025): llama whose neighbours turn together.
+
+Source: transformers models/helium/{configuration,modeling}_helium.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ..base import Architecture
+from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..rope import RotaryKind
+from .llama import LEAVES, LLAMA_DROPPED
+
+DECODER = Decoder(
+    {
+        **with_defaults(
+            USUAL,
+            vocab_size=48000,
+            hidden_size=2560,
+            intermediate_size=7040,
+            num_hidden_layers=24,
+            num_attention_heads=20,
+            num_key_value_heads=20,
+            head_dim=128,
+            max_position_embeddings=4096,
+            rms_norm_eps=1e-8,
+        ),
+        "attention_bias": Field("attention.qkv_bias", False),
+        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+    },
+    fixed={"norm.cast": "after_weight", "attention.scale": lambda values: 1 / math.sqrt(values["head_dim"])},
+    rotary=RotaryKind(pairs="adjacent"),
+)
+
+HELIUM = Architecture(
+    name="helium",
+    model_types=("helium",),
+    hf_class="HeliumForCausalLM",
+    hf_config="HeliumConfig",
+    kinds=DECODER.kinds,
+    token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3},
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=LEAVES,
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+)

@@ -1,0 +1,43 @@
+"""InternLM 3 (Shanghai AI Laboratory 2025): llama by another name, with one switch for all biases.
+
+Source: transformers models/internlm3/configuration_internlm3.py; its model is LlamaForCausalLM. The original code's
+`qkv_bias` leaves the output projection without a bias, which transformers refuses.
+"""
+
+from __future__ import annotations
+
+from ..base import Architecture
+from ..decoder import USUAL, Decoder, Field, with_defaults
+from .llama import LEAVES, LLAMA_DROPPED
+
+DECODER = Decoder(
+    {
+        **with_defaults(
+            USUAL,
+            vocab_size=128512,
+            intermediate_size=10240,
+            num_hidden_layers=48,
+            num_key_value_heads=2,
+            head_dim=128,
+            max_position_embeddings=32768,
+            rms_norm_eps=1e-5,
+        ),
+        "attention_bias": Field("attention.qkv_bias attention.output_bias", False),
+        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+    },
+    whole_heads=True,
+)
+
+INTERNLM3 = Architecture(
+    name="internlm3",
+    model_types=("internlm3",),
+    hf_class="InternLM3ForCausalLM",
+    hf_config="InternLM3Config",
+    kinds=DECODER.kinds,
+    token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2},
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=LEAVES,
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+)

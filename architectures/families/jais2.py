@@ -1,0 +1,46 @@
+"""Jais 2 (Inception 2025): llama with layer norms, biases everywhere, and a plain feed-forward of squared ReLU.
+
+Source: transformers models/jais2/{configuration,modeling}_jais2.py.
+"""
+
+from __future__ import annotations
+
+from ...components import FeedForward, LayerNorm
+from ..base import Architecture
+from ..decoder import USUAL, Decoder, Field, with_defaults
+from .llama import LEAVES, LLAMA_DROPPED
+
+FIELDS = with_defaults(
+    USUAL,
+    vocab_size=150272,
+    hidden_size=3328,
+    intermediate_size=26624,
+    num_attention_heads=26,
+    hidden_act="relu2",
+    max_position_embeddings=8192,
+)
+DECODER = Decoder(
+    {
+        **{"layer_norm_eps" if name == "rms_norm_eps" else name: field for name, field in FIELDS.items()},
+        "layer_norm_eps": Field("eps", 1e-5),
+        "attention_bias": Field("attention.qkv_bias attention.output_bias", True),
+        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", True),
+    },
+    norm=LayerNorm,
+    inner=FeedForward,
+    whole_heads=True,
+)
+
+JAIS2 = Architecture(
+    name="jais2",
+    model_types=("jais2",),
+    hf_class="Jais2ForCausalLM",
+    hf_config="Jais2Config",
+    kinds=DECODER.kinds,
+    token_ids={"bos_token_id": 0, "eos_token_id": 150024},
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=LEAVES,
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+)

@@ -1,0 +1,39 @@
+"""OLMo 1 (2402.00838): llama with layer norms that have neither weight nor bias, and clipped queries, keys and values.
+
+Source: transformers models/olmo/{configuration,modeling}_olmo.py.
+"""
+
+from __future__ import annotations
+
+from ...components import LayerNorm
+from ..base import Architecture
+from ..config import ConfigReader
+from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..rope import RotaryKind
+from .llama import BIAS, LEAVES, LLAMA_DROPPED
+
+FIELDS = {**with_defaults(USUAL, vocab_size=50304), "attention_bias": BIAS}
+
+DECODER = Decoder(
+    {
+        **{name: field for name, field in FIELDS.items() if name != "rms_norm_eps"},
+        "clip_qkv": Field("attention.clip", None, ConfigReader.optional_number),
+    },
+    norm=LayerNorm,
+    fixed={"eps": 1e-5, "norm.gain": "none", "norm.bias": False},
+    rotary=RotaryKind(rounding="result"),
+)
+
+OLMO = Architecture(
+    name="olmo",
+    model_types=("olmo",),
+    hf_class="OlmoForCausalLM",
+    hf_config="OlmoConfig",
+    kinds=DECODER.kinds,
+    token_ids={"eos_token_id": 50279, "pad_token_id": 1},
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=LEAVES,
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+)

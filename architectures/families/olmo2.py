@@ -1,0 +1,38 @@
+"""OLMo 2 (2501.00656): llama with norms behind each sub-layer and none before, and norms on all query heads, and on all
+key heads, at once.
+
+Source: transformers models/olmo2/{configuration,modeling}_olmo2.py.
+"""
+
+from __future__ import annotations
+
+from ..base import Architecture, leaves_of
+from ..decoder import Decoder, with_defaults
+from ..rope import RotaryKind
+from . import olmo
+from .llama import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, B, T
+
+FIELDS = {**with_defaults(olmo.FIELDS, rms_norm_eps=1e-5)}
+NORMS = {
+    T + "post_attention_layernorm": B + "attention_output_norm",
+    T + "post_feedforward_layernorm": B + "feed_forward_output_norm",
+}
+LEAVES = leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **NORMS, **ENDS})
+POST = ("attention_output_norm", "feed_forward_output_norm")
+FIXED = {"norm.cast": "after_weight"}
+
+DECODER = Decoder(FIELDS, norms=POST, head_norms="whole", fixed=FIXED, rotary=RotaryKind(rounding="result"))
+
+OLMO2 = Architecture(
+    name="olmo2",
+    model_types=("olmo2",),
+    hf_class="Olmo2ForCausalLM",
+    hf_config="Olmo2Config",
+    kinds=DECODER.kinds,
+    token_ids={"eos_token_id": 50279, "pad_token_id": 1},
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=LEAVES,
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+)

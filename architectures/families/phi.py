@@ -1,0 +1,70 @@
+"""Phi 1, 1.5 and 2 (2306.11644, 2309.05463): parallel blocks of one layer norm, a part of each head turned, biases
+everywhere, in the head too.
+
+Source: transformers models/phi/{configuration,modeling}_phi.py.
+"""
+
+from __future__ import annotations
+
+from ...components import FeedForward, LayerNorm
+from ..base import Architecture, leaves_of
+from ..decoder import PRE, Decoder, Field
+from ..rope import PART, RotaryKind
+from .llama import EMBEDDING, LLAMA_DROPPED, B, T
+
+DECODER = Decoder(
+    {
+        "vocab_size": Field("vocab", 51200),
+        "hidden_size": Field("hidden", 2048),
+        "intermediate_size": Field("intermediate", 8192),
+        "num_hidden_layers": Field("layers", 24),
+        "num_attention_heads": Field("heads", 32),
+        "num_key_value_heads": Field("kv_heads"),
+        "hidden_act": Field("activation", "gelu_new"),
+        "max_position_embeddings": Field("context", 2048),
+        "layer_norm_eps": Field("eps", 1e-5),
+        "qk_layernorm": Field("head_norms", False),
+        "tie_word_embeddings": Field("tied", False),
+    },
+    norm=LayerNorm,
+    inner=FeedForward,
+    norms=PRE[:1],
+    head_norms="same",
+    fixed={
+        "block.parallel": True,
+        "attention.qkv_bias": True,
+        "attention.output_bias": True,
+        "feed_forward.up_bias": True,
+        "feed_forward.down_bias": True,
+        "head.bias": True,
+    },
+    rotary=RotaryKind(part=PART, whole=0.5),
+)
+
+MODULES = {
+    **EMBEDDING,
+    **{f"{T}self_attn.{name}_proj": f"{B}attention.{name}_proj" for name in ("q", "k", "v")},
+    T + "self_attn.dense": B + "attention.o_proj",
+    T + "self_attn.q_layernorm": B + "attention.q_norm",
+    T + "self_attn.k_layernorm": B + "attention.k_norm",
+    T + "mlp.fc1": B + "feed_forward.up_proj",
+    T + "mlp.fc2": B + "feed_forward.down_proj",
+    T + "input_layernorm": B + "attention_norm",
+    "model.final_layernorm": "final_norm",
+    "lm_head": "head",
+}
+
+PHI = Architecture(
+    name="phi",
+    model_types=("phi",),
+    hf_class="PhiForCausalLM",
+    hf_config="PhiConfig",
+    kinds=DECODER.kinds,
+    token_ids={"bos_token_id": 1, "eos_token_id": 2},
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=leaves_of(MODULES),
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+    irrelevant={"embd_pdrop": "training only", "resid_pdrop": "training only"},
+)

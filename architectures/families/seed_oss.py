@@ -1,0 +1,43 @@
+"""Seed-OSS (ByteDance 2025): llama with biases on q, k and v, and a switch of its own for the output's.
+
+Source: transformers models/seed_oss/{configuration,modeling}_seed_oss.py.
+"""
+
+from __future__ import annotations
+
+from ..base import Architecture
+from ..decoder import USUAL, Decoder, Field, with_defaults
+from .llama import LEAVES, LLAMA_DROPPED
+
+DECODER = Decoder(
+    {
+        **with_defaults(
+            USUAL,
+            vocab_size=155136,
+            intermediate_size=27648,
+            num_hidden_layers=64,
+            num_attention_heads=80,
+            num_key_value_heads=8,
+            head_dim=128,
+            max_position_embeddings=524288,
+        ),
+        "attention_bias": Field("attention.qkv_bias", True),
+        "attention_out_bias": Field("attention.output_bias", False),
+        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+    }
+)
+
+SEED_OSS = Architecture(
+    name="seed_oss",
+    model_types=("seed_oss",),
+    hf_class="SeedOssForCausalLM",
+    hf_config="SeedOssConfig",
+    kinds=DECODER.kinds,
+    token_ids={"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=LEAVES,
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+    irrelevant={"residual_dropout": "training only"},
+)

@@ -1,0 +1,89 @@
+"""SmolLM 3 (Hugging Face 2025): llama without positions in every fourth layer.
+
+Source: transformers models/smollm3/{configuration,modeling}_smollm3.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...components import Attention, ModelSpec, Rotary
+from ..base import Architecture
+from ..config import ConfigReader
+from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..obstacles import of_kind
+from ..rope import read_rotary, write_rotary
+from .llama import BIAS, LEAVES, LLAMA_DROPPED
+
+
+def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+    """Which layers have positions, and the windows of those that have one."""
+    every = config.integer("no_rope_layer_interval", 4)
+    turned = config.raw("no_rope_layers")
+    if turned is None:
+        turned = [int((layer + 1) % every != 0) for layer in range(count)]
+    if not isinstance(turned, list) or len(turned) != count or any(type(each) is not int for each in turned):
+        raise config.fail("no_rope_layers", turned, f"{count} integers, 0 where a layer has no positions")
+    window = config.optional_integer("sliding_window")
+    window = window if config.boolean("use_sliding_window", False) else None
+    usual = ["full_attention" if each or window is None else "sliding_attention" for each in turned]
+    types = config.layer_types(usual)
+    if window is None and "sliding_attention" in types:
+        raise config.fail("layer_types", list(types), "full_attention everywhere, since there is no window")
+    rotary = read_rotary(config, head_dim, config.integer("max_position_embeddings", 32768))
+    return [
+        {"position": rotary if each else None, "window": window if kind == "sliding_attention" else None}
+        for each, kind in zip(turned, types, strict=True)
+    ]
+
+
+def written(spec: ModelSpec) -> dict[str, Any]:
+    """The config fields of what differs by layer."""
+    mixers = [of_kind(block.attention, Attention) for block in spec.blocks]
+    rotary = next((each.position for each in mixers if each.position is not None), None)
+    size = mixers[0].head_dim
+    turned = Rotary(dim=size, base=1e4) if rotary is None else of_kind(rotary, Rotary)
+    window = next((each.window for each in mixers if each.window is not None), None)
+    return {
+        "no_rope_layers": [int(each.position is not None) for each in mixers],
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "layer_types": ["full_attention" if each.window is None else "sliding_attention" for each in mixers],
+        **write_rotary(turned, size),
+    }
+
+
+DECODER = Decoder(
+    {
+        **with_defaults(
+            USUAL,
+            vocab_size=128256,
+            hidden_size=2048,
+            num_hidden_layers=36,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            max_position_embeddings=32768,
+            tie_word_embeddings=True,
+        ),
+        "attention_bias": BIAS,
+        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+    },
+    rotary=None,
+    layers=layers,
+    written=written,
+)
+
+SMOLLM3 = Architecture(
+    name="smollm3",
+    model_types=("smollm3",),
+    hf_class="SmolLM3ForCausalLM",
+    hf_config="SmolLM3Config",
+    kinds=DECODER.kinds,
+    token_ids={"bos_token_id": 128000, "eos_token_id": 128001, "pad_token_id": 128004},
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=LEAVES,
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+)

@@ -1,0 +1,61 @@
+"""StableLM (Stability AI 2023): llama with layer norms, a quarter of each head turned, and parallel blocks in some.
+
+Source: transformers models/stablelm/{configuration,modeling}_stablelm.py. The norms of every head in StableLM 2 12B are
+a tensor a head, which has no map here yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...components import LayerNorm, ModelSpec
+from ..base import Architecture
+from ..config import ConfigReader
+from ..decoder import PRE, Decoder, Field
+from ..rope import PART, RotaryKind
+from .llama import LEAVES, LLAMA_DROPPED
+
+DECODER = Decoder(
+    {
+        "vocab_size": Field("vocab", 50304),
+        "hidden_size": Field("hidden", 2560),
+        "intermediate_size": Field("intermediate", 6912),
+        "num_hidden_layers": Field("layers", 32),
+        "num_attention_heads": Field("heads", 32),
+        "num_key_value_heads": Field("kv_heads", 32),
+        "hidden_act": Field("activation", "silu"),
+        "max_position_embeddings": Field("context", 4096),
+        "layer_norm_eps": Field("eps", 1e-5),
+        "use_qkv_bias": Field("attention.qkv_bias", False),
+        "use_parallel_residual": Field("block.parallel", False),
+        "tie_word_embeddings": Field("tied", False),
+    },
+    norm=LayerNorm,
+    fixed={"block.sums": lambda values: "stream first" if values["block.parallel"] else "branches first"},
+    rotary=RotaryKind(part=PART, whole=0.25),
+)
+
+
+def read(config: ConfigReader) -> ModelSpec:
+    """config.json -> tree."""
+    parallel = config.boolean("use_parallel_residual", False)
+    return replace(DECODER, norms=PRE[:1] if parallel else PRE).read(config)
+
+
+STABLELM = Architecture(
+    name="stablelm",
+    model_types=("stablelm",),
+    hf_class="StableLmForCausalLM",
+    hf_config="StableLmConfig",
+    kinds=DECODER.kinds,
+    token_ids={"bos_token_id": 0, "eos_token_id": 0},
+    read=read,
+    write=DECODER.write,
+    leaves=LEAVES,
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+    irrelevant={"hidden_dropout": "training only"},
+    refused={
+        "qk_layernorm": ((False, None), "there a norm is a tensor a head, without a map here")
+    },
+)
