@@ -23,7 +23,7 @@ FIELDS = with_defaults(
     tie_word_embeddings=True,
 )
 FIXED = {"norm.bias": False, "norm.cast": "float32", "block.parallel": True, "block.sums": "stream first"}
-ROTARY = RotaryKind(pairs="adjacent", rounding="tables")
+ROTARY = RotaryKind(500_000.0, pairs="adjacent", rounding="tables")
 
 DECODER = Decoder(
     {

@@ -29,7 +29,7 @@ DECODER = Decoder(
             "attention.qkv_bias attention.output_bias feed_forward.up_bias feed_forward.down_bias", False
         ),
     },
-    rotary=RotaryKind(pairs="adjacent", rounding="result"),
+    rotary=RotaryKind(500_000.0, pairs="adjacent", rounding="result"),
 )
 
 ERNIE4_5 = Architecture(

@@ -30,7 +30,7 @@ DECODER = Decoder(
         "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
     },
     fixed={"norm.cast": "after_weight", "attention.scale": lambda values: 1 / math.sqrt(values["head_dim"])},
-    rotary=RotaryKind(pairs="adjacent"),
+    rotary=RotaryKind(100_000.0, pairs="adjacent"),
 )
 
 HELIUM = Architecture(

@@ -13,8 +13,10 @@ from ..base import Architecture
 from ..config import ConfigReader
 from ..decoder import USUAL, Decoder, Field, with_defaults
 from ..obstacles import of_kind
-from ..rope import read_rotary, write_rotary
+from ..rope import RotaryKind, read_rotary, write_rotary
 from .llama import BIAS, LEAVES, LLAMA_DROPPED
+
+ROTARY = RotaryKind(2e6)
 
 
 def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
@@ -31,7 +33,7 @@ def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[
     types = config.layer_types(usual)
     if window is None and "sliding_attention" in types:
         raise config.fail("layer_types", list(types), "full_attention everywhere, since there is no window")
-    rotary = read_rotary(config, head_dim, config.integer("max_position_embeddings", 32768))
+    rotary = read_rotary(config, head_dim, config.integer("max_position_embeddings", 32768), ROTARY)
     return [
         {"position": rotary if each else None, "window": window if kind == "sliding_attention" else None}
         for each, kind in zip(turned, types, strict=True)
@@ -43,7 +45,7 @@ def written(spec: ModelSpec) -> dict[str, Any]:
     mixers = [of_kind(block.attention, Attention) for block in spec.blocks]
     rotary = next((each.position for each in mixers if each.position is not None), None)
     size = mixers[0].head_dim
-    turned = Rotary(dim=size, base=1e4) if rotary is None else of_kind(rotary, Rotary)
+    turned = Rotary(dim=size, base=ROTARY.base) if rotary is None else of_kind(rotary, Rotary)
     window = next((each.window for each in mixers if each.window is not None), None)
     return {
         "no_rope_layers": [int(each.position is not None) for each in mixers],
