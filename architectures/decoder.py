@@ -168,7 +168,7 @@ class Decoder:
     embedding_norm: whether the embedding has a norm. layers, feed_forwards: what differs by layer. written: the config
     fields beside those of the table.
     whole_heads: whether transformers' config class refuses a hidden size that is no multiple of the heads, needless
-    beside head_dim.
+    beside head_dim. square: whether all heads together must be as wide as the stream, head_dim or not.
     """
 
     fields: Fields
@@ -184,6 +184,7 @@ class Decoder:
     feed_forwards: FeedForwards | None = None
     written: Callable[[ModelSpec], Mapping[str, Any]] = lambda _: {}
     whole_heads: bool = False
+    square: bool = False
 
     @property
     def kinds(self) -> Kinds:
@@ -213,6 +214,8 @@ class Decoder:
             if hidden % heads:
                 raise config.fail(names["hidden"], hidden, f"a multiple of {names['heads']} ({heads})")
             head_dim = values["head_dim"] = hidden // heads
+        if self.square and heads * head_dim != hidden:
+            raise config.fail(names["head_dim"], head_dim, f"{hidden} / {heads}: transformers knows no other for it")
         fixed = {**self.fixed, **{role.replace("__", "."): value for role, value in more.items()}}
         values |= {role: value(values) if callable(value) else value for role, value in fixed.items()}
         tied = values["tied"]

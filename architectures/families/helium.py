@@ -31,6 +31,7 @@ DECODER = Decoder(
     },
     fixed={"norm.cast": "after_weight", "attention.scale": lambda values: 1 / math.sqrt(values["head_dim"])},
     rotary=RotaryKind(100_000.0, pairs="adjacent"),
+    square=True,
 )
 
 HELIUM = Architecture(
