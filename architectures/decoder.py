@@ -27,9 +27,10 @@ from ..components import (
     SubLayer,
 )
 from ..errors import CannotExpress
+from .base import Architecture, Leaf
 from .config import ConfigReader
 from .obstacles import Kinds, of_kind
-from .rope import ROTARY, USUAL_ROTARY, RotaryKind, read_rotary, write_rotary
+from .rope import ROTARY, USUAL_ROTARY, RotaryKind, read_rotaries, read_rotary, write_rotaries, write_rotary
 
 ACTIVATIONS: dict[str, Activation] = {
     **{name: name for name in get_args(Activation) if name not in ("gelu_tanh", "gelu_bloom")},
@@ -128,16 +129,19 @@ FeedForwards = Callable[[ConfigReader, int, Any], Sequence[Any]]
 """Of a config, the number of layers and the feed-forward that the fields say: what stands in each layer."""
 
 
-def sliding(every: int, window: int | None = 4096) -> Layers:
+def sliding(every: int, window: int | None = 4096, pattern: str = "", first: int = -1) -> Layers:
     """The windows of families that have `layer_types` and `sliding_window`.
 
     Args:
         every: one layer of so many sees all tokens, where `layer_types` does not say which.
         window: of the config class.
+        pattern: the field that says another `every`.
+        first: a layer that sees all tokens.
     """
 
     def windows(config: ConfigReader, layers: int, _head_dim: int) -> list[Mapping[str, Any]]:
-        usual = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+        apart = config.integer(pattern, every) if pattern else every
+        usual = ["sliding_attention" if (layer - first) % apart else "full_attention" for layer in range(layers)]
         types = config.layer_types(usual)
         width = config.optional_integer("sliding_window", window)
         if width is None and "sliding_attention" in types:
@@ -147,9 +151,49 @@ def sliding(every: int, window: int | None = 4096) -> Layers:
     return windows
 
 
+def turned_by_kind(windows: Layers, kinds: Mapping[str, RotaryKind], context: Field) -> Layers:
+    """The windows, and for layers with one and without rotary positions of their own, by `rope_parameters` of their
+    kinds, "full_attention" and "sliding_attention".
+    """
+
+    def layers(config: ConfigReader, count: int, head_dim: int) -> list[Mapping[str, Any]]:
+        own = windows(config, count, head_dim)
+        length = context.value(config, "max_position_embeddings")
+        rotaries = read_rotaries(config, head_dim, length, kinds)
+        names = ("full_attention" if each["window"] is None else "sliding_attention" for each in own)
+        return [{**each, "position": rotaries[name]} for each, name in zip(own, names, strict=True)]
+
+    return layers
+
+
+def write_by_kind(kinds: Mapping[str, RotaryKind]) -> Callable[[ModelSpec], dict[str, Any]]:
+    """What writes the config fields that `turned_by_kind` reads."""
+
+    def written(spec: ModelSpec) -> dict[str, Any]:
+        fields, first = write_sliding(spec), of_kind(spec.blocks[0].attention, Attention)
+        rotaries = {kind: Rotary(dim=first.head_dim, base=usual.base) for kind, usual in kinds.items()}
+        for block, kind in zip(spec.blocks, fields["layer_types"], strict=True):
+            rotaries[kind] = of_kind(of_kind(block.attention, Attention).position, Rotary)
+        return {**fields, **write_rotaries(rotaries)}
+
+    return written
+
+
+def turned_in_windows(windows: Layers) -> Layers:
+    """The windows, and no positions in layers that see all tokens (Cohere 2, EXAONE 4)."""
+
+    def layers(config: ConfigReader, count: int, head_dim: int) -> list[Mapping[str, Any]]:
+        return [
+            each if each["window"] is not None else {**each, "position": None}
+            for each in windows(config, count, head_dim)
+        ]
+
+    return layers
+
+
 def write_sliding(spec: ModelSpec) -> dict[str, Any]:
     """The config fields of each layer's window, for what `sliding` reads."""
-    windows = [block.attention.window for block in spec.blocks]
+    windows = [of_kind(block.attention, Attention).window for block in spec.blocks]
     return {
         "sliding_window": next((window for window in windows if window is not None), 4096),
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
@@ -164,7 +208,8 @@ class Decoder:
     block has, by their names in it. fixed: values of roles that no field says, or functions of those that the fields
     say. rotary: what is assumed of its positions; None where attention has them from `layers`, or has none. learned:
     whether there is a table of positions. head_norms: how queries and keys are normed: every head by the "same" norm or
-    by its "own", or all heads at once as a "whole"; where a field has the role of that name, it says whether.
+    by its "own", or all heads at once as a "whole"; where a field has the role of that name, it says whether, and one
+    with the role output_norms whether the norms of that name are there.
     embedding_norm: whether the embedding has a norm. layers, feed_forwards: what differs by layer. written: the config
     fields beside those of the table.
     whole_heads: whether transformers' config class refuses a hidden size that is no multiple of the heads, needless
@@ -191,6 +236,18 @@ class Decoder:
         """The components of its trees, for `Architecture.kinds`."""
         positions = {LearnedPositions} if self.learned else ROTARY if "attention.position" not in self.fixed else ()
         return frozenset({self.norm, Attention, self.inner, *positions})
+
+    def architecture(self, name: str, hf_class: str, leaves: tuple[Leaf, ...], **more: Any) -> Architecture:
+        """The family of these trees; `more` are other fields of it, where they are not the usual ones."""
+        usual = {
+            "model_types": (name,),
+            "hf_config": hf_class.replace("ForCausalLM", "Config"),
+            "kinds": self.kinds,
+            "read": self.read,
+            "write": self.write,
+            "prefix": "model.",
+        }
+        return Architecture(name=name, hf_class=hf_class, leaves=leaves, **{**usual, **more})
 
     def read(self, config: ConfigReader, **more: Any) -> ModelSpec:
         """The tree of a config.
@@ -223,8 +280,9 @@ class Decoder:
             tied = config.outer.boolean(names["tied"], tied)
 
         def of(part: str) -> dict[str, Any]:
-            """The dotted roles of a part."""
-            return {role.partition(".")[2]: v for role, v in values.items() if role.startswith(f"{part}.")}
+            """The dotted roles of a part; a scale that is null is the usual one."""
+            said = {role: value for role, value in values.items() if role != "attention.scale" or value is not None}
+            return {role.partition(".")[2]: value for role, value in said.items() if role.startswith(f"{part}.")}
 
         norm = self.norm(size=hidden, eps=values["eps"], **of("norm"))
 
@@ -236,6 +294,7 @@ class Decoder:
             size = head_dim if self.head_norms == "same" else count * head_dim
             return self.norm(size=size, eps=values["eps"], **of("norm"), **groups)
 
+        norms = [name for name in self.norms if values.get("output_norms", True) or not name.endswith("_output_norm")]
         kv_heads = values["kv_heads"] or heads
         dense = self.inner(
             hidden_size=hidden,
@@ -259,7 +318,7 @@ class Decoder:
         def layer(attention: Attention, feed_forward: Any) -> Block:
             sublayers = []
             for mixer in (attention, feed_forward):
-                places = [name.removeprefix(f"{mixer.slot}_") for name in self.norms if name.startswith(mixer.slot)]
+                places = [name.removeprefix(f"{mixer.slot}_") for name in norms if name.startswith(mixer.slot)]
                 sublayers.append(SubLayer(mixer=mixer, **dict.fromkeys(places, norm), **of("branch")))
             return Block(sublayers=tuple(sublayers), **of("block"))
 
@@ -301,6 +360,7 @@ class Decoder:
             "eps": norm.eps,
             "intermediate": inner.intermediate_size,
             "head_norms": attention.q_norm is not None,
+            "output_norms": first.sublayers[0].output_norm is not None,
         }
         ends = {"embedding": spec.embedding, "positions": spec.positions, "head": spec.head}
         parts = {
@@ -319,7 +379,10 @@ class Decoder:
             if value is not None or each.default is not None or role != "context":
                 fields[name] = name_of(value) if role == "activation" else each.write(value)
         if self.rotary is not None:
-            fields |= write_rotary(of_kind(attention.position, Rotary), attention.head_dim, self.rotary)
+            positions = (of_kind(block.attention, Attention).position for block in spec.blocks)
+            none = Rotary(dim=attention.head_dim, base=self.rotary.base)
+            rotary = of_kind(next((each for each in positions if each is not None), none), Rotary)
+            fields |= write_rotary(rotary, attention.head_dim, self.rotary)
         return {**fields, **self.written(spec)}
 
 

@@ -7,7 +7,7 @@ Source: transformers models/gpt_neox/{configuration,modeling}_gpt_neox.py.
 from __future__ import annotations
 
 from ...components import FeedForward, LayerNorm
-from ..base import Architecture, Leaf, leaves_of, qkv
+from ..base import Leaf, leaves_of, qkv
 from ..decoder import Decoder, Field
 from ..rope import RotaryKind
 from .bloom import GROUPED_BIAS, GROUPED_WEIGHT
@@ -54,16 +54,12 @@ LEAVES = (
     ),
 )
 
-GPT_NEOX = Architecture(
-    name="gpt_neox",
-    model_types=("gpt_neox",),
-    hf_class="GPTNeoXForCausalLM",
-    hf_config="GPTNeoXConfig",
-    kinds=DECODER.kinds,
+GPT_NEOX = DECODER.architecture(
+    "gpt_neox",
+    "GPTNeoXForCausalLM",
+    LEAVES,
+    released="2022-04",
     token_ids={"bos_token_id": 0, "eos_token_id": 2},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
     prefix="gpt_neox.",
     dropped=tuple(T + "attention." + name for name in ("bias", "masked_bias", "rotary_emb.inv_freq")),
     head="embed_out.weight",

@@ -6,7 +6,6 @@ Source: transformers models/internlm3/configuration_internlm3.py; its model is L
 
 from __future__ import annotations
 
-from ..base import Architecture
 from ..decoder import USUAL, Decoder, Field, with_defaults
 from .llama import LEAVES, LLAMA_DROPPED
 
@@ -28,16 +27,11 @@ DECODER = Decoder(
     whole_heads=True,
 )
 
-INTERNLM3 = Architecture(
-    name="internlm3",
-    model_types=("internlm3",),
-    hf_class="InternLM3ForCausalLM",
-    hf_config="InternLM3Config",
-    kinds=DECODER.kinds,
+INTERNLM3 = DECODER.architecture(
+    "internlm3",
+    "InternLM3ForCausalLM",
+    LEAVES,
+    released="2025-01",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
-    prefix="model.",
     dropped=LLAMA_DROPPED,
 )

@@ -68,6 +68,7 @@ LEAVES: tuple[Leaf, ...] = (
 
 MIXTRAL = Architecture(
     name="mixtral",
+    released="2023-12",
     model_types=("mixtral",),
     hf_class="MixtralForCausalLM",
     hf_config="MixtralConfig",

@@ -44,6 +44,7 @@ def read(config: ConfigReader) -> ModelSpec:
 
 STABLELM = Architecture(
     name="stablelm",
+    released="2023-04",
     model_types=("stablelm",),
     hf_class="StableLmForCausalLM",
     hf_config="StableLmConfig",
