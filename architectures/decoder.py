@@ -133,7 +133,7 @@ def sliding(every: int, window: int | None = 4096, pattern: str = "", first: int
     """The windows of families that have `layer_types` and `sliding_window`.
 
     Args:
-        every: one layer of so many sees all tokens, where `layer_types` does not say which.
+        every: one layer of so many sees all tokens, and with 0 none does, where `layer_types` does not say which.
         window: of the config class.
         pattern: the field that says another `every`.
         first: a layer that sees all tokens.
@@ -141,7 +141,8 @@ def sliding(every: int, window: int | None = 4096, pattern: str = "", first: int
 
     def windows(config: ConfigReader, layers: int, _head_dim: int) -> list[Mapping[str, Any]]:
         apart = config.integer(pattern, every) if pattern else every
-        usual = ["sliding_attention" if (layer - first) % apart else "full_attention" for layer in range(layers)]
+        whole = set(range(first % apart, layers, apart)) if apart else ()
+        usual = ["full_attention" if layer in whole else "sliding_attention" for layer in range(layers)]
         types = config.layer_types(usual)
         width = config.optional_integer("sliding_window", window)
         if width is None and "sliding_attention" in types:

@@ -34,7 +34,7 @@ FUSED = (
     Leaf(
         T + "mlp.gate_up_proj.weight",
         (B + "feed_forward.gate_proj.weight", B + "feed_forward.up_proj.weight"),
-        Layout("(part intermediate_size) hidden", split="part", parts=("1", "1")),
+        Layout("(part intermediate) hidden", split="part", parts=("1", "1")),
     ),
     *leaves_of({T + "mlp.down_proj": B + "feed_forward.down_proj"}),
 )

@@ -429,14 +429,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
     },
     "ministral-everywhere": {**LLAMA, **GROUPED, "model_type": "ministral", "head_dim": 16, "sliding_window": 12},
-    "ministral-nowhere": {
-        **LLAMA,
-        **GROUPED,
-        "model_type": "ministral",
-        "head_dim": 8,
-        "sliding_window": None,
-        "rope_theta": 5e4,
-    },
     "nanochat": {**LLAMA, **GROUPED, "model_type": "nanochat", "hidden_act": "relu2"},
     "nanochat-uncapped": {
         **LLAMA,
