@@ -57,7 +57,9 @@ def named(name: str) -> Architecture:
         UnknownFamily: with the list of known ones.
     """
     if name not in ARCHITECTURES:
-        raise UnknownFamily(f"no family is called {name!r:.60}", f"known families: {', '.join(ARCHITECTURES)}")
+        raise UnknownFamily(
+            f"no family is called {name!r:.60}", f"gptkit families lists the {len(ARCHITECTURES)} that it knows"
+        )
     return ARCHITECTURES[name]
 
 
@@ -77,7 +79,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         UnknownFamily: no architecture file knows the model_type.
     """
     kind = config.get("model_type")
-    known = f"known families: {', '.join(ARCHITECTURES)}"
+    known = f"gptkit families lists the {len(ARCHITECTURES)} that it knows"
     if not isinstance(kind, str):
         raise ConfigError("config.json names no model_type", known)
     if kind not in BY_MODEL_TYPE:

@@ -206,11 +206,10 @@ class Decoder:
     """What is the same in all trees of a family.
 
     fields: what its config.json says. norm, inner: the kinds of its norms and of its feed-forwards. norms: which a
-    block has, by their names in it. fixed: values of roles that no field says, or functions of those that the fields
+    block has, by their names in it, or a function of the values of roles. fixed: values of roles that no field says, or functions of those that the fields
     say. rotary: what is assumed of its positions; None where attention has them from `layers`, or has none. learned:
     whether there is a table of positions. head_norms: how queries and keys are normed: every head by the "same" norm or
-    by its "own", or all heads at once as a "whole"; where a field has the role of that name, it says whether, and one
-    with the role output_norms whether the norms of that name are there.
+    by its "own", or all heads at once as a "whole"; where a field has the role of that name, it says whether.
     embedding_norm: whether the embedding has a norm. layers, feed_forwards: what differs by layer. written: the config
     fields beside those of the table.
     whole_heads: whether transformers' config class refuses a hidden size that is no multiple of the heads, needless
@@ -220,7 +219,7 @@ class Decoder:
     fields: Fields
     norm: type[Any] = RMSNorm
     inner: type[Any] = GatedFeedForward
-    norms: tuple[str, ...] = PRE
+    norms: tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]] = PRE
     fixed: Mapping[str, Any] = field(default_factory=dict)
     rotary: RotaryKind | None = USUAL_ROTARY
     learned: bool = False
@@ -295,7 +294,7 @@ class Decoder:
             size = head_dim if self.head_norms == "same" else count * head_dim
             return self.norm(size=size, eps=values["eps"], **of("norm"), **groups)
 
-        norms = [name for name in self.norms if values.get("output_norms", True) or not name.endswith("_output_norm")]
+        norms = self.norms(values) if callable(self.norms) else self.norms
         kv_heads = values["kv_heads"] or heads
         dense = self.inner(
             hidden_size=hidden,
@@ -377,6 +376,8 @@ class Decoder:
             role = each.role.split()[0]
             part, _, inside = ROLES.get(role, role).partition(".")
             value = getattr(parts[part], inside) if inside else sizes[role]
+            if self.square and role == "head_dim" and each.default is None:
+                continue  # it is no other
             if value is not None or each.default is not None or role != "context":
                 fields[name] = name_of(value) if role == "activation" else each.write(value)
         if self.rotary is not None:

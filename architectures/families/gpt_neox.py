@@ -19,6 +19,7 @@ DECODER = Decoder(
         "intermediate_size": Field("intermediate", 24576),
         "num_hidden_layers": Field("layers", 44),
         "num_attention_heads": Field("heads", 64),
+        "head_dim": Field("head_dim"),
         "hidden_act": Field("activation", "gelu"),
         "max_position_embeddings": Field("context", 2048),
         "layer_norm_eps": Field("eps", 1e-5),
@@ -30,6 +31,7 @@ DECODER = Decoder(
     inner=FeedForward,
     fixed={"attention.fused": True, "feed_forward.up_bias": True, "feed_forward.down_bias": True},
     rotary=RotaryKind(theta="rotary_emb_base", part="rotary_pct", whole=0.25),
+    square=True,
 )
 
 B, T = "blocks.{layer}.", "gpt_neox.layers.{layer}."

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder, Field
+from ..decoder import PRE, Decoder, Field
 from . import granite
 from .gemma2 import NORMS
 from .llama import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, B, T
@@ -19,7 +19,7 @@ DECODER = Decoder(
         "logits_scaling": Field("head.multiplier", 1.0),
         "use_post_norm": Field("output_norms", True),
     },
-    norms=NORMS,
+    norms=lambda values: NORMS if values["output_norms"] else PRE,
     whole_heads=True,
 )
 SANDWICH = {

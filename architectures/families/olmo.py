@@ -19,7 +19,7 @@ DECODER = Decoder(
         "clip_qkv": Field("attention.clip", None, ConfigReader.optional_number),
     },
     norm=LayerNorm,
-    fixed={"eps": 1e-5, "norm.gain": "none", "norm.bias": False},
+    fixed={"eps": 1e-5, "norm.gain": "none", "norm.bias": False, "norm.cast": "float32 kernel"},
     rotary=RotaryKind(rounding="result"),
 )
 

@@ -20,6 +20,7 @@ DECODER = Decoder(
         "num_hidden_layers": Field("layers", 24),
         "num_attention_heads": Field("heads", 32),
         "num_key_value_heads": Field("kv_heads"),
+        "head_dim": Field("head_dim"),
         "hidden_act": Field("activation", "gelu_new"),
         "max_position_embeddings": Field("context", 2048),
         "layer_norm_eps": Field("eps", 1e-5),
@@ -39,6 +40,7 @@ DECODER = Decoder(
         "head.bias": True,
     },
     rotary=RotaryKind(part=PART, whole=0.5),
+    square=True,
 )
 
 MODULES = {
