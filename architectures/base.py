@@ -8,7 +8,7 @@ tree at hand that every shared tensor comes from exactly one leaf and that the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -45,6 +45,13 @@ def leaves_of(modules: Mapping[str, str], when: Callable[[Block], bool] | None =
     """
     suffixes = ("weight", "bias")
     return tuple(Leaf(f"{a}.{each}", f"{b}.{each}", when=when) for a, b in modules.items() for each in suffixes)
+
+
+def by_name(leaves: Iterable[Leaf]) -> tuple[Leaf, ...]:
+    """Leaves in the order in which transformers writes models whose modules hold several tensors in one: by name, a
+    tensor of all experts before the next.
+    """
+    return tuple(sorted(leaves, key=lambda leaf: leaf.checkpoint.replace("{expert}.", "")))
 
 
 def qkv(suffix: str) -> tuple[str, str, str]:

@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, NamedTuple, get_args
 
+import msgspec
+
 from ..components import (
+    MOST_EXPERTS,
     Activation,
     Attention,
     Block,
@@ -21,6 +24,7 @@ from ..components import (
     GatedFeedForward,
     Head,
     LearnedPositions,
+    MixtureOfExperts,
     ModelSpec,
     RMSNorm,
     Rotary,
@@ -30,6 +34,8 @@ from ..errors import CannotExpress
 from .config import ConfigReader
 from .obstacles import Kinds, of_kind
 from .rope import ROTARY, USUAL_ROTARY, RotaryKind, read_rotary, write_rotary
+
+replace = msgspec.structs.replace
 
 ACTIVATIONS: dict[str, Activation] = {
     **{name: name for name in get_args(Activation) if name not in ("gelu_tanh", "gelu_bloom")},
@@ -87,8 +93,15 @@ class Field(NamedTuple):
 
 Fields = Mapping[str, Field]
 
+
+def number_of_experts(config: ConfigReader, name: str, default: int) -> int:
+    """As many as a tree may have."""
+    return config.integer(name, default, most=MOST_EXPERTS)
+
+
 READERS: Mapping[str, Callable[[ConfigReader, str, Any], Any]] = {
     "layers": ConfigReader.layers,
+    "mixture.experts": number_of_experts,
     "eps": ConfigReader.number,
     "activation": activation_named,
 }
@@ -124,8 +137,6 @@ PRE = ("attention_norm", "feed_forward_norm")
 
 Layers = Callable[[ConfigReader, int, int], Sequence[Mapping[str, Any]]]
 """Of a config, the number of layers and the width of a head: the fields of each layer's attention that are its own."""
-FeedForwards = Callable[[ConfigReader, int, Any], Sequence[Any]]
-"""Of a config, the number of layers and the feed-forward that the fields say: what stands in each layer."""
 
 
 def sliding(every: int, window: int | None = 4096) -> Layers:
@@ -156,6 +167,44 @@ def write_sliding(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+Sparse = Callable[[ConfigReader, int], Sequence[bool]]
+"""Of a config and the number of layers: which of them have a mixture of experts."""
+
+
+def every(_config: ConfigReader, layers: int) -> Sequence[bool]:
+    """All layers have one."""
+    return (True,) * layers
+
+
+def after(name: str, default: int) -> dict[str, Any]:
+    """`sparse` and `written` where the first layers are dense, as many as a field says."""
+
+    def sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
+        first = config.raw(name, default)
+        if type(first) is not int or not 0 <= first:
+            raise config.fail(name, first, "a number of layers, 0 or more")
+        return [layer >= first for layer in range(layers)]
+
+    def written(sparse: Sequence[bool]) -> Mapping[str, Any]:
+        return {name: next((layer for layer, each in enumerate(sparse) if each), len(sparse))}
+
+    return {"sparse": sparse, "written": written}
+
+
+@dataclass(frozen=True)
+class Mixtures:
+    """What is the same in all mixtures of a family, beside the fields of its table with the roles of a mixture.
+
+    sparse: which layers have one; written: the config fields that say so. expert, shared: fields of an expert's record,
+    and of the shared one's, that differ from those of a dense layer.
+    """
+
+    sparse: Sparse = every
+    written: Callable[[Sequence[bool]], Mapping[str, Any]] = lambda _: {}
+    expert: Mapping[str, Any] = field(default_factory=lambda: {"fused": True})
+    shared: Mapping[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Decoder:
     """What is the same in all trees of a family.
@@ -165,8 +214,10 @@ class Decoder:
     say. rotary: what is assumed of its positions; None where attention has them from `layers`, or has none. learned:
     whether there is a table of positions. head_norms: how queries and keys are normed: every head by the "same" norm or
     by its "own", or all heads at once as a "whole"; where a field has the role of that name, it says whether.
-    embedding_norm: whether the embedding has a norm. layers, feed_forwards: what differs by layer. written: the config
-    fields beside those of the table.
+    embedding_norm: whether the embedding has a norm. layers: what differs by layer. mixtures: of a family that has
+    mixtures of experts; the plain roles of one are `expert_size` (an expert's width, that of a dense layer where no
+    field has it), `shared_size` (the shared expert's) or `shared_experts` (how many experts' widths that is), the dotted
+    ones are `mixture.experts`, `mixture.top_k` and so on. written: the config fields beside those of the table.
     whole_heads: whether transformers' config class refuses a hidden size that is no multiple of the heads, needless
     beside head_dim.
     """
@@ -181,7 +232,7 @@ class Decoder:
     head_norms: Literal["", "same", "own", "whole"] = ""
     embedding_norm: bool = False
     layers: Layers | None = None
-    feed_forwards: FeedForwards | None = None
+    mixtures: Mixtures | None = None
     written: Callable[[ModelSpec], Mapping[str, Any]] = lambda _: {}
     whole_heads: bool = False
 
@@ -189,7 +240,8 @@ class Decoder:
     def kinds(self) -> Kinds:
         """The components of its trees, for `Architecture.kinds`."""
         positions = {LearnedPositions} if self.learned else ROTARY if "attention.position" not in self.fixed else ()
-        return frozenset({self.norm, Attention, self.inner, *positions})
+        mixtures = () if self.mixtures is None else (MixtureOfExperts,)
+        return frozenset({self.norm, Attention, self.inner, *positions, *mixtures})
 
     def read(self, config: ConfigReader, **more: Any) -> ModelSpec:
         """The tree of a config.
@@ -261,7 +313,11 @@ class Decoder:
             return Block(sublayers=tuple(sublayers), **of("block"))
 
         own = ({},) * count if self.layers is None else self.layers(config, count, head_dim)
-        inner = (dense,) * count if self.feed_forwards is None else self.feed_forwards(config, count, dense)
+        inner = [dense] * count
+        if self.mixtures is not None:
+            sparse = self.mixtures.sparse(config, count)
+            mixture = self._mixture(config, values, names, dense, of("mixture")) if any(sparse) else None
+            inner = [mixture if each else dense for each in sparse]
         return ModelSpec(
             embedding=Embedding(
                 vocab_size=values["vocab"],
@@ -276,6 +332,21 @@ class Decoder:
             context_length=context,
         )
 
+    def _mixture(
+        self, config: ConfigReader, values: Mapping[str, Any], names: Mapping[str, str], dense: Any, own: dict[str, Any]
+    ) -> MixtureOfExperts:
+        """The mixture that the values of roles say, beside a dense feed-forward of theirs; `own` are its own fields."""
+        assert self.mixtures is not None
+        experts, top_k = own["experts"], own["top_k"]
+        if top_k > experts:
+            told = names["mixture.experts"]
+            raise config.fail(names["mixture.top_k"], top_k, f"at most {told} ({experts})")
+        width = values.get("expert_size") or dense.intermediate_size
+        expert = replace(dense, intermediate_size=width, **self.mixtures.expert)
+        size = values.get("shared_size") or width * (values.get("shared_experts") or 0)
+        shared = replace(dense, intermediate_size=size, **self.mixtures.shared) if size else None
+        return MixtureOfExperts(hidden_size=dense.hidden_size, expert=expert, shared=shared, **own)
+
     def write(self, spec: ModelSpec) -> dict[str, Any]:
         """The config fields of a tree.
 
@@ -284,8 +355,10 @@ class Decoder:
                 transformers refuses.
         """
         first = spec.blocks[0]
-        attention, inner = of_kind(first.attention, Attention), first.feed_forward
-        inner = of_kind(getattr(inner, "expert", inner), self.inner)
+        attention, inners = of_kind(first.attention, Attention), [block.feed_forward for block in spec.blocks]
+        mixture = next((each for each in inners if isinstance(each, MixtureOfExperts)), None)
+        dense = next((each for each in inners if not isinstance(each, MixtureOfExperts)), None)
+        inner = of_kind(dense if mixture is None or dense is not None else mixture.expert, self.inner)
         if self.whole_heads and spec.hidden_size % attention.heads:
             raise CannotExpress(f"transformers refuses {spec.hidden_size} wide with {attention.heads} heads")
         norm = next(iter(first.norms().values()), spec.final_norm)
@@ -299,6 +372,9 @@ class Decoder:
             "intermediate": inner.intermediate_size,
             "head_norms": attention.q_norm is not None,
         }
+        if mixture is not None:
+            width, beside = mixture.intermediate_size, mixture.shared_size
+            sizes |= {"expert_size": width, "shared_size": beside, "shared_experts": beside // width}
         ends = {"embedding": spec.embedding, "positions": spec.positions, "head": spec.head}
         parts = {
             **ends,
@@ -307,16 +383,21 @@ class Decoder:
             "norm": norm,
             "branch": first.sublayers[0],
             "block": first,
+            "mixture": mixture,
         }
         fields: dict[str, Any] = {}
         for name, each in self.fields.items():
             role = each.role.split()[0]
             part, _, inside = ROLES.get(role, role).partition(".")
+            if mixture is None and (part == "mixture" or part in MIXTURE):
+                continue  # no layer has what it is about
             value = getattr(parts[part], inside) if inside else sizes[role]
             if value is not None or each.default is not None or role != "context":
                 fields[name] = name_of(value) if role == "activation" else each.write(value)
         if self.rotary is not None:
             fields |= write_rotary(of_kind(attention.position, Rotary), attention.head_dim, self.rotary)
+        if self.mixtures is not None:
+            fields |= self.mixtures.written([isinstance(each, MixtureOfExperts) for each in inners])
         return {**fields, **self.written(spec)}
 
 
@@ -325,3 +406,6 @@ ROLES = {
     "activation": "feed_forward.activation",
 }
 """Plain roles that are fields of a part."""
+
+MIXTURE = ("expert_size", "shared_size", "shared_experts")
+"""Plain roles that are about mixtures alone."""

@@ -247,11 +247,18 @@ class Add(Operation, frozen=True, kw_only=True):
 
 
 class Choose(Operation, frozen=True, kw_only=True):
-    """The `top_k` largest of softmax over a router's scores, divided by their sum with `normalise`."""
+    """The `top_k` largest of a router's scores, a softmax over all or a sigmoid of each, divided by their sum with
+    `normalise` and times `multiplier`. With `groups` of experts they are chosen from the `top_groups` best of these. Its
+    weight, where it has one, is added to scores for the choice alone.
+    """
 
     top_k: int
     experts: int
     normalise: bool
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    multiplier: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
 
 
 class Gather(Operation, frozen=True, kw_only=True):

@@ -356,6 +356,10 @@ def randomised_reference(
                 parameter.copy_(0.8 * noise)
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+        stored = model.state_dict()
+        for name, buffer in model.named_buffers():  # of those that are stored: what the choice of experts is moved by
+            if name in stored:
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
