@@ -139,6 +139,7 @@ class Architecture:
     dropped: name templates of buffers that hold no weights.
     stacked: what transformers' modules hold otherwise than their checkpoints.
     token_ids: what transformers' config class takes for `TOKEN_IDS` that config.json does not state, None where absent.
+    stated: config fields that every file states, since without them there is no tree, as the usual one has them.
     reference: transformers' attention paths that compute this family rightly, all unless `reference_quirk` says why.
     model: what computes the family where transformers has no class of it, as "package.module:callable": of config.json
         and the attention path a torch module whose parameters have the checkpoint's names and are each used by the
@@ -165,6 +166,7 @@ class Architecture:
     dropped: tuple[str, ...] = ()
     stacked: tuple[Stacked, ...] = ()
     token_ids: Mapping[str, int] = field(default_factory=dict)
+    stated: Mapping[str, Any] = field(default_factory=dict)
     irrelevant: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
     reference: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ("sdpa", "eager")
@@ -225,8 +227,8 @@ class Architecture:
 
     @cached_property
     def usual(self) -> ModelSpec:
-        """The tree of a config.json that says nothing."""
-        return self.spec({"model_type": self.name})
+        """The tree of a config.json that says nothing but what is `stated` everywhere."""
+        return self.spec({"model_type": self.name, **self.stated})
 
     def export_config(self, spec: ModelSpec, original: Mapping[str, Any] | None) -> dict[str, Any] | None:
         """The config.json to write for a tree that came with `original`; None where `original` says it all as it is.
@@ -329,13 +331,13 @@ def _bound(owner: str, leaves: Sequence[Leaf], spec: ModelSpec, shapes: Mapping[
             yield from _bind_one(owner, leaf, {}, shapes, ends)
 
 
-MADE_AXES = ("group", "query_dim", "rope_dim", "experts", "intermediate_size")
+MADE_AXES = ("group", "query_dim", "rope_dim", "experts", "intermediate_size", "shared_size")
 """What layouts may call sizes that some records have as properties; `half` is that of a head."""
 
 
 def _sizes(spec: ModelSpec, block: Block) -> dict[str, int]:
     """The axes of layouts in a block: the sizes of its mixers, by the names of their fields."""
-    found = {"experts": 0, "two": 2}
+    found = {"experts": 0, "one": 1, "two": 2}
     for sublayer in block.sublayers:
         for name in (*sublayer.mixer.__struct_fields__, *MADE_AXES):
             size = getattr(sublayer.mixer, name, None)

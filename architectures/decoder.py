@@ -99,9 +99,18 @@ def number_of_experts(config: ConfigReader, name: str, default: int) -> int:
     return config.integer(name, default, most=MOST_EXPERTS)
 
 
+def none_or_more(config: ConfigReader, name: str, default: int) -> int:
+    """A number that may be 0."""
+    value = config.raw(name, default)
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise config.fail(name, value, "an integer from 0")
+    return value
+
+
 READERS: Mapping[str, Callable[[ConfigReader, str, Any], Any]] = {
     "layers": ConfigReader.layers,
     "mixture.experts": number_of_experts,
+    "mixture.top_k": ConfigReader.integer,
     "eps": ConfigReader.number,
     "activation": activation_named,
 }
@@ -180,13 +189,36 @@ def after(name: str, default: int) -> dict[str, Any]:
     """`sparse` and `written` where the first layers are dense, as many as a field says."""
 
     def sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
-        first = config.raw(name, default)
-        if type(first) is not int or not 0 <= first:
-            raise config.fail(name, first, "a number of layers, 0 or more")
+        first = none_or_more(config, name, default)
         return [layer >= first for layer in range(layers)]
 
     def written(sparse: Sequence[bool]) -> Mapping[str, Any]:
         return {name: next((layer for layer, each in enumerate(sparse) if each), len(sparse))}
+
+    return {"sparse": sparse, "written": written}
+
+
+def by_type(first: Callable[[ConfigReader], int]) -> dict[str, Any]:
+    """`sparse` and `written` where `mlp_layer_types` says "dense" or "sparse" of each layer.
+
+    Args:
+        first: the first layer that has a mixture where it does not say.
+    """
+
+    def sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
+        start, types = first(config), config.raw("mlp_layer_types")
+        if types is None:
+            return [layer >= start for layer in range(layers)]
+        if (
+            not isinstance(types, list)
+            or len(types) != layers
+            or any(each not in ("dense", "sparse") for each in types)
+        ):
+            raise config.fail("mlp_layer_types", types, f"{layers} values of dense or sparse")
+        return [each == "sparse" for each in types]
+
+    def written(sparse: Sequence[bool]) -> Mapping[str, Any]:
+        return {"mlp_layer_types": ["sparse" if each else "dense" for each in sparse]}
 
     return {"sparse": sparse, "written": written}
 
@@ -216,8 +248,8 @@ class Decoder:
     by its "own", or all heads at once as a "whole"; where a field has the role of that name, it says whether.
     embedding_norm: whether the embedding has a norm. layers: what differs by layer. mixtures: of a family that has
     mixtures of experts; the plain roles of one are `expert_size` (an expert's width, that of a dense layer where no
-    field has it), `shared_size` (the shared expert's) or `shared_experts` (how many experts' widths that is), the dotted
-    ones are `mixture.experts`, `mixture.top_k` and so on. written: the config fields beside those of the table.
+    field has it), `shared_size` (the shared expert's) or `shared_experts` (how many experts' widths that is), the
+    dotted ones are `mixture.experts`, `mixture.top_k` and so on. written: the config fields beside those of the table.
     whole_heads: whether transformers' config class refuses a hidden size that is no multiple of the heads, needless
     beside head_dim.
     """
@@ -358,7 +390,9 @@ class Decoder:
         attention, inners = of_kind(first.attention, Attention), [block.feed_forward for block in spec.blocks]
         mixture = next((each for each in inners if isinstance(each, MixtureOfExperts)), None)
         dense = next((each for each in inners if not isinstance(each, MixtureOfExperts)), None)
-        inner = of_kind(dense if mixture is None or dense is not None else mixture.expert, self.inner)
+        if mixture is not None and dense is None:
+            dense = mixture.expert if mixture.shared is None else mixture.shared
+        inner = of_kind(dense, self.inner)
         if self.whole_heads and spec.hidden_size % attention.heads:
             raise CannotExpress(f"transformers refuses {spec.hidden_size} wide with {attention.heads} heads")
         norm = next(iter(first.norms().values()), spec.final_norm)

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import ConfigError
-from .base import Component, Mixer, Positive, Size, Weight, bias, divided
+from .base import Component, Mixer, Positive, Size, Weight, bias
 from .feed_forward import FeedForward, GatedFeedForward
 from .operations import (
     Activation,

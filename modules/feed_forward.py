@@ -40,9 +40,14 @@ class GatedFeedForwardModule(nn.Module):
         self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.down_bias, spec.arithmetic)
         self.fused = FusedLinears() if spec.fused else None
         self.activation = ACTIVATIONS[spec.activation]
+        self.limit, self.up_shift = spec.limit, spec.up_shift
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:
-        if self.fused is None:
+        if self.limit is not None or self.up_shift:
+            inner = self.gated(
+                torch.cat((self.gate_proj(x), self.up_proj(x)), -1) if self.fused is None else self.raised(x)
+            )
+        elif self.fused is None:
             gate = self.activation(self.gate_proj(x))
             inner = gate * self.up_proj(x) if torch.is_grad_enabled() else gate.mul_(self.up_proj(x))
         else:
@@ -58,7 +63,9 @@ class GatedFeedForwardModule(nn.Module):
     def gated(self, raised: Tensor) -> Tensor:
         """activation(gate) · up of what `raised` gives."""
         gate, up = raised.chunk(2, dim=-1)
-        return self.activation(gate) * up
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return self.activation(gate) * (up + self.up_shift if self.up_shift else up)
 
 
 class Choice(nn.Module):
@@ -116,20 +123,23 @@ class MixtureOfExpertsModule(nn.Module):
             logits = F.linear(x.to(wide), self.router.weight.to(wide), bias)
         else:
             logits = self.router(x)
-        logits = logits.to(wide) if spec.scored_in == "float32" else logits
+        dtype = wide if spec.scored_in == "float32" else logits.dtype
         of_chosen = spec.chosen_by == "logits" and (spec.normalise or spec.scores == "sigmoid")
         if of_chosen and self.choice is None and spec.groups == 1:
             logits, chosen = logits.topk(spec.top_k, dim=-1, sorted=spec.in_order)
-            weights = torch.softmax(logits, dim=-1) if spec.scores == "softmax" else torch.sigmoid(logits)
+            weights = self._scores(logits.to(dtype))
             summed = spec.scores == "softmax"
         else:
-            scores = torch.softmax(logits, dim=-1) if spec.scores == "softmax" else torch.sigmoid(logits)
+            scores = self._scores(logits.to(dtype))
             chosen = self._chosen(scores)
             weights, summed = scores.gather(1, chosen), False
         if spec.normalise and not summed:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         weights = weights if spec.multiplier == 1 else weights * spec.multiplier
         return (weights.to(x.dtype) if spec.rounded else weights), chosen
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        return torch.softmax(logits, dim=-1) if self.spec.scores == "softmax" else torch.sigmoid(logits)
 
     def _chosen(self, scores: Tensor) -> Tensor:
         """The numbers of the experts, (N, top_k), of scores (N, experts)."""

@@ -240,6 +240,8 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             return Caption("·", formula=f"{gate.id} · {up.id}")
         case ops.Scale(factor=factor):
             return Caption(f"× {factor:.4g}", formula=f"{factor:.4g} · x")
+        case ops.Shift(number=number):
+            return Caption(f"+ {number:.4g}", formula=f"x + {number:.4g}")
         case ops.Add():
             past, branch = operation.inputs
             if operation.residual is None:

@@ -41,6 +41,12 @@ LEAVES: tuple[Leaf, ...] = (
     Leaf("model.norm.weight", "final_norm.weight"),
 )
 
+STACKED = (
+    Stacked(T + "mlp.gate.weight", (MOE + "gate.weight",)),
+    Stacked(T + "mlp.experts.gate_up_proj", (EXPERT + "w1.weight", EXPERT + "w3.weight")),
+    Stacked(T + "mlp.experts.down_proj", (EXPERT + "w2.weight",)),
+)
+
 MIXTRAL = Architecture(
     name="mixtral",
     model_types=("mixtral",),
@@ -54,11 +60,7 @@ MIXTRAL = Architecture(
     config_aliases={"num_local_experts": ("num_experts",)},
     prefix="model.",
     dropped=LLAMA_DROPPED,
-    stacked=(
-        Stacked(T + "mlp.gate.weight", (MOE + "gate.weight",)),
-        Stacked(T + "mlp.experts.gate_up_proj", (EXPERT + "w1.weight", EXPERT + "w3.weight")),
-        Stacked(T + "mlp.experts.down_proj", (EXPERT + "w2.weight",)),
-    ),
+    stacked=STACKED,
     irrelevant={
         "output_router_logits": "output format",
         "router_aux_loss_coef": "training only",

@@ -1,5 +1,5 @@
-"""Qwen1.5-MoE and Qwen2-MoE (2407.10671): qwen2 with mixtures of small experts, of which one is shared and has a gate of
-its own; any layer may be dense.
+"""Qwen1.5-MoE and Qwen2-MoE (2407.10671): qwen2 with mixtures of small experts, of which one is shared and has a gate
+of its own; any layer may be dense.
 
 Source: transformers models/qwen2_moe/{configuration,modeling}_qwen2_moe.py, and conversion_mapping.py, by which most
 families of experts name their tensors since: one an expert in files, one of all experts in modules. Of the windows that
@@ -15,6 +15,7 @@ from ...components import ModelSpec
 from ..base import Architecture, Leaf, Stacked, by_name, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Field, Mixtures, with_defaults
+from ..layout import IDENTITY, Layout
 from . import qwen2
 from .llama import LEAVES, LLAMA_DROPPED, B, T
 
@@ -40,9 +41,14 @@ def shared(name: str) -> dict[str, str]:
     return {f"{T}mlp.{name}.{each}": f"{B}feed_forward.shared.{each}" for each in NAMES}
 
 
-def mixed_leaves(modules: Mapping[str, str], leaves: Sequence[Leaf] = LEAVES) -> tuple[Leaf, ...]:
-    """The leaves of a family that has those of dense layers, and such modules in the others."""
-    return by_name((*leaves, *leaves_of(modules)))
+def mixed_leaves(
+    modules: Mapping[str, str], leaves: Sequence[Leaf] = LEAVES, *, choice: str = "", layout: Layout = IDENTITY
+) -> tuple[Leaf, ...]:
+    """The leaves of a family that has those of dense layers, and such modules in the others; `choice` is the name of
+    what the choice of experts is biased with, and `layout` how it lies.
+    """
+    biased = (Leaf(choice, B + "feed_forward.choice.bias", layout),) if choice else ()
+    return by_name((*leaves, *leaves_of(modules), *biased))
 
 
 def sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
