@@ -286,7 +286,7 @@ class Keeping:
         heads = operation.shape[2] if len(operation.shape) == 4 else 1
         result = View(operation.id, Storage(size, operation.row), size, heads if isinstance(heads, int) else 1)
         match operation:
-            case ops.Tokens() | ops.Stream() | ops.Add() | ops.Scale():
+            case ops.Tokens() | ops.Stream() | ops.Add() | ops.Scale() | ops.Shift():
                 pass
             case ops.Embed():
                 found["embedding"] += run.rows * LONG  # which rows were read

@@ -116,7 +116,7 @@ class Following:
         match operation:
             case ops.Tokens() | ops.Stream() | ops.Embed() | ops.Positions() | ops.Concat() | ops.Gather():
                 return Step(size)
-            case ops.Scale() | ops.Add():
+            case ops.Scale() | ops.Shift() | ops.Add():
                 return Step(size)
             case ops.Norm():
                 numbers = size // run.size

@@ -8,7 +8,7 @@ tree at hand that every shared tensor comes from exactly one leaf and that the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -45,6 +45,13 @@ def leaves_of(modules: Mapping[str, str], when: Callable[[Block], bool] | None =
     """
     suffixes = ("weight", "bias")
     return tuple(Leaf(f"{a}.{each}", f"{b}.{each}", when=when) for a, b in modules.items() for each in suffixes)
+
+
+def by_name(leaves: Iterable[Leaf]) -> tuple[Leaf, ...]:
+    """Leaves in the order in which transformers writes models whose modules hold several tensors in one: by name, a
+    tensor of all experts before the next.
+    """
+    return tuple(sorted(leaves, key=lambda leaf: leaf.checkpoint.replace("{expert}.", "")))
 
 
 def qkv(suffix: str) -> tuple[str, str, str]:
@@ -133,6 +140,7 @@ class Architecture:
     dropped: name templates of buffers that hold no weights.
     stacked: what transformers' modules hold otherwise than their checkpoints.
     token_ids: what transformers' config class takes for `TOKEN_IDS` that config.json does not state, None where absent.
+    stated: config fields that every file states, since without them there is no tree, as the usual one has them.
     reference: transformers' attention paths that compute this family rightly, all unless `reference_quirk` says why.
     model: what computes the family where transformers has no class of it, as "package.module:callable": of config.json
         and the attention path a torch module whose parameters have the checkpoint's names and are each used by the
@@ -160,6 +168,7 @@ class Architecture:
     dropped: tuple[str, ...] = ()
     stacked: tuple[Stacked, ...] = ()
     token_ids: Mapping[str, int] = field(default_factory=dict)
+    stated: Mapping[str, Any] = field(default_factory=dict)
     irrelevant: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
     reference: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ("sdpa", "eager")
@@ -223,8 +232,8 @@ class Architecture:
 
     @cached_property
     def usual(self) -> ModelSpec:
-        """The tree of a config.json that says nothing."""
-        return self.spec({"model_type": self.name})
+        """The tree of a config.json that says nothing but what is `stated` everywhere."""
+        return self.spec({"model_type": self.name, **self.stated})
 
     def export_config(self, spec: ModelSpec, original: Mapping[str, Any] | None) -> dict[str, Any] | None:
         """The config.json to write for a tree that came with `original`; None where `original` says it all as it is.
@@ -326,13 +335,13 @@ def _bound(owner: str, leaves: Sequence[Leaf], spec: ModelSpec, shapes: Mapping[
             yield from _bind_one(owner, leaf, {}, shapes, ends)
 
 
-MADE_AXES = ("group", "query_dim", "rope_dim", "experts", "intermediate_size")
+MADE_AXES = ("group", "query_dim", "rope_dim", "experts", "intermediate_size", "shared_size")
 """What layouts may call sizes that some records have as properties; `half` is that of a head."""
 
 
 def _sizes(spec: ModelSpec, block: Block) -> dict[str, int]:
     """The axes of layouts in a block: the sizes of its mixers, by the names of their fields."""
-    found = {"experts": 0, "two": 2}
+    found = {"experts": 0, "one": 1, "two": 2}
     for sublayer in block.sublayers:
         for name in (*sublayer.mixer.__struct_fields__, *MADE_AXES):
             size = getattr(sublayer.mixer, name, None)

@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, NamedTuple, get_args
 
+import msgspec
+
 from ..components import (
+    MOST_EXPERTS,
     Activation,
     Attention,
     Block,
@@ -21,6 +24,7 @@ from ..components import (
     GatedFeedForward,
     Head,
     LearnedPositions,
+    MixtureOfExperts,
     ModelSpec,
     RMSNorm,
     Rotary,
@@ -31,6 +35,8 @@ from .base import Architecture, Leaf
 from .config import ConfigReader
 from .obstacles import Kinds, of_kind
 from .rope import ROTARY, USUAL_ROTARY, RotaryKind, read_rotaries, read_rotary, write_rotaries, write_rotary
+
+replace = msgspec.structs.replace
 
 ACTIVATIONS: dict[str, Activation] = {
     **{name: name for name in get_args(Activation) if name not in ("gelu_tanh", "gelu_bloom")},
@@ -88,8 +94,24 @@ class Field(NamedTuple):
 
 Fields = Mapping[str, Field]
 
+
+def number_of_experts(config: ConfigReader, name: str, default: int) -> int:
+    """As many as a tree may have."""
+    return config.integer(name, default, most=MOST_EXPERTS)
+
+
+def none_or_more(config: ConfigReader, name: str, default: int) -> int:
+    """A number that may be 0."""
+    value = config.raw(name, default)
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise config.fail(name, value, "an integer from 0")
+    return value
+
+
 READERS: Mapping[str, Callable[[ConfigReader, str, Any], Any]] = {
     "layers": ConfigReader.layers,
+    "mixture.experts": number_of_experts,
+    "mixture.top_k": ConfigReader.integer,
     "eps": ConfigReader.number,
     "activation": activation_named,
 }
@@ -125,8 +147,6 @@ PRE = ("attention_norm", "feed_forward_norm")
 
 Layers = Callable[[ConfigReader, int, int], Sequence[Mapping[str, Any]]]
 """Of a config, the number of layers and the width of a head: the fields of each layer's attention that are its own."""
-FeedForwards = Callable[[ConfigReader, int, Any], Sequence[Any]]
-"""Of a config, the number of layers and the feed-forward that the fields say: what stands in each layer."""
 
 
 def sliding(every: int, window: int | None = 4096, pattern: str = "", first: int = -1) -> Layers:
@@ -201,6 +221,67 @@ def write_sliding(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+Sparse = Callable[[ConfigReader, int], Sequence[bool]]
+"""Of a config and the number of layers: which of them have a mixture of experts."""
+
+
+def every(_config: ConfigReader, layers: int) -> Sequence[bool]:
+    """All layers have one."""
+    return (True,) * layers
+
+
+def after(name: str, default: int) -> dict[str, Any]:
+    """`sparse` and `written` where the first layers are dense, as many as a field says."""
+
+    def sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
+        first = none_or_more(config, name, default)
+        return [layer >= first for layer in range(layers)]
+
+    def written(sparse: Sequence[bool]) -> Mapping[str, Any]:
+        return {name: next((layer for layer, each in enumerate(sparse) if each), len(sparse))}
+
+    return {"sparse": sparse, "written": written}
+
+
+def by_type(first: Callable[[ConfigReader], int]) -> dict[str, Any]:
+    """`sparse` and `written` where `mlp_layer_types` says "dense" or "sparse" of each layer.
+
+    Args:
+        first: the first layer that has a mixture where it does not say.
+    """
+
+    def sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
+        start, types = first(config), config.raw("mlp_layer_types")
+        if types is None:
+            return [layer >= start for layer in range(layers)]
+        if (
+            not isinstance(types, list)
+            or len(types) != layers
+            or any(each not in ("dense", "sparse") for each in types)
+        ):
+            raise config.fail("mlp_layer_types", types, f"{layers} values of dense or sparse")
+        return [each == "sparse" for each in types]
+
+    def written(sparse: Sequence[bool]) -> Mapping[str, Any]:
+        return {"mlp_layer_types": ["sparse" if each else "dense" for each in sparse]}
+
+    return {"sparse": sparse, "written": written}
+
+
+@dataclass(frozen=True)
+class Mixtures:
+    """What is the same in all mixtures of a family, beside the fields of its table with the roles of a mixture.
+
+    sparse: which layers have one; written: the config fields that say so. expert, shared: fields of an expert's record,
+    and of the shared one's, that differ from those of a dense layer.
+    """
+
+    sparse: Sparse = every
+    written: Callable[[Sequence[bool]], Mapping[str, Any]] = lambda _: {}
+    expert: Mapping[str, Any] = field(default_factory=lambda: {"fused": True})
+    shared: Mapping[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Decoder:
     """What is the same in all trees of a family.
@@ -211,8 +292,10 @@ class Decoder:
     from `layers`, or has none. learned: whether there is a table of positions. head_norms: how queries and keys are
     normed: every head by the "same" norm or by its "own", or all heads at once as a "whole"; where a field has the role
     of that name, it says whether.
-    embedding_norm: whether the embedding has a norm. layers, feed_forwards: what differs by layer. written: the config
-    fields beside those of the table.
+    embedding_norm: whether the embedding has a norm. layers: what differs by layer. mixtures: of a family that has
+    mixtures of experts; the plain roles of one are `expert_size` (an expert's width, that of a dense layer where no
+    field has it), `shared_size` (the shared expert's) or `shared_experts` (how many experts' widths that is), the
+    dotted ones are `mixture.experts`, `mixture.top_k` and so on. written: the config fields beside those of the table.
     whole_heads: whether transformers' config class refuses a hidden size that is no multiple of the heads, needless
     beside head_dim. square: whether all heads together must be as wide as the stream, head_dim or not.
     """
@@ -227,7 +310,7 @@ class Decoder:
     head_norms: Literal["", "same", "own", "whole"] = ""
     embedding_norm: bool = False
     layers: Layers | None = None
-    feed_forwards: FeedForwards | None = None
+    mixtures: Mixtures | None = None
     written: Callable[[ModelSpec], Mapping[str, Any]] = lambda _: {}
     whole_heads: bool = False
     square: bool = False
@@ -236,7 +319,8 @@ class Decoder:
     def kinds(self) -> Kinds:
         """The components of its trees, for `Architecture.kinds`."""
         positions = {LearnedPositions} if self.learned else ROTARY if "attention.position" not in self.fixed else ()
-        return frozenset({self.norm, Attention, self.inner, *positions})
+        mixtures = () if self.mixtures is None else (MixtureOfExperts,)
+        return frozenset({self.norm, Attention, self.inner, *positions, *mixtures})
 
     def architecture(self, name: str, hf_class: str, leaves: tuple[Leaf, ...], **more: Any) -> Architecture:
         """The family of these trees; `more` are other fields of it, where they are not the usual ones."""
@@ -325,7 +409,11 @@ class Decoder:
             return Block(sublayers=tuple(sublayers), **of("block"))
 
         own = ({},) * count if self.layers is None else self.layers(config, count, head_dim)
-        inner = (dense,) * count if self.feed_forwards is None else self.feed_forwards(config, count, dense)
+        inner = [dense] * count
+        if self.mixtures is not None:
+            sparse = self.mixtures.sparse(config, count)
+            mixture = self._mixture(config, values, names, dense, of("mixture")) if any(sparse) else None
+            inner = [mixture if each else dense for each in sparse]
         return ModelSpec(
             embedding=Embedding(
                 vocab_size=values["vocab"],
@@ -340,6 +428,21 @@ class Decoder:
             context_length=context,
         )
 
+    def _mixture(
+        self, config: ConfigReader, values: Mapping[str, Any], names: Mapping[str, str], dense: Any, own: dict[str, Any]
+    ) -> MixtureOfExperts:
+        """The mixture that the values of roles say, beside a dense feed-forward of theirs; `own` are its own fields."""
+        assert self.mixtures is not None
+        experts, top_k = own["experts"], own["top_k"]
+        if top_k > experts:
+            told = names["mixture.experts"]
+            raise config.fail(names["mixture.top_k"], top_k, f"at most {told} ({experts})")
+        width = values.get("expert_size") or dense.intermediate_size
+        expert = replace(dense, intermediate_size=width, **self.mixtures.expert)
+        size = values.get("shared_size") or width * (values.get("shared_experts") or 0)
+        shared = replace(dense, intermediate_size=size, **self.mixtures.shared) if size else None
+        return MixtureOfExperts(hidden_size=dense.hidden_size, expert=expert, shared=shared, **own)
+
     def write(self, spec: ModelSpec) -> dict[str, Any]:
         """The config fields of a tree.
 
@@ -348,8 +451,12 @@ class Decoder:
                 transformers refuses.
         """
         first = spec.blocks[0]
-        attention, inner = of_kind(first.attention, Attention), first.feed_forward
-        inner = of_kind(getattr(inner, "expert", inner), self.inner)
+        attention, inners = of_kind(first.attention, Attention), [block.feed_forward for block in spec.blocks]
+        mixture = next((each for each in inners if isinstance(each, MixtureOfExperts)), None)
+        dense = next((each for each in inners if not isinstance(each, MixtureOfExperts)), None)
+        if mixture is not None and dense is None:
+            dense = mixture.expert if mixture.shared is None else mixture.shared
+        inner = of_kind(dense, self.inner)
         if self.whole_heads and spec.hidden_size % attention.heads:
             raise CannotExpress(f"transformers refuses {spec.hidden_size} wide with {attention.heads} heads")
         norm = next(iter(first.norms().values()), spec.final_norm)
@@ -364,6 +471,9 @@ class Decoder:
             "head_norms": attention.q_norm is not None,
             "output_norms": first.sublayers[0].output_norm is not None,
         }
+        if mixture is not None:
+            width, beside = mixture.intermediate_size, mixture.shared_size
+            sizes |= {"expert_size": width, "shared_size": beside, "shared_experts": beside // width}
         ends = {"embedding": spec.embedding, "positions": spec.positions, "head": spec.head}
         parts = {
             **ends,
@@ -372,11 +482,14 @@ class Decoder:
             "norm": norm,
             "branch": first.sublayers[0],
             "block": first,
+            "mixture": mixture,
         }
         fields: dict[str, Any] = {}
         for name, each in self.fields.items():
             role = each.role.split()[0]
             part, _, inside = ROLES.get(role, role).partition(".")
+            if mixture is None and (part == "mixture" or part in MIXTURE):
+                continue  # no layer has what it is about
             value = getattr(parts[part], inside) if inside else sizes[role]
             if self.square and role == "head_dim" and each.default is None:
                 continue  # it is no other
@@ -387,6 +500,8 @@ class Decoder:
             none = Rotary(dim=attention.head_dim, base=self.rotary.base)
             rotary = of_kind(next((each for each in positions if each is not None), none), Rotary)
             fields |= write_rotary(rotary, attention.head_dim, self.rotary)
+        if self.mixtures is not None:
+            fields |= self.mixtures.written([isinstance(each, MixtureOfExperts) for each in inners])
         return {**fields, **self.written(spec)}
 
 
@@ -395,3 +510,6 @@ ROLES = {
     "activation": "feed_forward.activation",
 }
 """Plain roles that are fields of a part."""
+
+MIXTURE = ("expert_size", "shared_size", "shared_experts")
+"""Plain roles that are about mixtures alone."""

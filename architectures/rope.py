@@ -39,9 +39,10 @@ class RotaryKind(NamedTuple):
 
     base: where none is given. theta: the field that has it in configs before transformers 5, if any. scaled: whether
     their `rope_scaling` is about these layers. part: the field of theirs that says which part of a head turns, where
-    families do not turn whole heads; whole: what it is where none is given. pairs, rounding, direction: of the
-    component. usual: the parameters where none are given, the base included. alpha: whether "dynamic" parameters that
-    have an `alpha` stand for a base times alpha ^ (d / (d - 2)).
+    families do not turn whole heads; whole: what it is where none is given; dims: the field that says how many
+    dimensions turn, where none says which part. usual: the parameters where none are given. pairs, rounding, direction:
+    of the component. alpha: whether "dynamic" parameters that have an `alpha` stand for a base times
+    alpha ^ (d / (d - 2)).
     """
 
     base: float = DEFAULT_BASE
@@ -49,9 +50,10 @@ class RotaryKind(NamedTuple):
     scaled: bool = True
     part: str = ""
     whole: float = 1.0
+    dims: str = ""
+    usual: Mapping[str, Any] | None = None
     pairs: Literal["halves", "adjacent"] = "halves"
     rounding: Literal["input", "result", "tables"] = "input"
-    usual: Mapping[str, Any] | None = None
     alpha: bool = False
     direction: Literal["forward", "backward"] = "forward"
 
@@ -74,16 +76,16 @@ def read_rotary(config: ConfigReader, dim: int, context_length: int, kind: Rotar
     """
     found = [config.inner(name) for name in ("rope_scaling", "rope_parameters")]
     which = "rope_scaling" if found[0].data else "rope_parameters"
-    if kind.usual is not None and not config.inner(which).data:
-        base = config.number(kind.theta, kind.usual["rope_theta"])
-        if base != kind.usual["rope_theta"]:
-            raise config.fail(kind.theta, base, "rope_parameters with it: without them this family takes its own")
-        rope = config.inner("rope_parameters", more=kind.usual)
-        return _rotary(rope, dim, rope.number("rope_theta"), context_length, kind)
     if any(isinstance(value, dict) for value in config.inner(which).data.values()):
         raise ConfigError("config.json: rope parameters by layer type are not known for this family")
-    rope = config.inner(which, more=_said_elsewhere(config, which, kind))
+    more = _said_elsewhere(config, which, kind)
+    rope = config.inner(which, more=more if found[0].data or found[1].data else {**(kind.usual or {}), **more})
     base = config.number(kind.theta, kind.base) if rope.raw("rope_theta") is None else rope.number("rope_theta")
+    if not (found[0].data or found[1].data) and config.number(kind.theta, base) != base:
+        raise config.fail(kind.theta, config.raw(kind.theta), f"{base:g}, as this family has without rope_parameters")
+    turned = config.optional_integer(kind.dims) if kind.dims else None
+    if turned is not None and turned <= dim:
+        kind = kind._replace(whole=turned / dim)
     return _rotary(rope, dim, base, context_length, kind)
 
 
@@ -255,10 +257,8 @@ def _numbers(rope: ConfigReader, name: str, length: int) -> tuple[float, ...]:
 def write_rotary(rotary: Rotary, head_dim: int, kind: RotaryKind = USUAL_ROTARY) -> dict[str, Any]:
     """config.json keys for a rotary component on heads of a width, in the form that transformers 4 and 5 both read."""
     part = {kind.part: _part(rotary.dim, head_dim)} if kind.part else {}
-    scaling = _scaling(rotary)
-    if scaling is None and kind.usual is not None:
-        scaling = {"rope_type": "default"}
-    return {kind.theta: rotary.base, "rope_scaling": scaling, **part}
+    plain = None if kind.usual is None else {"rope_type": "default"}
+    return {kind.theta: rotary.base, "rope_scaling": _scaling(rotary) or plain, **part}
 
 
 def write_rotaries(by_kind: Mapping[str, Rotary], head_dim: int | None = None) -> dict[str, Any]:

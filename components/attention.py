@@ -29,7 +29,8 @@ class Attention(Mixer, Component, frozen=True):
     least, or in the dtype of its input. Where the scores are written out (not in a fused kernel), `scores` "float32"
     makes them of q and k in fp32 at least, the scale inside their product.
 
-    `clip` c keeps every element of q, k and v between -c and c (OLMo, DBRX). `q_norm` and `k_norm` are on each head,
+    `clip` c keeps every element of q, k and v between -c and c (OLMo, DBRX), with `clip_normed` q and k behind their
+    norms (OLMoE). `q_norm` and `k_norm` are on each head,
     or, as wide as all heads, on all of them at once (OLMo 2); with `norm_order` "after" they come behind the positions
     (Hunyuan). With `sinks` every head has one more score, of a key without a value (gpt-oss).
     """
@@ -48,6 +49,7 @@ class Attention(Mixer, Component, frozen=True):
         "output_bias": "output bias of attention dropped",
         "cap": "cap on scores dropped",
         "clip": "q, k and v not clipped",
+        "clip_normed": "q and k clipped before their norms",
         "norm_order": "norms of queries and keys before positions",
         "sinks": "sinks left out",
     }
@@ -65,6 +67,7 @@ class Attention(Mixer, Component, frozen=True):
     output_bias: bool = False
     cap: Positive | None = None
     clip: Positive | None = None
+    clip_normed: bool = False
     norm_order: Literal["before", "after"] = "before"
     sinks: bool = False
     arithmetic: Arithmetic = "linear"
@@ -93,6 +96,8 @@ class Attention(Mixer, Component, frozen=True):
                 raise ConfigError(f"q/k norm of size {norm.size} does not fit {heads} heads of {self.head_dim}")
         if self.norm_order == "after" and (self.q_norm is None or self.position is None):
             raise ConfigError("norms after positions, of an attention that has no norm of queries or no positions")
+        if self.clip_normed and self.norm_order == "after":
+            raise ConfigError("what is clipped behind its norm is normed before positions")
         if self.norm_order == "after" and not self.by_head:
             raise ConfigError("norms of all heads at once come before positions")
 
@@ -226,12 +231,13 @@ class Attention(Mixer, Component, frozen=True):
         for part, heads, norm in (("q", self.heads, self.q_norm), ("k", self.kv_heads, self.k_norm), ("v", 0, None)):
             inner: Sizes = ("B", "T", heads or self.kv_heads, self.head_dim)
             found.append(linear(self, f"{part}_proj", path, source, inner, row, end, **together))
-            if self.clip is not None:
-                cut: dict[str, Any] = {"limit": self.clip, "hard": True, "held": end}
-                found.append(Cap(f"{path}.{part}_clipped", (found[-1].id,), inner, row, **cut))
             steps = ("norm", "rotate") if self.norm_order == "before" else ("rotate", "norm")
+            steps = ("norm", "clip", "rotate") if self.clip_normed else ("clip", *steps)
             for step in steps:
-                if step == "norm" and norm is not None:
+                if step == "clip" and self.clip is not None:
+                    cut: dict[str, Any] = {"limit": self.clip, "hard": True, "held": end}
+                    found.append(Cap(f"{path}.{part}_clipped", (found[-1].id,), inner, row, **cut))
+                elif step == "norm" and norm is not None:
                     wide: Sizes = inner if norm.size == self.head_dim else ("B", "T", norm.size)
                     normed = out_of(row, norm.operations(f"{path}.{part}_norm", found[-1].id, wide))
                     held = f"{path}.k_rotated" if self.norm_order == "before" else end

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Self, get_args
 import msgspec
 
 from .activations import FACTS, Activation, function_of
-from .base import Arithmetic, Component, Mixer, Size, Weight, bias, divided
+from .base import Arithmetic, Component, Mixer, Positive, Size, Weight, bias, divided
 from .operations import Activation as ActivationOperation
-from .operations import Product, Program, Sizes, linear
+from .operations import AnyOperation, Cap, Product, Program, Shift, Sizes, linear
 from .words import Words
 
 __all__ = ["FeedForward", "GatedFeedForward"]
@@ -84,7 +84,8 @@ class FeedForward(Mixer, Component, frozen=True):
 class GatedFeedForward(Mixer, Component, frozen=True):
     """down(activation(gate(x)) · up(x)) (Shazeer 2002.05202); SwiGLU where the activation is silu.
 
-    `fused` computes gate and up in one matrix product.
+    `limit` l keeps gate(x) no larger than l, and up(x) between -l and l; `up_shift` is added to up(x), behind that
+    (gpt-oss 2508.10925). `fused` computes gate and up in one matrix product.
     """
 
     label = "feed-forward"
@@ -95,6 +96,8 @@ class GatedFeedForward(Mixer, Component, frozen=True):
     forgotten: ClassVar[dict[str, str]] = {
         "up_bias": "biases into the feed-forward dropped",
         "down_bias": "bias out of the feed-forward dropped",
+        "limit": "gate and up not limited",
+        "up_shift": "up taken as it is, not one more",
     }
 
     hidden_size: Size
@@ -102,6 +105,8 @@ class GatedFeedForward(Mixer, Component, frozen=True):
     activation: Activation
     up_bias: bool = False
     down_bias: bool = False
+    limit: Positive | None = None
+    up_shift: float = 0.0
     arithmetic: Arithmetic = "linear"
     fused: bool = False
 
@@ -150,13 +155,16 @@ class GatedFeedForward(Mixer, Component, frozen=True):
         }
         gate = linear(self, "gate_proj", path, source, inner, row, **together)
         up = linear(self, "up_proj", path, source, inner, row, **together)
-        return (
-            gate,
-            ActivationOperation(active, (gate.id,), inner, row, function=self.activation),
-            up,
-            Product(gated, (active, up.id), inner, row, in_place=not self.fused),
-            linear(self, "down_proj", path, gated, shape, row),
-        )
+        found: list[AnyOperation] = [gate]
+        if self.limit is not None:
+            found.append(Cap(f"{path}.gate_limited", (gate.id,), inner, row, limit=self.limit, hard=True))
+        found += [ActivationOperation(active, (found[-1].id,), inner, row, function=self.activation), up]
+        if self.limit is not None:
+            found.append(Cap(f"{path}.up_limited", (up.id,), inner, row, limit=self.limit, hard=True))
+        if self.up_shift:
+            found.append(Shift(f"{path}.up_shifted", (found[-1].id,), inner, row, number=self.up_shift))
+        found.append(Product(gated, (active, found[-1].id), inner, row, in_place=not self.fused))
+        return (*found, linear(self, "down_proj", path, gated, shape, row))
 
 
 def _another(activation: Activation) -> Activation:

@@ -3,56 +3,140 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from msgspec import Meta
 
 from ..errors import ConfigError
-from .base import Component, Mixer, Size, Weight, divided
+from .base import Component, Mixer, Positive, Size, Weight, bias
 from .feed_forward import FeedForward, GatedFeedForward
-from .operations import AnyOperation, Choose, Combine, Gather, Linear, Program, Sizes, linear
+from .operations import (
+    Activation,
+    Add,
+    AnyOperation,
+    Choose,
+    Combine,
+    Gather,
+    Linear,
+    Product,
+    Program,
+    Scale,
+    Sizes,
+    linear,
+)
 from .words import Words
 
-__all__ = ["MixtureOfExperts"]
+__all__ = ["MOST_EXPERTS", "MixtureOfExperts"]
+
+MOST_EXPERTS = 1024
+"""As many as a mixture may have."""
 
 
 class MixtureOfExperts(Mixer, Component, frozen=True):
     """`experts` feed-forwards of one kind, of which a router takes `top_k` for each token (Shazeer 1701.06538).
 
-    p = softmax(router(x)), in fp32 at least; the output is Σ p_e · expert_e(x) over the top_k largest p. With
-    `normalise` these are divided by their sum (Mixtral 2401.04088), so that experts which are alike give what one of
-    them gives.
+    p = scores(router(x)), a softmax over all experts or a sigmoid of each (DeepSeek-V3 2412.19437); the output is
+    Σ p_e · expert_e(x) over the top_k largest p. With `normalise` these are divided by their sum (Mixtral 2401.04088),
+    so that experts which are alike give what one of them gives; then they are multiplied by `multiplier`.
+
+    `choice_bias` is added to p where experts are chosen, and is in no weight (2408.15664). With `groups` experts are
+    first chosen by group: the `top_groups` whose two largest p have the largest sum. `shared` is a feed-forward that
+    every token goes through beside its experts (several of one width are one of their widths' sum); with `shared_gate`
+    it is multiplied by σ(gate(x)), one number a token, and with `averaged` the output is half of the sum.
+
+    How it rounds: `routed_in`, the dtype of the router's product; `chosen_by`, whether p is computed of all experts or
+    of those of the largest logits alone; `scored_in`, the dtype of p; `in_order`, whether experts are summed in the
+    order of their p, or in that in which they are found; `rounded`, whether weights are rounded to the dtype of x
+    before they weigh; `wide_router`, `wide_choice`: what is kept in fp32 in a model of any dtype.
     """
 
     label = "router"
-    forgotten: ClassVar[dict[str, str]] = {"normalise": "weights of experts normalised or not"}
+    forgotten: ClassVar[dict[str, str]] = {
+        "normalise": "weights of experts normalised or not",
+        "scores": "a sigmoid router taken for softmax",
+        "multiplier": "weights of experts not scaled",
+        "choice_bias": "bias of the experts' choice dropped",
+        "router_bias": "router bias dropped",
+        "groups": "experts chosen from all groups",
+        "top_groups": "experts chosen from one group",
+        "shared": "shared expert left out",
+        "shared_gate": "gate of the shared expert left out",
+        "averaged": "experts and shared expert not averaged",
+    }
+    rounds = (*("routed_in", "chosen_by", "scored_in", "in_order"), *("rounded", "wide_router", "wide_choice"))
     rows = "E"
     slot = "feed_forward"
     tells = ("expert",)
 
     hidden_size: Size
-    experts: Annotated[int, Meta(ge=1, le=1024)]
+    experts: Annotated[int, Meta(ge=1, le=MOST_EXPERTS)]
     top_k: Size
     expert: FeedForward | GatedFeedForward
     normalise: bool = True
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    multiplier: Positive = 1.0
+    choice_bias: bool = False
+    router_bias: bool = False
+    groups: Size = 1
+    top_groups: Size = 1
+    shared: FeedForward | GatedFeedForward | None = None
+    shared_gate: bool = False
+    averaged: bool = False
+    routed_in: Literal["input", "float32"] = "input"
+    chosen_by: Literal["scores", "logits"] = "scores"
+    scored_in: Literal["float32", "input"] = "float32"
+    in_order: bool = True
+    rounded: bool = False
+    wide_router: bool = False
+    wide_choice: bool = False
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
             raise ConfigError(f"{self.top_k} experts per token of {self.experts}")
-        if self.expert.hidden_size != self.hidden_size:
-            raise ConfigError(f"experts are {self.expert.hidden_size} wide, their router {self.hidden_size}")
+        if self.experts % self.groups or (self.groups > 1 and self.experts < 2 * self.groups):
+            raise ConfigError(f"{self.experts} experts have no {self.groups} groups of two or more")
+        if self.top_k > self.eligible:
+            raise ConfigError(f"{self.top_k} experts per token of {self.eligible} in {self.top_groups} groups")
+        for inner, what in ((self.expert, "experts are"), (self.shared, "a shared expert is")):
+            if inner is not None and inner.hidden_size != self.hidden_size:
+                raise ConfigError(f"{what} {inner.hidden_size} wide, their router {self.hidden_size}")
 
     @property
     def intermediate_size(self) -> int:
         """Of each expert."""
         return self.expert.intermediate_size
 
+    @property
+    def shared_size(self) -> int:
+        """Of the shared expert; 0 where there is none."""
+        return 0 if self.shared is None else self.shared.intermediate_size
+
+    @property
+    def eligible(self) -> int:
+        """Experts in the groups that are chosen."""
+        return self.experts // self.groups * min(self.top_groups, self.groups)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a softmax over experts and nothing else: neither biases, groups, scale nor shared expert."""
+        other = {name for name, value in self.choices().items() if name != "normalise" and getattr(self, name) != value}
+        return not other
+
     def children(self) -> Iterator[tuple[str, Component]]:
-        return ((f"experts.{number}", self.expert) for number in range(self.experts))
+        yield from ((f"experts.{number}", self.expert) for number in range(self.experts))
+        if self.shared is not None:
+            yield "shared", self.shared
 
     def weights(self) -> dict[str, Weight]:
-        return {"router.weight": Weight((self.experts, self.hidden_size), "router")}
+        found = {"router.weight": Weight((self.experts, self.hidden_size), "router")}
+        if self.router_bias:
+            found["router.bias"] = bias(self.experts)
+        if self.choice_bias:
+            found["choice.bias"] = bias(self.experts)
+        if self.shared_gate and self.shared is not None:
+            found["shared_gate.weight"] = Weight((1, self.hidden_size), "router")
+        return found
 
     def words(self) -> dict[str, Words]:
         one, few = self.expert.aspects(), f"{self.top_k} of {self.experts} experts"
@@ -62,30 +146,37 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         return one | {name: Words(f"{short}, {few}{routed}", data, f"{few}{given}, each {whole}")}
 
     def biases(self) -> dict[str, Words]:
-        return self.expert.biases()
+        return self.expert.biases() | ({"router": Words("router", True)} if self.router_bias else {})
 
     def share(self, devices: int) -> Self:
-        units = divided(self.intermediate_size, devices, "units of an expert")
-        expert = msgspec.structs.replace(self.expert, intermediate_size=units)
-        return msgspec.structs.replace(self, expert=expert)
+        return self._with_parts(lambda part: part.share(devices))
 
     def small(self, hidden: int) -> Self:
-        """All experts are taken where all were, and one more is there where there are more."""
-        top_k = min(self.top_k, 3)
-        experts = top_k if self.top_k == self.experts else min(self.experts, 4)
+        """All experts are taken where all were, and one more is there where there are more; groups are of two."""
+        if self.groups > 1:
+            groups = min(self.groups, 4)
+            top_groups = min(self.top_groups, groups - (self.top_groups < self.groups))
+            sizes = {"groups": groups, "top_groups": top_groups, "experts": 2 * groups}
+            sizes["top_k"] = min(self.top_k, 2)
+        else:
+            top_k = min(self.top_k, 3)
+            sizes = {"experts": top_k if self.top_k == self.experts else min(self.experts, 4), "top_k": top_k}
         expert = msgspec.structs.replace(self.expert, hidden_size=hidden, intermediate_size=3 * hidden // 2)
-        return msgspec.structs.replace(self, hidden_size=hidden, experts=experts, top_k=top_k, expert=expert)
+        shared = None if self.shared is None else self.shared.small(hidden)
+        return msgspec.structs.replace(self, hidden_size=hidden, expert=expert, shared=shared, **sizes)
 
     def slips(self) -> dict[str, Self]:
         more = "an expert a token too many"
         counts = {more: self.top_k + 1, f"{more}, the other way round": self.top_k - 1}
-        found = {name: msgspec.structs.replace(self, top_k=k) for name, k in counts.items() if 1 <= k <= self.experts}
-        if self.top_k < self.experts:  # the weights of all of them sum to one anyway
+        found = {name: msgspec.structs.replace(self, top_k=k) for name, k in counts.items() if 1 <= k <= self.eligible}
+        if self.top_k < self.experts or self.scores == "sigmoid":  # the weights of all of them sum to one anyway
             found["weights of experts normalised or not"] = msgspec.structs.replace(self, normalise=not self.normalise)
         return found
 
     def disorder(self) -> dict[str, dict[str, list[int]]]:
-        return {"experts in other places": {"router": [*range(1, self.experts), 0]}}
+        order = [*range(1, self.experts), 0]
+        modules = ("router", "choice") if self.choice_bias else ("router",)
+        return {"experts in other places": dict.fromkeys(modules, order)}
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         taken: Sizes = (*shape[:-1], self.top_k, self.hidden_size)
@@ -100,7 +191,11 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
                 changes |= {"inputs": (*each.inputs, chosen), "choice": chosen}
             return msgspec.structs.replace(each, **changes)
 
-        choice: dict[str, Any] = {"top_k": self.top_k, "experts": self.experts, "normalise": self.normalise}
+        choice: dict[str, Any] = {
+            **{name: getattr(self, name) for name in ("top_k", "experts", "normalise", "scores", "multiplier")},
+            **{name: getattr(self, name) for name in ("groups", "top_groups")},
+            "weights": (("choice.bias", (self.experts,)),) if self.choice_bias else (),
+        }
         return (
             linear(self, "router", path, source, (*shape[:-1], self.experts), "router"),
             Choose(chosen, (f"{path}.router",), (*shape[:-1], self.top_k), "router", **choice),
@@ -108,4 +203,24 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
             *(copied(each, apart=apart) for each in inside),
             copied(last),
             Combine(combined, (chosen, last.id), shape, "feed-forward"),
+            *self._beside(path, source, shape, combined),
         )
+
+    def _beside(self, path: str, source: str, shape: Sizes, combined: str) -> Iterator[AnyOperation]:
+        """The shared expert, and its sum with the others."""
+        if self.shared is None:
+            return
+        row, end = "feed-forward", f"{path}.both"
+        *inside, last = self.shared.operations(f"{path}.shared", source, shape)
+        yield from inside
+        yield last
+        branch = last.id
+        if self.shared_gate:
+            one: Sizes = (*shape[:-1], 1)
+            yield linear(self, "shared_gate", path, source, one, row)
+            yield Activation(f"{path}.shared_weight", (f"{path}.shared_gate",), one, row, function="sigmoid")
+            yield Product(f"{path}.shared_weighted", (f"{path}.shared_weight", branch), shape, row)
+            branch = f"{path}.shared_weighted"
+        yield Add(end, (combined, branch), shape, row)
+        if self.averaged:
+            yield Scale(f"{path}.averaged", (end,), shape, row, factor=0.5)

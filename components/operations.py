@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Activation", "Add", "Alibi", "AnyOperation", "Cache", "Cap", "Choose", "Combine", "Concat", "Convolve", "Embed",
     "Gather", "Linear", "Mix", "Norm", "Operation", "Positions", "Product", "Program", "Rotate", "Scale", "Scan",
-    "Scores", "Sizes", "Softmax", "Stream", "Tokens", "attend", "linear", "out_of", "unknown",
+    "Scores", "Shift", "Sizes", "Softmax", "Stream", "Tokens", "attend", "linear", "out_of", "unknown",
 ]
 # fmt: on
 
@@ -240,6 +240,12 @@ class Scale(Operation, frozen=True, kw_only=True):
     factor: float
 
 
+class Shift(Operation, frozen=True, kw_only=True):
+    """The input and a number."""
+
+    number: float
+
+
 class Add(Operation, frozen=True, kw_only=True):
     """The sum. residual: which input came past a branch."""
 
@@ -247,11 +253,18 @@ class Add(Operation, frozen=True, kw_only=True):
 
 
 class Choose(Operation, frozen=True, kw_only=True):
-    """The `top_k` largest of softmax over a router's scores, divided by their sum with `normalise`."""
+    """The `top_k` largest of a router's scores, a softmax over all or a sigmoid of each, divided by their sum with
+    `normalise` and times `multiplier`. With `groups` of experts they are chosen from the `top_groups` best of these.
+    Its weight, where it has one, is added to scores for the choice alone.
+    """
 
     top_k: int
     experts: int
     normalise: bool
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    multiplier: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
 
 
 class Gather(Operation, frozen=True, kw_only=True):
@@ -265,7 +278,7 @@ class Combine(Operation, frozen=True, kw_only=True):
 # fmt: off
 AnyOperation = (
     Tokens | Stream | Embed | Positions | Norm | Linear | Rotate | Cache | Concat | Scores | Alibi | Cap | Softmax | Mix
-    | Scan | Convolve | Activation | Product | Scale | Add | Choose | Gather | Combine
+    | Scan | Convolve | Activation | Product | Scale | Shift | Add | Choose | Gather | Combine
 )
 # fmt: on
 """The vocabulary, which is closed: a `match` over it ends with `raise unknown(…)`."""

@@ -8,6 +8,7 @@ paths do, and each follows its counterpart there to the bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -130,6 +131,10 @@ class AttentionModule(nn.Module):
         """What a decode keeps of earlier tokens."""
         return LayerCache(spec.window)
 
+    def _clipped(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        clip = self.spec.clip
+        return parts if clip is None else [each.clamp(-clip, clip) for each in parts]
+
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys behind their norms, where there are any: of each head, or of all heads at once."""
         found = []
@@ -144,11 +149,13 @@ class AttentionModule(nn.Module):
         heads = (*x.shape[:2], -1, spec.head_dim)
         linears = (self.q_proj, self.k_proj, self.v_proj)
         projected = self.fused(linears, x) if self.fused else [each(x) for each in linears]
-        if spec.clip is not None:
-            projected = [each.clamp(-spec.clip, spec.clip) for each in projected]
+        if not spec.clip_normed:
+            projected = self._clipped(projected)
         q, k, v = (each.reshape(heads) for each in projected)  # (B, T, H, hd)
         if spec.norm_order == "before":
             q, k = self._normed(q, k)
+        if spec.clip_normed:
+            q, k, v = self._clipped((q, k, v))
         if spec.kv_expansion == "projection" and cache is None:
             k, v = k.repeat_interleave(spec.group, dim=2), v.repeat_interleave(spec.group, dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, hd)

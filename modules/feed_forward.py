@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..components import FeedForward, GatedFeedForward, MixtureOfExperts
-from .layers import ACTIVATIONS, FusedLinears, Linear
+from .layers import ACTIVATIONS, FusedLinears, Linear, WideLinear, kept_wide
 from .registry import build_module, computes
 
 
@@ -38,9 +40,14 @@ class GatedFeedForwardModule(nn.Module):
         self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.down_bias, spec.arithmetic)
         self.fused = FusedLinears() if spec.fused else None
         self.activation = ACTIVATIONS[spec.activation]
+        self.limit, self.up_shift = spec.limit, spec.up_shift
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:
-        if self.fused is None:
+        if self.limit is not None or self.up_shift:
+            inner = self.gated(
+                torch.cat((self.gate_proj(x), self.up_proj(x)), -1) if self.fused is None else self.raised(x)
+            )
+        elif self.fused is None:
             gate = self.activation(self.gate_proj(x))
             inner = gate * self.up_proj(x) if torch.is_grad_enabled() else gate.mul_(self.up_proj(x))
         else:
@@ -56,7 +63,24 @@ class GatedFeedForwardModule(nn.Module):
     def gated(self, raised: Tensor) -> Tensor:
         """activation(gate) · up of what `raised` gives."""
         gate, up = raised.chunk(2, dim=-1)
-        return self.activation(gate) * up
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return self.activation(gate) * (up + self.up_shift if self.up_shift else up)
+
+
+class Choice(nn.Module):
+    """What is added to scores (N, experts) where experts are chosen."""
+
+    def __init__(self, spec: MixtureOfExperts) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(spec.experts))
+        self.wide = spec.wide_choice
+
+    def forward(self, scores: Tensor) -> Tensor:
+        return scores + self.bias
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Choice:
+        return super()._apply(kept_wide(fn) if self.wide else fn, recurse)
 
 
 @computes(MixtureOfExperts)
@@ -70,19 +94,64 @@ class MixtureOfExpertsModule(nn.Module):
     def __init__(self, spec: MixtureOfExperts, kernel: str = "sdpa") -> None:  # noqa: ARG002 - no feed-forward has two
         super().__init__()
         self.spec = spec
-        self.router = Linear(spec.hidden_size, spec.experts, False)
+        router = WideLinear if spec.wide_router else Linear
+        self.router = router(spec.hidden_size, spec.experts, spec.router_bias)
+        self.choice = Choice(spec) if spec.choice_bias else None
         self.experts = nn.ModuleList(build_module(spec.expert) for _ in range(spec.experts))
+        self.shared = None if spec.shared is None else build_module(spec.shared)
+        gated = spec.shared_gate and spec.shared is not None
+        self.shared_gate = Linear(spec.hidden_size, 1, False) if gated else None
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:  # (B, T, hidden)
         weights, chosen = self.route(x.reshape(-1, x.shape[-1]))  # each (N, top_k), N = B·T
-        return self.mix(x.reshape(-1, x.shape[-1]), weights, chosen).reshape(x.shape)
+        mixed = self.mix(x.reshape(-1, x.shape[-1]), weights, chosen).reshape(x.shape)
+        if self.shared is None:
+            return mixed
+        beside = self.shared(x)
+        if self.shared_gate is not None:
+            beside = torch.sigmoid(self.shared_gate(x)) * beside
+        both: Tensor = mixed + beside
+        return both / 2 if self.spec.averaged else both
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights, in fp32 at least, and the numbers of the experts of tokens (N, hidden): both (N, top_k)."""
-        logits: Tensor = self.router(x)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        weights, chosen = torch.softmax(logits.to(wide), dim=-1).topk(self.spec.top_k, dim=-1)
-        return (weights / weights.sum(dim=-1, keepdim=True) if self.spec.normalise else weights), chosen
+        """The weights and the numbers of the experts of tokens (N, hidden): both (N, top_k)."""
+        spec = self.spec
+        wide = torch.promote_types(x.dtype, torch.float32)
+        logits: Tensor
+        if spec.routed_in == "float32":
+            bias = None if self.router.bias is None else self.router.bias.to(wide)
+            logits = F.linear(x.to(wide), self.router.weight.to(wide), bias)
+        else:
+            logits = self.router(x)
+        dtype = wide if spec.scored_in == "float32" else logits.dtype
+        of_chosen = spec.chosen_by == "logits" and (spec.normalise or spec.scores == "sigmoid")
+        if of_chosen and self.choice is None and spec.groups == 1:
+            logits, chosen = logits.topk(spec.top_k, dim=-1, sorted=spec.in_order)
+            weights = self._scores(logits.to(dtype))
+            summed = spec.scores == "softmax"
+        else:
+            scores = self._scores(logits.to(dtype))
+            chosen = self._chosen(scores)
+            weights, summed = scores.gather(1, chosen), False
+        if spec.normalise and not summed:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights = weights if spec.multiplier == 1 else weights * spec.multiplier
+        return (weights.to(x.dtype) if spec.rounded else weights), chosen
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        return torch.softmax(logits, dim=-1) if self.spec.scores == "softmax" else torch.sigmoid(logits)
+
+    def _chosen(self, scores: Tensor) -> Tensor:
+        """The numbers of the experts, (N, top_k), of scores (N, experts)."""
+        spec = self.spec
+        scores = scores if self.choice is None else self.choice(scores)
+        if spec.groups > 1:
+            by_group = torch.unflatten(scores, -1, (spec.groups, -1))
+            best = by_group.topk(2, dim=-1)[0].sum(dim=-1)
+            groups = best.topk(min(spec.top_groups, spec.groups), dim=-1, sorted=False)[1]
+            out = torch.ones_like(best, dtype=torch.bool).scatter_(1, groups, False)
+            scores = by_group.masked_fill(out[..., None], float("-inf")).flatten(1)
+        return scores.topk(spec.top_k, dim=-1, sorted=spec.in_order)[1]
 
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """The experts' outputs for tokens (N, hidden), weighted and summed."""

@@ -32,6 +32,27 @@ class Linear(nn.Module):
         return multiply(x, self.weight, self.bias, self.arithmetic)
 
 
+def kept_wide(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """What `nn.Module._apply` is given, for parameters that stay in fp32 where it would make them narrower."""
+
+    def wide(parameter: Tensor) -> Tensor:
+        moved = fn(parameter)
+        narrow = moved.is_floating_point() and moved.dtype.itemsize < torch.float32.itemsize
+        return parameter.to(device=moved.device, dtype=torch.float32) if narrow else moved
+
+    return wide
+
+
+class WideLinear(Linear):
+    """A linear whose parameters stay in fp32 in a model of any dtype, and are multiplied in fp32 at least."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WideLinear:
+        return super()._apply(kept_wide(fn), recurse)
+
+
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> Tensor:
     """Return x (…, in) · weight [out, in] + bias, as `arithmetic` says.
 

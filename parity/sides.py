@@ -118,8 +118,8 @@ class Stream:
                 assert like is not None
                 # Memory that an earlier one of its shape left (layers are alike), else new, laid out as the module has
                 # it: GPT-2's products read their weights [in, out] in memory.
-                spare = self._spare.get((like.shape, like.stride()), [])
-                value = spare.pop() if spare else torch.empty_strided(like.shape, like.stride(), dtype=self.dtype)
+                spare = self._spare.get((like.shape, like.stride(), like.dtype), [])
+                value = spare.pop() if spare else torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
                 value.copy_(self.read(full))
                 module._parameters[name] = nn.Parameter(value, requires_grad=False)
                 total += value.nbytes
@@ -130,7 +130,7 @@ class Stream:
         for module, name, full in owners:
             held: Any = module._parameters[name]
             if held.device.type != "meta" and held.nbytes <= KEPT_BYTES:  # tables are too large to keep
-                self._spare.setdefault((held.shape, held.stride()), []).append(held.data)
+                self._spare.setdefault((held.shape, held.stride(), held.dtype), []).append(held.data)
             empty = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="meta").as_subclass(Absent)
             empty.full_name = full
             module._parameters[name] = empty  # type: ignore[assignment]
@@ -210,6 +210,10 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
         parts = [checkpoint.tensor(shared) for shared in leaf.shared]
         return view_as_torch(leaf.to_checkpoint([array for array, _ in parts]), parts[0][1])
 
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in leaves or name in stacked:  # of the others none is stored
+                buffer.copy_(read(name))
     return Stream(model.eval(), reference_logits, read, dtype, checkpoint.release)
 
 

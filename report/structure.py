@@ -240,6 +240,8 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             return Caption("·", formula=f"{gate.id} · {up.id}")
         case ops.Scale(factor=factor):
             return Caption(f"× {factor:.4g}", formula=f"{factor:.4g} · x")
+        case ops.Shift(number=number):
+            return Caption(f"+ {number:.4g}", formula=f"x + {number:.4g}")
         case ops.Add():
             past, branch = operation.inputs
             if operation.residual is None:
@@ -248,11 +250,14 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
                 return Caption("+", "positions added")
             stream = "the norm's output" if isinstance(others.get(past), ops.Norm) else "the stream"
             return Caption("+", stream, f"{stream} + {branch}")
-        case ops.Choose(top_k=top_k, normalise=normalise):
-            title, formula = f"top {top_k} of {operation.experts}", f"largest {top_k} of softmax"
-            if normalise:
-                return Caption(title, "softmax, renormalised", f"{formula}, divided by their sum")
-            return Caption(title, "softmax", formula)
+        case ops.Choose(top_k=top_k, scores=scores):
+            title, formula = f"top {top_k} of {operation.experts}", f"largest {top_k} of {scores}"
+            formula += " + bias" if operation.weights else ""
+            if operation.groups > 1:
+                formula += f", in the best {operation.top_groups} of {operation.groups} groups"
+            formula += ", divided by their sum" if operation.normalise else ""
+            formula += f", times {operation.multiplier:.4g}" if operation.multiplier != 1 else ""
+            return Caption(title, f"{scores}, renormalised" if operation.normalise else scores, formula)
         case ops.Combine():
             return Caption("weighted sum", formula="Σ weight(e) · expert e(x)")
         case ops.Gather():

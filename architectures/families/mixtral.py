@@ -7,45 +7,20 @@ one parameter, and the same files are written (conversion_mapping.py). An absent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import msgspec
-
-from ...components import GatedFeedForward, MixtureOfExperts, ModelSpec
 from ..base import Architecture, Leaf, Stacked
-from ..config import ConfigReader
-from ..decoder import Decoder, with_defaults
-from ..obstacles import of_kind
+from ..decoder import Decoder, Field, Mixtures, with_defaults
 from ..rope import RotaryKind
 from . import mistral
 from .llama import LLAMA_DROPPED, B, T
 
-MOST_EXPERTS = 1024
-"""As many as a tree may have."""
-
-
-def mixtures(config: ConfigReader, layers: int, dense: GatedFeedForward) -> Sequence[MixtureOfExperts]:
-    """Of every layer."""
-    experts = config.integer("num_local_experts", 8, most=MOST_EXPERTS)
-    top_k = config.integer("num_experts_per_tok", 2)
-    if top_k > experts:
-        raise config.fail("num_experts_per_tok", top_k, f"at most num_local_experts ({experts})")
-    expert = msgspec.structs.replace(dense, fused=True)
-    return (MixtureOfExperts(hidden_size=dense.hidden_size, experts=experts, top_k=top_k, expert=expert),) * layers
-
-
-def routing(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields of the mixture."""
-    mixture = of_kind(spec.blocks[0].feed_forward, MixtureOfExperts)
-    return {"num_local_experts": mixture.experts, "num_experts_per_tok": mixture.top_k}
-
-
 DECODER = Decoder(
-    with_defaults(mistral.FIELDS, rms_norm_eps=1e-5, sliding_window=None),
+    {
+        **with_defaults(mistral.FIELDS, rms_norm_eps=1e-5, sliding_window=None),
+        "num_local_experts": Field("mixture.experts", 8),
+        "num_experts_per_tok": Field("mixture.top_k", 2),
+    },
     rotary=RotaryKind(1e6),
-    feed_forwards=mixtures,
-    written=routing,
+    mixtures=Mixtures(),
 )
 MOE, EXPERT = T + "block_sparse_moe.", T + "block_sparse_moe.experts.{expert}."
 
@@ -66,13 +41,19 @@ LEAVES: tuple[Leaf, ...] = (
     Leaf("model.norm.weight", "final_norm.weight"),
 )
 
+STACKED = (
+    Stacked(T + "mlp.gate.weight", (MOE + "gate.weight",)),
+    Stacked(T + "mlp.experts.gate_up_proj", (EXPERT + "w1.weight", EXPERT + "w3.weight")),
+    Stacked(T + "mlp.experts.down_proj", (EXPERT + "w2.weight",)),
+)
+
 MIXTRAL = Architecture(
     name="mixtral",
     released="2023-12",
     model_types=("mixtral",),
     hf_class="MixtralForCausalLM",
     hf_config="MixtralConfig",
-    kinds=DECODER.kinds | {MixtureOfExperts},
+    kinds=DECODER.kinds,
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     read=DECODER.read,
     write=DECODER.write,
@@ -80,11 +61,7 @@ MIXTRAL = Architecture(
     config_aliases={"num_local_experts": ("num_experts",)},
     prefix="model.",
     dropped=LLAMA_DROPPED,
-    stacked=(
-        Stacked(T + "mlp.gate.weight", (MOE + "gate.weight",)),
-        Stacked(T + "mlp.experts.gate_up_proj", (EXPERT + "w1.weight", EXPERT + "w3.weight")),
-        Stacked(T + "mlp.experts.down_proj", (EXPERT + "w2.weight",)),
-    ),
+    stacked=STACKED,
     irrelevant={
         "output_router_logits": "output format",
         "router_aux_loss_coef": "training only",

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...components import ModelSpec
 from ..config import ConfigReader
-from ..decoder import USUAL, Decoder, with_defaults
+from ..decoder import USUAL, Decoder, Layers, with_defaults
 from .llama import LEAVES, LLAMA_DROPPED
 
 FIELDS = with_defaults(
@@ -31,6 +31,22 @@ def windows(config: ConfigReader, layers: int, _head_dim: int) -> Sequence[Mappi
     if window is None and "sliding_attention" in types:
         raise config.fail("layer_types", list(types), "full_attention everywhere, since use_sliding_window is off")
     return [{"window": window if kind == "sliding_attention" else None} for kind in types]
+
+
+def windows_from(default: int) -> Layers:
+    """As `windows`, where no switch is; `default`: of `max_window_layers`."""
+
+    def found(config: ConfigReader, layers: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
+        window, first = config.optional_integer("sliding_window", 4096), config.raw("max_window_layers", default)
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise config.fail("max_window_layers", first, "an integer from 0")
+        usual = ["sliding_attention" if window and layer >= first else "full_attention" for layer in range(layers)]
+        types = config.layer_types(usual)
+        if window is None and "sliding_attention" in types:
+            raise config.fail("layer_types", list(types), "full_attention everywhere, since there is no window")
+        return [{"window": window if kind == "sliding_attention" else None} for kind in types]
+
+    return found
 
 
 def write_windows(spec: ModelSpec) -> dict[str, Any]:

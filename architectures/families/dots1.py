@@ -1,0 +1,47 @@
+"""dots.llm1 (2506.05767): qwen3's attention, and DeepSeek-V3's mixtures.
+
+Source: transformers models/dots1/{configuration,modeling}_dots1.py. Its config class has no number of experts of its
+own, which every file states.
+"""
+
+from __future__ import annotations
+
+from ..base import Architecture
+from ..decoder import USUAL, Decoder, Field, Mixtures, after, with_defaults
+from .glm4_moe import GROUPED, LEAVES, ROUTER
+from .llama import BIAS, LLAMA_DROPPED
+from .qwen2 import windows_from, write_windows
+from .qwen2_moe import OF_ROUTERS, STACKED
+
+DECODER = Decoder(
+    {
+        **with_defaults(USUAL, vocab_size=152064, hidden_size=4608, intermediate_size=10944, num_hidden_layers=62),
+        "attention_bias": BIAS,
+        "moe_intermediate_size": Field("expert_size", 1408),
+        "n_shared_experts": Field("shared_experts", None),
+        "n_routed_experts": Field("mixture.experts", None),
+        **with_defaults(GROUPED, norm_topk_prob=False, num_experts_per_tok=None),
+    },
+    head_norms="same",
+    fixed=ROUTER,
+    layers=windows_from(62),
+    mixtures=Mixtures(**after("first_k_dense_replace", 0)),
+    written=write_windows,
+)
+
+DOTS1 = Architecture(
+    name="dots1",
+    model_types=("dots1",),
+    hf_class="Dots1ForCausalLM",
+    hf_config="Dots1Config",
+    kinds=DECODER.kinds,
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=LEAVES,
+    config_aliases={"n_routed_experts": ("num_local_experts",)},
+    stated={"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+    stacked=STACKED,
+    irrelevant=OF_ROUTERS,
+)

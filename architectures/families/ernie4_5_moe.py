@@ -1,0 +1,91 @@
+"""ERNIE 4.5 (Baidu 2025) with mixtures: softmax scores, a bias of the choice, shared experts, and a router in fp32.
+
+Source: transformers models/ernie4_5_moe/{configuration,modeling}_ernie4_5_moe.py. The one switch for biases is for all
+linears but those of experts and routers, the head among them. Layers that draft tokens are left out there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..base import Architecture, Stacked
+from ..config import ConfigReader
+from ..decoder import Decoder, Field, Mixtures, none_or_more, with_defaults
+from ..layout import Layout
+from . import ernie4_5
+from .llama import LLAMA_DROPPED, T
+from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
+
+
+def sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
+    """From a first to a last layer, those whose number, from 1, an interval divides."""
+    first, last = none_or_more(config, "moe_layer_start_index", 1), config.raw("moe_layer_end_index", -1)
+    if type(last) is not int or last < -1:
+        raise config.fail("moe_layer_end_index", last, "a layer, or -1 for the last one")
+    every, last = config.integer("moe_layer_interval", 1), layers - 1 if last == -1 else last
+    return [first <= layer <= last and (layer + 1) % every == 0 for layer in range(layers)]
+
+
+def written(sparse: Sequence[bool]) -> Mapping[str, Any]:
+    """The config fields that `sparse` reads."""
+    found = [layer for layer, each in enumerate(sparse) if each]
+    first, last = (found[0], found[-1]) if found else (len(sparse), len(sparse))
+    every = found[1] - first if len(found) > 1 else 1
+    return {"moe_layer_start_index": first, "moe_layer_end_index": last, "moe_layer_interval": every}
+
+
+BIAS = ernie4_5.DECODER.fields["use_bias"]
+
+DECODER = Decoder(
+    {
+        **with_defaults(
+            ernie4_5.DECODER.fields,
+            hidden_size=2560,
+            intermediate_size=12288,
+            num_hidden_layers=28,
+            num_attention_heads=20,
+            num_key_value_heads=4,
+            head_dim=None,
+        ),
+        "use_bias": BIAS._replace(role=f"{BIAS.role} head.bias"),
+        "moe_intermediate_size": Field("expert_size", 1536),
+        "moe_num_shared_experts": Field("shared_experts", 2, none_or_more),
+        "moe_num_experts": Field("mixture.experts", 64),
+        "moe_k": Field("mixture.top_k", 6),
+    },
+    fixed={
+        "mixture.choice_bias": True,
+        "mixture.routed_in": "float32",
+        "mixture.rounded": True,
+        "mixture.wide_router": True,
+        "mixture.wide_choice": True,
+    },
+    rotary=ernie4_5.DECODER.rotary,
+    mixtures=Mixtures(sparse, written, expert={"fused": True, "up_bias": False, "down_bias": False}),
+)
+
+ERNIE4_5_MOE = Architecture(
+    name="ernie4_5_moe",
+    model_types=("ernie4_5_moe",),
+    hf_class="Ernie4_5_MoeForCausalLM",
+    hf_config="Ernie4_5_MoeConfig",
+    kinds=DECODER.kinds,
+    token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=mixed_leaves(
+        {**ROUTED, **shared("shared_experts")},
+        choice=T + "mlp.moe_statics.e_score_correction_bias",
+        layout=Layout("one experts", "(one experts)"),
+    ),
+    config_aliases={"moe_num_experts": ("num_experts",), "moe_k": ("num_experts_per_tok",)},
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+    stacked=(
+        *STACKED,
+        Stacked(T + "mlp.gate.moe_statics.e_score_correction_bias", (T + "mlp.moe_statics.e_score_correction_bias",)),
+    ),
+    irrelevant=OF_ROUTERS,
+    refused={"moe_norm_min": ((1e-12, None), "what weights are divided by is never as small as usual, but may be so")},
+)

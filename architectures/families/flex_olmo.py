@@ -1,0 +1,45 @@
+"""FlexOlmo (2507.07024): OLMo 2 with a mixture in every layer, whose experts are trained apart.
+
+Source: transformers models/flex_olmo/{configuration,modeling}_flex_olmo.py.
+"""
+
+from __future__ import annotations
+
+from ..base import Architecture
+from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
+from ..rope import RotaryKind
+from .llama import BIAS, LLAMA_DROPPED
+from .olmo2 import FIXED, LEAVES, POST
+from .qwen2_moe import OF_ROUTERS, ROUTED, ROUTER, STACKED, mixed_leaves
+
+DECODER = Decoder(
+    {
+        **with_defaults(USUAL, vocab_size=100352, max_position_embeddings=4096),
+        "attention_bias": BIAS,
+        "num_experts": Field("mixture.experts", 7),
+        "num_experts_per_tok": Field("mixture.top_k", 5),
+        "norm_topk_prob": Field("mixture.normalise", False),
+    },
+    norms=POST,
+    head_norms="whole",
+    fixed={**FIXED, **ROUTER},
+    rotary=RotaryKind(500_000.0, rounding="result"),
+    mixtures=Mixtures(),
+)
+
+FLEX_OLMO = Architecture(
+    name="flex_olmo",
+    model_types=("flex_olmo",),
+    hf_class="FlexOlmoForCausalLM",
+    hf_config="FlexOlmoConfig",
+    kinds=DECODER.kinds,
+    token_ids={"eos_token_id": 100257, "pad_token_id": 100277},
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=mixed_leaves(ROUTED, LEAVES),
+    config_aliases={"num_experts": ("num_local_experts",)},
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+    stacked=STACKED,
+    irrelevant=OF_ROUTERS,
+)

@@ -1,0 +1,114 @@
+"""gpt-oss (OpenAI, 2508.10925): attention with sinks and biases, windows in every other layer, YaRN, and mixtures in
+every layer whose experts have biases, a gate and a factor within limits, and 1 added to that factor.
+
+Source: transformers models/gpt_oss/{configuration,modeling}_gpt_oss.py. One tensor holds all experts, [in, out], gate
+and up in turns. The released files have experts in MXFP4, which is to be undone first.
+"""
+
+from __future__ import annotations
+
+from ..base import Architecture, Leaf, by_name, leaves_of
+from ..decoder import USUAL, Decoder, Field, Mixtures, sliding, with_defaults, write_sliding
+from ..layout import Layout
+from ..rope import RotaryKind
+from .llama import ATTENTION, BIAS, EMBEDDING, ENDS, LLAMA_DROPPED, NORMS, B, T
+from .qwen2_moe import OF_ROUTERS
+
+FIELDS = with_defaults(
+    USUAL,
+    vocab_size=201088,
+    hidden_size=2880,
+    intermediate_size=2880,
+    num_hidden_layers=36,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=64,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+)
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+DECODER = Decoder(
+    {
+        **{name: field for name, field in FIELDS.items() if name != "hidden_act"},
+        "attention_bias": BIAS._replace(default=True),
+        "swiglu_limit": Field("feed_forward.limit", 7.0),
+        "num_local_experts": Field("mixture.experts", 128),
+        "num_experts_per_tok": Field("mixture.top_k", 4),
+    },
+    fixed={
+        "activation": "quick_gelu",
+        "norm.cast": "after_weight",
+        "attention.sinks": True,
+        "attention.softmax": "input",
+        "feed_forward.up_shift": 1.0,
+        "feed_forward.up_bias": True,
+        "feed_forward.down_bias": True,
+        "feed_forward.arithmetic": "matmul_add",
+        "mixture.router_bias": True,
+        "mixture.chosen_by": "logits",
+        "mixture.scored_in": "input",
+    },
+    rotary=RotaryKind(150_000.0, usual=YARN),
+    layers=sliding(2, 128),
+    mixtures=Mixtures(),
+    written=write_sliding,
+)
+
+MLP, EXPERT = T + "mlp.experts.", B + "feed_forward.experts.{expert}."
+
+
+def both(suffix: str) -> tuple[str, str]:
+    """The shared names of an expert's gate and up."""
+    return f"{EXPERT}gate_proj.{suffix}", f"{EXPERT}up_proj.{suffix}"
+
+
+TURNS = {"split": "part", "parts": ("1", "1"), "each": "experts"}
+LEAVES = by_name(
+    (
+        *leaves_of({**EMBEDDING, **ATTENTION, **NORMS, **ENDS, T + "mlp.router": B + "feed_forward.router"}),
+        Leaf(T + "self_attn.sinks", B + "attention.sinks"),
+        Leaf(
+            MLP + "gate_up_proj",
+            both("weight"),
+            Layout("experts hidden (intermediate part)", "(intermediate part) hidden", **TURNS),
+        ),
+        Leaf(MLP + "gate_up_proj_bias", both("bias"), Layout("experts (intermediate part)", **TURNS)),
+        Leaf(
+            MLP + "down_proj",
+            EXPERT + "down_proj.weight",
+            Layout("experts intermediate hidden", "hidden intermediate", each="experts"),
+        ),
+        Leaf(MLP + "down_proj_bias", EXPERT + "down_proj.bias", Layout("experts hidden", each="experts")),
+    )
+)
+
+GPT_OSS = Architecture(
+    name="gpt_oss",
+    model_types=("gpt_oss",),
+    hf_class="GptOssForCausalLM",
+    hf_config="GptOssConfig",
+    kinds=DECODER.kinds,
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=LEAVES,
+    config_aliases={"num_local_experts": ("num_experts",)},
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+    irrelevant={
+        **OF_ROUTERS,
+        "hidden_act": "transformers computes gate · σ(1.702 · gate) whatever it says",
+        "experts_per_token": "a copy of num_experts_per_tok, which transformers reads",
+        "initial_context_length": "a copy of what rope_scaling says",
+    },
+    refused={"swiglu_alpha": ((1.702, None), "the activation with another factor than 1.702 has no name here")},
+    reference=lambda _: ("eager",),
+    reference_quirk="transformers' gpt-oss has no sdpa path",
+)

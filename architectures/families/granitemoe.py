@@ -1,0 +1,59 @@
+"""Granite 3 MoE (IBM 2024): granite with a mixture in every layer.
+
+Source: transformers models/granitemoe/{configuration,modeling}_granitemoe.py. One tensor holds gate and up of all
+experts, and one what writes the stream.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..base import Architecture, Leaf, Stacked, leaves_of
+from ..decoder import Decoder, Field, Mixtures
+from ..layout import Layout
+from . import granite
+from .llama import ATTENTION, EMBEDDING, ENDS, LLAMA_DROPPED, NORMS, B, T
+from .qwen2_moe import OF_ROUTERS
+
+FIELDS = {
+    **{name: field for name, field in granite.DECODER.fields.items() if name != "mlp_bias"},
+    "num_local_experts": Field("mixture.experts", 8),
+    "num_experts_per_tok": Field("mixture.top_k", 2),
+}
+FIXED: dict[str, Any] = {**granite.DECODER.fixed, "mixture.chosen_by": "logits", "mixture.rounded": True}
+
+DECODER = Decoder(FIELDS, fixed=FIXED, mixtures=Mixtures())
+
+MOE, EXPERT = T + "block_sparse_moe.", B + "feed_forward.experts.{expert}."
+INPUT, OUTPUT, ROUTER = MOE + "input_linear.weight", MOE + "output_linear.weight", MOE + "router.layer.weight"
+MIXTURE = (
+    Leaf(OUTPUT, EXPERT + "down_proj.weight", Layout("experts hidden intermediate", each="experts")),
+    Leaf(
+        INPUT,
+        (EXPERT + "gate_proj.weight", EXPERT + "up_proj.weight"),
+        Layout("experts (part intermediate) hidden", split="part", parts=("1", "1"), each="experts"),
+    ),
+    Leaf(ROUTER, B + "feed_forward.router.weight"),
+)
+LEAVES = (*leaves_of({**EMBEDDING, **ATTENTION}), *MIXTURE, *leaves_of({**NORMS, **ENDS}))
+STACKED = (
+    Stacked(MOE + "experts.gate_up_proj", (INPUT,)),
+    Stacked(MOE + "experts.down_proj", (OUTPUT,)),
+    Stacked(MOE + "router.weight", (ROUTER,)),
+)
+
+GRANITEMOE = Architecture(
+    name="granitemoe",
+    model_types=("granitemoe",),
+    hf_class="GraniteMoeForCausalLM",
+    hf_config="GraniteMoeConfig",
+    kinds=DECODER.kinds,
+    token_ids={"bos_token_id": 1, "eos_token_id": 2},
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=LEAVES,
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+    stacked=STACKED,
+    irrelevant=OF_ROUTERS,
+)

@@ -1,0 +1,45 @@
+"""Granite 3 MoE with shared experts (IBM 2025), of which research checkpoints alone were released.
+
+Source: transformers models/granitemoeshared/{configuration,modeling}_granitemoeshared.py.
+"""
+
+from __future__ import annotations
+
+from ..base import Architecture, Leaf
+from ..decoder import Decoder, Field, Mixtures, none_or_more
+from ..layout import Layout
+from . import granitemoe
+from .granitemoe import FIELDS, FIXED, LEAVES, STACKED
+from .llama import LLAMA_DROPPED, B, T
+from .qwen2_moe import OF_ROUTERS
+
+DECODER = Decoder(
+    {**FIELDS, "shared_intermediate_size": Field("shared_size", 0, none_or_more)},
+    fixed=FIXED,
+    mixtures=Mixtures(shared={"fused": True}),
+)
+SHARED = B + "feed_forward.shared."
+
+GRANITEMOESHARED = Architecture(
+    name="granitemoeshared",
+    model_types=("granitemoeshared",),
+    hf_class="GraniteMoeSharedForCausalLM",
+    hf_config="GraniteMoeSharedConfig",
+    kinds=DECODER.kinds,
+    token_ids=granitemoe.GRANITEMOE.token_ids,
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=(
+        *LEAVES,
+        Leaf(
+            T + "shared_mlp.input_linear.weight",
+            (SHARED + "gate_proj.weight", SHARED + "up_proj.weight"),
+            Layout("(part shared) hidden", split="part", parts=("1", "1")),
+        ),
+        Leaf(T + "shared_mlp.output_linear.weight", SHARED + "down_proj.weight"),
+    ),
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+    stacked=STACKED,
+    irrelevant=OF_ROUTERS,
+)

@@ -1,0 +1,66 @@
+"""Hunyuan 3 (Tencent 2025): qwen3's attention, and mixtures with sigmoid scores, a bias of the choice, a scale and
+shared experts; the first layer is dense.
+
+Source: transformers models/hy_v3/{configuration,modeling}_hy_v3.py. What experts and shared experts give is added in
+fp32 and rounded once, as every sum of two numbers is.
+"""
+
+from __future__ import annotations
+
+from ..base import Architecture
+from ..decoder import USUAL, Decoder, Field, Mixtures, by_type, with_defaults
+from ..rope import RotaryKind
+from .glm4_moe import ROUTER
+from .llama import BIAS, LLAMA_DROPPED, B, T
+from .qwen2_moe import OF_ROUTERS, STACKED, mixed_leaves, shared
+
+MODULES = {
+    T + "mlp.router.gate": B + "feed_forward.router",
+    **{
+        f"{T}mlp.experts.{{expert}}.{name}": f"{B}feed_forward.experts.{{expert}}.{name}"
+        for name in ("down_proj", "gate_proj", "up_proj")
+    },
+    **shared("shared_mlp"),
+}
+DECODER = Decoder(
+    {
+        **with_defaults(
+            USUAL,
+            vocab_size=120832,
+            intermediate_size=13312,
+            num_hidden_layers=80,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            head_dim=128,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+        ),
+        "attention_bias": BIAS,
+        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+        "moe_intermediate_size": Field("expert_size", 1536),
+        "num_shared_experts": Field("shared_experts", 1),
+        "num_experts": Field("mixture.experts", 192),
+        "num_experts_per_tok": Field("mixture.top_k", 8),
+        "router_scaling_factor": Field("mixture.multiplier", 2.826),
+    },
+    head_norms="same",
+    fixed=ROUTER,
+    rotary=RotaryKind(11_158_840.0),
+    mixtures=Mixtures(**by_type(lambda _: 1), expert={"fused": True, "up_bias": False, "down_bias": False}),
+)
+
+HY_V3 = Architecture(
+    name="hy_v3",
+    model_types=("hy_v3",),
+    hf_class="HYV3ForCausalLM",
+    hf_config="HYV3Config",
+    kinds=DECODER.kinds,
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=mixed_leaves(MODULES, choice=T + "mlp.expert_bias"),
+    config_aliases={"num_experts": ("num_local_experts",)},
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+    stacked=STACKED,
+    irrelevant={**OF_ROUTERS, "enable_moe_fp32_combine": "a sum of two numbers rounds the same either way"},
+)

@@ -1,0 +1,62 @@
+"""MiniMax-M2 (MiniMax 2025): norms on all query heads, and on all key heads, at once, a part of each head turned, and
+mixtures with sigmoid scores and a bias of the choice in every layer.
+
+Source: transformers models/minimax_m2/{configuration,modeling}_minimax_m2.py. Its tensors are named as mixtral's.
+"""
+
+from __future__ import annotations
+
+from ..base import Architecture, Leaf, Stacked, leaves_of
+from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
+from ..rope import PART, RotaryKind
+from . import mixtral
+from .llama import ATTENTION, LLAMA_DROPPED, B, T
+from .mixtral import MOE
+from .qwen2_moe import OF_ROUTERS
+
+DECODER = Decoder(
+    {
+        **with_defaults(
+            USUAL,
+            vocab_size=200064,
+            hidden_size=3072,
+            intermediate_size=1536,
+            num_hidden_layers=62,
+            num_attention_heads=48,
+            num_key_value_heads=8,
+            head_dim=128,
+            max_position_embeddings=196608,
+        ),
+        "num_local_experts": Field("mixture.experts", 256),
+        "num_experts_per_tok": Field("mixture.top_k", 8),
+    },
+    head_norms="whole",
+    fixed={"mixture.scores": "sigmoid", "mixture.choice_bias": True, "mixture.in_order": False},
+    rotary=RotaryKind(5e6, part=PART, dims="rotary_dim"),
+    mixtures=Mixtures(),
+)
+CORRECTION = MOE + "e_score_correction_bias"
+NORMS = {name: ours for name, ours in ATTENTION.items() if "_norm" in name}
+
+MINIMAX_M2 = Architecture(
+    name="minimax_m2",
+    model_types=("minimax_m2",),
+    hf_class="MiniMaxM2ForCausalLM",
+    hf_config="MiniMaxM2Config",
+    kinds=DECODER.kinds,
+    token_ids={"bos_token_id": 200034, "eos_token_id": 200020},
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=(*mixtral.LEAVES, *leaves_of(NORMS), Leaf(CORRECTION, B + "feed_forward.choice.bias")),
+    config_aliases={"num_local_experts": ("num_experts",)},
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+    stacked=(*mixtral.STACKED, Stacked(T + "mlp.e_score_correction_bias", (CORRECTION,))),
+    irrelevant={
+        **OF_ROUTERS,
+        "router_jitter_noise": "training only",
+        "use_mtp": "layers behind the last, which draft tokens",
+        "num_mtp_modules": "layers behind the last, which draft tokens",
+        "mtp_transformer_layers": "layers behind the last, which draft tokens",
+    },
+)

@@ -1,0 +1,53 @@
+"""OLMoE (2409.02060): OLMo with norms on all query heads, and on all key heads, at once, and a mixture in every layer.
+
+Source: transformers models/olmoe/{configuration,modeling}_olmoe.py. Queries, keys and values are clipped behind their
+norms.
+"""
+
+from __future__ import annotations
+
+from ..base import Architecture
+from ..config import ConfigReader
+from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
+from .llama import BIAS, LLAMA_DROPPED
+from .qwen2_moe import OF_ROUTERS, ROUTED, ROUTER, STACKED, mixed_leaves
+
+DECODER = Decoder(
+    {
+        **with_defaults(
+            USUAL,
+            vocab_size=50304,
+            hidden_size=2048,
+            intermediate_size=2048,
+            num_hidden_layers=16,
+            num_attention_heads=16,
+            max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+        ),
+        "attention_bias": BIAS,
+        "clip_qkv": Field("attention.clip", None, ConfigReader.optional_number),
+        "num_experts": Field("mixture.experts", 64),
+        "num_experts_per_tok": Field("mixture.top_k", 8),
+        "norm_topk_prob": Field("mixture.normalise", False),
+    },
+    head_norms="whole",
+    fixed={**ROUTER, "attention.clip_normed": True},
+    mixtures=Mixtures(),
+)
+
+OLMOE = Architecture(
+    name="olmoe",
+    model_types=("olmoe",),
+    hf_class="OlmoeForCausalLM",
+    hf_config="OlmoeConfig",
+    kinds=DECODER.kinds,
+    token_ids={"eos_token_id": 50279, "pad_token_id": 1},
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=mixed_leaves(ROUTED),
+    config_aliases={"num_experts": ("num_local_experts",)},
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+    stacked=STACKED,
+    irrelevant=OF_ROUTERS,
+)

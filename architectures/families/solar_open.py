@@ -1,0 +1,54 @@
+"""Solar Open (Upstage 2025): llama with DeepSeek-V3's mixtures in every layer.
+
+Source: transformers models/solar_open/{configuration,modeling}_solar_open.py.
+"""
+
+from __future__ import annotations
+
+from ..base import Architecture
+from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
+from ..rope import RotaryKind
+from .glm4_moe import GROUPED, LEAVES, ROUTER
+from .llama import LLAMA_DROPPED
+from .qwen2_moe import OF_ROUTERS, STACKED
+
+FIELDS = with_defaults(
+    USUAL,
+    vocab_size=196608,
+    num_hidden_layers=48,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+)
+
+DECODER = Decoder(
+    {
+        **{name: field for name, field in FIELDS.items() if name != "intermediate_size"},
+        "attention_bias": Field("attention.qkv_bias", False),
+        "moe_intermediate_size": Field("expert_size", 1280),
+        "n_shared_experts": Field("shared_experts", 1),
+        "n_routed_experts": Field("mixture.experts", 128),
+        **GROUPED,
+    },
+    fixed=ROUTER,
+    rotary=RotaryKind(1e6),
+    mixtures=Mixtures(),
+)
+
+SOLAR_OPEN = Architecture(
+    name="solar_open",
+    model_types=("solar_open",),
+    hf_class="SolarOpenForCausalLM",
+    hf_config="SolarOpenConfig",
+    kinds=DECODER.kinds,
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=LEAVES,
+    config_aliases={"n_routed_experts": ("num_local_experts",)},
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+    stacked=STACKED,
+    irrelevant={**OF_ROUTERS, "intermediate_size": "of dense layers, of which it has none"},
+)
