@@ -39,7 +39,9 @@ class RotaryKind(NamedTuple):
 
     base: where none is given. theta: the field that has it in configs before transformers 5. scaled: whether their
     `rope_scaling` is about these layers. part: the field of theirs that says which part of a head turns, where families
-    do not turn whole heads; whole: what it is where none is given. pairs, rounding: of the component.
+    do not turn whole heads; whole: what it is where none is given. pairs, rounding: of the component. original: the
+    original context where none is given, None for the model's. types: what the config class calls each type that it
+    knows, None for all by their names.
     """
 
     base: float = DEFAULT_BASE
@@ -48,7 +50,9 @@ class RotaryKind(NamedTuple):
     part: str = ""
     whole: float = 1.0
     pairs: Literal["halves", "adjacent"] = "halves"
-    rounding: Literal["input", "result", "tables"] = "input"
+    rounding: Literal["input", "result", "keys", "tables"] = "input"
+    original: int | None = None
+    types: Mapping[str, str] | None = None
 
 
 USUAL_ROTARY = RotaryKind()
@@ -108,11 +112,11 @@ def read_rotaries(
 
 def _said_elsewhere(config: ConfigReader, which: str, kind: RotaryKind) -> dict[str, Any]:
     """What stands beside the parameters and is about them."""
-    part, original = config.raw(kind.part or PART), config.raw("original_max_position_embeddings")
+    part, original = config.raw(kind.part or PART), config.raw(ORIGINAL, kind.original)
     found = (
         {} if part is None or "partial_rotary_factor" in config.inner(which).data else {"partial_rotary_factor": part}
     )
-    return found | ({} if original is None else {"original_max_position_embeddings": original})
+    return found | ({} if original is None else {ORIGINAL: original})
 
 
 def _rotary(rope: ConfigReader, dim: int, base: float, context_length: int, kind: RotaryKind) -> Rotary:
@@ -120,6 +124,10 @@ def _rotary(rope: ConfigReader, dim: int, base: float, context_length: int, kind
     scaling = rope.raw("rope_type", rope.raw("type", "default"))
     if not isinstance(scaling, str):
         raise rope.fail("rope_type", scaling, "a string")
+    if kind.types is not None:
+        if scaling not in kind.types:
+            raise rope.fail("rope_type", scaling, f"one of {', '.join(kind.types)}")
+        scaling = kind.types[scaling]
     part = rope.raw(PART, kind.whole)
     rest: dict[str, Any] = {"base": base, "pairs": kind.pairs, "rounding": kind.rounding}
     if scaling == "proportional":

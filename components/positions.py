@@ -183,7 +183,8 @@ class Rotary(Turning, Component, frozen=True):
 
     `pairs`: which elements turn together, i and i + dim/2 (GPT-NeoX, llama) or 2i and 2i + 1 (the paper, GPT-J). The
     frequencies are the same. `rounding`: what is rounded to the dtype of what turns: cos, sin and their products
-    ("input"), the "result" alone (OLMo), or the "tables" of cos and sin and the result (Cohere).
+    ("input"), the "result" alone (OLMo), of "keys" alone (CodeGen), or the "tables" of cos and sin and the result
+    (Cohere).
     """
 
     title = "RoPE"
@@ -197,7 +198,7 @@ class Rotary(Turning, Component, frozen=True):
     base: Positive
     scaling: RopeScaling | None = None
     pairs: Literal["halves", "adjacent"] = "halves"
-    rounding: Literal["input", "result", "tables"] = "input"
+    rounding: Literal["input", "result", "keys", "tables"] = "input"
 
     def __post_init__(self) -> None:
         if self.dim % 2:

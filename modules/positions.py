@@ -43,7 +43,7 @@ def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> R
     angles = position_ids[..., None].to(wide) * inv_freq  # (B, T, dim/2)
     factor = getattr(rotary.scaling, "attention_factor", 1.0)
     cos, sin = ((table * factor)[:, None] for table in (angles.cos(), angles.sin()))
-    if rotary.rounding != "result":
+    if rotary.rounding in ("input", "tables"):
         cos, sin = cos.to(dtype), sin.to(dtype)
     if rotary.rounding == "tables":
         cos, sin = cos.to(wide), sin.to(wide)

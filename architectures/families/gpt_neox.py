@@ -65,9 +65,7 @@ GPT_NEOX = Architecture(
     write=DECODER.write,
     leaves=LEAVES,
     prefix="gpt_neox.",
-    dropped=tuple(
-        T + "attention." + name for name in ("bias", "masked_bias", "rotary_emb.inv_freq")
-    ),
+    dropped=tuple(T + "attention." + name for name in ("bias", "masked_bias", "rotary_emb.inv_freq")),
     head="embed_out.weight",
     irrelevant={"classifier_dropout": "heads other than the language model's", "is_decoder": "it always is"},
 )

@@ -55,7 +55,5 @@ STABLELM = Architecture(
     prefix="model.",
     dropped=LLAMA_DROPPED,
     irrelevant={"hidden_dropout": "training only"},
-    refused={
-        "qk_layernorm": ((False, None), "there a norm is a tensor a head, without a map here")
-    },
+    refused={"qk_layernorm": ((False, None), "there a norm is a tensor a head, without a map here")},
 )
