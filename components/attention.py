@@ -21,15 +21,16 @@ __all__ = ["Attention"]
 class Attention(Mixer, Component, frozen=True):
     """Causal self-attention with `heads` query heads and `kv_heads` key and value heads (MHA, GQA, MQA).
 
-    `scale` multiplies q·k; with `scaling` "divide" the scores are divided by its inverse instead. `window` w lets
-    position t see t-w+1 … t. `cap` c makes c · tanh(s / c) of every score s, before the mask (Gemma 2). `kv_expansion`
-    says when a key head becomes one a query head: "repeat" after the cache, "broadcast" inside the matrix product,
-    "projection" before positions are applied. `fused` computes q, k and v in one matrix product, a key-value head's
-    queries, its key and its value together, or with `rows` "by part" all queries, all keys, all values (with "conv1d" always); `softmax` runs in fp32 at
-    least, or in the dtype of its input. Where the scores are written out (not in a fused kernel), `scores` "float32"
-    makes them of q and k in fp32 at least, the scale inside their product; with "float32, then scaled" it comes after it
-    (GPT-J, GPT-Neo). `kept` says what a cache holds of a window's tokens: those that are seen yet, or all (GPT-Neo),
-    whose weights are 0 then.
+    `scale` multiplies q·k; with `scaling` "divide" the scores are divided by its inverse instead, with "queries" the
+    queries are multiplied before the product (OPT). `window` w lets position t see t-w+1 … t. `cap` c makes
+    c · tanh(s / c) of every score s, before the mask (Gemma 2). `kv_expansion` says when a key head becomes one a query
+    head: "repeat" after the cache, "broadcast" inside the matrix product, "projection" before positions are applied.
+    `fused` computes q, k and v in one matrix product, a key-value head's queries, its key and its value together, or
+    with `rows` "by part" all queries, all keys, all values (with "conv1d" always); `softmax` runs in fp32 at least, or
+    in the dtype of its input. Where the scores are written out (not in a fused kernel), `scores` "float32" makes them
+    of q and k in fp32 at least, the scale inside their product; "float32, then scaled" after it (GPT-J, GPT-Neo); and
+    "product" has it inside in the dtype of the input (GPT-NeoX-Japanese). `kept` says what a cache holds of a window's
+    tokens: those that are seen yet, or all (GPT-Neo), whose weights are 0 then.
 
     `clip` c keeps every element of q, k and v between -c and c (OLMo, DBRX). `q_norm` and `k_norm` are on each head,
     or, as wide as all heads, on all of them at once (OLMo 2); with `norm_order` "after" they come behind the positions
@@ -70,12 +71,12 @@ class Attention(Mixer, Component, frozen=True):
     norm_order: Literal["before", "after"] = "before"
     sinks: bool = False
     arithmetic: Arithmetic = "linear"
-    scaling: Literal["multiply", "divide"] = "multiply"
+    scaling: Literal["multiply", "divide", "queries"] = "multiply"
     kv_expansion: Literal["repeat", "broadcast", "projection"] = "repeat"
     fused: bool = False
     rows: Literal["by head", "by part"] = "by head"
     softmax: Literal["float32", "input"] = "float32"
-    scores: Literal["input", "float32", "float32, then scaled"] = "input"
+    scores: Literal["input", "product", "float32", "float32, then scaled"] = "input"
     kept: Literal["window", "all"] = "window"
 
     def __post_init__(self) -> None:
@@ -86,11 +87,15 @@ class Attention(Mixer, Component, frozen=True):
         if isinstance(self.position, Biasing) and self.scores != "input":
             raise ConfigError(
                 "scores with a bias of positions are computed in the dtype of their input, not in float32"
+                if self.scores != "product"
+                else "scores with a bias of positions say with the positions where the scale is"
             )
         if self.kv_expansion == "broadcast" and self.group > 1:
             if self.kv_heads > 1:
                 raise ConfigError(f"kv_expansion broadcast is of one key-value head, not of {self.kv_heads}")
-            if self.scores == "float32" or (isinstance(self.position, Biasing) and not self.position.scaled):
+            if self.scores in ("float32", "product") or (
+                isinstance(self.position, Biasing) and not self.position.scaled
+            ):
                 raise ConfigError("kv_expansion broadcast has no product with the scale, or a bias, inside it")
         for norm, heads in ((self.q_norm, self.heads), (self.k_norm, self.kv_heads)):
             if norm is not None and norm.size not in (self.head_dim, heads * self.head_dim):
@@ -259,7 +264,7 @@ class Attention(Mixer, Component, frozen=True):
             "scale": self.scale,
             "query_dim": self.head_dim,
             "kv_heads": self.kv_heads,
-            "wide": self.scores != "input",
+            "wide": self.scores.startswith("float32"),
             "broadcast": self.kv_expansion == "broadcast",
         }
         rest: dict[str, Any] = {

@@ -32,16 +32,23 @@ class Mixing:
         outside = isinstance(spec.position, Biasing) and not spec.position.scaled
         # Nor has any that caps scores, or knows sinks.
         self.kernel: Kernel = "eager" if outside or spec.cap is not None or spec.sinks else kernel
+        # With a bias the scale is where the bias says.
+        self.scale = spec.scale
+        self.early = spec.scaling == "queries" and not isinstance(spec.position, Biasing)
+        if self.early:
+            self.scale = 1.0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: Context, sinks: Tensor | None = None) -> Tensor:
         """q (B, H, T, d), k (B, KV, S, d), v (B, KV, S, e) and sinks (H,) -> (B, T, H·e)."""
         if self.kernel == "sdpa" or self.spec.scores == "input":
             q = q.to(k.dtype)  # which positions may have left wider
+        if self.early:
+            q = q * self.spec.scale
         mixed = self._sdpa(q, k, v, context) if self.kernel == "sdpa" else self._eager(q, k, v, context, sinks)
         return mixed.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
 
     def _scaled(self, scores: Tensor) -> Tensor:
-        return scores / (1 / self.spec.scale) if self.spec.scaling == "divide" else scores * self.spec.scale
+        return scores / (1 / self.scale) if self.spec.scaling == "divide" else scores * self.scale
 
     def _eager(self, q: Tensor, k: Tensor, v: Tensor, context: Context, sinks: Tensor | None) -> Tensor:
         spec, group = self.spec, q.shape[1] // k.shape[1]
@@ -63,11 +70,15 @@ class Mixing:
         spec = self.spec
         if isinstance(spec.position, Biasing):
             bias = context.bias(spec.position, spec.heads, spec.held)  # (B, H, 1, S)
-            return self._scaled(q @ k.transpose(-1, -2) + bias) if spec.position.scaled else self._product(q, k, bias)
-        if spec.scores != "input":
+            if spec.position.scaled:
+                return self._scaled(q @ k.transpose(-1, -2) + bias)
+            apart = spec.position.apart
+            return self._scaled(q @ k.transpose(-1, -2)) + bias if apart else self._product(q, k, bias)
+        if spec.scores.startswith("float32"):
             wide = torch.promote_types(q.dtype, torch.float32)
             q, k = q.to(wide), k.to(wide)
-        return self._product(q, k) if spec.scores == "float32" else self._scaled(q @ k.transpose(-1, -2))
+        inside = spec.scores in ("float32", "product")
+        return self._product(q, k) if inside else self._scaled(q @ k.transpose(-1, -2))
 
     def _product(self, q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
         """The scale and the bias inside one matrix product, and rounded with it."""
@@ -78,7 +89,7 @@ class Mixing:
             q.reshape(-1, steps, head_dim),
             k.reshape(-1, keys, head_dim).transpose(-1, -2),
             beta=0 if bias is None else 1,  # 0 never reads what it starts from
-            alpha=self.spec.scale,
+            alpha=self.scale,
         ).view(batch, heads, steps, keys)
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
@@ -102,7 +113,7 @@ class Mixing:
             else:
                 k, v = _repeat_heads(k, group), _repeat_heads(v, group)
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None and steps > 1, scale=spec.scale, enable_gqa=grouped
+            q, k, v, attn_mask=mask, is_causal=mask is None and steps > 1, scale=self.scale, enable_gqa=grouped
         )
         return out.reshape(batch, heads, steps, v.shape[-1])
 
