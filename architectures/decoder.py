@@ -289,7 +289,8 @@ class Decoder:
     fields: what its config.json says. norm, inner: the kinds of its norms and of its feed-forwards. norms: which a
     block has, by their names in it, or a function of the values of roles. fixed: values of roles that no field says, or
     functions of those that the fields say. rotary: what is assumed of its positions; None where attention has them
-    from `layers`, or has none. learned: whether there is a table of positions. head_norms: how queries and keys are
+    from `layers`, or has none. learned: whether there is a table of positions, of the kind `table`. The role
+    "final_norm" says whether one stands behind the last layer, as it does where nobody says so. head_norms: how queries and keys are
     normed: every head by the "same" norm or by its "own", or all heads at once as a "whole"; where a field has the role
     of that name, it says whether.
     embedding_norm: whether the embedding has a norm. layers: what differs by layer. mixtures: of a family that has
@@ -307,6 +308,7 @@ class Decoder:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     rotary: RotaryKind | None = USUAL_ROTARY
     learned: bool = False
+    table: type[Any] = LearnedPositions
     head_norms: Literal["", "same", "own", "whole"] = ""
     embedding_norm: bool = False
     layers: Layers | None = None
@@ -318,7 +320,7 @@ class Decoder:
     @property
     def kinds(self) -> Kinds:
         """The components of its trees, for `Architecture.kinds`."""
-        positions = {LearnedPositions} if self.learned else ROTARY if "attention.position" not in self.fixed else ()
+        positions = {self.table} if self.learned else ROTARY if "attention.position" not in self.fixed else ()
         mixtures = () if self.mixtures is None else (MixtureOfExperts,)
         return frozenset({self.norm, Attention, self.inner, *positions, *mixtures})
 
@@ -421,9 +423,9 @@ class Decoder:
                 norm=norm if self.embedding_norm else None,
                 **of("embedding"),
             ),
-            positions=LearnedPositions(length=context, size=hidden, **of("positions")) if self.learned else None,
+            positions=self.table(length=context, size=hidden, **of("positions")) if self.learned else None,
             blocks=tuple(map(layer, (Attention(**{**shared, **each}) for each in own), inner)),
-            final_norm=norm,
+            final_norm=norm if values.get("final_norm", True) else None,
             head=Head(vocab_size=values["vocab"], hidden_size=hidden, tied=tied, **of("head")),
             context_length=context,
         )

@@ -7,7 +7,7 @@ A layout is written as two axis patterns, in the manner of einops, and knows its
 reads: the checkpoint tensor has two dimensions, the second holds q, k and v one after the other; each shared tensor
 has the same axes with `hidden` last. Parentheses flatten axes into one dimension. `split` names the axis that is
 shared out over the shared tensors, `parts` its extent in each. Axis extents are names looked up in the sizes of the
-block (`heads`, `head_dim`, …) or plain digits. `each` names an axis of which every index has shared tensors of its own,
+block (`heads`, `head_dim`, …), quotients of one (`heads/4`) or plain digits. `each` names an axis of which every index has shared tensors of its own,
 which are without it:
 
     Layout("experts hidden (part intermediate)", "(part intermediate) hidden", "part", ("1", "1"), each="experts")
@@ -45,6 +45,12 @@ def parse(pattern: str) -> tuple[tuple[str, ...], ...]:
         else:
             dimensions.append((token,))
     return tuple(dimensions)
+
+
+def extent(axis: str, sizes: Sizes) -> int:
+    """What an axis of a pattern says: a size by its name, a quotient of one, or a number."""
+    name, _, divisor = axis.partition("/")
+    return int(name) if name.isdigit() else sizes[name] // int(divisor or 1)
 
 
 def permute(array: Any, axes: Sequence[int]) -> Any:
@@ -95,14 +101,14 @@ class Layout:
 
     def _extents(self, sizes: Sizes) -> list[int]:
         """The split axis' extent in each part."""
-        return [int(part) if part.isdigit() else sizes[part] for part in self.parts]
+        return [extent(part, sizes) for part in self.parts]
 
     def _axes(self, sizes: Sizes, part: int | None = None) -> dict[str, int]:
         """Every axis' extent: of the whole, or of one part."""
         names = [axis for dimension in self._checkpoint for axis in dimension]
         extents = self._extents(sizes)
         of_split = sum(extents) if part is None else extents[part]
-        return {axis: of_split if axis == self.split else sizes[axis] for axis in names}
+        return {axis: of_split if axis == self.split else extent(axis, sizes) for axis in names}
 
     def checkpoint_shape(self, sizes: Sizes, shared: Sequence[Shape]) -> Shape:
         """The checkpoint tensor's shape; `shared` are the shared tensors' shapes, used where this is the identity."""

@@ -42,7 +42,8 @@ class RotaryKind(NamedTuple):
     families do not turn whole heads; whole: what it is where none is given; dims: the field that says how many
     dimensions turn, where none says which part. usual: the parameters where none are given. pairs, rounding, direction:
     of the component. alpha: whether "dynamic" parameters that have an `alpha` stand for a base times
-    alpha ^ (d / (d - 2)).
+    alpha ^ (d / (d - 2)). original: the original context where none is given, None for the model's.
+    types: what the config class calls each type that it knows, None for all by their names.
     """
 
     base: float = DEFAULT_BASE
@@ -53,9 +54,11 @@ class RotaryKind(NamedTuple):
     dims: str = ""
     usual: Mapping[str, Any] | None = None
     pairs: Literal["halves", "adjacent"] = "halves"
-    rounding: Literal["input", "result", "tables"] = "input"
+    rounding: Literal["input", "result", "keys", "tables"] = "input"
     alpha: bool = False
     direction: Literal["forward", "backward"] = "forward"
+    original: int | None = None
+    types: Mapping[str, str] | None = None
 
 
 USUAL_ROTARY = RotaryKind()
@@ -121,11 +124,11 @@ def read_rotaries(
 
 def _said_elsewhere(config: ConfigReader, which: str, kind: RotaryKind) -> dict[str, Any]:
     """What stands beside the parameters and is about them."""
-    part, original = config.raw(kind.part or PART), config.raw("original_max_position_embeddings")
+    part, original = config.raw(kind.part or PART), config.raw(ORIGINAL, kind.original)
     found = (
         {} if part is None or "partial_rotary_factor" in config.inner(which).data else {"partial_rotary_factor": part}
     )
-    return found | ({} if original is None else {"original_max_position_embeddings": original})
+    return found | ({} if original is None else {ORIGINAL: original})
 
 
 def _rotary(rope: ConfigReader, dim: int, base: float, context_length: int, kind: RotaryKind) -> Rotary:
@@ -133,6 +136,10 @@ def _rotary(rope: ConfigReader, dim: int, base: float, context_length: int, kind
     scaling = rope.raw("rope_type", rope.raw("type", "default"))
     if not isinstance(scaling, str):
         raise rope.fail("rope_type", scaling, "a string")
+    if kind.types is not None:
+        if scaling not in kind.types:
+            raise rope.fail("rope_type", scaling, f"one of {', '.join(kind.types)}")
+        scaling = kind.types[scaling]
     part = rope.raw(PART, kind.whole)
     if kind.alpha and scaling == "dynamic" and rope.raw("alpha"):
         scaling, base = "default", base * rope.number("alpha") ** (dim / (dim - 2))

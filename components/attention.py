@@ -21,13 +21,16 @@ __all__ = ["Attention"]
 class Attention(Mixer, Component, frozen=True):
     """Causal self-attention with `heads` query heads and `kv_heads` key and value heads (MHA, GQA, MQA).
 
-    `scale` multiplies q·k; with `scaling` "divide" the scores are divided by its inverse instead. `window` w lets
-    position t see t-w+1 … t. `cap` c makes c · tanh(s / c) of every score s, before the mask (Gemma 2). `kv_expansion`
-    says when a key head becomes one a query head: "repeat" after the cache, "broadcast" inside the matrix product,
-    "projection" before positions are applied. `fused` computes q, k and v in one matrix product, a key-value head's
-    queries, its key and its value together (with "conv1d" all queries, all keys, all values); `softmax` runs in fp32 at
-    least, or in the dtype of its input. Where the scores are written out (not in a fused kernel), `scores` "float32"
-    makes them of q and k in fp32 at least, the scale inside their product.
+    `scale` multiplies q·k; with `scaling` "divide" the scores are divided by its inverse instead, with "queries" the
+    queries are multiplied before the product (OPT). `window` w lets position t see t-w+1 … t. `cap` c makes
+    c · tanh(s / c) of every score s, before the mask (Gemma 2). `kv_expansion` says when a key head becomes one a query
+    head: "repeat" after the cache, "broadcast" inside the matrix product, "projection" before positions are applied.
+    `fused` computes q, k and v in one matrix product, a key-value head's queries, its key and its value together, or
+    with `rows` "by part" all queries, all keys, all values (with "conv1d" always); `softmax` runs in fp32 at least, or
+    in the dtype of its input. Where the scores are written out (not in a fused kernel), `scores` "float32" makes them
+    of q and k in fp32 at least, the scale inside their product; "float32, then scaled" after it (GPT-J, GPT-Neo); and
+    "product" has it inside in the dtype of the input (GPT-NeoX-Japanese). `kept` says what a cache holds of a window's
+    tokens: those that are seen yet, or all (GPT-Neo), whose weights are 0 then.
 
     `clip` c keeps every element of q, k and v between -c and c (OLMo, DBRX), with `clip_normed` q and k behind their
     norms (OLMoE). `q_norm` and `k_norm` are on each head,
@@ -37,7 +40,7 @@ class Attention(Mixer, Component, frozen=True):
 
     label = "attention"
     slot = "attention"
-    rounds = ("arithmetic", "scaling", "kv_expansion", "fused", "softmax", "scores")
+    rounds = ("arithmetic", "scaling", "kv_expansion", "fused", "rows", "softmax", "scores", "kept")
     tells = ("head_dim", "scale", "position", "window", "q_norm", "k_norm", "qkv_bias", "output_bias")
     by_length: ClassVar[dict[str, Any]] = {"window": None}
     forgotten: ClassVar[dict[str, str]] = {
@@ -71,25 +74,31 @@ class Attention(Mixer, Component, frozen=True):
     norm_order: Literal["before", "after"] = "before"
     sinks: bool = False
     arithmetic: Arithmetic = "linear"
-    scaling: Literal["multiply", "divide"] = "multiply"
+    scaling: Literal["multiply", "divide", "queries"] = "multiply"
     kv_expansion: Literal["repeat", "broadcast", "projection"] = "repeat"
     fused: bool = False
+    rows: Literal["by head", "by part"] = "by head"
     softmax: Literal["float32", "input"] = "float32"
-    scores: Literal["input", "float32"] = "input"
+    scores: Literal["input", "product", "float32", "float32, then scaled"] = "input"
+    kept: Literal["window", "all"] = "window"
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise ConfigError(f"{self.heads} query heads cannot be shared out over {self.kv_heads} key-value heads")
         if isinstance(self.position, Turning) and self.position.dim > self.head_dim:
             raise ConfigError(f"rotary dimension {self.position.dim} exceeds the head dimension {self.head_dim}")
-        if isinstance(self.position, Biasing) and self.scores == "float32":
+        if isinstance(self.position, Biasing) and self.scores != "input":
             raise ConfigError(
                 "scores with a bias of positions are computed in the dtype of their input, not in float32"
+                if self.scores != "product"
+                else "scores with a bias of positions say with the positions where the scale is"
             )
         if self.kv_expansion == "broadcast" and self.group > 1:
             if self.kv_heads > 1:
                 raise ConfigError(f"kv_expansion broadcast is of one key-value head, not of {self.kv_heads}")
-            if self.scores == "float32" or (isinstance(self.position, Biasing) and not self.position.scaled):
+            if self.scores in ("float32", "product") or (
+                isinstance(self.position, Biasing) and not self.position.scaled
+            ):
                 raise ConfigError("kv_expansion broadcast has no product with the scale, or a bias, inside it")
         for norm, heads in ((self.q_norm, self.heads), (self.k_norm, self.kv_heads)):
             if norm is not None and norm.size not in (self.head_dim, heads * self.head_dim):
@@ -111,6 +120,16 @@ class Attention(Mixer, Component, frozen=True):
     def group(self) -> int:
         """Query heads a key-value head."""
         return self.heads // self.kv_heads
+
+    @property
+    def held(self) -> int | None:
+        """The window of the cache."""
+        return None if self.kept == "all" else self.window
+
+    @property
+    def groups(self) -> int:
+        """In how many groups the rows of a fused product lie."""
+        return 1 if self.arithmetic == "conv1d" or self.rows == "by part" else self.kv_heads
 
     def weights(self) -> dict[str, Weight]:
         q, kv, hidden = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden_size
@@ -220,11 +239,7 @@ class Attention(Mixer, Component, frozen=True):
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         row, end = "attention", f"{path}.o_proj"  # what has a name is there until then
-        together: dict[str, Any] = {
-            "together": f"{path}.qkv",
-            "fused": self.fused,
-            "groups": 1 if self.arithmetic == "conv1d" else self.kv_heads,
-        }
+        together: dict[str, Any] = {"together": f"{path}.qkv", "fused": self.fused, "groups": self.groups}
         repeats = self.group if self.kv_expansion == "projection" else 1
         found: list[AnyOperation] = []
         inputs = []
@@ -248,14 +263,14 @@ class Attention(Mixer, Component, frozen=True):
                 found[-1] = msgspec.structs.replace(found[-1], held=end)
             else:
                 seen: Sizes = ("B", "S", *inner[2:])
-                fields: dict[str, Any] = {"window": self.window, "repeats": repeats, "held": end}
+                fields: dict[str, Any] = {"window": self.held, "repeats": repeats, "held": end}
                 found.append(Cache(f"{path}.{part}_cached", (found[-1].id,), seen, row, **fields))
             inputs.append(found[-1].id)
         scores = {
             "scale": self.scale,
             "query_dim": self.head_dim,
             "kv_heads": self.kv_heads,
-            "wide": self.scores == "float32",
+            "wide": self.scores.startswith("float32"),
             "broadcast": self.kv_expansion == "broadcast",
         }
         rest: dict[str, Any] = {

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from .base import Component, Positive, Size, Weight, bias
 from .norms import Norm
-from .operations import AnyOperation, Cap, Embed, Linear, Program, Scale, Sizes
+from .operations import AnyOperation, Cap, Embed, Linear, Program, Scale, Sizes, linear
 from .words import Words
 
 __all__ = ["Embedding", "Head"]
@@ -14,7 +14,7 @@ __all__ = ["Embedding", "Head"]
 
 class Embedding(Component, frozen=True):
     """The token table; its rows are multiplied by `multiplier` (√hidden in Gemma), and `norm` is applied to them before
-    the first block (BLOOM).
+    the first block (BLOOM). With `width` rows are so wide, and a matrix takes them to the stream (OPT 350m).
 
     `scaling` "rounded" rounds the multiplier to the dtype of the rows before it multiplies them.
     """
@@ -25,6 +25,7 @@ class Embedding(Component, frozen=True):
     forgotten: ClassVar[dict[str, str]] = {
         "norm": "norm of the embedding left out",
         "multiplier": "embedding not scaled",
+        "width": "embedding as wide as the stream",
     }
 
     tells = ("vocab_size", "hidden_size", "norm")
@@ -33,19 +34,29 @@ class Embedding(Component, frozen=True):
     hidden_size: Size
     norm: Norm | None = None
     multiplier: Positive = 1.0
+    width: Size | None = None
     scaling: Literal["exact", "rounded"] = "exact"
 
     def words(self) -> dict[str, Words]:
         return {"embedding": Words("of tokens", {})}
 
     def weights(self) -> dict[str, Weight]:
-        return {"weight": Weight((self.vocab_size, self.hidden_size), "table")}
+        if self.width is None:
+            return {"weight": Weight((self.vocab_size, self.hidden_size), "table")}
+        return {
+            "weight": Weight((self.vocab_size, self.width), "inner"),
+            "projection.weight": Weight((self.hidden_size, self.width), "writes"),
+        }
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         wide: Sizes = (*shape, self.hidden_size)
-        found: list[AnyOperation] = [Embed(path, (source,), wide, "embedding", tuple(self.shapes().items()))]
+        rows: Sizes = wide if self.width is None else (*shape, self.width)
+        own = (("weight", self.shapes()["weight"]),)
+        found: list[AnyOperation] = [Embed(path, (source,), rows, "embedding", own)]
         if self.multiplier != 1:
-            found.append(Scale(f"{path}.scaled", (path,), wide, "embedding", factor=self.multiplier))
+            found.append(Scale(f"{path}.scaled", (path,), rows, "embedding", factor=self.multiplier))
+        if self.width is not None:
+            found.append(linear(self, "projection", path, found[-1].id, wide, "embedding"))
         if self.norm is not None:
             found += self.norm.operations(f"{path}.norm", found[-1].id, wide)
         return tuple(found)
@@ -54,7 +65,7 @@ class Embedding(Component, frozen=True):
 class Head(Component, frozen=True):
     """Logits from hidden states. `tied`: its weight is the embedding's, and is stored once. Logits are multiplied by
     `multiplier` (Cohere), with `scaling` "divide" divided by its inverse (Granite); then `cap` c makes c · tanh(x / c)
-    of every logit x (Gemma 2).
+    of every logit x (Gemma 2). With `width` a matrix takes hidden states to so many dimensions first (OPT 350m).
     """
 
     label = "head"
@@ -63,6 +74,7 @@ class Head(Component, frozen=True):
         "bias": "head bias dropped",
         "cap": "cap on logits dropped",
         "multiplier": "logits not scaled",
+        "width": "hidden states not projected before the head",
     }
     rounds = ("scaling",)
     rows = "V"
@@ -75,6 +87,7 @@ class Head(Component, frozen=True):
     bias: bool = False
     cap: Positive | None = None
     multiplier: Positive = 1.0
+    width: Size | None = None
     scaling: Literal["multiply", "divide"] = "multiply"
 
     def words(self) -> dict[str, Words]:
@@ -83,15 +96,24 @@ class Head(Component, frozen=True):
         return {"head": Words(short, {"tied": self.tied, "bias": self.bias}, long)}
 
     def weights(self) -> dict[str, Weight]:
-        found = {} if self.tied else {"weight": Weight((self.vocab_size, self.hidden_size), "reads")}
+        found = {}
+        if self.width is not None:
+            found["projection.weight"] = Weight((self.width, self.hidden_size), "reads")
+        if not self.tied:
+            rows = (self.vocab_size, self.width or self.hidden_size)
+            found["weight"] = Weight(rows, "reads" if self.width is None else "inner")
         return found | ({"bias": bias(self.vocab_size)} if self.bias else {})
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         wide: Sizes = (*shape[:-1], self.vocab_size)
-        tied, weights = "embedding" if self.tied else None, tuple(self.shapes().items())
-        found: list[AnyOperation] = [
-            Linear(path, (source,), wide, "head", weights, inputs_wide=self.hidden_size, tied=tied)
-        ]
+        tied = "embedding" if self.tied else None
+        weights = tuple((name, size) for name, size in self.shapes().items() if "." not in name)
+        found: list[AnyOperation] = []
+        if self.width is not None:
+            found.append(linear(self, "projection", path, source, (*shape[:-1], self.width), "head"))
+            source = found[-1].id
+        inputs = self.width or self.hidden_size
+        found.append(Linear(path, (source,), wide, "head", weights, inputs_wide=inputs, tied=tied))
         if self.multiplier != 1:
             found.append(Scale(f"{path}.scaled", (path,), wide, "head", factor=self.multiplier))
         if self.cap is not None:

@@ -14,24 +14,29 @@ from .block import Block
 from .ends import Embedding, Head
 from .norms import Norm
 from .operations import Add, AnyOperation, Positions, Program, Sizes, Tokens
-from .positions import LearnedPositions
+from .positions import LearnedPositions, SinusoidalPositions
 from .words import Words
 
 __all__ = ["ModelSpec", "differences", "without_rounding"]
 
 
 class ModelSpec(Component, Shown, frozen=True, kw_only=True):
-    """A decoder-only language model. `context_length` is the longest sequence it was trained for, where known."""
+    """A decoder-only language model. `context_length` is the longest sequence it was trained for, where known. Without a
+    `final_norm` the head reads the last block's output (where norms stand behind the sums, say).
+    """
 
     tells = ("embedding", "positions", "blocks", "final_norm", "head", "context_length")
     notes = ("context_length",)
     by_length: ClassVar[dict[str, Any]] = {"context_length": None}
-    forgotten: ClassVar[dict[str, str]] = {"positions": "table of positions left out"}
+    forgotten: ClassVar[dict[str, str]] = {
+        "positions": "table of positions left out",
+        "final_norm": "norm of the last output left out",
+    }
 
     embedding: Embedding
-    positions: LearnedPositions | None = None
+    positions: LearnedPositions | SinusoidalPositions | None = None
     blocks: tuple[Block, ...]
-    final_norm: Norm
+    final_norm: Norm | None = None
     head: Head
     context_length: Size | None = None
 
@@ -43,6 +48,8 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} is {size} wide, the embedding {self.embedding.hidden_size}")
         if self.head.vocab_size != self.embedding.vocab_size:
             raise ConfigError(f"head of {self.head.vocab_size} tokens on a vocabulary of {self.embedding.vocab_size}")
+        if self.head.tied and self.head.width != self.embedding.width:
+            raise ConfigError(f"a tied head of width {self.head.width} on a table of width {self.embedding.width}")
 
     def _widths(self) -> Iterator[tuple[str, int]]:
         norms = {"embedding.norm": self.embedding.norm, "positions": self.positions, "final_norm": self.final_norm}
@@ -68,7 +75,8 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
             where = f"{first}" if first == last else f"{first}–{last}"
             lines.append(f"  blocks.{where}: {', '.join(_told(node) for _, node in block.children())}")
         lines += [f"  … {len(runs) - MOST_RUNS:,} more runs of layers"] if len(runs) > MOST_RUNS else []
-        return "\n".join([*lines, f"  {_told(self.final_norm)}", f"  {_told(self.head)}"])
+        lines += [f"  {_told(self.final_norm)}"] if self.final_norm is not None else []
+        return "\n".join([*lines, f"  {_told(self.head)}"])
 
     def words(self) -> dict[str, Words]:
         return {"model": Words("of tokens", {})}
@@ -126,8 +134,8 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
     def after_blocks(self) -> Program:
         """From the last block's sum to logits."""
         stream: Sizes = ("B", "T", self.hidden_size)
-        norm = self.final_norm.operations("final_norm", "block_output", stream)
-        return (*norm, *self.head.operations("head", norm[-1].id, stream))
+        norm = () if self.final_norm is None else self.final_norm.operations("final_norm", "block_output", stream)
+        return (*norm, *self.head.operations("head", norm[-1].id if norm else "block_output", stream))
 
 
 @lru_cache(maxsize=256)

@@ -23,6 +23,7 @@ __all__ = [
     "ProportionalScaling",
     "RopeScaling",
     "Rotary",
+    "SinusoidalPositions",
     "Turning",
     "YarnScaling",
 ]
@@ -30,18 +31,23 @@ __all__ = [
 
 class LearnedPositions(Component, frozen=True):
     """A table added to the token embeddings. A token's row is its position and `offset` (OPT has 2), so that the table
-    has `offset` rows more than the model takes tokens.
+    has `offset` rows more than the model has tokens. `counts` says what a position is where nobody gives one: how many
+    tokens come before, those of padding among them, or "real tokens" alone (OPT).
     """
 
     label = "positions"
     rows = "T"
     tells = ("length", "size")
     by_length: ClassVar[dict[str, Any]] = {"length": 1}
-    forgotten: ClassVar[dict[str, str]] = {"offset": "rows before the first position not skipped"}
+    forgotten: ClassVar[dict[str, str]] = {
+        "offset": "rows before the first position not skipped",
+        "counts": "padding counted among positions",
+    }
 
     length: Size
     size: Size
     offset: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    counts: Literal["tokens", "real tokens"] = "tokens"
 
     def weights(self) -> dict[str, Weight]:
         return {"weight": Weight((self.length + self.offset, self.size), "table")}
@@ -51,6 +57,35 @@ class LearnedPositions(Component, frozen=True):
 
     def disorder(self) -> dict[str, dict[str, list[int]]]:
         return {"positions off by one": {"": [*range(1, self.length + self.offset), 0]}}
+
+
+class SinusoidalPositions(Component, frozen=True):
+    """Sines and then cosines of a token's position and `offset` added to its embedding (Vaswani et al. 2017), for
+    sequences up to `length`. With `ends` "both" the slowest pair turns once in 2π · 10,000 tokens (XGLM,
+    tensor2tensor), else the one that would come behind it does (the paper, CTRL).
+    """
+
+    label = "positions"
+    tells = ("length", "size")
+    by_length: ClassVar[dict[str, Any]] = {"length": 1}
+    forgotten: ClassVar[dict[str, str]] = {
+        "offset": "positions counted from 0",
+        "ends": "frequencies of sinusoidal positions as in the paper",
+    }
+    counts: ClassVar[str] = "tokens"
+
+    length: Size
+    size: Size
+    offset: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    ends: Literal["one", "both"] = "one"
+
+    def __post_init__(self) -> None:
+        if self.size % 2 or (self.ends == "both" and self.size < 4):
+            raise ConfigError(f"sines and cosines of positions take an even number of dimensions, not {self.size}")
+
+    def words(self) -> dict[str, Words]:
+        data = {"kind": "sinusoidal", "length": self.length}
+        return {"position": Words(f"sinusoidal {self.length:,}", data, f"sinusoidal, up to {self.length:,}")}
 
 
 class LinearScaling(Component, frozen=True):
@@ -169,13 +204,15 @@ class Turning(Position, frozen=True):
 class Biasing(Position, frozen=True):
     """Positions that add to the scores, of each head and key; title and formula: what a drawing says of it.
 
-    scaled: the bias is multiplied by the attention scale together with q·k, or stands outside it.
+    scaled: the bias is multiplied by the attention scale together with q·k, or stands outside it. apart: where it
+    stands outside, whether it is added to the scaled scores, or inside the product that makes them.
     """
 
     __slots__ = ()
     title: ClassVar[str]
     formula: ClassVar[str]
     scaled: bool
+    apart: ClassVar[bool] | property = False
 
 
 class Rotary(Turning, Component, frozen=True):
@@ -183,10 +220,10 @@ class Rotary(Turning, Component, frozen=True):
 
     `pairs`: which elements turn together, i and i + dim/2 (GPT-NeoX, llama) or 2i and 2i + 1 (the paper, GPT-J). The
     frequencies are the same. `rounding`: what is rounded to the dtype of what turns: cos, sin and their products
-    ("input"), the "result" alone (OLMo), or the "tables" of cos and sin and the result (Cohere). `direction`: whether
-    later tokens turn by larger or by smaller angles (nanochat). `joined`: whether heads that turn as a whole are
-    copied, as transformers does where it joins what turned with a rest that may be empty: of other strides, kernels
-    round otherwise.
+    ("input"), the "result" alone (OLMo), of "keys" alone (CodeGen), or the "tables" of cos and sin and the
+    result (Cohere). `direction`: whether later tokens turn by larger or by smaller angles (nanochat). `joined`: whether
+    heads that turn as a whole are copied, as transformers does where it joins what turned with a rest that may be
+    empty: of other strides, kernels round otherwise.
     """
 
     title = "RoPE"
@@ -204,7 +241,7 @@ class Rotary(Turning, Component, frozen=True):
     base: Positive
     scaling: RopeScaling | None = None
     pairs: Literal["halves", "adjacent"] = "halves"
-    rounding: Literal["input", "result", "tables"] = "input"
+    rounding: Literal["input", "result", "keys", "tables"] = "input"
     direction: Literal["forward", "backward"] = "forward"
     joined: bool = False
 
@@ -253,7 +290,8 @@ class ALiBi(Biasing, Component, frozen=True):
     """A bias of slope(head) · position of the key (Press et al. 2108.12409).
 
     `scaled`: the bias is multiplied by the attention scale together with q·k (Falcon), or stands outside it (BLOOM).
-    `rounding`: the dtype in which slopes and products are rounded before they join the scores.
+    `rounding`: the dtype in which slopes and products are rounded before they join the scores; "apart" counts back from
+    the last key and adds to the scaled scores in fp32 (MPT).
     """
 
     title = "ALiBi"
@@ -262,7 +300,11 @@ class ALiBi(Biasing, Component, frozen=True):
     forgotten: ClassVar[dict[str, str]] = {"scaled": "ALiBi's bias not scaled"}
 
     scaled: bool = False
-    rounding: Literal["float32", "bfloat16"] = "float32"
+    rounding: Literal["float32", "bfloat16", "apart"] = "float32"
+
+    @property
+    def apart(self) -> bool:
+        return self.rounding == "apart"
 
     def words(self) -> dict[str, Words]:
         short = "ALiBi, scaled" if self.scaled else "ALiBi"

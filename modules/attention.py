@@ -33,40 +33,53 @@ class Mixing:
         outside = isinstance(spec.position, Biasing) and not spec.position.scaled
         # Nor has any that caps scores, or knows sinks.
         self.kernel: Kernel = "eager" if outside or spec.cap is not None or spec.sinks else kernel
+        # With a bias the scale is where the bias says.
+        self.scale = spec.scale
+        self.early = spec.scaling == "queries" and not isinstance(spec.position, Biasing)
+        if self.early:
+            self.scale = 1.0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: Context, sinks: Tensor | None = None) -> Tensor:
         """q (B, H, T, d), k (B, KV, S, d), v (B, KV, S, e) and sinks (H,) -> (B, T, H·e)."""
+        if self.kernel == "sdpa" or self.spec.scores == "input":
+            q = q.to(k.dtype)  # which positions may have left wider
+        if self.early:
+            q = q * self.spec.scale
         mixed = self._sdpa(q, k, v, context) if self.kernel == "sdpa" else self._eager(q, k, v, context, sinks)
         return mixed.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
 
     def _scaled(self, scores: Tensor) -> Tensor:
-        return scores / (1 / self.spec.scale) if self.spec.scaling == "divide" else scores * self.spec.scale
+        return scores / (1 / self.scale) if self.spec.scaling == "divide" else scores * self.scale
 
     def _eager(self, q: Tensor, k: Tensor, v: Tensor, context: Context, sinks: Tensor | None) -> Tensor:
         spec, group = self.spec, q.shape[1] // k.shape[1]
         if spec.kv_expansion == "repeat" and group > 1:
             k, v = _repeat_heads(k, group), _repeat_heads(v, group)
         scores = capped(self._scores(q, k, context), spec.cap)
-        mask = context.additive_mask(spec.window)  # (B or 1, 1, T, S)
+        mask = context.additive_mask(spec.window, spec.held)  # (B or 1, 1, T, S)
         if mask is not None:
             scores = scores + mask
-        wide = scores.dtype if spec.softmax == "input" else torch.promote_types(q.dtype, torch.float32)
+        wide = scores.dtype if spec.softmax == "input" else torch.promote_types(scores.dtype, torch.float32)
         if sinks is not None:
             scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), dim=-1)
             scores = scores - scores.amax(dim=-1, keepdim=True)  # as transformers' gpt-oss, before it is rounded
-            return F.softmax(scores, dim=-1, dtype=wide)[..., :-1].to(q.dtype) @ v
-        return F.softmax(scores, dim=-1, dtype=wide).to(q.dtype) @ v
+            return F.softmax(scores, dim=-1, dtype=wide)[..., :-1].to(v.dtype) @ v
+        return F.softmax(scores, dim=-1, dtype=wide).to(v.dtype) @ v
 
     def _scores(self, q: Tensor, k: Tensor, context: Context) -> Tensor:
         """q·kᵀ · scale, with the ALiBi bias inside the scale or outside it: (B, H, T, S)."""
         spec = self.spec
         if isinstance(spec.position, Biasing):
-            bias = context.bias(spec.position, spec.heads, spec.window)  # (B, H, 1, S)
-            return self._scaled(q @ k.transpose(-1, -2) + bias) if spec.position.scaled else self._product(q, k, bias)
-        if spec.scores == "float32":
+            bias = context.bias(spec.position, spec.heads, spec.held)  # (B, H, 1, S)
+            if spec.position.scaled:
+                return self._scaled(q @ k.transpose(-1, -2) + bias)
+            apart = spec.position.apart
+            return self._scaled(q @ k.transpose(-1, -2)) + bias if apart else self._product(q, k, bias)
+        if spec.scores.startswith("float32"):
             wide = torch.promote_types(q.dtype, torch.float32)
-            return self._product(q.to(wide), k.to(wide))
-        return self._scaled(q @ k.transpose(-1, -2))
+            q, k = q.to(wide), k.to(wide)
+        inside = spec.scores in ("float32", "product")
+        return self._product(q, k) if inside else self._scaled(q @ k.transpose(-1, -2))
 
     def _product(self, q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
         """The scale and the bias inside one matrix product, and rounded with it."""
@@ -77,7 +90,7 @@ class Mixing:
             q.reshape(-1, steps, head_dim),
             k.reshape(-1, keys, head_dim).transpose(-1, -2),
             beta=0 if bias is None else 1,  # 0 never reads what it starts from
-            alpha=self.spec.scale,
+            alpha=self.scale,
         ).view(batch, heads, steps, keys)
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
@@ -85,12 +98,12 @@ class Mixing:
         group = heads // k.shape[1]
         mask: Tensor | None
         if isinstance(spec.position, Biasing):
-            bias = self._scaled(context.bias(spec.position, heads, spec.window))
-            allowed = context.allowed(spec.window)
+            bias = self._scaled(context.bias(spec.position, heads, spec.held))
+            allowed = context.allowed(spec.window, spec.held)
             mask = bias if allowed is None else bias.masked_fill(~allowed, torch.finfo(q.dtype).min)
         else:
             # A kernel that knows "causal" needs no mask, unless the family's own code always hands it one.
-            mask = context.sdpa_mask(spec.window)
+            mask = context.sdpa_mask(spec.window, spec.held)
         grouped = False
         if spec.kv_expansion == "repeat" and group > 1:
             if mask is None and q.shape[-1] <= 256:
@@ -101,7 +114,7 @@ class Mixing:
             else:
                 k, v = _repeat_heads(k, group), _repeat_heads(v, group)
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None and steps > 1, scale=spec.scale, enable_gqa=grouped
+            q, k, v, attn_mask=mask, is_causal=mask is None and steps > 1, scale=self.scale, enable_gqa=grouped
         )
         return out.reshape(batch, heads, steps, v.shape[-1])
 
@@ -120,8 +133,7 @@ class AttentionModule(nn.Module):
         self.k_proj = Linear(hidden, kv, spec.qkv_bias, spec.arithmetic)
         self.v_proj = Linear(hidden, kv, spec.qkv_bias, spec.arithmetic)
         self.o_proj = Linear(q, hidden, spec.output_bias, spec.arithmetic)
-        # GPT-2's lie side by side; elsewhere a key-value head's queries, its key and its value are together.
-        self.fused = FusedLinears(1 if spec.arithmetic == "conv1d" else spec.kv_heads) if spec.fused else None
+        self.fused = FusedLinears(spec.groups) if spec.fused else None
         self.q_norm = build_module(spec.q_norm) if spec.q_norm else None
         self.k_norm = build_module(spec.k_norm) if spec.k_norm else None
         self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None
@@ -129,7 +141,7 @@ class AttentionModule(nn.Module):
     @staticmethod
     def cache(spec: Attention) -> LayerCache:
         """What a decode keeps of earlier tokens."""
-        return LayerCache(spec.window)
+        return LayerCache(spec.held)
 
     def _clipped(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
         clip = self.spec.clip
@@ -235,6 +247,8 @@ def turned(position: Any, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Te
     module = module_of(position)
     if hasattr(module, "both"):
         return module.both(position, q, k, tables)  # type: ignore[no-any-return]
+    if getattr(position, "rounding", "") == "keys":
+        q = q.to(tables.cos.dtype)
     return module.turn(q, tables), module.turn(k, tables)
 
 

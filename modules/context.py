@@ -32,8 +32,8 @@ class Context:
         self.attention_mask = attention_mask
         self._tables: dict[Turning, Any] = {}
         self._biases: dict[tuple[Biasing, int, int], Tensor] = {}
-        self._allowed: dict[int | None, Tensor] = {}
-        self._additive: dict[int | None, Tensor] = {}
+        self._allowed: dict[tuple[int | None, int | None], Tensor] = {}
+        self._additive: dict[tuple[int | None, int | None], Tensor] = {}
 
     def tables(self, spec: Turning) -> Any:
         """What positions turn the new tokens by: of rotary ones cos and sin."""
@@ -61,12 +61,14 @@ class Context:
             self._biases[key] = module_of(spec).bias(spec, heads, mask.long(), self.dtype)[..., first:]
         return self._biases[key]
 
-    def allowed(self, window: int | None) -> Tensor | None:
-        """True where query t may look at key s: (B or 1, 1, T, S). None where it may everywhere."""
-        if self.steps == 1 and not self.padded and (window is None or self.keys(window) < window):
+    def allowed(self, window: int | None, held: int | None) -> Tensor | None:
+        """True where query t may look at key s: (B or 1, 1, T, S). None where it may everywhere. `held` is the window
+        of the cache, which may hold more than is seen.
+        """
+        if self.steps == 1 and not self.padded and (window is None or self.keys(held) < window):
             return None
-        if window not in self._allowed:
-            device, first = self.position_ids.device, self.first_key(window)
+        if (window, held) not in self._allowed:
+            device, first = self.position_ids.device, self.first_key(held)
             queries = torch.arange(self.past, self.past + self.steps, device=device)[:, None]
             keys = torch.arange(first, self.past + self.steps, device=device)[None, :]
             allowed = keys <= queries
@@ -75,20 +77,20 @@ class Context:
             allowed = allowed[None, None]
             if self.padded and self.attention_mask is not None:
                 allowed = allowed & self.attention_mask[:, None, None, first:].bool()
-            self._allowed[window] = allowed
-        return self._allowed[window]
+            self._allowed[window, held] = allowed
+        return self._allowed[window, held]
 
-    def sdpa_mask(self, window: int | None) -> Tensor | None:
+    def sdpa_mask(self, window: int | None, held: int | None) -> Tensor | None:
         """`allowed`, or None where the kernel's own causal mask says the same."""
         first_pass = self.past == 0 and (window is None or self.steps < window)
-        return None if first_pass and not self.padded else self.allowed(window)
+        return None if first_pass and not self.padded else self.allowed(window, held)
 
-    def additive_mask(self, window: int | None) -> Tensor | None:
+    def additive_mask(self, window: int | None, held: int | None) -> Tensor | None:
         """0 where a query may look, the dtype's minimum where not: (B or 1, 1, T, S)."""
-        allowed = self.allowed(window)
+        allowed = self.allowed(window, held)
         if allowed is None:
             return None
-        if window not in self._additive:
+        if (window, held) not in self._additive:
             zero = torch.zeros((), dtype=self.dtype, device=allowed.device)
-            self._additive[window] = torch.where(allowed, zero, torch.finfo(self.dtype).min)
-        return self._additive[window]
+            self._additive[window, held] = torch.where(allowed, zero, torch.finfo(self.dtype).min)
+        return self._additive[window, held]

@@ -13,14 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..components import Block, Embedding, Head, LearnedPositions, Mixer, ModelSpec, Norm, SubLayer
+from ..components import Block, Embedding, Head, LearnedPositions, Mixer, ModelSpec, Norm, SinusoidalPositions, SubLayer
 from ..converter.outline import Outline
 from ..errors import UsageError
 from . import feed_forward, layers, positions  # noqa: F401 - their modules register themselves
 from .attention import Kernel
 from .cache import Cache
 from .context import Context
-from .layers import capped
+from .layers import Linear, capped
+from .positions import sinusoids
 from .registry import build_module
 
 
@@ -30,7 +31,8 @@ class EmbeddingModule(nn.Module):
     def __init__(self, spec: Embedding) -> None:
         super().__init__()
         self.spec = spec
-        self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
+        self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.width or spec.hidden_size))
+        self.projection = None if spec.width is None else Linear(spec.width, spec.hidden_size, False)
         self.norm = build_module(spec.norm) if spec.norm is not None else None
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -38,19 +40,32 @@ class EmbeddingModule(nn.Module):
         if self.spec.multiplier != 1:
             rounded = self.spec.scaling == "rounded"
             x = x * (x.new_tensor(self.spec.multiplier) if rounded else self.spec.multiplier)
+        x = x if self.projection is None else self.projection(x)
         return x if self.norm is None else self.norm(x)
 
 
 class PositionsModule(nn.Module):
-    """Position ids (1 or B, T) -> (1 or B, T, hidden)."""
+    """Position ids (1 or B, T) -> (1 or B, T, hidden), in `dtype`."""
 
-    def __init__(self, spec: LearnedPositions) -> None:
+    def __init__(self, spec: LearnedPositions | SinusoidalPositions) -> None:
         super().__init__()
         self.spec = spec
-        self.weight = nn.Parameter(torch.empty(spec.length + spec.offset, spec.size))
+        learned = "weight" in spec.weights()
+        self.weight = nn.Parameter(torch.empty(spec.length + spec.offset, spec.size)) if learned else None
 
-    def forward(self, position_ids: Tensor) -> Tensor:
-        return F.embedding(position_ids + self.spec.offset if self.spec.offset else position_ids, self.weight)
+    def forward(self, position_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        rows = position_ids + self.spec.offset if self.spec.offset else position_ids
+        if self.weight is None:
+            return sinusoids(self.spec, rows).to(dtype)  # type: ignore[arg-type]
+        return F.embedding(rows, self.weight)
+
+    def where_not_given(self, attention_mask: Tensor | None, past: int, steps: int, device: torch.device) -> Tensor:
+        """The positions (1 or B, T) of tokens behind `past` others."""
+        if self.spec.counts == "tokens" or attention_mask is None:
+            return torch.arange(past, past + steps, device=device)[None]
+        mask = attention_mask.long()
+        # Padding has the row before the first one's, where there is one.
+        return (mask.cumsum(dim=1) * mask - 1)[:, past:].clamp(min=-min(self.spec.offset, 1))
 
 
 class Front(nn.Module):
@@ -63,7 +78,7 @@ class Front(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         x: Tensor = self.embedding(input_ids)
-        return x if self.positions is None else x + self.positions(position_ids)
+        return x if self.positions is None else x + self.positions(position_ids, x.dtype)
 
 
 class BlockModule(nn.Module):
@@ -124,10 +139,13 @@ class HeadModule(nn.Module):
     def __init__(self, spec: Head) -> None:
         super().__init__()
         self.spec = spec
-        self.weight = None if spec.tied else nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
+        width = spec.width or spec.hidden_size
+        self.projection = None if spec.width is None else Linear(spec.hidden_size, width, False)
+        self.weight = None if spec.tied else nn.Parameter(torch.empty(spec.vocab_size, width))
         self.bias = nn.Parameter(torch.empty(spec.vocab_size)) if spec.bias else None
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        x = x if self.projection is None else self.projection(x)
         logits = F.linear(x, embedding if self.weight is None else self.weight, self.bias)
         if self.spec.multiplier != 1:
             divided = self.spec.scaling == "divide"
@@ -157,7 +175,7 @@ class Decoder(nn.Module):
         self.embedding = EmbeddingModule(spec.embedding)
         self.positions = PositionsModule(spec.positions) if spec.positions is not None else None
         self.blocks = nn.ModuleList(BlockModule(block, attention) for block in spec.blocks)
-        self.final_norm = build_module(spec.final_norm)
+        self.final_norm = None if spec.final_norm is None else build_module(spec.final_norm)
         self.head = HeadModule(spec.head)
 
     def forward(
@@ -191,19 +209,21 @@ class Decoder(nn.Module):
                 f"attention_mask of shape {tuple(attention_mask.shape)}, expected {(batch, past + steps)}:"
                 " a column for every token, those in the cache included"
             )
-        if position_ids is None:
+        if position_ids is None and self.positions is not None:
+            position_ids = self.positions.where_not_given(attention_mask, past, steps, input_ids.device)
+        elif position_ids is None:
             position_ids = torch.arange(past, past + steps, device=input_ids.device)[None]
         x = self.embedding(input_ids)
         if self.positions is not None:
             length = self.positions.spec.length
             if past + steps > length and int(position_ids.max()) >= length:
                 raise UsageError(f"{past + steps} tokens do not fit the model's table of {length} positions")
-            x = x + self.positions(position_ids)
+            x = x + self.positions(position_ids, x.dtype)
         context = Context(batch, steps, past, cache is not None, position_ids, attention_mask, x.dtype)
         for layer, block in enumerate(self.blocks):
             x = block(x, context, None if cache is None else cache.layers[layer])
         if cache is not None:
             cache.length += steps
-        x = self.final_norm(x)
+        x = x if self.final_norm is None else self.final_norm(x)
         logits: Tensor = self.head(x[:, -1:] if last_only else x, self.embedding.weight)
         return logits

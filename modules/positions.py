@@ -20,6 +20,7 @@ from ..components import (
     LongRopeScaling,
     ProportionalScaling,
     Rotary,
+    SinusoidalPositions,
     YarnScaling,
 )
 from .registry import computes
@@ -44,7 +45,7 @@ def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> R
     angles = position_ids[..., None].to(wide) * inv_freq  # (B, T, dim/2)
     factor = getattr(rotary.scaling, "attention_factor", 1.0)
     cos, sin = ((table * factor)[:, None] for table in (angles.cos(), angles.sin()))
-    if rotary.rounding != "result":
+    if rotary.rounding in ("input", "tables"):
         cos, sin = cos.to(dtype), sin.to(dtype)
     if rotary.rounding == "tables":
         cos, sin = cos.to(wide), sin.to(wide)
@@ -136,6 +137,19 @@ class RotaryTurn:
     frequencies = staticmethod(inverse_frequencies)
 
 
+def sinusoids(spec: SinusoidalPositions, positions: Tensor) -> Tensor:
+    """Sines and cosines of positions (…) -> (…, size), in fp32 as transformers makes its tables."""
+    half, device = spec.size // 2, positions.device
+    if spec.ends == "both":  # as XGLM's
+        steps = torch.arange(half, dtype=torch.int64, device=device).float()
+        angles = positions.float()[..., None] * torch.exp(steps * -(math.log(10000) / (half - 1)))
+        return torch.cat((angles.sin(), angles.cos()), dim=-1)
+    # As CTRL's, every rate twice: torch's kernels round by where in a vector a number lies.
+    steps = torch.arange(spec.size, dtype=torch.int64, device=device).float()
+    angles = positions.float()[..., None] * (1 / torch.pow(10000, (2 * (steps // 2)) / spec.size))
+    return torch.cat((angles[..., 0::2].sin(), angles[..., 1::2].cos()), dim=-1)
+
+
 def alibi_slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
     """One slope a head (heads,), fp32: 2^(-8i/n) for a power of two n, and the odd ones of 2n for the rest.
 
@@ -160,6 +174,15 @@ def alibi_bias(alibi: ALiBi, heads: int, key_mask: Tensor, dtype: torch.dtype) -
     none to the softmax.
     """
     slopes = alibi_slopes(heads, key_mask.device)
+    if alibi.apart:  # as transformers' build_mpt_alibi_tensor
+        keys = key_mask.shape[-1]
+        whole = 2 ** math.ceil(math.log2(heads))
+        powers = torch.arange(1, whole + 1, device=key_mask.device).float() * (8 / whole)
+        slopes = 1.0 / torch.pow(2, powers)
+        slopes = slopes if whole == heads else torch.cat((slopes[1::2], slopes[::2]))[:heads]
+        back = torch.arange(1 - keys, 1, dtype=torch.int32, device=key_mask.device)
+        bias = (back * slopes[:, None])[None, :, None, :].expand(len(key_mask), -1, -1, -1)
+        return bias.to(torch.promote_types(dtype, torch.float32))
     if alibi.rounding == "bfloat16":
         slopes = slopes.bfloat16()
     positions = ((key_mask.cumsum(dim=-1) - 1) * key_mask)[:, None, :]  # (B, 1, S)

@@ -6,7 +6,6 @@ own, which every file states.
 
 from __future__ import annotations
 
-from ..base import Architecture
 from ..decoder import USUAL, Decoder, Field, Mixtures, after, with_defaults
 from .glm4_moe import GROUPED, LEAVES, ROUTER
 from .llama import BIAS, LLAMA_DROPPED
@@ -29,18 +28,13 @@ DECODER = Decoder(
     written=write_windows,
 )
 
-DOTS1 = Architecture(
-    name="dots1",
-    model_types=("dots1",),
-    hf_class="Dots1ForCausalLM",
-    hf_config="Dots1Config",
-    kinds=DECODER.kinds,
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
+DOTS1 = DECODER.architecture(
+    "dots1",
+    "Dots1ForCausalLM",
+    LEAVES,
+    released="2025-06",
     config_aliases={"n_routed_experts": ("num_local_experts",)},
     stated={"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
-    prefix="model.",
     dropped=LLAMA_DROPPED,
     stacked=STACKED,
     irrelevant=OF_ROUTERS,

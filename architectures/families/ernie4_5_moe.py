@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..base import Architecture, Stacked
+from ..base import Stacked
 from ..config import ConfigReader
 from ..decoder import Decoder, Field, Mixtures, none_or_more, with_defaults
 from ..layout import Layout
@@ -65,22 +65,17 @@ DECODER = Decoder(
     mixtures=Mixtures(sparse, written, expert={"fused": True, "up_bias": False, "down_bias": False}),
 )
 
-ERNIE4_5_MOE = Architecture(
-    name="ernie4_5_moe",
-    model_types=("ernie4_5_moe",),
-    hf_class="Ernie4_5_MoeForCausalLM",
-    hf_config="Ernie4_5_MoeConfig",
-    kinds=DECODER.kinds,
-    token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=mixed_leaves(
+ERNIE4_5_MOE = DECODER.architecture(
+    "ernie4_5_moe",
+    "Ernie4_5_MoeForCausalLM",
+    mixed_leaves(
         {**ROUTED, **shared("shared_experts")},
         choice=T + "mlp.moe_statics.e_score_correction_bias",
         layout=Layout("one experts", "(one experts)"),
     ),
+    released="2025-06",
+    token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     config_aliases={"moe_num_experts": ("num_experts",), "moe_k": ("num_experts_per_tok",)},
-    prefix="model.",
     dropped=LLAMA_DROPPED,
     stacked=(
         *STACKED,

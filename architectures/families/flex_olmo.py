@@ -5,7 +5,6 @@ Source: transformers models/flex_olmo/{configuration,modeling}_flex_olmo.py.
 
 from __future__ import annotations
 
-from ..base import Architecture
 from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
 from ..rope import RotaryKind
 from .llama import BIAS, LLAMA_DROPPED
@@ -27,18 +26,13 @@ DECODER = Decoder(
     mixtures=Mixtures(),
 )
 
-FLEX_OLMO = Architecture(
-    name="flex_olmo",
-    model_types=("flex_olmo",),
-    hf_class="FlexOlmoForCausalLM",
-    hf_config="FlexOlmoConfig",
-    kinds=DECODER.kinds,
+FLEX_OLMO = DECODER.architecture(
+    "flex_olmo",
+    "FlexOlmoForCausalLM",
+    mixed_leaves(ROUTED, LEAVES),
+    released="2025-07",
     token_ids={"eos_token_id": 100257, "pad_token_id": 100277},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=mixed_leaves(ROUTED, LEAVES),
     config_aliases={"num_experts": ("num_local_experts",)},
-    prefix="model.",
     dropped=LLAMA_DROPPED,
     stacked=STACKED,
     irrelevant=OF_ROUTERS,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..base import Architecture
 from ..decoder import USUAL, Decoder, Field, Fields, Mixtures, after, with_defaults
 from ..rope import PART, RotaryKind
 from .llama import LLAMA_DROPPED, T
@@ -58,18 +57,13 @@ DECODER = Decoder(
 )
 LEAVES = mixed_leaves({**ROUTED, **shared("shared_experts")}, choice=CORRECTION)
 
-GLM4_MOE = Architecture(
-    name="glm4_moe",
-    model_types=("glm4_moe",),
-    hf_class="Glm4MoeForCausalLM",
-    hf_config="Glm4MoeConfig",
-    kinds=DECODER.kinds,
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
+GLM4_MOE = DECODER.architecture(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    LEAVES,
+    released="2025-07",
     config_aliases={"n_routed_experts": ("num_local_experts",)},
     stated={"head_dim": 128},
-    prefix="model.",
     dropped=LLAMA_DROPPED,
     stacked=STACKED,
     irrelevant={

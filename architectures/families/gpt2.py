@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al. 2019). Source: transformers models/gpt2/{configuration,modeling}_gpt2.py.
 
 Linears are Conv1D: weights lie [in, out], and c_attn holds q, k and v side by side along the output. GPT-3's sizes
-in the presets use this architecture with its dense attention.
+in the presets use this architecture with its dense attention; GPT-SW3 (2305.12987) is it under another name.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ GPT2 = DECODER.architecture(
         *leaves_of({"transformer.ln_f": "final_norm", "lm_head": "head"}),
     ),
     released="2019-02",
+    model_types=("gpt2", "gpt-sw3"),
     hf_config="GPT2Config",
     token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
     config_aliases={

@@ -7,7 +7,7 @@ and up in turns. The released files have experts in MXFP4, which is to be undone
 
 from __future__ import annotations
 
-from ..base import Architecture, Leaf, by_name, leaves_of
+from ..base import Leaf, by_name, leaves_of
 from ..decoder import USUAL, Decoder, Field, Mixtures, sliding, with_defaults, write_sliding
 from ..layout import Layout
 from ..rope import RotaryKind
@@ -90,17 +90,12 @@ LEAVES = by_name(
     )
 )
 
-GPT_OSS = Architecture(
-    name="gpt_oss",
-    model_types=("gpt_oss",),
-    hf_class="GptOssForCausalLM",
-    hf_config="GptOssConfig",
-    kinds=DECODER.kinds,
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
+GPT_OSS = DECODER.architecture(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    LEAVES,
+    released="2025-08",
     config_aliases={"num_local_experts": ("num_experts",)},
-    prefix="model.",
     dropped=LLAMA_DROPPED,
     irrelevant={
         **OF_ROUTERS,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..base import Architecture, Leaf, Stacked, leaves_of
+from ..base import Leaf, Stacked, leaves_of
 from ..decoder import Decoder, Field, Mixtures
 from ..layout import Layout
 from . import granite
@@ -42,17 +42,12 @@ STACKED = (
     Stacked(MOE + "router.weight", (ROUTER,)),
 )
 
-GRANITEMOE = Architecture(
-    name="granitemoe",
-    model_types=("granitemoe",),
-    hf_class="GraniteMoeForCausalLM",
-    hf_config="GraniteMoeConfig",
-    kinds=DECODER.kinds,
+GRANITEMOE = DECODER.architecture(
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    LEAVES,
+    released="2024-10",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
-    prefix="model.",
     dropped=LLAMA_DROPPED,
     stacked=STACKED,
     irrelevant=OF_ROUTERS,

@@ -5,7 +5,7 @@ Source: transformers models/granitemoeshared/{configuration,modeling}_granitemoe
 
 from __future__ import annotations
 
-from ..base import Architecture, Leaf
+from ..base import Leaf
 from ..decoder import Decoder, Field, Mixtures, none_or_more
 from ..layout import Layout
 from . import granitemoe
@@ -20,16 +20,10 @@ DECODER = Decoder(
 )
 SHARED = B + "feed_forward.shared."
 
-GRANITEMOESHARED = Architecture(
-    name="granitemoeshared",
-    model_types=("granitemoeshared",),
-    hf_class="GraniteMoeSharedForCausalLM",
-    hf_config="GraniteMoeSharedConfig",
-    kinds=DECODER.kinds,
-    token_ids=granitemoe.GRANITEMOE.token_ids,
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=(
+GRANITEMOESHARED = DECODER.architecture(
+    "granitemoeshared",
+    "GraniteMoeSharedForCausalLM",
+    (
         *LEAVES,
         Leaf(
             T + "shared_mlp.input_linear.weight",
@@ -38,7 +32,8 @@ GRANITEMOESHARED = Architecture(
         ),
         Leaf(T + "shared_mlp.output_linear.weight", SHARED + "down_proj.weight"),
     ),
-    prefix="model.",
+    released="2025-02",
+    token_ids=granitemoe.GRANITEMOE.token_ids,
     dropped=LLAMA_DROPPED,
     stacked=STACKED,
     irrelevant=OF_ROUTERS,

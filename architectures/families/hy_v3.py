@@ -7,7 +7,6 @@ fp32 and rounded once, as every sum of two numbers is.
 
 from __future__ import annotations
 
-from ..base import Architecture
 from ..decoder import USUAL, Decoder, Field, Mixtures, by_type, with_defaults
 from ..rope import RotaryKind
 from .glm4_moe import ROUTER
@@ -49,17 +48,12 @@ DECODER = Decoder(
     mixtures=Mixtures(**by_type(lambda _: 1), expert={"fused": True, "up_bias": False, "down_bias": False}),
 )
 
-HY_V3 = Architecture(
-    name="hy_v3",
-    model_types=("hy_v3",),
-    hf_class="HYV3ForCausalLM",
-    hf_config="HYV3Config",
-    kinds=DECODER.kinds,
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=mixed_leaves(MODULES, choice=T + "mlp.expert_bias"),
+HY_V3 = DECODER.architecture(
+    "hy_v3",
+    "HYV3ForCausalLM",
+    mixed_leaves(MODULES, choice=T + "mlp.expert_bias"),
+    released="2026-03",
     config_aliases={"num_experts": ("num_local_experts",)},
-    prefix="model.",
     dropped=LLAMA_DROPPED,
     stacked=STACKED,
     irrelevant={**OF_ROUTERS, "enable_moe_fp32_combine": "a sum of two numbers rounds the same either way"},

@@ -6,7 +6,7 @@ Source: transformers models/minimax_m2/{configuration,modeling}_minimax_m2.py. I
 
 from __future__ import annotations
 
-from ..base import Architecture, Leaf, Stacked, leaves_of
+from ..base import Leaf, Stacked, leaves_of
 from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
 from ..rope import PART, RotaryKind
 from . import mixtral
@@ -38,18 +38,13 @@ DECODER = Decoder(
 CORRECTION = MOE + "e_score_correction_bias"
 NORMS = {name: ours for name, ours in ATTENTION.items() if "_norm" in name}
 
-MINIMAX_M2 = Architecture(
-    name="minimax_m2",
-    model_types=("minimax_m2",),
-    hf_class="MiniMaxM2ForCausalLM",
-    hf_config="MiniMaxM2Config",
-    kinds=DECODER.kinds,
+MINIMAX_M2 = DECODER.architecture(
+    "minimax_m2",
+    "MiniMaxM2ForCausalLM",
+    (*mixtral.LEAVES, *leaves_of(NORMS), Leaf(CORRECTION, B + "feed_forward.choice.bias")),
+    released="2025-10",
     token_ids={"bos_token_id": 200034, "eos_token_id": 200020},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=(*mixtral.LEAVES, *leaves_of(NORMS), Leaf(CORRECTION, B + "feed_forward.choice.bias")),
     config_aliases={"num_local_experts": ("num_experts",)},
-    prefix="model.",
     dropped=LLAMA_DROPPED,
     stacked=(*mixtral.STACKED, Stacked(T + "mlp.e_score_correction_bias", (CORRECTION,))),
     irrelevant={

@@ -7,7 +7,7 @@ one parameter, and the same files are written (conversion_mapping.py). An absent
 
 from __future__ import annotations
 
-from ..base import Architecture, Leaf, Stacked
+from ..base import Leaf, Stacked
 from ..decoder import Decoder, Field, Mixtures, with_defaults
 from ..rope import RotaryKind
 from . import mistral
@@ -47,19 +47,13 @@ STACKED = (
     Stacked(T + "mlp.experts.down_proj", (EXPERT + "w2.weight",)),
 )
 
-MIXTRAL = Architecture(
-    name="mixtral",
+MIXTRAL = DECODER.architecture(
+    "mixtral",
+    "MixtralForCausalLM",
+    LEAVES,
     released="2023-12",
-    model_types=("mixtral",),
-    hf_class="MixtralForCausalLM",
-    hf_config="MixtralConfig",
-    kinds=DECODER.kinds,
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
     config_aliases={"num_local_experts": ("num_experts",)},
-    prefix="model.",
     dropped=LLAMA_DROPPED,
     stacked=STACKED,
     irrelevant={

@@ -6,7 +6,6 @@ norms.
 
 from __future__ import annotations
 
-from ..base import Architecture
 from ..config import ConfigReader
 from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
 from .llama import BIAS, LLAMA_DROPPED
@@ -35,18 +34,13 @@ DECODER = Decoder(
     mixtures=Mixtures(),
 )
 
-OLMOE = Architecture(
-    name="olmoe",
-    model_types=("olmoe",),
-    hf_class="OlmoeForCausalLM",
-    hf_config="OlmoeConfig",
-    kinds=DECODER.kinds,
+OLMOE = DECODER.architecture(
+    "olmoe",
+    "OlmoeForCausalLM",
+    mixed_leaves(ROUTED),
+    released="2024-09",
     token_ids={"eos_token_id": 50279, "pad_token_id": 1},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=mixed_leaves(ROUTED),
     config_aliases={"num_experts": ("num_local_experts",)},
-    prefix="model.",
     dropped=LLAMA_DROPPED,
     stacked=STACKED,
     irrelevant=OF_ROUTERS,

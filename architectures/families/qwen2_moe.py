@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...components import ModelSpec
-from ..base import Architecture, Leaf, Stacked, by_name, leaves_of
+from ..base import Leaf, Stacked, by_name, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Field, Mixtures, with_defaults
 from ..layout import IDENTITY, Layout
@@ -103,18 +103,11 @@ DECODER = Decoder(
     written=write_windows,
 )
 
-QWEN2_MOE = Architecture(
-    name="qwen2_moe",
-    model_types=("qwen2_moe",),
-    hf_class="Qwen2MoeForCausalLM",
-    hf_config="Qwen2MoeConfig",
-    kinds=DECODER.kinds,
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=mixed_leaves(
-        {**ROUTED, **shared("shared_expert"), T + "mlp.shared_expert_gate": B + "feed_forward.shared_gate"}
-    ),
-    prefix="model.",
+QWEN2_MOE = DECODER.architecture(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    mixed_leaves({**ROUTED, **shared("shared_expert"), T + "mlp.shared_expert_gate": B + "feed_forward.shared_gate"}),
+    released="2024-03",
     dropped=LLAMA_DROPPED,
     stacked=STACKED,
     irrelevant=OF_ROUTERS,

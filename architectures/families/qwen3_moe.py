@@ -5,7 +5,6 @@ Source: transformers models/qwen3_moe/{configuration,modeling}_qwen3_moe.py.
 
 from __future__ import annotations
 
-from ..base import Architecture
 from ..config import ConfigReader
 from ..decoder import Decoder, Field, Mixtures, with_defaults
 from . import qwen2_moe
@@ -35,17 +34,12 @@ DECODER = Decoder(
     written=lambda spec: {"use_sliding_window": spec.blocks[0].attention.window is not None},
 )
 
-QWEN3_MOE = Architecture(
-    name="qwen3_moe",
-    model_types=("qwen3_moe",),
-    hf_class="Qwen3MoeForCausalLM",
-    hf_config="Qwen3MoeConfig",
-    kinds=DECODER.kinds,
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=mixed_leaves(ROUTED),
+QWEN3_MOE = DECODER.architecture(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    mixed_leaves(ROUTED),
+    released="2025-04",
     config_aliases={"num_experts": ("num_local_experts",)},
-    prefix="model.",
     dropped=LLAMA_DROPPED,
     stacked=STACKED,
     irrelevant={**OF_ROUTERS, "max_window_layers": "not read by transformers: all layers have the window, or none"},

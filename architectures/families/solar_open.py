@@ -5,7 +5,6 @@ Source: transformers models/solar_open/{configuration,modeling}_solar_open.py.
 
 from __future__ import annotations
 
-from ..base import Architecture
 from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
 from ..rope import RotaryKind
 from .glm4_moe import GROUPED, LEAVES, ROUTER
@@ -37,17 +36,12 @@ DECODER = Decoder(
     mixtures=Mixtures(),
 )
 
-SOLAR_OPEN = Architecture(
-    name="solar_open",
-    model_types=("solar_open",),
-    hf_class="SolarOpenForCausalLM",
-    hf_config="SolarOpenConfig",
-    kinds=DECODER.kinds,
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
+SOLAR_OPEN = DECODER.architecture(
+    "solar_open",
+    "SolarOpenForCausalLM",
+    LEAVES,
+    released="2025-12",
     config_aliases={"n_routed_experts": ("num_local_experts",)},
-    prefix="model.",
     dropped=LLAMA_DROPPED,
     stacked=STACKED,
     irrelevant={**OF_ROUTERS, "intermediate_size": "of dense layers, of which it has none"},

@@ -237,7 +237,7 @@ def _weights(
         bias = bias if readers is None else bias[:, list(readers)]
         biased = scores + (bias * spec.scale if position.scaled else bias)
     biased = capped(biased, spec.cap)
-    mask = context.additive_mask(spec.window)
+    mask = context.additive_mask(spec.window, spec.window)
     return scores, torch.softmax(biased if mask is None else biased + mask, dim=-1)
 
 

@@ -20,19 +20,28 @@ COMPARED = {
     (name, "head_dim"): "heads share out the width, and another value is refused" for name in ("falcon", *SQUARE)
 }
 COMPARED |= {("helium", name): "beside a head_dim" for name in ("hidden_size", "num_attention_heads")}
+COMPARED |= {
+    ("gpt_bigcode", "num_key_value_heads"): "multi_query says it",
+    **dict.fromkeys(
+        [("gpt_neo", name) for name in ("attention_layers", "num_layers", "num_hidden_layers")],
+        "attention_types says it",
+    ),
+}
 """Fields that are read to be compared with what others say."""
 
 
 def others(name: str, config: dict[str, Any]) -> Iterator[Any]:
     """Values that a field may have instead."""
     value = config.get(name)
-    layers = config.get("num_hidden_layers", config.get("n_layer", 1))
+    layers = config.get("num_hidden_layers", config.get("n_layer", config.get("num_layers", 1)))
     if isinstance(value, dict):
         yield from ({**value, key: other} for key in value for other in (0.25, 3.0, "linear", "default"))
     if isinstance(value, list):
         yield from ([each] * layers for each in (0, 1))
     if name == "layer_types":
         yield from ([kind] * layers for kind in TYPES)
+    if name == "attention_types":
+        yield from ([[[kind], layers]] for kind in ("global", "local"))
     if name.startswith("rope_"):
         yield {"rope_type": "linear", "factor": 3.0}
         yield {kind: {"rope_type": "linear", "factor": 3.0} for kind in TYPES}

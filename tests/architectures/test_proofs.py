@@ -138,11 +138,14 @@ def test_names_and_shapes_are_transformers_own(variant):
     names_and_shapes_agree(ARCHITECTURES[variant.family], variant.config, hf_shapes(hf_config(variant.config), None))
 
 
-NO_HEAD_DIM = ("ministral", "hunyuan_v1_dense")
-"""Families with whose default head_dim, which is none, transformers computes."""
+NOT_BUILT = {
+    "ministral": "transformers computes with its default head_dim, which is none",
+    "hunyuan_v1_dense": "transformers computes with its default head_dim, which is none",
+    "nemotron": "of its own default, num_key_value_heads null, transformers builds no model",
+}
 
 
-@pytest.mark.parametrize("family", [each for each in ARCHITECTURES if each not in NO_HEAD_DIM])
+@pytest.mark.parametrize("family", [each for each in ARCHITECTURES if each not in NOT_BUILT])
 def test_the_default_config_counts_what_transformers_counts(family):
     """The full-size defaults, where head_dim, biases and groups are the real ones."""
     architecture = ARCHITECTURES[family]
@@ -259,11 +262,17 @@ def test_config_round_trip(variant):
     assert architecture.spec(json.loads(json.dumps(config))) == spec
 
 
+def with_padding(config, variant):
+    """transformers refuses a padding token past the vocabulary, and families whose default is one have tiny configs
+    that say another."""
+    return {**config, **{name: variant.config[name] for name in ("pad_token_id",) if name in variant.config}}
+
+
 @variants
 def test_transformers_reads_the_config_that_is_written(variant):
     """Old forms included: what is written is today's form, and the model transformers builds from it is the same."""
     architecture, spec = ARCHITECTURES[variant.family], spec_of(variant.config)
-    written = hf_config(architecture.config_for(spec))
+    written = hf_config(with_padding(architecture.config_for(spec), variant))
     tied = architecture.head if spec.head.tied else None
     assert hf_shapes(written, tied) == hf_shapes(hf_config(variant.config), tied)
     saved = json.loads(written.to_json_string(use_diff=False))
@@ -276,7 +285,7 @@ def test_the_config_that_is_written_computes_the_same(variant):
     architecture, spec = ARCHITECTURES[variant.family], spec_of(variant.config)
     attention = attention_paths(variant)[0]
     before = randomised_reference(variant.config, torch.float32, attention)
-    after = randomised_reference(architecture.config_for(spec), torch.float32, attention)
+    after = randomised_reference(with_padding(architecture.config_for(spec), variant), torch.float32, attention)
     after.load_state_dict(before.state_dict())
     ids = next(probes(200, 1, (), VOCAB)).input_ids
     with torch.inference_mode():

@@ -76,9 +76,97 @@ LONG_ROPE = {
 
 NEOX = {**LLAMA, "model_type": "gpt_neox", "num_attention_heads": 3}
 SMOLLM3 = {**LLAMA, **GROUPED, "model_type": "smollm3", "pad_token_id": 0}
+GPTJ = {**GPT2, "model_type": "gptj", "rotary_dim": 6}
+GPT_NEO = {
+    "model_type": "gpt_neo",
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "hidden_size": 48,
+    "num_layers": 4,
+    "num_heads": 4,
+    "attention_types": [[["global", "local"], 2]],
+    "window_size": 16,
+}
+GPT_BIGCODE = {**GPT2, "model_type": "gpt_bigcode", "n_layer": 2, "n_head": 6}
+PERSIMMON = {**LLAMA, "model_type": "persimmon", "num_attention_heads": 3}
+NEMOTRON = {**LLAMA, **GROUPED, "model_type": "nemotron"}
+PHI3 = {**LLAMA, **GROUPED, "model_type": "phi3", "max_position_embeddings": 160, "pad_token_id": 0}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
+    "gpt2-sw3": {**GPT2, "model_type": "gpt-sw3", "n_layer": 2},
+    "gptj": GPTJ,
+    "gptj-tied": {
+        **GPTJ,
+        "n_head": 3,
+        "rotary_dim": 16,
+        "tie_word_embeddings": True,
+        "n_inner": 100,
+        "activation_function": "relu",
+        "layer_norm_epsilon": 1e-4,
+    },
+    "codegen": {**GPTJ, "model_type": "codegen"},
+    "codegen-narrow": {**GPTJ, "model_type": "codegen", "n_head": 8, "rotary_dim": 4, "n_inner": 100},
+    "gpt_neo": GPT_NEO,
+    "gpt_neo-local-first": {
+        **GPT_NEO,
+        "num_layers": 3,
+        "attention_types": [[["local"], 1], [["global"], 2]],
+        "attention_layers": ["local", "global", "global"],
+        "intermediate_size": 100,
+        "num_heads": 3,
+        "activation_function": "relu",
+        "tie_word_embeddings": False,
+    },
+    "gpt_bigcode": GPT_BIGCODE,
+    "gpt_bigcode-mha": {
+        **GPT_BIGCODE,
+        "multi_query": False,
+        "n_inner": 100,
+        "scale_attn_weights": False,
+        "n_head": 3,
+        "activation_function": "gelu",
+    },
+    "gpt_bigcode-untied": {**GPT_BIGCODE, "n_head": 8, "tie_word_embeddings": False},
+    "persimmon": PERSIMMON,
+    "persimmon-no-head-norms": {
+        **PERSIMMON,
+        "qk_layernorm": False,
+        "partial_rotary_factor": 0.25,
+        "tie_word_embeddings": True,
+        "hidden_act": "gelu",
+    },
+    "nemotron": NEMOTRON,
+    "nemotron-biased": {
+        **NEMOTRON,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "head_dim": 12,
+        "num_key_value_heads": 6,
+        "tie_word_embeddings": True,
+        "partial_rotary_factor": 1.0,
+    },
+    "phi3": {**PHI3, "sliding_window": 16},
+    "phi3-mha": {**PHI3, "num_attention_heads": 4, "num_key_value_heads": None, "tie_word_embeddings": True},
+    "phi3-long": {
+        **PHI3,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "original_max_position_embeddings": 20,
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": {
+            "type": "yarn",
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.0, 2.0, 3.0, 4.0],
+            "factor": 2.0,
+        },
+    },
+    "phi3-v5": {
+        **PHI3,
+        "tie_word_embeddings": True,
+        "rope_parameters": {**LONG_ROPE, "rope_theta": 5e4, "factor": 3.0, "attention_factor": 1.3},
+        "original_max_position_embeddings": 40,
+    },
     "gpt2-by-layer": {
         **GPT2,
         "n_embd": 40,
@@ -913,6 +1001,9 @@ def randomised_reference(
     ).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
+        for module in model.modules():  # GPT-J's tables are made in fp32 where a checkpoint is read, here in its dtype
+            if module._non_persistent_buffers_set:
+                model._init_weights(module)
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim == 1:

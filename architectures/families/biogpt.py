@@ -1,0 +1,95 @@
+"""BioGPT (Luo et al. 2210.10341): GPT-2 with linears as they are, a scaled embedding, and a table of positions that
+begins with its third row.
+
+Source: transformers models/biogpt/{configuration,modeling}_biogpt.py, which reads no eps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from ...components import FeedForward, LayerNorm
+from ..base import leaves_of
+from ..config import ConfigReader
+from ..decoder import Decoder, Field
+
+
+def root_of(hidden: str, usual: int) -> Callable[[ConfigReader, str, bool], float]:
+    """What the embedding is multiplied by: the root of its width, of that field and default, where a field says so."""
+
+    def read(config: ConfigReader, name: str, default: bool) -> float:
+        return math.sqrt(config.integer(hidden, usual)) if config.boolean(name, default) else 1.0
+
+    return read
+
+
+def is_scaled(multiplier: float) -> bool:
+    """Whether the embedding is scaled at all."""
+    return multiplier != 1
+
+
+DECODER = Decoder(
+    {
+        "vocab_size": Field("vocab", 42384),
+        "hidden_size": Field("hidden", 1024),
+        "num_hidden_layers": Field("layers", 24),
+        "num_attention_heads": Field("heads", 16),
+        "intermediate_size": Field("intermediate", 4096),
+        "hidden_act": Field("activation", "gelu"),
+        "max_position_embeddings": Field("context", 1024),
+        "scale_embedding": Field("embedding.multiplier", True, root_of("hidden_size", 1024), is_scaled),
+        "tie_word_embeddings": Field("tied", True),
+    },
+    norm=LayerNorm,
+    inner=FeedForward,
+    fixed={
+        "eps": 1e-5,
+        "attention.qkv_bias": True,
+        "attention.output_bias": True,
+        "feed_forward.up_bias": True,
+        "feed_forward.down_bias": True,
+        "positions.offset": 2,
+    },
+    rotary=None,
+    learned=True,
+)
+
+
+def fairseq(top: str) -> dict[str, str]:
+    """The modules of a layer in models that come from fairseq, below `top`."""
+    b, t = "blocks.{layer}.", top + "layers.{layer}."
+    return {
+        **{f"{t}self_attn.{name}_proj": f"{b}attention.{name}_proj" for name in ("k", "v", "q")},
+        t + "self_attn.out_proj": b + "attention.o_proj",
+        t + "self_attn_layer_norm": b + "attention_norm",
+        t + "fc1": b + "feed_forward.up_proj",
+        t + "fc2": b + "feed_forward.down_proj",
+        t + "final_layer_norm": b + "feed_forward_norm",
+    }
+
+
+BIOGPT = DECODER.architecture(
+    "biogpt",
+    "BioGptForCausalLM",
+    leaves_of(
+        {
+            "biogpt.embed_tokens": "embedding",
+            "biogpt.embed_positions": "positions",
+            **fairseq("biogpt."),
+            "biogpt.layer_norm": "final_norm",
+            "output_projection": "head",
+        }
+    ),
+    released="2022-10",
+    token_ids={"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
+    prefix="biogpt.",
+    head="output_projection.weight",
+    irrelevant={
+        "activation_dropout": "training only",
+        "attention_probs_dropout_prob": "training only",
+        "hidden_dropout_prob": "training only",
+        "layer_norm_eps": "not read by transformers",
+        "layerdrop": "training only",
+    },
+)

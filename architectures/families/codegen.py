@@ -1,0 +1,64 @@
+"""CodeGen (Nijkamp et al. 2203.13474): GPT-J's blocks with q, v and k in one tensor, which lies as it did on four cores:
+each has its quarter of the queries, of the values and of the keys.
+
+Source: transformers models/codegen/{configuration,modeling}_codegen.py, which has no sdpa path. Queries stay in fp32
+when they have turned, keys are rounded by the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...components import ModelSpec
+from ...errors import CannotExpress
+from ..base import Architecture, Leaf, leaves_of
+from ..config import ConfigReader
+from ..layout import Layout
+from .gptj import ALIASES, DECODER, EMBEDDING, GPTJ_DROPPED, GPTJ_IRRELEVANT, KINDS, REST, B, T, turning
+
+CORES = 4
+QUARTERS = Layout("(4 part heads/4 head_dim) hidden", "(4 part heads/4 head_dim) hidden", "part", ("1", "1", "1"))
+
+CODEGEN_DECODER = replace(DECODER, fixed={**DECODER.fixed, "attention.fused": True}, layers=turning("keys"))
+
+
+def read(config: ConfigReader) -> ModelSpec:
+    """config.json -> tree."""
+    heads = config.integer("n_head", 16)
+    if heads % CORES:
+        raise config.fail("n_head", heads, f"a multiple of {CORES}")
+    return CODEGEN_DECODER.read(config)
+
+
+def write(spec: ModelSpec) -> dict[str, object]:
+    """Tree -> the config.json fields that describe it."""
+    heads = spec.blocks[0].attention.heads
+    if heads % CORES:
+        raise CannotExpress(f"codegen's q, k and v lie on {CORES} cores, between which {heads} heads are not to divide")
+    return CODEGEN_DECODER.write(spec)
+
+
+CODEGEN = Architecture(
+    name="codegen",
+    released="2022-03",
+    model_types=("codegen",),
+    hf_class="CodeGenForCausalLM",
+    hf_config="CodeGenConfig",
+    kinds=KINDS,
+    token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
+    read=read,
+    write=write,
+    config_aliases=ALIASES,
+    prefix="transformer.",
+    leaves=(
+        *leaves_of(EMBEDDING),
+        Leaf(
+            T + "attn.qkv_proj.weight", tuple(f"{B}attention.{name}_proj.weight" for name in ("q", "v", "k")), QUARTERS
+        ),
+        *leaves_of(REST),
+    ),
+    dropped=GPTJ_DROPPED,
+    irrelevant=GPTJ_IRRELEVANT,
+    reference=lambda _: ("eager",),
+    reference_quirk="transformers has no sdpa path for codegen",
+)

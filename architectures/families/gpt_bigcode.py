@@ -1,0 +1,113 @@
+"""GPT-BigCode (SantaCoder 2301.03988, StarCoder 2305.06161): GPT-2 with linears as they are, and one head of keys and
+values for all queries.
+
+Source: transformers models/gpt_bigcode/{configuration,modeling}_gpt_bigcode.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...components import Attention, FeedForward, LayerNorm, ModelSpec
+from ..base import Leaf, leaves_of, qkv
+from ..config import ConfigReader
+from ..decoder import Decoder, Field
+from ..obstacles import of_kind
+from .bloom import GROUPED_BIAS, GROUPED_WEIGHT
+
+
+def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+    """The heads of keys and values, and the factor of scores."""
+    heads = config.integer("n_head", 12)
+    kv_heads = 1 if config.boolean("multi_query", True) else heads
+    if config.raw("num_key_value_heads", kv_heads) != kv_heads:
+        raise config.fail("num_key_value_heads", config.raw("num_key_value_heads"), f"{kv_heads}, as multi_query says")
+    scale = head_dim**-0.5 if config.boolean("scale_attn_weights", True) else 1.0
+    return [{"kv_heads": kv_heads, "scale": scale}] * count
+
+
+def written(spec: ModelSpec) -> dict[str, Any]:
+    """The config fields of what `layers` reads."""
+    first = of_kind(spec.blocks[0].attention, Attention)
+    return {"multi_query": first.kv_heads == 1, "scale_attn_weights": first.scale != 1.0 or first.head_dim == 1}
+
+
+DECODER = Decoder(
+    {
+        "vocab_size": Field("vocab", 50257),
+        "n_positions": Field("context", 1024),
+        "n_embd": Field("hidden", 768),
+        "n_layer": Field("layers", 12),
+        "n_head": Field("heads", 12),
+        "n_inner": Field("intermediate"),
+        "activation_function": Field("activation", "gelu_pytorch_tanh"),
+        "layer_norm_epsilon": Field("eps", 1e-5),
+        "tie_word_embeddings": Field("tied", True),
+    },
+    norm=LayerNorm,
+    inner=FeedForward,
+    fixed={
+        "attention.qkv_bias": True,
+        "attention.output_bias": True,
+        "attention.fused": True,
+        "feed_forward.up_bias": True,
+        "feed_forward.down_bias": True,
+    },
+    rotary=None,
+    learned=True,
+    layers=layers,
+    written=written,
+)
+
+B, T = "blocks.{layer}.", "transformer.h.{layer}."
+
+GPT_BIGCODE = DECODER.architecture(
+    "gpt_bigcode",
+    "GPTBigCodeForCausalLM",
+    (
+        *leaves_of({"transformer.wte": "embedding", "transformer.wpe": "positions", T + "ln_1": B + "attention_norm"}),
+        Leaf(T + "attn.c_attn.weight", qkv("weight"), GROUPED_WEIGHT),
+        Leaf(T + "attn.c_attn.bias", qkv("bias"), GROUPED_BIAS),
+        *leaves_of(
+            {
+                T + "attn.c_proj": B + "attention.o_proj",
+                T + "ln_2": B + "feed_forward_norm",
+                T + "mlp.c_fc": B + "feed_forward.up_proj",
+                T + "mlp.c_proj": B + "feed_forward.down_proj",
+                "transformer.ln_f": "final_norm",
+                "lm_head": "head",
+            }
+        ),
+    ),
+    released="2022-12",
+    token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
+    config_aliases={
+        "n_embd": ("hidden_size",),
+        "n_head": ("num_attention_heads",),
+        "n_layer": ("num_hidden_layers",),
+        "n_positions": ("max_position_embeddings",),
+    },
+    prefix="transformer.",
+    dropped=(T + "attn.bias", T + "attn.masked_bias", "transformer.bias"),
+    irrelevant={
+        "attention_softmax_in_fp32": "transformers always does",
+        "attn_pdrop": "training only",
+        "embd_pdrop": "training only",
+        "inference_runner": "not read by transformers",
+        "max_batch_size": "not read by transformers",
+        "max_sequence_length": "not read by transformers",
+        "n_ctx": "an old copy of n_positions",
+        "pad_key_length": "not read by transformers",
+        "pre_allocate_kv_cache": "not read by transformers",
+        "resid_pdrop": "training only",
+        "scale_attention_softmax_in_fp32": "transformers always does",
+        "summary_activation": "heads other than the language model's",
+        "summary_first_dropout": "heads other than the language model's",
+        "summary_proj_to_labels": "heads other than the language model's",
+        "summary_type": "heads other than the language model's",
+        "summary_use_proj": "heads other than the language model's",
+        "task_specific_params": "generation",
+        "validate_runner_input": "not read by transformers",
+    },
+)

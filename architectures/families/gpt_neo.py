@@ -1,0 +1,118 @@
+"""GPT-Neo (EleutherAI 2021): GPT-2 with linears as they are, a window in every second layer, and scores that nothing
+scales.
+
+Source: transformers models/gpt_neo/{configuration,modeling}_gpt_neo.py, which has no sdpa path: scores are made in
+fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...components import FeedForward, LayerNorm, ModelSpec
+from ..base import leaves_of
+from ..config import ConfigReader
+from ..decoder import Decoder, Field
+
+GLOBAL, LOCAL = "global", "local"
+
+
+def windows(config: ConfigReader, count: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
+    """Of the layers that are local."""
+    groups = config.raw("attention_types")
+    found: list[Any] = []
+    for group in [[[GLOBAL, LOCAL], 12]] if groups is None else groups if isinstance(groups, list) else [groups]:
+        if (
+            not isinstance(group, list)
+            or len(group) != 2
+            or not isinstance(group[0], list)
+            or type(group[1]) is not int
+        ):
+            raise config.fail("attention_types", groups, 'a list of pairs, as [[["global", "local"], 12]]')
+        found += group[0] * min(group[1], count)
+    if len(found) != count or any(kind not in (GLOBAL, LOCAL) for kind in found):
+        raise config.fail("attention_types", groups, f"{count} layers (num_layers), each {GLOBAL} or {LOCAL}")
+    if config.raw("attention_layers", found) != found:
+        raise config.fail("attention_layers", config.raw("attention_layers"), "what attention_types says")
+    width = config.integer("window_size", 256)
+    return [{"window": width if kind == LOCAL else None} for kind in found]
+
+
+def written(spec: ModelSpec) -> dict[str, Any]:
+    """The config fields of the windows."""
+    found = [block.attention.window for block in spec.blocks]
+    kinds = [GLOBAL if window is None else LOCAL for window in found]
+    pairs, last = divmod(len(kinds), 2)
+    alternate = not last and kinds == [GLOBAL, LOCAL] * pairs
+    return {
+        "attention_types": [[[GLOBAL, LOCAL], pairs]] if alternate else [[kinds, 1]],
+        "window_size": next((window for window in found if window is not None), 256),
+    }
+
+
+DECODER = Decoder(
+    {
+        "vocab_size": Field("vocab", 50257),
+        "max_position_embeddings": Field("context", 2048),
+        "hidden_size": Field("hidden", 2048),
+        "num_layers": Field("layers", 24),
+        "num_heads": Field("heads", 16),
+        "intermediate_size": Field("intermediate"),
+        "activation_function": Field("activation", "gelu_new"),
+        "layer_norm_epsilon": Field("eps", 1e-5),
+        "tie_word_embeddings": Field("tied", True),
+    },
+    norm=LayerNorm,
+    inner=FeedForward,
+    fixed={
+        "attention.scale": 1.0,
+        "attention.kept": "all",
+        "attention.scores": "float32, then scaled",
+        "attention.output_bias": True,
+        "feed_forward.up_bias": True,
+        "feed_forward.down_bias": True,
+    },
+    rotary=None,
+    learned=True,
+    layers=windows,
+    written=written,
+)
+
+B, T = "blocks.{layer}.", "transformer.h.{layer}."
+MODULES = {
+    "transformer.wte": "embedding",
+    "transformer.wpe": "positions",
+    T + "ln_1": B + "attention_norm",
+    **{f"{T}attn.attention.{name}_proj": f"{B}attention.{name}_proj" for name in ("k", "v", "q")},
+    T + "attn.attention.out_proj": B + "attention.o_proj",
+    T + "ln_2": B + "feed_forward_norm",
+    T + "mlp.c_fc": B + "feed_forward.up_proj",
+    T + "mlp.c_proj": B + "feed_forward.down_proj",
+    "transformer.ln_f": "final_norm",
+    "lm_head": "head",
+}
+
+GPT_NEO = DECODER.architecture(
+    "gpt_neo",
+    "GPTNeoForCausalLM",
+    leaves_of(MODULES),
+    released="2021-03",
+    token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
+    config_aliases={"num_layers": ("num_hidden_layers",), "num_heads": ("num_attention_heads",)},
+    prefix="transformer.",
+    dropped=tuple(T + "attn.attention." + name for name in ("bias", "masked_bias")),
+    irrelevant={
+        "embed_dropout": "training only",
+        "resid_dropout": "training only",
+        "summary_activation": "heads other than the language model's",
+        "summary_first_dropout": "heads other than the language model's",
+        "summary_proj_to_labels": "heads other than the language model's",
+        "summary_type": "heads other than the language model's",
+        "summary_use_proj": "heads other than the language model's",
+        "task_specific_params": "generation",
+        "tokenizer_class": "tokenizer",
+    },
+    reference=lambda _: ("eager",),
+    reference_quirk="transformers has no sdpa path for gpt_neo",
+)

@@ -1,0 +1,104 @@
+"""GPT-NeoX Japanese (ABEJA 2022): GPT-NeoX in series and without biases, but for one behind the attention of the last
+layer.
+
+Source: transformers models/gpt_neox_japanese/{configuration,modeling}_gpt_neox_japanese.py, which has no sdpa path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...components import FeedForward, LayerNorm, ModelSpec
+from ...errors import CannotExpress
+from ..base import Architecture, Leaf, leaves_of, qkv
+from ..config import ConfigReader
+from ..decoder import Decoder, Field
+from ..obstacles import of_kind
+from ..rope import RotaryKind
+from .bloom import GROUPED_WEIGHT
+
+
+def layers(_config: ConfigReader, count: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
+    """The last one has a bias."""
+    return [{"output_bias": layer == count - 1} for layer in range(count)]
+
+
+def written(spec: ModelSpec) -> dict[str, Any]:
+    """The width of the feed-forward, which a config says by a factor."""
+    width = of_kind(spec.blocks[0].feed_forward, FeedForward).intermediate_size
+    if width % spec.hidden_size:
+        raise CannotExpress(f"a feed-forward of {width} units is no multiple of {spec.hidden_size}, the hidden size")
+    return {"intermediate_multiple_size": width // spec.hidden_size}
+
+
+DECODER = Decoder(
+    {
+        "vocab_size": Field("vocab", 32000),
+        "hidden_size": Field("hidden", 2560),
+        "num_hidden_layers": Field("layers", 32),
+        "num_attention_heads": Field("heads", 32),
+        "hidden_act": Field("activation", "gelu"),
+        "max_position_embeddings": Field("context", 2048),
+        "layer_norm_eps": Field("eps", 1e-5),
+        "tie_word_embeddings": Field("tied", True),
+    },
+    norm=LayerNorm,
+    inner=FeedForward,
+    fixed={
+        "attention.arithmetic": "matmul_add",
+        "attention.fused": True,
+        "attention.scores": "product",
+        "attention.softmax": "input",
+    },
+    rotary=RotaryKind(theta="rotary_emb_base", part="rotary_pct"),
+    layers=layers,
+    written=written,
+)
+
+
+def read(config: ConfigReader) -> ModelSpec:
+    """config.json -> tree."""
+    times = config.integer("intermediate_multiple_size", 4, most=4096)
+    return DECODER.read(config, intermediate=times * config.integer("hidden_size", 2560))
+
+
+B, T = "blocks.{layer}.", "gpt_neox_japanese.layers.{layer}."
+
+GPT_NEOX_JAPANESE = Architecture(
+    name="gpt_neox_japanese",
+    released="2022-09",
+    model_types=("gpt_neox_japanese",),
+    hf_class="GPTNeoXJapaneseForCausalLM",
+    hf_config="GPTNeoXJapaneseConfig",
+    kinds=DECODER.kinds,
+    token_ids={"bos_token_id": 31996, "eos_token_id": 31999},
+    read=read,
+    write=DECODER.write,
+    prefix="gpt_neox_japanese.",
+    head="embed_out.weight",
+    leaves=(
+        *leaves_of(
+            {
+                "gpt_neox_japanese.embed_in": "embedding",
+                T + "input_layernorm": B + "attention_norm",
+                T + "post_attention_layernorm": B + "feed_forward_norm",
+            }
+        ),
+        Leaf(T + "attention.dense_bias", B + "attention.o_proj.bias"),
+        Leaf(T + "attention.query_key_value.weight", qkv("weight"), GROUPED_WEIGHT),
+        Leaf(T + "attention.dense.weight", B + "attention.o_proj.weight"),
+        *leaves_of(
+            {
+                T + "mlp.dense_h_to_4h": B + "feed_forward.up_proj",
+                T + "mlp.dense_4h_to_h": B + "feed_forward.down_proj",
+                "gpt_neox_japanese.final_layer_norm": "final_norm",
+                "embed_out": "head",
+            }
+        ),
+    ),
+    dropped=tuple(T + "attention." + name for name in ("bias", "masked_bias", "rotary_emb.inv_freq")),
+    irrelevant={"is_decoder": "it always is", "use_parallel_residual": "not read by transformers"},
+    reference=lambda _: ("eager",),
+    reference_quirk="transformers has no sdpa path for gpt_neox_japanese",
+)

@@ -1,0 +1,119 @@
+"""GPT-J (EleutherAI 2021): parallel blocks of one layer norm, neighbours turned together in the first elements of each
+head, a bias in the head; no other projection of attention has one.
+
+Source: transformers models/gptj/{configuration,modeling}_gptj.py, which has no sdpa path: scores are made in fp32 and
+then divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from ...components import Attention, FeedForward, LayerNorm, ModelSpec, Rotary
+from ..base import Architecture, leaves_of
+from ..config import ConfigReader
+from ..decoder import PRE, Decoder, Field, Layers
+from ..obstacles import of_kind
+
+
+def turning(rounding: Literal["input", "keys"]) -> Layers:
+    """The positions of all layers: so many elements of a head turn, at frequencies that no field says."""
+
+    def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+        dim = config.integer("rotary_dim", 64, most=head_dim)
+        if dim % 2:
+            raise config.fail("rotary_dim", dim, "an even number")
+        return [{"position": Rotary(dim=dim, base=10_000.0, pairs="adjacent", rounding=rounding)}] * count
+
+    return layers
+
+
+def written(spec: ModelSpec) -> dict[str, Any]:
+    """The config field of the positions."""
+    return {"rotary_dim": of_kind(spec.blocks[0].attention.position, Rotary).dim}
+
+
+FIELDS = {
+    "vocab_size": Field("vocab", 50400),
+    "n_positions": Field("context", 2048),
+    "n_embd": Field("hidden", 4096),
+    "n_layer": Field("layers", 28),
+    "n_head": Field("heads", 16),
+    "n_inner": Field("intermediate"),
+    "activation_function": Field("activation", "gelu_new"),
+    "layer_norm_epsilon": Field("eps", 1e-5),
+    "tie_word_embeddings": Field("tied", False),
+}
+ALIASES = {
+    "n_embd": ("hidden_size",),
+    "n_head": ("num_attention_heads",),
+    "n_layer": ("num_hidden_layers",),
+    "n_positions": ("max_position_embeddings",),
+}
+FIXED = {
+    "block.parallel": True,
+    "attention.scaling": "divide",
+    "attention.scores": "float32, then scaled",
+    "feed_forward.up_bias": True,
+    "feed_forward.down_bias": True,
+    "head.bias": True,
+}
+KINDS = frozenset({LayerNorm, Attention, FeedForward, Rotary})
+DECODER = Decoder(
+    FIELDS,
+    norm=LayerNorm,
+    inner=FeedForward,
+    norms=PRE[:1],
+    fixed=FIXED,
+    rotary=None,
+    layers=turning("input"),
+    written=written,
+)
+
+B, T = "blocks.{layer}.", "transformer.h.{layer}."
+
+EMBEDDING = {"transformer.wte": "embedding", T + "ln_1": B + "attention_norm"}
+REST = {
+    T + "attn.out_proj": B + "attention.o_proj",
+    T + "mlp.fc_in": B + "feed_forward.up_proj",
+    T + "mlp.fc_out": B + "feed_forward.down_proj",
+    "transformer.ln_f": "final_norm",
+    "lm_head": "head",
+}
+QKV = {f"{T}attn.{name}_proj": f"{B}attention.{name}_proj" for name in ("k", "v", "q")}
+
+GPTJ_DROPPED = tuple(T + "attn." + name for name in ("bias", "masked_bias", "embed_positions", "causal_mask"))
+GPTJ_IRRELEVANT = {
+    "attn_pdrop": "training only",
+    "embd_pdrop": "training only",
+    "n_ctx": "an old copy of n_positions",
+    "resid_pdrop": "training only",
+    "rotary": "not read by transformers",
+    "scale_attn_weights": "not read by transformers, which always does",
+    "summary_activation": "heads other than the language model's",
+    "summary_first_dropout": "heads other than the language model's",
+    "summary_proj_to_labels": "heads other than the language model's",
+    "summary_type": "heads other than the language model's",
+    "summary_use_proj": "heads other than the language model's",
+    "task_specific_params": "generation",
+}
+
+GPTJ = Architecture(
+    name="gptj",
+    released="2021-06",
+    model_types=("gptj",),
+    hf_class="GPTJForCausalLM",
+    hf_config="GPTJConfig",
+    kinds=KINDS,
+    token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
+    read=DECODER.read,
+    write=DECODER.write,
+    config_aliases=ALIASES,
+    prefix="transformer.",
+    leaves=leaves_of({**EMBEDDING, **QKV, **REST}),
+    dropped=GPTJ_DROPPED,
+    irrelevant=GPTJ_IRRELEVANT,
+    reference=lambda _: ("eager",),
+    reference_quirk="transformers has no sdpa path for gptj",
+)

@@ -1,0 +1,119 @@
+"""MPT (MosaicML 2023): ALiBi, layer norms without bias, no bias anywhere, and clipped queries, keys and values in some.
+
+Source: transformers models/mpt/{configuration,modeling}_mpt.py, which has no sdpa path. ALiBi counts back from the last
+key; its slopes are the paper's, with 8 for a maximum whatever the config says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...components import ALiBi, Attention, FeedForward, LayerNorm, ModelSpec
+from ..base import Architecture, Leaf, leaves_of, qkv
+from ..config import ConfigReader
+from ..decoder import Decoder, Field
+from ..layout import Layout
+from ..obstacles import of_kind
+
+FUSED = Layout("(part heads head_dim) hidden", split="part", parts=("1", "1", "1"))
+ONLY = "transformers computes what this says otherwise"
+INNER_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "alibi": ((True, None), ONLY),
+    "alibi_bias_max": ((8, None), ONLY),
+    "attn_type": (("multihead_attention",), ONLY),
+    "prefix_lm": ((False, None), ONLY),
+    "qk_ln": ((False, None), ONLY),
+}
+
+
+def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+    """What `attn_config` says of all layers."""
+    inner = config.inner("attn_config")
+    inner.refuse(INNER_REFUSED)
+    scale = inner.optional_number("softmax_scale")
+    clip = inner.optional_number("clip_qkv") if inner.raw("clip_qkv") else None
+    return [{"scale": 1 / math.sqrt(head_dim) if scale is None else scale, "clip": clip}] * count
+
+
+def written(spec: ModelSpec) -> dict[str, Any]:
+    """`attn_config`."""
+    first = of_kind(spec.blocks[0].attention, Attention)
+    usual = math.isclose(first.scale, first.head_dim**-0.5, rel_tol=1e-12)
+    return {"attn_config": {"clip_qkv": first.clip, "softmax_scale": None if usual else first.scale}}
+
+
+DECODER = Decoder(
+    {
+        "d_model": Field("hidden", 2048),
+        "n_heads": Field("heads", 16),
+        "n_layers": Field("layers", 24),
+        "max_seq_len": Field("context", 2048),
+        "vocab_size": Field("vocab", 50368),
+        "layer_norm_epsilon": Field("eps", 1e-5),
+        "tie_word_embeddings": Field("tied", True),
+    },
+    norm=LayerNorm,
+    inner=FeedForward,
+    fixed={
+        "norm.bias": False,
+        "activation": "gelu",
+        "attention.position": ALiBi(rounding="apart"),
+        "attention.fused": True,
+        "attention.rows": "by part",
+    },
+    rotary=None,
+    layers=layers,
+    written=written,
+)
+
+B, T = "blocks.{layer}.", "transformer.blocks.{layer}."
+
+MPT = Architecture(
+    name="mpt",
+    released="2023-05",
+    model_types=("mpt",),
+    hf_class="MptForCausalLM",
+    hf_config="MptConfig",
+    kinds=DECODER.kinds | {ALiBi},
+    read=DECODER.read,
+    write=DECODER.write,
+    config_aliases={
+        "d_model": ("hidden_size",),
+        "n_heads": ("num_attention_heads",),
+        "n_layers": ("num_hidden_layers",),
+    },
+    prefix="transformer.",
+    leaves=(
+        *leaves_of({"transformer.wte": "embedding", T + "norm_1": B + "attention_norm"}),
+        Leaf(T + "attn.Wqkv.weight", qkv("weight"), FUSED),
+        *leaves_of(
+            {
+                T + "attn.out_proj": B + "attention.o_proj",
+                T + "norm_2": B + "feed_forward_norm",
+                T + "ffn.up_proj": B + "feed_forward.up_proj",
+                T + "ffn.down_proj": B + "feed_forward.down_proj",
+                "transformer.norm_f": "final_norm",
+                "lm_head": "head",
+            }
+        ),
+    ),
+    irrelevant={
+        "attn_impl": "which kernel MosaicML's own code takes",
+        "attn_pdrop": "training only",
+        "attn_uses_sequence_id": "training only",
+        "emb_pdrop": "training only",
+        "embedding_fraction": "training only",
+        "init_config": "training only",
+        "init_device": "where weights are made",
+        "learned_pos_emb": "not read by transformers",
+        "norm_type": "transformers has layer norms alone",
+        "resid_pdrop": "training only",
+        "tokenizer_name": "tokenizer",
+        "verbose": "output format",
+    },
+    refused={"expansion_ratio": ((4, None), ONLY), "logit_scale": ((None,), ONLY), "no_bias": ((True, None), ONLY)},
+    reference=lambda _: ("eager",),
+    reference_quirk="transformers has no sdpa path for mpt",
+)

@@ -1,0 +1,43 @@
+"""Nemotron 3 and 4, Minitron (NVIDIA 2402.16819, 2407.14679): llama with layer norms whose weight is one less than
+their factor, half of each head turned, and a plain feed-forward of squared ReLU.
+
+Source: transformers models/nemotron/{configuration,modeling}_nemotron.py.
+"""
+
+from __future__ import annotations
+
+from ...components import FeedForward, LayerNorm
+from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..rope import PART, RotaryKind
+from .llama import BIAS, LEAVES, LLAMA_DROPPED
+
+FIELDS = with_defaults(
+    USUAL,
+    vocab_size=256000,
+    hidden_size=6144,
+    intermediate_size=24576,
+    num_attention_heads=48,
+    hidden_act="relu2",
+    max_position_embeddings=4096,
+)
+DECODER = Decoder(
+    {
+        **{name: field for name, field in FIELDS.items() if name != "rms_norm_eps"},
+        "norm_eps": Field("eps", 1e-5),
+        "attention_bias": BIAS,
+        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+    },
+    norm=LayerNorm,
+    inner=FeedForward,
+    fixed={"norm.gain": "1 + weight"},
+    rotary=RotaryKind(part=PART, whole=0.5),
+)
+
+NEMOTRON = DECODER.architecture(
+    "nemotron",
+    "NemotronForCausalLM",
+    LEAVES,
+    released="2024-06",
+    token_ids={"bos_token_id": 2, "eos_token_id": 3},
+    dropped=LLAMA_DROPPED,
+)

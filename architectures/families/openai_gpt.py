@@ -1,0 +1,112 @@
+"""GPT (Radford et al. 2018): GPT-2 with norms behind the sums, and none at the end.
+
+Source: transformers models/openai/{configuration,modeling}_openai.py, which has no sdpa path and no cache. Its "gelu"
+is the tanh approximation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...components import Activation, FeedForward, LayerNorm, ModelSpec
+from ...errors import CannotExpress
+from ..base import Leaf, leaves_of, qkv
+from ..config import ConfigReader
+from ..decoder import Decoder, Field
+from .gpt2 import FUSED_BIAS, FUSED_WEIGHT, conv1d
+from .opt import POST
+
+ACT_FNS: Mapping[str, Activation] = {"relu": "relu", "silu": "silu", "gelu": "gelu_new", "swish": "silu"}
+NAMES = {ours: name for name, ours in reversed(ACT_FNS.items())}
+
+
+def read_activation(config: ConfigReader, name: str, default: str) -> Any:
+    """The activation of one of the names that the family has."""
+    return config.choice(name, default, ACT_FNS)
+
+
+def written(spec: ModelSpec) -> dict[str, Any]:
+    """The name of the activation."""
+    function = getattr(spec.blocks[0].feed_forward, "activation", None)
+    if function not in NAMES:
+        raise CannotExpress(f"openai-gpt has no name for the activation {function!r}")
+    return {"afn": NAMES[function]}
+
+
+DECODER = Decoder(
+    {
+        "vocab_size": Field("vocab", 40478),
+        "n_positions": Field("context", 512),
+        "n_embd": Field("hidden", 768),
+        "n_layer": Field("layers", 12),
+        "n_head": Field("heads", 12),
+        "afn": Field("activation", "gelu", read_activation),
+        "layer_norm_epsilon": Field("eps", 1e-5),
+        "tie_word_embeddings": Field("tied", True),
+    },
+    norm=LayerNorm,
+    inner=FeedForward,
+    norms=POST,
+    fixed={
+        "final_norm": False,
+        "attention.qkv_bias": True,
+        "attention.output_bias": True,
+        "attention.arithmetic": "conv1d",
+        "attention.fused": True,
+        "attention.scaling": "divide",
+        "attention.softmax": "input",
+        "feed_forward.up_bias": True,
+        "feed_forward.down_bias": True,
+        "feed_forward.arithmetic": "conv1d",
+    },
+    rotary=None,
+    learned=True,
+    written=written,
+)
+
+B, T = "blocks.{layer}.", "transformer.h.{layer}."
+
+OPENAI_GPT = DECODER.architecture(
+    "openai-gpt",
+    "OpenAIGPTLMHeadModel",
+    (
+        *leaves_of({"transformer.tokens_embed": "embedding", "transformer.positions_embed": "positions"}),
+        Leaf(T + "attn.c_attn.weight", qkv("weight"), FUSED_WEIGHT),
+        Leaf(T + "attn.c_attn.bias", qkv("bias"), FUSED_BIAS),
+        Leaf(T + "attn.c_proj.weight", B + "attention.o_proj.weight", conv1d("hidden", "heads head_dim")),
+        Leaf(T + "attn.c_proj.bias", B + "attention.o_proj.bias"),
+        *leaves_of({T + "ln_1": B + "attention_sum_norm"}),
+        Leaf(T + "mlp.c_fc.weight", B + "feed_forward.up_proj.weight", conv1d("intermediate", "hidden")),
+        Leaf(T + "mlp.c_fc.bias", B + "feed_forward.up_proj.bias"),
+        Leaf(T + "mlp.c_proj.weight", B + "feed_forward.down_proj.weight", conv1d("hidden", "intermediate")),
+        Leaf(T + "mlp.c_proj.bias", B + "feed_forward.down_proj.bias"),
+        *leaves_of({T + "ln_2": B + "feed_forward_sum_norm", "lm_head": "head"}),
+    ),
+    released="2018-06",
+    hf_config="OpenAIGPTConfig",
+    config_aliases={
+        "n_embd": ("hidden_size",),
+        "n_head": ("num_attention_heads",),
+        "n_layer": ("num_hidden_layers",),
+        "n_positions": ("max_position_embeddings",),
+    },
+    prefix="transformer.",
+    dropped=(T + "attn.bias",),
+    irrelevant={
+        "attn_pdrop": "training only",
+        "embd_pdrop": "training only",
+        "n_ctx": "an old copy of n_positions",
+        "n_special": "tokens that are counted in vocab_size",
+        "predict_special_tokens": "not read by transformers",
+        "resid_pdrop": "training only",
+        "summary_activation": "heads other than the language model's",
+        "summary_first_dropout": "heads other than the language model's",
+        "summary_proj_to_labels": "heads other than the language model's",
+        "summary_type": "heads other than the language model's",
+        "summary_use_proj": "heads other than the language model's",
+        "task_specific_params": "generation",
+    },
+    reference=lambda _: ("eager",),
+    reference_quirk="transformers has no sdpa path for openai-gpt",
+)

@@ -1,0 +1,114 @@
+"""OPT (Zhang et al. 2205.01068): ReLU, and a table of positions that begins with its third row and does not count
+padding. 350m has norms behind its sums, none at the end, and a vocabulary half as wide as the stream.
+
+Source: transformers models/opt/{configuration,modeling}_opt.py. Queries are scaled before they meet keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ...components import FeedForward, LayerNorm, ModelSpec
+from ..base import Architecture, leaves_of
+from ..config import ConfigReader
+from ..decoder import PRE, Decoder, Field
+
+POST = ("attention_sum_norm", "feed_forward_sum_norm")
+"""Where a block has its norms: behind the sum of each sub-layer and what it read."""
+
+
+def read_width(config: ConfigReader, name: str, default: int | None) -> int | None:
+    """How wide the vocabulary is, None where it is as wide as the stream."""
+    width = config.optional_integer(name, default)
+    return None if width == config.integer("hidden_size", 768) else width
+
+
+DECODER = Decoder(
+    {
+        "vocab_size": Field("vocab", 50272),
+        "hidden_size": Field("hidden", 768),
+        "num_hidden_layers": Field("layers", 12),
+        "ffn_dim": Field("intermediate", 3072),
+        "max_position_embeddings": Field("context", 2048),
+        "word_embed_proj_dim": Field("embedding.width head.width", None, read_width),
+        "num_attention_heads": Field("heads", 12),
+        "activation_function": Field("activation", "relu"),
+        "enable_bias": Field(
+            "attention.qkv_bias attention.output_bias feed_forward.up_bias feed_forward.down_bias", True
+        ),
+        "layer_norm_elementwise_affine": Field("norm.bias", True),
+        "tie_word_embeddings": Field("tied", True),
+    },
+    norm=LayerNorm,
+    inner=FeedForward,
+    fixed={
+        "eps": 1e-5,
+        "norm.gain": lambda values: "weight" if values["norm.bias"] else "none",
+        "attention.scaling": "queries",
+        "positions.offset": 2,
+        "positions.counts": "real tokens",
+    },
+    rotary=None,
+    learned=True,
+)
+
+
+def read(config: ConfigReader) -> ModelSpec:
+    """config.json -> tree."""
+    before = config.boolean("do_layer_norm_before", True)
+    last = before and not config.boolean("_remove_final_layer_norm", False)
+    return replace(DECODER, norms=PRE if before else POST).read(config, final_norm=last)
+
+
+def write(spec: ModelSpec) -> dict[str, Any]:
+    """Tree -> the config.json fields that describe it."""
+    before = spec.blocks[0].sublayers[0].norm is not None
+    return {
+        **DECODER.write(spec),
+        "do_layer_norm_before": before,
+        "_remove_final_layer_norm": before and spec.final_norm is None,
+    }
+
+
+B, T = "blocks.{layer}.", "model.decoder.layers.{layer}."
+HEADS = {f"{T}self_attn.{name}_proj": f"{B}attention.{name}_proj" for name in ("k", "v", "q")}
+HEADS |= {T + "self_attn.out_proj": B + "attention.o_proj"}
+INNER = {T + "fc1": B + "feed_forward.up_proj", T + "fc2": B + "feed_forward.down_proj"}
+
+OPT = Architecture(
+    name="opt",
+    released="2022-05",
+    model_types=("opt",),
+    hf_class="OPTForCausalLM",
+    hf_config="OPTConfig",
+    kinds=DECODER.kinds,
+    token_ids={"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1},
+    read=read,
+    write=write,
+    prefix="model.",
+    leaves=leaves_of(
+        {
+            "model.decoder.embed_tokens": "embedding",
+            "model.decoder.embed_positions": "positions",
+            "model.decoder.project_out": "head.projection",
+            "model.decoder.project_in": "embedding.projection",
+            "model.decoder.final_layer_norm": "final_norm",
+            **HEADS,
+            T + "self_attn_layer_norm": B + "attention_norm",
+            **INNER,
+            T + "final_layer_norm": B + "feed_forward_norm",
+            "lm_head": "head",
+        }
+    )
+    + leaves_of(
+        {T + "self_attn_layer_norm": B + "attention_sum_norm", T + "final_layer_norm": B + "feed_forward_sum_norm"}
+    ),
+    irrelevant={
+        "activation_dropout": "training only",
+        "dropout": "training only",
+        "init_std": "training only",
+        "layerdrop": "training only",
+        "prefix": "tokenizer",
+    },
+)

@@ -1,0 +1,65 @@
+"""Persimmon (Adept 2023): layer norms, on the queries and keys of every head too, half of each head turned, a plain
+feed-forward of squared ReLU, q, k and v fused head by head.
+
+Source: transformers models/persimmon/{configuration,modeling}_persimmon.py.
+"""
+
+from __future__ import annotations
+
+from ...components import FeedForward, LayerNorm
+from ..base import Leaf, leaves_of, qkv
+from ..decoder import Decoder, Field
+from ..rope import PART, RotaryKind
+from .bloom import GROUPED_BIAS, GROUPED_WEIGHT
+from .llama import EMBEDDING, LLAMA_DROPPED, NORMS, B, T
+
+DECODER = Decoder(
+    {
+        "vocab_size": Field("vocab", 262144),
+        "hidden_size": Field("hidden", 4096),
+        "intermediate_size": Field("intermediate", 16384),
+        "num_hidden_layers": Field("layers", 36),
+        "num_attention_heads": Field("heads", 64),
+        "hidden_act": Field("activation", "relu2"),
+        "max_position_embeddings": Field("context", 16384),
+        "layer_norm_eps": Field("eps", 1e-5),
+        "qk_layernorm": Field("head_norms", True),
+        "tie_word_embeddings": Field("tied", False),
+    },
+    norm=LayerNorm,
+    inner=FeedForward,
+    head_norms="same",
+    fixed={
+        "attention.qkv_bias": True,
+        "attention.output_bias": True,
+        "attention.fused": True,
+        "feed_forward.up_bias": True,
+        "feed_forward.down_bias": True,
+    },
+    rotary=RotaryKind(part=PART, whole=0.5),
+)
+
+PERSIMMON = DECODER.architecture(
+    "persimmon",
+    "PersimmonForCausalLM",
+    (
+        *leaves_of(EMBEDDING),
+        Leaf(T + "self_attn.query_key_value.weight", qkv("weight"), GROUPED_WEIGHT),
+        Leaf(T + "self_attn.query_key_value.bias", qkv("bias"), GROUPED_BIAS),
+        *leaves_of(
+            {
+                T + "self_attn.dense": B + "attention.o_proj",
+                T + "self_attn.q_layernorm": B + "attention.q_norm",
+                T + "self_attn.k_layernorm": B + "attention.k_norm",
+                T + "mlp.dense_h_to_4h": B + "feed_forward.up_proj",
+                T + "mlp.dense_4h_to_h": B + "feed_forward.down_proj",
+                **NORMS,
+                "model.final_layernorm": "final_norm",
+                "lm_head": "head",
+            }
+        ),
+    ),
+    released="2023-09",
+    token_ids={"bos_token_id": 1, "eos_token_id": 2},
+    dropped=LLAMA_DROPPED,
+)

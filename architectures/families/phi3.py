@@ -1,0 +1,72 @@
+"""Phi 3 and 4 (Microsoft 2404.14219, 2412.08905): llama with q, k and v in one tensor, gate and up in another, LongRoPE,
+and in Phi-4-mini a part of each head turned.
+
+Source: transformers models/phi3/{configuration,modeling}_phi3.py. Older files call LongRoPE "su" or "yarn".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...components import Attention, GatedFeedForward, LongRopeScaling, ModelSpec, RMSNorm, Rotary
+from ..base import Architecture, Leaf, leaves_of, qkv
+from ..config import ConfigReader
+from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..layout import Layout
+from ..obstacles import of_kind
+from ..rope import ORIGINAL, PART, RotaryKind
+from .llama import EMBEDDING, ENDS, LLAMA_DROPPED, NORMS, B, T
+
+QKV = Layout("(slot head_dim) hidden", split="slot", parts=("heads", "kv_heads", "kv_heads"))
+GATE_UP = Layout("(part intermediate) hidden", split="part", parts=("1", "1"))
+
+
+def written(spec: ModelSpec) -> dict[str, Any]:
+    """The config field that the config class believes rather than the one in the rope parameters."""
+    scaling = of_kind(spec.blocks[0].attention.position, Rotary).scaling
+    return {ORIGINAL: scaling.original_context} if isinstance(scaling, LongRopeScaling) else {}
+
+
+DECODER = Decoder(
+    {
+        **with_defaults(
+            USUAL,
+            vocab_size=32064,
+            hidden_size=3072,
+            intermediate_size=8192,
+            max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+        ),
+        "sliding_window": Field("attention.window", None, ConfigReader.optional_integer),
+    },
+    fixed={"attention.fused": True, "attention.rows": "by part", "feed_forward.fused": True},
+    rotary=RotaryKind(
+        part=PART, original=4096, types={"default": "default", **dict.fromkeys(("longrope", "su", "yarn"), "longrope")}
+    ),
+    written=written,
+)
+
+PHI3 = Architecture(
+    name="phi3",
+    released="2024-04",
+    model_types=("phi3",),
+    hf_class="Phi3ForCausalLM",
+    hf_config="Phi3Config",
+    kinds=frozenset({RMSNorm, Attention, GatedFeedForward, Rotary, LongRopeScaling}),
+    token_ids={"bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000},
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=(
+        *leaves_of({**EMBEDDING, T + "self_attn.o_proj": B + "attention.o_proj"}),
+        Leaf(T + "self_attn.qkv_proj.weight", qkv("weight"), QKV),
+        Leaf(
+            T + "mlp.gate_up_proj.weight",
+            (B + "feed_forward.gate_proj.weight", B + "feed_forward.up_proj.weight"),
+            GATE_UP,
+        ),
+        *leaves_of({T + "mlp.down_proj": B + "feed_forward.down_proj", **NORMS, **ENDS}),
+    ),
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+    irrelevant={"embd_pdrop": "training only", "resid_pdrop": "training only"},
+)

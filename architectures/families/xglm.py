@@ -1,0 +1,69 @@
+"""XGLM (Lin et al. 2112.10668): GPT-2 with linears as they are, a scaled embedding, and sines of positions that begin
+with the third.
+
+Source: transformers models/xglm/{configuration,modeling}_xglm.py, which has no sdpa path. Queries are scaled before
+they meet keys.
+"""
+
+from __future__ import annotations
+
+from ...components import FeedForward, LayerNorm, SinusoidalPositions
+from ..base import leaves_of
+from ..decoder import Decoder, Field
+from .biogpt import fairseq, is_scaled, root_of
+
+DECODER = Decoder(
+    {
+        "vocab_size": Field("vocab", 256008),
+        "max_position_embeddings": Field("context", 2048),
+        "d_model": Field("hidden", 1024),
+        "ffn_dim": Field("intermediate", 4096),
+        "num_layers": Field("layers", 24),
+        "attention_heads": Field("heads", 16),
+        "activation_function": Field("activation", "gelu"),
+        "scale_embedding": Field("embedding.multiplier", True, root_of("d_model", 1024), is_scaled),
+        "tie_word_embeddings": Field("tied", True),
+    },
+    norm=LayerNorm,
+    inner=FeedForward,
+    fixed={
+        "eps": 1e-5,
+        "attention.qkv_bias": True,
+        "attention.output_bias": True,
+        "attention.scaling": "queries",
+        "attention.softmax": "input",
+        "feed_forward.up_bias": True,
+        "feed_forward.down_bias": True,
+        "positions.offset": 2,
+        "positions.ends": "both",
+    },
+    rotary=None,
+    learned=True,
+    table=SinusoidalPositions,
+)
+
+XGLM = DECODER.architecture(
+    "xglm",
+    "XGLMForCausalLM",
+    leaves_of(
+        {"model.embed_tokens": "embedding", **fairseq("model."), "model.layer_norm": "final_norm", "lm_head": "head"}
+    ),
+    released="2021-12",
+    token_ids={"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
+    config_aliases={
+        "attention_heads": ("num_attention_heads",),
+        "d_model": ("hidden_size",),
+        "num_layers": ("num_hidden_layers",),
+    },
+    dropped=("model.embed_positions.weights",),
+    irrelevant={
+        "activation_dropout": "training only",
+        "decoder_start_token_id": "generation",
+        "dropout": "training only",
+        "init_std": "training only",
+        "layerdrop": "training only",
+    },
+    refused={"pad_token_id": ((1, 0, None), "the row of positions with this number is zeros, which nothing here has")},
+    reference=lambda _: ("eager",),
+    reference_quirk="transformers has no sdpa path for xglm",
+)
