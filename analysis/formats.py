@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from ..components import ModelSpec, Parameter
 from ..errors import CannotExpress, UsageError
-from .parameters import LayerCount, ParameterCount, count, count_of
+from .parameters import LayerCount, ParameterCount, count
 from .sizes import DTYPES, full_dtype, itemsize
 
 SCALES = ("int8", "int4")
@@ -34,21 +34,16 @@ BLOCK, OUTER = 64, 256
 def weighed(spec: ModelSpec, dtype: str, family: str = "") -> ParameterCount:
     """A tree's parameters in bytes: a count in which every number is of bytes, a tied head's once; see `sizer`."""
     if dtype in FORMATS:
-        return count_of(spec, sizer(spec, dtype, family))
+        return count(spec, sizer(spec, dtype, family))
     found = count(spec)
 
     def scaled(numbers: Mapping[str, int]) -> dict[str, int]:
         return {label: weight_bytes(number, dtype) for label, number in numbers.items()}
 
     layers = {id(layer): LayerCount(scaled(layer.by_component)) for layer in found.by_layer}  # one record of many
-    return ParameterCount(
-        total=weight_bytes(found.total, dtype),
-        by_component=scaled(found.by_component),
-        by_layer=[layers[id(layer)] for layer in found.by_layer],
-        outside=scaled(found.outside),
-        tied=found.tied,
-        active=weight_bytes(found.active, dtype),
-    )
+    by_layer = [layers[id(layer)] for layer in found.by_layer]
+    total, active = weight_bytes(found.total, dtype), weight_bytes(found.active, dtype)
+    return ParameterCount(total, scaled(found.by_component), by_layer, scaled(found.outside), found.tied, active)
 
 
 def sizer(spec: ModelSpec, dtype: str, family: str = "") -> Callable[[Parameter], int]:

@@ -303,7 +303,7 @@ def _split(models: Sequence[Named], asked: Asked) -> Sheet:
     """Of one model a column a stage, equal neighbours folded; of several the fullest GPU of each."""
 
     def cells(stage: Stage) -> dict[str, int]:
-        return _parts(sum(stage.weights.values()), stage.cache, stage.activations, stage.total)
+        return _parts(stage.weight, stage.cache, stage.activations, stage.total)
 
     columns, notes = [], []
     for name, _, figures in models:

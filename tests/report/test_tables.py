@@ -8,7 +8,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from gptkit.analysis.parameters import count, to_json
+from gptkit.analysis.parameters import count
 from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
 from gptkit.components import ModelSpec
@@ -233,8 +233,8 @@ def test_no_models_print_nothing() -> None:
 def test_json_is_plain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "20")
-    name, family, _, found = model("qwen3-8b")
-    data = to_json(name, family, found)
+    *_, found = model("qwen3-8b")
+    data = found.as_json()
     print_json(data)
     out = capsys.readouterr().out
     assert json.loads(out) == data
