@@ -11,6 +11,7 @@ from ..analysis.costs import stated_context, usual_context, windows
 from ..analysis.figures import Asked, Figures, fits
 from ..analysis.formats import SCALES
 from ..analysis.parameters import count
+from ..analysis.params import ModelCount
 from ..components import ModelSpec
 from ..components.ranges import layer_ranges, range_label
 from .sheets import Row, Sheet, binary, change, decimal, difference, whole_bytes
@@ -18,8 +19,8 @@ from .sheets import Row, Sheet, binary, change, decimal, difference, whole_bytes
 if TYPE_CHECKING:
     from ..analysis.parallel import Stage
 
-Named = tuple[str, ModelSpec, Figures]  # a model's name, tree and figures
 
+_Model = tuple[str, ModelSpec, Figures]  # a name, a tree and its figures
 NOTHING = "–"  # where a model has no such figure
 TOTAL, TOTAL_BINARY = "total", "total in GiB"
 BESIDE = ("scores, dense", "total, dense", "6N", "6N, no embedding", "checkpointed", "total, checkpointed")
@@ -40,8 +41,9 @@ class _Column:
     words: Callable[[str, int], str]
 
 
-def cost_sheets(models: Sequence[Named], asked: Asked, compared: bool = False) -> list[Sheet]:
+def cost_sheets(counts: Sequence[ModelCount], asked: Asked, compared: bool = False) -> list[Sheet]:
     """A sheet for each thing asked for, models side by side; `compared` adds what the second has more or less."""
+    models = [(each.name, each.spec, each.figures) for each in counts if each.figures is not None]
     sheets = [
         *([_cache(models, asked, compared)] if asked.kv else []),
         *(_flops(models, asked, compared) if asked.flops else []),
@@ -61,7 +63,7 @@ def cost_sheets(models: Sequence[Named], asked: Asked, compared: bool = False) -
     return [*sheets, replace(last, notes=(*last.notes, *notes))]
 
 
-def _context_notes(models: Sequence[Named], asked: Asked, compared: bool) -> list[str]:
+def _context_notes(models: Sequence[_Model], asked: Asked, compared: bool) -> list[str]:
     """Why figures are told at this context, which models have none there, and which were not made for it."""
     notes, context = [], models[0][2].context if models else 0
     chosen = asked.context is None and (asked.flops or asked.memory or asked.spread)
@@ -114,7 +116,7 @@ def _sheet(title: str, columns: Sequence[_Column], compared: bool, notes: Sequen
 def _by_kind(
     title: str,
     kinds: Sequence[tuple[str, str, Sequence[str]]],
-    models: Sequence[Named],
+    models: Sequence[_Model],
     words: Callable[[str, int], str],
     compared: bool,
 ) -> list[Sheet]:
@@ -136,7 +138,7 @@ def _sequences(batch: int, tokens: int) -> str:
 A_TOKEN = "per token"
 
 
-def _cache(models: Sequence[Named], asked: Asked, compared: bool) -> Sheet:
+def _cache(models: Sequence[_Model], asked: Asked, compared: bool) -> Sheet:
     def cells(figures: Figures) -> dict[str, int]:
         a_token = {} if figures.a_token is None else {A_TOKEN: figures.a_token}
         return a_token | {
@@ -164,7 +166,7 @@ def _bytes(label: str, nbytes: int) -> str:
     return binary(nbytes) if label == TOTAL_BINARY else decimal(nbytes, "B")
 
 
-def _flops(models: Sequence[Named], asked: Asked, compared: bool) -> list[Sheet]:
+def _flops(models: Sequence[_Model], asked: Asked, compared: bool) -> list[Sheet]:
     context = models[0][2].context
     where = _sequences(asked.batch, context)
     notes = [
@@ -182,7 +184,7 @@ def _flops(models: Sequence[Named], asked: Asked, compared: bool) -> list[Sheet]
     return _by_kind(f"FLOPs for {where}", kinds, models, lambda _, number: decimal(number, "FLOP"), compared)
 
 
-def _memory(models: Sequence[Named], asked: Asked, compared: bool) -> list[Sheet]:
+def _memory(models: Sequence[_Model], asked: Asked, compared: bool) -> list[Sheet]:
     where = _sequences(asked.batch, models[0][2].context)
     running, training = [], []
     for _, _, figures in models:
@@ -238,7 +240,7 @@ FORMAT_NOTES = (
 )
 
 
-def _formats(models: Sequence[Named]) -> Sheet:
+def _formats(models: Sequence[_Model]) -> Sheet:
     """The weights in other formats: of one model with its bits a weight, else a column a model."""
     rows, alone = [], len(models) == 1
     for name in dict.fromkeys(name for _, _, figures in models for name in figures.formats or ()):
@@ -256,7 +258,7 @@ def _formats(models: Sequence[Named]) -> Sheet:
     return Sheet("Weights in other formats", columns, tuple(rows), (*FORMAT_NOTES, *no_place))
 
 
-def _explained(models: Sequence[Named]) -> list[Sheet]:
+def _explained(models: Sequence[_Model]) -> list[Sheet]:
     """A sheet a model: components with their formulas, the total, and what the letters are."""
     sheets = []
     for name, _, figures in models:
@@ -271,7 +273,7 @@ def _explained(models: Sequence[Named]) -> list[Sheet]:
     return sheets
 
 
-def _fits(models: Sequence[Named], asked: Asked) -> Sheet:
+def _fits(models: Sequence[_Model], asked: Asked) -> Sheet:
     """Of one model a row a dtype; of several the longest context, a column a model."""
     there = {name: figures.fits for name, _, figures in models if figures.fits is not None}
     if not there or asked.gpu is None:
@@ -299,7 +301,7 @@ def _fits(models: Sequence[Named], asked: Asked) -> Sheet:
     return Sheet(title, columns, tuple(rows), tuple(notes))
 
 
-def _split(models: Sequence[Named], asked: Asked) -> Sheet:
+def _split(models: Sequence[_Model], asked: Asked) -> Sheet:
     """Of one model a column a stage, equal neighbours folded; of several the fullest GPU of each."""
 
     def cells(stage: Stage) -> dict[str, int]:

@@ -101,16 +101,7 @@ def test_json_has_integers_and_the_layers_one_by_one() -> None:
     found = count(spec_of("qwen3-8b"))
     data = found.as_json()
     assert list(data) == [
-        *(
-            "total",
-            "active",
-            "embedding_positions_head",
-            "non_embedding",
-            "tied",
-            "layers",
-            "components",
-            "by_layer",
-        )
+        *("total", "active", "embedding_positions_head", "non_embedding", "tied", "layers", "components", "by_layer")
     ]
     assert (data["tied"], data["layers"]) == (False, 36)
     assert data["total"] == 8_190_735_360 == data["embedding_positions_head"] + data["non_embedding"]
