@@ -20,9 +20,6 @@ MOST_NAMES = 6  # models whose names make a page's title
 MOST_DIAGRAMS = 4  # kinds of layers that are drawn; `show` has all of them
 
 
-# --- the page --------------------------------------------------------------------------------------------------------
-
-
 def counts_page(counts: Sequence[ModelCount], asked: Asked | None = None) -> Page:
     """The page of some models' counts, at least one: what each holds and costs, and figures that were asked for."""
     asked = asked or next((model.figures.asked for model in counts if model.figures is not None), Asked())

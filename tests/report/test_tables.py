@@ -17,7 +17,7 @@ from gptkit.terminal import print_json
 WIDTHS = [20, 40, 60, 80, 200]
 
 
-def model(name: str) -> ModelCountCount:
+def model(name: str) -> ModelCount:
     (found,) = params(name)
     return found
 
