@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderResult
-from rich.table import Table
+from rich.padding import Padding
 from rich.text import Text
 
 from .comparison import flops
@@ -62,13 +62,13 @@ def recommendation_table(page: Layout, advice: Recommendation) -> RenderResult:
     yield from map(page.note, advice.notes)
 
 
-def _item(page: Layout, words: str, before: str = "- ") -> Table:
+def _item(page: Layout, words: str, before: str = "- ") -> Padding:
     """A line that is set in where it goes on."""
     table = plain_table(gap=0)
     table.add_column(no_wrap=True, width=len(before))
     table.add_column(overflow="fold")
     table.add_row(page.text(before), page.text(words))
-    return table
+    return Padding(table, 0)
 
 
 def _costs_sheet(advice: Recommendation) -> Sheet:
