@@ -9,7 +9,6 @@ at that moment, a tenth to a fifth of activations and cache.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -128,20 +127,14 @@ def memory(
     check_sizes(spec, length, batch)
     name = full_dtype(dtype)
     computed = name if itemsize(name) > 1 else "bfloat16"
-    cache, activations = beside_weights(spec, computed, length, batch, cache_dtype, logits)
-    return Memory(
-        context=length,
-        batch=batch,
-        dtype=name,
-        weights=costs(spec, length).parameters * itemsize(name),
-        cache=cache,
-        activations=activations,
-        assumed=(
-            f"activations in {computed}, {_attention(spec, 'sdpa')}",
-            f"the whole context read at once, logits of {'the last token' if logits == 'last' else 'every token'}",
-            *(WINDOWED if min(windows(spec), default=MOST + 1) <= length else ()),
-        ),
+    weights = costs(spec, length).parameters * itemsize(name)
+    assumed = (
+        f"activations in {computed}, {_attention(spec, 'sdpa')}",
+        f"the whole context read at once, logits of {'the last token' if logits == 'last' else 'every token'}",
+        *(WINDOWED if min(windows(spec), default=MOST + 1) <= length else ()),
     )
+    beside = beside_weights(spec, computed, length, batch, cache_dtype, logits)
+    return Memory(length, batch, name, weights, *beside, assumed)
 
 
 def beside_weights(
@@ -207,13 +200,12 @@ def training_memory(
 
 def _attention(spec: ModelSpec, kernel: Kernel) -> str:
     """In words, which attention keeps its scores: where they are told, memory grows with the context's square."""
-    blocks = [(ways(spec.block_operations(block), kernel), number) for block, number in Counter(spec.blocks).items()]
-    if not any(found for found, _ in blocks):
+    by_block = {block: ways(spec.block_operations(block), kernel) for block in set(spec.blocks)}
+    found = [by_block[block] for block in spec.blocks]
+    unfused = sum(bool(each - {"fused"}) for each in found)
+    if not any(found):
         return "no attention"
     if kernel == "eager":
         return "attention that writes its scores out"
-    unfused = sum(number for found, number in blocks if found - {"fused"})
-    if not unfused:
-        return "fused attention"
-    where = "" if unfused == len(spec.blocks) else f" in {unfused} of {len(spec.blocks)} layers"
-    return f"attention that writes its scores out{where}, for want of a fused kernel"
+    where = "" if unfused == len(found) else f" in {unfused} of {len(found)} layers"
+    return f"attention that writes its scores out{where}, for want of a fused kernel" if unfused else "fused attention"

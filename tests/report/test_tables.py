@@ -107,7 +107,7 @@ def test_no_color_leaves_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_totals_are_whole_at_any_width(names: list[str], by: By, width: int) -> None:
     models = [*map(model, names), *([mixed()] if by != "component" else [])]
     text = render(models, width, by=by)
-    for _, _, _, found in models:
+    for found in (each.count for each in models):
         assert any(f"{found.total:,}" in line for line in text.splitlines())
         if by == "layer":
             assert all(f"{layer.total:,}" in text for layer in found.by_layer)
