@@ -33,8 +33,7 @@ class Aspect:
     detail: bool = False
 
 
-MOST_RUNS, MOST_KINDS = 3, 4
-"""So many runs of layers, and so many kinds of them, are told in words; data has them all."""
+MOST_RUNS, MOST_KINDS = 3, 4  # so many runs of layers, and so many kinds of them, are told in words; data has them all
 
 ORDER = (
     *("position", "rope pairs", "norm", "norm eps", "embedding norm", "final norm", "activation", "feed-forward"),

@@ -28,8 +28,7 @@ from ..display import Record
 from .parameters import count
 from .sizes import check_number, check_sizes, full_dtype, itemsize
 
-CONTEXT = 2048
-"""Tokens in sight where a tree does not say what context it is for."""
+CONTEXT = 2048  # tokens in sight where a tree does not say what context it is for
 
 
 # --- an operation's share --------------------------------------------------------------------------------------------
@@ -83,8 +82,7 @@ def work_of(operation: ops.AnyOperation) -> Work:
             raise ops.unknown(operation, "the count of FLOPs and caches")
 
 
-Works = list[tuple[ops.AnyOperation, Work, int]]
-"""Operations, what each costs, and how often it is there."""
+Works = list[tuple[ops.AnyOperation, Work, int]]  # operations, what each costs, and how often it is there
 
 
 def works(spec: ModelSpec) -> Works:

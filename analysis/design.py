@@ -24,18 +24,14 @@ Positions = Literal["learned", "rope", "yarn", "alibi"]
 AttentionKind = Literal["mha", "gqa", "mqa", "mla"]
 
 EPS = 1e-5
-TRAINED = 8_192
-"""Tokens that a model of long context is trained at, before its rotary positions are stretched."""
+TRAINED = 8_192  # tokens that a model of long context is trained at, before its rotary positions are stretched
 LOW_BASE, HIGH_BASE, LOW_UP_TO = 10_000.0, 500_000.0, 4_096
 """Rotary base up to so many tokens, as LLaMA-2 has it, and beyond at least, as Llama 3 has it."""
 BOUND = (0.0424, 1.628)
 """The least base for T tokens is about a·T^b (Men et al. 2405.14591, the fit of their figure 1)."""
-KV_HEADS = 8
-"""Of grouped attention, as LLaMA-2 70B and all Llama 3 have it."""
-TOLERANCE, WORST = 0.03, 0.10
-"""How far from the budget a shape may be where another is near, and at all."""
-CLOSENESS = 4.0
-"""A per cent off the budget weighs as much as so many per cent off the aspect ratio."""
+KV_HEADS = 8  # of grouped attention, as LLaMA-2 70B and all Llama 3 have it
+TOLERANCE, WORST = 0.03, 0.10  # how far from the budget a shape may be where another is near, and at all
+CLOSENESS = 4.0  # a per cent off the budget weighs as much as so many per cent off the aspect ratio
 WIDEST_SMALL = 2_048
 
 

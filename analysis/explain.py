@@ -36,16 +36,12 @@ MEANINGS = {
     "w": "width of the values that are made of the latent",
     "n": "another width",
 }
-MULTIPLES = "hkfruwp"
-"""Widths that are written as a multiple of d where they are one, of at most `MOST`."""
+MULTIPLES = "hkfruwp"  # widths that are written as a multiple of d where they are one, of at most `MOST`
 MOST = 8
-MOST_RANGES = 3
-"""Ranges of layers that a formula is told to be of; more are told by how many there are."""
+MOST_RANGES = 3  # ranges of layers that a formula is told to be of; more are told by how many there are
 
-Letter = tuple[str, int]
-"""What a size is, by its letter, and the size itself."""
-Sum = Counter[tuple[Letter, ...]]
-"""Products of letters, and how often each is there."""
+Letter = tuple[str, int]  # what a size is, by its letter, and the size itself
+Sum = Counter[tuple[Letter, ...]]  # products of letters, and how often each is there
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,10 @@ from .costs import Costs, costs
 from .design import Baseline, Design, build
 from .papers import PAPERS
 
-NOTHING = 0.02
-"""A share of the whole up to which a difference is none to choose by."""
-MORE = 0.05
-"""The same, of models that are not of one size to the last parameter."""
-SEQUENCES = 16
-"""Written at once, where it is told what a step reads."""
-ITEMSIZE = 2
-"""bf16."""
+NOTHING = 0.02  # a share of the whole up to which a difference is none to choose by
+MORE = 0.05  # the same, of models that are not of one size to the last parameter
+SEQUENCES = 16  # written at once, where it is told what a step reads
+ITEMSIZE = 2  # bf16
 
 
 @dataclass(frozen=True)

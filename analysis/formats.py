@@ -27,8 +27,7 @@ GGUF = ("q8_0", "q4_k_m", "q4_0")
 FORMATS = ("q8_0", NF4, "q4_k_m", "q4_0")
 """Formats whose scales are counted, the widest first; of GGUF those that `gguf_types` knows."""
 
-BLOCK, OUTER = 64, 256
-"""nf4's: weights of a scale, and scales of a scale of scales."""
+BLOCK, OUTER = 64, 256  # nf4's: weights of a scale, and scales of a scale of scales
 
 
 def weighed(spec: ModelSpec, dtype: str, family: str = "") -> ParameterCount:

@@ -22,19 +22,13 @@ from .design import BASELINE, LOW_UP_TO, TOLERANCE, TRAINED, Baseline, Design, S
 from .findings import Finding, findings
 from .papers import PAPERS, Paper
 
-LEAST, MOST = 10**7, 10**12
-"""Parameters."""
-CONTEXT, LONG_CONTEXT = 4_096, 131_072
-"""Tokens where none are asked for; of the goal "context"."""
-VOCABULARY = 32_000
-"""Tokens where none are asked for, as LLaMA has them."""
-WINDOW = 4_096
-"""Of Mistral (2310.06825)."""
+LEAST, MOST = 10**7, 10**12  # parameters
+CONTEXT, LONG_CONTEXT = 4_096, 131_072  # tokens where none are asked for; of the goal "context"
+VOCABULARY = 32_000  # tokens where none are asked for, as LLaMA has them
+WINDOW = 4_096  # of Mistral (2310.06825)
 MOST_CONTEXT, MOST_VOCABULARY = 2**27, 2**24
-TOKENS_EACH = 20
-"""Tokens of text a parameter, about what is best for so many FLOPs (2203.15556)."""
-LARGE_HEAD = 0.1
-"""A head that would take more of the budget than this is tied."""
+TOKENS_EACH = 20  # tokens of text a parameter, about what is best for so many FLOPs (2203.15556)
+LARGE_HEAD = 0.1  # a head that would take more of the budget than this is tied
 
 
 @dataclass(frozen=True)

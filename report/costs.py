@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 
 _Model = tuple[str, ModelSpec, Figures]  # a name, a tree and its figures
+_Words = Callable[[str, int], str]  # how a figure under its label is written
+_Column = tuple[str, Mapping[str, int], _Words]  # a name, figures under their labels, and how they are written
 NOTHING = "–"  # where a model has no such figure
 TOTAL, TOTAL_BINARY = "total", "total in GiB"
 BESIDE = ("scores, dense", "total, dense", "6N", "6N, no embedding", "checkpointed", "total, checkpointed")
@@ -30,15 +32,6 @@ LABELS = (
     *(TOTAL, TOTAL_BINARY, *BESIDE),
 )
 """In the order of their rows; the cache's, which are numbers of tokens, come as they are."""
-
-
-@dataclass(frozen=True)
-class _Column:
-    """Figures under their labels, and how they are written."""
-
-    name: str
-    cells: Mapping[str, int]
-    words: Callable[[str, int], str]
 
 
 def cost_sheets(counts: Sequence[ModelCount], asked: Asked, compared: bool = False) -> list[Sheet]:
@@ -89,44 +82,34 @@ def _context_notes(models: Sequence[_Model], asked: Asked, compared: bool) -> li
 
 def _sheet(title: str, columns: Sequence[_Column], compared: bool, notes: Sequence[str], empty: str = NOTHING) -> Sheet:
     """Columns of figures below one another's labels; a total is ruled off, and what is beside it is dim."""
-    there = dict.fromkeys(label for column in columns for label in column.cells)
-    labels = sorted(there, key=lambda label: LABELS.index(label) if label in LABELS else -1)
+    there = dict.fromkeys(label for _, cells, _ in columns for label in cells)
     rows = []
-    for label in labels:
-        numbers = [column.cells.get(label) for column in columns]
-        cells = [
-            empty if number is None else column.words(label, number)
-            for column, number in zip(columns, numbers, strict=True)
-        ]
+    for label in sorted(there, key=lambda label: LABELS.index(label) if label in LABELS else -1):
+        numbers = [cells.get(label) for _, cells, _ in columns]
+        words = [partial(told, label) for *_, told in columns]
+        texts = [empty if number is None else told(number) for told, number in zip(words, numbers, strict=True)]
         if compared:
-            before, after = numbers
             # A component that one side lacks it has none of; whatever else is lacking nobody knows.
-            unknown = label not in LABELS or not all(column.cells for column in columns)
-            if None in numbers and unknown:
-                cells += ["", ""]
-            else:
-                more = difference(before or 0, after or 0, partial(columns[0].words, label))
-                cells += [more, change(before or 0, after or 0)]
+            unknown = label not in LABELS or not all(cells for _, cells, _ in columns)
+            before, after = (number or 0 for number in numbers)
+            known = None not in numbers or not unknown
+            texts += [difference(before, after, words[0]), change(before, after)] if known else ["", ""]
         style = "bold" if label == TOTAL else "dim" if label in BESIDE else None
-        rows.append(Row(label, tuple(cells), style, ruled=label == TOTAL))
-    names = [*(column.name for column in columns), *(["difference", "change"] if compared else [])]
+        rows.append(Row(label, tuple(texts), style, ruled=label == TOTAL))
+    names = [*(name for name, *_ in columns), *(["difference", "change"] if compared else [])]
     return Sheet(title, tuple(names), tuple(rows), tuple(notes))
 
 
 def _by_kind(
-    title: str,
-    kinds: Sequence[tuple[str, str, Sequence[str]]],
-    models: Sequence[_Model],
-    words: Callable[[str, int], str],
-    compared: bool,
+    title: str, kinds: Sequence[tuple[str, str, Sequence[str]]], models: Sequence[_Model], words: _Words, compared: bool
 ) -> list[Sheet]:
     """Of one model a sheet with a column a kind; of several a sheet a kind. kinds: (name, own title, notes)."""
     if len(models) == 1:
-        columns = [_Column(kind, _cells(models[0][2]).get(kind, {}), words) for kind, _, _ in kinds]
+        columns = [(kind, _cells(models[0][2]).get(kind, {}), words) for kind, _, _ in kinds]
         return [_sheet(title, columns, False, [note for *_, notes in kinds for note in notes], empty="")]
     sheets = []
     for kind, own_title, notes in kinds:
-        columns = [_Column(name, _cells(figures).get(kind, {}), words) for name, _, figures in models]
+        columns = [(name, _cells(figures).get(kind, {}), words) for name, _, figures in models]
         sheets.append(_sheet(own_title, columns, compared, notes))
     return sheets
 
@@ -135,30 +118,24 @@ def _sequences(batch: int, tokens: int) -> str:
     return f"{tokens:,} tokens" if batch == 1 else f"{batch:,} × {tokens:,} tokens"
 
 
-A_TOKEN = "per token"
-
-
 def _cache(models: Sequence[_Model], asked: Asked, compared: bool) -> Sheet:
-    def cells(figures: Figures) -> dict[str, int]:
-        a_token = {} if figures.a_token is None else {A_TOKEN: figures.a_token}
-        return a_token | {
-            _sequences(asked.batch, each.context): each.held for each in figures.cache if each is not None
-        }
-
-    def exact(label: str, nbytes: int) -> str:
-        return whole_bytes(nbytes) if label == A_TOKEN else decimal(nbytes, "B")
-
+    a_token, columns = "per token", []
     windowed = any(windows(spec) for _, spec, _ in models)
     notes = ["A layer with a window of w tokens holds w − 1 of them until the next comes."] if windowed else []
     for name, _, figures in models:
-        last = next((each for each in reversed(figures.cache) if each is not None), None)
-        if last is not None and last.in_transformers not in (None, last.held):
-            holds = f"{decimal(last.in_transformers, 'B')} at {last.context:,} tokens"
+        sizes = [each for each in figures.cache if each is not None]
+        cells = {} if figures.a_token is None else {a_token: figures.a_token}
+        columns.append((name, cells | {_sequences(asked.batch, each.context): each.held for each in sizes}, _bytes))
+        if sizes and sizes[-1].in_transformers not in (None, sizes[-1].held):
+            holds = f"{decimal(sizes[-1].in_transformers, 'B')} at {sizes[-1].context:,} tokens"
             notes.append(f"transformers repeats {name}'s keys and values before its cache, which holds {holds}.")
-    columns = [_Column(name, cells(figures), _bytes) for name, _, figures in models]
+
+    def exact(label: str, nbytes: int) -> str:
+        return whole_bytes(nbytes) if label == a_token else decimal(nbytes, "B")
+
     if len(models) == 1:
-        held = columns[0].cells
-        columns = [_Column("bytes", held, exact), _Column("in KiB, GiB", held, lambda _, nbytes: binary(nbytes))]
+        held = columns[0][1]
+        columns = [("bytes", held, exact), ("in KiB, GiB", held, lambda _, nbytes: binary(nbytes))]
     return _sheet(f"KV cache, {asked.cached}", columns, compared, notes)
 
 
@@ -192,10 +169,8 @@ def _memory(models: Sequence[_Model], asked: Asked, compared: bool) -> list[Shee
             running = [f"Inference: {'; '.join(figures.inference_memory.assumed)}."]
             training = [f"Training: {'; '.join(figures.training_memory.assumed)}."]
             training += ["Checkpointed: every layer's activations are made again for the backward pass, not kept."]
-    kinds = (
-        ("inference", f"Memory to run on {where}", running),
-        ("training", f"Memory to train with Adam on {where}", training),
-    )
+    kinds = [("inference", f"Memory to run on {where}", running)]
+    kinds += [("training", f"Memory to train with Adam on {where}", training)]
     return _by_kind(f"Memory for {where}", kinds, models, _bytes, compared)
 
 
@@ -233,13 +208,6 @@ def _parts(weights: int, cache: int, activations: int, total: int) -> dict[str, 
     return {"weights": weights, "KV cache": cache, "activations": activations, TOTAL: total, TOTAL_BINARY: total}
 
 
-FORMAT_NOTES = (
-    "nf4: as transformers loads it with bitsandbytes, scales quantised too; what is no linear layer, experts too, is"
-    " in bfloat16.",
-    "q8_0, q4_k_m, q4_0: each tensor as llama-quantize stores it, scales included, without the file's vocabulary.",
-)
-
-
 def _formats(models: Sequence[_Model]) -> Sheet:
     """The weights in other formats: of one model with its bits a weight, else a column a model."""
     rows, alone = [], len(models) == 1
@@ -254,8 +222,13 @@ def _formats(models: Sequence[_Model]) -> Sheet:
         rows.append(Row(name, tuple(cells)))
     columns = ("bytes", "in powers of 1024", "bits a weight") if alone else tuple(name for name, *_ in models)
     lacking = [name for name, _, figures in models if None in (figures.formats or {}).values()]
-    no_place = [f"{NOTHING} {', '.join(lacking)}: llama.cpp has no type for some of its tensors."] if lacking else []
-    return Sheet("Weights in other formats", columns, tuple(rows), (*FORMAT_NOTES, *no_place))
+    notes = [
+        "nf4: as transformers loads it with bitsandbytes, scales quantised too; what is no linear layer, experts too,"
+        " is in bfloat16.",
+        "q8_0, q4_k_m, q4_0: each tensor as llama-quantize stores it, scales included, without the file's vocabulary.",
+    ]
+    notes += [f"{NOTHING} {', '.join(lacking)}: llama.cpp has no type for some of its tensors."] if lacking else []
+    return Sheet("Weights in other formats", columns, tuple(rows), tuple(notes))
 
 
 def _explained(models: Sequence[_Model]) -> list[Sheet]:
@@ -307,20 +280,19 @@ def _split(models: Sequence[_Model], asked: Asked) -> Sheet:
     def cells(stage: Stage) -> dict[str, int]:
         return _parts(stage.weight, stage.cache, stage.activations, stage.total)
 
-    columns, notes = [], []
+    columns: list[_Column] = []
+    notes, several = [], len(models) > 1
     for name, _, figures in models:
-        split, several = figures.split, len(models) > 1
+        split = figures.split
+        if split is None or several:
+            columns.append((name, {} if split is None else cells(split.fullest), _bytes))
         if split is None:
-            columns.append(_Column(name, {}, _bytes))
             continue
-        if several:
-            columns.append(_Column(name, cells(split.fullest), _bytes))
         for first, last, same in [] if several else layer_ranges(map(cells, split.stages)):
-            stage = "each GPU" if split.pp == 1 else f"stage {range_label(first, last)}"
-            columns.append(_Column(stage, same, _bytes))
+            columns.append(("each GPU" if split.pp == 1 else f"stage {range_label(first, last)}", same, _bytes))
         notes += [f"{name}: {note}" if several else note for note in split.notes]
         notes.append(f"{name if several else 'Together'}: {decimal(split.together, 'B')} of weights on all of them.")
     notes.append("After Megatron-LM (1909.08053); what GPUs send to one another is not counted.")
     gpus = f"{asked.tp * asked.pp:,} GPUs (tp {asked.tp}, pp {asked.pp})"
     title = f"Memory on each of {gpus}, {asked.dtype or 'bfloat16'}, {_sequences(asked.batch, models[0][2].context)}"
-    return _sheet(title + ", the fullest" * (len(models) > 1 and asked.pp > 1), columns, False, notes)
+    return _sheet(title + ", the fullest" * (several and asked.pp > 1), columns, False, notes)
