@@ -29,12 +29,6 @@ Kernel = Literal["sdpa", "eager"]
 FLOAT, LONG = 4, 8
 """Bytes of fp32, in which norms, softmax and the loss are computed at least, and of a token's or row's number."""
 
-VECTOR = 16
-"""Bytes of which a head's results are a multiple where rows of the q-k-v product may lie in any order."""
-
-WIDEST_GROUPED = 256
-"""Elements of a head up to which the fused kernel is handed groups of query heads as they are."""
-
 
 class ActivationCost(msgspec.Struct, frozen=True):
     """kept: tensors that an activation keeps for the backward pass beside its result, which the product behind it keeps
@@ -48,24 +42,19 @@ class ActivationCost(msgspec.Struct, frozen=True):
     result: bool = False
 
 
+_USUAL = ("gelu", "gelu_tanh", "silu", "mish", "hardswish", "relu6", "leaky_relu")
 ACTIVATION_COSTS: dict[Activation, ActivationCost] = {
-    "gelu": ActivationCost(),
+    **dict.fromkeys(_USUAL, ActivationCost()),  # type: ignore[dict-item]
     "gelu_python": ActivationCost(3, 4, input=False),
-    "gelu_tanh": ActivationCost(),
     "gelu_new": ActivationCost(4, 4),
     "gelu_bloom": ActivationCost(7, 5),
     "gelu_fast": ActivationCost(7, 5),
     "gelu_10": ActivationCost(2, 3),
     "quick_gelu": ActivationCost(2, 3),
-    "silu": ActivationCost(),
-    "mish": ActivationCost(),
-    "hardswish": ActivationCost(),
     "relu": ActivationCost(0, input=False, result=True),
-    "relu2": ActivationCost(1, 3, input=False),
-    "relu6": ActivationCost(),
-    "leaky_relu": ActivationCost(),
     "sigmoid": ActivationCost(0, input=False, result=True),
     "tanh": ActivationCost(0, input=False, result=True),
+    "relu2": ActivationCost(1, 3, input=False),
     "laplace": ActivationCost(1, 3, input=False),
     "sqrtsoftplus": ActivationCost(1, 3),
     "linear": ActivationCost(0, input=False),
@@ -98,13 +87,13 @@ def kept(spec: ModelSpec, run: Pass) -> dict[str, int]:
     "feed-forward", "router", "embedding" (what tells which rows were read), and "loss": the logarithms of all
     probabilities in fp32, and the targets.
     """
-    found = _ends(spec, run)
+    programs = {block: spec.block_operations(block) for block in dict.fromkeys(spec.blocks)}
+    layers = {block: Keeping(program, run).found for block, program in programs.items()}
+    found = Counter(_ends(spec, run))
     for block, number in Counter(spec.blocks).items():
-        layer = Keeping(spec.block_operations(block), run).found
-        found.update({name: value * number for name, value in layer.items()})
-    programs = map(spec.block_operations, set(spec.blocks))
-    found["attention"] += tables(run, (each for program in programs for each in program))
-    return _in_order(found)
+        found.update({name: value * number for name, value in layers[block].items()})
+    found["attention"] += tables(run, (each for program in programs.values() for each in program))
+    return {name: found[name] for name in dict.fromkeys((*COMPONENTS, *found)) if found[name]}
 
 
 def kept_by_checkpointing(spec: ModelSpec, run: Pass) -> dict[str, int]:
@@ -114,21 +103,17 @@ def kept_by_checkpointing(spec: ModelSpec, run: Pass) -> dict[str, int]:
     inputs = len(spec.blocks) * run.rows * spec.hidden_size * run.size
     programs = [spec.block_operations(block) for block in set(spec.blocks)]
     largest = max(Keeping(program, run).found.total() + tables(run, program) for program in programs)
-    return {"inputs": inputs, "layer": largest, **_in_order(_ends(spec, run))}
+    return {"inputs": inputs, "layer": largest, **_ends(spec, run)}
 
 
 COMPONENTS = ("embedding", "norms", "attention", "scores", "feed-forward", "router", "loss")
 
 
-def _in_order(found: Counter[str]) -> dict[str, int]:
-    return {name: found[name] for name in dict.fromkeys((*COMPONENTS, *found)) if found[name]}
-
-
-def _ends(spec: ModelSpec, run: Pass) -> Counter[str]:
+def _ends(spec: ModelSpec, run: Pass) -> dict[str, int]:
     """What lies before the first layer and behind the last."""
     found = Keeping(spec.before_blocks(), run).found + Keeping(spec.after_blocks(), run).found
     found["loss"] = run.rows * (spec.vocab_size * FLOAT + LONG)
-    return found
+    return {name: found[name] for name in dict.fromkeys((*COMPONENTS, *found)) if found[name]}
 
 
 def tables(run: Pass, operations: Iterable[ops.AnyOperation]) -> int:
@@ -153,16 +138,12 @@ class Mixing(msgspec.Struct, frozen=True):
     def value_dim(self) -> int:
         return int(self.mix.shape[-1])
 
-    @property
-    def outside(self) -> bool:
-        """Whether a bias is added outside the scale."""
-        return self.alibi is not None and not self.alibi.alibi.scaled
-
     def way(self, kernel: Kernel = "sdpa") -> Literal["fused", "unfused", "eager"]:
         """How scores are made: by a fused kernel, which keeps none; by torch's own other path, in fp32 at least; or
         written out by the modules. Under "sdpa" too the modules write out a cap, sinks, and a bias outside the scale.
         """
-        if kernel == "eager" or self.cap is not None or self.softmax.weights or self.outside:
+        outside = self.alibi is not None and not self.alibi.alibi.scaled
+        if kernel == "eager" or self.cap is not None or self.softmax.weights or outside:
             return "eager"
         spread = self.scores.broadcast and self.scores.kv_heads < self.scores.heads
         return "unfused" if spread or self.scores.query_dim != self.value_dim else "fused"
@@ -193,7 +174,8 @@ class Mixing(msgspec.Struct, frozen=True):
         fused = self.way(run.kernel) == "fused"
         if heads == 1 and (fused or run.batch == 1):
             return 1  # a view shows it to every query head
-        grouped = fused and not self.is_masked(run.tokens) and self.scores.query_dim <= WIDEST_GROUPED
+        # The fused kernel is handed groups of query heads as they are, if a head has no more elements than this.
+        grouped = fused and not self.is_masked(run.tokens) and self.scores.query_dim <= 256
         return heads if grouped else self.scores.heads
 
 
@@ -201,9 +183,7 @@ def mixings(program: Iterable[ops.AnyOperation]) -> list[Mixing]:
     """The attentions of a program."""
     by_name = {each.id: each for each in program}
     found = []
-    for mix in by_name.values():
-        if not isinstance(mix, ops.Mix):
-            continue
+    for mix in (each for each in by_name.values() if isinstance(each, ops.Mix)):
         chain = [by_name[mix.inputs[0]]]
         while not isinstance(chain[-1], ops.Scores):
             chain.append(by_name[chain[-1].inputs[0]])
@@ -257,10 +237,10 @@ class Keeping:
         for each in program:
             self.views[each.id] = self.follow(each)
         for storage in self.storages:
+            self.found[storage.row] += storage.size  # a view keeps all that it is a view of
             for row, size in storage.kept.values():
                 self.found[row] += size
-            # A view keeps all that it is a view of.
-            self.found[storage.row] += storage.size - sum(size for _, size in storage.kept.values())
+                self.found[storage.row] -= size
 
     def bytes(self, operation: ops.AnyOperation) -> int:
         run = self.run
@@ -286,17 +266,21 @@ class Keeping:
         heads = operation.shape[2] if len(operation.shape) == 4 else 1
         result = View(operation.id, Storage(size, operation.row), size, heads if isinstance(heads, int) else 1)
         match operation:
-            case ops.Tokens() | ops.Stream() | ops.Add() | ops.Scale() | ops.Shift():
-                pass
-            case ops.Embed():
-                found["embedding"] += run.rows * LONG  # which rows were read
-            case ops.Positions():
-                found["embedding"] += run.tokens * LONG
+            case ops.Tokens() | ops.Stream() | ops.Add() | ops.Scale() | ops.Shift() | ops.Scores() | ops.Alibi() | ops.Softmax():
+                pass  # the last three with the mix, which kernels compute together with them
+            case ops.Embed() | ops.Positions():  # which rows were read
+                found["embedding"] += (run.rows if isinstance(operation, ops.Embed) else run.tokens) * LONG
             case ops.Norm():
                 self.normed(operation, numbers)
+            case ops.Convolve():
+                self.keep(self.given(operation))
             case ops.Linear():
                 self.keep(self.given(operation))
-                result.storage = self.product(operation, result)
+                # Rows of q, k and v in one product may lie in any order where heads are so wide; else they are copied.
+                unaligned = int(operation.shape[-1]) * run.size % 16 != 0
+                if operation.fused and not (1 < operation.groups < result.heads and unaligned):
+                    whole = sum(map(self.bytes, operation.made_together(self.program)))
+                    result.storage = self.products.setdefault(operation.together, Storage(whole, operation.row))
             case ops.Rotate():
                 whole = operation.shape[-1] == operation.rotary.dim  # or else put together of parts, head by head
                 result.heads_first = self.given(operation).heads_first if whole else True
@@ -304,8 +288,7 @@ class Keeping:
                 result = self.cached(operation, result)
             case ops.Concat():
                 result.heads_first = True
-            case ops.Scores() | ops.Alibi() | ops.Softmax():
-                pass  # with the mix, which kernels compute together with them
+
             case ops.Cap():
                 if operation.hard:
                     self.keep(self.given(operation))
@@ -317,8 +300,6 @@ class Keeping:
                 for index in range(len(operation.inputs)):
                     self.keep(self.given(operation, index))
                 found[operation.row] += operation.saved * size
-            case ops.Convolve():
-                self.keep(self.given(operation))
             case ops.Activation():
                 cost = ACTIVATION_COSTS[operation.function]
                 if cost.input:
@@ -359,16 +340,6 @@ class Keeping:
             self.found["norms"] += numbers * size
         if operation.gain == "1 + weight":  # which is a tensor of its own
             self.found["norms"] += width * size
-
-    def product(self, operation: ops.Linear, result: View) -> Storage:
-        """Where a projection's result lies: in that of a product of several, unless it is gathered from it."""
-        unaligned = int(operation.shape[-1]) * self.run.size % VECTOR != 0
-        if not operation.fused or (1 < operation.groups < result.heads and unaligned):
-            return result.storage
-        if operation.together not in self.products:
-            whole = sum(self.bytes(each) for each in operation.made_together(self.program))
-            self.products[operation.together] = Storage(whole, operation.row)
-        return self.products[operation.together]
 
     def cached(self, operation: ops.Cache, result: View) -> View:
         """Keys and values lie as behind a cache, head by head, whether or not there is one."""

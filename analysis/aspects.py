@@ -33,11 +33,7 @@ class Aspect:
     detail: bool = False
 
 
-Said = tuple[str, Any]
-"""Words, and the same as plain JSON values."""
-
-MOST_RUNS, MOST_KINDS = 3, 4
-"""So many runs of layers, and so many kinds of them, are told in words; data has them all."""
+MOST_RUNS, MOST_KINDS = 3, 4  # so many runs of layers, and so many kinds of them, are told in words; data has them all
 
 ORDER = (
     *("position", "rope pairs", "norm", "norm eps", "embedding norm", "final norm", "activation", "feed-forward"),
@@ -52,11 +48,12 @@ DETAILS = ("rope pairs", "norm eps", "final norm", "scale")
 def aspects(spec: ModelSpec) -> list[Aspect]:
     """Every aspect of a tree: always the same ones in the same order, and then those of unusual components."""
     told = {name: _by_layer(layers) for name, layers in _components(spec).items()}
-    head, context = spec.head.named(), spec.context_length
+    head, context, first = spec.head.named(), spec.context_length, next(iter(spec.blocks[0].norms().values()), None)
+    alike = without_rounding(spec.final_norm) == without_rounding(first)
     told |= {
         "position": _positions(spec, *told.get("position", NOT_THERE)[:2]),
-        "embedding norm": _end_norm(spec.embedding.norm, spec),
-        "final norm": _final_norm(spec),
+        "embedding norm": _end_norm(spec.embedding.norm, first),
+        "final norm": ("as in the layers", None) if alike else _end_norm(spec.final_norm, first),
         "head": (head.short, head.data),
         "layers": (f"{len(spec.blocks):,}", len(spec.blocks)),
         "hidden size": (f"{spec.hidden_size:,}", spec.hidden_size),
@@ -75,7 +72,10 @@ def describe(spec: ModelSpec) -> dict[str, str]:
     layers = _components(spec)
     told = {name: _in_words([each.long for each in said]) for name, said in layers.items()}
     each = {name: told.get(name, NOT_THERE.long) for name in ORDER}
-    positions = each["position"]
+    positions, inner = each["position"], {norm for block in set(spec.blocks) for norm in block.norms().values()}
+    norms = each["norm"]  # and those outside of the layers, where they are not what the layers have
+    norms += "" if spec.embedding.norm is None else f"; {spec.embedding.norm.named().long}, on the embedding"
+    norms += "" if spec.final_norm in inner else f"; {spec.final_norm.named().long}, at the end"
     if spec.positions is not None:
         positions = spec.positions.named().long + ("" if positions == "none" else f"; {positions}")
     return {
@@ -84,7 +84,7 @@ def describe(spec: ModelSpec) -> dict[str, str]:
         "vocabulary": f"{spec.vocab_size:,}",
         "context": "not stated" if spec.context_length is None else f"{spec.context_length:,}",
         "positions": positions,
-        "norm": each["norm"] + _end_norms(spec),
+        "norm": norms,
         **{name: each[name] for name in ("attention", "q/k norm", "window", "feed-forward")},
         "biases": each["bias"] + ("; and the head" if spec.head.bias else ""),
         "block": each["block"],
@@ -102,10 +102,7 @@ def _components(spec: ModelSpec) -> dict[str, list[Words]]:
     return told | {name: [words] for each in unusual for name, words in each.items()}
 
 
-# --- layers ----------------------------------------------------------------------------------------------------------
-
-
-def _by_layer(said: Sequence[Words]) -> Said:
+def _by_layer(said: Sequence[Words]) -> tuple[str, Any]:
     """What is said of every layer, or of which ones."""
     kinds: dict[str, tuple[Words, list[int]]] = {}
     for layer, words in enumerate(said):
@@ -139,21 +136,14 @@ def _in_words(said: Sequence[str]) -> str:
 
 def _which(layers: Sequence[int]) -> str:
     """Which layers, in few words: 0–13; 0–3, 8; every 6th from 5; 20 layers."""
-    runs = number_runs(layers)
-    if len(runs) <= MOST_RUNS:
+    if len(number_runs(layers)) <= MOST_RUNS:
         return number_ranges(layers)
-    steps = {after - before for before, after in pairwise(layers)}
-    if len(steps) == 1:
-        step = steps.pop()
-        ending = {2: "nd", 3: "rd"}.get(step, "th")
-        return f"every {step}{ending} from {layers[0]}"
-    return f"{len(layers):,} layers"
+    first, *other_steps = {after - before for before, after in pairwise(layers)}
+    ending = {2: "nd", 3: "rd"}.get(first, "th")
+    return f"{len(layers):,} layers" if other_steps else f"every {first}{ending} from {layers[0]}"
 
 
-# --- outside of them -------------------------------------------------------------------------------------------------
-
-
-def _positions(spec: ModelSpec, words: str, data: Any) -> Said:
+def _positions(spec: ModelSpec, words: str, data: Any) -> tuple[str, Any]:
     """Those added to the embeddings, and those inside of attention."""
     if spec.positions is None:
         return words, {"learned": None, "in_attention": data}
@@ -162,29 +152,12 @@ def _positions(spec: ModelSpec, words: str, data: Any) -> Said:
     return told, {"learned": learned.data, "in_attention": data}
 
 
-def _first_norm(spec: ModelSpec) -> Norm | None:
-    return next(iter(spec.blocks[0].norms().values()), None)
-
-
-def _end_norm(norm: Norm | None, spec: ModelSpec) -> Said:
-    """One outside of the layers; its eps is told where it is not theirs."""
+def _end_norm(norm: Norm | None, first: Norm | None) -> tuple[str, Any]:
+    """One outside of the layers; its eps is told where it is not that of their first."""
     if norm is None:
         return "none", None
-    words, first = norm.named(), _first_norm(spec)
+    words = norm.named()
     data = words.data if isinstance(words.data, dict) else {"kind": words.data}
     if first is not None and norm.eps == first.eps:
         return words.short, data
     return f"{words.short}, {norm.eps:g}", {**data, "eps": norm.eps}
-
-
-def _final_norm(spec: ModelSpec) -> Said:
-    """Told where it is not the first layer's."""
-    alike = without_rounding(spec.final_norm) == without_rounding(_first_norm(spec))
-    return ("as in the layers", None) if alike else _end_norm(spec.final_norm, spec)
-
-
-def _end_norms(spec: ModelSpec) -> str:
-    """The norms outside of the layers, where they are not what the layers have."""
-    told = "" if spec.embedding.norm is None else f"; {spec.embedding.norm.named().long}, on the embedding"
-    norms = {norm for block in set(spec.blocks) for norm in block.norms().values()}
-    return told if spec.final_norm in norms else f"{told}; {spec.final_norm.named().long}, at the end"

@@ -25,18 +25,17 @@ from .sizes import itemsize
 
 @dataclass(frozen=True)
 class Compared:
-    """A model by the name it was given, its family ("" for a tree that never had one), its tree and its costs."""
+    """A model by the name it was given, its family ("" for a tree that never had one), its tree and its costs, and the
+    bytes of its weights.
+    """
 
     name: str
     family: str
     spec: ModelSpec
     costs: Costs
+    weights: int
     revision: str | None = None
     notes: tuple[str, ...] = ()
-
-    def weights(self, dtype: str) -> int:
-        """Bytes of its weights; raises as `formats.weighed`."""
-        return weighed(self.spec, dtype, self.family).total
 
     @property
     def sees(self) -> bool:
@@ -77,6 +76,7 @@ class Comparison(Shown):
         names = ", ".join(model.name for model in self.models)
         return f"<comparison of {names}: {differ} of {len(self.rows)} aspects differ>"
 
+    @property
     def told(self) -> tuple[str, ...]:
         """Notes for a person: on the table, and on each model."""
         return (*self.notes, *(f"{model.name}: {note}" for model in self.models for note in model.notes))
@@ -94,46 +94,45 @@ class Comparison(Shown):
         weights: bytes; KV per token: bytes that one leaves in the cache; KV at the context: bytes, which windows make
         fewer; FLOPs: of the forward pass, a token that sees the context.
         """
-        size = itemsize(self.cached)
-        found: dict[str, tuple[int | None, ...]] = {"parameters": tuple(m.costs.parameters for m in self.models)}
-        if any(model.costs.active != model.costs.parameters for model in self.models):
-            found["active"] = tuple(model.costs.active for model in self.models)
-        found["weights"] = tuple(model.weights(self.dtype) for model in self.models)
-        found["KV per token"] = tuple(model.costs.cache_bytes(size) for model in self.models)
-        held = (model.costs.held_bytes(size) if model.sees else None for model in self.models)
-        found[f"KV at {self.context:,}"] = tuple(held)
-        found["FLOPs per token"] = tuple(model.costs.total_flops if model.sees else None for model in self.models)
-        return found
+        names = {
+            "parameters": "parameters",
+            "active": "active",
+            "weight_bytes": "weights",
+            "cache_bytes_a_token": "KV per token",
+            "cache_bytes_at_context": f"KV at {self.context:,}",
+            "flops_a_token": "FLOPs per token",
+        }
+        figures = [self._costs(model) for model in self.models]
+        found = {title: tuple(each[name] for each in figures) for name, title in names.items()}
+        return found if found["active"] != found["parameters"] else {k: v for k, v in found.items() if k != "active"}
+
+    def _costs(self, model: Compared) -> dict[str, int | None]:
+        size, figures = itemsize(self.cached), model.costs
+        return {
+            "parameters": figures.parameters,
+            "active": figures.active,
+            "weight_bytes": model.weights,
+            "cache_bytes_a_token": figures.cache_bytes(size),
+            "cache_bytes_at_context": figures.held_bytes(size) if model.sees else None,
+            "flops_a_token": figures.total_flops if model.sees else None,
+        }
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values: every aspect as words and as data, costs as integers."""
-        return {
-            "schema_version": 1,
-            "context": self.context,
-            "dtype": self.dtype,
-            "cache_dtype": self.cached,
-            "models": [self._model(index, model) for index, model in enumerate(self.models)],
-            "differs": [row.name for row in self.rows if row.differs],
-            "notes": list(self.notes),
-        }
-
-    def _model(self, index: int, model: Compared) -> dict[str, Any]:
-        size, figures = itemsize(self.cached), model.costs
-        return {
-            "model": model.name,
-            "family": model.family,
-            "revision": model.revision,
-            "aspects": {row.name: {"words": row.words[index], "value": row.data[index]} for row in self.rows},
-            "costs": {
-                "parameters": figures.parameters,
-                "active": figures.active,
-                "weight_bytes": model.weights(self.dtype),
-                "cache_bytes_a_token": figures.cache_bytes(size),
-                "cache_bytes_at_context": figures.held_bytes(size) if model.sees else None,
-                "flops_a_token": figures.total_flops if model.sees else None,
-            },
-            "notes": list(model.notes),
-        }
+        models = [
+            {
+                "model": model.name,
+                "family": model.family,
+                "revision": model.revision,
+                "aspects": {row.name: {"words": row.words[index], "value": row.data[index]} for row in self.rows},
+                "costs": self._costs(model),
+                "notes": list(model.notes),
+            }
+            for index, model in enumerate(self.models)
+        ]
+        told = {"schema_version": 1, "context": self.context, "dtype": self.dtype, "cache_dtype": self.cached}
+        differ = [row.name for row in self.rows if row.differs]
+        return {**told, "models": models, "differs": differ, "notes": list(self.notes)}
 
 
 def compare(
@@ -167,38 +166,32 @@ def compare(
 def comparison(models: Sequence[ModelCount], asked: Asked) -> Comparison:
     """Models that are known already, in the dtype and at the context of `asked`."""
     length = common_context([each.spec for each in models]) if asked.context is None else asked.context
-    compared = tuple(
-        Compared(each.name, each.family, each.spec, costs(each.spec, length), each.revision, each.notes)
-        for each in models
-    )
+    dtype = asked.dtype or "bfloat16"
+    compared = []
+    for each in models:
+        figures, weights = costs(each.spec, length), weighed(each.spec, dtype, each.family).total
+        compared.append(Compared(each.name, each.family, each.spec, figures, weights, each.revision, each.notes))
     by_model = [{each.name: each for each in aspects(model.spec)} for model in compared]
     names = dict.fromkeys(name for each in by_model for name in each)
     family = Row("family", tuple(m.family or "–" for m in compared), tuple(m.family for m in compared))
     rows = (family, *(_row([each.get(name, Aspect(name, "–", None)) for each in by_model]) for name in names))
+    notes = []  # what the figures do not say by themselves
     for model in compared:
-        model.weights(asked.dtype or "bfloat16")  # what a format has no place for is told before anything is printed
-    return Comparison(compared, rows, length, asked.dtype or "bfloat16", asked.cached, _notes(compared, length))
+        own = model.spec.context_length
+        if not model.sees and model.spec.positions is not None:
+            notes.append(
+                f"{model.name} has {model.spec.positions.length:,} positions, and cannot see {length:,} tokens."
+            )
+        elif own is not None and length > own:
+            notes.append(f"{model.name} is for {own:,} tokens, not {length:,}.")
+    return Comparison(tuple(compared), rows, length, dtype, asked.cached, tuple(dict.fromkeys(notes)))
 
 
 def _row(cells: Sequence[Aspect]) -> Row:
     """One aspect of all models. Where values that differ have the same words, they are numbered."""
     data = [json.dumps(cell.data, sort_keys=True) for cell in cells]
     words = []
-    for cell in cells:
+    for cell, own in zip(cells, data, strict=True):
         same = list(dict.fromkeys(d for d, other in zip(data, cells, strict=True) if other.words == cell.words))
-        number = same.index(json.dumps(cell.data, sort_keys=True)) + 1
-        words.append(cell.words if len(same) == 1 else f"{cell.words} #{number}")
+        words.append(cell.words if len(same) == 1 else f"{cell.words} #{same.index(own) + 1}")
     return Row(cells[0].name, tuple(words), tuple(cell.data for cell in cells), cells[0].detail)
-
-
-def _notes(models: Sequence[Compared], context: int) -> tuple[str, ...]:
-    """What the table's figures do not say by themselves."""
-    notes = []
-    for model in models:
-        if not model.sees and model.spec.positions is not None:
-            notes.append(
-                f"{model.name} has {model.spec.positions.length:,} positions, and cannot see {context:,} tokens."
-            )
-        elif model.spec.context_length is not None and context > model.spec.context_length:
-            notes.append(f"{model.name} is for {model.spec.context_length:,} tokens, not {context:,}.")
-    return tuple(dict.fromkeys(notes))

@@ -24,45 +24,35 @@ import msgspec
 
 from ..components import ModelSpec
 from ..components import operations as ops
+from ..display import Record
 from .parameters import count
 from .sizes import check_number, check_sizes, full_dtype, itemsize
 
-CONTEXT = 2048
-"""Tokens in sight where a tree does not say what context it is for."""
+CONTEXT = 2048  # tokens in sight where a tree does not say what context it is for
 
 
 # --- an operation's share --------------------------------------------------------------------------------------------
 
 
-class Carried(msgspec.Struct, frozen=True):
-    """Numbers that an operation carries from one step to the next: of each token, as far back as `window` (None: all),
-    and once for a sequence however long, a `state`. repeats: how often transformers' cache has them; None where none of
-    its families has such a cache.
-    """
-
-    a_token: int = 0
-    window: int | None = None
-    state: int = 0
-    repeats: int | None = None
-
-    def held(self, context: int) -> int:
-        """After so many tokens: of a window all but one, which the next token takes."""
-        return self.a_token * (context if self.window is None else min(context, self.window - 1)) + self.state
-
-    def buffered(self, context: int) -> int:
-        """In a rolling buffer for so many tokens, or while the last of them is computed."""
-        return self.a_token * _in_sight(context, self.window) + self.state
-
-
 class Work(msgspec.Struct, frozen=True):
-    """An operation's: multiplications of its matrix products, of each token, and of each token with each of the last
-    `window` that it sees; and what it carries between tokens.
+    """What an operation multiplies in matrix products, and what it carries from one step to the next.
+
+    a_token, a_pair: multiplications of each token, and of each token with each of the last `window` (None: all) that it
+    sees. left: numbers that each token leaves, as far back as the window; state: those that are there once for a
+    sequence however long. repeats: how often transformers' cache has them; None where none of its families has such a
+    cache.
     """
 
     a_token: int = 0
     a_pair: int = 0
     window: int | None = None
-    carried: Carried | None = None
+    left: int = 0
+    state: int = 0
+    repeats: int | None = 1
+
+    def held(self, context: int) -> int:
+        """Numbers carried after so many tokens: of a window all but one, which the next token takes."""
+        return self.left * (context if self.window is None else min(context, self.window - 1)) + self.state
 
 
 def work_of(operation: ops.AnyOperation) -> Work:
@@ -75,12 +65,13 @@ def work_of(operation: ops.AnyOperation) -> Work:
         case ops.Mix(window=window):
             return Work(0, operation.numbers(B=1, T=1), window)
         case ops.Cache(window=window, repeats=repeats, ours=ours):
-            return Work(carried=Carried(operation.numbers(B=1, S=1), window, repeats=None if ours else repeats))
+            left = operation.numbers(B=1, S=1)
+            return Work(window=window, left=left, repeats=None if ours else repeats)
         case ops.Scan(state=state):
-            return Work(operation.products, carried=Carried(state=math.prod(state)))
+            return Work(operation.products, state=math.prod(state), repeats=None)
         case ops.Convolve(width=width):
             channels = operation.numbers(B=1, T=1)
-            return Work(channels * width, carried=Carried(state=channels * (width - 1)))
+            return Work(channels * width, state=channels * (width - 1), repeats=None)
         case ops.Tokens() | ops.Stream() | ops.Embed() | ops.Positions() | ops.Concat() | ops.Gather():
             return Work()  # what is moved, not computed
         case ops.Norm() | ops.Rotate() | ops.Alibi() | ops.Cap() | ops.Softmax() | ops.Activation():
@@ -91,8 +82,7 @@ def work_of(operation: ops.AnyOperation) -> Work:
             raise ops.unknown(operation, "the count of FLOPs and caches")
 
 
-Works = list[tuple[ops.AnyOperation, Work, int]]
-"""Operations, what each costs, and how often it is there."""
+Works = list[tuple[ops.AnyOperation, Work, int]]  # operations, what each costs, and how often it is there
 
 
 def works(spec: ModelSpec) -> Works:
@@ -103,7 +93,7 @@ def works(spec: ModelSpec) -> Works:
     ]
 
 
-def products(found: Works) -> Counter[str]:
+def _products(found: Works) -> Counter[str]:
     """FLOPs of the products that each token needs, by component, without scores."""
     flops: Counter[str] = Counter()
     for each, work, number in found:
@@ -125,17 +115,6 @@ def _scored_behind(operation: ops.AnyOperation, work: Work, context: int) -> int
     return min((seen - 1) * work.a_token, seen * (heads * operation.inputs_wide - made))
 
 
-def cached(program: ops.Program) -> int:
-    """Numbers that a token leaves in the cache of a block: keys and values, or the latent and the rotated keys."""
-    carried = (work_of(each).carried for each in program)
-    return sum(each.a_token for each in carried if each is not None)
-
-
-def carried(found: Works) -> list[tuple[Carried, int]]:
-    """What operations carry, and how often each is there."""
-    return [(work.carried, number) for _, work, number in found if work.carried is not None]
-
-
 def windows(spec: ModelSpec) -> set[int]:
     """How many tokens layers see that do not see all."""
     return {work.window for _, work, _ in works(spec) if work.window is not None}
@@ -146,7 +125,7 @@ def _in_sight(context: int, window: int | None) -> int:
     return context if window is None else min(context, window)
 
 
-def in_order(found: Mapping[str, int]) -> dict[str, int]:
+def _in_order(found: Mapping[str, int]) -> dict[str, int]:
     """What is there, by component in the order of `COMPONENTS`."""
     return {name: found[name] for name in dict.fromkeys((*COMPONENTS, *found)) if found.get(name)}
 
@@ -155,15 +134,21 @@ def in_order(found: Mapping[str, int]) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Costs:
+class Costs(Record):
     """What a tree costs.
 
     parameters: all of them, and `active` those that one token meets (of a mixture of experts, top_k experts a layer);
-    `embedding` is the share of tables and, unless tied, the head, which no expert is among.
+    `embedding` is the share of tables and, unless tied, the head, which no expert is among. The non_embedding ones are
+    the others, the active of which are Kaplan's N of a mixture.
     flops: of the forward pass, for one token that sees `context` tokens, by component: the projections of attention,
     its scores (with the values that they weigh), feed-forward, router, head. cached: numbers that a token leaves in the
     key-value cache, all layers together; held: numbers there after `context` tokens, which windows make fewer.
     """
+
+    JSON = (
+        "parameters active embedding non_embedding active_non_embedding context flops_a_token=flops"
+        " flops_a_token.total=total_flops"
+    )
 
     parameters: int
     active: int
@@ -179,13 +164,17 @@ class Costs:
 
     @property
     def non_embedding(self) -> int:
-        """All parameters but `embedding`."""
         return self.parameters - self.embedding
 
     @property
     def active_non_embedding(self) -> int:
-        """Those that one token meets, but `embedding`: Kaplan's N, of a mixture."""
         return self.active - self.embedding
+
+    @property
+    def figures(self) -> dict[str, int]:
+        """The ones that models are compared by, with bytes of a cache in bf16."""
+        cache = {"cache_bytes_a_token": self.cache_bytes(), "cache_bytes_at_context": self.held_bytes()}
+        return {"parameters": self.parameters, **cache, "flops_a_token": self.total_flops}
 
     def cache_bytes(self, itemsize: int = 2) -> int:
         """Bytes that a token leaves in the cache, stored in so many bytes per number (2: bf16, fp16)."""
@@ -197,26 +186,20 @@ class Costs:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values, all whole numbers."""
+        sizes = {"float32": 4, "bfloat16": 2}
         return {
-            "parameters": self.parameters,
-            "active": self.active,
-            "embedding": self.embedding,
-            "non_embedding": self.non_embedding,
-            "active_non_embedding": self.active_non_embedding,
-            "context": self.context,
-            "flops_a_token": {**self.flops, "total": self.total_flops},
-            "cache_bytes_a_token": {name: self.cache_bytes(size) for name, size in ITEMSIZES.items()},
-            "cache_bytes_at_context": {name: self.held_bytes(size) for name, size in ITEMSIZES.items()},
+            **super().as_json(),
+            "cache_bytes_a_token": {name: self.cache_bytes(size) for name, size in sizes.items()},
+            "cache_bytes_at_context": {name: self.held_bytes(size) for name, size in sizes.items()},
         }
 
 
 COMPONENTS = ("attention", "scores", "feed-forward", "router", "head")
 """The order of rows; a component of another label is behind them."""
-ITEMSIZES = {"float32": 4, "bfloat16": 2}
 
 
 def usual_context(spec: ModelSpec) -> int:
-    """The context that a tree is for: as it says, or as long as its table of positions, or `CONTEXT`."""
+    """The context that a tree is for: what it states, or `CONTEXT`."""
     stated = stated_context(spec)
     return CONTEXT if stated is None else stated
 
@@ -238,17 +221,16 @@ def costs(spec: ModelSpec, context: int | None = None) -> Costs:
     length = usual_context(spec) if context is None else context
     check_number("tokens", length)
     found, counted = works(spec), count(spec)
-    flops = products(found)
+    flops = _products(found)
     flops["scores"] += 2 * sum(_scored_behind(each, work, length) * number for each, work, number in found)
-    left = carried(found)
     return Costs(
         parameters=counted.total,
         active=counted.active,
         embedding=counted.embedding,
         context=length,
-        flops=in_order(flops),
-        cached=sum(each.a_token * number for each, number in left),
-        held=sum(each.held(length) * number for each, number in left),
+        flops=_in_order(flops),
+        cached=sum(work.left * number for _, work, number in found),
+        held=sum(work.held(length) * number for _, work, number in found),
     )
 
 
@@ -256,14 +238,20 @@ def costs(spec: ModelSpec, context: int | None = None) -> Costs:
 
 
 @dataclass(frozen=True)
-class Flops:
+class Flops(Record):
     """FLOPs of a forward pass over `batch` sequences of `tokens` tokens, none of them in a cache.
 
     products: by component, what weights are multiplied with: the projections of attention, feed-forward, router, head
     (of every token; `head_of_last` is what a prefill needs instead, which asks for the last token's logits alone).
     scores: queries with keys and weights with values, each of a sequence's tokens with each: what dense kernels
     compute, and what torch's FlopCounterMode counts. needed_scores: those that the causal mask and windows leave.
+    dense, causal: all products, with the former or the latter.
     """
+
+    JSON = (
+        "tokens batch components=products scores.dense=scores scores.causal=needed_scores"
+        " total.dense=dense total.causal=causal head_of_last_token=head_of_last"
+    )
 
     tokens: int
     batch: int
@@ -273,32 +261,19 @@ class Flops:
 
     @property
     def dense(self) -> int:
-        """All products, scores as dense kernels make them."""
         return sum(self.products.values()) + self.scores
 
     @property
     def causal(self) -> int:
-        """All products, scores as far as the causal mask and windows need them."""
         return sum(self.products.values()) + self.needed_scores
 
     @property
     def head_of_last(self) -> int:
         return self.products["head"] // self.tokens
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values, all whole numbers."""
-        return {
-            "tokens": self.tokens,
-            "batch": self.batch,
-            "components": dict(self.products),
-            "scores": {"dense": self.scores, "causal": self.needed_scores},
-            "total": {"dense": self.dense, "causal": self.causal},
-            "head_of_last_token": self.head_of_last,
-        }
-
 
 @dataclass(frozen=True)
-class TrainingFlops:
+class TrainingFlops(Record):
     """FLOPs of a forward and a backward pass, and beside them what the usual estimates say.
 
     forward: the forward pass. The backward pass makes two products for each of its products, one for the gradient of
@@ -306,6 +281,12 @@ class TrainingFlops:
     2203.15556); six_n_non_embedding: N without tables and head (Kaplan et al. 2001.08361), which leaves scores and
     head out.
     """
+
+    JSON = (
+        "tokens=forward.tokens batch=forward.batch total.dense=dense total.causal=causal"
+        " extra.fused_attention=flash_extra extra.checkpointing=checkpointing_extra"
+        " 6N.active=six_n 6N.active_non_embedding=six_n_non_embedding"
+    )
 
     forward: Flops
     six_n: int
@@ -331,16 +312,6 @@ class TrainingFlops:
     def causal(self) -> int:
         return 3 * self.forward.causal
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values, all whole numbers."""
-        return {
-            "tokens": self.forward.tokens,
-            "batch": self.forward.batch,
-            "total": {"dense": self.dense, "causal": self.causal},
-            "extra": {"fused_attention": self.flash_extra, "checkpointing": self.checkpointing_extra},
-            "6N": {"active": self.six_n, "active_non_embedding": self.six_n_non_embedding},
-        }
-
 
 def forward_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> Flops:
     """FLOPs of a forward pass over `batch` sequences of `tokens` tokens each (a prefill, or a step of training).
@@ -350,12 +321,12 @@ def forward_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> Flops:
     """
     check_sizes(spec, tokens, batch)
     found = works(spec)
-    every = {name: value * tokens * batch for name, value in products(found).items()}
+    every = {name: value * tokens * batch for name, value in _products(found).items()}
     dense = needed = 0
     for _, work, number in found:
         dense += 2 * batch * number * work.a_pair * tokens * tokens
         needed += 2 * batch * number * work.a_pair * pairs_in_sight(tokens, work.window)
-    return Flops(tokens, batch, in_order(every), dense, needed)
+    return Flops(tokens, batch, _in_order(every), dense, needed)
 
 
 def training_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> TrainingFlops:
@@ -375,7 +346,7 @@ def pairs_in_sight(tokens: int, window: int | None) -> int:
 
 
 @dataclass(frozen=True)
-class CacheSize:
+class CacheSize(Record):
     """Bytes of the key-value cache of `batch` sequences of `context` tokens.
 
     a_token: what one more token of one sequence leaves, all layers together, before windows let go of older ones.
@@ -385,6 +356,11 @@ class CacheSize:
     architecture). None where a layer carries what none of its families here has: a latent, a state.
     """
 
+    JSON = (
+        "context batch dtype bytes_a_token=a_token bytes=held rolling_buffer_bytes=buffer"
+        " bytes_in_transformers=in_transformers"
+    )
+
     context: int
     batch: int
     dtype: str
@@ -392,18 +368,6 @@ class CacheSize:
     held: int
     buffer: int
     in_transformers: int | None
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values; figures are whole numbers of bytes."""
-        return {
-            "context": self.context,
-            "batch": self.batch,
-            "dtype": self.dtype,
-            "bytes_a_token": self.a_token,
-            "bytes": self.held,
-            "rolling_buffer_bytes": self.buffer,
-            "bytes_in_transformers": self.in_transformers,
-        }
 
 
 def cache_bytes(spec: ModelSpec, context: int, dtype: str = "bfloat16", batch: int = 1) -> CacheSize:
@@ -413,15 +377,16 @@ def cache_bytes(spec: ModelSpec, context: int, dtype: str = "bfloat16", batch: i
         UsageError: no tokens or sequences, more tokens than the tree has positions for, or an unknown dtype.
     """
     check_sizes(spec, context, batch)
-    size = itemsize(dtype)
-    left = carried(works(spec))
-    theirs = [each.held(context) * number * each.repeats for each, number in left if each.repeats is not None]
+    size, found = itemsize(dtype), [(work, number) for _, work, number in works(spec)]
+    held = sum(work.held(context) * number for work, number in found)
+    rolling = sum((work.left * _in_sight(context, work.window) + work.state) * number for work, number in found)
+    theirs = [work.repeats and work.held(context) * number * work.repeats for work, number in found]
     return CacheSize(
         context=context,
         batch=batch,
         dtype=full_dtype(dtype),
-        a_token=size * sum(each.a_token * number for each, number in left),
-        held=size * batch * sum(each.held(context) * number for each, number in left),
-        buffer=size * batch * sum(each.buffered(context) * number for each, number in left),
-        in_transformers=size * batch * sum(theirs) if len(theirs) == len(left) else None,
+        a_token=size * sum(work.left * number for work, number in found),
+        held=size * batch * held,
+        buffer=size * batch * rolling,
+        in_transformers=None if None in theirs else size * batch * sum(filter(None, theirs)),
     )

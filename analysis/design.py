@@ -11,46 +11,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from ..components import (
-    ALiBi,
-    Attention,
-    Block,
-    Embedding,
-    FeedForward,
-    GatedFeedForward,
-    Head,
-    LatentAttention,
-    LayerNorm,
-    LearnedPositions,
-    ModelSpec,
-    Norm,
-    RMSNorm,
-    Rotary,
-    SubLayer,
-    YarnScaling,
-)
+from .. import components as parts
+from ..components import ModelSpec
 from ..errors import UsageError
+from .costs import Costs, costs
 from .parameters import count
 
 Positions = Literal["learned", "rope", "yarn", "alibi"]
 AttentionKind = Literal["mha", "gqa", "mqa", "mla"]
 
 EPS = 1e-5
-TRAINED = 8_192
-"""Tokens that a model of long context is trained at, before its rotary positions are stretched."""
+TRAINED = 8_192  # tokens that a model of long context is trained at, before its rotary positions are stretched
 LOW_BASE, HIGH_BASE, LOW_UP_TO = 10_000.0, 500_000.0, 4_096
 """Rotary base up to so many tokens, as LLaMA-2 has it, and beyond at least, as Llama 3 has it."""
 BOUND = (0.0424, 1.628)
 """The least base for T tokens is about a·T^b (Men et al. 2405.14591, the fit of their figure 1)."""
-KV_HEADS = 8
-"""Of grouped attention, as LLaMA-2 70B and all Llama 3 have it."""
-TOLERANCE, WORST = 0.03, 0.10
-"""How far from the budget a shape may be where another is near, and at all."""
-CLOSENESS = 4.0
-"""A per cent off the budget weighs as much as so many per cent off the aspect ratio."""
+KV_HEADS = 8  # of grouped attention, as LLaMA-2 70B and all Llama 3 have it
+TOLERANCE, WORST = 0.03, 0.10  # how far from the budget a shape may be where another is near, and at all
+CLOSENESS = 4.0  # a per cent off the budget weighs as much as so many per cent off the aspect ratio
 WIDEST_SMALL = 2_048
 
 
@@ -112,76 +93,70 @@ def build(design: Design, shape: Shape, vocab: int, context: int) -> ModelSpec:
     Raises:
         ConfigError: sizes that no tree has.
     """
-    norm: Norm = (
-        LayerNorm(size=shape.hidden, eps=EPS) if design.norm == "layernorm" else RMSNorm(size=shape.hidden, eps=EPS)
-    )
+    norm = (parts.LayerNorm if design.norm == "layernorm" else parts.RMSNorm)(size=shape.hidden, eps=EPS)
     parallel = design.block == "parallel"
-    block = Block(
-        sublayers=(
-            SubLayer(mixer=_attention(design, shape, context), norm=norm),
-            SubLayer(mixer=_feed_forward(design, shape), norm=None if parallel else norm),
-        ),
-        parallel=parallel,
-    )
-    table = LearnedPositions(length=context, size=shape.hidden) if design.positions == "learned" else None
+    attention = parts.SubLayer(mixer=_attention(design, shape, context), norm=norm)
+    feed_forward = parts.SubLayer(mixer=_feed_forward(design, shape), norm=None if parallel else norm)
+    block = parts.Block(sublayers=(attention, feed_forward), parallel=parallel)
+    learned = design.positions == "learned"
     return ModelSpec(
-        embedding=Embedding(vocab_size=vocab, hidden_size=shape.hidden),
-        positions=table,
+        embedding=parts.Embedding(vocab_size=vocab, hidden_size=shape.hidden),
+        positions=parts.LearnedPositions(length=context, size=shape.hidden) if learned else None,
         blocks=(block,) * shape.layers,
         final_norm=norm,
-        head=Head(vocab_size=vocab, hidden_size=shape.hidden, tied=design.tied),
+        head=parts.Head(vocab_size=vocab, hidden_size=shape.hidden, tied=design.tied),
         context_length=context,
     )
 
 
-def _attention(design: Design, shape: Shape, context: int) -> Attention | LatentAttention:
+@dataclass(frozen=True)
+class Baseline:
+    """GPT-2 in a shape, of whose components some are exchanged."""
+
+    shape: Shape
+    vocab: int
+    context: int
+
+    def tree(self, **changes: Any) -> ModelSpec:
+        return build(replace(BASELINE, **changes), self.shape, self.vocab, self.context)
+
+    def costs(self, **changes: Any) -> Costs:
+        return costs(self.tree(**changes), self.context)
+
+
+def _attention(design: Design, shape: Shape, context: int) -> parts.Attention | parts.LatentAttention:
     size = shape.head_dim
-    position = _position(design, size, context)
+    common: dict[str, Any] = {"hidden_size": shape.hidden, "heads": shape.heads, "window": design.window}
+    common |= {"qkv_bias": design.bias, "output_bias": design.bias}
     if design.attention == "mla":  # DeepSeek-V2 2405.04434, section 3.1.2: a latent of 4 heads, half a head rotated
-        keys = _position(design, size // 2, context)
         rotated = 0 if design.positions in ("learned", "alibi") else size // 2
-        return LatentAttention(
-            hidden_size=shape.hidden,
-            heads=shape.heads,
+        return parts.LatentAttention(
+            **common,
             kv_rank=4 * size,
             nope_dim=size,
             value_dim=size,
             scale=(size + rotated) ** -0.5,
             rope_heads=1 if rotated else 0,
-            position=keys,
-            window=design.window,
-            kv_norm=RMSNorm(size=4 * size, eps=EPS),
-            qkv_bias=design.bias,
-            output_bias=design.bias,
+            position=_position(design, size // 2, context),
+            kv_norm=parts.RMSNorm(size=4 * size, eps=EPS),
         )
-    return Attention(
-        hidden_size=shape.hidden,
-        heads=shape.heads,
-        kv_heads={"mha": shape.heads, "gqa": shape.kv_heads, "mqa": 1}[design.attention],
-        head_dim=size,
-        scale=size**-0.5,
-        position=position,
-        window=design.window,
-        qkv_bias=design.bias,
-        output_bias=design.bias,
-    )
+    kv_heads = {"mha": shape.heads, "gqa": shape.kv_heads, "mqa": 1}[design.attention]
+    position = _position(design, size, context)
+    return parts.Attention(**common, kv_heads=kv_heads, head_dim=size, scale=size**-0.5, position=position)
 
 
-def _position(design: Design, dim: int, context: int) -> Rotary | ALiBi | None:
+def _position(design: Design, dim: int, context: int) -> parts.Rotary | parts.ALiBi | None:
     """In attention; ALiBi is multiplied by the scale of the scores, as Falcon has it, so that a family holds it."""
     if design.positions == "learned":
         return None
     if design.positions == "alibi":
-        return ALiBi(scaled=True)
+        return parts.ALiBi(scaled=True)
     if design.positions == "yarn" and context > TRAINED:
         factor = context / TRAINED
-        scaling = YarnScaling(
-            factor=factor,
-            original_context=TRAINED,
-            attention_factor=0.1 * math.log(factor) + 1.0,  # YaRN, equation 22
-        )
-        return Rotary(dim=dim, base=rotary_base(TRAINED), scaling=scaling)
-    return Rotary(dim=dim, base=rotary_base(context))
+        warmer = 0.1 * math.log(factor) + 1.0  # YaRN, equation 22
+        scaling = parts.YarnScaling(factor=factor, original_context=TRAINED, attention_factor=warmer)
+        return parts.Rotary(dim=dim, base=rotary_base(TRAINED), scaling=scaling)
+    return parts.Rotary(dim=dim, base=rotary_base(context))
 
 
 def rotary_base(context: int) -> float:
@@ -195,22 +170,12 @@ def rotary_base(context: int) -> float:
     return max(HIGH_BASE, math.ceil(least / unit) * unit)
 
 
-def _feed_forward(design: Design, shape: Shape) -> FeedForward | GatedFeedForward:
+def _feed_forward(design: Design, shape: Shape) -> parts.FeedForward | parts.GatedFeedForward:
+    common: dict[str, Any] = {"hidden_size": shape.hidden, "up_bias": design.bias, "down_bias": design.bias}
     if design.feed_forward == "gelu":
-        return FeedForward(
-            hidden_size=shape.hidden,
-            intermediate_size=4 * shape.hidden,
-            activation="gelu",
-            up_bias=design.bias,
-            down_bias=design.bias,
-        )
-    return GatedFeedForward(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.gated_width,
-        activation="silu" if design.feed_forward == "swiglu" else "gelu",
-        up_bias=design.bias,
-        down_bias=design.bias,
-    )
+        return parts.FeedForward(**common, intermediate_size=4 * shape.hidden, activation="gelu")
+    activation: Any = "silu" if design.feed_forward == "swiglu" else "gelu"
+    return parts.GatedFeedForward(**common, intermediate_size=shape.gated_width, activation=activation)
 
 
 # --- the shape -------------------------------------------------------------------------------------------------------
@@ -223,7 +188,7 @@ def aspect_ratio(budget: int) -> float:
     return float(64 * 2 ** min(max(along, 0.0), 1.0))
 
 
-def widths() -> Iterator[int]:
+def _widths() -> Iterator[int]:
     """Hidden sizes that make a number of heads which can be shared out."""
     yield from (64 * heads for heads in (1, 2, 3, 4, 6, 8, 9, 12, 16, 20, 24))
     yield from (128 * heads for heads in (16, 20, *range(24, 512, 8)))
@@ -235,23 +200,21 @@ def fit(design: Design, budget: int, vocab: int, context: int) -> Shape:
     Raises:
         UsageError: none comes within 10 %: the table of tokens is too large for it.
     """
-    best: tuple[float, Shape] | None = None
-    wanted = aspect_ratio(budget)
-    smallest = None
-    for hidden in widths():
+    scores: list[tuple[float, Shape]] = []
+    smallest, wanted = [], aspect_ratio(budget)
+    for hidden in _widths():
         one, two = (count(build(design, Shape(hidden, layers), vocab, context)).total for layers in (1, 2))
-        smallest = one if smallest is None else min(one, smallest)
+        smallest.append(one)
         layer = two - one
         for layers in {max(1, math.floor((budget - one) / layer) + 1), max(1, math.ceil((budget - one) / layer) + 1)}:
             off = abs(math.log((one + (layers - 1) * layer) / budget))
-            aspect = abs(math.log(hidden / layers / wanted))
             badness = off if off > math.log1p(TOLERANCE) else 0.0
-            score = aspect + CLOSENESS * off + 1_000 * badness
-            if off <= math.log1p(WORST) and (best is None or score < best[0]):
-                best = score, Shape(hidden, layers)
-    if best is None:
+            score = abs(math.log(hidden / layers / wanted)) + CLOSENESS * off + 1_000 * badness
+            if off <= math.log1p(WORST):
+                scores.append((score, Shape(hidden, layers)))
+    if not scores:
         raise UsageError(
-            f"no shape has about {budget:,} parameters with a vocabulary of {vocab:,}: the least has {smallest:,}",
+            f"no shape has about {budget:,} parameters with a vocabulary of {vocab:,}: the least has {min(smallest):,}",
             "Take fewer tokens, --vocab 8192, or more parameters.",
         )
-    return best[1]
+    return min(scores, key=lambda score: score[0])[1]

@@ -8,15 +8,16 @@ size, each value has a letter of its own (f1, f2), and layers of one formula are
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from ..components import Component, ModelSpec
 from ..components.ranges import layer_ranges, range_label
+from ..display import Record
 from .parameters import choice_of
 
 MEANINGS = {
@@ -35,21 +36,19 @@ MEANINGS = {
     "w": "width of the values that are made of the latent",
     "n": "another width",
 }
-MULTIPLES = "hkfruwp"
-"""Widths that are written as a multiple of d where they are one, of at most `MOST`."""
+MULTIPLES = "hkfruwp"  # widths that are written as a multiple of d where they are one, of at most `MOST`
 MOST = 8
-MOST_RANGES = 3
-"""Ranges of layers that a formula is told to be of; more are told by how many there are."""
+MOST_RANGES = 3  # ranges of layers that a formula is told to be of; more are told by how many there are
 
-Letter = tuple[str, int]
-"""What a size is, by its letter, and the size itself."""
-Sum = Counter[tuple[Letter, ...]]
-"""Products of letters, and how often each is there."""
+Letter = tuple[str, int]  # what a size is, by its letter, and the size itself
+Sum = Counter[tuple[Letter, ...]]  # products of letters, and how often each is there
 
 
 @dataclass(frozen=True)
-class Symbol:
+class Symbol(Record):
     """A letter of the formula, its value, and what it stands for."""
+
+    JSON = "value meaning"
 
     name: str
     value: int
@@ -66,24 +65,26 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Explained:
+class Explained(Record):
     """A total as a formula. `terms` are the same by component, in the order of computation; they sum to the total.
 
     In formulas a product is 2d·k or d², and a sum of terms in brackets is multiplied by what stands before it.
     """
+
+    JSON = "formula symbols=by_letter components=by_component"
 
     total: int
     formula: str
     symbols: tuple[Symbol, ...]
     terms: tuple[Term, ...]
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "formula": self.formula,
-            "symbols": {each.name: {"value": each.value, "meaning": each.meaning} for each in self.symbols},
-            "components": {each.label: each.formula for each in self.terms},
-        }
+    @property
+    def by_letter(self) -> dict[str, Symbol]:
+        return {each.name: each for each in self.symbols}
+
+    @property
+    def by_component(self) -> dict[str, str]:
+        return {each.label: each.formula for each in self.terms}
 
 
 def explain(spec: ModelSpec) -> Explained:
@@ -111,7 +112,11 @@ def explain(spec: ModelSpec) -> Explained:
         inner = [(name, _written(each, letters, by_degree=True)) for name, each in zip(names, layers, strict=True)]
         parts = [
             _written(_merged([first, again]), letters),
-            *(f"{name}{_bracketed(text)}" for name, text in inner if text),
+            *(
+                f"{name}({text})" if " + " in text or text[0].isdigit() else f"{name}·{text}"
+                for name, text in inner
+                if text
+            ),
             _written(last - again, letters),
         ]
         value = _value(first) + _value(last) + sum(_value(layers[kind]) for kind in of_kind)
@@ -167,45 +172,32 @@ def _shapes(path: str, node: Component, spec: ModelSpec, above: Component | None
 def _letters(parts: Iterable[Mapping[str, Sum]]) -> dict[Letter, str]:
     """A name for each letter and size, in a fixed order: with a number where there are several sizes."""
     there = dict.fromkeys(letter for part in parts for each in part.values() for product in each for letter in product)
-    found = sorted(there, key=lambda letter: [*MEANINGS].index(letter[0]))
-    several = Counter(base for base, _ in found)
-    number: Counter[str] = Counter()
-    names = {}
-    for base, size in found:
-        number[base] += 1
-        names[base, size] = base if several[base] == 1 else f"{base}{number[base]}"
-    return names
+    sizes: dict[str, list[Letter]] = {}
+    for letter in there:
+        sizes.setdefault(letter[0], []).append(letter)
+    return {
+        letter: base if len(sizes[base]) == 1 else f"{base}{index}"
+        for base in MEANINGS
+        for index, letter in enumerate(sizes.get(base, ()), 1)
+    }
 
 
 def _merged(sums: Iterable[Sum]) -> Sum:
-    found = Sum()
-    for each in sums:
-        found.update(each)
-    return found
+    return sum(sums, Sum())
 
 
 def _value(products: Sum) -> int:
-    found = 0
-    for product, times in products.items():
-        for _, size in product:
-            times *= size
-        found += times
-    return found
+    return sum(times * math.prod(size for _, size in product) for product, times in products.items())
 
 
 def _written(products: Sum, letters: Mapping[Letter, str], by_degree: bool = False) -> str:
     """12d² + 13d."""
-    items = sorted(products.items(), key=lambda item: -len(item[0])) if by_degree else products.items()
-    return " + ".join(f"{'' if times == 1 else times}{_product(product, letters)}" for product, times in items)
-
-
-def _product(product: tuple[Letter, ...], letters: Mapping[Letter, str]) -> str:
-    powers = Counter(letters[letter] for letter in product)
-    return "·".join(name + {1: "", 2: "²", 3: "³"}[power] for name, power in powers.items())
-
-
-def _bracketed(text: str) -> str:
-    return f"({text})" if " + " in text or text[0].isdigit() else f"·{text}"
+    terms = []
+    for product in sorted(products, key=len, reverse=True) if by_degree else products:
+        powers = Counter(letters[letter] for letter in product)
+        factors = "·".join(name + {1: "", 2: "²", 3: "³"}[power] for name, power in powers.items())
+        terms.append(f"{'' if products[product] == 1 else products[product]}{factors}")
+    return " + ".join(terms)
 
 
 def _which(kind: int, of_kind: list[int]) -> str:

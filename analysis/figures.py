@@ -7,19 +7,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..components import ModelSpec
+from ..display import Record, plain
 from ..errors import UsageError
-from .costs import (
-    CONTEXT,
-    CacheSize,
-    Costs,
-    Flops,
-    TrainingFlops,
-    cache_bytes,
-    costs,
-    forward_flops,
-    training_flops,
-    usual_context,
-)
+from . import costs as counting
+from .costs import CacheSize, Costs, Flops, TrainingFlops
 from .formats import GGUF, NAMES, in_formats, weighed, weight_dtype
 from .sizes import DTYPES, MOST, full_dtype, itemsize
 
@@ -60,19 +51,13 @@ class Asked:
             object.__setattr__(self, "dtype", weight_dtype(self.dtype))
         if self.kv_dtype is not None:
             object.__setattr__(self, "kv_dtype", full_dtype(NAMES.get(self.kv_dtype.lower(), self.kv_dtype)))
-        for what, number in (
-            *(("--kv", each) for each in self.kv),
-            ("--context", self.context),
-            ("--batch", self.batch),
-            ("--tp", self.tp),
-            ("--pp", self.pp),
-        ):
+        numbers = [("--kv", each) for each in self.kv] + [("--context", self.context), ("--batch", self.batch)]
+        for what, number in [*numbers, ("--tp", self.tp), ("--pp", self.pp)]:
             if number is not None and not 1 <= number <= MOST:
                 raise UsageError(f"{what} is a whole number from 1 to {MOST:,}, not {number}")
         if self.spread and self.dtype in GGUF:
-            raise UsageError(
-                f"files of {self.dtype} are not laid out for several GPUs", "--dtype int8, int4 or bfloat16"
-            )
+            problem = f"files of {self.dtype} are not laid out for several GPUs"
+            raise UsageError(problem, "--dtype int8, int4 or bfloat16")
 
     @property
     def computed(self) -> str:
@@ -129,47 +114,40 @@ class Figures:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values under the names of what was asked for; figures are integers."""
-        asked = self.asked
+        asked, context = self.asked, self.context
         found: dict[str, Any] = {}
         if self.weights is not None:
             found["weights"] = {"dtype": asked.dtype, "bytes": dict(self.weights)}
         if asked.kv:
             found["kv_cache"] = [_told(each, at) for at, each in zip(asked.kv, self.cache, strict=True)]
         if asked.flops:
-            found["flops"] = _told(self.token, self.context)
-        if self.token is not None:
-            found["flops"] = {
-                "next_token": {"context": self.context, **self.token.as_json()["flops_a_token"]},
-                "prefill": _told(self.prefill),
-                "training_step": _told(self.training),
-            }
+            found["flops"] = token = _told(self.token, context)
+            if self.token is not None:
+                more = {"prefill": plain(self.prefill), "training_step": plain(self.training)}
+                found["flops"] = {"next_token": {"context": context, **token["flops_a_token"]}, **more}
         if asked.memory:
-            found["memory"] = _told(self.inference_memory, self.context)
-        if self.inference_memory is not None:
-            found["memory"] = {
-                "inference": _told(self.inference_memory),
-                "training": _told(self.training_memory),
-                "formats": dict(self.formats or {}),
-            }
+            found["memory"] = running = _told(self.inference_memory, context)
+            if self.inference_memory is not None:
+                formats = dict(self.formats or {})
+                found["memory"] = {"inference": running, "training": plain(self.training_memory), "formats": formats}
         if self.explained is not None:
             found["explained"] = self.explained.as_json()
         if asked.gpu is not None:
-            found["gpu"] = _told(self.fits, self.context)
+            found["gpu"] = _told(self.fits, context)
         if asked.spread:
-            found["parallel"] = _told(self.split, self.context)
+            found["parallel"] = _told(self.split, context)
         return found
 
 
-def _told(figure: Any, context: int = 0) -> Any:
+def _told(figure: Record | None, context: int) -> Any:
     """A figure's JSON values, or why there is none at a context."""
-    if figure is None:
-        return {"context": context, "impossible": "more tokens than the table of positions has"}
-    return figure.as_json()
+    impossible = {"context": context, "impossible": "more tokens than the table of positions has"}
+    return impossible if figure is None else figure.as_json()
 
 
 def common_context(specs: Sequence[ModelSpec]) -> int:
     """The shortest context that one of the trees is for: trees are compared at one."""
-    return min(map(usual_context, specs), default=CONTEXT)
+    return min(map(counting.usual_context, specs), default=counting.CONTEXT)
 
 
 def fits(spec: ModelSpec, tokens: int) -> bool:
@@ -179,40 +157,32 @@ def fits(spec: ModelSpec, tokens: int) -> bool:
 
 def figures_of(spec: ModelSpec, asked: Asked, context: int, family: str = "") -> Figures:
     """What was asked for of a tree, FLOPs and memory at a context; raises as `weighed`."""
-    batch = asked.batch
+    batch, dtype, cached = asked.batch, asked.dtype or "bfloat16", asked.cached
     found: dict[str, Any] = {}
     if asked.dtype is not None:
         weights = weighed(spec, asked.dtype, family)
         found["weights"] = {**weights.by_component, "total": weights.total}
     if asked.kv:
-        cache = (cache_bytes(spec, each, asked.cached, batch) if fits(spec, each) else None for each in asked.kv)
-        found |= {"cache": tuple(cache), "a_token": cache_bytes(spec, 1, asked.cached).a_token}
+        sizes = (counting.cache_bytes(spec, each, cached, batch) if fits(spec, each) else None for each in asked.kv)
+        found |= {"cache": tuple(sizes), "a_token": counting.cache_bytes(spec, 1, cached).a_token}
     if asked.explain:
         from .explain import explain
 
         found["explained"] = explain(spec)
-    if fits(spec, context):
-        found |= _at_context(spec, asked, context, family)
-    return Figures(asked, context, **found)
-
-
-def _at_context(spec: ModelSpec, asked: Asked, context: int, family: str) -> dict[str, Any]:
-    """What depends on the context."""
-    batch = asked.batch
-    found: dict[str, Any] = {}
+    if not fits(spec, context):
+        return Figures(asked, context, **found)
     if asked.flops:
-        prefill, training = forward_flops(spec, context, batch), training_flops(spec, context, batch)
-        found = {"token": costs(spec, context), "prefill": prefill, "training": training}
+        found["token"] = counting.costs(spec, context)
+        found["prefill"] = counting.forward_flops(spec, context, batch)
+        found["training"] = counting.training_flops(spec, context, batch)
     if asked.memory:
         from .memory import memory, training_memory
 
-        dtype = asked.dtype or "bfloat16"
-        of_bytes = dtype if dtype in DTYPES else "int8"
-        running = memory(spec, of_bytes, context, batch, cache_dtype=asked.cached)
+        running = memory(spec, dtype if dtype in DTYPES else "int8", context, batch, cache_dtype=cached)
         found["inference_memory"] = replace(running, dtype=dtype, weights=weighed(spec, dtype, family).total)
         found["training_memory"] = training_memory(spec, asked.computed, context, batch)
         found["formats"] = in_formats(spec, family)
-    given: dict[str, Any] = {"computed": asked.computed, "cache_dtype": asked.cached, "batch": batch}
+    given: dict[str, Any] = {"computed": asked.computed, "cache_dtype": cached, "batch": batch}
     given |= {"tp": asked.tp, "pp": asked.pp}
     if asked.gpu is not None:
         from .fit import fit
@@ -222,5 +192,5 @@ def _at_context(spec: ModelSpec, asked: Asked, context: int, family: str) -> dic
     if asked.spread:
         from .parallel import split
 
-        found["split"] = split(spec, dtype=asked.dtype or "bfloat16", context=context, **given)
-    return found
+        found["split"] = split(spec, dtype=dtype, context=context, **given)
+    return Figures(asked, context, **found)

@@ -4,122 +4,116 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..architectures import expressed
 from ..components import ModelSpec
+from ..display import Record
 from .costs import Costs, costs
-from .design import BASELINE, Design, Shape, build
+from .design import Baseline, Design, build
 from .papers import PAPERS
 
-NOTHING = 0.02
-"""A share of the whole up to which a difference is none to choose by."""
-MORE = 0.05
-"""The same, of models that are not of one size to the last parameter."""
-SEQUENCES = 16
-"""Written at once, where it is told what a step reads."""
-ITEMSIZE = 2
-"""bf16."""
+NOTHING = 0.02  # a share of the whole up to which a difference is none to choose by
+MORE = 0.05  # the same, of models that are not of one size to the last parameter
+SEQUENCES = 16  # written at once, where it is told what a step reads
+ITEMSIZE = 2  # bf16
 
 
 @dataclass(frozen=True)
-class Finding:
+class Finding(Record):
     """A sentence, and the figures in it. against: whether it contradicts the usual advice, which it then names."""
+
+    JSON = "about words figures against_advice=against"
 
     about: str
     words: str
     figures: dict[str, float]
     against: bool = False
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"about": self.about, "words": self.words, "figures": self.figures, "against_advice": self.against}
 
-
-def findings(goal: str, design: Design, spec: ModelSpec, baseline: ModelSpec, base: Shape) -> tuple[Finding, ...]:
+def findings(goal: str, design: Design, spec: ModelSpec, base: Baseline) -> tuple[Finding, ...]:
     """What the figures say of a design's choices, each exchanged alone in the baseline, and of the whole.
 
     Args:
         goal: what the design is for.
         design: what is recommended.
         spec: its tree.
-        baseline: GPT-2 of the same size.
-        base: its shape.
+        base: GPT-2 of the same size.
     """
-    vocab, context = spec.vocab_size, spec.context_length or 1
-    usual, found = costs(baseline, context), costs(spec, context)
-
-    def exchanged(**changes: Any) -> Costs:
-        return costs(build(replace(BASELINE, **changes), base, vocab, context), context)
-
+    usual, shape = base.costs(), base.shape
     told: list[Finding] = []
     if design.positions != "learned":
-        told.append(_positions(goal, design, exchanged(positions=design.positions), usual))
-    told.append(_norm(goal, design, exchanged(norm="rmsnorm"), usual))
+        told.append(_positions(goal, design, base.costs(positions=design.positions), usual))
+    told.append(_norm(goal, design, base.costs(norm="rmsnorm"), usual))
     gated = "swiglu" if design.feed_forward == "gelu" else design.feed_forward
-    told.append(_gated(goal, design, exchanged(feed_forward=gated), usual))
-    if design.attention in ("gqa", "mqa") and base.heads > 1:
-        kind = "mqa" if base.kv_heads == 1 else design.attention  # so few heads that one group is all of them
-        told.append(_shared_heads(kind, exchanged(attention=design.attention), usual))
+    told.append(_gated(goal, design, base.costs(feed_forward=gated), usual))
+    if design.attention in ("gqa", "mqa") and shape.heads > 1:
+        kind = "mqa" if shape.kv_heads == 1 else design.attention  # so few heads that one group is all of them
+        told.append(_shared_heads(kind, base.costs(attention=design.attention), usual))
     if goal == "memory":
-        rivals = {kind: exchanged(positions="rope", attention=kind) for kind in ("mqa", "gqa", "mla")}
-        if base.kv_heads == 1:
-            del rivals["gqa"]
-        held, _ = expressed(build(replace(design, attention="mla"), base, vocab, context))
-        told.append(_least(design.attention, rivals, held))
+        kinds = ("mqa", "mla") if shape.kv_heads == 1 else ("mqa", "gqa", "mla")
+        rivals = {kind: base.costs(positions="rope", attention=kind) for kind in kinds}
+        family, _ = expressed(build(replace(design, attention="mla"), shape, base.vocab, base.context))
+        told.append(_least(design.attention, rivals, family))
     if design.block == "parallel":
-        told.append(_parallel(exchanged(block="parallel"), usual))
+        share = 1 - base.costs(block="parallel").parameters / usual.parameters
+        words = (
+            f"A parallel block saves a norm, {_share(share)} of the parameters, and no FLOPs: what it gains is products"
+            " that are fused, and devices that wait for each other once per layer."
+        )
+        told.append(Finding("block", words, {"parameters": share}))
     if design.window is not None:
-        told.append(_window(design.window, exchanged(window=design.window), usual))
-    told += _whole(found, usual, context)
-    return tuple(told)
+        other = base.costs(window=design.window)
+        cache, flops = other.held / usual.held, 1 - other.total_flops / usual.total_flops
+        words = (
+            f"A window of {design.window:,} keeps {_share(cache)} of the cache and saves {_share(flops)} of the FLOPs."
+        )
+        told.append(Finding("window", words, {"cache": cache, "flops": flops}))
+    return (*told, *_whole(costs(spec, spec.context_length or 1), usual, spec.context_length or 1))
 
 
 def _positions(goal: str, design: Design, other: Costs, usual: Costs) -> Finding:
-    share = 1 - other.parameters / usual.parameters
+    share, against = 1 - other.parameters / usual.parameters, goal == "speed"
     name, rival = ("ALiBi", "RoPE") if design.positions == "alibi" else ("RoPE", "ALiBi")
     saved = f"the table of positions, {_share(share)} of the parameters, and neither FLOPs nor cache"
-    if goal == "speed":
-        told = f"The usual advice is {name}; the costs say that {rival} does as well: each saves {saved}."
-        return Finding("positions", told, {"parameters": share}, against=True)
-    told = f"{name} saves {saved}. {rival} saves as much: costs do not decide between them."
-    return Finding("positions", told, {"parameters": share})
+    words = f"{name} saves {saved}. {rival} saves as much: costs do not decide between them."
+    if against:
+        words = f"The usual advice is {name}; the costs say that {rival} does as well: each saves {saved}."
+    return Finding("positions", words, {"parameters": share}, against)
 
 
 def _norm(goal: str, design: Design, other: Costs, usual: Costs) -> Finding:
-    share = 1 - other.parameters / usual.parameters
+    share, against = 1 - other.parameters / usual.parameters, goal == "speed" and design.norm == "layernorm"
     saved = f"saves {_share(share)} of the parameters and no FLOPs that are counted"
-    if goal == "speed" and design.norm == "layernorm":
+    words = f"RMSNorm in place of LayerNorm {saved}."
+    if against:
         words = (
             f"The usual advice is LayerNorm; the costs say nothing for it: RMSNorm in its place {saved}, and took 7 to"
             f" 64% less time ({PAPERS['rmsnorm']})."
         )
-        return Finding("norm", words, {"parameters": share}, against=True)
-    words = f"RMSNorm in place of LayerNorm {saved}."
-    if design.norm == "rmsnorm":
+    elif design.norm == "rmsnorm":
         words += f" What it saves is time: 7 to 64% in its paper ({PAPERS['rmsnorm'].arxiv})."
-    return Finding("norm", words, {"parameters": share})
+    return Finding("norm", words, {"parameters": share}, against)
 
 
 def _gated(goal: str, design: Design, with_gate: Costs, usual: Costs) -> Finding:
     share = with_gate.parameters / usual.parameters - 1
     flops = with_gate.total_flops / usual.total_flops - 1
-    figures = {"parameters": share, "flops": flops}
-    words = f"changes parameters by {_signed(share)} and FLOPs by {_signed(flops)}"
-    same = abs(share) <= NOTHING and abs(flops) <= NOTHING
-    if design.feed_forward != "gelu":
+    changes = f"changes parameters by {_signed(share)} and FLOPs by {_signed(flops)}"
+    same, plain = abs(share) <= NOTHING and abs(flops) <= NOTHING, design.feed_forward == "gelu"
+    against = plain and same and goal in ("speed", "balance")
+    if not plain:
         name = "SwiGLU" if design.feed_forward == "swiglu" else "GEGLU"
-        told = "its gain is free" if same else "rounding up its width is not free at this size"
-        return Finding("feed-forward", f"{name}, 8/3 as wide as the residual stream, {words}: {told}.", figures)
-    if same and goal in ("speed", "balance"):
-        told = (
+        end = "its gain is free" if same else "rounding up its width is not free at this size"
+        words = f"{name}, 8/3 as wide as the residual stream, {changes}: {end}."
+    elif against:
+        words = (
             "The usual advice is GELU without a gate; the costs say that it is simpler, not cheaper: SwiGLU, 8/3 as"
-            f" wide as the residual stream, {words} where it is taken instead."
+            f" wide as the residual stream, {changes} where it is taken instead."
         )
-        return Finding("feed-forward", told, figures, against=True)
-    told = "the plain one is simpler, not cheaper" if same else "the plain one is cheaper at this size"
-    told = f"SwiGLU, 8/3 as wide as the residual stream, {words} where it is taken instead: {told}."
-    return Finding("feed-forward", told, figures)
+    else:
+        end = "the plain one is simpler, not cheaper" if same else "the plain one is cheaper at this size"
+        words = f"SwiGLU, 8/3 as wide as the residual stream, {changes} where it is taken instead: {end}."
+    return Finding("feed-forward", words, {"parameters": share, "flops": flops}, against)
 
 
 def _shared_heads(kind: str, shared: Costs, usual: Costs) -> Finding:
@@ -146,31 +140,13 @@ def _least(kind: str, rivals: Mapping[str, Costs], family: str | None) -> Findin
     return Finding("cache", words, {f"times_{name}": value for name, value in times.items()})
 
 
-def _parallel(other: Costs, usual: Costs) -> Finding:
-    share = 1 - other.parameters / usual.parameters
-    words = (
-        f"A parallel block saves a norm, {_share(share)} of the parameters, and no FLOPs: what it gains is products"
-        " that are fused, and devices that wait for each other once per layer."
-    )
-    return Finding("block", words, {"parameters": share})
-
-
-def _window(window: int, other: Costs, usual: Costs) -> Finding:
-    cache, flops = other.held / usual.held, 1 - other.total_flops / usual.total_flops
-    words = f"A window of {window:,} keeps {_share(cache)} of the cache and saves {_share(flops)} of the FLOPs."
-    return Finding("window", words, {"cache": cache, "flops": flops})
-
-
 def _whole(found: Costs, usual: Costs, context: int) -> Iterator[Finding]:
     """All choices together, against the baseline."""
     scores, before = found.flops.get("scores", 0), usual.flops.get("scores", 0)
     weights = (found.total_flops - scores) / (usual.total_flops - before) - 1
     share = scores / found.total_flops
-    why = (
-        "a token meets each weight once"
-        if abs(weights) <= MORE
-        else "so many more weights are multiplied, not looked up"
-    )
+    why = "so many more weights are multiplied, not looked up"
+    why = "a token meets each weight once" if abs(weights) <= MORE else why
     words = (
         f"Products with weights take {_signed(weights)} FLOPs per token against GPT-2's way: {why}."
         f" Scores are {_share(share)} of all FLOPs at {context:,} tokens; only a window stops them growing."

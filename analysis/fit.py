@@ -6,12 +6,13 @@ a runtime and its allocator take is not counted: half a gigabyte to two.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from ..components import ModelSpec
+from ..display import Record
 from ..errors import CannotExpress
 from .costs import stated_context
 from .formats import FORMATS, weighed
@@ -23,10 +24,12 @@ SPREAD = ("bfloat16", "int8", "int4")
 
 
 @dataclass(frozen=True)
-class Fit:
+class Fit(Record):
     """One dtype: bytes of the weights on the fullest GPU, the longest context of so many sequences, and the most
     sequences of the context that was asked for. 0 where not even one token, or one sequence, has room.
     """
+
+    JSON = "weights longest_context=context most_sequences=batch"
 
     dtype: str
     weights: int
@@ -35,12 +38,14 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class Fits:
+class Fits(Record):
     """What fits in `nbytes`: a row a dtype.
 
     batch: sequences for which the longest context is told; context: tokens for which the most sequences are. own: the
     context that the tree is for, which no longest context goes beyond; None where it does not say.
     """
+
+    JSON = "bytes=nbytes batch context dtypes"
 
     nbytes: int
     batch: int
@@ -48,13 +53,9 @@ class Fits:
     own: int | None
     rows: tuple[Fit, ...]
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values: whole numbers."""
-        rows = {
-            each.dtype: {"weights": each.weights, "longest_context": each.context, "most_sequences": each.batch}
-            for each in self.rows
-        }
-        return {"bytes": self.nbytes, "batch": self.batch, "context": self.context, "dtypes": rows}
+    @property
+    def dtypes(self) -> dict[str, Fit]:
+        return {each.dtype: each for each in self.rows}
 
 
 def fit(
@@ -99,37 +100,20 @@ def fit(
     rows = []
     for name in [dtype] if dtype is not None else ["bfloat16", *FORMATS] if tp * pp == 1 else SPREAD:
         try:
-            weights = _weights(spec, name, family, tp, pp)
+            weights = (weighed(spec, name, family).total,)  # on a GPU of each stage
         except CannotExpress:
             continue
+        if tp * pp > 1:
+            weights = tuple(stage.weight for stage in split(spec, tp, pp, dtype=name, context=1).stages)
 
         def is_room(tokens: int, sequences: int, weights: tuple[int, ...] = weights) -> bool:
             return all(held + more <= nbytes for held, more in zip(weights, beside(tokens, sequences), strict=True))
 
-        rows.append(
-            Fit(
-                name,
-                max(weights),
-                most(lambda tokens: is_room(tokens, batch), longest or MOST),
-                most(lambda sequences: is_room(context, sequences), MOST),
-            )
-        )
+        tokens = _most(lambda tokens: is_room(tokens, batch), longest or MOST)
+        rows.append(Fit(name, max(weights), tokens, _most(lambda sequences: is_room(context, sequences), MOST)))
     return Fits(nbytes, batch, context, own, tuple(rows))
 
 
-def _weights(spec: ModelSpec, dtype: str, family: str, tp: int, pp: int) -> tuple[int, ...]:
-    """On a GPU of each stage."""
-    if tp * pp == 1:
-        return (weighed(spec, dtype, family).total,)
-    return tuple(sum(stage.weights.values()) for stage in split(spec, tp, pp, dtype=dtype, context=1).stages)
-
-
-def most(fits: Callable[[int], bool], limit: int) -> int:
+def _most(fits: Callable[[int], bool], limit: int) -> int:
     """The largest number up to a limit for which something holds that holds for all smaller ones; 0 for none."""
-    if fits(limit):
-        return limit
-    low, high = 0, limit
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return limit if fits(limit) else bisect_left(range(1, limit), True, key=lambda number: not fits(number))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from ..components import ModelSpec, Parameter
 from ..errors import CannotExpress, UsageError
-from .parameters import LayerCount, ParameterCount, count, count_of
+from .parameters import LayerCount, ParameterCount, count
 from .sizes import DTYPES, full_dtype, itemsize
 
 SCALES = ("int8", "int4")
@@ -27,28 +27,22 @@ GGUF = ("q8_0", "q4_k_m", "q4_0")
 FORMATS = ("q8_0", NF4, "q4_k_m", "q4_0")
 """Formats whose scales are counted, the widest first; of GGUF those that `gguf_types` knows."""
 
-BLOCK, OUTER = 64, 256
-"""nf4's: weights of a scale, and scales of a scale of scales."""
+BLOCK, OUTER = 64, 256  # nf4's: weights of a scale, and scales of a scale of scales
 
 
 def weighed(spec: ModelSpec, dtype: str, family: str = "") -> ParameterCount:
     """A tree's parameters in bytes: a count in which every number is of bytes, a tied head's once; see `sizer`."""
     if dtype in FORMATS:
-        return count_of(spec, sizer(spec, dtype, family))
+        return count(spec, sizer(spec, dtype, family))
     found = count(spec)
 
     def scaled(numbers: Mapping[str, int]) -> dict[str, int]:
         return {label: weight_bytes(number, dtype) for label, number in numbers.items()}
 
     layers = {id(layer): LayerCount(scaled(layer.by_component)) for layer in found.by_layer}  # one record of many
-    return ParameterCount(
-        total=weight_bytes(found.total, dtype),
-        by_component=scaled(found.by_component),
-        by_layer=[layers[id(layer)] for layer in found.by_layer],
-        outside=scaled(found.outside),
-        tied=found.tied,
-        active=weight_bytes(found.active, dtype),
-    )
+    by_layer = [layers[id(layer)] for layer in found.by_layer]
+    total, active = weight_bytes(found.total, dtype), weight_bytes(found.active, dtype)
+    return ParameterCount(total, scaled(found.by_component), by_layer, scaled(found.outside), found.tied, active)
 
 
 def sizer(spec: ModelSpec, dtype: str, family: str = "") -> Callable[[Parameter], int]:

@@ -9,17 +9,16 @@ at that moment, a tenth to a fifth of activations and cache.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ..components import ModelSpec
+from ..display import Record
 from ..errors import UsageError
 from .activations import FLOAT, Kernel, Pass, kept, kept_by_checkpointing, ways
 from .costs import cache_bytes, costs, usual_context, windows
 from .prefill import Logits, peak
-from .sizes import check_sizes, full_dtype, itemsize
+from .sizes import MOST, check_sizes, full_dtype, itemsize
 
 WINDOWED = (
     "a window is a mask of context x context numbers",
@@ -28,13 +27,15 @@ WINDOWED = (
 
 
 @dataclass(frozen=True)
-class Memory:
+class Memory(Record):
     """Bytes to run a model on `batch` sequences of `context` tokens.
 
     weights: all of them, a tied head once. cache: keys and values after `context` tokens. activations: what is alive
     beside both at the worst moment of reading the context at once, logits among it, and what lies beyond windows, which
     goes with the next step. assumed: what was, a sentence each.
     """
+
+    JSON = "context batch dtype weights cache activations total assumed"
 
     context: int
     batch: int
@@ -48,14 +49,9 @@ class Memory:
     def total(self) -> int:
         return self.weights + self.cache + self.activations
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values; figures are whole numbers of bytes."""
-        names = ("context", "batch", "dtype", "weights", "cache", "activations", "total")
-        return {**{name: getattr(self, name) for name in names}, "assumed": list(self.assumed)}
-
 
 @dataclass(frozen=True)
-class TrainingMemory:
+class TrainingMemory(Record):
     """Bytes to train a model with Adam on `batch` sequences of `context` tokens a step.
 
     weights, gradients: in the dtype that is computed in. moments: Adam's two, in fp32. master: the weights in fp32 that
@@ -66,6 +62,11 @@ class TrainingMemory:
 
     The total is that of a step which finds gradients there: every step but the first where they are accumulated.
     """
+
+    JSON = (
+        "context batch dtype weights gradients moments master activations activations_by_component=by_component"
+        " checkpointed_activations=checkpointed checkpointed_by_component total total_checkpointed assumed"
+    )
 
     context: int
     batch: int
@@ -99,20 +100,6 @@ class TrainingMemory:
     def checkpointed(self) -> int:
         return sum(self.checkpointed_by_component.values())
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values; figures are whole numbers of bytes."""
-        names = ("context", "batch", "dtype", "weights", "gradients", "moments", "master")
-        return {
-            **{name: getattr(self, name) for name in names},
-            "activations": self.activations,
-            "activations_by_component": dict(self.by_component),
-            "checkpointed_activations": self.checkpointed,
-            "checkpointed_by_component": dict(self.checkpointed_by_component),
-            "total": self.total,
-            "total_checkpointed": self.total_checkpointed,
-            "assumed": list(self.assumed),
-        }
-
 
 def memory(
     spec: ModelSpec,
@@ -140,20 +127,14 @@ def memory(
     check_sizes(spec, length, batch)
     name = full_dtype(dtype)
     computed = name if itemsize(name) > 1 else "bfloat16"
-    cache, activations = beside_weights(spec, computed, length, batch, cache_dtype, logits)
-    return Memory(
-        context=length,
-        batch=batch,
-        dtype=name,
-        weights=costs(spec, length).parameters * itemsize(name),
-        cache=cache,
-        activations=activations,
-        assumed=(
-            f"activations in {computed}, {_attention(spec, 'sdpa')}",
-            f"the whole context read at once, logits of {'the last token' if logits == 'last' else 'every token'}",
-            *(WINDOWED if _windowed(spec, length) else ()),
-        ),
+    weights = costs(spec, length).parameters * itemsize(name)
+    assumed = (
+        f"activations in {computed}, {_attention(spec, 'sdpa')}",
+        f"the whole context read at once, logits of {'the last token' if logits == 'last' else 'every token'}",
+        *(WINDOWED if min(windows(spec), default=MOST + 1) <= length else ()),
     )
+    beside = beside_weights(spec, computed, length, batch, cache_dtype, logits)
+    return Memory(length, batch, name, weights, *beside, assumed)
 
 
 def beside_weights(
@@ -195,6 +176,9 @@ def training_memory(
         raise UsageError(f"no training in {name}", "Name the dtype that is computed in: bfloat16, float16, float32.")
     wide, run = max(size, FLOAT), Pass(length, batch, size, attention)
     logits = run.rows * spec.vocab_size * (size + 2 * FLOAT)
+    # The loss and the logits are gone when the first layer is run again: whichever is more.
+    checkpointed = {**kept_by_checkpointing(spec, run), "logits": logits}
+    gone = ("layer",) if checkpointed["loss"] + logits >= checkpointed["layer"] else ("loss", "logits")
     return TrainingMemory(
         context=length,
         batch=batch,
@@ -204,38 +188,24 @@ def training_memory(
         moments=2 * parameters * wide,
         master=parameters * wide if size < wide else 0,
         by_component={**kept(spec, run), "logits": logits},
-        checkpointed_by_component=_checkpointed(spec, run, logits),
+        checkpointed_by_component={name: size for name, size in checkpointed.items() if name not in gone},
         assumed=(
             f"weights, gradients and activations in {name}, Adam's moments in float{8 * wide}"
             + (f", weights in float{8 * wide} beside them" if size < wide else ""),
             f"no dropout, {_attention(spec, attention)}, logits of every token",
-            *(WINDOWED[:1] if _windowed(spec, length) else ()),
+            *(WINDOWED[:1] if min(windows(spec), default=MOST + 1) <= length else ()),
         ),
     )
 
 
-def _checkpointed(spec: ModelSpec, run: Pass, logits: int) -> dict[str, int]:
-    """The loss and the logits are gone when the first layer is run again: whichever is more."""
-    found = {**kept_by_checkpointing(spec, run), "logits": logits}
-    last = found["loss"] + logits
-    gone = ("layer",) if last >= found["layer"] else ("loss", "logits")
-    return {name: value for name, value in found.items() if name not in gone}
-
-
-def _windowed(spec: ModelSpec, tokens: int) -> bool:
-    """Whether a layer's window is no longer than what is read."""
-    return any(window <= tokens for window in windows(spec))
-
-
 def _attention(spec: ModelSpec, kernel: Kernel) -> str:
     """In words, which attention keeps its scores: where they are told, memory grows with the context's square."""
-    blocks = [(ways(spec.block_operations(block), kernel), number) for block, number in Counter(spec.blocks).items()]
-    if not any(found for found, _ in blocks):
+    by_block = {block: ways(spec.block_operations(block), kernel) for block in set(spec.blocks)}
+    found = [by_block[block] for block in spec.blocks]
+    unfused = sum(bool(each - {"fused"}) for each in found)
+    if not any(found):
         return "no attention"
     if kernel == "eager":
         return "attention that writes its scores out"
-    unfused = sum(number for found, number in blocks if found - {"fused"})
-    if not unfused:
-        return "fused attention"
-    where = "" if unfused == len(spec.blocks) else f" in {unfused} of {len(spec.blocks)} layers"
-    return f"attention that writes its scores out{where}, for want of a fused kernel"
+    where = "" if unfused == len(found) else f" in {unfused} of {len(found)} layers"
+    return f"attention that writes its scores out{where}, for want of a fused kernel" if unfused else "fused attention"

@@ -21,18 +21,21 @@ import msgspec
 
 from ..components import ModelSpec
 from ..components import operations as ops
+from ..display import Record
 from ..errors import UsageError
 from .formats import sizer
 from .memory import beside_weights
 
 
 @dataclass(frozen=True)
-class Stage:
+class Stage(Record):
     """One of the stages: on each of its GPUs so many bytes.
 
     layers: the first and the last. weights: by component. activations: at the worst moment of reading all sequences at
     once; what is sent to other GPUs is not counted.
     """
+
+    JSON = "layers weights=weight weights_by_component=weights cache activations total"
 
     layers: tuple[int, int]
     weights: Mapping[str, int]
@@ -40,28 +43,23 @@ class Stage:
     activations: int
 
     @property
-    def total(self) -> int:
-        return sum(self.weights.values()) + self.cache + self.activations
+    def weight(self) -> int:
+        return sum(self.weights.values())
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values; figures are whole numbers of bytes."""
-        return {
-            "layers": list(self.layers),
-            "weights": sum(self.weights.values()),
-            "weights_by_component": dict(self.weights),
-            "cache": self.cache,
-            "activations": self.activations,
-            "total": self.total,
-        }
+    @property
+    def total(self) -> int:
+        return self.weight + self.cache + self.activations
 
 
 @dataclass(frozen=True)
-class Split:
+class Split(Record):
     """A model on tp x pp GPUs, with `batch` sequences of `context` tokens.
 
     stages: in their order. together: bytes of the weights on all GPUs, where some are there more than once. notes: what
     was padded or repeated, a sentence each.
     """
+
+    JSON = "tp pp context batch dtype weights_together=together stages notes"
 
     tp: int
     pp: int
@@ -73,24 +71,11 @@ class Split:
 
     @property
     def together(self) -> int:
-        return self.tp * sum(sum(stage.weights.values()) for stage in self.stages)
+        return self.tp * sum(stage.weight for stage in self.stages)
 
     @property
     def fullest(self) -> Stage:
         return max(self.stages, key=lambda stage: stage.total)
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values; figures are whole numbers of bytes."""
-        return {
-            "tp": self.tp,
-            "pp": self.pp,
-            "context": self.context,
-            "batch": self.batch,
-            "dtype": self.dtype,
-            "weights_together": self.together,
-            "stages": [stage.as_json() for stage in self.stages],
-            "notes": list(self.notes),
-        }
 
 
 def shard(spec: ModelSpec, tp: int) -> ModelSpec:

@@ -11,15 +11,17 @@ import msgspec
 
 from ..components import Block, ModelSpec, Parameter
 from ..components import operations as ops
-from ..display import Shown
+from ..display import Record, Shown
 
 VOCABULARY_SIDE = ("embedding", "positions", "head")
 """Components that grow with the vocabulary or the context, not with what is computed between them."""
 
 
 @dataclass(frozen=True)
-class LayerCount:
+class LayerCount(Record):
     """One layer's parameters by component, in order of appearance. Layers alike share one record."""
+
+    JSON = "total components=by_component"
 
     by_component: Mapping[str, int]
 
@@ -29,7 +31,7 @@ class LayerCount:
 
 
 @dataclass(frozen=True)
-class ParameterCount(Shown):
+class ParameterCount(Record, Shown):
     """A tree's parameters, in numbers (not bytes). A tied head is the embedding's weight, and not counted again.
 
     by_component: the whole tree's, in order of appearance; sums to `total`.
@@ -38,6 +40,11 @@ class ParameterCount(Shown):
     tied: the head shares the embedding's weight.
     active: what one token meets: of a mixture's experts, those that its router takes. Otherwise all.
     """
+
+    JSON = (
+        "total active embedding_positions_head=embedding non_embedding tied layers=number_of_layers"
+        " components=by_component by_layer=numbered_layers"
+    )
 
     total: int
     by_component: Mapping[str, int]
@@ -60,83 +67,50 @@ class ParameterCount(Shown):
         """All but `embedding`: layers and norms, as Kaplan et al. (2001.08361) and Qwen's model cards count."""
         return self.total - self.embedding
 
+    @property
+    def number_of_layers(self) -> int:
+        return len(self.by_layer)
 
-def count(spec: ModelSpec) -> ParameterCount:
-    """Count the parameters of a tree. Layers alike are counted once and multiplied."""
+    @property
+    def numbered_layers(self) -> list[dict[str, Any]]:
+        return [{"layer": index, **layer.as_json()} for index, layer in enumerate(self.by_layer)]
+
+
+def count(spec: ModelSpec, size: Callable[[Parameter], int] | None = None) -> ParameterCount:
+    """Count the parameters of a tree, or with `size` another number of each, of bytes say, in which layers alike may
+    differ. Without it layers alike are counted once and multiplied.
+    """
     kinds = {block: kind for kind, block in enumerate(dict.fromkeys(spec.blocks))}
+    layers = range(len(spec.blocks)) if size is not None else [kinds[block] for block in spec.blocks]
+    blocks, repeats = spec.blocks if size is not None else tuple(kinds), Counter(layers)
     outside: Counter[str] = Counter()
-    layers: list[Counter[str]] = [Counter() for _ in kinds]
     by_component: Counter[str] = Counter()
-    repeats = Counter(kinds[block] for block in spec.blocks)
-    for parameter in msgspec.structs.replace(spec, blocks=tuple(kinds)).parameters():
-        kind = parameter.layer
-        (outside if kind is None else layers[kind])[parameter.component] += parameter.count
-        by_component[parameter.component] += parameter.count * (1 if kind is None else repeats[kind])
-    records = [LayerCount(dict(layer)) for layer in layers]
+    by_layer: list[Counter[str]] = [Counter() for _ in blocks]
+    experts: Counter[int] = Counter()
+    for parameter in msgspec.structs.replace(spec, blocks=blocks).parameters():
+        layer, label = parameter.layer, parameter.component
+        number = parameter.count if size is None else size(parameter)
+        (outside if layer is None else by_layer[layer])[label] += number
+        by_component[label] += number if layer is None else number * repeats[layer]
+        if layer is not None and ".experts." in parameter.name:
+            experts[layer] += number
+    choices = {block: choice_of(spec, block) for block in kinds}
+    idle = 0  # of experts that a token does not meet
+    for layer, number in experts.items():
+        choice = choices[blocks[layer]]
+        if choice is not None:
+            idle += number * (choice.experts - choice.top_k) // choice.experts * repeats[layer]
+    records = [LayerCount(dict(layer)) for layer in by_layer]
     return ParameterCount(
         total=by_component.total(),
         by_component=dict(by_component),
-        by_layer=[records[kinds[block]] for block in spec.blocks],
+        by_layer=[records[layer] for layer in layers],
         outside=dict(outside),
         tied=spec.head.tied,
-        active=by_component.total() - sum(_idle(spec, block) * repeats[kind] for block, kind in kinds.items()),
+        active=by_component.total() - idle,
     )
-
-
-def count_of(spec: ModelSpec, size: Callable[[Parameter], int]) -> ParameterCount:
-    """The same of another number than that of parameters, of bytes say, which layers alike may differ in."""
-    outside: Counter[str] = Counter()
-    layers: list[Counter[str]] = [Counter() for _ in spec.blocks]
-    idle = 0
-    choices = {block: choice_of(spec, block) for block in set(spec.blocks)}
-    for each in spec.parameters():
-        number = size(each)
-        (outside if each.layer is None else layers[each.layer])[each.component] += number
-        choice = None if each.layer is None else choices[spec.blocks[each.layer]]
-        if choice is not None and ".experts." in each.name:
-            idle += number * (choice.experts - choice.top_k) // choice.experts
-    whole: Counter[str] = Counter()
-    for part in (outside, *layers):
-        whole.update(part)
-    order = count(spec).by_component
-    return ParameterCount(
-        total=whole.total(),
-        by_component={label: whole[label] for label in order},
-        by_layer=[LayerCount(dict(layer)) for layer in layers],
-        outside=dict(outside),
-        tied=spec.head.tied,
-        active=whole.total() - idle,
-    )
-
-
-def _idle(spec: ModelSpec, block: Block) -> int:
-    """Parameters of the experts that a token does not meet."""
-    choice = choice_of(spec, block)
-    if choice is None:
-        return 0
-    stored = sum(each.parameters // each.copies for each in spec.block_operations(block) if each.copies > 1)
-    return (choice.experts - choice.top_k) * stored
 
 
 def choice_of(spec: ModelSpec, block: Block) -> ops.Choose | None:
     """How a block chooses its experts, where it has any."""
     return next((each for each in spec.block_operations(block) if isinstance(each, ops.Choose)), None)
-
-
-def to_json(name: str, family: str, count: ParameterCount) -> dict[str, Any]:
-    """The count as plain JSON values; every figure is an integer number of parameters but `layers`."""
-    return {
-        "model": name,
-        "family": family,
-        "total": count.total,
-        "active": count.active,
-        "embedding_positions_head": count.embedding,
-        "non_embedding": count.non_embedding,
-        "tied": count.tied,
-        "layers": len(count.by_layer),
-        "components": dict(count.by_component),
-        "by_layer": [
-            {"layer": index, "total": layer.total, "components": dict(layer.by_component)}
-            for index, layer in enumerate(count.by_layer)
-        ],
-    }

@@ -18,19 +18,21 @@ from ..components import ModelSpec
 from ..converter.outline import Outline, outline
 from ..converter.resolve import Reference, identify
 from ..converter.tree import Quantised
-from ..display import Shown
+from ..display import Record, Shown, plain
 from ..errors import GptkitError
 from .costs import usual_context
 from .figures import Asked, Figures, common_context, figures_of, fits
-from .parameters import ParameterCount, count, to_json
+from .parameters import ParameterCount, count
 from .sizes import check_sizes
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(Record):
     """A tensor as it lies in its file: its dtype by safetensors' name (a quantised one's by its format's), its shape
     there, its bytes.
     """
+
+    JSON = "name dtype shape bytes=nbytes"
 
     name: str
     dtype: str
@@ -39,8 +41,10 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class Stored:
+class Stored(Record):
     """What a checkpoint's weight files hold of the model: the names of the files, and the tensors in their order."""
+
+    JSON = "bytes=nbytes files dtypes tensors"
 
     files: tuple[str, ...]
     tensors: tuple[StoredTensor, ...]
@@ -51,27 +55,16 @@ class Stored:
 
     def by_dtype(self) -> dict[str, tuple[int, int, int]]:
         """For each dtype (tensors, parameters, bytes), the one with most bytes first."""
-        found: dict[str, tuple[int, int, int]] = {}
-        for tensor in self.tensors:
-            tensors, parameters, nbytes = found.get(tensor.dtype, (0, 0, 0))
-            size = math.prod(tensor.shape)
-            found[tensor.dtype] = (tensors + 1, parameters + size, nbytes + tensor.nbytes)
-        return dict(sorted(found.items(), key=lambda item: -item[1][2]))
+        found: dict[str, list[tuple[int, int, int]]] = {}
+        for each in self.tensors:
+            found.setdefault(each.dtype, []).append((1, math.prod(each.shape), each.nbytes))
+        sums = {dtype: tuple(map(sum, zip(*sizes, strict=True))) for dtype, sizes in found.items()}
+        return dict(sorted(sums.items(), key=lambda item: -item[1][2]))
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values; every figure is an integer."""
-        return {
-            "bytes": self.nbytes,
-            "files": list(self.files),
-            "dtypes": {
-                dtype: {"tensors": tensors, "parameters": parameters, "bytes": nbytes}
-                for dtype, (tensors, parameters, nbytes) in self.by_dtype().items()
-            },
-            "tensors": [
-                {"name": each.name, "dtype": each.dtype, "shape": list(each.shape), "bytes": each.nbytes}
-                for each in self.tensors
-            ],
-        }
+    @property
+    def dtypes(self) -> dict[str, dict[str, int]]:
+        names = ("tensors", "parameters", "bytes")
+        return {dtype: dict(zip(names, sizes, strict=True)) for dtype, sizes in self.by_dtype().items()}
 
 
 @dataclass(frozen=True)
@@ -114,16 +107,12 @@ class ModelCount(Shown):
         parallel as `Split`. In place of what a table of positions is too short for stands {"context": …, "impossible":
         why}.
         """
-        data = {**to_json(self.name, self.family, self.count), "revision": self.revision, "notes": list(self.notes)}
+        data = {"model": self.name, "family": self.family, **self.count.as_json()}
+        data |= {"revision": self.revision, "notes": list(self.notes)}
         if tensors:
+            names = {**dict.fromkeys(("name", "component", "layer", "shape")), "parameters": "count"}
             data["tensors"] = [
-                {
-                    "name": each.name,
-                    "component": each.component,
-                    "layer": each.layer,
-                    "shape": list(each.shape),
-                    "parameters": each.count,
-                }
+                {name: plain(getattr(each, of or name)) for name, of in names.items()}
                 for each in self.spec.parameters()
             ]
         if self.swap is not None:

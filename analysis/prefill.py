@@ -32,22 +32,15 @@ def peak(spec: ModelSpec, run: Pass, logits: Logits = "last", ends: bool = True)
     layers = {block: Following(program, run) for block, program in programs.items()}
     worst = held = 0
     for block in spec.blocks:
-        layer = layers[block]
-        worst = max(worst, held + layer.most)
-        held += layer.left
-    stream = run.rows * spec.hidden_size * run.size
-    last = _after(spec, run, logits) if ends else stream
+        worst = max(worst, held + layers[block].most)
+        held += layers[block].left
+    last = stream = run.rows * spec.hidden_size * run.size
+    if ends:  # norms of all tokens, and then logits of those that are asked for
+        program = spec.after_blocks()
+        first = next(index for index, each in enumerate(program) if each.row == "head")
+        asked = replace(run, tokens=1) if logits == "last" else run
+        last = max(Following(program[:first], run, stream).most, stream + Following(program[first:], asked).most)
     return _shared(list(programs.values()), run) + max(worst, held + last)
-
-
-def _after(spec: ModelSpec, run: Pass, logits: Logits) -> int:
-    """From the last layer's result on: norms of all tokens, and then logits of those that are asked for."""
-    program = spec.after_blocks()
-    first = next(index for index, each in enumerate(program) if each.row == "head")
-    stream = run.rows * spec.hidden_size * run.size
-    asked = replace(run, tokens=1) if logits == "last" else run
-    normed = Following(program[:first], run, stream).most
-    return max(normed, stream + Following(program[first:], asked).most)
 
 
 def _shared(programs: Collection[ops.Program], run: Pass) -> int:
@@ -75,13 +68,6 @@ class Step(msgspec.Struct, frozen=True):
     onto: str = ""
 
 
-class Memory(msgspec.Struct):
-    """Bytes that are there until an operation, by its index in the program, is done."""
-
-    size: int
-    until: int
-
-
 class Following:
     """Follows a program that reads `given` bytes.
 
@@ -92,17 +78,17 @@ class Following:
         self.program, self.run = _in_order_of_making(program), run
         self.mixings = {each.mix.id: each for each in mixings(program)}
         self.operations = {each.id: each for each in program}
-        self.memories: dict[str, Memory] = {"": Memory(given, 0)}
+        self.memories = {"": given}  # bytes that are there
         self.most = self.left = 0
-        until = _lifetimes(self.program)
+        until = {"": 0, **_lifetimes(self.program)}
         for index, each in enumerate(self.program):
             step = self.step(each)
             self.left += step.left
-            alive = self.left + sum(memory.size for memory in self.memories.values())
-            self.most = max(self.most, alive + step.result + step.beside)
-            memory = self.memories.setdefault(step.onto or each.id, Memory(step.result, 0))
-            memory.until = max(memory.until, until[each.id])
-            self.memories = {name: memory for name, memory in self.memories.items() if memory.until > index}
+            self.most = max(self.most, self.left + sum(self.memories.values()) + step.result + step.beside)
+            name = step.onto or each.id
+            self.memories.setdefault(name, step.result)
+            until[name] = max(until[name], until[each.id])
+            self.memories = {name: size for name, size in self.memories.items() if until[name] > index}
 
     def bytes(self, operation: ops.AnyOperation) -> int:
         """Of a result; of copies that run one after the other, of one."""
@@ -115,7 +101,7 @@ class Following:
         run, size = self.run, self.bytes(operation)
         match operation:
             case ops.Tokens() | ops.Stream() | ops.Embed() | ops.Positions() | ops.Concat() | ops.Gather():
-                return Step(size)
+                return Step(size)  # here and below no more than the result
             case ops.Scale() | ops.Shift() | ops.Add():
                 return Step(size)
             case ops.Norm():
@@ -154,7 +140,7 @@ class Following:
             case ops.Choose():
                 return Step(0, run.rows * operation.experts * 2 * run.wide)
             case ops.Combine():
-                taken = self.memories[operation.inputs[1]].size // run.size
+                taken = self.memories[operation.inputs[1]] // run.size
                 # Weighted, put back in order, and summed.
                 return Step(size, 2 * taken * run.wide + size // run.size * run.wide - size)
             case _:
@@ -172,7 +158,10 @@ class Following:
         repeated = 2 * q if 1 < kv_heads < heads == mixing.key_heads(kv_heads, run) else 0
         match mixing.way(run.kernel):
             case "fused":
-                result = 2 * size if self.parted(mixing) else size
+                # Where queries were put together of parts, head by head, so lies the output, and is copied.
+                rotate = self.operations[mixing.scores.inputs[0]]
+                parted = isinstance(rotate, ops.Rotate) and query_dim > rotate.rotary.dim and heads > 1
+                result = 2 * size if parted else size
                 return Step(result, max(repeated + mixing.mask(run) + run.rows * heads * run.wide - (result - size), 0))
             case "unfused":
                 keys = mixing.scores.kv_heads
@@ -189,12 +178,6 @@ class Following:
                     repeated + scored + weights + 2 * size,
                 ]
         return Step(2 * size, max(*moments, 2 * size) - 2 * size)
-
-    def parted(self, mixing: Mixing) -> bool:
-        """Whether queries were put together of parts, head by head: so lies a fused kernel's output, and is copied."""
-        rotate = self.operations[mixing.scores.inputs[0]]
-        partly = isinstance(rotate, ops.Rotate) and mixing.scores.query_dim > rotate.rotary.dim
-        return partly and mixing.scores.heads > 1
 
 
 def _in_order_of_making(program: ops.Program) -> list[ops.AnyOperation]:

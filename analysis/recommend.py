@@ -8,34 +8,27 @@ nothing of quality: for that there are the papers. No torch, no weights.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..architectures import ARCHITECTURES, expressed
 from ..components import ModelSpec, to_json
-from ..display import Shown
+from ..display import Record, Shown
 from ..errors import UsageError
 from .aspects import aspects
 from .costs import Costs, costs
-from .design import BASELINE, LOW_UP_TO, TOLERANCE, TRAINED, Design, Shape, build, fit, rotary_base
+from .design import BASELINE, LOW_UP_TO, TOLERANCE, TRAINED, Baseline, Design, Shape, build, fit, rotary_base
 from .findings import Finding, findings
-from .loadable import Step, step
 from .papers import PAPERS, Paper
 
-LEAST, MOST = 10**7, 10**12
-"""Parameters."""
-CONTEXT, LONG_CONTEXT = 4_096, 131_072
-"""Tokens where none are asked for; of the goal "context"."""
-VOCABULARY = 32_000
-"""Tokens where none are asked for, as LLaMA has them."""
-WINDOW = 4_096
-"""Of Mistral (2310.06825)."""
+LEAST, MOST = 10**7, 10**12  # parameters
+CONTEXT, LONG_CONTEXT = 4_096, 131_072  # tokens where none are asked for; of the goal "context"
+VOCABULARY = 32_000  # tokens where none are asked for, as LLaMA has them
+WINDOW = 4_096  # of Mistral (2310.06825)
 MOST_CONTEXT, MOST_VOCABULARY = 2**27, 2**24
-TOKENS_EACH = 20
-"""Tokens of text a parameter, about what is best for so many FLOPs (2203.15556)."""
-LARGE_HEAD = 0.1
-"""A head that would take more of the budget than this is tied."""
+TOKENS_EACH = 20  # tokens of text a parameter, about what is best for so many FLOPs (2203.15556)
+LARGE_HEAD = 0.1  # a head that would take more of the budget than this is tied
 
 
 @dataclass(frozen=True)
@@ -90,18 +83,22 @@ GOALS: Mapping[str, Goal] = {
 ORDER = ("placement", "positions", "norm", "feed_forward", "attention", "block", "bias", "tied", "window")
 """Choices in the order of their effect; the first four are in the order of what is usually advised."""
 
-_ASPECT = {
-    "placement": "norm",
-    "positions": "position",
-    "norm": "norm",
-    "feed_forward": "feed-forward",
-    "attention": "attention",
-    "block": "block",
-    "bias": "bias",
-    "tied": "head",
-    "window": "window",
-}
-"""In which aspect of a tree a choice is seen."""
+_ASPECTS = {"placement": "norm", "positions": "position", "feed_forward": "feed-forward", "tied": "head"}
+"""In which aspect of a tree a choice is seen, where that is not called as it is."""
+
+EXCHANGES: tuple[Mapping[str, Any], ...] = (
+    {"feed_forward": "geglu"},  # llama's class with hidden_act "gelu"
+    {"feed_forward": "swiglu"},
+    {"positions": "rope"},
+    {"attention": "gqa"},
+    {"norm": "rmsnorm"},
+    {"block": "serial"},
+    {"bias": False},
+    {"window": None},
+)
+"""What a family may have in place of a component, in the order in which they are tried: what changes least of how the
+model computes comes first.
+"""
 
 _WHY: Mapping[tuple[str, Any], tuple[str, str | None]] = {
     ("placement", "pre"): ("norms before attention and feed-forward: trains without a warm-up", "pre-norm"),
@@ -138,12 +135,17 @@ class Delta:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(Record):
     """A component: its kind, what it is in this model, why, and which paper says so.
 
     cost: what it changes in the baseline, where it is called `alone`, for other heads or widths than this model has.
-    chosen: whether it is recommended, or only worth considering; usual: whether the baseline has it too.
+    usual: whether the baseline has it too.
     """
+
+    JSON = (
+        "kind words why paper exchanged_alone.words=alone exchanged_alone.parameters=cost.parameters"
+        " exchanged_alone.cache_bytes_at_context=cost.cache exchanged_alone.flops_a_token=cost.flops in_baseline=usual"
+    )
 
     kind: str
     words: str
@@ -151,35 +153,22 @@ class Choice:
     paper: Paper | None
     alone: str
     cost: Delta
-    chosen: bool = True
     usual: bool = False
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values; differences from the baseline are integers."""
-        paper = self.paper
-        return {
-            "kind": self.kind,
-            "words": self.words,
-            "why": self.why,
-            "paper": None if paper is None else {"authors": paper.authors, "arxiv": paper.arxiv, "title": paper.title},
-            "exchanged_alone": {
-                "words": self.alone,
-                "parameters": self.cost.parameters,
-                "cache_bytes_at_context": self.cost.cache,
-                "flops_a_token": self.cost.flops,
-            },
-            "in_baseline": self.usual,
-        }
 
 
 @dataclass(frozen=True)
-class Recommendation(Shown):
+class Recommendation(Record, Shown):
     """A model for a goal and a budget.
 
     spec: the tree, in a family's own arithmetic where one has it; family: that one, None where only gptkit's own format
     holds it. baseline: GPT-2 of the same size, with a table of positions on top, which is large where contexts are long
     and would leave nothing else of a small model. Costs are at `context` tokens.
     """
+
+    JSON = (
+        "goal budget parameters context family costs=costs.figures baseline=baseline_costs.figures"
+        " choices considered findings notes"
+    )
 
     goal: str
     budget: int
@@ -209,31 +198,8 @@ class Recommendation(Shown):
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values; figures are integers. `spec` is what `gptkit params FILE.json` reads."""
-        return {
-            "schema_version": 1,
-            "goal": self.goal,
-            "budget": self.budget,
-            "parameters": self.parameters,
-            "context": self.context,
-            "family": self.family,
-            "costs": _costs_json(self.costs),
-            "baseline": _costs_json(self.baseline_costs),
-            "choices": [each.as_json() for each in self.choices],
-            "considered": [each.as_json() for each in self.considered],
-            "findings": [each.as_json() for each in self.findings],
-            "notes": list(self.notes),
-            "aspects": {each.name: {"words": each.words, "value": each.data} for each in aspects(self.spec)},
-            "spec": to_json(self.spec),
-        }
-
-
-def _costs_json(figures: Costs) -> dict[str, int]:
-    return {
-        "parameters": figures.parameters,
-        "cache_bytes_a_token": figures.cache_bytes(),
-        "cache_bytes_at_context": figures.held_bytes(),
-        "flops_a_token": figures.total_flops,
-    }
+        words = {each.name: {"words": each.words, "value": each.data} for each in aspects(self.spec)}
+        return {"schema_version": 1, **super().as_json(), "aspects": words, "spec": to_json(self.spec)}
 
 
 def recommend(
@@ -260,13 +226,28 @@ def recommend(
         if not 1 <= value <= most:
             raise UsageError(f"{what} is {value:,}", f"Give a number from 1 to {most:,}.")
     design = _settled(GOALS[goal], budget, vocab, length)
-    if loadable:
-        design = _held(design, budget, vocab, length)
     shape = fit(design, budget, vocab, length)
-    base = fit(replace(BASELINE, positions="rope"), budget, vocab, length)  # its table of positions comes on top
     family, spec = expressed(build(design, shape, vocab, length))
-    usual = build(BASELINE, base, vocab, length)
-    choices = tuple(_choices(design, spec, base, vocab, length))
+    if loadable and family is None:
+        near = _nearest(design, shape, vocab, length)
+        if near is None:
+            raise UsageError(
+                "no transformers family has these components, nor all but one of them",
+                "Leave out --loadable: gptkit's own format holds any.",
+            )
+        design = near.design
+        shape = fit(design, budget, vocab, length)
+        family, spec = expressed(build(design, shape, vocab, length))
+    # Its table of positions comes on top.
+    base = Baseline(fit(replace(BASELINE, positions="rope"), budget, vocab, length), vocab, length)
+    kinds = {kind: "pre" if kind == "placement" else getattr(design, kind) for kind in ORDER}
+    choices = tuple(_choice({k: value}, base, spec) for k, value in kinds.items() if (k, value) != ("window", None))
+    considered = []  # what the design has not got; in a small model grouped heads may be one
+    for changes in GOALS[goal].considered:
+        kind, value = next(iter(changes.items()))
+        if kinds[kind] != value and (kind != "window" or length > value):
+            considered.append(_choice(changes, base))
+    alone = [each.alone for each in choices]
     return Recommendation(
         goal=goal,
         budget=budget,
@@ -275,11 +256,11 @@ def recommend(
         spec=spec,
         family=family,
         costs=costs(spec, length),
-        baseline=usual,
-        baseline_costs=costs(usual, length),
+        baseline=base.tree(),
+        baseline_costs=base.costs(),
         choices=choices,
-        considered=tuple(_considered(GOALS[goal], design, choices, base, vocab, length)),
-        findings=findings(goal, design, spec, usual, base),
+        considered=tuple(each for each in considered if each.alone not in alone),
+        findings=findings(goal, design, spec, base),
         notes=_notes(design, shape, family, spec, costs(spec, length)),
     )
 
@@ -322,37 +303,45 @@ def _settled(goal: Goal, budget: int, vocab: int, context: int) -> Design:
     return replace(design, tied=vocab * fit(tied, budget, vocab, context).hidden > LARGE_HEAD * budget)
 
 
-def _held(design: Design, budget: int, vocab: int, context: int) -> Design:
-    """The design, or the one a component away that a transformers family has. Raises UsageError where there is none."""
-    shape = fit(design, budget, vocab, context)
-    if expressed(build(design, shape, vocab, context))[0] is not None:
-        return design
-    found = step(design, shape, vocab, context)
-    if found is None:
-        raise UsageError(
-            "no transformers family has these components, nor all but one of them",
-            "Leave out --loadable: gptkit's own format holds any.",
-        )
-    return found.design
+@dataclass(frozen=True)
+class _Near:
+    """A design with another component of a kind, its tree in the arithmetic of the family that has it, and that."""
+
+    kind: str
+    design: Design
+    spec: ModelSpec
+    family: str
 
 
-def _delta(changes: Mapping[str, Any], base: Shape, vocab: int, context: int) -> Delta:
-    """What the first of some changes of the baseline costs, at its shape; the others are there before too."""
-    kind = next(iter(changes), "")
-    without = {name: value for name, value in changes.items() if name != kind}
-    before = costs(build(replace(BASELINE, **without), base, vocab, context), context)
-    after = costs(build(replace(BASELINE, **changes), base, vocab, context), context)
-    return Delta(
-        after.parameters - before.parameters,
-        after.held_bytes() - before.held_bytes(),
-        after.total_flops - before.total_flops,
-    )
+def _nearest(design: Design, shape: Shape, vocab: int, context: int) -> _Near | None:
+    """The first of some exchanges after which a family has the design, at the same shape; None where none is enough."""
+    for changes in EXCHANGES:
+        other = replace(design, **changes)
+        family, spec = expressed(build(other, shape, vocab, context))
+        if other != design and family is not None:
+            return _Near(next(iter(changes)), other, spec, family)
+    return None
+
+
+def _choice(changes: Mapping[str, Any], base: Baseline, spec: ModelSpec | None = None) -> Choice:
+    """The first of some changes of the baseline, the others there before too; in a tree that has it, or considered."""
+    kind, value = next(iter(changes.items()))
+    own = {} if kind == "placement" else changes
+    alone = _named(kind, value, base.tree(**own))
+    words = alone if spec is None else _named(kind, value, spec)
+    # Of few heads one group is all of them, and what is said of grouped heads is not about that.
+    why, paper = _WHY[kind, "mqa" if words.startswith("MQA") else value]
+    before, after = base.costs(**{name: each for name, each in own.items() if name != kind}), base.costs(**own)
+    more = (after.parameters - before.parameters, after.held_bytes() - before.held_bytes())
+    cost = Delta(*more, after.total_flops - before.total_flops)
+    usual = kind == "placement" or getattr(BASELINE, kind) == value
+    return Choice(kind.replace("_", "-"), words, why, PAPERS.get(paper or ""), alone, cost, usual)
 
 
 def _named(kind: str, value: Any, spec: ModelSpec) -> str:
     """A component as it is called in a tree."""
     told = {each.name: each.words for each in aspects(spec)}
-    words = told[_ASPECT[kind]]
+    words = told[_ASPECTS.get(kind, kind)]
     match kind:
         case "placement":
             return "pre-norm"
@@ -364,62 +353,14 @@ def _named(kind: str, value: Any, spec: ModelSpec) -> str:
             return "biases" if value else "no biases"
         case "tied":
             return "tied head" if value else "head of its own"
-        case "window":
-            return f"window {words}"
-    return words
-
-
-def _choices(design: Design, spec: ModelSpec, base: Shape, vocab: int, context: int) -> list[Choice]:
-    """What is recommended, in the order of effect."""
-    found = []
-    for kind in ORDER:
-        value = "pre" if kind == "placement" else getattr(design, kind)
-        if kind == "window" and value is None:
-            continue
-        changes: dict[str, Any] = {} if kind == "placement" else {kind: value}
-        alone = _named(kind, value, build(replace(BASELINE, **changes), base, vocab, context))
-        words = _named(kind, value, spec)
-        # Of few heads one group is all of them, and what is said of grouped heads is not about that.
-        why, paper = _WHY[kind, "mqa" if words.startswith("MQA") else value]
-        found.append(
-            Choice(
-                kind=kind.replace("_", "-"),
-                words=words,
-                why=why,
-                paper=None if paper is None else PAPERS[paper],
-                alone=alone,
-                cost=_delta(changes, base, vocab, context),
-                usual=kind == "placement" or getattr(BASELINE, kind) == value,
-            )
-        )
-    return found
-
-
-def _considered(
-    goal: Goal, design: Design, choices: Sequence[Choice], base: Shape, vocab: int, context: int
-) -> list[Choice]:
-    """What else there is, where the design has not got it."""
-    taken = [each.alone for each in choices]  # in a small model grouped heads may be one
-    found = []
-    for changes in goal.considered:
-        kind, value = next(iter(changes.items()))
-        if getattr(design, kind) == value or (kind == "window" and context <= value):
-            continue
-        alone = _named(kind, value, build(replace(BASELINE, **changes), base, vocab, context))
-        if alone in taken:
-            continue
-        why, paper = _WHY[kind, value]
-        cost = _delta(changes, base, vocab, context)
-        source = None if paper is None else PAPERS[paper]
-        found.append(Choice(kind.replace("_", "-"), alone, why, source, alone, cost, chosen=False))
-    return found
+    return f"window {words}" if kind == "window" else words
 
 
 def _notes(design: Design, shape: Shape, family: str | None, spec: ModelSpec, found: Costs) -> tuple[str, ...]:
     """Where it can be used, how much text it wants, and what to look at again."""
     vocab, notes = spec.vocab_size, []
     if family is None:
-        notes.append(_only_here(design, step(design, shape, vocab, found.context), spec, found))
+        notes.append(_only_here(design, _nearest(design, shape, vocab, found.context), spec, found))
     else:
         notes.append(f"transformers holds it as {ARCHITECTURES[family].hf_class}.")
     notes.append(
@@ -446,7 +387,7 @@ def _notes(design: Design, shape: Shape, family: str | None, spec: ModelSpec, fo
     return tuple(notes)
 
 
-def _only_here(design: Design, near: Step | None, spec: ModelSpec, found: Costs) -> str:
+def _only_here(design: Design, near: _Near | None, spec: ModelSpec, found: Costs) -> str:
     """What to do with a tree that no family has: the exchange after which one does, and what that costs."""
     told = (
         "No transformers family has these components together: gptkit's own format holds it, which loads and generates,"

@@ -23,8 +23,7 @@ SHORT = {
 }
 """Other names of the same, those of safetensors among them, in lower case."""
 
-MOST = 2**31 - 1
-"""Tokens, sequences: as many as a tree's own sizes may be."""
+MOST = 2**31 - 1  # tokens, sequences: as many as a tree's own sizes may be
 
 
 def full_dtype(dtype: str) -> str:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
 
-from ..components import ModelSpec, Parameter, Shape
+from ..components import Block, ModelSpec, Parameter, Shape
 from ..components.ranges import number_runs, range_label
 
 MOST_RANGES = 4
 """Ranges of layers that a folded name lists; more of them are told by the first, the last and how many there are."""
-
-
-NO_LAYER: tuple[int | None, ...] = (None,)
-"""Where tensors are that are in no layer."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +31,8 @@ class TensorGroup:
     nbytes: int = 0
 
     @property
-    def each(self) -> int:
-        """Parameters of one of them."""
-        return math.prod(self.shape)
-
-    @property
     def parameters(self) -> int:
-        return self.number * self.each
+        return self.number * math.prod(self.shape)
 
 
 def tensor_groups(spec: ModelSpec, size: Callable[[Parameter], int] | None = None) -> list[TensorGroup]:
@@ -51,40 +42,22 @@ def tensor_groups(spec: ModelSpec, size: Callable[[Parameter], int] | None = Non
     nbytes: Counter[tuple[int | None, str, Shape]] = Counter()
     for each in spec.parameters() if size is not None else ():
         nbytes[each.layer, _place(each)[0], each.shape] += 0 if size is None else size(each)
-    kinds = {block: kind for kind, block in enumerate(dict.fromkeys(spec.blocks))}
-    layers: dict[int, list[int]] = {}
+    layers: dict[Block, list[int]] = {}
     for index, block in enumerate(spec.blocks):
-        layers.setdefault(kinds[block], []).append(index)
-    found: dict[tuple[str, Shape, str, int], list[int]] = {}
-    for key, kind in _places(msgspec.structs.replace(spec, blocks=tuple(kinds)).parameters()):
-        found.setdefault(key, []).extend(layers[kind] if kind is not None else ())
-    return [
-        TensorGroup(
-            _named(place, there, experts),
-            shape,
-            component,
-            max(len(there), 1) * max(experts, 1),
-            _sum(nbytes, there or NO_LAYER, place, shape),
-        )
-        for (place, shape, component, experts), there in found.items()
-    ]
-
-
-def _places(parameters: Iterable[Parameter]) -> Iterator[tuple[tuple[str, Shape, str, int], int | None]]:
-    """((name within its layer, shape, component, experts), layer), the experts of a layer folded into the first."""
-    experts: dict[tuple[int | None, str, Shape, str], int] = {}
-    for each in parameters:
+        layers.setdefault(block, []).append(index)
+    experts: Counter[tuple[int | None, str, Shape, str]] = Counter()  # of a kind of layer, folded into the first
+    for each in msgspec.structs.replace(spec, blocks=tuple(layers)).parameters():
         place, is_expert = _place(each)
-        key = (each.layer, place, each.shape, each.component)
-        experts[key] = experts.get(key, 0) + (1 if is_expert else 0)
-    for (layer, place, shape, component), number in experts.items():
-        yield (place, shape, component, number), layer
-
-
-def _sum(
-    nbytes: Mapping[tuple[int | None, str, Shape], int], layers: Sequence[int | None], place: str, shape: Shape
-) -> int:
-    return sum(nbytes[layer, place, shape] for layer in layers)
+        experts[each.layer, place, each.shape, each.component] += is_expert
+    kinds = list(layers.values())
+    found: dict[tuple[str, Shape, str, int], list[int]] = {}
+    for (kind, *key), number in experts.items():
+        found.setdefault((*key, number), []).extend(() if kind is None else kinds[kind])
+    groups = []
+    for (place, shape, component, copies), there in found.items():
+        number, held = max(len(there), 1) * max(copies, 1), sum(nbytes[each, place, shape] for each in there or (None,))
+        groups.append(TensorGroup(_named(place, there, copies), shape, component, number, held))
+    return groups
 
 
 def _place(parameter: Parameter) -> tuple[str, bool]:

@@ -129,8 +129,8 @@ def source_lines(counts: Sequence[ModelCount]) -> list[str]:
             lines.append(f"{name}at commit {model.revision}")
         if model.stored is not None:
             kinds = ", ".join(
-                f"{dtype} {human_bytes(nbytes)} in {tensors} tensor{'s' if tensors > 1 else ''}"
-                for dtype, (tensors, _, nbytes) in model.stored.by_dtype().items()
+                f"{dtype} {human_bytes(sizes['bytes'])} in {counted(sizes['tensors'], 'tensor')}"
+                for dtype, sizes in model.stored.dtypes.items()
             )
             lines.append(f"{name}stored as {kinds}, {counted(len(model.stored.files), 'file')}")
         lines += [f"note: {name}{note}" for note in model.notes]

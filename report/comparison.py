@@ -16,7 +16,7 @@ from ..analysis.parameters import count
 from .charts import bars, cache_chart, parameter_bars
 from .counts_page import MOST_NAMES, layer_diagrams
 from .pages import Lines, Page, Section, Table, counted, noted
-from .sheets import Layout, decimal, drawing, nbytes, short
+from .sheets import Layout, decimal, drawing, nbytes, plain_table, short
 
 if TYPE_CHECKING:
     from ..analysis.compare import Comparison, Row
@@ -37,26 +37,19 @@ class Line:
     cost: bool = False
 
 
-def lines(comparison: Comparison, rows: Sequence[Row]) -> list[Line]:
+def _lines(comparison: Comparison, rows: Sequence[Row]) -> list[Line]:
     """The table's rows: aspects, then costs."""
     return [*(Line(row.name, row.words, row.differs) for row in rows), *_cost_lines(comparison)]
 
 
 def _cost_lines(comparison: Comparison) -> list[Line]:
-    """The costs, as they are written."""
-    return [
-        Line(name, tuple(_cost_words(name, each) for each in figures), len(set(figures)) > 1, True)
-        for name, figures in comparison.costs().items()
-    ]
-
-
-def _cost_words(name: str, figure: int | None) -> str:
-    """A cost as it is written: parameters to the last one, the rest in four digits."""
-    if figure is None:
-        return "–"
-    if name in ("parameters", "active"):
-        return f"{figure:,}"
-    return flops(figure) if name.startswith("FLOPs") else nbytes(figure)
+    """The costs, as they are written: parameters to the last one, the rest in four digits."""
+    lines = []
+    for name, figures in comparison.costs().items():
+        words = "{:,}".format if name in ("parameters", "active") else flops if name.startswith("FLOPs") else nbytes
+        cells = tuple("–" if figure is None else words(figure) for figure in figures)
+        lines.append(Line(name, cells, len(set(figures)) > 1, True))
+    return lines
 
 
 def flops(number: int) -> str:
@@ -64,7 +57,7 @@ def flops(number: int) -> str:
     return decimal(number, "").strip()
 
 
-def conditions(comparison: Comparison) -> str:
+def _conditions(comparison: Comparison) -> str:
     """Under which the costs were counted."""
     stored = f"Weights and cache in {comparison.dtype}"
     if comparison.cached != comparison.dtype:
@@ -72,24 +65,21 @@ def conditions(comparison: Comparison) -> str:
     return f"{stored}; forward FLOPs for a token that sees {comparison.context:,}."
 
 
-# --- in the terminal -------------------------------------------------------------------------------------------------
-
-
 @drawing
 def comparison_table(page: Layout, comparison: Comparison, rows: Sequence[Row] | None = None) -> RenderResult:
     """What rich prints: a column a model where they fit, else a list of aspects with the models that have each."""
     rows = comparison.shown() if rows is None else rows
-    names, shown = [model.name for model in comparison.models], lines(comparison, rows)
+    names, shown = [model.name for model in comparison.models], _lines(comparison, rows)
     table = _side_by_side(page, names, shown)
     yield from [table] if table is not None else _one_below_the_other(page, names, shown)
     yield ""
-    yield page.note(conditions(comparison))
+    yield page.note(_conditions(comparison))
     if len(names) > 1:
         differ = any(row.differs for row in rows)
         marks = f"{MARK} marks what differs." if differ else "The models are alike in these rows."
         left = len(comparison.rows) - len(rows)
         yield page.note(f"{marks} --all adds {counted(left, 'row')} in which they are alike." if left else marks)
-    yield from map(page.note, comparison.told())
+    yield from map(page.note, comparison.told)
 
 
 def _side_by_side(page: Layout, names: Sequence[str], shown: Sequence[Line]) -> Grid | None:
@@ -99,7 +89,8 @@ def _side_by_side(page: Layout, names: Sequence[str], shown: Sequence[Line]) -> 
     widths = shared_out(page.width - first - GAP * len(names), [[*column] for column in columns])
     if widths is None:
         return None
-    table = Grid(box=None, show_edge=False, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
+    table = plain_table(gap=GAP)
+    table.show_header = True
     table.add_column("", no_wrap=True, width=first)
     for name, width in zip(names, widths, strict=True):
         table.add_column(page.text(name), width=width, overflow="fold")
@@ -124,7 +115,7 @@ def _one_below_the_other(page: Layout, names: Sequence[str], shown: Sequence[Lin
         by_value: dict[str, list[str]] = {}
         for name, cell in zip(names, line.cells, strict=True):
             by_value.setdefault(cell, []).append(name)
-        table = Grid(box=None, show_edge=False, show_header=False, padding=(0, GAP, 0, 0), pad_edge=False)
+        table = plain_table(gap=GAP)
         room = max((page.width - 4) // 2, _longest_word(by_value))
         table.add_column(width=2)
         table.add_column(width=min(max(map(len, by_value)), room), overflow="fold")
@@ -159,18 +150,15 @@ def _longest_word(cells: Iterable[str]) -> int:
     return max(len(word) for cell in cells for word in (cell.split() or [""]))
 
 
-# --- for papers and for programs -------------------------------------------------------------------------------------
-
-
 def comparison_markdown(comparison: Comparison, rows: Sequence[Row]) -> str:
     """The table in Markdown; the labels of rows that differ are bold."""
     names = [model.name for model in comparison.models]
     written = [["", *map(_cell, names)], ["---"] * (len(names) + 1)]
-    for line in lines(comparison, rows):
+    for line in _lines(comparison, rows):
         label = _cell(line.label)
         written.append([f"**{label}**" if line.differs and not line.cost else label, *map(_cell, line.cells)])
     table = "\n".join(f"| {' | '.join(row)} |" for row in written)
-    return f"{table}\n\n{conditions(comparison)}\n"
+    return f"{table}\n\n{_conditions(comparison)}\n"
 
 
 def _cell(words: str) -> str:
@@ -197,16 +185,13 @@ def comparison_csv(comparison: Comparison, rows: Sequence[Row]) -> str:
     return written.getvalue()
 
 
-# --- the page --------------------------------------------------------------------------------------------------------
-
-
 def comparison_page(comparison: Comparison, rows: Sequence[Row]) -> Page:
     """The table of aspects, the costs as bars, the cache by context, and the layers of each model."""
     models = comparison.models
     totals = [model.costs.parameters for model in models]
     size = short(totals[0]) if len(set(totals)) == 1 else f"from {short(min(totals))} to {short(max(totals))}"
     many = counted(len(models), "model")
-    notes = comparison.told()
+    notes = comparison.told
     if len(models) > MOST_DRAWN:
         notes = (*notes, f"Layers are drawn of the first {MOST_DRAWN} models; gptkit show draws any.")
     # Rows that differ are lit.
@@ -228,7 +213,7 @@ def comparison_page(comparison: Comparison, rows: Sequence[Row]) -> Page:
         subtitle=f"{many} side by side, {size} parameters",
         sections=(
             Section("Components", (aspects,)),
-            Section("Costs", (Lines((conditions(comparison),)), costs, *charts)),
+            Section("Costs", (Lines((_conditions(comparison),)), costs, *charts)),
             Section("Key-value cache", (cache_chart([(each.name, each.spec) for each in models], comparison.cached),)),
             Section("Layers", tuple(layers), beside=True),
             *noted(notes),

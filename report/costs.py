@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from ..analysis.costs import stated_context, usual_context, windows
 from ..analysis.figures import Asked, Figures, fits
 from ..analysis.formats import SCALES
 from ..analysis.parameters import count
+from ..analysis.params import ModelCount
 from ..components import ModelSpec
 from ..components.ranges import layer_ranges, range_label
 from .sheets import Row, Sheet, binary, change, decimal, difference, whole_bytes
@@ -18,8 +19,10 @@ from .sheets import Row, Sheet, binary, change, decimal, difference, whole_bytes
 if TYPE_CHECKING:
     from ..analysis.parallel import Stage
 
-Named = tuple[str, ModelSpec, Figures]  # a model's name, tree and figures
 
+_Model = tuple[str, ModelSpec, Figures]  # a name, a tree and its figures
+_Words = Callable[[str, int], str]  # how a figure under its label is written
+_Column = tuple[str, Mapping[str, int], _Words]  # a name, figures under their labels, and how they are written
 NOTHING = "–"  # where a model has no such figure
 TOTAL, TOTAL_BINARY = "total", "total in GiB"
 BESIDE = ("scores, dense", "total, dense", "6N", "6N, no embedding", "checkpointed", "total, checkpointed")
@@ -31,17 +34,9 @@ LABELS = (
 """In the order of their rows; the cache's, which are numbers of tokens, come as they are."""
 
 
-@dataclass(frozen=True)
-class _Column:
-    """Figures under their labels, and how they are written."""
-
-    name: str
-    cells: Mapping[str, int]
-    words: Callable[[str, int], str]
-
-
-def cost_sheets(models: Sequence[Named], asked: Asked, compared: bool = False) -> list[Sheet]:
+def cost_sheets(counts: Sequence[ModelCount], asked: Asked, compared: bool = False) -> list[Sheet]:
     """A sheet for each thing asked for, models side by side; `compared` adds what the second has more or less."""
+    models = [(each.name, each.spec, each.figures) for each in counts if each.figures is not None]
     sheets = [
         *([_cache(models, asked, compared)] if asked.kv else []),
         *(_flops(models, asked, compared) if asked.flops else []),
@@ -61,7 +56,7 @@ def cost_sheets(models: Sequence[Named], asked: Asked, compared: bool = False) -
     return [*sheets, replace(last, notes=(*last.notes, *notes))]
 
 
-def _context_notes(models: Sequence[Named], asked: Asked, compared: bool) -> list[str]:
+def _context_notes(models: Sequence[_Model], asked: Asked, compared: bool) -> list[str]:
     """Why figures are told at this context, which models have none there, and which were not made for it."""
     notes, context = [], models[0][2].context if models else 0
     chosen = asked.context is None and (asked.flops or asked.memory or asked.spread)
@@ -87,44 +82,34 @@ def _context_notes(models: Sequence[Named], asked: Asked, compared: bool) -> lis
 
 def _sheet(title: str, columns: Sequence[_Column], compared: bool, notes: Sequence[str], empty: str = NOTHING) -> Sheet:
     """Columns of figures below one another's labels; a total is ruled off, and what is beside it is dim."""
-    there = dict.fromkeys(label for column in columns for label in column.cells)
-    labels = sorted(there, key=lambda label: LABELS.index(label) if label in LABELS else -1)
+    there = dict.fromkeys(label for _, cells, _ in columns for label in cells)
     rows = []
-    for label in labels:
-        numbers = [column.cells.get(label) for column in columns]
-        cells = [
-            empty if number is None else column.words(label, number)
-            for column, number in zip(columns, numbers, strict=True)
-        ]
+    for label in sorted(there, key=lambda label: LABELS.index(label) if label in LABELS else -1):
+        numbers = [cells.get(label) for _, cells, _ in columns]
+        words = [partial(told, label) for *_, told in columns]
+        texts = [empty if number is None else told(number) for told, number in zip(words, numbers, strict=True)]
         if compared:
-            before, after = numbers
             # A component that one side lacks it has none of; whatever else is lacking nobody knows.
-            unknown = label not in LABELS or not all(column.cells for column in columns)
-            if None in numbers and unknown:
-                cells += ["", ""]
-            else:
-                more = difference(before or 0, after or 0, partial(columns[0].words, label))
-                cells += [more, change(before or 0, after or 0)]
+            unknown = label not in LABELS or not all(cells for _, cells, _ in columns)
+            before, after = (number or 0 for number in numbers)
+            known = None not in numbers or not unknown
+            texts += [difference(before, after, words[0]), change(before, after)] if known else ["", ""]
         style = "bold" if label == TOTAL else "dim" if label in BESIDE else None
-        rows.append(Row(label, tuple(cells), style, ruled=label == TOTAL))
-    names = [*(column.name for column in columns), *(["difference", "change"] if compared else [])]
+        rows.append(Row(label, tuple(texts), style, ruled=label == TOTAL))
+    names = [*(name for name, *_ in columns), *(["difference", "change"] if compared else [])]
     return Sheet(title, tuple(names), tuple(rows), tuple(notes))
 
 
 def _by_kind(
-    title: str,
-    kinds: Sequence[tuple[str, str, Sequence[str]]],
-    models: Sequence[Named],
-    words: Callable[[str, int], str],
-    compared: bool,
+    title: str, kinds: Sequence[tuple[str, str, Sequence[str]]], models: Sequence[_Model], words: _Words, compared: bool
 ) -> list[Sheet]:
     """Of one model a sheet with a column a kind; of several a sheet a kind. kinds: (name, own title, notes)."""
     if len(models) == 1:
-        columns = [_Column(kind, _cells(models[0][2]).get(kind, {}), words) for kind, _, _ in kinds]
+        columns = [(kind, _cells(models[0][2]).get(kind, {}), words) for kind, _, _ in kinds]
         return [_sheet(title, columns, False, [note for *_, notes in kinds for note in notes], empty="")]
     sheets = []
     for kind, own_title, notes in kinds:
-        columns = [_Column(name, _cells(figures).get(kind, {}), words) for name, _, figures in models]
+        columns = [(name, _cells(figures).get(kind, {}), words) for name, _, figures in models]
         sheets.append(_sheet(own_title, columns, compared, notes))
     return sheets
 
@@ -133,30 +118,24 @@ def _sequences(batch: int, tokens: int) -> str:
     return f"{tokens:,} tokens" if batch == 1 else f"{batch:,} × {tokens:,} tokens"
 
 
-A_TOKEN = "per token"
-
-
-def _cache(models: Sequence[Named], asked: Asked, compared: bool) -> Sheet:
-    def cells(figures: Figures) -> dict[str, int]:
-        a_token = {} if figures.a_token is None else {A_TOKEN: figures.a_token}
-        return a_token | {
-            _sequences(asked.batch, each.context): each.held for each in figures.cache if each is not None
-        }
-
-    def exact(label: str, nbytes: int) -> str:
-        return whole_bytes(nbytes) if label == A_TOKEN else decimal(nbytes, "B")
-
+def _cache(models: Sequence[_Model], asked: Asked, compared: bool) -> Sheet:
+    a_token, columns = "per token", []
     windowed = any(windows(spec) for _, spec, _ in models)
     notes = ["A layer with a window of w tokens holds w − 1 of them until the next comes."] if windowed else []
     for name, _, figures in models:
-        last = next((each for each in reversed(figures.cache) if each is not None), None)
-        if last is not None and last.in_transformers not in (None, last.held):
-            holds = f"{decimal(last.in_transformers, 'B')} at {last.context:,} tokens"
+        sizes = [each for each in figures.cache if each is not None]
+        cells = {} if figures.a_token is None else {a_token: figures.a_token}
+        columns.append((name, cells | {_sequences(asked.batch, each.context): each.held for each in sizes}, _bytes))
+        if sizes and sizes[-1].in_transformers not in (None, sizes[-1].held):
+            holds = f"{decimal(sizes[-1].in_transformers, 'B')} at {sizes[-1].context:,} tokens"
             notes.append(f"transformers repeats {name}'s keys and values before its cache, which holds {holds}.")
-    columns = [_Column(name, cells(figures), _bytes) for name, _, figures in models]
+
+    def exact(label: str, nbytes: int) -> str:
+        return whole_bytes(nbytes) if label == a_token else decimal(nbytes, "B")
+
     if len(models) == 1:
-        held = columns[0].cells
-        columns = [_Column("bytes", held, exact), _Column("in KiB, GiB", held, lambda _, nbytes: binary(nbytes))]
+        held = columns[0][1]
+        columns = [("bytes", held, exact), ("in KiB, GiB", held, lambda _, nbytes: binary(nbytes))]
     return _sheet(f"KV cache, {asked.cached}", columns, compared, notes)
 
 
@@ -164,7 +143,7 @@ def _bytes(label: str, nbytes: int) -> str:
     return binary(nbytes) if label == TOTAL_BINARY else decimal(nbytes, "B")
 
 
-def _flops(models: Sequence[Named], asked: Asked, compared: bool) -> list[Sheet]:
+def _flops(models: Sequence[_Model], asked: Asked, compared: bool) -> list[Sheet]:
     context = models[0][2].context
     where = _sequences(asked.batch, context)
     notes = [
@@ -182,7 +161,7 @@ def _flops(models: Sequence[Named], asked: Asked, compared: bool) -> list[Sheet]
     return _by_kind(f"FLOPs for {where}", kinds, models, lambda _, number: decimal(number, "FLOP"), compared)
 
 
-def _memory(models: Sequence[Named], asked: Asked, compared: bool) -> list[Sheet]:
+def _memory(models: Sequence[_Model], asked: Asked, compared: bool) -> list[Sheet]:
     where = _sequences(asked.batch, models[0][2].context)
     running, training = [], []
     for _, _, figures in models:
@@ -190,10 +169,8 @@ def _memory(models: Sequence[Named], asked: Asked, compared: bool) -> list[Sheet
             running = [f"Inference: {'; '.join(figures.inference_memory.assumed)}."]
             training = [f"Training: {'; '.join(figures.training_memory.assumed)}."]
             training += ["Checkpointed: every layer's activations are made again for the backward pass, not kept."]
-    kinds = (
-        ("inference", f"Memory to run on {where}", running),
-        ("training", f"Memory to train with Adam on {where}", training),
-    )
+    kinds = [("inference", f"Memory to run on {where}", running)]
+    kinds += [("training", f"Memory to train with Adam on {where}", training)]
     return _by_kind(f"Memory for {where}", kinds, models, _bytes, compared)
 
 
@@ -231,14 +208,7 @@ def _parts(weights: int, cache: int, activations: int, total: int) -> dict[str, 
     return {"weights": weights, "KV cache": cache, "activations": activations, TOTAL: total, TOTAL_BINARY: total}
 
 
-FORMAT_NOTES = (
-    "nf4: as transformers loads it with bitsandbytes, scales quantised too; what is no linear layer, experts too, is"
-    " in bfloat16.",
-    "q8_0, q4_k_m, q4_0: each tensor as llama-quantize stores it, scales included, without the file's vocabulary.",
-)
-
-
-def _formats(models: Sequence[Named]) -> Sheet:
+def _formats(models: Sequence[_Model]) -> Sheet:
     """The weights in other formats: of one model with its bits a weight, else a column a model."""
     rows, alone = [], len(models) == 1
     for name in dict.fromkeys(name for _, _, figures in models for name in figures.formats or ()):
@@ -252,11 +222,16 @@ def _formats(models: Sequence[Named]) -> Sheet:
         rows.append(Row(name, tuple(cells)))
     columns = ("bytes", "in powers of 1024", "bits a weight") if alone else tuple(name for name, *_ in models)
     lacking = [name for name, _, figures in models if None in (figures.formats or {}).values()]
-    no_place = [f"{NOTHING} {', '.join(lacking)}: llama.cpp has no type for some of its tensors."] if lacking else []
-    return Sheet("Weights in other formats", columns, tuple(rows), (*FORMAT_NOTES, *no_place))
+    notes = [
+        "nf4: as transformers loads it with bitsandbytes, scales quantised too; what is no linear layer, experts too,"
+        " is in bfloat16.",
+        "q8_0, q4_k_m, q4_0: each tensor as llama-quantize stores it, scales included, without the file's vocabulary.",
+    ]
+    notes += [f"{NOTHING} {', '.join(lacking)}: llama.cpp has no type for some of its tensors."] if lacking else []
+    return Sheet("Weights in other formats", columns, tuple(rows), tuple(notes))
 
 
-def _explained(models: Sequence[Named]) -> list[Sheet]:
+def _explained(models: Sequence[_Model]) -> list[Sheet]:
     """A sheet a model: components with their formulas, the total, and what the letters are."""
     sheets = []
     for name, _, figures in models:
@@ -271,7 +246,7 @@ def _explained(models: Sequence[Named]) -> list[Sheet]:
     return sheets
 
 
-def _fits(models: Sequence[Named], asked: Asked) -> Sheet:
+def _fits(models: Sequence[_Model], asked: Asked) -> Sheet:
     """Of one model a row a dtype; of several the longest context, a column a model."""
     there = {name: figures.fits for name, _, figures in models if figures.fits is not None}
     if not there or asked.gpu is None:
@@ -299,26 +274,25 @@ def _fits(models: Sequence[Named], asked: Asked) -> Sheet:
     return Sheet(title, columns, tuple(rows), tuple(notes))
 
 
-def _split(models: Sequence[Named], asked: Asked) -> Sheet:
+def _split(models: Sequence[_Model], asked: Asked) -> Sheet:
     """Of one model a column a stage, equal neighbours folded; of several the fullest GPU of each."""
 
     def cells(stage: Stage) -> dict[str, int]:
-        return _parts(sum(stage.weights.values()), stage.cache, stage.activations, stage.total)
+        return _parts(stage.weight, stage.cache, stage.activations, stage.total)
 
-    columns, notes = [], []
+    columns: list[_Column] = []
+    notes, several = [], len(models) > 1
     for name, _, figures in models:
-        split, several = figures.split, len(models) > 1
+        split = figures.split
+        if split is None or several:
+            columns.append((name, {} if split is None else cells(split.fullest), _bytes))
         if split is None:
-            columns.append(_Column(name, {}, _bytes))
             continue
-        if several:
-            columns.append(_Column(name, cells(split.fullest), _bytes))
         for first, last, same in [] if several else layer_ranges(map(cells, split.stages)):
-            stage = "each GPU" if split.pp == 1 else f"stage {range_label(first, last)}"
-            columns.append(_Column(stage, same, _bytes))
+            columns.append(("each GPU" if split.pp == 1 else f"stage {range_label(first, last)}", same, _bytes))
         notes += [f"{name}: {note}" if several else note for note in split.notes]
         notes.append(f"{name if several else 'Together'}: {decimal(split.together, 'B')} of weights on all of them.")
     notes.append("After Megatron-LM (1909.08053); what GPUs send to one another is not counted.")
     gpus = f"{asked.tp * asked.pp:,} GPUs (tp {asked.tp}, pp {asked.pp})"
     title = f"Memory on each of {gpus}, {asked.dtype or 'bfloat16'}, {_sequences(asked.batch, models[0][2].context)}"
-    return _sheet(title + ", the fullest" * (len(models) > 1 and asked.pp > 1), columns, False, notes)
+    return _sheet(title + ", the fullest" * (several and asked.pp > 1), columns, False, notes)

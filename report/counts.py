@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import compress
 from typing import Any
 
@@ -15,14 +16,13 @@ from ..analysis.formats import sizer, weighed
 from ..analysis.parameters import ParameterCount
 from ..analysis.params import ModelCount
 from ..analysis.tensors import tensor_groups
-from ..components import ModelSpec
 from ..components.ranges import layer_ranges, range_label
 from . import sheets
 from .costs import cost_sheets
+from .pages import counted
 from .rows import By
 from .sheets import GAP, Layout, Row, Sheet, drawing, nbytes, percentage
 
-Model = tuple[str, str, ModelSpec, ParameterCount]  # a name, its family, its tree, and the tree's count
 NARROWEST_WORDS = 20  # a column of words that would be narrower than this is left out
 NARROWEST_NAMES = 32  # names of tensors keep so much room, or shapes stand below them
 MOST_RUNS = 8  # so many runs of layers alike are told below the total; more are left to `by` layer
@@ -30,7 +30,7 @@ MOST_RUNS = 8  # so many runs of layers alike are told below the total; more are
 
 @drawing
 def parameter_table(
-    page: Layout, models: Sequence[Model], by: By = "component", dtype: str | None = None, compared: bool = False
+    page: Layout, models: Sequence[ModelCount], by: By = "component", dtype: str | None = None, compared: bool = False
 ) -> RenderResult:
     """What rich prints for `params`.
 
@@ -46,7 +46,7 @@ def parameter_table(
     for model in models if by != "component" else ():
         yield ""
         if len(models) > 1:
-            yield page.text(model[0])
+            yield page.text(model.name)
         yield _layers(page, model, dtype) if by == "layer" else _tensors(page, model, dtype)
 
 
@@ -55,20 +55,15 @@ def tables(counts: Sequence[ModelCount], asked: Asked, by: By, pairs: bool) -> I
     size = 2 if pairs else len(counts)
     for first in range(0, len(counts), size):
         some = counts[first : first + size]
-        names = [model.name for model in some]
         if pairs:
-            yield [*([""] if first else []), names[1], ""]
-            names = ["now", "swapped"]
-        named = [(name, model.family, model.spec, model.count) for name, model in zip(names, some, strict=True)]
-        yield parameter_table(named, by, asked.dtype, compared=pairs)
-        if asked.more or asked.dtype:
-            figures = [(name, each.spec, each.figures) for name, each in zip(names, some, strict=True) if each.figures]
-            for sheet in cost_sheets(figures, asked, compared=pairs):
-                yield from ("", sheet)
+            yield [*([""] if first else []), some[1].name, ""]
+            some = [replace(model, name=name) for model, name in zip(some, ("now", "swapped"), strict=True)]
+        yield parameter_table(some, by, asked.dtype, compared=pairs)
+        for sheet in cost_sheets(some, asked, compared=pairs) if asked.more or asked.dtype else ():
+            yield from ("", sheet)
         for model in some:
             if model.swap is not None:
-                lines = (f"guarantee: {promise(model.swap)}", *model.swap["notes"])
-                yield from ("", _sentences(lines))
+                yield from ("", _sentences((f"guarantee: {promise(model.swap)}", *model.swap["notes"])))
 
 
 @drawing
@@ -86,26 +81,25 @@ def promise(swap: Mapping[str, Any]) -> str:
     return f"{usual} on trained weights; gptkit swap MODEL OUT --dry-run tells it of yours"
 
 
-def _weights(model: Model, dtype: str | None) -> ParameterCount | None:
-    return None if dtype is None else weighed(model[2], dtype, model[1])
+def _weights(model: ModelCount, dtype: str | None) -> ParameterCount | None:
+    return None if dtype is None else weighed(model.spec, dtype, model.family)
 
 
 # --- one model -------------------------------------------------------------------------------------------------------
 
 
-def _one(page: Layout, model: Model, dtype: str | None) -> RenderResult:
+def _one(page: Layout, model: ModelCount, dtype: str | None) -> RenderResult:
     """What a model is, and its components with their parameters, the bytes of these, and their share of the total."""
-    name, family, spec, count = model
-    words, layers = describe(spec), len(spec.blocks)
+    count, words, layers = model.count, describe(model.spec), len(model.spec.blocks)
     facts = [
-        f"{layers:,} layer{'' if layers == 1 else 's'}{' (they differ)' if len(set(spec.blocks)) > 1 else ''}",
+        f"{counted(layers, 'layer')}{' (they differ)' if len(set(model.spec.blocks)) > 1 else ''}",
         f"hidden size {words['hidden size']}",
         f"positions: {words['positions']}",
         *(() if words["window"] == "none" else (f"window {words['window']}",)),
         *(() if words["block"] == "serial" else (words["block"],)),
         f"context {words['context']}",
     ]
-    yield Text.assemble((page.clean(name), "bold"), "  ", (page.clean(family), "dim"))
+    yield Text.assemble((page.clean(model.name), "bold"), "  ", (page.clean(model.family), "dim"))
     yield Text(page.clean(" · ".join(facts)), style="dim")
     yield ""
     weights = _weights(model, dtype)
@@ -116,49 +110,54 @@ def _one(page: Layout, model: Model, dtype: str | None) -> RenderResult:
     room -= GAP + max(len(dtype or ""), len("999.9 GB")) if with_bytes else 0
     with_share = room >= len("100.0 %") + GAP
     with_words = room >= len("100.0 %") + 2 * GAP + NARROWEST_WORDS
-    with_columns = (True, with_words, True, with_bytes, with_share)
-    titles = list(compress(("component", "what it is", "parameters", dtype or "", "share"), with_columns))
-    table = page.table(titles[: 1 + with_words], titles[1 + with_words :])
+    rows: list[Row] = []
 
-    def row(
-        label: str, what: str, number: int | None, size: int | None, style: str | None = None, instead: str = ""
-    ) -> None:
-        figures = (instead, "") if number is None else (f"{number:,}", percentage(number, count.total))
-        cells = (label, what, figures[0], "" if size is None else nbytes(size), figures[1])
-        table.add_row(*map(page.text, compress(cells, with_columns)), style=style)
+    def row(label: str, what: str, number: int | str, size: int | None, style: str = "", ruled: bool = False) -> None:
+        share = "" if isinstance(number, str) else percentage(number, count.total)
+        cells = (
+            what,
+            number if isinstance(number, str) else f"{number:,}",
+            "" if size is None else nbytes(size),
+            share,
+        )
+        shown = compress(cells, (with_words, True, with_bytes, with_share))
+        rows.append(Row(label, tuple(shown), style or None, ruled))
 
     for label, number in count.by_component.items():
-        row(label, _what(label, spec, words), number, None if weights is None else weights.by_component.get(label))
+        row(label, _what(label, model, words), number, None if weights is None else weights.by_component.get(label))
     if tied:
-        row("head", "tied to the embedding, counted once", None, None, instead="tied")
-    table.add_section()
-    row("total", "", count.total, None if weights is None else weights.total, "bold")
+        row("head", "tied to the embedding, counted once", "tied", None)
+    row("total", "", count.total, None if weights is None else weights.total, "bold", ruled=True)
     if with_bytes and weights is not None:
-        table.add_row(*compress(("", "", "", sheets.binary(weights.total), ""), with_columns), style="bold")
-    table.add_section()
+        powers = compress(("", "", sheets.binary(weights.total), ""), (with_words, True, with_bytes, with_share))
+        rows.append(Row("", tuple(powers), "bold"))
     without, active = (None, None) if weights is None else (weights.non_embedding, weights.active)
-    row("no embedding", "without embedding, positions and head", count.non_embedding, without, "dim")
+    row("no embedding", "without embedding, positions and head", count.non_embedding, without, "dim", ruled=True)
     if count.active != count.total:
         row("active", "used per token", count.active, active, "dim")
     runs = layer_ranges(count.by_layer)
     if len(runs) > MOST_RUNS:
         totals = [layer.total for layer in count.by_layer]
-        row("each layer", f"from {min(totals):,} to {max(totals):,}", None, None, "dim", "varies")
+        row("each layer", f"from {min(totals):,} to {max(totals):,}", "varies", None, "dim")
     for first, last, layer in runs if len(runs) <= MOST_RUNS else ():
-        alike = {} if weights is None else {each.total: None for each in weights.by_layer[first : last + 1]}
-        size = next(iter(alike)) if len(alike) == 1 else None  # formats are wider in some layers
-        if first == last:
-            label, what = "layer" if layers == 1 else f"layer {first}", ""
-        elif last - first + 1 == layers:
-            label, what = "layer", f"each of {layers:,} layers"
-        else:
-            label, what = f"layers {range_label(first, last)}", f"each of {last - first + 1:,} layers"
-        row(label, what, layer.total, size, "dim")
-    yield table
+        alike = set() if weights is None else {each.total for each in weights.by_layer[first : last + 1]}
+        whole = last - first + 1 == layers
+        label = "layer" if whole else f"layer{'s' if first < last else ''} {range_label(first, last)}"
+        what = f"each of {last - first + 1:,} layers" if first < last else ""
+        # Formats are wider in some layers.
+        row(label, what, layer.total, next(iter(alike)) if len(alike) == 1 else None, "dim")
+    titles = list(
+        compress(
+            ("component", "what it is", "parameters", dtype or "", "share"),
+            (True, with_words, True, with_bytes, with_share),
+        )
+    )
+    yield page.table(titles[: 1 + with_words], titles[1 + with_words :], rows)
 
 
-def _what(label: str, spec: ModelSpec, words: Mapping[str, str]) -> str:
+def _what(label: str, model: ModelCount, words: Mapping[str, str]) -> str:
     """A component in few words, for the table's second column."""
+    spec = model.spec
     matrix = f"{spec.vocab_size:,} × {spec.hidden_size:,}"
     if label == "embedding":
         return matrix
@@ -175,103 +174,89 @@ def _what(label: str, spec: ModelSpec, words: Mapping[str, str]) -> str:
 # --- several models --------------------------------------------------------------------------------------------------
 
 
-def _side_by_side(models: Sequence[Model], dtype: str | None, compared: bool) -> Sheet:
+def _side_by_side(models: Sequence[ModelCount], dtype: str | None, compared: bool) -> Sheet:
     """A column a model."""
-    counts = [count for *_, count in models]
+    counts = [model.count for model in models]
     labels = list(dict.fromkeys(label for count in counts for label in count.by_component))
     labels += [] if "head" in labels else ["head"]  # tied in all of them, so that no count has it
-    families = [family or "–" for _, family, _, _ in models]
-    rows = [Row("family", (*families, *([""] * 2 if compared else [])), "dim")]
+    whole = "{:,}".format
     listed: list[tuple[str, Sequence[int | None], str | None, Any]] = []
-    listed.append(("layers", [len(spec.blocks) for _, _, spec, _ in models], "dim", "{:,}".format))
-    listed += [(label, [count.by_component.get(label) for count in counts], None, "{:,}".format) for label in labels]
-    listed.append(("total", [count.total for count in counts], "bold", "{:,}".format))
+    listed.append(("layers", [len(model.spec.blocks) for model in models], "dim", whole))
+    listed += [(label, [count.by_component.get(label) for count in counts], None, whole) for label in labels]
+    listed.append(("total", [count.total for count in counts], "bold", whole))
     if dtype is not None:
-        sizes = [weighed(spec, dtype, family).total for _, family, spec, _ in models]
+        sizes = [weighed(model.spec, dtype, model.family).total for model in models]
         listed += [(dtype, sizes, None, nbytes), ("", sizes, None, sheets.binary)]
-    listed.append(("no embedding", [count.non_embedding for count in counts], "dim", "{:,}".format))
+    listed.append(("no embedding", [count.non_embedding for count in counts], "dim", whole))
     if any(count.active != count.total for count in counts):
-        listed.append(("active", [count.active for count in counts], "dim", "{:,}".format))
+        listed.append(("active", [count.active for count in counts], "dim", whole))
+    rows = [Row("family", (*(model.family or "–" for model in models), *([""] * 2 if compared else [])), "dim")]
     for label, numbers, style, words in listed:
         cells = ["–" if number is None else words(number) for number in numbers]
         if label == "head":
-            cells = [
-                "tied" if number is None and count.tied else cell
-                for number, count, cell in zip(numbers, counts, cells, strict=True)
-            ]
+            tied = [number is None and count.tied for number, count in zip(numbers, counts, strict=True)]
+            cells = ["tied" if is_tied else cell for is_tied, cell in zip(tied, cells, strict=True)]
         if compared:
             before, after = (number or 0 for number in numbers)
             cells += [sheets.difference(before, after, words), sheets.change(before, after)]
         rows.append(Row(label, tuple(cells), style, ruled=label == "total"))
-    names = [name for name, *_ in models]
+    names = [model.name for model in models]
     return Sheet("", (*names, *(["difference", "change"] if compared else [])), tuple(rows))
 
 
-def _one_below_the_other(page: Layout, models: Sequence[Model], dtype: str | None) -> Grid:
+def _one_below_the_other(page: Layout, models: Sequence[ModelCount], dtype: str | None) -> Grid:
     """A row a model, with as many of its figures as there is room for."""
-    counts = [count for *_, count in models]
+    counts = [model.count for model in models]
     columns = [("parameters", [f"{count.total:,}" for count in counts])]
     if dtype is not None:
-        columns.append((dtype, [nbytes(weighed(spec, dtype, family).total) for _, family, spec, _ in models]))
+        columns.append((dtype, [nbytes(weighed(model.spec, dtype, model.family).total) for model in models]))
     if any(count.active != count.total for count in counts):
         columns.append(("active", [f"{count.active:,}" for count in counts]))
-    columns += [
-        ("no embedding", [f"{count.non_embedding:,}" for count in counts]),
-        ("layers", [f"{len(spec.blocks):,}" for _, _, spec, _ in models]),
-        ("head", ["tied" if count.tied else "own" for count in counts]),
-    ]
-    room = page.width - min(NARROWEST_WORDS, max(len(name) for name, *_ in models))
+    columns.append(("no embedding", [f"{count.non_embedding:,}" for count in counts]))
+    columns.append(("layers", [f"{len(model.spec.blocks):,}" for model in models]))
+    columns.append(("head", ["tied" if count.tied else "own" for count in counts]))
+    room = page.width - min(NARROWEST_WORDS, max(len(model.name) for model in models))
     shown: list[tuple[str, list[str]]] = []
     for title, cells in columns:
         room -= GAP + max(map(len, [title, *cells]))
         if room < 0 and shown:
             break
         shown.append((title, cells))
-    table = page.table(["model"], [title for title, _ in shown])
-    for index, (name, *_) in enumerate(models):
-        table.add_row(*map(page.text, [name, *(cells[index] for _, cells in shown)]))
-    return table
+    rows = (Row(model.name, tuple(cells[index] for _, cells in shown)) for index, model in enumerate(models))
+    return page.table(["model"], [title for title, _ in shown], rows)
 
 
 # --- layers and tensors ----------------------------------------------------------------------------------------------
 
 
-def _layers(page: Layout, model: Model, dtype: str | None) -> Grid:
+def _layers(page: Layout, model: ModelCount, dtype: str | None) -> Grid:
     """One row a run of layers alike: a column a component where they fit, else a line a component."""
-    count, weights = model[3], _weights(model, dtype)
-    runs = layer_ranges(zip(count.by_layer, (weights or count).by_layer, strict=True))
+    weights = _weights(model, dtype) or model.count
+    runs = layer_ranges(zip(model.count.by_layer, weights.by_layer, strict=True))
     labels = list(dict.fromkeys(label for _, _, (layer, _) in runs for label in layer.by_component))
-    ranges = [range_label(first, last) for first, last, _ in runs]
     in_dtype = [dtype] if dtype else []
-    figures = []
-    for _, _, (layer, sizes) in runs:
-        numbers = (*(layer.by_component.get(label, 0) for label in labels), layer.total)
-        figures.append([*(f"{number:,}" for number in numbers), *(nbytes(sizes.total) for _ in in_dtype)])
+    rows, lines = [], []
+    for first, last, (layer, sizes) in runs:
+        numbers = [layer.by_component.get(label, 0) for label in labels]
+        place, total = range_label(first, last), [nbytes(sizes.total) for _ in in_dtype]
+        rows.append(Row(place, (*(f"{number:,}" for number in (*numbers, layer.total)), *total)))
+        lines.append(Row(place, (f"{layer.total:,}", *total), "bold"))
+        for label, number in zip(labels, numbers, strict=True):
+            size = [nbytes(sizes.by_component.get(label, 0)) for _ in in_dtype]
+            lines.append(Row(f" {label}", (f"{number:,}", *size)))
     titles = [*labels, "each layer", *in_dtype]
-    widths = [max(map(len, column)) for column in zip(titles, *figures, strict=True)]
-    if max(map(len, ["layer", *ranges])) + sum(widths) + GAP * len(widths) <= page.width:
-        table = page.table(["layer"], titles)
-        for layers, cells in zip(ranges, figures, strict=True):
-            table.add_row(*map(page.text, [layers, *cells]))
-        return table
-    table = page.table(["layer"], ["parameters", *in_dtype])
-    for (_, _, (layer, sizes)), layers in zip(runs, ranges, strict=True):
-        lines = [(layers, layer.total, sizes.total, "bold")]
-        lines += [(f" {name}", *(each.by_component.get(name, 0) for each in (layer, sizes)), "") for name in labels]
-        for label, number, size, style in lines:
-            cells = [label, f"{number:,}", *(nbytes(size) for _ in in_dtype)]
-            table.add_row(*map(page.text, cells), style=style or None)
-    return table
+    widths = [max(map(len, column)) for column in zip(titles, *(row.cells for row in rows), strict=True)]
+    fit = max(map(len, ["layer", *(row.label for row in rows)])) + sum(widths) + GAP * len(widths) <= page.width
+    return page.table(["layer"], titles, rows) if fit else page.table(["layer"], ["parameters", *in_dtype], lines)
 
 
-def _tensors(page: Layout, model: Model, dtype: str | None) -> Grid:
+def _tensors(page: Layout, model: ModelCount, dtype: str | None) -> Grid:
     """A row a tensor, those of layers alike folded; shapes below the names where there is no room beside."""
-    _, family, spec, count = model
-    weights = _weights(model, dtype)
-    groups = tensor_groups(spec, None if dtype is None else sizer(spec, dtype, family))
+    weights, spec = _weights(model, dtype), model.spec
+    groups = tensor_groups(spec, None if dtype is None else sizer(spec, dtype, model.family))
     shapes = [" × ".join(f"{size:,}" for size in group.shape) for group in groups]
     names = max(len(group.name) for group in groups)
-    figures = [f"{count.total:,}", *([] if weights is None else [nbytes(weights.total)])]
+    figures = [f"{model.count.total:,}", *([] if weights is None else [nbytes(weights.total)])]
     room = page.width - sum(GAP + max(len(cell), len("parameters")) for cell in figures)
     if dtype and room < NARROWEST_WORDS:
         return _tensors(page, model, None)

@@ -20,16 +20,13 @@ MOST_NAMES = 6  # models whose names make a page's title
 MOST_DIAGRAMS = 4  # kinds of layers that are drawn; `show` has all of them
 
 
-# --- the page --------------------------------------------------------------------------------------------------------
-
-
 def counts_page(counts: Sequence[ModelCount], asked: Asked | None = None) -> Page:
     """The page of some models' counts, at least one: what each holds and costs, and figures that were asked for."""
     asked = asked or next((model.figures.asked for model in counts if model.figures is not None), Asked())
-    figures = [(model.name, model.spec, model.figures) for model in counts if model.figures]
+
     more = [
         Section(sheet.title, (sheet.as_table(), *([Lines(sheet.notes)] if sheet.notes else [])))
-        for sheet in cost_sheets(figures, asked, compared=len(counts) == 2 and counts[1].swap is not None)
+        for sheet in cost_sheets(counts, asked, compared=len(counts) == 2 and counts[1].swap is not None)
         if sheet.rows
     ]
     for model in counts:

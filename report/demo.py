@@ -46,11 +46,10 @@ def tour(console: Console, keep: Path | None = None) -> bool:
         say("\n".join(words), markup=False)
 
     step("1. Count, without weights or torch", "gptkit params qwen3-8b")
-    say(parameter_table([(c.name, c.family, c.spec, c.count) for c in params("qwen3-8b")]))
+    say(parameter_table(params("qwen3-8b")))
 
     step("2. Four trained checkpoints come along", "gptkit params sample:gpt2 sample:llama sample:bloom sample:falcon")
-    counts = params(*(f"sample:{name}" for name in SAMPLES))
-    say(parameter_table([(c.name, c.family, c.spec, c.count) for c in counts]))
+    say(parameter_table(params(*(f"sample:{name}" for name in SAMPLES))))
 
     step("3. Take one apart", "gptkit convert sample:gpt2 gpt2-local --to local")
     local = keep / "gpt2-local"

@@ -106,35 +106,23 @@ def heatmap(
     }
     layout |= {"xaxis": {**axis, **ordered, **across, "tickvals": named, "ticktext": named}}
     layout |= {"yaxis": {**axis, **below_another, **by_row}, "shapes": frames}
-    traces = [{"type": "heatmap", "x": columns, **_trace(kind, grid, written, measure, ends)} for kind in kinds]
+    traces = []
+    for kind in kinds:
+        scaled, one = kind == "counts", [[at, f"var(--{kind})"] for at in (0, 1)]
+        # A value beyond all figures is as high as the largest.
+        mine = [[cell if cell is not None and cell.kind == kind else None for cell in line] for line in grid]
+        z = [[cell and (0 if not scaled else min(math.log10(cell.value), ends[1])) for cell in line] for line in mine]
+        trace = {"type": "heatmap", "x": columns, "z": z, "texttemplate": "%{text}" if written else None}
+        trace["hovertext"] = [["" if cell is None else _hover(cell) for cell in line] for line in mine]
+        trace["text"] = [["" if cell is None else cell.apart or _short(cell.value) for cell in line] for line in mine]
+        trace |= {"hoverinfo": "text", "hoverongaps": False, "xgap": 2, "ygap": 2}
+        traces.append(trace | (_scale(measure, *ends) if scaled else {"colorscale": one, "showscale": False}))
     width = LABELS + (COLUMN if written else NARROW) * len(columns)
     return figure(title, summary, traces, keys, table, layout, width)
 
 
-def _trace(
-    kind: str, grid: Sequence[Sequence[Cell | None]], written: bool, measure: str, ends: tuple[float, float]
-) -> dict[str, Any]:
-    """The cells of one kind; `grid` has a row a component, a column a layer."""
-    mine = [[cell if cell is not None and cell.kind == kind else None for cell in line] for line in grid]
-    scaled, one = kind == "counts", [[at, f"var(--{kind})"] for at in (0, 1)]
-
-    def height(cell: Cell) -> float:
-        return 0 if not scaled else math.log10(cell.value) if cell.value < math.inf else ends[1]
-
-    look = {"hoverinfo": "text", "hoverongaps": False, "xgap": 2, "ygap": 2}
-    look |= _scale(measure, ends) if scaled else {"colorscale": one, "showscale": False}
-    return {
-        "z": [[None if cell is None else height(cell) for cell in line] for line in mine],
-        "hovertext": [["" if cell is None else _hover(cell) for cell in line] for line in mine],
-        "text": [["" if cell is None else cell.apart or _short(cell.value) for cell in line] for line in mine],
-        "texttemplate": "%{text}" if written else None,
-        **look,
-    }
-
-
-def _scale(measure: str, ends: tuple[float, float]) -> dict[str, Any]:
+def _scale(measure: str, low: float, high: float) -> dict[str, Any]:
     """The colours of what counts, and their scale: powers of ten, with 2 and 5 between them where few are."""
-    low, high = ends
     powers = range(math.floor(low), math.ceil(high) + 1)
     step = max(1, math.ceil((high - low) / TICKS))
     digits = (1, 2, 3, 5) if high - low < 1 else (1, 2, 5) if high - low < 2 else (1,)

@@ -43,9 +43,9 @@ def _counts(counts: list[ModelCount]) -> Iterator[RenderableType]:
     from .costs import cost_sheets
     from .counts import parameter_table
 
-    yield parameter_table([(each.name, each.family, each.spec, each.count) for each in counts])
-    figures = [(each.name, each.spec, each.figures) for each in counts if each.figures is not None]
-    for sheet in cost_sheets(figures, figures[0][2].asked) if figures else ():
+    yield parameter_table(counts)
+    asked = next((each.figures.asked for each in counts if each.figures is not None), None)
+    for sheet in cost_sheets(counts, asked) if asked else ():
         yield from ("", sheet)
 
 

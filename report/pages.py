@@ -126,14 +126,10 @@ def figure(
 
     clear, text = "rgba(0,0,0,0)", "var(--text)"
     hover = {"bgcolor": "var(--raised)", "bordercolor": "var(--line)", "font": {"color": text, "size": 13}}
-    common = {
-        "template": "none",
-        "paper_bgcolor": clear,
-        "plot_bgcolor": clear,
-        "font": {"color": text, "size": font_size, "family": "system-ui, sans-serif"},
-        "hoverlabel": {**hover, "align": "left"},
-        "modebar": {"bgcolor": clear, "color": "var(--quiet)", "activecolor": text},
-    }
+    common: dict[str, Any] = {"template": "none", "paper_bgcolor": clear, "plot_bgcolor": clear}
+    common |= {"font": {"color": text, "size": font_size, "family": "system-ui, sans-serif"}}
+    common |= {"hoverlabel": {**hover, "align": "left"}}
+    common |= {"modebar": {"bgcolor": clear, "color": "var(--quiet)", "activecolor": text}}
     spec: dict[str, Any] = json.loads(go.Figure(list(data), {**common, **layout}).to_json())
     return Figure(title, summary, spec, layout["height"], width, tuple(keys), table)
 
@@ -191,11 +187,14 @@ def render(page: Page) -> str:
     def own(name: str) -> str:
         return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
-    scripts = [_plotly(), own("page.js")] if page.figures() else []
+    scripts: list[str] = []
+    if page.figures():
+        from plotly.offline import get_plotlyjs
+
+        scripts = [get_plotlyjs(), own("page.js")]
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, finalize=shown, trim_blocks=True, lstrip_blocks=True
-    )
+    strict: dict[str, Any] = {"undefined": jinja2.StrictUndefined, "finalize": shown}
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, **strict)
     environment.filters["breakable"] = breakable
     return environment.from_string(own("page.html")).render(
         page=page,
@@ -203,13 +202,6 @@ def render(page: Page) -> str:
         scripts=[Markup(script) for script in scripts],  # noqa: S704
         allowed=Markup(" ".join(f"'sha256-{each}'" for each in hashes) or "'none'"),  # noqa: S704
     )
-
-
-def _plotly() -> str:
-    from plotly.offline import get_plotlyjs
-
-    script: str = get_plotlyjs()
-    return script
 
 
 def write_page(page: Page, path: Path) -> None:

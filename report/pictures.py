@@ -8,10 +8,10 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 from ..errors import UsageError
@@ -108,24 +108,13 @@ def drawn(figures: Sequence[tuple[Figure, str]]) -> list[bytes]:
     """Figures as "png" or "svg" files: on white, with a legend; raises UsageError where the browser fails."""
     import asyncio
 
-    failed: list[Exception] = []
-    made: list[bytes] = []
-
-    def run() -> None:
+    with ThreadPoolExecutor(1) as thread:  # where there is a loop already, in a notebook, it goes on
         try:
-            made.extend(asyncio.run(_drawn(figures)))
+            return thread.submit(asyncio.run, _drawn(figures)).result()
         except Exception as error:  # whatever the browser, its pipes or its threads say
-            failed.append(error)
-
-    thread = Thread(target=run)  # where there is a loop already, in a notebook, it goes on
-    thread.start()
-    thread.join()
-    if failed:
-        raise UsageError(
-            f"the browser could not draw the picture: {' '.join(str(failed[0]).split()) or type(failed[0]).__name__}",
-            "BROWSER_PATH names another Chrome or Chromium; --html needs none.",
-        ) from failed[0]
-    return made
+            why = " ".join(str(error).split()) or type(error).__name__
+            hint = "BROWSER_PATH names another Chrome or Chromium; --html needs none."
+            raise UsageError(f"the browser could not draw the picture: {why}", hint) from error
 
 
 async def _drawn(figures: Sequence[tuple[Figure, str]]) -> list[bytes]:
@@ -190,7 +179,7 @@ def _static(figure: Figure) -> dict[str, Any]:
 
 
 def _in_sight(trace: dict[str, Any]) -> dict[str, Any]:
-    """Nested areas without those that open elsewhere, which would be most of the file."""
+    """Nested areas without those that open elsewhere, which would be most of the file; nothing leads back."""
     depth: dict[str, int] = {"": 0}
     for place, parent in zip(trace["ids"], trace["parents"], strict=True):
         depth[place] = depth[parent] + 1
@@ -202,10 +191,7 @@ def _in_sight(trace: dict[str, Any]) -> dict[str, Any]:
         listed = isinstance(values, list) and len(values) == len(trace["ids"])
         return [values[index] for index in shown] if listed else values
 
-    return {
-        **{name: cut(values) for name, values in trace.items()},
-        "pathbar": {"visible": False},
-    }  # nothing leads back
+    return {**cut(trace), "pathbar": {"visible": False}}
 
 
 def _painted(value: Any, values: dict[str, str]) -> Any:
@@ -233,16 +219,18 @@ def _vector(trace: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]
     """A heatmap's cells as rectangles, since plotly draws it as a bitmap, and a trace of its words and colour bar."""
     low, high = trace.get("zmin", 0.0), trace.get("zmax", 1.0)
     cells, x, y, text, ink = [], [], [], [], []
-    filled = [(row, column) for row, line in enumerate(trace["z"]) for column, z in enumerate(line) if z is not None]
-    for row, column in filled:
-        colour = _between(trace["colorscale"], (trace["z"][row][column] - low) / (high - low))
+    for row, column in ((row, column) for row, line in enumerate(trace["z"]) for column in range(len(line))):
+        if (z := trace["z"][row][column]) is None:
+            continue
+        colour = _between(trace["colorscale"], (z - low) / (high - low))
         place = {"x0": column - 0.46, "x1": column + 0.46, "y0": row - 0.46, "y1": row + 0.46}
         cells.append({"type": "rect", "layer": "below", "fillcolor": colour, "line": {"width": 0}, **place})
         x.append(trace["x"][column])
         y.append(row)
         text.append(trace["text"][row][column] if trace.get("texttemplate") else "")
         # White or black, whichever has the larger contrast, 1 to 21, as WCAG 2.2 defines it.
-        ink.append("#ffffff" if 1.05 / (_luminance(colour) + 0.05) > (_luminance(colour) + 0.05) / 0.05 else "#000000")
+        light = _luminance(colour) + 0.05
+        ink.append("#ffffff" if 1.05 / light > light / 0.05 else "#000000")
     marker: dict[str, Any] = {"opacity": 0, "color": [low] * len(x), "cmin": low, "cmax": high}
     marker |= {name: trace[name] for name in ("colorscale", "colorbar") if name in trace}
     marker["showscale"] = trace.get("showscale", True)
@@ -253,16 +241,14 @@ def _vector(trace: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]
 def _between(scale: list[tuple[float, str]], part: float) -> str:
     """A colour of a scale: where `part` of it, from 0 to 1, is behind."""
     part = min(max(part, 0.0), 1.0)
-    (a, first), (b, second) = next(
-        ((low, high) for low, high in pairwise(scale) if part <= high[0]), (scale[-2], scale[-1])
-    )
+    (a, first), (b, second) = next((pair for pair in pairwise(scale) if part <= pair[1][0]), scale[-2:])
     weight = (part - a) / (b - a) if b > a else 0.0
-    mixed = [round(x + (y - x) * weight) for x, y in zip(_rgb(first), _rgb(second), strict=True)]
-    return f"#{mixed[0]:02x}{mixed[1]:02x}{mixed[2]:02x}"
+    mixed = (round(x + (y - x) * weight) for x, y in zip(_rgb(first), _rgb(second), strict=True))
+    return "#" + "".join(f"{value:02x}" for value in mixed)
 
 
-def _rgb(colour: str) -> tuple[int, int, int]:
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+def _rgb(colour: str) -> bytes:
+    return bytes.fromhex(colour[1:])
 
 
 def _luminance(colour: str) -> float:

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderResult
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from .comparison import flops
 from .pages import counted
-from .sheets import Layout, Row, Sheet, drawing, nbytes
+from .sheets import Layout, Row, Sheet, drawing, nbytes, plain_table
 
 if TYPE_CHECKING:
     from ..analysis.recommend import Choice, Recommendation
@@ -41,7 +40,7 @@ def recommendation_table(page: Layout, advice: Recommendation) -> RenderResult:
     if page.width >= NARROWEST:  # what, why, and where it is written, beside each other
         rows = [(choice.words, choice.why, str(choice.paper or "")) for choice in advice.choices]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = Table(box=None, show_edge=False, show_header=False, padding=(0, BETWEEN, 0, 0), pad_edge=False)
+        table = plain_table(gap=BETWEEN)
         table.add_column(no_wrap=True, width=widths[0], style="bold")
         table.add_column(overflow="fold")
         table.add_column(no_wrap=True, width=widths[2], style="dim")
@@ -65,7 +64,7 @@ def recommendation_table(page: Layout, advice: Recommendation) -> RenderResult:
 
 def _item(page: Layout, words: str, before: str = "- ") -> Padding:
     """A line that is set in where it goes on."""
-    table = Table(box=None, show_edge=False, show_header=False, padding=0, pad_edge=False)
+    table = plain_table(gap=0)
     table.add_column(no_wrap=True, width=len(before))
     table.add_column(overflow="fold")
     table.add_row(page.text(before), page.text(words))

@@ -179,12 +179,7 @@ class Sheet:
         for index, part in enumerate(self.parts(options.max_width) if self.rows else ()):
             if index:
                 yield ""
-            table = layout.table(["", *part.columns[: part.words]], part.columns[part.words :])
-            for row in part.rows:
-                if row.ruled:
-                    table.add_section()
-                table.add_row(*map(layout.text, [row.label, *row.cells]), style=row.style)
-            yield table
+            yield layout.table(["", *part.columns[: part.words]], part.columns[part.words :], part.rows)
         yield from map(layout.note, self.notes)
 
 
@@ -195,8 +190,8 @@ class Layout:
     width: int
     ascii_only: bool
 
-    def table(self, words: Sequence[str], numbers: Sequence[str]) -> Table:
-        """An empty table: columns of words that may wrap, then right-aligned columns that do not."""
+    def table(self, words: Sequence[str], numbers: Sequence[str], rows: Iterable[Row] = ()) -> Table:
+        """A table: columns of words that may wrap, then right-aligned columns that do not."""
         table = Table(
             box=box.SIMPLE_HEAD, show_edge=False, padding=(0, GAP - 1, 0, 0), pad_edge=False, header_style="bold"
         )
@@ -206,6 +201,10 @@ class Layout:
             lines = [title[first : first + WIDEST_NAME] for first in range(0, len(title), WIDEST_NAME)]
             heading = Text("\n").join(map(self.text, lines or [""]))
             table.add_column(heading, justify="right", no_wrap=True)
+        for row in rows:
+            if row.ruled:
+                table.add_section()
+            table.add_row(*map(self.text, [row.label, *row.cells]), style=row.style)
         return table
 
     def note(self, words: str) -> Any:

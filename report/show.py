@@ -73,9 +73,8 @@ def show_json(model: ModelCount, graph: Structure, kinds: Sequence[Kind]) -> dic
     for kind in kinds:
         path, inside = graph.path(kind), {node.id for node in kind.nodes}
         nodes = [{**node.as_json(), "in_block": node.id in inside} for node in path]
-        edges = [edge for node in path for edge in node.edges()]
-        written = [{"from": edge.source, "to": edge.target, "kind": edge.kind} for edge in edges]
-        paths.append({"layers": list(kind.layers), "nodes": nodes, "edges": written})
+        edges = [edge.as_json() for node in path for edge in node.edges()]
+        paths.append({"layers": list(kind.layers), "nodes": nodes, "edges": edges})
     data = {"schema_version": 1, "model": model.name, "family": model.family, "revision": model.revision}
     data |= {"notes": list(model.notes), "total": model.count.total}
     return {**data, "tree": tree_json(graph), "paths": paths}

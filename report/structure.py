@@ -9,21 +9,24 @@ No torch.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ..components import Block, ModelSpec, Shape
 from ..components import operations as ops
 from ..components.operations import AnyOperation, Sizes
 from ..components.ranges import range_label
 from ..components.words import NOT_THERE
+from ..display import Record
 
 EdgeKind = Literal["data", "residual", "choice", "weights"]
 SYMBOLS = "B sequences, T tokens, S tokens in sight with those in the cache"
 
 
 @dataclass(frozen=True)
-class Edge:
+class Edge(Record):
     """residual: past a branch, to the sum behind it; choice: which experts; weights: used again, by a tied head."""
+
+    JSON = "from=source to=target kind"
 
     source: str
     target: str
@@ -31,7 +34,7 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Node:
+class Node(Record):
     """One operation.
 
     id: a module's shared name within its block, or a name for what has no weights; unique in a path. inputs: ids, in
@@ -40,6 +43,7 @@ class Node:
     operation: what else it needs. title, detail, formula: for people.
     """
 
+    JSON = "id op shape parameters weights=shapes copies title detail formula"
     id: str
     op: str
     inputs: tuple[str, ...]
@@ -59,18 +63,16 @@ class Node:
         """Stored under this node, all copies together."""
         return self.copies * sum(math.prod(shape) for _, shape in self.weights)
 
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        return dict(self.weights)
+
     def edges(self) -> Iterator[Edge]:
         kinds: dict[str | None, EdgeKind] = {self.choice: "choice", self.residual: "residual"}
         for source in self.inputs:
             yield Edge(source, self.id, kinds.get(source, "data"))
         if self.tied is not None:
             yield Edge(self.tied, self.id, "weights")
-
-    def as_json(self) -> dict[str, Any]:
-        weights = {name: list(shape) for name, shape in self.weights}
-        shaped = {"shape": list(self.shape), "parameters": self.parameters, "weights": weights, "copies": self.copies}
-        words = {"title": self.title, "detail": self.detail, "formula": self.formula}
-        return {"id": self.id, "op": self.op, **shaped, **words}
 
 
 @dataclass(frozen=True)

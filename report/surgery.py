@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ..analysis.costs import Costs, costs
 from ..analysis.parameters import count
+from ..analysis.params import ModelCount
 from ..surgery.options import guarantee_in_words
 from .counts import parameter_table
 from .sheets import human_bytes, indented, number, plain_table
@@ -255,7 +256,7 @@ def dry_run_report(result: SwapResult) -> RenderableType:
     """The tree that would come out, its costs, and what each step guarantees."""
     before, spec = costs(result.source.spec), result.spec
     parts: list[RenderableType] = [
-        parameter_table([(str(result.target), "as it would be", spec, count(spec))]),
+        parameter_table([ModelCount(str(result.target), "as it would be", spec)]),
         Text(),
         costs_table(before, costs(spec, before.context)),
         Text(),

@@ -22,18 +22,6 @@ MOST_CELLS = 2500  # areas up to which each layer has its own; beyond, neighbour
 
 
 @dataclass(frozen=True)
-class _Cell:
-    """An area: its place below its parent, what it is called, its parameters, and lines for whoever points at it."""
-
-    place: str
-    parent: str
-    label: str
-    number: int
-    component: str
-    lines: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class _Tensor:
     """A tensor, or as many alike as a layer's experts have."""
 
@@ -47,8 +35,11 @@ class _Tensor:
         return math.prod(self.shape) * self.times
 
 
-_Run = tuple[int, int, list[_Tensor]]
-"""Layers alike: the first, the last, and what is in one of them."""
+_Cell = tuple[str, str, str, int, str, tuple[str, ...]]
+"""An area: its place, that of its parent, what it is called, its parameters, its component, and lines for whoever
+points at it.
+"""
+_Run = tuple[int, int, list[_Tensor]]  # layers alike: the first, the last, and what is in one of them
 
 
 def treemap(name: str, spec: ModelSpec) -> Figure:
@@ -61,30 +52,27 @@ def treemap(name: str, spec: ModelSpec) -> Figure:
     runs = [(index, index, kinds[block]) for index, block in enumerate(spec.blocks)]
     if sum(len(tensors) for _, _, tensors in runs) > MOST_CELLS:  # there is no room for all of them
         runs = alike
-    cells = [_Cell("/", "", name, total, "", (counted(len(spec.blocks), "layer"),))]
+    cells: list[_Cell] = [("/", "", name, total, "", (counted(len(spec.blocks), "layer"),))]
     cells += _cells(by_component, total, outside, runs)
+    places, parents, labels, values, components, _ = map(list, zip(*cells, strict=True))
     largest = max(by_component.items(), key=lambda item: item[1])
-    colour = [COLOURS.get(cell.component) for cell in cells]
-    hints = []
-    for cell in cells:
-        lines = [f"{cell.number:,} parameters", f"{share(cell.number, total)} of all", *cell.lines]
-        hints.append("<br>".join([f"<b>{safe(cell.label)}</b>", *lines]))
+    colour = [COLOURS.get(component) for component in components]
+    hints = [
+        "<br>".join([f"<b>{safe(label)}</b>", f"{number:,} parameters", f"{share(number, total)} of all", *lines])
+        for _, _, label, number, _, lines in cells
+    ]
     ink = {"color": ["var(--text)" if n is None else f"var(--on-c{n})" for n in colour], "size": 13}
     paint = ["var(--raised)" if n is None else f"var(--c{n})" for n in colour]
     edges = {"line": {"color": "var(--ground)", "width": 1}, "pad": {"t": 22, "l": 3, "r": 3, "b": 3}}
     trace: dict[str, Any] = {"type": "treemap", "branchvalues": "total", "sort": False, "maxdepth": 3}
-    trace |= {"ids": [cell.place for cell in cells], "parents": [cell.parent for cell in cells]}
-    trace |= {"labels": [safe(cell.label) for cell in cells], "values": [cell.number for cell in cells]}
-    trace |= {"text": [short(cell.number) for cell in cells], "textinfo": "label+text"}
+    trace |= {"ids": places, "parents": parents, "labels": list(map(safe, labels)), "values": values}
+    trace |= {"text": list(map(short, values)), "textinfo": "label+text"}
     trace |= {"hovertext": hints, "hoverinfo": "text", "textfont": ink, "marker": {"colors": paint, **edges}}
     trace |= {"pathbar": {"thickness": 28, "textfont": {"size": 13}}, "tiling": {"packing": "squarify", "pad": 2}}
     most = f"most are in {largest[0]}, {share(largest[1], total)}"
     summary = f"{total:,} parameters, each area as large as its share; {most}. An area opens when it is chosen;"
-    layout = {
-        "height": 440,
-        "margin": {"t": 30, "b": 2, "l": 2, "r": 2},
-        "uniformtext": {"minsize": 10, "mode": "hide"},
-    }
+    layout = {"height": 440, "margin": {"t": 30, "b": 2, "l": 2, "r": 2}}
+    layout["uniformtext"] = {"minsize": 10, "mode": "hide"}
     keys = [Key(f"c{COLOURS.get(label)}", label) for label in by_component]
     table = _tensor_table(alike, outside, total)
     return figure(f"Parameters of {name}", f"{summary} the bar above leads back.", [trace], keys, table, layout)
@@ -111,23 +99,23 @@ def _cells(
         layers = [(first, last, [t for t in tensors if t.component == component]) for first, last, tensors in runs]
         layers = [layer for layer in layers if layer[2]]
         shape = (_shape(alone[0]),) if len(alone) == 1 and not layers else ()
-        yield _Cell(place, "/", component, number, component, shape)
+        yield place, "/", component, number, component, shape
         if shape:
             continue
-        yield from (_Cell(f"{place}/{t.name}", place, t.name, t.number, component, (_shape(t),)) for t in alone)
+        yield from ((f"{place}/{t.name}", place, t.name, t.number, component, (_shape(t),)) for t in alone)
         for some in _together(layers, total):
             above = place
             if len(some) > 1:
                 above, number = f"{place}/{some[0][0]}-{some[-1][1]}", sum(map(_size, some))
-                yield _Cell(above, place, f"layers {range_label(some[0][0], some[-1][1])}", number, component)
+                yield above, place, f"layers {range_label(some[0][0], some[-1][1])}", number, component, ()
             for first, last, tensors in some:
                 times, below = last - first + 1, f"{above}/{first}"
                 label = f"layer{'s' if times > 1 else ''} {range_label(first, last)}"
-                yield _Cell(below, above, label, _size((first, last, tensors)), component)
+                yield below, above, label, _size((first, last, tensors)), component, ()
                 lines = (f"in {label}", *((f"{times:,} of them",) if times > 1 else ()))
                 for t in tensors:
                     name = t.name if component == "norms" else t.name.partition(".")[2]
-                    yield _Cell(f"{below}/{t.name}", below, name, times * t.number, component, (_shape(t), *lines))
+                    yield f"{below}/{t.name}", below, name, times * t.number, component, (_shape(t), *lines)
 
 
 def _together(layers: Sequence[_Run], total: int) -> Iterator[Sequence[_Run]]:

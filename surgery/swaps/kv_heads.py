@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from ...analysis.costs import cached
+from ...analysis.costs import work_of
 from ...components import Attention, LatentAttention, ModelSpec
 from ...errors import SwapRefused
 from ..base import Array, Computed, Model, Moved, Swapped, Tensor, Wide
@@ -162,7 +162,7 @@ OPTIONS = (
             "gqa:": ("key-value heads", lambda spec: {getattr(b.attention, "kv_heads", None) for b in spec.blocks}),
             "mla:": (
                 "numbers that a token leaves in a layer's cache",
-                lambda spec: {cached(spec.block_operations(block)) for block in set(spec.blocks)},
+                lambda spec: {sum(work_of(each).left for each in spec.block_operations(b)) for b in set(spec.blocks)},
             ),
         },
     ),

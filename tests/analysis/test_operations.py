@@ -440,7 +440,7 @@ def test_what_nobody_wrote_words_for_is_told_by_its_name_and_fields() -> None:
     table = comparison(models, Asked(context=16))
     differing = {row.name for row in table.rows if row.differs}
     assert {"position", "norm", "attention"} <= differing and "feed-forward" not in differing
-    shown = printed(parameter_table([("strange", "", spec, count(spec))]))
+    shown = printed(parameter_table([ModelCount("strange", "", spec)]))
     assert "positions: layers differ" in shown and "ScaledNorm, pre-norm" in shown
     graph = structure(spec)
     drawn = printed(model_drawing(models[0], graph, graph.kinds[0], None))

@@ -10,7 +10,7 @@ from helpers.family_specs import preset_spec as spec_of
 from hypothesis import given
 
 from gptkit.analysis.aspects import describe
-from gptkit.analysis.parameters import count, to_json
+from gptkit.analysis.parameters import count
 from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
 from gptkit.components import LayerNorm, LearnedPositions, ModelSpec, Rotary, YarnScaling
@@ -45,7 +45,7 @@ def test_words_and_json_for_any_tree(spec: ModelSpec) -> None:
     words = describe(spec)
     assert all(value and isinstance(value, str) for value in words.values())
     assert ("they differ" in words["layers"]) == (len(set(spec.blocks)) > 1)
-    data = to_json("m", "f", count(spec))
+    data = count(spec).as_json()
     assert json.loads(json.dumps(data)) == data
 
 
@@ -99,22 +99,11 @@ def test_equal_layers_share_a_record_and_need_not_be_the_same_object() -> None:
 
 def test_json_has_integers_and_the_layers_one_by_one() -> None:
     found = count(spec_of("qwen3-8b"))
-    data = to_json("qwen3-8b", "qwen3", found)
+    data = found.as_json()
     assert list(data) == [
-        *(
-            "model",
-            "family",
-            "total",
-            "active",
-            "embedding_positions_head",
-            "non_embedding",
-            "tied",
-            "layers",
-            "components",
-            "by_layer",
-        )
+        *("total", "active", "embedding_positions_head", "non_embedding", "tied", "layers", "components", "by_layer")
     ]
-    assert (data["model"], data["family"], data["tied"], data["layers"]) == ("qwen3-8b", "qwen3", False, 36)
+    assert (data["tied"], data["layers"]) == (False, 36)
     assert data["total"] == 8_190_735_360 == data["embedding_positions_head"] + data["non_embedding"]
     assert sum(data["components"].values()) == data["total"]
     assert data["by_layer"][35] == {

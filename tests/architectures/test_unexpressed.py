@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from gptkit.analysis.aspects import describe
 from gptkit.analysis.parameters import count
+from gptkit.analysis.params import ModelCount
 from gptkit.architectures import ARCHITECTURES, expressed, gguf, llama2c, nanogpt
 from gptkit.architectures.families.llama import LLAMA
 from gptkit.cli import app
@@ -105,7 +106,7 @@ def test_a_tree_is_counted_and_described(name):
 def test_a_tree_has_its_table(name):
     file = io.StringIO()
     for by_layer in (False, True):
-        table = parameter_table([(name, "local", TREES[name], count(TREES[name]))], by_layer)
+        table = parameter_table([ModelCount(name, "local", TREES[name])], by_layer)
         Console(file=file, width=80).print(table)
     assert ("a row for each expert" in file.getvalue()) == name.startswith(("experts", "both"))
 

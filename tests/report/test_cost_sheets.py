@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from gptkit.analysis.figures import Asked, figures_of
-from gptkit.analysis.params import params
+from gptkit.analysis.params import ModelCount, params
 from gptkit.report.costs import cost_sheets
 from gptkit.report.sheets import Row, Sheet, binary, change, decimal, difference, whole_bytes
 
@@ -26,7 +26,7 @@ def printed(things: list[Any], width: int = 80, **options: Any) -> str:
 def sheets(*models: str, compared: bool = False, **asked: Any) -> list[Sheet]:
     wanted = Asked(**asked)
     counts = params(*models, asked=wanted)
-    return cost_sheets([(each.name, each.spec, each.figures) for each in counts if each.figures], wanted, compared)
+    return cost_sheets(counts, wanted, compared)
 
 
 def line(text: str, label: str, place: int = 0) -> list[str]:
@@ -187,7 +187,7 @@ def test_what_a_swap_changes() -> None:
 def test_where_no_model_has_positions_what_a_token_leaves_is_told_and_that() -> None:
     asked = Asked(kv=(4096,), flops=True, memory=True, context=4096)
     specs = [each.spec for each in params("gpt2", "distilgpt2")]
-    (told,) = cost_sheets([("m", spec, figures_of(spec, asked, 4096)) for spec in specs], asked)
+    (told,) = cost_sheets([ModelCount("m", "", spec, figures=figures_of(spec, asked, 4096)) for spec in specs], asked)
     text = printed([told])
     assert line(text, "per token") == ["36.86 kB", "18.43 kB"]
     assert "4,096 tokens" not in text and text.endswith("– m: positions for 1,024 tokens, no more.\n" * 2)

@@ -8,36 +8,33 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from gptkit.analysis.parameters import count, to_json
-from gptkit.architectures import architecture_of
-from gptkit.architectures.presets import presets
+from gptkit.analysis.params import ModelCount, params
 from gptkit.components import ModelSpec
-from gptkit.report.counts import Model, parameter_table
+from gptkit.report.counts import parameter_table
 from gptkit.report.rows import By
 from gptkit.terminal import print_json
 
 WIDTHS = [20, 40, 60, 80, 200]
 
 
-def model(name: str) -> Model:
-    architecture = architecture_of(presets()[name].config)
-    spec = architecture.spec(presets()[name].config)
-    return name, architecture.name, spec, count(spec)
+def model(name: str) -> ModelCount:
+    (found,) = params(name)
+    return found
 
 
-def mixed() -> Model:
+def mixed() -> ModelCount:
     """GPT-2 with the norm of its upper layers' feed-forward removed."""
-    _, _, spec, _ = model("gpt2")
+    spec = model("gpt2").spec
     upper = [block.replaced(parallel=True, feed_forward_norm=None) for block in spec.blocks[4:]]
     return named("mixed", msgspec.structs.replace(spec, blocks=(*spec.blocks[:4], *upper)))
 
 
-def named(name: str, spec: ModelSpec) -> Model:
-    return name, "local", spec, count(spec)
+def named(name: str, spec: ModelSpec) -> ModelCount:
+    return ModelCount(name, "local", spec)
 
 
 def render(
-    models: list[Model], width: int = 80, *, by: By = "component", dtype: str | None = None, **options: object
+    models: list[ModelCount], width: int = 80, *, by: By = "component", dtype: str | None = None, **options: object
 ) -> str:
     file = io.StringIO()
     Console(file=file, width=width, **options).print(parameter_table(models, by, dtype))
@@ -72,7 +69,7 @@ def test_a_tied_head_is_noted() -> None:
 
 
 def test_a_tied_head_with_a_bias_has_a_row_of_its_own() -> None:
-    _, _, spec, _ = model("gpt2")
+    spec = model("gpt2").spec
     spec = msgspec.structs.replace(spec, head=msgspec.structs.replace(spec.head, bias=True))
     assert row(render([named("m", spec)], 100), "head") == (
         "head tied to the embedding, counted once; bias 50,257 <0.1 %"
@@ -110,7 +107,7 @@ def test_no_color_leaves_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_totals_are_whole_at_any_width(names: list[str], by: By, width: int) -> None:
     models = [*map(model, names), *([mixed()] if by != "component" else [])]
     text = render(models, width, by=by)
-    for _, _, _, found in models:
+    for found in (each.count for each in models):
         assert any(f"{found.total:,}" in line for line in text.splitlines())
         if by == "layer":
             assert all(f"{layer.total:,}" in text for layer in found.by_layer)
@@ -140,7 +137,7 @@ def test_layers_that_differ_are_told_by_range() -> None:
 
 
 def test_what_differs_from_layer_to_layer_is_said_to() -> None:
-    _, _, spec, _ = model("gpt2")
+    spec = model("gpt2").spec
     wider = spec.blocks[1].replaced(
         feed_forward=msgspec.structs.replace(spec.blocks[1].feed_forward, intermediate_size=4096)
     )
@@ -154,7 +151,7 @@ def test_what_differs_from_layer_to_layer_is_said_to() -> None:
 
 
 def test_one_layer_alone() -> None:
-    _, _, spec, _ = model("gpt2")
+    spec = model("gpt2").spec
     text = render([named("m", msgspec.structs.replace(spec, blocks=spec.blocks[:1]))])
     assert row(text, "1 layer ·").startswith("1 layer · hidden")
     assert row(text, "layer ").startswith("layer 7,087,872")
@@ -205,8 +202,8 @@ def test_the_layers_of_several_models_follow_under_their_names() -> None:
 
 def test_names_are_neither_markup_nor_control_characters() -> None:
     name = "[red]x[/red]\x1b[31m\n[/nonsense]"
-    _, family, spec, found = model("gpt2")
-    for models in ([(name, family, spec, found)], [(name, family, spec, found)] * 2):
+    found = ModelCount(name, "gpt2", model("gpt2").spec)
+    for models in ([found], [found] * 2):
         for width in (80, 40):
             text = render(models, width, by="layer")
             assert "\x1b" not in text
@@ -216,8 +213,7 @@ def test_names_are_neither_markup_nor_control_characters() -> None:
 def test_plain_ascii_terminals() -> None:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii")
-    _, family, spec, found = model("qwen3-8b")
-    table = parameter_table([("qwen3-ß", family, spec, found)], by="layer")
+    table = parameter_table([ModelCount("qwen3-ß", "qwen3", model("qwen3-8b").spec)], by="layer")
     Console(file=file, width=80).print(table)
     file.flush()
     text = raw.getvalue().decode("ascii")
@@ -233,8 +229,8 @@ def test_no_models_print_nothing() -> None:
 def test_json_is_plain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "20")
-    name, family, _, found = model("qwen3-8b")
-    data = to_json(name, family, found)
+    found = model("qwen3-8b").count
+    data = found.as_json()
     print_json(data)
     out = capsys.readouterr().out
     assert json.loads(out) == data
