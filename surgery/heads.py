@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ..components import ALiBi, Attention, LatentAttention
-from .gather import Index
+from ..components import Attention, LatentAttention
+from .base import Index
 
 Grouped = Attention | LatentAttention
 
@@ -53,16 +54,15 @@ def parts(path: str, attention: Grouped) -> tuple[Part, ...]:
 
 def slopes(attention: Grouped, heads: int) -> list[float] | None:
     """The slope of each of so many heads, as it enters the scores, or None without ALiBi."""
-    if not isinstance(attention.position, ALiBi):
+    position: Any = attention.position
+    if position is None or not position.biases:
         return None
     import torch
 
-    from ..modules.positions import alibi_slopes
+    from ..modules.registry import module_of
 
-    found = alibi_slopes(heads)
-    if attention.position.rounding == "bfloat16":
-        found = found.bfloat16()
-    return [float(each) for each in found.to(torch.float64)]
+    bias = module_of(position).bias(position, heads, torch.ones(1, 2, dtype=torch.long), torch.float64)
+    return [float(each) for each in bias[0, :, 0, 1]]
 
 
 def kept(attention: Grouped, heads: Sequence[int]) -> Choice:

@@ -1,15 +1,24 @@
-"""What swaps share: how messages name layers, what stands in them, and a tree with some of them changed."""
+"""What swaps ask of a tree and its layers, and a tree with some of them changed.
+
+Who reads the residual stream, and who writes into it, is told by the roles of parameters. A reader is a linear map on a
+norm's output, its weight [out, hidden]; a writer's output is added to the stream, its weight [hidden, out of the
+component]. The tables of tokens and positions write too, by rows [vocabulary, hidden]; the head reads behind the last
+norm, and where it is tied the token table does both.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
-from ..components import Attention, Block, Component, LatentAttention, ModelSpec, Norm
+from ..components import Attention, Block, Component, FeedForward, GatedFeedForward, ModelSpec, Norm, Role
+from ..components.model import walk
 from ..errors import SwapRefused
-from .base import Guarantee
+from .base import Guarantee, Index, Model, Wide
 
 FEW = 4
 """Layers that a lossy change may be made in, as a share of all: one in so many, or one. A changed layer costs some
@@ -60,8 +69,8 @@ def attentions(spec: ModelSpec, layers: Iterable[int], latent: str, hint: str | 
     """
     found = {}
     for layer in layers:
-        attention = spec.blocks[layer].attention
-        if isinstance(attention, LatentAttention):
+        attention: Any = spec.blocks[layer].attention
+        if not hasattr(attention, "kv_heads"):
             raise SwapRefused(f"layer {layer} has latent attention{latent}", hint)
         found[layer] = attention
     return found
@@ -79,3 +88,134 @@ def with_blocks(spec: ModelSpec, changed: Mapping[int, Block], **fields: Any) ->
 def with_mixers(spec: ModelSpec, changed: Mapping[int, Any], **fields: Any) -> ModelSpec:
     """The tree with the attention, or the feed-forward, of some layers exchanged, and other fields of its own."""
     return with_blocks(spec, {i: spec.blocks[i].replaced(**{new.slot: new}) for i, new in changed.items()}, **fields)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear of a block: its path in the tree, whether it has a bias, whether its record has a field for one, of
+    a reader the path of the norm that it reads, and what its mixer is called in the block.
+    """
+
+    path: str
+    bias: bool
+    norm: str = ""
+    may_have_bias: bool = True
+    slot: str = ""
+
+    @property
+    def weight(self) -> str:
+        """The shared name of its weight."""
+        return f"{self.path}.weight"
+
+    @property
+    def bias_name(self) -> str:
+        """The shared name of its bias, whether there is one or not."""
+        return f"{self.path}.bias"
+
+    @property
+    def names(self) -> list[str]:
+        """The shared names of its tensors."""
+        return [self.weight, *([self.bias_name] if self.bias else [])]
+
+
+def linears(block: Block, path: str, *wanted: Role) -> Iterator[Linear]:
+    """The linears of a block with these roles, of any mixer, in the order of its sub-layers."""
+    first = ""
+    for sublayer in block.sublayers:
+        slot = sublayer.mixer.slot
+        norm = f"{path}.{slot}_norm" if sublayer.norm is not None else first
+        first = first or norm
+        for inner, node in walk(sublayer.mixer, f"{path}.{slot}"):
+            own = node.weights()
+            for name, weight in own.items():
+                if weight.role in wanted:
+                    linear = name.removesuffix(".weight")
+                    yield Linear(f"{inner}.{linear}", f"{linear}.bias" in own, norm, weight.role != "router", slot)
+
+
+def readers(block: Block, path: str) -> tuple[Linear, ...]:
+    """The linears of a block (at `path`, as "blocks.3") that read the stream, each behind a norm."""
+    return tuple(linears(block, path, "reads", "router"))
+
+
+def writers(block: Block, path: str) -> tuple[Linear, ...]:
+    """The linears of a block whose outputs are added to the stream. (Those of experts are weighted before.)"""
+    return tuple(linears(block, path, "writes"))
+
+
+def experts(block: Block, path: str) -> list[tuple[str, FeedForward | GatedFeedForward]]:
+    """The feed-forwards of a block, one or as many as there are experts: (path, record)."""
+    mixer = block.feed_forward
+    inside: list[Any] = [(f"{path}.feed_forward.{name}", expert) for name, expert in mixer.children()]
+    return inside or [(f"{path}.feed_forward", mixer)]
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A feed-forward or an expert: its path, record and layer."""
+
+    path: str
+    record: FeedForward | GatedFeedForward
+    layer: int
+
+    @property
+    def inputs(self) -> list[str]:
+        """The linears that read its input; what the first of them gives is activated."""
+        return [name.removesuffix(".weight") for name, each in self.record.weights().items() if each.role == "reads"]
+
+    @property
+    def up(self) -> list[str]:
+        """The tensors with a row a unit."""
+        return tensors_of(self.path, self.record, *self.inputs)
+
+    @property
+    def down(self) -> str:
+        """The tensor with a column a unit."""
+        return f"{self.path}.down_proj.weight"
+
+    @property
+    def down_bias(self) -> str:
+        """The name of the bias behind it, whether there is one or not."""
+        return f"{self.path}.down_proj.bias"
+
+    @property
+    def units(self) -> int:
+        """How many units there are."""
+        return self.record.intermediate_size
+
+
+def largest(score: Wide, size: int) -> Index:
+    """The units of the largest scores, in order."""
+    return np.sort(np.argsort(-score, kind="stable")[:size])
+
+
+def by_weights(model: Model, inner: Inner) -> Wide:
+    """For each unit the product of the norms of its rows and its column."""
+    score: Wide = np.linalg.norm(model.wide(inner.down), axis=0)
+    for name in inner.inputs:
+        score = score * np.linalg.norm(model.wide(f"{inner.path}.{name}.weight"), axis=1)
+    return score
+
+
+def tables(spec: ModelSpec) -> tuple[str, ...]:
+    """The tables [rows, hidden] whose rows are the stream's beginning."""
+    return ("embedding.weight", *(["positions.weight"] if spec.positions is not None else []))
+
+
+def head_weight(spec: ModelSpec) -> str:
+    """The tensor [vocabulary, hidden] that reads the last norm."""
+    return "embedding.weight" if spec.head.tied else "head.weight"
+
+
+def written(spec: ModelSpec) -> list[tuple[str, int]]:
+    """What writes into the stream: (tensor, the axis that is the stream's)."""
+    found = [(name, 1) for name in tables(spec)]
+    for layer, block in enumerate(spec.blocks):
+        found += [(name, 0) for each in writers(block, f"blocks.{layer}") for name in each.names]
+    return found
+
+
+def read_weights(spec: ModelSpec) -> list[str]:
+    """What reads it, [out, hidden]; not a tied head, whose matrix is a table."""
+    found = [each.weight for layer, block in enumerate(spec.blocks) for each in readers(block, f"blocks.{layer}")]
+    return found + ([] if spec.head.tied else ["head.weight"])

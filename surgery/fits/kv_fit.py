@@ -1,4 +1,4 @@
-"""Fewer key-value heads fitted on a text, layer after layer.
+"""Fewer key-value heads, or a latent in their place, fitted on a text, layer after layer.
 
 Two models run side by side: the original, and the one that is made, whose fitted layers feed the next ones. In each
 layer, for every group of old heads that becomes one:
@@ -10,35 +10,51 @@ layer, for every group of old heads that becomes one:
    apart by,
 5. the feed-forward's down projection likewise, to the original's stream after the layer.
 
+Of a latent, rotary keys become one as in 1 and 2. Its directions are the leading ones of what attention makes of the
+input, the values' part [O_h V_h] Σ^½ stacked over the query heads and, of keys without rotary positions,
+[(E q qᵀ)^½ K_h] Σ^½, each counted as much as the other; then come 4 and 5.
+
 Memory is one layer of each model, the activations of the text, and one layer's attention patterns. What is fitted on is
 the text alone: there are no gradients through the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ...components import ALiBi, Attention, Block, Rotary
+from ...components import Attention, Block
 from ...modules.attention import AttentionModule
 from ...modules.context import Context
 from ...modules.decoder import BlockModule
 from ...modules.feed_forward import MixtureOfExpertsModule
 from ...modules.layers import Linear, capped
-from ...modules.positions import apply_rotary, inverse_frequencies
+from ...modules.registry import module_of
 from ..base import Model, Wide
-from .calibration import Calibration, run_block
-from .grouping import Groups, contiguous_groups, group_similar, head_similarity, query_order
-from .regression import Moment, augment, fit_keys, fit_values, mix_inputs, pool_mean, ridge
+from ..layerwise import unknown
+from .calibration import Calibration, block_of, run_block
+from .regression import (
+    Groups,
+    Moment,
+    augment,
+    contiguous_groups,
+    fit_keys,
+    fit_values,
+    gram_of,
+    group_similar,
+    head_similarity,
+    leading,
+    mix_inputs,
+    pool_mean,
+    query_order,
+    ridge,
+    square_roots,
+)
 from .scores import refit_scores
-
-Fit = Callable[[BlockModule, Block, Tensor, Tensor, Context], dict[str, Tensor]]
-"""The new tensors of a layer's attention, of the block as it was, the record that it is to have, what comes to it in
-the original and in the new model, and their context."""
 
 ROUNDS, STEPS, STRENGTH = 2, 10, 1e-3
 """Of `refit_scores`: how often it linearises, conjugate gradients each time, and its ridge."""
@@ -62,13 +78,8 @@ class Heads:
     bias: bool
 
 
-def fitted_layers(
-    model: Model, changed: Mapping[int, Any], calibration: Calibration, fit: Fit | None = None
-) -> Iterator[dict[str, Wide]]:
-    """The new tensors of each of the layers `changed` (layer -> its new attention), in order of the layers.
-
-    `fit` gives those of one layer's attention, by their names in it; here q, k, v and o of fewer key-value heads.
-    """
+def fitted_layers(model: Model, changed: Mapping[int, Any], calibration: Calibration) -> Iterator[dict[str, Wide]]:
+    """The new tensors of each of the layers `changed` (layer -> its new attention), in order of the layers."""
     student: Tensor | None = None  # the original's stream, until a layer is fitted
     for layer in calibration.walk(model, range(max(changed) + 1)):
         old, context, here = layer.module, layer.context, layer.x if student is None else student
@@ -77,7 +88,8 @@ def fitted_layers(
             continue
         with torch.no_grad():
             spec = model.spec.blocks[layer.index].replaced(attention=changed[layer.index])
-            tensors = (fit or _fit)(old, spec, layer.x, here, context)
+            fit = _fit if hasattr(changed[layer.index], "kv_heads") else _fit_latent
+            tensors = fit(old, spec, layer.x, here, context)
             new = block_with(old, spec, tensors)
         found = {f"blocks.{layer.index}.attention.{name}": value for name, value in tensors.items()}
         student, down = _refit_down(new, here, layer.output, context)
@@ -97,8 +109,7 @@ def block_with(old: BlockModule, spec: Block, tensors: dict[str, Tensor]) -> Blo
 
 def _fit(block: BlockModule, record: Block, teacher: Tensor, student: Tensor, context: Context) -> dict[str, Tensor]:
     """One layer's new q, k, v and o, by their names in the attention, in fp64."""
-    attention, new = block.attention, record.attention
-    assert isinstance(attention, AttentionModule) and isinstance(new, Attention)
+    attention, new = _module(block), cast("Attention", record.attention)
     spec = attention.spec
     before, after = block.attention_norm(teacher), block.attention_norm(student)
     scores, pattern = patterns(attention, before, context)
@@ -134,6 +145,64 @@ def projections(found: Mapping[str, Tensor], spec: Attention, bias: bool) -> dic
     return tensors | ({f"{name}.bias": each[:, -1].contiguous() for name, each in found.items()} if bias else {})
 
 
+def averaged_layers(model: Model, changed: Mapping[int, Any]) -> Iterator[dict[str, Wide]]:
+    """A latent without a text: the rotary keys' mean, and the leading directions of the weights alone."""
+    for index, new in changed.items():
+        attention = _module(block_of(model, index))
+        heads, dim = by_head(attention), _turning(attention.spec)
+        identity = torch.eye(heads.queries.shape[-1], dtype=torch.float64)
+        tensors = _assembled(attention, new, heads, heads.queries[:, :dim], pool_mean(heads.keys)[:dim], identity)
+        yield {f"blocks.{index}.attention.{name}": value.numpy() for name, value in tensors.items()}
+        model.release()
+
+
+def _fit_latent(
+    block: BlockModule, record: Block, teacher: Tensor, student: Tensor, context: Context
+) -> dict[str, Tensor]:
+    """One layer's new tensors with a latent, by their names in the attention, in fp64."""
+    attention, new = _module(block), record.attention
+    spec, heads = attention.spec, by_head(attention)
+    before, after = block.attention_norm(teacher), block.attention_norm(student)
+    inputs, dim = augmented(after, heads.bias), _turning(spec)
+    covariance = Moment.of(inputs).covariance
+    queries, key = heads.queries, heads.keys[0]
+    if dim:
+        everyone, readers = range(len(heads.keys)), range(spec.heads)
+        theirs = patterns(attention, before, context)
+        queries, key = shared_key(spec, heads, everyone, readers, covariance, inputs, *theirs, context)
+    tensors = _assembled(attention, new, heads, queries[:, :dim], key[:dim], covariance)
+    _, seen = run_block(block_with(block, record, tensors), student, context, "attention.o_proj")
+    mixed = torch.unflatten(seen["attention.o_proj"][0], -1, (spec.heads, -1)).transpose(1, 2)
+    start = tensors["o_proj.weight"]
+    return tensors | {"o_proj.weight": refit_output(attention, start, mixed, before, teacher, student, context)}
+
+
+def _assembled(
+    attention: AttentionModule, new: Any, heads: Heads, queries: Tensor, key: Tensor, covariance: Tensor
+) -> dict[str, Tensor]:
+    """All tensors, of rotary queries (H, dim, e) and their key (dim, e); the output projection's as it was."""
+    spec, dim = attention.spec, key.shape[0]
+    readers = spec.heads // len(heads.keys)
+    plain_q, plain_k = heads.queries[:, dim:], heads.keys[:, dim:].repeat_interleave(readers, dim=0)
+    if heads.bias:  # of keys without positions: it shifts all scores of a query alike, which softmax does not see
+        plain_k = plain_k * torch.cat((torch.ones(spec.hidden_size), torch.zeros(1))).double()
+    values = heads.values.repeat_interleave(readers, dim=0)  # (H, d, e)
+    root, inverse = square_roots(covariance)
+    grams = [gram_of(heads.outputs @ values @ root)]
+    if plain_k.shape[1]:
+        factors = plain_q @ root  # a root of E q qᵀ is enough: its Gram stands between
+        grams.append(gram_of(plain_k @ root, factors @ factors.transpose(-1, -2)))
+    # Each part as much as the other, whatever the sizes of values and scores.
+    total = torch.stack([gram / gram.trace().clamp_min(1e-300) for gram in grams]).sum(dim=0)
+    basis = leading(total, new.kv_rank)  # (e, rank)
+    found = {"q_proj": torch.cat((plain_q, queries), dim=1).flatten(0, 1), "kv_down_proj": basis.T @ inverse}
+    tensors = projections(found | ({"k_rope_proj": key} if dim else {}), spec, heads.bias)
+    if plain_k.shape[1]:
+        tensors["k_up_proj.weight"] = (plain_k @ root @ basis).flatten(0, 1)
+    tensors["v_up_proj.weight"] = (values @ root @ basis).flatten(0, 1)
+    return tensors | {"o_proj.weight": attention.o_proj.weight.detach().double()}
+
+
 def shared_key(
     spec: Attention,
     heads: Heads,
@@ -149,16 +218,16 @@ def shared_key(
     queries, keys = heads.queries[list(readers)], heads.keys[list(group)]
     if spec.q_norm is not None or spec.k_norm is not None:
         return queries, pool_mean(keys)  # what a norm follows is not bilinear in the inputs
-    rotary, scale = _rotary(spec), spec.scale
+    scale, dim, rows = spec.scale, _turning(spec), _as_halves(spec)
     angles: Tensor | None = None
-    if rotary is not None:
+    if dim:
+        rotary: Any = spec.position
         # The rotary tables have a factor of their own (YaRN, longrope).
         scale *= float(getattr(rotary.scaling, "attention_factor", 1.0)) ** 2
         steps = context.position_ids.shape[-1]
-        turns = inverse_frequencies(rotary, steps, inputs.dtype)
+        turns = module_of(rotary).frequencies(rotary, steps, inputs.dtype)
         angles = torch.arange(steps, dtype=inputs.dtype)[:, None] * turns  # (T, dim/2)
-    rows = _as_halves(rotary, spec.head_dim)
-    queries, key = fit_keys(queries[:, rows], keys[:, rows], covariance, 0 if rotary is None else rotary.dim)
+    queries, key = fit_keys(queries[:, rows], keys[:, rows], covariance, dim)
     start = queries.to(inputs), key.to(inputs)
     given = (*start, inputs, pattern, scores, scale, angles)
     found = refit_scores(*given, rounds=ROUNDS, steps=STEPS, strength=STRENGTH)
@@ -195,10 +264,9 @@ def _refit_down(
     """The stream after a new block, and the down projection fitted to the original stream; none of experts."""
     if isinstance(block.feed_forward, MixtureOfExpertsModule):
         return run_block(block, student, context)[0], None
-    output, seen = run_block(block, student, context, [DOWN])
+    output, seen = run_block(block, student, context, DOWN)
     inner, made = seen[DOWN]
-    linear = block.feed_forward.down_proj
-    assert isinstance(linear, Linear)
+    linear: Any = block.feed_forward.down_proj
     bias = 0 if linear.bias is None else linear.bias.detach()
     wanted = teacher_output - (output - made) - bias
     fitted = _refit(linear.weight.detach().double(), inner, wanted, teacher_output)
@@ -224,15 +292,16 @@ def _weights(
     attention: AttentionModule, q: Tensor, k: Tensor, readers: Sequence[int] | None, context: Context
 ) -> tuple[Tensor, Tensor]:
     """Scores and softmax of q and k, (B, n, T, d) each, before norms and positions, of the heads `readers`."""
-    spec, position = attention.spec, attention.spec.position
+    spec = attention.spec
+    position: Any = spec.position
     q = q if attention.q_norm is None else attention.q_norm(q)
     k = k if attention.k_norm is None else attention.k_norm(k)
-    if isinstance(position, Rotary):
-        tables = context.tables(position)
-        q, k = apply_rotary(q, tables), apply_rotary(k, tables)
+    if _turning(spec):
+        tables, turn = context.tables(position), module_of(position).turn
+        q, k = turn(q, tables), turn(k, tables)
     scores = q @ k.transpose(-1, -2) * spec.scale
     biased = scores  # and then capped, which the fit of scores themselves is not
-    if isinstance(position, ALiBi):
+    if _biased(spec):
         bias = context.bias(position, spec.heads, spec.window)
         bias = bias if readers is None else bias[:, list(readers)]
         biased = scores + (bias * spec.scale if position.scaled else bias)
@@ -241,17 +310,33 @@ def _weights(
     return scores, torch.softmax(biased if mask is None else biased + mask, dim=-1)
 
 
-def _rotary(spec: Attention) -> Rotary | None:
-    return spec.position if isinstance(spec.position, Rotary) else None
+def _module(block: BlockModule) -> AttentionModule:
+    """The attention of a block, which has heads of keys."""
+    assert isinstance(block.attention, AttentionModule)
+    return block.attention
 
 
-def _as_halves(rotary: Rotary | None, head_dim: int) -> Tensor:
+def _turning(spec: Attention) -> int:
+    """Elements of a head that positions turn, pair by pair. Raises SwapRefused where they turn them in another way."""
+    position: Any = spec.position
+    if position is None or not position.turns:
+        return 0
+    if not hasattr(position, "pairs"):
+        raise unknown("an attention", position, "rotary positions")
+    return int(position.dim)
+
+
+def _biased(spec: Attention) -> bool:
+    """Whether positions add to its scores."""
+    return spec.position is not None and spec.position.biases
+
+
+def _as_halves(spec: Attention) -> Tensor:
     """The order in which a head's elements have their rotary pairs at i and i + dim/2."""
-    order = torch.arange(head_dim)
-    if rotary is None or rotary.pairs == "halves":
+    order, dim, position = torch.arange(spec.head_dim), _turning(spec), spec.position
+    if not dim or getattr(position, "pairs", "halves") == "halves":
         return order
-    turned = order[: rotary.dim].reshape(-1, 2).T.reshape(-1)
-    return torch.cat((turned, order[rotary.dim :]))
+    return torch.cat((order[:dim].reshape(-1, 2).T.reshape(-1), order[dim:]))
 
 
 # --- heads ------------------------------------------------------------------------------------------------------------
@@ -278,12 +363,10 @@ def augmented(x: Tensor, bias: bool) -> Tensor:
 
 def _groups(spec: Attention, new: Attention, heads: Heads, covariance: Tensor) -> Groups:
     """Which old heads become one: neighbours where a slope of ALiBi belongs to its place, or the search is too long."""
-    old, rotary = len(heads.keys), _rotary(spec)
+    old, dim, rows = len(heads.keys), _turning(spec), _as_halves(spec)
     work = old * (old - 1) // 2 * covariance.shape[0] ** 3
-    in_place = isinstance(spec.position, ALiBi) or new.kv_heads == 1 or spec.q_norm is not None
+    in_place = _biased(spec) or new.kv_heads == 1 or spec.q_norm is not None
     if in_place or work > GROUPING_WORK:
         return contiguous_groups(old, new.kv_heads)
-    rows = _as_halves(rotary, spec.head_dim)
     queries, keys = heads.queries[:, rows], heads.keys[:, rows]
-    dim = 0 if rotary is None else rotary.dim
     return group_similar(head_similarity(queries, keys, heads.values, heads.outputs, covariance, dim), new.kv_heads)

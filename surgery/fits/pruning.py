@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..base import Model, Wide
-from ..gather import Index, by_head, gather
+from ..base import Index, Model, Wide, by_head, gather
 from ..heads import Grouped, kept, parts, remaining
-from ..stream import Inner, by_weights, largest
+from ..layerwise import Inner, by_weights, largest
 
 if TYPE_CHECKING:
     from .calibration import Calibration
@@ -75,7 +74,7 @@ def units(model: Model, calibration: Calibration, inner: Sequence[Inner], size: 
     """The tensors of one feed-forward after the other: the units that are needed most, and down_proj fitted to them."""
     for layer in calibration.walk(model, {each.layer for each in inner}):
         own = {each.down.split(".", 2)[2].removesuffix(".weight"): each for each in inner if each.layer == layer.index}
-        _, seen = layer.run(list(own))
+        _, seen = layer.run(*own)
         for name, each in own.items():
             # An expert that got no token has none.
             rows = seen[name][0].reshape(-1, each.units).double().numpy() if name in seen else np.zeros((0, each.units))
@@ -128,7 +127,7 @@ def heads(
 ) -> Iterator[dict[str, Wide]]:
     """The tensors of one layer's attention after the other: the heads needed most, and o_proj fitted to them."""
     for layer in calibration.walk(model, fitting):
-        rows = layer.run(["attention.o_proj"])[1]["attention.o_proj"][0]
+        rows = layer.run("attention.o_proj")[1]["attention.o_proj"][0]
         path, (keys, candidates) = f"blocks.{layer.index}.attention", fitting[layer.index]
         attention: Grouped = model.spec.blocks[layer.index].attention
         *before, output = parts(path, attention)

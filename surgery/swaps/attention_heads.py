@@ -23,9 +23,8 @@ from msgspec.structs import replace
 
 from ...components import ALiBi, ModelSpec
 from ...errors import SwapRefused
-from ..base import Model, Swapped, Tensor, Wide
+from ..base import Index, Model, Swapped, Tensor, Wide, by_head, taken
 from ..fits.scratch import Scratch
-from ..gather import Index, by_head, taken
 from ..heads import Choice, Grouped, kept, key_heads, parts, remaining, slopes
 from ..layerwise import one_or_all, with_mixers
 from ..options import ATTENTION, Option

@@ -18,12 +18,11 @@ from msgspec.structs import replace
 from ...components import ALiBi, Attention, ModelSpec, Norm
 from ...errors import SwapRefused
 from ..base import Computed, Filled, Model, Swapped, Tensor, Wide
-from ..basis import with_norms
-from ..layerwise import attentions, tensors_of, weighed, with_blocks, with_mixers
+from ..layerwise import attentions, head_weight, readers, tensors_of, weighed, with_blocks, with_mixers
 from ..options import WEIGHTS, Option
 from ..registry import Asked, Clears, Step, Swap
-from ..stream import head_weight, norms, readers, require_weights
-from .norm import has_bias, shifted, with_read_biases
+from .basis import Compute, norms, require_weights, with_norms
+from .norm import has_bias, shifts_taken
 
 
 def output_of_value_bias(output: Wide, bias: Wide, group: int, head_dim: int) -> Wide:
@@ -92,46 +91,37 @@ def unscaled(before: ModelSpec, asked: Asked) -> Step | None:
     return Step("fold", "scale:head") if usual and asked.argument is None else None
 
 
-def scaled_inputs(weight: str, gamma: str) -> Computed:
+def scaled_inputs(weight: str, gamma: str) -> Compute:
     """A reader [out, in] of a norm whose weight has become 1: R·diag(γ)."""
-    return Computed(lambda model: model.wide(weight) * model.wide(gamma))
+    return lambda model: model.wide(weight) * model.wide(gamma)
 
 
 def _fold_norm(spec: ModelSpec, asked: Asked) -> Swapped:
     """γ and β of the norms before attention and feed-forward, and of the last one, into what reads them."""
     require_weights(spec)
-    tensors: dict[str, Tensor] = {}
-    blocks = {}
+    made, whole = dict[str, Compute](), asked.layers is None
     for layer in asked.chosen(spec):
-        block, path = spec.blocks[layer], f"blocks.{layer}"
-        if block.residual == "normed":
+        if spec.blocks[layer].residual == "normed":
             raise SwapRefused(f"layer {layer} takes its residual from its norms' outputs, not from what they read")
-        own = dict(norms(block, path))
-        biased = {name for name, norm in own.items() if has_bias(norm)}
-        for reader in readers(block, path):
-            tensors[reader.weight] = scaled_inputs(reader.weight, f"{reader.norm}.weight")
-            if reader.norm in biased:
-                if not reader.may_have_bias:
-                    raise SwapRefused(f"{reader.path} has no bias to take over that of {reader.norm}")
-                old = reader.bias_name if reader.bias else None
-                tensors[reader.bias_name] = Computed(shifted(reader.weight, old, f"{reader.norm}.bias"))
-        plain = {name: _without_bias(norm) for name, norm in own.items()}
-        blocks[layer] = with_norms(with_read_biases(block, path, biased), path, plain)
-        for name, norm in own.items():
-            clear(norm, name, tensors)
-    head, final = spec.head, spec.final_norm
-    if asked.layers is None:
-        weight = head_weight(spec)
-        tensors["head.weight"] = scaled_inputs(weight, "final_norm.weight")
-        if has_bias(final):
-            tensors["head.bias"] = Computed(shifted(weight, "head.bias" if head.bias else None, "final_norm.bias"))
-        head = replace(head, tied=False, bias=head.bias or has_bias(final))
-        clear(final, "final_norm", tensors)
-        final = _without_bias(final)
-    untied = asked.layers is None and spec.head.tied
-    notes = ("the head was untied from the embedding: it takes the last norm's weight",) if untied else ()
-    summary = {"layers": list(asked.chosen(spec)), "head": asked.layers is None}
-    return Swapped(with_blocks(spec, blocks, head=head, final_norm=final), "exact", tensors, summary, notes)
+    blocks, head = shifts_taken(spec, asked.layers, made)
+    cleared: dict[str, Norm] = {}
+    for layer, block in blocks.items():
+        path = f"blocks.{layer}"
+        made |= {each.weight: scaled_inputs(each.weight, f"{each.norm}.weight") for each in readers(block, path)}
+        cleared |= norms(block, path)
+        plain = {name: _without_bias(norm) for name, norm in norms(block, path)}
+        blocks[layer] = with_norms(block, path, plain)
+    if whole:
+        made["head.weight"] = scaled_inputs(head_weight(spec), "final_norm.weight")
+        cleared["final_norm"] = spec.final_norm
+    tensors: dict[str, Tensor] = {name: Computed(make) for name, make in made.items()}
+    for path, norm in cleared.items():
+        clear(norm, path, tensors)
+    final = _without_bias(spec.final_norm) if whole else spec.final_norm
+    new = with_blocks(spec, blocks, head=replace(head, tied=head.tied and not whole), final_norm=final)
+    notes = ("the head was untied from the embedding: it takes the last norm's weight",)
+    summary = {"layers": list(asked.chosen(spec)), "head": whole}
+    return Swapped(new, "exact", tensors, summary, notes if whole and spec.head.tied else ())
 
 
 def _without_bias(norm: Norm) -> Norm:

@@ -27,13 +27,12 @@ from msgspec.structs import replace
 
 from ...components import ALiBi, Attention, DynamicScaling, LongRopeScaling, ModelSpec, Norm, Rotary, YarnScaling
 from ...errors import SwapRefused, UsageError
-from ..base import Model, Swapped, Tensor
-from ..basis import eps_for, length_ratio
-from ..gather import Index, by_head, padded, scaled, taken
+from ..base import Index, Model, Swapped, Tensor, by_head, padded, scaled, taken
 from ..layerwise import attentions, tensors_of, weighed, with_mixers
 from ..options import ATTENTION, Option
 from ..registry import Asked, Clears, Swap
-from ..rotation import for_width
+from .basis import eps_for, length_ratio
+from .rotation import for_width
 
 SAME = 1e-13
 """How near, relative, frequencies in fp64 are to be called the same."""

@@ -24,13 +24,25 @@ from msgspec.structs import replace
 
 from ...components import ModelSpec, Norm
 from ...errors import SwapRefused
-from ..base import Computed, Model, Swapped, Tensor, Wide
-from ..basis import Compute, eps_for, exchanged, in_basis, length_ratio, normed_row, resized
+from ..base import Computed, Index, Model, Swapped, Tensor, Wide, gather, padded, scaled, taken
 from ..fits.scratch import Scratch
-from ..gather import Index, gather, padded, scaled, taken
+from ..layerwise import read_weights, written
 from ..options import NORMS, Option
 from ..registry import Asked, Swap
-from ..stream import every_norm, norms, read_weights, require_weights, stream_norms, written
+from .basis import (
+    Compute,
+    eps_for,
+    every_norm,
+    exchanged,
+    in_basis,
+    length_ratio,
+    normed_row,
+    norms,
+    require_weights,
+    resized,
+    stream_norms,
+    table_rows,
+)
 
 if TYPE_CHECKING:
     from ..fits.calibration import Calibration
@@ -146,14 +158,7 @@ def _with_means(spec: ModelSpec, new: int) -> Swapped:
     notes: tuple[str, ...] = ()
     if norm is not None:
         # Its output has a mean of its own, so it is worked into the table, which a tied head cannot then share.
-        eps, biased = norm.eps, "bias" in norm.shapes()
-
-        def rows_with_mean(model: Model) -> Wide:
-            rows = model.wide("embedding.weight")
-            rows = normed_row(rows - rows.mean(axis=1, keepdims=True), eps) * model.wide("embedding.norm.weight")
-            return _with_mean(rows + model.wide("embedding.norm.bias") if biased else rows, new, 1)
-
-        tensors["embedding.weight"] = Computed(rows_with_mean)
+        tensors["embedding.weight"] = Computed(lambda model: _with_mean(table_rows(model, norm), new, 1))
         if spec.head.tied:
             tensors["head.weight"] = taken("embedding.weight", padded(old, new, repeat=True), 1)
             notes = ("the head was untied from the embedding, which took in its norm",)
@@ -271,7 +276,7 @@ def directions(model: Model, calibration: Calibration) -> Wide:
 
     for layer in calibration.walk(model):
         names = [path.rpartition(".")[2] for path, _ in norms(spec.blocks[layer.index], "")]
-        output, seen = layer.run(names)
+        output, seen = layer.run(*names)
         for inputs, _ in seen.values():
             add(inputs)
         if layer.index == len(spec.blocks) - 1:

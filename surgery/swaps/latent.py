@@ -151,9 +151,9 @@ def _to_rank(spec: ModelSpec, asked: Asked) -> Swapped:
         return _to_whole(spec, asked)
     changed = {layer: latent_of(each, rank, 1) for layer, each in old.items()}
     if asked.approximate:
-        scratch = Scratch.by("latent_fit.averaged_layers", changed)
+        scratch = Scratch.by("kv_fit.averaged_layers", changed)
     else:
-        scratch = Scratch.by("latent_fit.fitted_layers", changed, asked.text("a latent is fitted"))
+        scratch = Scratch.by("kv_fit.fitted_layers", changed, asked.text("a latent is fitted"))
     names = fitted_names(spec, changed, down=not asked.approximate)
     summary = {"layers": sorted(changed), "rank": rank, "by": "weights alone" if asked.approximate else "regression"}
     return Swapped(with_mixers(spec, changed), "approximate", scratch.waiting(names), summary)

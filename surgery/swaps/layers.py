@@ -18,9 +18,9 @@ from msgspec.structs import replace
 from ...components import ModelSpec
 from ...errors import SwapRefused, UsageError
 from ..base import Filled, Guarantee, Model, Moved, Swapped, Tensor
+from ..layerwise import writers
 from ..options import NORMS, Option
 from ..registry import Asked, Step, Swap, layers_in
-from ..stream import writers
 
 if TYPE_CHECKING:
     from ..fits.calibration import Calibration

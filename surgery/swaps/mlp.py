@@ -20,10 +20,9 @@ from ...components import Block, FeedForward, GatedFeedForward, MixtureOfExperts
 from ...errors import SwapRefused
 from ..base import Computed, Filled, Moved, Swapped, Tensor
 from ..fits.scratch import Scratch
-from ..layerwise import guarantee_of, in_words, with_blocks
+from ..layerwise import experts, guarantee_of, in_words, with_blocks
 from ..options import FEED_FORWARD, Option
 from ..registry import Asked, Clears, Step, Swap
-from ..stream import experts
 
 Dense = FeedForward | GatedFeedForward
 

@@ -20,10 +20,9 @@ from functools import partial
 from ...components import Block, ModelSpec
 from ...errors import SwapRefused
 from ..base import Moved, Swapped, Tensor
-from ..layerwise import guarantee_of, in_words, with_blocks
+from ..layerwise import guarantee_of, in_words, with_blocks, writers
 from ..options import NORMS, Option
 from ..registry import Asked, Clears, Step, Swap
-from ..stream import writers
 
 
 def same_either_way(spec: ModelSpec, asked: Asked, layer: int) -> bool:

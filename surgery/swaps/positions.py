@@ -26,7 +26,7 @@ from ..base import Computed, Filled, Model, Moved, Promise, Swapped, Tensor, Wid
 from ..layerwise import unknown, with_mixers
 from ..options import POSITIONS, Option
 from ..registry import Asked, Clears, Step, Swap
-from ..rotation import NEUTRAL, is_neutral, mean_rotation, turned_queries
+from .rotation import NEUTRAL, is_neutral, mean_rotation, turned_queries
 
 BASE = 10_000.0
 """RoPE's base (2104.09864)."""

@@ -14,9 +14,9 @@ import numpy as np
 from ...components import ModelSpec
 from ...errors import SwapRefused
 from ..base import Computed, Swapped, Wide
+from ..layerwise import linears
 from ..options import WEIGHTS, Option
 from ..registry import Asked, Swap
-from ..stream import linears
 
 
 def by_row(weight: Wide, bits: int) -> Wide:

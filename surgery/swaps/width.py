@@ -20,13 +20,11 @@ from msgspec.structs import replace
 
 from ...components import FACTS, ModelSpec
 from ...errors import SwapRefused
-from ..base import Guarantee, Model, Swapped, Tensor
+from ..base import Guarantee, Index, Model, Swapped, Tensor, padded, taken
 from ..fits.scratch import Scratch
-from ..gather import Index, padded, taken
-from ..layerwise import one_or_all, with_blocks
+from ..layerwise import Inner, by_weights, experts, largest, one_or_all, with_blocks
 from ..options import FEED_FORWARD, Option
 from ..registry import Asked, Clears, Swap
-from ..stream import Inner, by_weights, experts, largest
 from .mlp import dense_of, with_dense
 
 

@@ -15,16 +15,19 @@ from gptkit.components import ALiBi, Attention, Rotary
 from gptkit.modules.attention import AttentionModule
 from gptkit.modules.context import Context
 from gptkit.modules.positions import apply_rotary, inverse_frequencies, rotary_tables
-from gptkit.surgery.fits.grouping import contiguous_groups, group_similar, head_similarity, query_order
 from gptkit.surgery.fits.regression import (
     Moment,
     augment,
     best_slope,
     block_influence,
+    contiguous_groups,
     fit_keys,
     fit_values,
+    group_similar,
+    head_similarity,
     mix_inputs,
     pool_mean,
+    query_order,
     ridge,
     rotate,
     score_error,

@@ -18,11 +18,11 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from ..components import Attention, LinearScaling, LongRopeScaling, ModelSpec, ProportionalScaling, RopeScaling, Rotary
-from ..errors import SwapRefused
-from .base import Array, Model, Wide
-from .layerwise import tensors_of, weighed, with_mixers
-from .registry import Asked
+from ...components import Attention, LinearScaling, LongRopeScaling, ModelSpec, ProportionalScaling, RopeScaling, Rotary
+from ...errors import SwapRefused
+from ..base import Array, Model, Wide
+from ..layerwise import tensors_of, weighed, with_mixers
+from ..registry import Asked
 
 Elements = NDArray[np.int64]
 Pairs = Literal["halves", "adjacent"]
@@ -58,7 +58,7 @@ def frequencies(rotary: Rotary, length: int = 1) -> Wide:
     """The angle by which each pair turns from one position to the next, (dim/2,), in sequences of `length` tokens."""
     import torch
 
-    from ..modules.positions import inverse_frequencies
+    from ...modules.positions import inverse_frequencies
 
     found: Wide = inverse_frequencies(rotary, length, torch.float64).numpy()
     return found
