@@ -128,10 +128,9 @@ def _tried(model: Stored, swap: Swap, value: str, text: Calibration | None, befo
     else:
         found, fitted, chosen = without_text(partial(apply, model, **given), step)
     after = None if chosen and len(set(source.spec.blocks)) > 1 else costs(found.spec, before.context)
-    limits = limits_of(found.promise, source.spec)
-    if fitted:
-        return Listed(swap, value, "needs a text", "fitted on a text: --calibrate FILE", limits=limits, costs=after)
-    return Listed(swap, value, found.guarantee, " ".join(found.notes), limits=limits, costs=after)
+    said: tuple[Verdict, str] = (found.guarantee, " ".join(found.notes))
+    said = ("needs a text", "fitted on a text: --calibrate FILE") if fitted else said
+    return Listed(swap, value, *said, limits=limits_of(found.promise, source.spec), costs=after)
 
 
 def limits_of(promise: Promise, before: ModelSpec) -> str:

@@ -38,13 +38,10 @@ from .registry import Step, all_options, option_of, parts
 
 FOLDER = Path(__file__).parent / "recipes"
 """The recipes that come along."""
-
 PLAY = "the bundled play"
 """What records call the text that comes along."""
-
 MOST_BYTES = 10**6
 """A larger file is no recipe."""
-
 HEAD_KEYS = ("name", "description", "as", "step")
 CALIBRATION = {"text": str, "sha256": str, "tokens": int}
 STEP_KEYS: Mapping[str, tuple[type, object]] = {
@@ -88,20 +85,16 @@ class Recipe:
         if not isinstance(name, str) or name == PLAY:
             return None
         if not Path(name).is_file():
-            raise self.another_text(name)
+            raise self.another_text()
         return Path(name)
 
-    def another_text(self, name: str) -> UsageError:
+    def another_text(self) -> UsageError:
         """What to say where the text is not the one that steps were fitted on."""
-        digest = str(self.calibration.get("sha256"))
+        name, digest = self.calibration.get("text"), str(self.calibration.get("sha256"))
         return UsageError(
             f"{self.where}: it was fitted on {name}, which is not there as it was (sha256 {digest[:16]}…)",
             "--calibrate FILE: the same text for the same bytes, or another.",
         )
-
-    def labels(self) -> tuple[str, ...]:
-        """What messages call each step."""
-        return tuple(f"{self.where}, step {number}" for number in range(1, len(self.steps) + 1))
 
 
 def step_json(step: Step) -> dict[str, Any]:
@@ -131,14 +124,12 @@ def _find_recipe(reference: str | Path) -> Path:
         return folder / MANIFEST
     if path.is_file():
         return path
-    known = shipped()
-    if str(reference) in known:
-        return known[str(reference)]
-    near = get_close_matches(str(reference), known, 1)
-    raise UsageError(
-        f"there is no recipe {str(reference)!r}",
-        f"Did you mean {near[0]}?" if near else f"Name a file, or one of {', '.join(known)}.",
-    )
+    name, known = str(reference), shipped()
+    if name in known:
+        return known[name]
+    near = get_close_matches(name, known, 1)
+    hint = f"Did you mean {near[0]}?" if near else f"Name a file, or one of {', '.join(known)}."
+    raise UsageError(f"there is no recipe {name!r}", hint)
 
 
 def read_recipe(reference: str | Path) -> Recipe:
@@ -153,7 +144,7 @@ def _toml(path: Path, where: str) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
+        if len(data) > MOST_BYTES:  # a manifest may be longer: it has an entry a tensor
             raise InvalidInput(f"{where}: more than {MOST_BYTES:,} bytes are no recipe")
         return tomllib.loads(data.decode())
     except OSError as error:
@@ -167,7 +158,6 @@ def _toml(path: Path, where: str) -> dict[str, Any]:
 def _manifest(path: Path, where: str) -> dict[str, Any]:
     """The recipe in a manifest.json."""
     try:
-        # A manifest may be long: it has an entry a tensor.
         data = read_manifest(path)
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidInput(f"{where}: its {MANIFEST} is damaged") from error
@@ -227,12 +217,11 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
             raise InvalidInput(f"{where}: {part} is to be {WORDS[kind]}, not {table[part]!r:.40}")
     given = {part: table.get(part, default) for part, (_, default) in STEP_KEYS.items()}
     for part, setting in given["settings"].items():
-        allowed = option.settings
-        if part not in allowed:
-            known_settings = f"known: {', '.join(allowed)}" if allowed else None
-            raise InvalidInput(f"{where}: {key} has no setting {part!r}", known_settings)
-        if type(setting) is not allowed[part]:
-            raise InvalidInput(f"{where}: the setting {part} is to be {WORDS[allowed[part]]}, not {setting!r:.40}")
+        if (kind := option.settings.get(part)) is None:
+            hint = f"known: {', '.join(option.settings)}" if option.settings else None
+            raise InvalidInput(f"{where}: {key} has no setting {part!r}", hint)
+        if type(setting) is not kind:
+            raise InvalidInput(f"{where}: the setting {part} is to be {WORDS[kind]}, not {setting!r:.40}")
     # VALUE as the registry wants it: text; whole numbers may stand without quotes, a flag is true.
     value = table[key]
     if type(value) is int and not option.flag:

@@ -160,8 +160,8 @@ class Clears:
         def alike(value: Any, wanted: Any) -> bool:
             return wanted is ANY or (isinstance(value, wanted) if isinstance(wanted, type) else bool(value == wanted))
 
-        both = alike(obstacle.ours, self.ours) and alike(obstacle.theirs, self.theirs)
-        if not both or not fnmatchcase(obstacle.path, self.path):
+        here = fnmatchcase(obstacle.path, self.path) and alike(obstacle.ours, self.ours)
+        if not here or not alike(obstacle.theirs, self.theirs):
             return ()
         steps = self.steps or (f"{swap.option}={swap.form}",)
         pairs = [each.format(theirs=obstacle.theirs).partition("=") for each in steps]
@@ -196,27 +196,19 @@ class Swap:
     exact_where: str = ""
     clears: tuple[Clears, ...] = ()
 
-    @property
-    def title(self) -> str:
-        return f"{self.takes} -> {self.gives}"
-
     def gives_for(self, value: str) -> str:
         """What it gives, with the numbers of a value in place of the words that stand for them."""
-        match, words = _pattern(self.form).fullmatch(value), re.findall("[A-Z]+", self.form)
+        match, words = self.matches(value), re.findall("[A-Z]+", self.form)
         if match is None or not words:
             return self.gives
         known = dict(zip(words, (each.rpartition(":")[2] for each in match.groups()), strict=True))
         return re.sub(r"\b[A-Z]+\b", lambda word: known.get(word[0], word[0]), self.gives)
 
-    def matches(self, value: str) -> bool:
-        """Whether the value has this form."""
-        return _pattern(self.form).fullmatch(value) is not None
-
-
-@cache
-def _pattern(form: str) -> re.Pattern[str]:
-    parts = re.split(r"([A-Z]+)", form)
-    return re.compile("".join("(.+)" if part.isupper() else re.escape(part) for part in parts), re.DOTALL)
+    def matches(self, value: str) -> re.Match[str] | None:
+        """The value, where it has this form, with a group for each word that stands for anything."""
+        parts = re.split(r"([A-Z]+)", self.form)
+        pattern = "".join("(.+)" if part.isupper() else re.escape(part) for part in parts)
+        return re.fullmatch(pattern, value, re.DOTALL)
 
 
 # --- what there is ----------------------------------------------------------------------------------------------------
@@ -250,7 +242,7 @@ def _all_options(plugins: tuple[str, ...]) -> tuple[Option, ...]:
         found += getattr(module, "OPTIONS", ())
         names = {option.name for option in found}
         bare = (swap for swap in module.SWAPS if swap.option not in names)
-        found += [Option(swap.option, "Other swaps", 0, f"{swap.title}.", swap.form) for swap in bare]
+        found += [Option(s.option, "Other swaps", 0, f"{s.takes} -> {s.gives}.", s.form) for s in bare]
     groups = list(dict.fromkeys((*GROUPS, *(option.group for option in found))))
     return tuple(sorted(found, key=lambda option: (groups.index(option.group), option.place)))
 
@@ -314,7 +306,7 @@ def swap_for(option: str, value: str) -> Swap:
 def steps_named(option: str, value: str, blocks: str | None = None, approximate: bool = False) -> list[Step]:
     """What one OPTION = VALUE asks for: a step, or two (SwiGLU). Raises UsageError where either is unknown."""
     own = option_of(option)
-    several = None if own is None else own.two.get(understood(option, value))
+    several = own and own.two.get(understood(option, value))
     written = f"{spelled(option)} {value}" if several else ""
     found = [Step(name, to, blocks, approximate, written=written) for name, to in several or ((option, value),)]
     for step in found:
@@ -324,8 +316,7 @@ def steps_named(option: str, value: str, blocks: str | None = None, approximate:
 
 def in_order(steps: Iterable[Step]) -> list[Step]:
     """Steps in the order of execution."""
-    order = list(options())
-    return sorted(steps, key=lambda step: order.index(step.option))
+    return sorted(steps, key=lambda step: list(options()).index(step.option))
 
 
 def steps_of(asked: Mapping[str, str | None], blocks: str | None = None, approximate: bool = False) -> list[Step]:

@@ -153,10 +153,11 @@ def swap(
     if not dry_run and Path(out).resolve() in (source.path.resolve(), source.folder.resolve()):
         raise UsageError(f"{out} is the model itself: what it was would be lost", "Name another folder.")
     text = cache(lambda: read_text(source, calibrate, calibrate_tokens or TOKENS))
-    labels, leaves = told.labels() if told else (), form.kind != "local"
+    labels = [f"{told.where}, step {number}" for number in range(1, len(told.steps) + 1)] if told else ()
+    leaves = form.kind != "local"
     done = chain(source, wanted, stored=stored, text=text, offline=offline, names=labels, leaves=leaves)
     if repeated and told is not None and told.calibration and done.calibration != told.calibration:
-        raise told.another_text(str(told.calibration.get("text")))
+        raise told.another_text()
     base = told or Recipe("", "", (), "the call")
     carried = replace(base, steps=tuple(wanted), to=asked_to, dtype=dtype, calibration=done.calibration, sources={})
     architecture, done = leaving(done, source, form) if leaves else (None, done)

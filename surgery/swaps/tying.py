@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from ...components import ModelSpec
 from ...errors import SwapRefused
-from ..base import Computed, Guarantee, Model, Moved, Swapped, Tensor, comparable, in_pieces
+from ..base import Computed, Guarantee, Moved, Swapped, Tensor, differing
 from ..options import VOCABULARY, Option
 from ..registry import Asked, Clears, Step, Swap
 
@@ -48,18 +48,12 @@ def tie(spec: ModelSpec, asked: Asked) -> Swapped:
     if asked.weights.same(*BOTH):
         # In the wider dtype of both, whose values are the same.
         return other(spec, "exact", {BOTH[0]: Moved(BOTH, lambda table, head: table)})
-    differing = asked.weights.ask(_count_different, table[0], 0)
-    note = f"the head and the embedding differ in {differing:,} of {table[0]:,} rows, so no tying is exact: "
+    differ = asked.weights.ask(lambda model: sum(differing(model, *BOTH)), table[0], 0)
+    note = f"the head and the embedding differ in {differ:,} of {table[0]:,} rows, so no tying is exact: "
     if asked.approximate:
         return other(spec, "approximate", {}, f"{note}the embedding's is kept", matrix="embedding")
     mean = Computed(lambda model: (model.wide(BOTH[0]) + model.wide(BOTH[1])) / 2)
     return other(spec, "approximate", {BOTH[0]: mean}, f"{note}their mean stands for both", matrix="mean")
-
-
-def _count_different(model: Model) -> int:
-    """Rows in which head and embedding differ."""
-    pieces = zip(*map(in_pieces, comparable(model, *BOTH)), strict=True)
-    return sum(int((a != b).any(axis=1).sum()) for a, b in pieces)
 
 
 entry = partial(Swap, form="", source="Press and Wolf 1608.05859")
