@@ -341,5 +341,4 @@ def by_head(heads: Index, within: Index, size: int) -> Index:
     that the entries `within` (-1 for zero in either).
     """
     index = heads[:, None] * size + within[None, :]
-    found: Index = np.where((heads[:, None] < 0) | (within[None, :] < 0), -1, index).reshape(-1)
-    return found
+    return np.where((heads[:, None] < 0) | (within[None, :] < 0), -1, index).reshape(-1)

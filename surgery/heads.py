@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..components import Attention, LatentAttention
-from .base import Index
+from .base import Index, Wide
 
 Grouped = Attention | LatentAttention
 
@@ -81,17 +81,18 @@ def remaining(
     units: Sequence[Index],
     new: int,
     new_keys: int,
-    costs: Callable[[list[int]], Callable[[Index], float]],
+    costs: Callable[[list[int]], Callable[[Index], float]] | Wide,
 ) -> list[int]:
     """The heads that stay when the unit of the least cost goes, until there are `new`: of each group as many as leave
     it as large as it is to be.
 
-    `costs` gets the heads that are left, and gives what it costs to take off a unit of them.
+    `costs` gets the heads that are left, and gives what it costs to take off a unit of them; or it is each head's.
     """
     old, keys, gone = attention.heads, key_heads(attention), set[int]()
     group = old // keys
     while old - len(gone) > new:
-        cost = costs([head for head in range(old) if head not in gone])
+        left = [head for head in range(old) if head not in gone]
+        cost = costs(left) if callable(costs) else lambda unit: float(costs[unit].sum())
         allowed = [unit for unit in units if not gone & set(unit.tolist())]
         if keys not in (old, 1) and new_keys == keys:
             lost = [sum(head // group == key for head in gone) for key in range(keys)]

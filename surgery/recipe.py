@@ -217,18 +217,18 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
             raise InvalidInput(f"{where}: {part} is to be {WORDS[kind]}, not {table[part]!r:.40}")
     given = {part: table.get(part, default) for part, (_, default) in STEP_KEYS.items()}
     for part, setting in given["settings"].items():
-        if (kind := option.settings.get(part)) is None:
-            hint = f"known: {', '.join(option.settings)}" if option.settings else None
-            raise InvalidInput(f"{where}: {key} has no setting {part!r}", hint)
-        if type(setting) is not kind:
-            raise InvalidInput(f"{where}: the setting {part} is to be {WORDS[kind]}, not {setting!r:.40}")
+        if (wanted := option.settings.get(part)) is None:
+            known_settings = f"known: {', '.join(option.settings)}" if option.settings else None
+            raise InvalidInput(f"{where}: {key} has no setting {part!r}", known_settings)
+        if type(setting) is not wanted:
+            raise InvalidInput(f"{where}: the setting {part} is to be {WORDS[wanted]}, not {setting!r:.40}")
     # VALUE as the registry wants it: text; whole numbers may stand without quotes, a flag is true.
     value = table[key]
     if type(value) is int and not option.flag:
         value = str(value)
     if (value is not True) if option.flag else not (isinstance(value, str) and value):
-        wanted = "a flag: true" if option.flag else "to be text or a whole number"
-        raise InvalidInput(f"{where}: {key} is {wanted}, not {value!r:.40}")
+        expected = "a flag: true" if option.flag else "to be text or a whole number"
+        raise InvalidInput(f"{where}: {key} is {expected}, not {value!r:.40}")
     return Step(name, "" if option.flag else value, **given)
 
 

@@ -137,9 +137,9 @@ class _Chain:
             raise
         zeros: Swapped | SwapRefused = usual
         if trained.made:
-            best = partial(reshape, self.spec, weights=Assumed(self.known, zeros=True), **self.given)
+            of_zeros = partial(reshape, self.spec, weights=Assumed(self.known, zeros=True), **self.given)
             try:
-                zeros = without_text(best, step)[0]
+                zeros = without_text(of_zeros, step)[0]
             except SwapRefused as error:
                 zeros = error
         # A text would decide which of several kinds of layers stay.

@@ -30,8 +30,7 @@ def refit(old: Wide, moments: Wide, kept: Index) -> Wide:
     """
     gram = with_ridge(moments, kept)
     target = old @ moments[:, kept] + old[:, kept] * (gram - moments[np.ix_(kept, kept)]).diagonal()
-    found: Wide = np.asarray(np.linalg.solve(gram, target.T).T, dtype=np.float64)
-    return found
+    return np.asarray(np.linalg.solve(gram, target.T).T, dtype=np.float64)
 
 
 def with_ridge(moments: Wide, kept: Index) -> Wide:
@@ -80,9 +79,9 @@ def units(model: Model, calibration: Calibration, inner: Sequence[Inner], size: 
             rows = seen[name][0].reshape(-1, each.units).double().numpy() if name in seen else np.zeros((0, each.units))
             bias = each.down_bias if each.record.down_bias else ""
             old, rows = reads(model, each.down, bias, rows)
-            moments = rows.T @ rows / len(rows) if len(rows) else np.zeros((0, 0))
             rest = np.arange(each.units, old.shape[1])
             if len(rows):
+                moments = rows.T @ rows / len(rows)
                 index = least_needed(old, moments, each.units, size)
                 new = refit(old, moments, np.append(index, rest))
             else:

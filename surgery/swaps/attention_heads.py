@@ -14,7 +14,7 @@ heads move to where theirs is, and where one is missing there is no exact form.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,7 @@ def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
     for layer in layers:
         path, attention = f"blocks.{layer}.attention", spec.blocks[layer].attention
         if new > attention.heads:
-            choice: Choice | None = more(attention, new)
+            choice: Choice | None = _more(attention, new)
         else:
             tried = [(keys, units_of(attention, new, keys)) for keys in _key_counts(attention, new)]
             found = (_without_dead(asked, path, attention, new, keys, units) for keys, units in tried)
@@ -52,7 +52,7 @@ def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
                 alike = np.ones(attention.heads)
                 score = asked.weights.ask(partial(by_weights, path=path, attention=attention), alike, alike)
                 (keys, units), *_ = tried
-                choice = kept(attention, remaining(attention, units, new, keys, _by_score(score)))
+                choice = kept(attention, remaining(attention, units, new, keys, score))
             elif choice is None:
                 fitting[layer] = tried[0]
         keys = fitting[layer][0] if choice is None else len(choice.keys)
@@ -106,14 +106,22 @@ def _key_counts(attention: Grouped, new: int) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def more(attention: Grouped, new: int) -> Choice:
-    """More heads, the old ones where their positions, if ALiBi gives them some, are what they were."""
+def _more(attention: Grouped, new: int) -> Choice:
+    """More heads, the old ones one after the other, or to where ALiBi has the slope that each had."""
     old, keys = attention.heads, key_heads(attention)
     group = old // keys
     if keys in (old, 1):
-        heads, silent = np.arange(new) % old, np.ones(new, dtype=bool)
-        for head, place in enumerate(_places_of(attention, new)):
-            heads[place], silent[place] = head, False
+        heads, silent, places = np.arange(new) % old, np.ones(new, dtype=bool), list(range(old))
+        before, after = slopes(attention, old), slopes(attention, new)
+        if before is not None and after is not None:
+            if not set(before) <= set(after):
+                fit = [str(n) for n in range(old + 1, 4 * old) if set(before) <= set(slopes(attention, n) or [])]
+                raise SwapRefused(
+                    f"ALiBi's slopes for {new} heads leave out some of those for {old}",
+                    f"Possible: {', '.join(fit)}." if fit else "Possible: other positions first (--position).",
+                )
+            places = [after.index(each) for each in before]
+        heads[places], silent[places] = np.arange(old), False
         return Choice(heads, heads if keys == old else np.zeros(1, dtype=np.int64), silent)
     _refuse_grouped_alibi(attention, new)
     new_keys = _key_counts(attention, new)[0]
@@ -122,21 +130,6 @@ def more(attention: Grouped, new: int) -> Choice:
     heads = (key_index[:, None] * group + within[None, :] % group).reshape(-1)
     silent = ((np.arange(new_keys) >= keys)[:, None] | (within >= group)[None, :]).reshape(-1)
     return Choice(heads, key_index, silent)
-
-
-def _places_of(attention: Grouped, new: int) -> list[int]:
-    """Where each old head goes among `new`: one after the other, or to where ALiBi has its slope."""
-    old = attention.heads
-    before, after = slopes(attention, old), slopes(attention, new)
-    if before is None or after is None:
-        return list(range(old))
-    if not set(before) <= set(after):
-        fit = [str(n) for n in range(old + 1, 4 * old) if set(before) <= set(slopes(attention, n) or [])]
-        raise SwapRefused(
-            f"ALiBi's slopes for {new} heads leave out some of those for {old}",
-            f"Possible: {', '.join(fit)}." if fit else "Possible: other positions first (--position).",
-        )
-    return [after.index(each) for each in before]
 
 
 def _refuse_grouped_alibi(attention: Grouped, new: int) -> None:
@@ -168,11 +161,6 @@ def units_of(attention: Grouped, new: int, new_keys: int) -> tuple[Index, ...]:
 
 
 # --- which go ---------------------------------------------------------------------------------------------------------
-
-
-def _by_score(score: Wide) -> Callable[[list[int]], Callable[[Index], float]]:
-    """Costs that do not depend on what is left."""
-    return lambda left: lambda unit: float(score[unit].sum())
 
 
 def outputs(model: Model, path: str, attention: Grouped) -> Wide:
@@ -213,7 +201,7 @@ def _without_dead(
     nothing = asked.weights.ask(lambda model: dead(model, path, attention), ~every, every)
     # The last go first, so that what was added is what is taken away.
     order = np.where(nothing, -np.arange(attention.heads, dtype=np.float64), 1e9)
-    stay = remaining(attention, units, new, new_keys, _by_score(order))
+    stay = remaining(attention, units, new, new_keys, order)
     gone = np.setdiff1d(np.arange(attention.heads), stay)
     return kept(attention, stay) if nothing[gone].all() else None
 
@@ -227,16 +215,8 @@ def examples(spec: ModelSpec) -> tuple[str, ...]:
 
 
 ORDER = 80
-OPTIONS = (
-    Option(
-        "heads",
-        ATTENTION,
-        2,
-        "The number of query heads.",
-        "N",
-        parts={"": ("heads", lambda spec: {block.attention.heads for block in spec.blocks})},
-    ),
-)
+PARTS = {"": ("heads", lambda spec: {block.attention.heads for block in spec.blocks})}
+OPTIONS = (Option("heads", ATTENTION, 2, "The number of query heads.", "N", parts=PARTS),)
 SWAPS = (
     Swap(
         option="heads",

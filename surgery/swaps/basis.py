@@ -68,8 +68,7 @@ def table_rows(model: Model, norm: Norm) -> Wide:
 
 def normed_row(rows: Wide, eps: float) -> Wide:
     """Each row over its root mean square."""
-    found: Wide = rows / np.sqrt((rows**2).mean(axis=1, keepdims=True) + eps)
-    return found
+    return np.asarray(rows / np.sqrt((rows**2).mean(axis=1, keepdims=True) + eps))
 
 
 def in_basis(

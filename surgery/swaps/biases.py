@@ -58,9 +58,8 @@ def drop(spec: ModelSpec, asked: Asked) -> Swapped:
     what = asked.value
     if what not in NAMES:
         near = nearest("drop", what)
-        raise UsageError(
-            f"--drop {what!r} is unknown", f"{f'did you mean {near}? ' if near else ''}known: {', '.join(NAMES)}"
-        )
+        hint = f"{f'did you mean {near}? ' if near else ''}known: {', '.join(NAMES)}"
+        raise UsageError(f"--drop {what!r} is unknown", hint)
     gone = biases_of(spec, what, asked.layers)
     if not gone:
         has = [name for name in NAMES if biases_of(spec, name, asked.layers)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -24,11 +24,6 @@ def longer_table(table: Array, length: int) -> Array:
     return there[np.arange(length) % len(there)]
 
 
-def _padded_table(table: Array, length: int) -> Array:
-    """A table with copies of its last row appended."""
-    return table[np.minimum(np.arange(length), len(table) - 1)]
-
-
 def first_rows(table: Array, length: int) -> Array:
     """A table cut."""
     return table[:length]
@@ -47,10 +42,11 @@ def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
         if rotary and now is not None and length > now:
             notes = ("nothing but the number changes: --rope-scaling makes rotary positions for a longer context",)
         return Swapped(new, "exact", {}, summary, notes)
+    move: Callable[..., Array]
     if length < table.length:
         move, rows = first_rows, "cut"
     elif asked.approximate:
-        move, rows = _padded_table, "copies of the last"
+        move, rows = lambda table, length: table[np.minimum(np.arange(length), len(table) - 1)], "copies of the last"
     else:
         move, rows = longer_table, "the table backwards and forwards"
     if length > table.length:
@@ -69,23 +65,15 @@ def _back_to_context(before: ModelSpec, asked: Asked) -> Step | None:
     return Step("context", str(old))
 
 
-def examples(spec: ModelSpec) -> Sequence[str]:
+def examples(spec: ModelSpec) -> tuple[str, ...]:
     """Twice and half of what there is."""
     length = spec.context_length or (spec.positions.length if spec.positions is not None else None)
     return () if length is None or length > 2**20 else (str(2 * length), str(max(length // 2, 1)))
 
 
 ORDER = 65
-OPTIONS = (
-    Option(
-        "context",
-        POSITIONS,
-        5,
-        "The length of the position table, or of the context.",
-        "N",
-        parts={"": ("positions", lambda spec: {usual_context(spec)})},
-    ),
-)
+PARTS = {"": ("positions", lambda spec: {usual_context(spec)})}
+OPTIONS = (Option("context", POSITIONS, 5, "The length of the position table, or of the context.", "N", parts=PARTS),)
 SWAPS = (
     Swap(
         option="context",

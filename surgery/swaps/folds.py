@@ -27,9 +27,7 @@ from .norm import has_bias, shifts_taken
 
 def output_of_value_bias(output: Wide, bias: Wide, group: int, head_dim: int) -> Wide:
     """W_o b_v: output [hidden, heads · head_dim], bias [kv_heads · head_dim], which `group` query heads share."""
-    every_head = np.repeat(bias.reshape(-1, head_dim), group, axis=0).reshape(-1)
-    result: Wide = output @ every_head
-    return result
+    return np.asarray(output @ np.repeat(bias.reshape(-1, head_dim), group, axis=0).reshape(-1))
 
 
 def _fold_value_bias(spec: ModelSpec, asked: Asked) -> Swapped:

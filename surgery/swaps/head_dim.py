@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 
-from ...components import ALiBi, Attention, DynamicScaling, LongRopeScaling, ModelSpec, Norm, Rotary, YarnScaling
+from ...components import ALiBi, Attention, DynamicScaling, LongRopeScaling, ModelSpec, Rotary, YarnScaling
 from ...errors import SwapRefused, UsageError
 from ..base import Index, Model, Swapped, Tensor, by_head, padded, scaled, taken
 from ..layerwise import attentions, tensors_of, weighed, with_mixers
@@ -127,13 +128,11 @@ def spread(rotary: Rotary, size: int) -> Index:
 
 def refit_base(rotary: Rotary, size: int) -> Rotary | None:
     """The rotary over `size` elements whose first pairs turn as the old ones do, or None where there is none."""
-    try:
+    base = 0.0
+    with suppress(OverflowError):
         base = rotary.base ** (size / rotary.dim)
-    except OverflowError:
-        return None
-    if not 0 < base < math.inf:
-        return None
-    return replace(rotary, dim=size, base=base, scaling=for_width(rotary.scaling, size))
+    there = 0 < base < math.inf
+    return replace(rotary, dim=size, base=base, scaling=for_width(rotary.scaling, size)) if there else None
 
 
 def why_not_same(old: Rotary, new: Rotary, spec: ModelSpec, strict: bool = True) -> str:
@@ -191,10 +190,8 @@ def resized(attention: Attention, size: int, plan: Plan) -> Attention:
     if not (isinstance(attention.position, ALiBi) and attention.position.scaled):
         scale = float(size**-0.5 if scale == old**-0.5 else scale * (size**-0.5 / old**-0.5))
 
-    def norm(record: Norm | None) -> Norm | None:
-        return None if record is None else replace(record, size=size, eps=eps_for(record.eps, old, size))
-
-    norms = {"q_norm": norm(attention.q_norm), "k_norm": norm(attention.k_norm)}
+    own = {"q_norm": attention.q_norm, "k_norm": attention.k_norm}
+    norms = {n: each and replace(each, size=size, eps=eps_for(each.eps, old, size)) for n, each in own.items()}
     return replace(attention, head_dim=size, scale=scale, position=plan.position, **norms)
 
 

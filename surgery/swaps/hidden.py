@@ -17,12 +17,12 @@ RMSNorm: a rotation puts most of what the norms see into the first coordinates, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec.structs import replace
 
-from ...components import ModelSpec, Norm
+from ...components import ModelSpec
 from ...errors import SwapRefused
 from ..base import Computed, Index, Model, Swapped, Tensor, Wide, gather, padded, scaled, taken
 from ..fits.scratch import Scratch
@@ -57,7 +57,7 @@ def _resize_hidden(spec: ModelSpec, asked: Asked) -> Swapped:
     if new == old:
         raise SwapRefused(f"the residual stream is {old} wide already", f"Possible: more than {old}, or less.")
     require_weights(spec)
-    done = wider(spec, new) if new > old else narrower(spec, new, asked)
+    done = _wider(spec, new) if new > old else _narrower(spec, new, asked)
     heads, notes = max((getattr(block.mixer("attention"), "heads", 1) for block in spec.blocks), default=1), done.notes
     if new % heads and not spec.final_norm.centred:
         notes += (f"transformers' llama takes no width that its {heads} heads do not divide, even beside a head_dim",)
@@ -85,7 +85,7 @@ def rescaled(spec: ModelSpec, new: int) -> ModelSpec:
 # --- wider ------------------------------------------------------------------------------------------------------------
 
 
-def wider(spec: ModelSpec, new: int) -> Swapped:
+def _wider(spec: ModelSpec, new: int) -> Swapped:
     """Exact; see the module's text."""
     old = spec.hidden_size
     if new % old == 0:
@@ -137,8 +137,7 @@ def with_zeros(spec: ModelSpec, new: int) -> Swapped:
 def _with_mean(array: Wide, new: int, axis: int) -> Wide:
     """An array with its mean along an axis appended until it is `new` long."""
     mean = array.mean(axis=axis, keepdims=True)
-    found: Wide = np.concatenate([array, np.repeat(mean, new - array.shape[axis], axis=axis)], axis=axis)
-    return found
+    return np.concatenate([array, np.repeat(mean, new - array.shape[axis], axis=axis)], axis=axis)
 
 
 def append_mean(name: str, new: int, axis: int) -> Compute:
@@ -170,7 +169,7 @@ def _with_means(spec: ModelSpec, new: int) -> Swapped:
 # --- narrower, where nothing is lost ----------------------------------------------------------------------------------
 
 
-def narrower(spec: ModelSpec, new: int, asked: Asked) -> Swapped:
+def _narrower(spec: ModelSpec, new: int, asked: Asked) -> Swapped:
     """Exact where the last coordinates say nothing new, else a rotation, or the largest coordinates."""
     old = spec.hidden_size
     if asked.approximate:
@@ -269,18 +268,12 @@ def directions(model: Model, calibration: Calibration) -> Wide:
     """
     spec = model.spec
     total = np.zeros((spec.hidden_size, spec.hidden_size))
-
-    def add(rows: Any) -> None:
-        normed = normed_row(rows.reshape(-1, spec.hidden_size).double().numpy(), 1e-30)
-        np.add(total, normed.T @ normed, out=total)
-
     for layer in calibration.walk(model):
-        names = [path.rpartition(".")[2] for path, _ in norms(spec.blocks[layer.index], "")]
-        output, seen = layer.run(*names)
-        for inputs, _ in seen.values():
-            add(inputs)
-        if layer.index == len(spec.blocks) - 1:
-            add(output)
+        output, seen = layer.run(*(path.rpartition(".")[2] for path, _ in norms(spec.blocks[layer.index], "")))
+        last = [output] * (layer.index == len(spec.blocks) - 1)
+        for inputs in (*(before for before, _ in seen.values()), *last):
+            normed = normed_row(inputs.reshape(-1, spec.hidden_size).double().numpy(), 1e-30)
+            total += normed.T @ normed
     return np.ascontiguousarray(np.linalg.eigh(total)[1][:, ::-1])
 
 
@@ -289,28 +282,16 @@ def _sliced(spec: ModelSpec, new: int, calibration: Calibration) -> Swapped:
     fitted, old = Scratch(lambda model: iter([{"directions": directions(model, calibration)}])), spec.hidden_size
 
     def into(model: Model, rows: Wide) -> Wide:
-        found: Wide = rows @ fitted.of(model, "directions")[:, :new]
-        return found
+        return np.asarray(rows @ fitted.of(model, "directions")[:, :new])
 
-    def norm_of(_: str, norm: Norm) -> Norm:
-        return replace(norm, eps=eps_for(norm.eps, old, new))
-
-    found, tensors = in_basis(spec, new, into, norm_of)
+    found, tensors = in_basis(spec, new, into, lambda _, norm: replace(norm, eps=eps_for(norm.eps, old, new)))
     notes = ("the head was untied from the embedding: it reads behind the last norm's weight",)
     return Swapped(found, "approximate", tensors, {"method": "principal directions"}, notes if spec.head.tied else ())
 
 
 ORDER = 170
-OPTIONS = (
-    Option(
-        "hidden",
-        NORMS,
-        4,
-        "The width of the residual stream.",
-        "N",
-        parts={"": ("dimensions", lambda spec: {spec.hidden_size})},
-    ),
-)
+PARTS = {"": ("dimensions", lambda spec: {spec.hidden_size})}
+OPTIONS = (Option("hidden", NORMS, 4, "The width of the residual stream.", "N", parts=PARTS),)
 SWAPS = (
     Swap(
         option="hidden",

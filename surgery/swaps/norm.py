@@ -90,8 +90,7 @@ def to_rms(norm: Norm) -> Norm:
 
 def _without_mean(values: Wide, axis: int) -> Wide:
     """Values less their mean along an axis."""
-    result: Wide = values - values.mean(axis=axis, keepdims=True)
-    return result
+    return np.asarray(values - values.mean(axis=axis, keepdims=True))
 
 
 def centred(name: str) -> Compute:
@@ -279,8 +278,7 @@ def off_the_mean(rows: Wide) -> Wide:
     v = np.full(size, -1 / math.sqrt(size))
     v[-1] += 1
     wide = np.concatenate([rows, np.zeros((len(rows), 1))], axis=1)
-    found: Wide = wide - np.outer(wide @ v, v * (2 / (v @ v)))
-    return found
+    return np.asarray(wide - np.outer(wide @ v, v * (2 / (v @ v))))
 
 
 def _to_layernorm(spec: ModelSpec, asked: Asked) -> Swapped:

@@ -38,13 +38,10 @@ def same_either_way(spec: ModelSpec, asked: Asked, layer: int) -> bool:
 
 def _norms_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
     """Whether the feed-forward's norm is the attention's, by kind and by every value."""
-    block = spec.blocks[layer]
-    if block.feed_forward_norm != block.attention_norm:
-        return False
-    path = f"blocks.{layer}"
+    block, one, other = spec.blocks[layer], *(f"blocks.{layer}.{slot}_norm" for slot in ("attention", "feed_forward"))
     names = block.attention_norm.shapes()
-    pairs = ((f"{path}.attention_norm.{name}", f"{path}.feed_forward_norm.{name}") for name in names)
-    return all(asked.weights.same(a, b) for a, b in pairs)
+    same = (asked.weights.same(f"{one}.{name}", f"{other}.{name}") for name in names)
+    return block.feed_forward_norm == block.attention_norm and all(same)
 
 
 def _to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:

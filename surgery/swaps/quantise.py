@@ -24,8 +24,7 @@ def by_row(weight: Wide, bits: int) -> Wide:
     top = 2 ** (bits - 1) - 1
     scale = np.abs(weight).max(axis=1, keepdims=True) / top
     scale[scale == 0] = 1.0
-    result: Wide = np.clip(np.rint(weight / scale), -top, top) * scale
-    return result
+    return np.asarray(np.clip(np.rint(weight / scale), -top, top) * scale)
 
 
 def by_group(weight: Wide, bits: int, size: int) -> Wide:
@@ -34,8 +33,7 @@ def by_group(weight: Wide, bits: int, size: int) -> Wide:
     low, high = groups.min(axis=2, keepdims=True), groups.max(axis=2, keepdims=True)
     scale = (high - low) / (2**bits - 1)
     scale[scale == 0] = 1.0
-    result: Wide = (np.rint((groups - low) / scale) * scale + low).reshape(weight.shape)
-    return result
+    return np.asarray((np.rint((groups - low) / scale) * scale + low).reshape(weight.shape))
 
 
 def quantise(spec: ModelSpec, asked: Asked) -> Swapped:

@@ -115,7 +115,7 @@ def rope_scaling(spec: ModelSpec, asked: Asked, kind: Kind) -> Swapped:
     after = {layer: scale(rotary, factor, context) for layer, rotary in layers.items()}
     if asked.approximate and kind.name == "linear":
         name, after = "nothing", dict(layers)
-    whole = everywhere(spec, layers)
+    whole = layers.keys() == rotary_layers(spec, range(len(spec.blocks))).keys()
     longer = math.floor(context * factor) if whole and name != "dynamic" else context
     notes: tuple[str, ...] = ()
     if name == "dynamic":
@@ -123,11 +123,6 @@ def rope_scaling(spec: ModelSpec, asked: Asked, kind: Kind) -> Swapped:
     elif not whole:
         notes = (f"other layers turn as they did: the context stays {context:,} tokens",)
     return rescaled(spec, layers, after, longer, {"scaling": name, "factor": factor}, notes)
-
-
-def everywhere(spec: ModelSpec, layers: Mapping[int, Rotary]) -> bool:
-    """Whether these are all the layers that have rotary positions."""
-    return set(layers) == set(rotary_layers(spec, range(len(spec.blocks))))
 
 
 def rescaled(
@@ -182,9 +177,8 @@ def _no_scaling(spec: ModelSpec, asked: Asked) -> Swapped:
     """Without scaling, and the context as it was before, where it is known."""
     layers = {layer: rotary for layer, rotary in require_rotary(spec, asked).items() if rotary.scaling is not None}
     if not layers:
-        raise SwapRefused(
-            "its rotary positions are not scaled", "A larger base (ntk) leaves no record: --position rope:BASE."
-        )
+        hint = "A larger base (ntk) leaves no record: --position rope:BASE."
+        raise SwapRefused("its rotary positions are not scaled", hint)
     if any(is_neutral(rotary) for rotary in layers.values()):
         raise SwapRefused("its rotary positions are neutral, not scaled", "--position rope turns them on.")
 
@@ -196,7 +190,7 @@ def _no_scaling(spec: ModelSpec, asked: Asked) -> Swapped:
 
     after = {layer: replace(rotary, scaling=None) for layer, rotary in layers.items()}
     context = spec.context_length
-    if context is not None and everywhere(spec, layers):
+    if context is not None and layers.keys() == rotary_layers(spec, range(len(spec.blocks))).keys():
         context = min(shorter(rotary, context) for rotary in layers.values())
     kinds = sorted({type(rotary.scaling).__name__ for rotary in layers.values()})
     return rescaled(spec, layers, after, context, {"scaling": "none", "from": kinds})
@@ -425,6 +419,7 @@ def scaled(kind: Kind) -> Swap:
 
 
 ORDER = 70
+PARTS = {"": ("rotary dimensions", dims)}
 OPTIONS = (
     Option(
         "rope_scaling",
@@ -435,14 +430,7 @@ OPTIONS = (
         words="yarn; llama3; ntk = ntk-aware; linear = pi, position interpolation; dynamic = dynamic ntk; none "
         "= default",
     ),
-    Option(
-        "rotary_dim",
-        POSITIONS,
-        3,
-        "How many dimensions of a head RoPE turns.",
-        "N",
-        parts={"": ("rotary dimensions", dims)},
-    ),
+    Option("rotary_dim", POSITIONS, 3, "How many dimensions of a head RoPE turns.", "N", parts=PARTS),
     Option(
         "rope_pairs",
         POSITIONS,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -60,8 +61,7 @@ def frequencies(rotary: Rotary, length: int = 1) -> Wide:
 
     from ...modules.positions import inverse_frequencies
 
-    found: Wide = inverse_frequencies(rotary, length, torch.float64).numpy()
-    return found
+    return np.asarray(inverse_frequencies(rotary, length, torch.float64).numpy())
 
 
 def amplitude(rotary: Rotary) -> float:
@@ -109,8 +109,7 @@ def mean_rotation(rotary: Rotary, context: int | None, window: int | None = None
     distances = np.arange(length)
     weights = (length - distances) / (1 + distances) ** near
     turned = np.exp(1j * np.outer(frequencies(rotary, context or 1), distances))
-    mean: Array = turned @ weights / weights.sum() * amplitude(rotary) ** 2
-    return mean
+    return np.asarray(turned @ weights / weights.sum() * amplitude(rotary) ** 2)
 
 
 def turn_rows(rows: Wide, factors: Array, rotary: Rotary, head_dim: int) -> Wide:
@@ -146,10 +145,10 @@ def turned_queries(path: str, attention: Attention, rotary: Rotary, factors: Arr
     if attention.q_norm is not None:
         names, factors = names[-1:], np.abs(factors)
 
-    def turned(name: str) -> Callable[[Model], Wide]:
-        return lambda model: turn_rows(model.wide(name), factors, rotary, attention.head_dim)
+    def turned(name: str, model: Model) -> Wide:
+        return turn_rows(model.wide(name), factors, rotary, attention.head_dim)
 
-    return {name: turned(name) for name in names}
+    return {name: partial(turned, name) for name in names}
 
 
 def with_rotary(spec: ModelSpec, positions: Mapping[int, Rotary], **fields: Any) -> ModelSpec:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from msgspec.structs import replace
@@ -64,27 +64,17 @@ def sized(
 # --- padded, cut ------------------------------------------------------------------------------------------------------
 
 
-def _to_size(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Padded or cut to a number of tokens."""
-    if asked.argument is not None:
+def _to_size(multiple: bool, spec: ModelSpec, asked: Asked) -> Swapped:
+    """Padded with rows of zeros or cut to a number of tokens, or padded to the next `multiple` of it."""
+    if asked.argument is not None and not multiple:
         raise UsageError(f"--vocab {asked.value!r} is unknown", "known: N, multiple:N, prune:FILE, prune-text:FILE")
-    size, now = asked.number("a number of tokens"), spec.vocab_size
-    if size == now:
-        raise SwapRefused(f"the vocabulary has {now:,} tokens already")
-    return pad(spec, size) if size > now else cut(spec, asked, size)
-
-
-def _to_multiple(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Padded up to the next multiple of a number."""
     of, now = asked.number("a number of tokens"), spec.vocab_size
-    if now % of == 0:
-        raise SwapRefused(f"the vocabulary of {now:,} tokens is a multiple of {of} already")
-    return pad(spec, -(-now // of) * of)
-
-
-def pad(spec: ModelSpec, size: int) -> Swapped:
-    """More rows, of zeros."""
-    now = spec.vocab_size
+    size = -(-now // of) * of if multiple else of
+    if size == now:
+        of_tokens = f"of {now:,} tokens is a multiple of {of}" if multiple else f"has {now:,} tokens"
+        raise SwapRefused(f"the vocabulary {of_tokens} already")
+    if size < now:
+        return _cut(spec, asked, size)
     note = (
         f"the {size - now:,} new tokens have a logit of 0 at every position until they are trained, which sampling may"
         " draw; all others have theirs"
@@ -96,9 +86,9 @@ def pad(spec: ModelSpec, size: int) -> Swapped:
     return sized(spec, size, with_zeros, (range(now), range(now)), [note])
 
 
-def cut(spec: ModelSpec, asked: Asked, size: int) -> Swapped:
+def _cut(spec: ModelSpec, asked: Asked, size: int) -> Swapped:
     """The first tokens alone."""
-    vocabulary = vocabulary_of(asked)
+    vocabulary = _vocabulary_of(asked)
     files: Mapping[str, bytes | None] = {}
     if vocabulary is not None and max(vocabulary.tokens.values(), default=0) >= size:
         _require_within(vocabulary, size, spec.vocab_size)
@@ -122,9 +112,8 @@ def _require_within(vocabulary: Vocabulary, size: int, now: int) -> None:
     parts = sorted(i for i in vocabulary.closed(i for i in vocabulary.names if i < size) if i >= size)
     if parts:
         some = ", ".join(f"{vocabulary.names[i]!r} ({i})" for i in parts[:TOLD])
-        raise SwapRefused(
-            f"tokens among the first {size:,} are merged from {len(parts):,} that would be cut: {some}", hint
-        )
+        told = f"tokens among the first {size:,} are merged from {len(parts):,} that would be cut: {some}"
+        raise SwapRefused(told, hint)
 
 
 # --- pruned -----------------------------------------------------------------------------------------------------------
@@ -132,7 +121,7 @@ def _require_within(vocabulary: Vocabulary, size: int, now: int) -> None:
 
 def _prune_to_list(spec: ModelSpec, asked: Asked) -> Swapped:
     """The tokens that a file lists, one a line: as the vocabulary writes it, or where it has none such, an id."""
-    vocabulary = _required_vocabulary(asked)
+    vocabulary = _vocabulary_of(asked, needed=True)
     lines = [line for line in _read_plain(asked.argument or "").split("\n") if line]
     ids, unknown = set(), []
     for number, line in enumerate(lines, 1):
@@ -149,19 +138,19 @@ def _prune_to_list(spec: ModelSpec, asked: Asked) -> Swapped:
         )
     if not lines:
         raise InvalidInput(f"{asked.argument} names no token")
-    return prune(spec, vocabulary, ids)
+    return _prune(spec, vocabulary, ids)
 
 
 def _prune_to_text(spec: ModelSpec, asked: Asked) -> Swapped:
     """The tokens that a text encodes to."""
-    vocabulary = _required_vocabulary(asked)
+    vocabulary = _vocabulary_of(asked, needed=True)
     texts = asked.texts if asked.files is None or "tokenizer.json" in asked.texts else None
     tokenizer = load_tokenizer(asked.files or Path(), texts)
     assert tokenizer is not None
-    return prune(spec, vocabulary, set(tokenizer.encode(_read_plain(asked.argument or ""))))
+    return _prune(spec, vocabulary, set(tokenizer.encode(_read_plain(asked.argument or ""))))
 
 
-def prune(spec: ModelSpec, vocabulary: Vocabulary, ids: set[int]) -> Swapped:
+def _prune(spec: ModelSpec, vocabulary: Vocabulary, ids: set[int]) -> Swapped:
     """These tokens and all that they need, in the order in which they were, numbered from 0."""
     kept = sorted(vocabulary.closed(ids | set(vocabulary.required())))
     if kept[-1] >= spec.vocab_size:
@@ -198,17 +187,19 @@ def some_of(names: Sequence[str]) -> str:
     return ", ".join(names[:TOLD]) + (f" and {len(names) - TOLD} more" if len(names) > TOLD else "")
 
 
-def vocabulary_of(asked: Asked) -> Vocabulary | None:
-    """The model's vocabulary, and the ids that the original config.json names; None without a tokenizer."""
+@overload
+def _vocabulary_of(asked: Asked) -> Vocabulary | None: ...
+@overload
+def _vocabulary_of(asked: Asked, needed: bool) -> Vocabulary: ...
+def _vocabulary_of(asked: Asked, needed: bool = False) -> Vocabulary | None:
+    """The model's vocabulary, and the ids that the original config.json names; None, or SwapRefused where it is
+    `needed`, without a tokenizer.
+    """
     config = None if asked.origin is None else asked.origin.config_text
     if CONFIG in asked.texts:
         config = asked.texts[CONFIG].decode()
-    return read_vocabulary(asked.files, asked.texts, config)
-
-
-def _required_vocabulary(asked: Asked) -> Vocabulary:
-    found = vocabulary_of(asked)
-    if found is None:
+    found = read_vocabulary(asked.files, asked.texts, config)
+    if found is None and needed:
         raise SwapRefused(
             "there is no tokenizer beside the model, so nothing says which token is which",
             "--vocab N keeps the first N tokens.",
@@ -243,7 +234,7 @@ SWAPS = (
         gives="a multiple of N",
         needs="a size that is no multiple yet; exact on the tokens there were",
         source="Megatron-LM's padding, with zeros",
-        reshape=_to_multiple,
+        reshape=partial(_to_size, True),
         examples=lambda spec: tuple(f"multiple:{of}" for of in (64, 100) if spec.vocab_size % of)[:1],
         inverse=_unpadded,
     ),
@@ -254,7 +245,7 @@ SWAPS = (
         gives="N tokens",
         needs="for fewer, nothing behind the first N that the tokenizer needs; exact on the tokens of both",
         source="derived for gptkit: rows of zeros, or rows left out",
-        reshape=_to_size,
+        reshape=partial(_to_size, False),
         examples=lambda spec: (str(spec.vocab_size + 3),),
         inverse=_unpadded,
     ),

@@ -61,7 +61,10 @@ def _resize_feed_forward(spec: ModelSpec, asked: Asked) -> Swapped:
 
 def narrowed(inner: Sequence[Inner], size: int, asked: Asked) -> tuple[Guarantee, dict[str, Tensor], str]:
     """Fewer units: the dead ones go first, and exactly. (What is guaranteed, the tensors, the method.)"""
-    silent = {each.path: _silent_units(each, asked) for each in inner}
+    silent = {}
+    for each in inner:
+        every = np.ones(each.units, dtype=bool)
+        silent[each.path] = asked.weights.ask(partial(dead, inner=each), ~every, every)
     alive = {each.path: each.units - int(silent[each.path].sum()) for each in inner}
     short = [each for each in inner if alive[each.path] > size]
     tensors: dict[str, Tensor] = {}
@@ -85,12 +88,6 @@ def narrowed(inner: Sequence[Inner], size: int, asked: Asked) -> tuple[Guarantee
     for each in inner:
         tensors |= scratch.waiting((*each.up, each.down, *([each.down_bias] if each.record.down_bias else [])))
     return "approximate", tensors, "activations, ridge refit"
-
-
-def _silent_units(inner: Inner, asked: Asked) -> np.ndarray:
-    """For each unit whether nothing comes out of it, as far as is known."""
-    every = np.ones(inner.units, dtype=bool)
-    return asked.weights.ask(lambda model: dead(model, inner), ~every, every)
 
 
 def dead(model: Model, inner: Inner) -> np.ndarray:
