@@ -259,10 +259,9 @@ def plain(step: Step, spec: ModelSpec) -> Step:
         wanted = Fraction(max(int(wanted + Fraction(1, 2)), 1))
     if wanted.denominator != 1 or wanted < 1:
         fit = [size // n for n in range(size, 0, -1) if size % n == 0]
-        raise SwapRefused(
-            f"{f'{match[2]}%' if match[2] else f'{match[3]}/{match[4]}'} of {size} {what} is {float(wanted):g}",
-            f"Possible: a part that gives a whole number; {', '.join(map(str, fit[-8:]))} divide it.",
-        )
+        reason = f"{f'{match[2]}%' if match[2] else f'{match[3]}/{match[4]}'} of {size} {what} is {float(wanted):g}"
+        hint = f"Possible: a part that gives a whole number; {', '.join(map(str, fit[-8:]))} divide it."
+        raise SwapRefused(reason, hint)
     return replace(step, value=f"{match[1]}{int(wanted)}")
 
 

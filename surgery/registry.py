@@ -42,7 +42,8 @@ LARGEST = 1_000_000
 def register(module: str) -> None:
     """Make the swaps of a plugin's module known, by its full name; it is made as our own are."""
     PLUGINS.append(module)
-    all_swaps.cache_clear()
+    for each in (_modules, all_swaps, all_options):
+        each.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -215,30 +216,27 @@ class Swap:
 
 
 @cache
-def _modules(plugins: tuple[str, ...]) -> list[ModuleType]:
+def _modules() -> list[ModuleType]:
     """The files of swaps, our own and those of plugins, in the order of execution."""
     own = [f"{swaps.__name__}.{module.name}" for module in iter_modules(swaps.__path__)]
-    found = [module for module in map(import_module, [*own, *plugins]) if hasattr(module, "SWAPS")]
+    found = [module for module in map(import_module, [*own, *PLUGINS]) if hasattr(module, "SWAPS")]
     return sorted(found, key=lambda module: module.ORDER)
 
 
 @cache
 def all_swaps() -> tuple[Swap, ...]:
     """Every swap, in the order of execution: what an earlier one leaves is what a later one finds."""
-    return tuple(swap for module in _modules(tuple(PLUGINS)) for swap in module.SWAPS)
-
-
-def all_options() -> tuple[Option, ...]:
-    """Every option that asks for swaps, in the order of the help."""
-    return _all_options(tuple(PLUGINS))
+    return tuple(swap for module in _modules() for swap in module.SWAPS)
 
 
 @cache
-def _all_options(plugins: tuple[str, ...]) -> tuple[Option, ...]:
-    """Our own are read without an import, so that a help waits for nothing."""
+def all_options() -> tuple[Option, ...]:
+    """Every option that asks for swaps, in the order of the help. Our own are read without an import, so that a help
+    waits for nothing.
+    """
     files = (file for folder in swaps.__path__ for file in sorted(Path(folder).glob("*.py")))
     found = [option for file in files for option in declared(file)]
-    for module in map(import_module, plugins):
+    for module in map(import_module, PLUGINS):
         found += getattr(module, "OPTIONS", ())
         names = {option.name for option in found}
         bare = (swap for swap in module.SWAPS if swap.option not in names)
@@ -249,7 +247,7 @@ def _all_options(plugins: tuple[str, ...]) -> tuple[Option, ...]:
 
 def parts() -> dict[tuple[str, str], tuple[str, Callable[[ModelSpec], set[int | None]]]]:
     """What a part ("auto:75%") is a part of, by option and what stands before the number."""
-    every = (option for module in _modules(tuple(PLUGINS)) for option in getattr(module, "OPTIONS", ()))
+    every = (option for module in _modules() for option in getattr(module, "OPTIONS", ()))
     return {(option.name, before): part for option in every for before, part in option.parts.items()}
 
 
@@ -340,10 +338,8 @@ def layers_in(text: str, layers: int) -> tuple[int, ...]:
         last = first if match[2] is None else int(match[3]) if match[3] else layers - 1
         for each in (first, last):
             if each >= layers:
-                raise SwapRefused(
-                    f"{text!r} names layer {each}, the model has {layers}: 0 to {layers - 1}",
-                    f"Possible here: 0-{layers - 1}, or a part of it.",
-                )
+                hint = f"Possible here: 0-{layers - 1}, or a part of it."
+                raise SwapRefused(f"{text!r} names layer {each}, the model has {layers}: 0 to {layers - 1}", hint)
         if last < first:
             raise UsageError(f"{text!r}: {first}-{last} runs backwards")
         found += range(first, last + 1)

@@ -67,10 +67,8 @@ def read_text(checkpoint: Checkpoint, file: str | Path | None, tokens: int = TOK
     if file is None:
         reference = checkpoint.origin.reference or ""
         if not reference.startswith("sample:"):
-            raise UsageError(
-                "this swap is fitted on a text, and none was given",
-                "--calibrate FILE: some pages of plain text like what the model is for; --approximate needs none.",
-            )
+            hint = "--calibrate FILE: some pages of plain text like what the model is for; --approximate needs none."
+            raise UsageError("this swap is fitted on a text, and none was given", hint)
         path, name = PLAY, "the bundled play"
     else:
         path, name = Path(file), str(file)

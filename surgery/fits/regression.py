@@ -17,44 +17,30 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+FLOOR = 1e-6
 
-@dataclass
-class Moment:
-    """Sums over tokens, from which a linear can be fitted: of x xᵀ (e, e), and of y xᵀ (out, e) where there is a
-    target. Fed in pieces, so that no activations are kept.
+
+class Moment(NamedTuple):
+    """Sums over tokens in fp64, from which a linear can be fitted: of x xᵀ (e, e), and of y xᵀ (out, e) where there is
+    a target.
     """
 
     gram: Tensor
-    cross: Tensor | None = None
-    count: int = 0
-
-    @classmethod
-    def zeros(cls, width: int, out: int | None = None, dtype: torch.dtype = torch.float64) -> Moment:
-        """Nothing seen yet, for inputs of `width` and targets of `out`."""
-        cross = None if out is None else torch.zeros(out, width, dtype=dtype)
-        return cls(torch.zeros(width, width, dtype=dtype), cross)
+    cross: Tensor | None
+    count: int
 
     @classmethod
     def of(cls, x: Tensor, y: Tensor | None = None, weight: Tensor | None = None) -> Moment:
-        """Of these tokens and targets; see `add`."""
-        found = cls.zeros(x.shape[-1], None if y is None else y.shape[-1])
-        found.add(x, y, weight)
-        return found
-
-    def add(self, x: Tensor, y: Tensor | None = None, weight: Tensor | None = None) -> None:
-        """Take in tokens x (..., e), targets y (..., out), each token counted `weight` (...) times."""
-        flat = x.reshape(-1, x.shape[-1]).to(self.gram)
+        """Of tokens x (..., e) and targets y (..., out), each token counted `weight` (...) times."""
+        flat = x.reshape(-1, x.shape[-1]).double()
         scaled = flat if weight is None else flat * weight.reshape(-1, 1).to(flat)
-        self.gram += flat.T @ scaled
-        self.count += len(flat)
-        if self.cross is not None:
-            assert y is not None, "a moment with targets was given none"
-            self.cross += y.reshape(-1, y.shape[-1]).to(flat).T @ scaled
+        cross = None if y is None else y.reshape(-1, y.shape[-1]).to(flat).T @ scaled
+        return cls(flat.T @ scaled, cross, len(flat))
 
     @property
     def covariance(self) -> Tensor:
@@ -68,15 +54,15 @@ def augment(weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.cat((weight, column[..., None]), dim=-1)
 
 
-def square_roots(covariance: Tensor, floor: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Σ^½ and Σ^-½ (both symmetric) of a positive semidefinite matrix, `floor` · its largest eigenvalue added to each
+def square_roots(covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ^½ and Σ^-½ (both symmetric) of a positive semidefinite matrix, `FLOOR` · its largest eigenvalue added to each
     eigenvalue: directions the text never takes would otherwise be divided by zero. Raises ValueError where the matrix
     is zero, which nothing can be fitted on.
     """
     values, vectors = torch.linalg.eigh(covariance)
     if not values[-1] > 0:
         raise ValueError("the covariance is zero: the calibration text gave no activations")
-    values = values.clamp_min(0) + floor * values[-1]
+    values = values.clamp_min(0) + FLOOR * values[-1]
     return (vectors * values.sqrt()) @ vectors.T, (vectors * values.rsqrt()) @ vectors.T
 
 
@@ -85,7 +71,7 @@ def pool_mean(weights: Tensor) -> Tensor:
     return weights.mean(dim=0)
 
 
-def fit_values(values: Tensor, outputs: Tensor, covariance: Tensor, floor: float = 1e-6) -> tuple[Tensor, Tensor]:
+def fit_values(values: Tensor, outputs: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
     """One value head (d, e) for a group, and its new columns of the output projection (n, hidden, d), by reduced-rank
     regression: with M = [O_g V_h(g)] Σ^½ stacked over the query heads and B its first d right singular vectors,
     V = Bᵀ Σ^-½ and O_g' = O_g V_h(g) Σ^½ B.
@@ -95,7 +81,7 @@ def fit_values(values: Tensor, outputs: Tensor, covariance: Tensor, floor: float
     old head together; covariance (e, e) is of what attention gives out of the layer's input, averaged over query heads
     (`mix_inputs`), or of the input itself, which is nearly as good.
     """
-    root, inverse = square_roots(covariance, floor)
+    root, inverse = square_roots(covariance)
     readers = outputs.shape[0] // values.shape[0]
     products = outputs @ (values @ root).repeat_interleave(readers, dim=0)  # (n, hidden, e)
     basis = leading(gram_of(products), values.shape[1])  # (e, d)
@@ -121,9 +107,7 @@ def leading(gram: Tensor, rank: int) -> Tensor:
 # --- keys ------------------------------------------------------------------------------------------------------------
 
 
-def fit_keys(
-    queries: Tensor, keys: Tensor, covariance: Tensor, rotary_dim: int = 0, floor: float = 1e-6
-) -> tuple[Tensor, Tensor]:
+def fit_keys(queries: Tensor, keys: Tensor, covariance: Tensor, rotary_dim: int = 0) -> tuple[Tensor, Tensor]:
     """One key head (d, e) for a group, and its new queries (n, d, e): what it takes to read it goes into the queries.
 
     Each rotary pair (i, i + rotary_dim/2) is a complex number, and any complex factor commutes with the rotation: of
@@ -136,16 +120,16 @@ def fit_keys(
     new_queries, new_key = queries.clone(), keys[0].clone()
     if rotary_dim:
         cut = slice(0, rotary_dim)
-        new_queries[:, cut], new_key[cut] = _fit_pairs(queries[:, cut], keys[:, cut], covariance, floor)
+        new_queries[:, cut], new_key[cut] = _fit_pairs(queries[:, cut], keys[:, cut], covariance)
     if rotary_dim < keys.shape[1]:
         cut = slice(rotary_dim, None)
-        new_queries[:, cut], new_key[cut] = _fit_plain(queries[:, cut], keys[:, cut], covariance, floor)
+        new_queries[:, cut], new_key[cut] = _fit_plain(queries[:, cut], keys[:, cut], covariance)
     return new_queries, new_key
 
 
-def _fit_pairs(queries: Tensor, keys: Tensor, covariance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+def _fit_pairs(queries: Tensor, keys: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
     """`fit_keys` where every element is rotated."""
-    root, inverse = square_roots(covariance, floor)
+    root, inverse = square_roots(covariance)
     readers = queries.shape[0] // keys.shape[0]
     q, k = _pairs(queries), _pairs(keys)  # complex: (n, p, e), (m, p, e)
     power = ((queries @ covariance) * queries).sum(dim=-1)  # E q², (n, d)
@@ -161,9 +145,9 @@ def _fit_pairs(queries: Tensor, keys: Tensor, covariance: Tensor, floor: float) 
     return _elements(turned), _elements(row)
 
 
-def _fit_plain(queries: Tensor, keys: Tensor, covariance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+def _fit_plain(queries: Tensor, keys: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
     """`fit_keys` where nothing is rotated."""
-    root, inverse = square_roots(covariance, floor)
+    root, inverse = square_roots(covariance)
     readers = queries.shape[0] // keys.shape[0]
     factors = queries @ root  # a root of E q qᵀ is enough: (n, d, e), its Gram stands between
     product = (keys @ root).repeat_interleave(readers, dim=0)  # K_h Σ^½, (n, d, e)
@@ -246,10 +230,8 @@ def ridge(start: Tensor, moment: Moment, strength: float) -> Tensor:
     What the text says nothing of stays as in `start` (out, e). `strength` is λ over the mean of x's squares' sums (the
     mean of the Gram matrix's diagonal). Raises ValueError where it is not positive, or the moment has no targets.
     """
-    if not strength > 0:
-        raise ValueError(f"the strength of a ridge is {strength}, expected more than 0")
-    if moment.cross is None:
-        raise ValueError("a ridge fit needs a moment with targets")
+    if not strength > 0 or moment.cross is None:
+        raise ValueError(f"a ridge of strength {strength} needs more than 0, and a moment with targets")
     gram = moment.gram
     penalty = strength * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
     missing = moment.cross - start @ gram

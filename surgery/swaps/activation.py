@@ -180,10 +180,8 @@ def different(spec: ModelSpec, asked: Asked, new: Activation) -> dict[int, Dense
     found = {i: dense_of(spec.blocks[i]) for i in layers}
     far = [i for i, dense in found.items() if dense.activation not in NEAR]
     if far:
-        raise SwapRefused(
-            f"no slope brings {new} near to {found[far[0]].activation}, which layer {far[0]} has",
-            f"Possible from: {', '.join(NEAR)}.",
-        )
+        hint = f"Possible from: {', '.join(NEAR)}."
+        raise SwapRefused(f"no slope brings {new} near to {found[far[0]].activation}, which layer {far[0]} has", hint)
     return found
 
 

@@ -99,10 +99,8 @@ def _key_counts(attention: Grouped, new: int) -> list[int]:
     found = [keys] * (new % keys == 0) + [new // group] * (new % group == 0)
     if not found:
         near = [n for n in range(1, 2 * attention.heads + 1) if n % keys == 0 or n % group == 0]
-        raise SwapRefused(
-            f"{new} query heads cannot be shared out over {keys} key-value heads, nor in groups of {group}",
-            f"Possible: {', '.join(map(str, near))}, …",
-        )
+        reason = f"{new} query heads cannot be shared out over {keys} key-value heads, nor in groups of {group}"
+        raise SwapRefused(reason, f"Possible: {', '.join(map(str, near))}, …")
     return list(dict.fromkeys(found))
 
 
@@ -116,10 +114,8 @@ def _more(attention: Grouped, new: int) -> Choice:
         if before is not None and after is not None:
             if not set(before) <= set(after):
                 fit = [str(n) for n in range(old + 1, 4 * old) if set(before) <= set(slopes(attention, n) or [])]
-                raise SwapRefused(
-                    f"ALiBi's slopes for {new} heads leave out some of those for {old}",
-                    f"Possible: {', '.join(fit)}." if fit else "Possible: other positions first (--position).",
-                )
+                hint = f"Possible: {', '.join(fit)}." if fit else "Possible: other positions first (--position)."
+                raise SwapRefused(f"ALiBi's slopes for {new} heads leave out some of those for {old}", hint)
             places = [after.index(each) for each in before]
         heads[places], silent[places] = np.arange(old), False
         return Choice(heads, heads if keys == old else np.zeros(1, dtype=np.int64), silent)

@@ -67,10 +67,9 @@ def _fold_scale(spec: ModelSpec, asked: Asked) -> Swapped:
         if math.isclose(attention.scale, wanted, rel_tol=1e-14):  # families write 1/√d in several ways
             continue
         if isinstance(attention.position, ALiBi) and attention.position.scaled:
-            raise SwapRefused(
-                f"layer {layer} multiplies its ALiBi bias by the scale too, which no weight can take over",
-                "Possible here: the layers without (--blocks), or other positions first (--position).",
-            )
+            reason = f"layer {layer} multiplies its ALiBi bias by the scale too, which no weight can take over"
+            hint = "Possible here: the layers without (--blocks), or other positions first (--position)."
+            raise SwapRefused(reason, hint)
         path, factor = f"blocks.{layer}.attention", attention.scale / wanted
         weighed(f"{path}.q_norm", attention.q_norm)
         normed = attention.q_norm is not None

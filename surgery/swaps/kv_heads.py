@@ -166,10 +166,8 @@ def grouped(spec: ModelSpec, asked: Asked) -> dict[int, Attention]:
     found = attentions(spec, asked.chosen(spec), " already")
     for layer, attention in found.items():
         if attention.q_norm is not None or attention.k_norm is not None:
-            raise SwapRefused(
-                f"layer {layer} normalises queries and keys head by head, which a shared key has no heads for",
-                "Possible here: fewer key-value heads, --attention gqa:N or mqa.",
-            )
+            reason = f"layer {layer} normalises queries and keys head by head, which a shared key has no heads for"
+            raise SwapRefused(reason, "Possible here: fewer key-value heads, --attention gqa:N or mqa.")
         if attention.cap is not None:
             raise SwapRefused(
                 f"layer {layer} has a cap on its scores ({attention.cap:g}), which latent attention has not"
@@ -255,10 +253,9 @@ def _to_rank(spec: ModelSpec, asked: Asked) -> Swapped:
         return dataclasses.replace(_to_whole(spec, asked), notes=(note,))
     for layer, each in old.items():
         if rank > whole(each):
-            raise SwapRefused(
-                f"layer {layer} has {whole(each)} numbers per token for a latent to hold, not {rank}",
-                f"Possible here: mla:{whole(each)} or less, or mla:full ({most} with keys), which changes nothing.",
-            )
+            reason = f"layer {layer} has {whole(each)} numbers per token for a latent to hold, not {rank}"
+            hint = f"Possible here: mla:{whole(each)} or less, or mla:full ({most} with keys), which changes nothing."
+            raise SwapRefused(reason, hint)
     several = any(isinstance(each.position, Rotary) and each.kv_heads > 1 for each in old.values())
     if not several and all(rank == whole(each) for each in old.values()):
         return _to_whole(spec, asked)

@@ -247,10 +247,8 @@ def _changes(
     for module in adapter.rows:
         note(f"{module}.weight", module, rows=module)
     if unknown:
-        raise SwapRefused(
-            f"{adapter.reference} changes {len(unknown)} modules that this model does not have: {some_of(unknown)}",
-            _hint(adapter),
-        )
+        reason = f"{adapter.reference} changes {len(unknown)} modules that this model does not have: {some_of(unknown)}"
+        raise SwapRefused(reason, _hint(adapter))
     if not found:
         raise SwapRefused(f"{adapter.reference} changes nothing: there is no tensor in it")
     tied = architecture.head if spec.head.tied else ""

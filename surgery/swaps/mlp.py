@@ -218,10 +218,8 @@ def _to_parts(spec: ModelSpec, asked: Asked) -> Swapped:
     """Dense -> E experts that are its parts, all of them taken."""
     count, top, found = wanted(spec, asked)
     if top != count:
-        raise SwapRefused(
-            f"with {top} of {count} parts a token loses the others: a split takes all its parts",
-            f"--mlp moe:{count}x{count}:split, or --mlp moe:{count}x{top}, which makes copies.",
-        )
+        hint = f"--mlp moe:{count}x{count}:split, or --mlp moe:{count}x{top}, which makes copies."
+        raise SwapRefused(f"with {top} of {count} parts a token loses the others: a split takes all its parts", hint)
     tensors: dict[str, Tensor] = {}
     for layer, dense in found.items():
         path, width = f"blocks.{layer}.feed_forward", dense.intermediate_size

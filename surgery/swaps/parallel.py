@@ -59,10 +59,8 @@ def _to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:
         )
     differing = [layer for layer in two if not _norms_alike(spec, asked, layer)]
     if shared and differing:
-        raise SwapRefused(
-            f"the norms before attention and feed-forward differ in {in_words(differing)}: they cannot be shared",
-            "--block parallel keeps both.",
-        )
+        reason = f"the norms before attention and feed-forward differ in {in_words(differing)}: they cannot be shared"
+        raise SwapRefused(reason, "--block parallel keeps both.")
     blocks = {layer: spec.blocks[layer].replaced(parallel=True) for layer in serial}
     for layer in two if shared else ():
         blocks[layer] = blocks.get(layer, spec.blocks[layer]).replaced(feed_forward_norm=None)

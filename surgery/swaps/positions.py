@@ -81,10 +81,8 @@ def _to_rope(spec: ModelSpec, asked: Asked) -> Swapped:
             turning = replace(now, base=base or now.base, scaling=None if is_neutral(now) else now.scaling)
             return replace(now, scaling=NEUTRAL) if neutral else turning
         if isinstance(attention, LatentAttention):
-            raise SwapRefused(
-                f"the keys of layer {layer} come from a latent and have no place for rotary positions",
-                "--position rope goes before --attention mla.",
-            )
+            reason = f"the keys of layer {layer} come from a latent and have no place for rotary positions"
+            raise SwapRefused(reason, "--position rope goes before --attention mla.")
         if attention.head_dim % 2:
             raise SwapRefused(
                 f"rotary positions turn pairs of elements, and the heads of layer {layer} have {attention.head_dim}",
@@ -170,10 +168,8 @@ def _with_position(spec: ModelSpec, layer: int, position: Position | None) -> tu
     before, more = attention.position, dict[str, Any]()
     if isinstance(attention, LatentAttention):
         if isinstance(before, Rotary) != isinstance(position, Rotary):
-            raise SwapRefused(
-                f"layer {layer} has keys of their own for rotary positions, apart from its latent",
-                "--position rope:neutral turns the rotation off and keeps them.",
-            )
+            hint = "--position rope:neutral turns the rotation off and keeps them."
+            raise SwapRefused(f"layer {layer} has keys of their own for rotary positions, apart from its latent", hint)
         return replace(attention, position=position), {}
     if comes:
         several = attention.kv_expansion == "broadcast"
@@ -216,10 +212,8 @@ def without_table(spec: ModelSpec, asked: Asked, tensors: dict[str, Tensor], not
             notes.append("the head was untied from the embedding: it needs the table without the mean position")
         return after
     if not isinstance(norm, LayerNorm):
-        raise SwapRefused(
-            "the mean position joins the token embeddings behind their RMSNorm, which has no bias to hold it",
-            "--approximate leaves it out.",
-        )
+        reason = "the mean position joins the token embeddings behind their RMSNorm, which has no bias to hold it"
+        raise SwapRefused(reason, "--approximate leaves it out.")
     tensors["embedding.norm.bias"] = joining("embedding.norm.bias", norm.bias)
     return replace(after, embedding=replace(spec.embedding, norm=replace(norm, bias=True)))
 

@@ -50,10 +50,8 @@ def quantise(spec: ModelSpec, asked: Asked) -> Swapped:
             each, inputs = linear.weight, shapes[linear.weight][1]
             if size is not None and inputs % size:
                 fits = [n for n in (16, 32, 64, 128, 256, inputs) if inputs % n == 0]
-                raise SwapRefused(
-                    f"{each} has {inputs} inputs, which groups of {size} do not share out",
-                    f"Possible for it: {', '.join(f'int{bits}:{n}' for n in fits)}.",
-                )
+                hint = f"Possible for it: {', '.join(f'int{bits}:{n}' for n in fits)}."
+                raise SwapRefused(f"{each} has {inputs} inputs, which groups of {size} do not share out", hint)
             rounded = partial(by_row, bits=bits) if size is None else partial(by_group, bits=bits, size=size)
             tensors[each] = Computed(lambda model, name=each, rounded=rounded: rounded(model.wide(name)))  # type: ignore[misc]
     return Swapped(spec, "approximate", tensors, {"bits": bits, "group": size, "tensors": len(tensors)})

@@ -105,10 +105,8 @@ def rope_scaling(spec: ModelSpec, asked: Asked, kind: Kind) -> Swapped:
         raise UsageError(f"--rope-scaling {asked.value!r}: expected a factor above 1 behind the colon, as in yarn:4")
     factor, layers, context = float(text), require_rotary(spec, asked), spec.context_length
     if context is None:
-        raise SwapRefused(
-            "nothing says for which context this model was trained, which scaling starts from",
-            "Say it first: --context N.",
-        )
+        hint = "Say it first: --context N."
+        raise SwapRefused("nothing says for which context this model was trained, which scaling starts from", hint)
     for layer, rotary in layers.items():
         _require_unscaled(layer, rotary, kind.name)
     name, scale = (kind.name, kind.scale) if not asked.approximate else ("linear", linear)
@@ -167,10 +165,8 @@ def _require_unscaled(layer: int, rotary: Rotary, name: str) -> None:
             "First --rope-scaling none. Only linear on linear composes: their factors multiply.",
         )
     if name in ("ntk", "dynamic") and rotary.dim == 2:
-        raise SwapRefused(
-            f"{name} divides by the rotary dimension less 2, which is 0 in layer {layer}",
-            "Possible here: linear, yarn, llama3.",
-        )
+        hint = "Possible here: linear, yarn, llama3."
+        raise SwapRefused(f"{name} divides by the rotary dimension less 2, which is 0 in layer {layer}", hint)
 
 
 def _no_scaling(spec: ModelSpec, asked: Asked) -> Swapped:
@@ -257,10 +253,8 @@ def rotary_dim(spec: ModelSpec, asked: Asked) -> Swapped:
     for layer, rotary in layers.items():
         attention, path = spec.blocks[layer].attention, f"blocks.{layer}.attention"
         if isinstance(attention, LatentAttention):
-            raise SwapRefused(
-                f"the keys of layer {layer} come from a latent, and its rotary keys are apart",
-                "--rotary-dim goes before --attention mla.",
-            )
+            hint = "--rotary-dim goes before --attention mla."
+            raise SwapRefused(f"the keys of layer {layer} come from a latent, and its rotary keys are apart", hint)
         _require_part(layer, rotary, size)
         if asked.approximate:
             plain = replace(rotary, dim=size, scaling=for_width(rotary.scaling, size))

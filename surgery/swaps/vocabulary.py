@@ -105,10 +105,8 @@ def _require_within(vocabulary: Vocabulary, size: int, now: int) -> None:
     if needed:
         some = some_of([f"{vocabulary.names[i]!r} ({i}: {needed[i]})" for i in sorted(needed)])
         least = max(needed) + 1
-        raise SwapRefused(
-            f"the first {size:,} tokens are not enough: the tokenizer needs {some}",
-            hint if least >= now else f"Possible from {least:,} on. {hint}",
-        )
+        reason = f"the first {size:,} tokens are not enough: the tokenizer needs {some}"
+        raise SwapRefused(reason, hint if least >= now else f"Possible from {least:,} on. {hint}")
     parts = sorted(i for i in vocabulary.closed(i for i in vocabulary.names if i < size) if i >= size)
     if parts:
         some = ", ".join(f"{vocabulary.names[i]!r} ({i})" for i in parts[:TOLD])
@@ -132,10 +130,8 @@ def _prune_to_list(spec: ModelSpec, asked: Asked) -> Swapped:
             unknown.append(f"{token!r:.40} (line {number:,})")
         ids.add(token_id)
     if unknown:
-        raise InvalidInput(
-            f"{asked.argument} names what is neither a token nor an id: {some_of(unknown)}",
-            "One token a line, as the tokenizer's vocabulary writes it. prune-text:FILE takes any text.",
-        )
+        hint = "One token a line, as the tokenizer's vocabulary writes it. prune-text:FILE takes any text."
+        raise InvalidInput(f"{asked.argument} names what is neither a token nor an id: {some_of(unknown)}", hint)
     if not lines:
         raise InvalidInput(f"{asked.argument} names no token")
     return _prune(spec, vocabulary, ids)
@@ -159,10 +155,8 @@ def _prune(spec: ModelSpec, vocabulary: Vocabulary, ids: set[int]) -> Swapped:
             f"--vocab {max(vocabulary.names) + 1} first gives every token one.",
         )
     if len(kept) == spec.vocab_size:
-        raise SwapRefused(
-            f"nothing to prune: the tokens asked for, and what they need, are all {len(kept):,}",
-            "A shorter list, or a text that uses fewer.",
-        )
+        hint = "A shorter list, or a text that uses fewer."
+        raise SwapRefused(f"nothing to prune: the tokens asked for, and what they need, are all {len(kept):,}", hint)
     files, needed = vocabulary.cut({old: new for new, old in enumerate(kept)}), len(set(kept) - ids)
     notes = [f"{len(kept):,} of {spec.vocab_size:,} tokens kept: {len(ids):,} as asked, {needed:,} that they need"]
     lost = sorted(name for name, text in files.items() if text is None)
@@ -200,10 +194,8 @@ def _vocabulary_of(asked: Asked, needed: bool = False) -> Vocabulary | None:
         config = asked.texts[CONFIG].decode()
     found = read_vocabulary(asked.files, asked.texts, config)
     if found is None and needed:
-        raise SwapRefused(
-            "there is no tokenizer beside the model, so nothing says which token is which",
-            "--vocab N keeps the first N tokens.",
-        )
+        hint = "--vocab N keeps the first N tokens."
+        raise SwapRefused("there is no tokenizer beside the model, so nothing says which token is which", hint)
     return found
 
 

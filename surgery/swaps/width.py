@@ -80,10 +80,9 @@ def narrowed(inner: Sequence[Inner], size: int, asked: Asked) -> tuple[Guarantee
         return "approximate", tensors, "norms of weights"
     if asked.calibration is None:
         first = short[0].path
-        raise SwapRefused(
-            f"{first} has {alive[first]} units in use, and which of them matter least shows on a text alone",
-            f"Possible: {alive[first]} or more; --calibrate FILE; --approximate, which goes by the weights.",
-        )
+        reason = f"{first} has {alive[first]} units in use, and which of them matter least shows on a text alone"
+        hint = f"Possible: {alive[first]} or more; --calibrate FILE; --approximate, which goes by the weights."
+        raise SwapRefused(reason, hint)
     scratch = Scratch.by("pruning.units", asked.calibration(), inner, size)
     for each in inner:
         tensors |= scratch.waiting((*each.up, each.down, *([each.down_bias] if each.record.down_bias else [])))
