@@ -9,8 +9,7 @@ norm, and where it is tied the token table does both.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -90,27 +89,19 @@ def with_mixers(spec: ModelSpec, changed: Mapping[int, Any], **fields: Any) -> M
     return with_blocks(spec, {i: spec.blocks[i].replaced(**{new.slot: new}) for i, new in changed.items()}, **fields)
 
 
-@dataclass(frozen=True)
-class Linear:
-    """A linear of a block: its path in the tree, whether it has a bias, whether its record has a field for one, of
-    a reader the path of the norm that it reads, and what its mixer is called in the block.
+class Linear(NamedTuple):
+    """A linear of a block: its path in the tree, the shared names of its weight and of its bias, whether it has one or
+    not, whether its record has a field for one, of a reader the path of the norm that it reads, and what its mixer is
+    called in the block.
     """
 
     path: str
+    weight: str
+    bias_name: str
     bias: bool
-    norm: str = ""
-    may_have_bias: bool = True
-    slot: str = ""
-
-    @property
-    def weight(self) -> str:
-        """The shared name of its weight."""
-        return f"{self.path}.weight"
-
-    @property
-    def bias_name(self) -> str:
-        """The shared name of its bias, whether there is one or not."""
-        return f"{self.path}.bias"
+    may_have_bias: bool
+    norm: str
+    slot: str
 
     @property
     def names(self) -> list[str]:
@@ -129,8 +120,9 @@ def linears(block: Block, path: str, *wanted: Role) -> Iterator[Linear]:
             own = node.weights()
             for name, weight in own.items():
                 if weight.role in wanted:
-                    linear = name.removesuffix(".weight")
-                    yield Linear(f"{inner}.{linear}", f"{linear}.bias" in own, norm, weight.role != "router", slot)
+                    at, bias = f"{inner}.{name.removesuffix('.weight')}", name.replace(".weight", ".bias")
+                    flags = bias in own, weight.role != "router"
+                    yield Linear(at, f"{inner}.{name}", f"{inner}.{bias}", *flags, norm, slot)
 
 
 def readers(block: Block, path: str) -> tuple[Linear, ...]:
@@ -143,45 +135,30 @@ def writers(block: Block, path: str) -> tuple[Linear, ...]:
     return tuple(linears(block, path, "writes"))
 
 
-def experts(block: Block, path: str) -> list[tuple[str, FeedForward | GatedFeedForward]]:
-    """The feed-forwards of a block, one or as many as there are experts: (path, record)."""
-    mixer = block.feed_forward
-    inside: list[Any] = [(f"{path}.feed_forward.{name}", expert) for name, expert in mixer.children()]
-    return inside or [(f"{path}.feed_forward", mixer)]
-
-
-@dataclass(frozen=True)
-class Inner:
-    """A feed-forward or an expert: its path, record and layer."""
+class Inner(NamedTuple):
+    """A feed-forward or an expert: its path, record and layer; the linears that read its input, of which the first is
+    what is activated; the tensors with a row a unit (up) and with a column a unit (down), the name of the bias behind
+    it, whether there is one or not, and how many units there are.
+    """
 
     path: str
     record: FeedForward | GatedFeedForward
     layer: int
+    inputs: list[str]
+    up: list[str]
+    down: str
+    down_bias: str
+    units: int
 
-    @property
-    def inputs(self) -> list[str]:
-        """The linears that read its input; what the first of them gives is activated."""
-        return [name.removesuffix(".weight") for name, each in self.record.weights().items() if each.role == "reads"]
 
-    @property
-    def up(self) -> list[str]:
-        """The tensors with a row a unit."""
-        return tensors_of(self.path, self.record, *self.inputs)
-
-    @property
-    def down(self) -> str:
-        """The tensor with a column a unit."""
-        return f"{self.path}.down_proj.weight"
-
-    @property
-    def down_bias(self) -> str:
-        """The name of the bias behind it, whether there is one or not."""
-        return f"{self.path}.down_proj.bias"
-
-    @property
-    def units(self) -> int:
-        """How many units there are."""
-        return self.record.intermediate_size
+def experts(block: Block, layer: int) -> Iterator[Inner]:
+    """The feed-forwards of a block, one or as many as there are experts."""
+    mixer, whole = block.feed_forward, f"blocks.{layer}.feed_forward"
+    inside: list[Any] = [(f"{whole}.{name}", expert) for name, expert in mixer.children()]
+    for path, record in inside or [(whole, mixer)]:
+        inputs = [name.removesuffix(".weight") for name, each in record.weights().items() if each.role == "reads"]
+        names = tensors_of(path, record, *inputs), f"{path}.down_proj.weight", f"{path}.down_proj.bias"
+        yield Inner(path, record, layer, inputs, *names, record.intermediate_size)
 
 
 def largest(score: Wide, size: int) -> Index:

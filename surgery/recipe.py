@@ -32,7 +32,7 @@ from typing import Any
 
 from ..components import ModelSpec
 from ..converter.manifest import MANIFEST, read_manifest
-from ..converter.names import CONFIG, LOCAL_CONFIG
+from ..converter.names import LOCAL_CONFIG
 from ..errors import GptkitError, InvalidInput, SwapRefused, UsageError
 from .registry import Step, all_options, option_of, parts
 
@@ -283,9 +283,3 @@ def called(steps: Sequence[Step], number: int) -> str | None:
     if step.written and all(each.written == step.written for each in steps):
         return f"{step.written} (its step {step})"
     return f"step {number + 1} ({step.written or step})" if len(steps) > 1 else None
-
-
-def described(path: Path) -> list[Path]:
-    """The files that say what a checkpoint's tree is."""
-    folder = path if path.is_dir() else path.parent
-    return [folder / name for name in (LOCAL_CONFIG, CONFIG) if (folder / name).is_file()][:1]

@@ -17,7 +17,7 @@ from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.convert import companions, plan_output
 from ..converter.dtypes import HF_NAMES, parse_dtype, widest
 from ..converter.files import sha256_file
-from ..converter.names import CONFIG
+from ..converter.names import CONFIG, LOCAL_CONFIG
 from ..converter.publish import Staging
 from ..converter.targets import FOLDERS, target
 from ..converter.threads import as_before, suit
@@ -31,7 +31,7 @@ from .chain import Chain, chain, leaving
 from .fits.calibration import TOKENS, read_text
 from .guarantee import SMALL, each_alone, hold_to_transformers, measured_from_files, plain_form
 from .measure import Measurement
-from .recipe import Recipe, described, read_recipe
+from .recipe import Recipe, read_recipe
 from .registry import Step, steps_of
 
 
@@ -168,7 +168,9 @@ def swap(
     found, naive = None, None
     each: tuple[Measurement, ...] = ()
     if not dry_run:
-        sources = {path.name: sha256_file(path) for path in (*source.files, *described(source.path))}
+        folder = source.path if source.path.is_dir() else source.path.parent
+        trees = [folder / name for name in (LOCAL_CONFIG, CONFIG) if (folder / name).is_file()][:1]
+        sources = {path.name: sha256_file(path) for path in (*source.files, *trees)}
         carried = replace(carried, sources=sources)
         with Staging(Path(out), force) as staging:
             files = execute(plan, _tensors(done.models[-1]), staging, progress)

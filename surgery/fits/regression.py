@@ -17,15 +17,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-FLOOR = 1e-6
 
-
-class Moment(NamedTuple):
+@dataclass(frozen=True)
+class Moment:
     """Sums over tokens in fp64, from which a linear can be fitted: of x xᵀ (e, e), and of y xᵀ (out, e) where there is
     a target.
     """
@@ -54,15 +53,15 @@ def augment(weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.cat((weight, column[..., None]), dim=-1)
 
 
-def square_roots(covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ^½ and Σ^-½ (both symmetric) of a positive semidefinite matrix, `FLOOR` · its largest eigenvalue added to each
+def square_roots(covariance: Tensor, floor: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """Σ^½ and Σ^-½ (both symmetric) of a positive semidefinite matrix, `floor` · its largest eigenvalue added to each
     eigenvalue: directions the text never takes would otherwise be divided by zero. Raises ValueError where the matrix
     is zero, which nothing can be fitted on.
     """
     values, vectors = torch.linalg.eigh(covariance)
     if not values[-1] > 0:
         raise ValueError("the covariance is zero: the calibration text gave no activations")
-    values = values.clamp_min(0) + FLOOR * values[-1]
+    values = values.clamp_min(0) + floor * values[-1]
     return (vectors * values.sqrt()) @ vectors.T, (vectors * values.rsqrt()) @ vectors.T
 
 

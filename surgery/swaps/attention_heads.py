@@ -27,7 +27,7 @@ from ..base import Index, Model, Swapped, Tensor, Wide, by_head, taken
 from ..fits.scratch import Scratch
 from ..heads import Choice, Grouped, kept, key_heads, parts, remaining, slopes
 from ..layerwise import one_or_all, with_mixers
-from ..options import ATTENTION, Option
+from ..options import ATTENTION, Option, Parts
 from ..registry import Asked, Clears, Swap
 
 
@@ -211,7 +211,7 @@ def examples(spec: ModelSpec) -> tuple[str, ...]:
 
 
 ORDER = 80
-PARTS = {"": ("heads", lambda spec: {block.attention.heads for block in spec.blocks})}
+PARTS: Parts = {"": ("heads", lambda spec: {block.attention.heads for block in spec.blocks})}
 OPTIONS = (Option("heads", ATTENTION, 2, "The number of query heads.", "N", parts=PARTS),)
 SWAPS = (
     Swap(

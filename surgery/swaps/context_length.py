@@ -12,7 +12,7 @@ from ...analysis.costs import usual_context
 from ...components import ModelSpec, Rotary
 from ...errors import SwapRefused
 from ..base import Array, Moved, Promise, Swapped
-from ..options import POSITIONS, Option
+from ..options import POSITIONS, Option, Parts
 from ..registry import Asked, Clears, Step, Swap
 
 
@@ -72,7 +72,7 @@ def examples(spec: ModelSpec) -> tuple[str, ...]:
 
 
 ORDER = 65
-PARTS = {"": ("positions", lambda spec: {usual_context(spec)})}
+PARTS: Parts = {"": ("positions", lambda spec: {usual_context(spec)})}
 OPTIONS = (Option("context", POSITIONS, 5, "The length of the position table, or of the context.", "N", parts=PARTS),)
 SWAPS = (
     Swap(

@@ -27,7 +27,7 @@ from ...errors import SwapRefused
 from ..base import Computed, Index, Model, Swapped, Tensor, Wide, gather, padded, scaled, taken
 from ..fits.scratch import Scratch
 from ..layerwise import read_weights, written
-from ..options import NORMS, Option
+from ..options import NORMS, Option, Parts
 from ..registry import Asked, Swap
 from .basis import (
     Compute,
@@ -88,8 +88,13 @@ def rescaled(spec: ModelSpec, new: int) -> ModelSpec:
 def _wider(spec: ModelSpec, new: int) -> Swapped:
     """Exact; see the module's text."""
     old = spec.hidden_size
-    if new % old == 0:
-        return repeated(spec, new)
+    appended, again = padded(old, new), padded(old, new, repeat=True)
+    if new % old == 0:  # copies side by side
+        tensors = mapped(spec, again, appended)
+        for path, name in vectors(spec):
+            # A tied head multiplies by every copy of the table.
+            tensors[name] = taken(name, appended if path == "final_norm" and spec.head.tied else again)
+        return Swapped(resized(spec, new), "exact", tensors, {"method": "copies"})
     centred = {norm.centred for _, norm in every_norm(spec)}
     multiples = f"Possible: multiples of {old}, as {2 * old}"
     if len(centred) > 1:
@@ -99,7 +104,9 @@ def _wider(spec: ModelSpec, new: int) -> Swapped:
             f"{multiples}; or any width after --norm rmsnorm, where that is possible.",
         )
     if centred == {False}:
-        return with_zeros(spec, new)
+        # What new coordinates are read as is free; as the old ones, so that training reaches what is to write them.
+        gains = {name: gamma(name, old, new) for _, name in vectors(spec)}
+        return Swapped(rescaled(spec, new), "exact", mapped(spec, appended, again) | gains, {"method": "zeros"})
     if any(block.residual == "normed" for block in spec.blocks):
         raise SwapRefused(
             f"a stream that is a LayerNorm's output cannot become {new} wide: the norm's bias and weight are in it, and"
@@ -109,29 +116,10 @@ def _wider(spec: ModelSpec, new: int) -> Swapped:
     return _with_means(spec, new)
 
 
-def repeated(spec: ModelSpec, new: int) -> Swapped:
-    """k copies of the stream side by side."""
-    write, read = padded(spec.hidden_size, new, repeat=True), padded(spec.hidden_size, new)
-    tensors = mapped(spec, write, read)
-    for path, name in vectors(spec):
-        # A tied head multiplies by every copy of the table.
-        tensors[name] = taken(name, read if path == "final_norm" and spec.head.tied else write)
-    return Swapped(resized(spec, new), "exact", tensors, {"method": "copies"})
-
-
 def gamma(name: str, old: int, new: int) -> Tensor:
     """A norm's weight for another width: γ·√(d/d'), and the same for a weight of 1 in coordinates that are new."""
     ratio = length_ratio(old, new)
     return Computed(lambda model: np.append(model.wide(name), np.ones(new - old)) * ratio)
-
-
-def with_zeros(spec: ModelSpec, new: int) -> Swapped:
-    """RMSNorm: new coordinates that are always zero."""
-    old = spec.hidden_size
-    # What new coordinates would be read as is free; as the old ones, so that training reaches what is to write them.
-    tensors = mapped(spec, padded(old, new), padded(old, new, repeat=True))
-    tensors |= {name: gamma(name, old, new) for _, name in vectors(spec)}
-    return Swapped(rescaled(spec, new), "exact", tensors, {"method": "zeros"})
 
 
 def _with_mean(array: Wide, new: int, axis: int) -> Wide:
@@ -290,7 +278,7 @@ def _sliced(spec: ModelSpec, new: int, calibration: Calibration) -> Swapped:
 
 
 ORDER = 170
-PARTS = {"": ("dimensions", lambda spec: {spec.hidden_size})}
+PARTS: Parts = {"": ("dimensions", lambda spec: {spec.hidden_size})}
 OPTIONS = (Option("hidden", NORMS, 4, "The width of the residual stream.", "N", parts=PARTS),)
 SWAPS = (
     Swap(

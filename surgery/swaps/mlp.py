@@ -25,7 +25,6 @@ is their mean, each expert weighted with how much the router gave it on a text.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -59,7 +58,7 @@ def with_dense(block: Block, dense: Dense) -> Block:
 
 def paths(spec: ModelSpec, layer: int) -> list[str]:
     """The paths of a layer's feed-forwards: one, or one an expert."""
-    return [path for path, _ in experts(spec.blocks[layer], f"blocks.{layer}")]
+    return [each.path for each in experts(spec.blocks[layer], layer)]
 
 
 def _is_gated(block: Block) -> bool:
@@ -199,56 +198,38 @@ def wanted(spec: ModelSpec, asked: Asked) -> tuple[int, int, dict[int, Dense]]:
 # --- dense -> experts -------------------------------------------------------------------------------------------------
 
 
-def _to_copies(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Dense -> E copies, K of them for each token."""
+def _to_experts(split: bool, spec: ModelSpec, asked: Asked) -> Swapped:
+    """Dense -> E experts that are copies, K of them for each token; or its parts, all of them taken."""
     seed = asked.settings.get("seed", 0)
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+    if not split and (not isinstance(seed, int) or isinstance(seed, bool) or seed < 0):
         raise UsageError(f"the router's seed is {seed!r}, expected a whole number from 0")
     count, top, found = wanted(spec, asked)
-    tensors: dict[str, Tensor] = {}
-    for layer, dense in found.items():
-        path = f"blocks.{layer}.feed_forward"
-        first = f"{path}.gate_proj.weight" if isinstance(dense, GatedFeedForward) else f"{path}.up_proj.weight"
-        router = partial(drawn, rows=count, columns=spec.hidden_size, seed=(seed, layer))
-        tensors |= {f"{path}.router.weight": Moved(first, router)} | copies(path, dense, count)
-    return _with_experts(spec, found, tensors, count, top, NORMALISED, {"seed": seed})
-
-
-def _to_parts(spec: ModelSpec, asked: Asked) -> Swapped:
-    """Dense -> E experts that are its parts, all of them taken."""
-    count, top, found = wanted(spec, asked)
-    if top != count:
+    if split and top != count:
         hint = f"--mlp moe:{count}x{count}:split, or --mlp moe:{count}x{top}, which makes copies."
         raise SwapRefused(f"with {top} of {count} parts a token loses the others: a split takes all its parts", hint)
     tensors: dict[str, Tensor] = {}
     for layer, dense in found.items():
         path, width = f"blocks.{layer}.feed_forward", dense.intermediate_size
-        if width % count:
-            fits = ", ".join(str(n) for n in range(2, min(width, MOST) + 1) if width % n == 0)
-            raise SwapRefused(f"a width of {width} has no {count} equal parts", f"Possible: {fits}")
-        found[layer] = replace(dense, intermediate_size=width // count)
-        tensors[f"{path}.router.weight"] = Filled((count, spec.hidden_size), 0.0, like=f"{path}.down_proj.weight")
-        for index in range(count):
-            tensors |= part(path, found[layer], index, count)
-    note = "all experts are taken and weighted alike: one that takes fewer has to be trained to"
-    return _with_experts(spec, found, tensors, count, count, False, {"split": True}, note)
-
-
-def _with_experts(
-    spec: ModelSpec,
-    experts: Mapping[int, Dense],
-    tensors: Mapping[str, Tensor],
-    count: int,
-    top: int,
-    normalise: bool,
-    summary: dict[str, Any],
-    *notes: str,
-) -> Swapped:
-    """The tree with so many experts of a kind in each of these layers."""
-    mixture = partial(MixtureOfExperts, hidden_size=spec.hidden_size, experts=count, top_k=top, normalise=normalise)
-    new = with_mixers(spec, {layer: mixture(expert=each) for layer, each in experts.items()})
-    told = {"from": "dense", "to": "experts", "experts": count, "top_k": top, "layers": list(experts)}
-    return Swapped(new, "exact", tensors, told | summary, notes)
+        router = f"{path}.router.weight"
+        if split:
+            if width % count:
+                fits = ", ".join(str(n) for n in range(2, min(width, MOST) + 1) if width % n == 0)
+                raise SwapRefused(f"a width of {width} has no {count} equal parts", f"Possible: {fits}")
+            found[layer] = replace(dense, intermediate_size=width // count)
+            tensors[router] = Filled((count, spec.hidden_size), 0.0, like=f"{path}.down_proj.weight")
+            for index in range(count):
+                tensors |= part(path, found[layer], index, count)
+        else:
+            first = f"{path}.gate_proj.weight" if isinstance(dense, GatedFeedForward) else f"{path}.up_proj.weight"
+            draw = partial(drawn, rows=count, columns=spec.hidden_size, seed=(seed, layer))
+            tensors |= {router: Moved(first, draw)} | copies(path, dense, count)
+    made: dict[str, Any] = {"experts": count, "top_k": top, "normalise": NORMALISED and not split}
+    mixture = partial(MixtureOfExperts, hidden_size=spec.hidden_size, **made)
+    new = with_mixers(spec, {layer: mixture(expert=each) for layer, each in found.items()})
+    summary = {"from": "dense", "to": "experts", "experts": count, "top_k": top, "layers": list(found)}
+    summary |= {"split": True} if split else {"seed": seed}
+    notes = ("all experts are taken and weighted alike: one that takes fewer has to be trained to",) if split else ()
+    return Swapped(new, "exact", tensors, summary, notes)
 
 
 def copies(path: str, dense: Dense, count: int) -> dict[str, Tensor]:
@@ -420,7 +401,7 @@ SWAPS = (
         gives="E experts that are its parts",
         needs="K = E; a width that E divides",
         source="derived for gptkit; fine-grained experts: DeepSeekMoE 2401.06066",
-        reshape=_to_parts,
+        reshape=partial(_to_experts, True),
         examples=_parts_worth_trying,
         inverse=back,
     ),
@@ -430,7 +411,7 @@ SWAPS = (
         gives="E experts that are copies, K per token",
         needs="E times the feed-forward's parameters",
         source="Sparse Upcycling 2212.05055",
-        reshape=_to_copies,
+        reshape=partial(_to_experts, False),
         examples=lambda spec: () if all(map(is_mixture, spec.blocks)) else ("moe:4x2",),
         clears=(Clears("*", "mlp=moe:{theirs.experts}x{theirs.top_k}", theirs=MixtureOfExperts),),
         inverse=back,

@@ -28,7 +28,7 @@ from ...errors import SwapRefused, UsageError
 from ..base import Computed, Guarantee, Model, Moved, Promise, Swapped, Tensor
 from ..heads import Grouped
 from ..layerwise import tensors_of, with_mixers
-from ..options import POSITIONS, Option
+from ..options import POSITIONS, Option, Parts
 from ..registry import Asked, Clears, Step, Swap
 from .rotation import (
     Elements,
@@ -413,7 +413,7 @@ def scaled(kind: Kind) -> Swap:
 
 
 ORDER = 70
-PARTS = {"": ("rotary dimensions", dims)}
+PARTS: Parts = {"": ("rotary dimensions", dims)}
 OPTIONS = (
     Option(
         "rope_scaling",

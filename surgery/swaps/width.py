@@ -40,7 +40,7 @@ def _resize_feed_forward(spec: ModelSpec, asked: Asked) -> Swapped:
     layers = asked.those(
         spec, lambda block: dense_of(block).intermediate_size != size, none, "Possible: another width."
     )
-    inner = [Inner(*each, layer) for layer in layers for each in experts(spec.blocks[layer], f"blocks.{layer}")]
+    inner = [each for layer in layers for each in experts(spec.blocks[layer], layer)]
     changed = {layer: replace(dense_of(spec.blocks[layer]), intermediate_size=size) for layer in layers}
     new = with_blocks(spec, {layer: with_dense(spec.blocks[layer], dense) for layer, dense in changed.items()})
     summary: dict[str, Any] = {"intermediate_size": [one_or_all(each.units for each in inner), size]}
