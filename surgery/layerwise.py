@@ -8,13 +8,24 @@ norm, and where it is tied the token table does both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 
-from ..components import Attention, Block, Component, FeedForward, GatedFeedForward, ModelSpec, Norm, Role
+from ..components import (
+    Attention,
+    Block,
+    Component,
+    FeedForward,
+    GatedFeedForward,
+    LatentAttention,
+    ModelSpec,
+    Norm,
+    Role,
+)
 from ..components.model import walk
 from ..errors import SwapRefused
 from .base import Guarantee, Index, Model, Wide
@@ -196,3 +207,96 @@ def read_weights(spec: ModelSpec) -> list[str]:
     """What reads it, [out, hidden]; not a tied head, whose matrix is a table."""
     found = [each.weight for layer, block in enumerate(spec.blocks) for each in readers(block, f"blocks.{layer}")]
     return found + ([] if spec.head.tied else ["head.weight"])
+
+
+# --- heads ------------------------------------------------------------------------------------------------------------
+
+
+Grouped = Attention | LatentAttention
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor that holds heads side by side along an axis: query heads, or key-value heads."""
+
+    name: str
+    size: int
+    keys: bool = False
+    axis: int = 0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The old query head and the old key-value head that each new one is, and which query heads are to be silent."""
+
+    heads: Index
+    keys: Index
+    silent: np.ndarray
+
+
+def key_heads(attention: Grouped) -> int:
+    """Key-value heads; a latent is made into one for every query head."""
+    found: int = getattr(attention, "kv_heads", attention.heads)
+    return found
+
+
+def parts(path: str, attention: Grouped) -> tuple[Part, ...]:
+    """The tensors of an attention (at `path`) that have heads; o_proj's weight is the last."""
+    shared = {"k_proj", "v_proj"}
+    found = []
+    for name, shape in attention.shapes().items():
+        linear = name.partition(".")[0]
+        if linear in {"q_proj", "k_up_proj", "v_up_proj", *shared}:
+            heads = key_heads(attention) if linear in shared else attention.heads
+            found.append(Part(f"{path}.{name}", shape[0] // heads, linear in shared))
+    width = attention.shapes()["o_proj.weight"][1] // attention.heads
+    return (*found, Part(f"{path}.o_proj.weight", width, axis=1))
+
+
+def slopes(attention: Grouped, heads: int) -> list[float] | None:
+    """The slope of each of so many heads, as it enters the scores, or None without ALiBi."""
+    position: Any = attention.position
+    if position is None or not position.biases:
+        return None
+    import torch
+
+    from ..modules.registry import module_of
+
+    bias = module_of(position).bias(position, heads, torch.ones(1, 2, dtype=torch.long), torch.float64)
+    return [float(each) for each in bias[0, :, 0, 1]]
+
+
+def kept(attention: Grouped, heads: Sequence[int]) -> Choice:
+    """The choice of some old heads, in the order that their slopes want."""
+    old, keys = attention.heads, key_heads(attention)
+    before, after = slopes(attention, old), slopes(attention, len(heads))
+    if before is not None and after is not None:
+        heads = [before.index(slope) for slope in after]
+    index, group = np.array(heads), old // keys
+    key_index = index if keys == old else np.array(sorted({head // group for head in heads}))
+    return Choice(index, key_index, np.zeros(len(index), dtype=bool))
+
+
+def remaining(
+    attention: Grouped,
+    units: Sequence[Index],
+    new: int,
+    new_keys: int,
+    costs: Callable[[list[int]], Callable[[Index], float]] | Wide,
+) -> list[int]:
+    """The heads that stay when the unit of the least cost goes, until there are `new`: of each group as many as leave
+    it as large as it is to be.
+
+    `costs` gets the heads that are left, and gives what it costs to take off a unit of them; or it is each head's.
+    """
+    old, keys, gone = attention.heads, key_heads(attention), set[int]()
+    group = old // keys
+    while old - len(gone) > new:
+        left = [head for head in range(old) if head not in gone]
+        cost = costs(left) if callable(costs) else lambda unit: float(costs[unit].sum())
+        allowed = [unit for unit in units if not gone & set(unit.tolist())]
+        if keys not in (old, 1) and new_keys == keys:
+            lost = [sum(head // group == key for head in gone) for key in range(keys)]
+            allowed = [unit for unit in allowed if lost[unit[0] // group] < group - new // keys]
+        gone |= set(min(allowed, key=cost).tolist())
+    return [head for head in range(old) if head not in gone]

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..base import Index, Model, Wide, by_head, gather
-from ..heads import Grouped, kept, parts, remaining
-from ..layerwise import Inner, by_weights, largest
+from ..layerwise import Grouped, Inner, by_weights, kept, largest, parts, remaining
 
 if TYPE_CHECKING:
     from .calibration import Calibration

@@ -25,8 +25,7 @@ from ...components import ALiBi, ModelSpec
 from ...errors import SwapRefused
 from ..base import Index, Model, Swapped, Tensor, Wide, by_head, taken
 from ..fits.scratch import Scratch
-from ..heads import Choice, Grouped, kept, key_heads, parts, remaining, slopes
-from ..layerwise import one_or_all, with_mixers
+from ..layerwise import Choice, Grouped, kept, key_heads, one_or_all, parts, remaining, slopes, with_mixers
 from ..options import ATTENTION, Option, Parts
 from ..registry import Asked, Clears, Swap
 

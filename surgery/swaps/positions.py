@@ -1,4 +1,5 @@
-"""What tells positions apart: rotary, ALiBi, a learned table, nothing. `context_length` has the length of the table.
+"""What tells positions apart: rotary, ALiBi, a learned table, nothing; and the context that a tree is for: the number,
+and the rows of a table of positions.
 
 From one to another is a start for training but where nothing was told apart before and after. The starts:
 
@@ -14,7 +15,7 @@ From one to another is a start for training but where nothing was told apart bef
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
@@ -22,11 +23,12 @@ from typing import Any, Literal
 import numpy as np
 from msgspec.structs import replace
 
+from ...analysis.costs import usual_context
 from ...components import ALiBi, LatentAttention, LayerNorm, LearnedPositions, ModelSpec, Position, Rotary
 from ...errors import SwapRefused, UsageError
-from ..base import Computed, Filled, Moved, Promise, Swapped, Tensor, Wide
+from ..base import Array, Computed, Filled, Moved, Promise, Swapped, Tensor, Wide
 from ..layerwise import unknown, with_mixers
-from ..options import POSITIONS, Option
+from ..options import POSITIONS, Option, Parts
 from ..registry import Asked, Clears, Step, Swap
 from .rotation import NEUTRAL, is_neutral, mean_rotation, turned_queries
 
@@ -276,7 +278,67 @@ TO_LEARNED = (
     Clears("positions", theirs=LearnedPositions),
 )
 
+
+# --- the context ------------------------------------------------------------------------------------------------------
+
+
+def longer_table(table: Array, length: int) -> Array:
+    """A table with rows appended: the same rows backwards, then forwards again, and so on. The seam is smooth, and
+    every row is one that the model knows (own; Longformer, 2004.05150, starts over from the first row).
+    """
+    there = np.concatenate((table, table[::-1]))
+    return there[np.arange(length) % len(there)]
+
+
+def first_rows(table: Array, length: int) -> Array:
+    """A table cut."""
+    return table[:length]
+
+
+def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
+    """Another context length; of a table of positions, other rows: exact up to the shorter of the two."""
+    length = asked.number("a context length", most=10**9)
+    table, now = spec.positions, spec.context_length
+    if now == length and (table is None or table.length == length):
+        raise SwapRefused(f"its context is {length:,} tokens already")
+    new, summary = replace(spec, context_length=length), {"from": now, "to": length}
+    notes: tuple[str, ...] = ()
+    if table is None or table.length == length:
+        rotary = any(isinstance(block.attention.position, Rotary) for block in spec.blocks)
+        if rotary and now is not None and length > now:
+            notes = ("nothing but the number changes: --rope-scaling makes rotary positions for a longer context",)
+        return Swapped(new, "exact", {}, summary, notes)
+    move: Callable[..., Array]
+    if length < table.length:
+        move, rows = first_rows, "cut"
+    elif asked.approximate:
+        move, rows = lambda table, length: table[np.minimum(np.arange(length), len(table) - 1)], "copies of the last"
+    else:
+        move, rows = longer_table, "the table backwards and forwards"
+    if length > table.length:
+        notes = (f"exact up to {table.length:,} tokens; the rows after them, {rows}, are to be trained",)
+    moved = {"positions.weight": Moved("positions.weight", partial(move, length=length))}
+    new, promise = replace(new, positions=replace(table, length=length)), Promise(length=min(length, table.length))
+    return Swapped(new, "exact", moved, {**summary, "rows": rows}, notes, promise)
+
+
+def _back_to_context(before: ModelSpec, asked: Asked) -> Step | None:
+    """The context as it was; rows that were cut do not come back."""
+    old, table = before.context_length, before.positions
+    length = asked.number("a context length", most=10**9)
+    if old is None or (table is not None and (table.length != old or length < old)):
+        return None
+    return Step("context", str(old))
+
+
+def lengths(spec: ModelSpec) -> tuple[str, ...]:
+    """Twice and half of what there is."""
+    length = spec.context_length or (spec.positions.length if spec.positions is not None else None)
+    return () if length is None or length > 2**20 else (str(2 * length), str(max(length // 2, 1)))
+
+
 ORDER = 60
+PARTS: Parts = {"": ("positions", lambda spec: {usual_context(spec)})}
 OPTIONS = (
     Option(
         "position",
@@ -287,6 +349,7 @@ OPTIONS = (
         words="rope = rotary, rotary embeddings, roformer; alibi = linear biases; learned = absolute, learned "
         "absolute, table; none = nope",
     ),
+    Option("context", POSITIONS, 5, "The length of the position table, or of the context.", "N", parts=PARTS),
 )
 SWAPS = (
     entry(
@@ -323,4 +386,16 @@ SWAPS = (
     ),
     entry("learned", **LEARNED, clears=TO_LEARNED),
     entry("learned:LENGTH", **LEARNED, examples=partial(examples, form="learned:LENGTH")),
+    Swap(
+        option="context",
+        form="N",
+        takes="context",
+        gives="a longer or shorter context",
+        needs="nothing; with a table of positions, exact up to the shorter length",
+        source="derived for gptkit, after Beltagy et al. 2004.05150",
+        reshape=_to_context,
+        examples=lengths,
+        clears=tuple(Clears(path, "context={theirs}") for path in ("context_length", "positions.length")),
+        inverse=_back_to_context,
+    ),
 )

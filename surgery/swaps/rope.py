@@ -26,8 +26,7 @@ from ...components import (
 )
 from ...errors import SwapRefused, UsageError
 from ..base import Computed, Guarantee, Model, Moved, Promise, Swapped, Tensor
-from ..heads import Grouped
-from ..layerwise import tensors_of, with_mixers
+from ..layerwise import Grouped, tensors_of, with_mixers
 from ..options import POSITIONS, Option, Parts
 from ..registry import Asked, Clears, Step, Swap
 from .rotation import (
