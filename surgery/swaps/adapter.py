@@ -53,7 +53,7 @@ _SAVED = re.compile(r"(?P<module>.+?)(\.modules_to_save(\.[^.]+)?)?\.(?P<kind>we
 
 
 @dataclass
-class Lora:
+class _Lora:
     """The tensors of one module, by their names in the file: A (rank, in), B (out, rank), the bias of B, and DoRA's
     magnitude (out). Of an embedding A is (rank, tokens) and B (hidden, rank).
     """
@@ -76,7 +76,7 @@ class Adapter:
     reference: str
     config: Mapping[str, Any]
     sha256: str
-    lora: Mapping[str, Lora]
+    lora: Mapping[str, _Lora]
     saved: Mapping[str, str]
     base: Mapping[str, str]
     rows: Mapping[str, str]
@@ -135,12 +135,12 @@ def read_adapter(reference: str, *, offline: bool = False) -> Adapter:
     config = read_config_file(config_path)[0]
     _require_understood(reference, config)
     file = Weights.of(single(path, read_header(path)))
-    lora: dict[str, Lora] = {}
+    lora: dict[str, _Lora] = {}
     saved, base, rows, unknown = dict[str, str](), dict[str, str](), dict[str, str](), []
     for full in file.info:
         name = full.removeprefix("base_model.model.")
         if match := _LORA.fullmatch(name):
-            own, part = lora.setdefault(match["module"], Lora()), match["part"]
+            own, part = lora.setdefault(match["module"], _Lora()), match["part"]
             if part == "lora_magnitude_vector":
                 own.magnitude = full
             elif match["kind"] == "bias":

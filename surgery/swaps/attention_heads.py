@@ -43,7 +43,7 @@ def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
         if new > attention.heads:
             choice: Choice | None = _more(attention, new)
         else:
-            tried = [(keys, units_of(attention, new, keys)) for keys in _key_counts(attention, new)]
+            tried = [(keys, _units_of(attention, new, keys)) for keys in _key_counts(attention, new)]
             found = (_without_dead(asked, path, attention, new, keys, units) for keys, units in tried)
             choice = next((each for each in found if each is not None), None)
             exact = exact and choice is not None
@@ -137,7 +137,7 @@ def _refuse_grouped_alibi(attention: Grouped, new: int) -> None:
         )
 
 
-def units_of(attention: Grouped, new: int, new_keys: int) -> tuple[Index, ...]:
+def _units_of(attention: Grouped, new: int, new_keys: int) -> tuple[Index, ...]:
     """What may go as a whole: single heads, groups of them, or, with ALiBi, the heads whose slopes will be no more."""
     old, keys = attention.heads, key_heads(attention)
     single = tuple(np.array([head]) for head in range(old))

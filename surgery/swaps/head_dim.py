@@ -108,7 +108,7 @@ def choose(spec: ModelSpec, asked: Asked, path: str, attention: Attention, size:
     if size > old:
         return plans[0]
     for plan in plans:
-        if not asked.weights.ask(partial(in_use, path=path, attention=attention, within=plan.within), True, False):
+        if not asked.weights.ask(partial(_in_use, path=path, attention=attention, within=plan.within), True, False):
             return plan
     raise SwapRefused(
         f"heads of {old} cannot become {size} wide: elements that would go are in use in {path}"
@@ -157,7 +157,7 @@ def why_not_same(old: Rotary, new: Rotary, spec: ModelSpec, strict: bool = True)
     return ""
 
 
-def in_use(model: Model, path: str, attention: Attention, within: Index) -> bool:
+def _in_use(model: Model, path: str, attention: Attention, within: Index) -> bool:
     """Whether elements of a head that go reach a score or an output."""
     gone = np.setdiff1d(np.arange(attention.head_dim), within)
 

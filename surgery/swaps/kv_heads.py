@@ -112,11 +112,11 @@ def change(spec: ModelSpec, asked: Asked) -> Swapped:
         summary["by"] = "mean" if asked.approximate else "regression"
     if merged and not asked.approximate:
         fitted = Scratch.by("kv_fit.fitted_layers", merged, asked.text("fewer key-value heads are fitted"))
-        tensors |= fitted.waiting(fitted_names(spec, merged))
+        tensors |= fitted.waiting(_fitted_names(spec, merged))
     return Swapped(with_mixers(spec, changed), "approximate" if merged else "exact", tensors, summary)
 
 
-def fitted_names(spec: ModelSpec, changed: Mapping[int, Attention | LatentAttention], down: bool = True) -> list[str]:
+def _fitted_names(spec: ModelSpec, changed: Mapping[int, Attention | LatentAttention], down: bool = True) -> list[str]:
     """What a fit of these layers makes: their new attention, but for the bias of its output, and with `down` what
     leaves the feed-forward, where there is one such projection.
     """
@@ -143,7 +143,7 @@ def fewer(spec: ModelSpec) -> list[str]:
 # --- a latent in place of heads ---------------------------------------------------------------------------------------
 
 
-def latent_of(attention: Attention, rank: int, rope_heads: int) -> LatentAttention:
+def _latent_of(attention: Attention, rank: int, rope_heads: int) -> LatentAttention:
     """The record in a grouped attention's place."""
     rotary, dims = isinstance(attention.position, Rotary), (_plain_dim(attention), attention.head_dim)
     sizes = {"kv_rank": rank, "nope_dim": dims[0], "value_dim": dims[1], "rope_heads": rope_heads if rotary else 0}
@@ -235,7 +235,7 @@ def _to_whole(spec: ModelSpec, asked: Asked) -> Swapped:
     tensors: dict[str, Tensor] = {}
     for layer, attention in old.items():
         tensors |= _lossless(f"blocks.{layer}.attention", attention)
-    changed = {layer: latent_of(each, whole(each), each.kv_heads) for layer, each in old.items()}
+    changed = {layer: _latent_of(each, whole(each), each.kv_heads) for layer, each in old.items()}
     summary = {"layers": sorted(changed), "rank": sorted({each.kv_rank for each in changed.values()})}
     return Swapped(with_mixers(spec, changed), "exact", tensors, summary)
 
@@ -259,12 +259,12 @@ def _to_rank(spec: ModelSpec, asked: Asked) -> Swapped:
     several = any(isinstance(each.position, Rotary) and each.kv_heads > 1 for each in old.values())
     if not several and all(rank == whole(each) for each in old.values()):
         return _to_whole(spec, asked)
-    changed = {layer: latent_of(each, rank, 1) for layer, each in old.items()}
+    changed = {layer: _latent_of(each, rank, 1) for layer, each in old.items()}
     if asked.approximate:
         scratch = Scratch.by("kv_fit.averaged_layers", changed)
     else:
         scratch = Scratch.by("kv_fit.fitted_layers", changed, asked.text("a latent is fitted"))
-    names = fitted_names(spec, changed, down=not asked.approximate)
+    names = _fitted_names(spec, changed, down=not asked.approximate)
     summary = {"layers": sorted(changed), "rank": rank, "by": "weights alone" if asked.approximate else "regression"}
     return Swapped(with_mixers(spec, changed), "approximate", scratch.waiting(names), summary)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..fits.calibration import Calibration
 
 
-def arranged(spec: ModelSpec, order: Sequence[int]) -> tuple[ModelSpec, dict[str, Tensor]]:
+def _arranged(spec: ModelSpec, order: Sequence[int]) -> tuple[ModelSpec, dict[str, Tensor]]:
     """The tree with these of its layers, in this order, and where their tensors are copied from."""
     new = replace(spec, blocks=tuple(spec.blocks[old] for old in order))
     tensors: dict[str, Tensor] = {}
@@ -49,7 +49,7 @@ def silent(spec: ModelSpec, asked: Asked, layer: int) -> bool:
 def kept(spec: ModelSpec, asked: Asked, order: Sequence[int], summary: dict[str, object]) -> Swapped:
     """These layers, in this order."""
     layers = len(spec.blocks)
-    new, tensors = arranged(spec, order)
+    new, tensors = _arranged(spec, order)
     gone = [layer for layer in range(layers) if layer not in order]
     gone_words, in_order = ranges(gone).replace(",", ", "), list(order) == sorted(set(order))
     record = {**summary, "from": layers, "to": len(order), "kept": list(order)}
@@ -86,7 +86,7 @@ def add(spec: ModelSpec, asked: Asked) -> Swapped:
             " changes the residual stream",
             "Possible here: a list that repeats layers, --layers 0-1,1-, which has to be trained.",
         )
-    new, tensors = arranged(spec, [old for old, _ in order])
+    new, tensors = _arranged(spec, [old for old, _ in order])
     added = [index for index, (_, copy) in enumerate(order) if copy]
     tensors.update(silenced(new, added, order))
     one = f"layer {added[0]} is a copy that adds nothing yet"

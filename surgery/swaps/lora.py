@@ -8,7 +8,7 @@ modules that were saved whole take the place of the base model's. Names are thos
 q-k-v has one A and one B, whose product goes through the leaf's layout as the weight itself does.
 
 What it is held against is made another way: in the checkpoint's own layout, by the formulas with which peft computes
-base and adapter side by side (`Unmerged`). What both share, the reading of the adapter's files, the tests hold against
+base and adapter side by side (`_Unmerged`). What both share, the reading of the adapter's files, the tests hold against
 peft itself.
 """
 
@@ -124,7 +124,7 @@ def oriented(change: Change, matrix: Wide) -> Wide:
 # --- unmerged ---------------------------------------------------------------------------------------------------------
 
 
-class Unmerged:
+class _Unmerged:
     """Base and adapter as peft computes them side by side: base(x) + s·B(A(x)), with DoRA
     base(x) + (f - 1)·base(x) + f·s·B(A(x)), where f = m / |W + s·B·A|. For all unit vectors x together that is a matrix
     (in, out), which takes the place of the checkpoint's tensor and then goes through its layout.
@@ -202,7 +202,7 @@ def merge_lora(spec: ModelSpec, asked: Asked) -> Swapped:
         "base_model": config.get("base_model_name_or_path"),
         "sha256": adapter.sha256,
     }
-    against = partial(Unmerged, spec=new, adapter=adapter, changes=changes)
+    against = partial(_Unmerged, spec=new, adapter=adapter, changes=changes)
     return Swapped(new, "exact", made, summary, tuple(notes), against=against)
 
 

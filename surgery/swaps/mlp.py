@@ -283,7 +283,7 @@ def _to_dense(spec: ModelSpec, asked: Asked) -> Swapped:
         if layer in one:
             tensors |= {f"{path}.{name}": Moved(f"{path}.experts.0.{name}") for name in dense.shapes()}
         elif layer in all_of:
-            tensors |= side_by_side(path, mixture)
+            tensors |= _side_by_side(path, mixture)
             dense = replace(dense, intermediate_size=dense.intermediate_size * mixture.experts)
         else:
             for name in dense.shapes():
@@ -314,7 +314,7 @@ def all_weighed_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
     return mixture.top_k == mixture.experts and asked.weights.zero(f"blocks.{layer}.feed_forward.router.weight")
 
 
-def side_by_side(path: str, mixture: MixtureOfExperts) -> dict[str, Tensor]:
+def _side_by_side(path: str, mixture: MixtureOfExperts) -> dict[str, Tensor]:
     """One feed-forward of all the experts' units, the output projection over E; the mean of the output biases."""
     tensors: dict[str, Tensor] = {}
     for name in mixture.expert.shapes():

@@ -221,7 +221,7 @@ pruned = partial(entry, needs=PRUNED, source="Load What You Need 2010.05609")
 BOTH = ("embedding.weight", "head.weight")
 
 
-def retied(spec: ModelSpec, guarantee: Guarantee, made: Mapping[str, Tensor], *notes: str, **more: Any) -> Swapped:
+def _retied(spec: ModelSpec, guarantee: Guarantee, made: Mapping[str, Tensor], *notes: str, **more: Any) -> Swapped:
     """The tree with its head tied to the embedding where it was not, or untied."""
     tied, words = spec.head.tied, {True: "tied", False: "untied"}
     new = replace(spec, head=replace(spec.head, tied=not tied))
@@ -232,7 +232,7 @@ def untie(spec: ModelSpec, asked: Asked) -> Swapped:  # noqa: ARG001
     """The head with a copy of the table."""
     if not spec.head.tied:
         raise SwapRefused("the head has a matrix of its own already", "--tie makes it one with the embedding's.")
-    return retied(spec, "exact", {"head.weight": Moved("embedding.weight")})
+    return _retied(spec, "exact", {"head.weight": Moved("embedding.weight")})
 
 
 def tie(spec: ModelSpec, asked: Asked) -> Swapped:
@@ -245,13 +245,13 @@ def tie(spec: ModelSpec, asked: Asked) -> Swapped:
         raise SwapRefused(f"the head is {head[0]} x {head[1]}, the embedding {table[0]} x {table[1]}: no one matrix")
     if asked.weights.same(*BOTH):
         # In the wider dtype of both, whose values are the same.
-        return retied(spec, "exact", {BOTH[0]: Moved(BOTH, lambda table, head: table)})
+        return _retied(spec, "exact", {BOTH[0]: Moved(BOTH, lambda table, head: table)})
     differ = asked.weights.ask(lambda model: sum(differing(model, *BOTH)), table[0], 0)
     note = f"the head and the embedding differ in {differ:,} of {table[0]:,} rows, so no tying is exact: "
     if asked.approximate:
-        return retied(spec, "approximate", {}, f"{note}the embedding's is kept", matrix="embedding")
+        return _retied(spec, "approximate", {}, f"{note}the embedding's is kept", matrix="embedding")
     mean = Computed(lambda model: (model.wide(BOTH[0]) + model.wide(BOTH[1])) / 2)
-    return retied(spec, "approximate", {BOTH[0]: mean}, f"{note}their mean stands for both", matrix="mean")
+    return _retied(spec, "approximate", {BOTH[0]: mean}, f"{note}their mean stands for both", matrix="mean")
 
 
 tying = partial(Swap, form="", source="Press and Wolf 1608.05859")

@@ -52,14 +52,14 @@ def _resize_feed_forward(spec: ModelSpec, asked: Asked) -> Swapped:
     shrinking = [each for each in inner if each.units > size]
     if not shrinking:
         return Swapped(new, "exact", tensors, summary)
-    guarantee, narrow, method = narrowed(shrinking, size, asked)
+    guarantee, narrow, method = _narrowed(shrinking, size, asked)
     return Swapped(new, guarantee, tensors | narrow, {**summary, "method": method})
 
 
 # --- narrower ---------------------------------------------------------------------------------------------------------
 
 
-def narrowed(inner: Sequence[Inner], size: int, asked: Asked) -> tuple[Guarantee, dict[str, Tensor], str]:
+def _narrowed(inner: Sequence[Inner], size: int, asked: Asked) -> tuple[Guarantee, dict[str, Tensor], str]:
     """Fewer units: the dead ones go first, and exactly. (What is guaranteed, the tensors, the method.)"""
     silent = {}
     for each in inner:
