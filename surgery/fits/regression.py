@@ -70,7 +70,7 @@ def pool_mean(weights: Tensor) -> Tensor:
     return weights.mean(dim=0)
 
 
-def fit_values(values: Tensor, outputs: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+def fit_values(values: Tensor, outputs: Tensor, covariance: Tensor, floor: float = 1e-6) -> tuple[Tensor, Tensor]:
     """One value head (d, e) for a group, and its new columns of the output projection (n, hidden, d), by reduced-rank
     regression: with M = [O_g V_h(g)] Σ^½ stacked over the query heads and B its first d right singular vectors,
     V = Bᵀ Σ^-½ and O_g' = O_g V_h(g) Σ^½ B.
@@ -80,7 +80,7 @@ def fit_values(values: Tensor, outputs: Tensor, covariance: Tensor) -> tuple[Ten
     old head together; covariance (e, e) is of what attention gives out of the layer's input, averaged over query heads
     (`mix_inputs`), or of the input itself, which is nearly as good.
     """
-    root, inverse = square_roots(covariance)
+    root, inverse = square_roots(covariance, floor)
     readers = outputs.shape[0] // values.shape[0]
     products = outputs @ (values @ root).repeat_interleave(readers, dim=0)  # (n, hidden, e)
     basis = leading(gram_of(products), values.shape[1])  # (e, d)
@@ -106,7 +106,9 @@ def leading(gram: Tensor, rank: int) -> Tensor:
 # --- keys ------------------------------------------------------------------------------------------------------------
 
 
-def fit_keys(queries: Tensor, keys: Tensor, covariance: Tensor, rotary_dim: int = 0) -> tuple[Tensor, Tensor]:
+def fit_keys(
+    queries: Tensor, keys: Tensor, covariance: Tensor, rotary_dim: int = 0, floor: float = 1e-6
+) -> tuple[Tensor, Tensor]:
     """One key head (d, e) for a group, and its new queries (n, d, e): what it takes to read it goes into the queries.
 
     Each rotary pair (i, i + rotary_dim/2) is a complex number, and any complex factor commutes with the rotation: of
@@ -119,16 +121,16 @@ def fit_keys(queries: Tensor, keys: Tensor, covariance: Tensor, rotary_dim: int 
     new_queries, new_key = queries.clone(), keys[0].clone()
     if rotary_dim:
         cut = slice(0, rotary_dim)
-        new_queries[:, cut], new_key[cut] = _fit_pairs(queries[:, cut], keys[:, cut], covariance)
+        new_queries[:, cut], new_key[cut] = _fit_pairs(queries[:, cut], keys[:, cut], covariance, floor)
     if rotary_dim < keys.shape[1]:
         cut = slice(rotary_dim, None)
-        new_queries[:, cut], new_key[cut] = _fit_plain(queries[:, cut], keys[:, cut], covariance)
+        new_queries[:, cut], new_key[cut] = _fit_plain(queries[:, cut], keys[:, cut], covariance, floor)
     return new_queries, new_key
 
 
-def _fit_pairs(queries: Tensor, keys: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+def _fit_pairs(queries: Tensor, keys: Tensor, covariance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """`fit_keys` where every element is rotated."""
-    root, inverse = square_roots(covariance)
+    root, inverse = square_roots(covariance, floor)
     readers = queries.shape[0] // keys.shape[0]
     q, k = _pairs(queries), _pairs(keys)  # complex: (n, p, e), (m, p, e)
     power = ((queries @ covariance) * queries).sum(dim=-1)  # E q², (n, d)
@@ -144,9 +146,9 @@ def _fit_pairs(queries: Tensor, keys: Tensor, covariance: Tensor) -> tuple[Tenso
     return _elements(turned), _elements(row)
 
 
-def _fit_plain(queries: Tensor, keys: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+def _fit_plain(queries: Tensor, keys: Tensor, covariance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """`fit_keys` where nothing is rotated."""
-    root, inverse = square_roots(covariance)
+    root, inverse = square_roots(covariance, floor)
     readers = queries.shape[0] // keys.shape[0]
     factors = queries @ root  # a root of E q qᵀ is enough: (n, d, e), its Gram stands between
     product = (keys @ root).repeat_interleave(readers, dim=0)  # K_h Σ^½, (n, d, e)
