@@ -337,8 +337,6 @@ def padded(old: int, new: int, repeat: bool = False) -> Index:
 
 
 def by_head(heads: Index, within: Index, size: int) -> Index:
-    """The entries of tensors that hold heads of `size` side by side: for each new head the old one in `heads`, and of
-    that the entries `within` (-1 for zero in either).
-    """
+    """The entries of heads of `size` side by side: for each new head the old one, and `within` it (-1: zero)."""
     index = heads[:, None] * size + within[None, :]
     return np.where((heads[:, None] < 0) | (within[None, :] < 0), -1, index).reshape(-1)

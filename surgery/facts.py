@@ -44,9 +44,7 @@ class Weights(Protocol):
         ...
 
     def ask(self, question: Callable[[Model], T], trained: T, zeros: T) -> T:
-        """Any other question: what to do with the weights, and its answers for weights as training leaves them and for
-        weights that are zero, which allow most.
-        """
+        """Any other question, with its answers for weights as training leaves them and for zeros, which allow most."""
         ...
 
     def run(self, question: Callable[[Model], T]) -> T:

@@ -115,9 +115,7 @@ def listing(source: Checkpoint) -> Listing:
 
 
 def _tried(model: Stored, swap: Swap, value: str, text: Calibration | None, before: Costs) -> Listed:
-    """What a swap says of the model. Where it would be fitted on a text and there is none, that is all that is said of
-    it but for its costs, where the tree is known without.
-    """
+    """What a swap says of the model; without a text that it would be fitted on, its costs alone, as far as known."""
     from .shapes import without_text
 
     source, step = model.checkpoint, Step(swap.option, value)

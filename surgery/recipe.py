@@ -169,9 +169,7 @@ def _manifest(path: Path, where: str) -> dict[str, Any]:
 
 
 def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
-    """A recipe from TOML's or JSON's values. Raises InvalidInput for an unknown key, a value of the wrong type, no
-    step, or two options in one.
-    """
+    """A recipe from TOML's or JSON's values. Raises InvalidInput, with the place, for what is none."""
     written = "sources" in data  # by gptkit
     known = (*HEAD_KEYS, "dtype", "calibration", "sources") if written else HEAD_KEYS
     for key in data:

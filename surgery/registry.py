@@ -231,9 +231,7 @@ def all_swaps() -> tuple[Swap, ...]:
 
 @cache
 def all_options() -> tuple[Option, ...]:
-    """Every option that asks for swaps, in the order of the help. Our own are read without an import, so that a help
-    waits for nothing.
-    """
+    """Every option that asks for swaps, in the order of the help. Our own are read without an import."""
     files = (file for folder in swaps.__path__ for file in sorted(Path(folder).glob("*.py")))
     found = [option for file in files for option in declared(file)]
     for module in map(import_module, PLUGINS):
@@ -263,9 +261,7 @@ def option_of(name: str) -> Option | None:
 
 
 def understood(option: str, value: str) -> str:
-    """The value in gptkit's words; as it is where none of them is meant. What is behind a colon loses its capitals,
-    unless it is a file's name.
-    """
+    """The value in gptkit's words, where it has one; small letters behind a colon, but in a file's name."""
     own = option_of(option)
     word, colon, rest = value.partition(":")
     ours = None if own is None else own.known().get(squashed(word))

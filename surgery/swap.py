@@ -258,9 +258,7 @@ def held_out(result: SwapResult, calibrate: str | Path | None, tokens: int | Non
 
 
 def _layers_of(done: Chain) -> list[tuple[int, int]]:
-    """The layers that stand for one another before and after: (before, after), each at most once. A layer stands for
-    the one that its tensors were moved from.
-    """
+    """The layers that stand for one another before and after, each at most once: their tensors were moved there."""
     pairs = [(layer, layer) for layer in range(len(done.models[0].spec.blocks))]
     for swapped in done.swapped:
         origins: dict[int, set[int]] = {layer: set() for layer in range(len(swapped.spec.blocks))}

@@ -147,9 +147,7 @@ class Heads:
         return tensors | ({f"{name}.bias": each[:, -1].contiguous() for name, each in found.items()} if bias else {})
 
     def with_latent(self, new: Any, queries: Tensor, key: Tensor, covariance: Tensor) -> dict[str, Tensor]:
-        """All tensors with a latent, of rotary queries (H, dim, e) and their key (dim, e); the output projection's as
-        it was.
-        """
+        """All tensors with a latent, of rotary queries (H, dim, e) and their key (dim, e); o_proj's as it was."""
         spec, dim = self.spec, key.shape[0]
         readers = spec.heads // len(self.keys)
         plain_q, plain_k = self.queries[:, dim:], self.keys[:, dim:].repeat_interleave(readers, dim=0)

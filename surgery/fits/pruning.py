@@ -40,9 +40,7 @@ def with_ridge(moments: Wide, kept: Index) -> Wide:
 
 
 def reads(model: Model, weight: str, bias: str, activations: Wide) -> tuple[Wide, Wide]:
-    """A projection's matrix and what it reads on the text. A bias, where there is one, is the weight of an input that
-    is always 1, and always stays.
-    """
+    """A projection's matrix and what it reads; a bias is the weight of one more input, which is always 1."""
     if not bias:
         return model.wide(weight), activations
     old = np.concatenate([model.wide(weight), model.wide(bias)[:, None]], axis=1)

@@ -25,9 +25,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Moment:
-    """Sums over tokens in fp64, from which a linear can be fitted: of x xᵀ (e, e), and of y xᵀ (out, e) where there is
-    a target.
-    """
+    """Sums over tokens in fp64, to fit a linear: of x xᵀ (e, e), and of y xᵀ (out, e) where there is a target."""
 
     gram: Tensor
     cross: Tensor | None
@@ -330,9 +328,7 @@ def group_similar(similarity: Tensor, groups: int) -> Groups:
 
 
 def query_order(groups: Groups, per_head: int) -> list[int]:
-    """Old indices of the query heads in their new order: those of the first group's old key-value heads, and so on.
-    Rows of W_q and columns of W_o are taken in this order.
-    """
+    """Old indices of the query heads, of W_q's rows and W_o's columns, in their new order: group by group."""
     return [old * per_head + each for group in groups for old in group for each in range(per_head)]
 
 

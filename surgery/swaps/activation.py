@@ -92,9 +92,7 @@ def how(old: Activation, new: Activation) -> Guarantee:
 
 
 def around(path: str, dense: Dense) -> tuple[list[str], list[str]]:
-    """What makes the activation's input, weight and bias, and what its output is multiplied by: the other factor, or
-    the projection behind.
-    """
+    """What makes the activation's input, and what its output is multiplied by: the other factor, or what is behind."""
     if isinstance(dense, GatedFeedForward):
         return tensors_of(path, dense, "gate_proj"), tensors_of(path, dense, "up_proj")
     return tensors_of(path, dense, "up_proj"), [f"{path}.down_proj.weight"]

@@ -88,9 +88,7 @@ def _chosen_heads(path: str, attention: Grouped, choice: Choice) -> dict[str, Te
 
 
 def _key_counts(attention: Grouped, new: int) -> list[int]:
-    """How many key-value heads so many query heads may have, the number to prefer first: in grouped attention as many
-    as there are, with groups of another size, or groups of the size they have.
-    """
+    """How many key-value heads so many query heads may have: first as many as there are, or as large groups."""
     keys = key_heads(attention)
     group = attention.heads // keys
     if group == 1:

@@ -183,9 +183,7 @@ def _in_use(model: Model, path: str, attention: Attention, within: Index) -> boo
 
 
 def resized(attention: Attention, size: int, plan: Plan) -> Attention:
-    """The record with heads of another width. The scale is 1/√N where it was 1/√d, and otherwise as much of it as it
-    was; as it was where a bias is multiplied by it too.
-    """
+    """The record with heads of another width, and the scale that goes with it unless a bias has it too."""
     old, scale = attention.head_dim, attention.scale
     if not (isinstance(attention.position, ALiBi) and attention.position.scaled):
         scale = float(size**-0.5 if scale == old**-0.5 else scale * (size**-0.5 / old**-0.5))

@@ -117,9 +117,7 @@ def change(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _fitted_names(spec: ModelSpec, changed: Mapping[int, Attention | LatentAttention], down: bool = True) -> list[str]:
-    """What a fit of these layers makes: their new attention, but for the bias of its output, and with `down` what
-    leaves the feed-forward, where there is one such projection.
-    """
+    """What a fit of these layers makes: their attention but for its output bias, and with `down` one down_proj."""
     found = [f"blocks.{i}.attention.{name}" for i, new in changed.items() for name in new.shapes()]
     downs = {f"blocks.{layer}.feed_forward.down_proj.weight" for layer in changed if down}
     downs &= {parameter.name for parameter in spec.parameters()}
@@ -179,9 +177,7 @@ def grouped(spec: ModelSpec, asked: Asked) -> dict[int, Attention]:
 
 
 def spread_queries(tensor: Array, attention: Attention) -> Array:
-    """[heads · head_dim, …] -> [heads · (plain + kv_heads · rotary), …]: each query head's elements without positions,
-    then a part for every key head, zero but for its own.
-    """
+    """[heads · head_dim, …] -> [heads · (plain + kv_heads · rotary), …]: zero but for its own key head."""
     plain = _plain_dim(attention)
     dim = attention.head_dim - plain
     heads = tensor.reshape(attention.heads, attention.head_dim, *tensor.shape[1:])

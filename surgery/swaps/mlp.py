@@ -238,9 +238,7 @@ def copies(path: str, dense: Dense, count: int) -> dict[str, Tensor]:
 
 
 def drawn(weight: NDArray[Any], rows: int, columns: int, seed: tuple[int, int]) -> NDArray[Any]:
-    """A router (rows, columns) of elements drawn at random from a weight: random as that weight is, in size and in
-    dtype. A given seed draws the same ones on every machine.
-    """
+    """A router (rows, columns) of elements drawn at random from a weight, the same ones on every machine for a seed."""
     chosen = np.random.Generator(np.random.PCG64(seed)).integers(0, weight.size, (rows, columns))
     result: NDArray[Any] = weight.reshape(-1)[chosen]
     return result

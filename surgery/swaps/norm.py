@@ -134,9 +134,7 @@ def shifts_taken(
 
 
 def _with_read_biases(block: Block, path: str, shifting: set[str]) -> Block:
-    """A block with biases that take up those of some norms: in what reads them, and where a norm's output is the
-    residual also in what is added to it.
-    """
+    """A block with biases for those of some norms: in what reads them, and in what is added to a norm's output."""
     attention, dense, out = block.attention, dense_of(block), block.residual == "normed"
     if f"{path}.attention_norm" in shifting:
         attention = replace(attention, qkv_bias=True, output_bias=attention.output_bias or out)

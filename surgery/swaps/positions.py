@@ -38,9 +38,7 @@ TABLE = "positions.weight"
 
 
 def kind(spec: ModelSpec) -> str:
-    """What tells positions apart in a tree: learned, rope, alibi, none; "mixed" where layers differ or there is a table
-    besides. Neutral rotary positions tell nothing apart.
-    """
+    """What tells positions apart: learned, rope (not neutral), alibi, none; "mixed" where layers differ."""
     found = {kind_of(block.attention.position) for block in spec.blocks}
     if spec.positions is not None:
         return "learned" if found == {"none"} else "mixed"

@@ -137,9 +137,7 @@ def rescaled(
 
 
 def held(before: Mapping[int, Rotary], after: Mapping[int, Rotary]) -> tuple[Guarantee, Promise]:
-    """What can be said of the logits when only the angles change: the same where the angles are, and those of dynamic
-    scaling are up to the original context.
-    """
+    """What can be said of the logits when the angles change: the same where these are, perhaps up to a context."""
     lengths: list[int] = []
     for layer, rotary in before.items():
         scalings = [rotary.scaling, after[layer].scaling]

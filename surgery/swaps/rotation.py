@@ -81,9 +81,7 @@ def original_context(scaling: RopeScaling | None) -> int | None:
 
 
 def for_width(scaling: RopeScaling | None, dim: int) -> RopeScaling | None:
-    """The scaling of a rotary as it is for another dimension: the first divisors, or all and the last one as often as
-    is needed; no more pairs that turn than there are.
-    """
+    """A rotary's scaling for another dimension: the first divisors, the last one repeated; no more pairs that turn."""
     half = dim // 2
     if isinstance(scaling, LongRopeScaling):
         short, long = ((*each, *(each[-1:] * half))[:half] for each in (scaling.short_factor, scaling.long_factor))

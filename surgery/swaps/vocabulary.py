@@ -192,9 +192,7 @@ def _vocabulary_of(asked: Asked) -> Vocabulary | None: ...
 @overload
 def _vocabulary_of(asked: Asked, needed: bool) -> Vocabulary: ...
 def _vocabulary_of(asked: Asked, needed: bool = False) -> Vocabulary | None:
-    """The model's vocabulary, and the ids that the original config.json names; None, or SwapRefused where it is
-    `needed`, without a tokenizer.
-    """
+    """The vocabulary, and the ids that config.json names; without a tokenizer None, or SwapRefused if `needed`."""
     config = None if asked.origin is None else asked.origin.config_text
     if CONFIG in asked.texts:
         config = asked.texts[CONFIG].decode()
