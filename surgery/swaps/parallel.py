@@ -107,20 +107,16 @@ def rearranged(
     return Swapped(with_blocks(spec, blocks), guarantee, tensors, summary, notes)
 
 
-def _serial_again(before: ModelSpec, asked: Asked) -> Step | None:
-    """The way back from "parallel", where all were serial."""
-    return None if asked.those(before, lambda block: block.parallel) else asked.again("block", "serial")
-
-
-def _parallel_again(before: ModelSpec, asked: Asked) -> Step | None:
-    """The way back from "serial", where all were parallel and of one kind."""
-    kinds = {before.blocks[i].feed_forward_norm is None for i in asked.chosen(before)}
-    if len(kinds) > 1 or asked.those(before, lambda block: not block.parallel):
+def _back(before: ModelSpec, asked: Asked) -> Step | None:
+    """The way back, where all were serial, or all parallel and of one kind."""
+    to_serial, blocks = asked.value != "serial", [before.blocks[layer] for layer in asked.chosen(before)]
+    shared = {block.feed_forward_norm is None for block in blocks}
+    if any(block.parallel == to_serial for block in blocks) or (len(shared) > 1 and not to_serial):
         return None
-    return asked.again("block", "parallel:shared" if kinds.pop() else "parallel")
+    return asked.again("block", "serial" if to_serial else "parallel:shared" if shared.pop() else "parallel")
 
 
-entry = partial(Swap, option="block", by_layer=True)
+entry = partial(Swap, option="block", by_layer=True, inverse=_back)
 
 ORDER = 160
 OPTIONS = (
@@ -142,7 +138,6 @@ SWAPS = (
         source="PaLM 2204.02311, section 2; Falcon 7b",
         reshape=partial(_to_parallel, True),
         clears=(Clears("*.feed_forward_norm", theirs=None),),
-        inverse=_serial_again,
     ),
     entry(
         form="parallel",
@@ -152,7 +147,6 @@ SWAPS = (
         source="PaLM 2204.02311, section 2",
         reshape=partial(_to_parallel, False),
         clears=(Clears("*.parallel", theirs=True),),
-        inverse=_serial_again,
     ),
     entry(
         form="serial",
@@ -162,6 +156,5 @@ SWAPS = (
         source="PaLM 2204.02311, section 2",
         reshape=_to_serial,
         clears=(Clears("*.feed_forward_norm", ours=None), Clears("*.parallel", theirs=False)),
-        inverse=_parallel_again,
     ),
 )
