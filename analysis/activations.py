@@ -266,8 +266,10 @@ class Keeping:
         heads = operation.shape[2] if len(operation.shape) == 4 else 1
         result = View(operation.id, Storage(size, operation.row), size, heads if isinstance(heads, int) else 1)
         match operation:
-            case ops.Tokens() | ops.Stream() | ops.Add() | ops.Scale() | ops.Shift() | ops.Scores() | ops.Alibi() | ops.Softmax():
-                pass  # the last three with the mix, which kernels compute together with them
+            case ops.Tokens() | ops.Stream() | ops.Add() | ops.Scale() | ops.Shift():
+                pass
+            case ops.Scores() | ops.Alibi() | ops.Softmax():
+                pass  # with the mix, which kernels compute together with them
             case ops.Embed() | ops.Positions():  # which rows were read
                 found["embedding"] += (run.rows if isinstance(operation, ops.Embed) else run.tokens) * LONG
             case ops.Norm():

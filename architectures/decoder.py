@@ -290,9 +290,9 @@ class Decoder:
     block has, by their names in it, or a function of the values of roles. fixed: values of roles that no field says, or
     functions of those that the fields say. rotary: what is assumed of its positions; None where attention has them
     from `layers`, or has none. learned: whether there is a table of positions, of the kind `table`. The role
-    "final_norm" says whether one stands behind the last layer, as it does where nobody says so. head_norms: how queries and keys are
-    normed: every head by the "same" norm or by its "own", or all heads at once as a "whole"; where a field has the role
-    of that name, it says whether.
+    "final_norm" says whether one stands behind the last layer, as it does where nobody says so. head_norms: how queries
+    and keys are normed: every head by the "same" norm or by its "own", or all heads at once as a "whole"; where a field
+    has the role of that name, it says whether.
     embedding_norm: whether the embedding has a norm. layers: what differs by layer. mixtures: of a family that has
     mixtures of experts; the plain roles of one are `expert_size` (an expert's width, that of a dense layer where no
     field has it), `shared_size` (the shared expert's) or `shared_experts` (how many experts' widths that is), the

@@ -87,7 +87,7 @@ class Obstacle(NamedTuple):
     def told(self, owner: str) -> str:
         """It in words."""
         if self.theirs is None or (self.is_bias and self.ours):
-            return f"{self.path}{'' if self.is_bias else f' ({short(self.ours)})'}: {owner} has none"
+            return f"{owner} has no {self.path}{'' if self.is_bias else f' ({short(self.ours)})'}"
         ours = "none" if self.ours is None else short(self.ours)
         return f"{self.path}: {ours}, {owner} has {short(self.theirs)}"
 

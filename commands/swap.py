@@ -94,7 +94,7 @@ def swap(
             console().print("", steps_report(done), sep="\n")
     if report is not None and not dry_run:
         from ..report.damage import damage_lines, write_report
-        from ..surgery.damage import assess, held_out
+        from ..surgery.swap import assess, held_out
 
         with status("measuring what changed", quiet) as tell:
             damage = assess(done, held_out(done, calibrate, calibrate_tokens), tell)

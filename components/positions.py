@@ -180,9 +180,14 @@ ALL_OF_IT = Words("", None)
 
 
 class Position(Open, frozen=True):
-    """What stands in an attention as its positions. A record of a kind inherits it beside `Component`."""
+    """What stands in an attention as its positions. A record of a kind inherits it beside `Component`.
+
+    turns, biases: whether it turns queries and keys, or adds to their scores.
+    """
 
     __slots__ = ()
+    turns: ClassVar[bool] = False
+    biases: ClassVar[bool] = False
 
     @property
     def aspect(self) -> str:
@@ -197,6 +202,7 @@ class Turning(Position, frozen=True):
     """Positions that turn the first `dim` elements of every query and key; title: what a drawing calls that."""
 
     __slots__ = ()
+    turns = True
     title: ClassVar[str]
     dim: int
 
@@ -209,6 +215,7 @@ class Biasing(Position, frozen=True):
     """
 
     __slots__ = ()
+    biases = True
     title: ClassVar[str]
     formula: ClassVar[str]
     scaled: bool

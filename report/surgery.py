@@ -111,7 +111,7 @@ def registry_report(swaps: Sequence[Swap], groups: Mapping[str, str]) -> Rendera
                 verb = "is" if swap.needs.startswith("exact") else "needs"
                 more = f"\nIt {verb} {swap.needs}{text}.\nSource: {swap.source}."
                 guarantee = Text(guarantee_in_words(swap.guarantee))
-                rows.append((Text(asked), Text.assemble(swap.title, (more, "dim")), guarantee))
+                rows.append((Text(asked), Text.assemble(f"{swap.takes} -> {swap.gives}", (more, "dim")), guarantee))
         if rows:
             parts += [*([Text()] if parts else []), Text(heading, style="bold"), plain_table(*THREE, rows=rows)]
     notes = "The guarantee is the best there is; gptkit swaps MODEL tells what holds on a model."

@@ -28,6 +28,7 @@ from ..converter.dtypes import cast, from_float64, to_float64, widest
 from ..converter.tensors import Tree
 from ..converter.tree import Origin
 from ..errors import GptkitError, InvalidInput
+from .facts import Weights
 
 Guarantee = Literal["exact", "approximate", "retrained"]
 Wide = NDArray[np.float64]
@@ -50,12 +51,9 @@ def weakest(guarantees: Iterable[Guarantee]) -> Guarantee:
 
 
 class Model(Tree, Protocol):
-    """A tree whose tensors swaps are made of."""
+    """A tree whose tensors swaps are made of. reference: what messages call it."""
 
-    @property
-    def reference(self) -> str:
-        """What messages call it."""
-        ...
+    reference: str
 
     def dtype(self, name: str) -> str:
         """The dtype that a tensor is stored in, or would be."""
@@ -90,8 +88,8 @@ class Stored:
         return values
 
 
-class Read:
-    """The facts about a tree whose weights are at hand: `facts.Weights`, by reading them."""
+class Read(Weights):
+    """The facts about a tree whose weights are at hand, by reading them."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -104,16 +102,8 @@ class Read:
         there = [name for name in names if name in self._names]
         return self.ask(lambda model: all(bool((model.wide(name) == value).all()) for name in there), False, True)
 
-    def zero(self, *names: str) -> bool:
-        return self.filled(0.0, *names)
-
     def same(self, one: str, other: str) -> bool:
-        def alike(model: Model) -> bool:
-            a, b = comparable(model, one, other)
-            pieces = zip(in_pieces(a), in_pieces(b), strict=True)
-            return a.shape == b.shape and all(np.array_equal(x, y) for x, y in pieces)
-
-        return self.ask(alike, False, True)
+        return self.ask(lambda model: not any(differing(model, one, other)), False, True)
 
     def ask(self, question: Callable[[Model], T], trained: T, zeros: T) -> T:  # noqa: ARG002
         try:
@@ -129,19 +119,18 @@ ROWS = 4096
 """Rows of two tensors that are compared at once."""
 
 
-def in_pieces(array: Array) -> Iterator[Array]:
-    """Some rows of an array after the other."""
-    return (array[start : start + ROWS] for start in range(0, len(array), ROWS))
-
-
-def comparable(model: Model, one: str, other: str) -> tuple[Array, Array]:
-    """Two tensors, equal in value where these arrays are: by their stored bits where both are stored alike. What an
-    earlier step computes is compared before it is rounded for storage.
+def differing(model: Model, one: str, other: str) -> Iterator[int]:
+    """In how many rows two tensors differ in value, some rows after the other; by their stored bits where both are
+    stored alike. What an earlier step computes is compared before it is rounded for storage.
     """
     computed = isinstance(model, SwappedModel) and (model.computed(one) or model.computed(other))
-    if model.dtype(one) == model.dtype(other) and not computed:
-        return model.tensor(one)[0], model.tensor(other)[0]
-    return model.wide(one), model.wide(other)
+    stored = model.dtype(one) == model.dtype(other) and not computed
+    a, b = (model.tensor(name)[0] if stored else model.wide(name) for name in (one, other))
+    if a.shape != b.shape:
+        yield max(len(a), len(b))
+        return
+    for rows in (slice(start, start + ROWS) for start in range(0, len(a), ROWS)):
+        yield int((a[rows] != b[rows]).reshape(len(a[rows]), -1).any(axis=1).sum())
 
 
 def origin_of(model: Model) -> tuple[Origin, bool]:
@@ -245,16 +234,13 @@ class SwappedModel:
 
     def __init__(self, before: Model, swapped: Swapped, stored: str = "F64") -> None:
         self.before, self.swapped, self.spec, self.stored = before, swapped, swapped.spec, stored
+        self.reference, self.release = before.reference, before.release
         self._made: OrderedDict[str, Wide] = OrderedDict()
         known = {parameter.name for parameter in before.spec.parameters()}
         lost = [p.name for p in self.spec.parameters() if p.name not in swapped.tensors and p.name not in known]
         if lost:
             raise AssertionError(f"nothing says how these are made: {lost[:4]}")
         self._shapes = {parameter.name: parameter.shape for parameter in self.spec.parameters()}
-
-    @property
-    def reference(self) -> str:
-        return self.before.reference
 
     def _how(self, name: str) -> Tensor:
         return self.swapped.tensors.get(name) or Moved(name)
@@ -296,23 +282,16 @@ class SwappedModel:
         bad = int((~np.isfinite(values)).sum())
         if bad:
             raise InvalidInput(f"{self.reference}: the swap makes {name} of values that are not finite ({bad:,})")
-        self._remember(name, values)
+        values.flags.writeable = False
+        self._made[name] = values
+        while len(self._made) > 1 and sum(each.nbytes for each in self._made.values()) > KEPT_BYTES:
+            self._made.popitem(last=False)
         return values
 
     def _checked(self, name: str, array: Array) -> Array:
         if array.shape != self._shapes[name]:
             raise GptkitError(f"the swap makes {name} of shape {array.shape}, the tree has {self._shapes[name]}")
         return array
-
-    def _remember(self, name: str, values: Wide) -> None:
-        """Keep a few: a swap after this one reads most tensors more than once."""
-        values.flags.writeable = False
-        self._made[name] = values
-        while len(self._made) > 1 and sum(each.nbytes for each in self._made.values()) > KEPT_BYTES:
-            self._made.popitem(last=False)
-
-    def release(self) -> None:
-        self.before.release()
 
 
 class Exactly:
@@ -323,3 +302,41 @@ class Exactly:
 
     def tensor(self, name: str) -> tuple[Array, str]:
         return np.array(self.model.wide(name)), "F64"
+
+
+# --- entries of tensors along an axis ---------------------------------------------------------------------------------
+
+
+Index = NDArray[np.int64]
+"""For each new entry the old one that it takes, or -1 for zero."""
+
+
+def gather(array: NDArray[Any], index: Index, axis: int) -> NDArray[Any]:
+    """The entries of `array` along `axis` that `index` names, zeros where it is -1."""
+    found = np.take(array, np.maximum(index, 0), axis=axis)
+    found[(slice(None),) * axis + (index < 0,)] = 0
+    return found
+
+
+def taken(name: str, index: Index, axis: int = 0) -> Moved:
+    """A tensor with the entries along one axis that `index` names: every bit of them is kept."""
+    return Moved(name, lambda array: gather(array, index, axis))
+
+
+def scaled(name: str, index: Index, factor: float, axis: int = 0) -> Tensor:
+    """The same, multiplied; moved alone where the factor is 1."""
+    if factor == 1.0:
+        return taken(name, index, axis)
+    return Computed(lambda model: gather(model.wide(name), index, axis) * factor)
+
+
+def padded(old: int, new: int, repeat: bool = False) -> Index:
+    """`old` entries and then as many as make `new` of them: zeros, or the old ones again from the first."""
+    index = np.arange(new)
+    return index % old if repeat else np.where(index < old, index, -1)
+
+
+def by_head(heads: Index, within: Index, size: int) -> Index:
+    """The entries of heads of `size` side by side: for each new head the old one, and `within` it (-1: zero)."""
+    index = heads[:, None] * size + within[None, :]
+    return np.where((heads[:, None] < 0) | (within[None, :] < 0), -1, index).reshape(-1)

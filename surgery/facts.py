@@ -44,9 +44,7 @@ class Weights(Protocol):
         ...
 
     def ask(self, question: Callable[[Model], T], trained: T, zeros: T) -> T:
-        """Any other question: what to do with the weights, and its answers for weights as training leaves them and for
-        weights that are zero, which allow most.
-        """
+        """Any other question, with its answers for weights as training leaves them and for zeros, which allow most."""
         ...
 
     def run(self, question: Callable[[Model], T]) -> T:
@@ -64,10 +62,6 @@ class Assumed(Weights):
     def __init__(self, known: Mapping[str, Value] | None = None, zeros: bool = False) -> None:
         self.known, self.zeros, self.made = known, zeros, False
 
-    def _assume(self) -> bool:
-        self.made = True
-        return self.zeros
-
     def filled(self, value: float, *names: str) -> bool:
         there = [name for name in names if self.known is None or name in self.known]
         found: list[Value] = [name if self.known is None else self.known[name] for name in there]
@@ -75,15 +69,16 @@ class Assumed(Weights):
             found = [0.0] * len(found)
         if any(isinstance(each, float) and each != value for each in found):
             return False
-        return all(isinstance(each, float) for each in found) or self._assume()
+        return all(isinstance(each, float) for each in found) or self.ask(None, False, True)
 
     def same(self, one: str, other: str) -> bool:
         if self.known is not None and self.known[one] == self.known[other]:
             return True
-        return self._assume()
+        return self.ask(None, False, True)
 
-    def ask(self, question: Callable[[Model], T], trained: T, zeros: T) -> T:  # noqa: ARG002
-        return zeros if self._assume() else trained
+    def ask(self, question: Callable[[Model], T] | None, trained: T, zeros: T) -> T:  # noqa: ARG002
+        self.made = True
+        return zeros if self.zeros else trained
 
     def run(self, question: Callable[[Model], T]) -> T:  # noqa: ARG002
         raise TextWanted("a text is to run through the model, of which there are only shapes")

@@ -102,9 +102,7 @@ def _hold_to_exact(done: Chain, stored: str, found: Measurement, rounds: bool) -
 
 
 def plain_form(source: Checkpoint, done: Chain, text: Text | None) -> Measurement | None:
-    """What the same steps cost in fp32 where those that were fitted on the text take their plain form instead; None
-    where no step was fitted, or where a plain form is refused.
-    """
+    """What the same steps cost in fp32 with the plain form of those that were fitted; None where there is no such."""
     if text is None or not done.calibration:
         return None
     steps = [

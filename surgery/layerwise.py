@@ -1,15 +1,34 @@
-"""What swaps share: how messages name layers, what stands in them, and a tree with some of them changed."""
+"""What swaps ask of a tree and its layers, and a tree with some of them changed.
+
+Who reads the residual stream, and who writes into it, is told by the roles of parameters. A reader is a linear map on a
+norm's output, its weight [out, hidden]; a writer's output is added to the stream, its weight [hidden, out of the
+component]. The tables of tokens and positions write too, by rows [vocabulary, hidden]; the head reads behind the last
+norm, and where it is tied the token table does both.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 from msgspec.structs import replace
 
-from ..components import Attention, Block, Component, LatentAttention, ModelSpec, Norm
+from ..components import (
+    Attention,
+    Block,
+    Component,
+    FeedForward,
+    GatedFeedForward,
+    LatentAttention,
+    ModelSpec,
+    Norm,
+    Role,
+)
+from ..components.model import walk
 from ..errors import SwapRefused
-from .base import Guarantee
+from .base import Guarantee, Index, Model, Wide
 
 FEW = 4
 """Layers that a lossy change may be made in, as a share of all: one in so many, or one. A changed layer costs some
@@ -60,8 +79,8 @@ def attentions(spec: ModelSpec, layers: Iterable[int], latent: str, hint: str | 
     """
     found = {}
     for layer in layers:
-        attention = spec.blocks[layer].attention
-        if isinstance(attention, LatentAttention):
+        attention: Any = spec.blocks[layer].attention
+        if not hasattr(attention, "kv_heads"):
             raise SwapRefused(f"layer {layer} has latent attention{latent}", hint)
         found[layer] = attention
     return found
@@ -79,3 +98,205 @@ def with_blocks(spec: ModelSpec, changed: Mapping[int, Block], **fields: Any) ->
 def with_mixers(spec: ModelSpec, changed: Mapping[int, Any], **fields: Any) -> ModelSpec:
     """The tree with the attention, or the feed-forward, of some layers exchanged, and other fields of its own."""
     return with_blocks(spec, {i: spec.blocks[i].replaced(**{new.slot: new}) for i, new in changed.items()}, **fields)
+
+
+class Linear(NamedTuple):
+    """A linear of a block: its path in the tree, the shared names of its weight and of its bias, whether it has one or
+    not, whether its record has a field for one, of a reader the path of the norm that it reads, and what its mixer is
+    called in the block.
+    """
+
+    path: str
+    weight: str
+    bias_name: str
+    bias: bool
+    may_have_bias: bool
+    norm: str
+    slot: str
+
+    @property
+    def names(self) -> list[str]:
+        """The shared names of its tensors."""
+        return [self.weight, *([self.bias_name] if self.bias else [])]
+
+
+def linears(block: Block, path: str, *wanted: Role) -> Iterator[Linear]:
+    """The linears of a block with these roles, of any mixer, in the order of its sub-layers."""
+    first = ""
+    for sublayer in block.sublayers:
+        slot = sublayer.mixer.slot
+        norm = f"{path}.{slot}_norm" if sublayer.norm is not None else first
+        first = first or norm
+        for inner, node in walk(sublayer.mixer, f"{path}.{slot}"):
+            own = node.weights()
+            for name, weight in own.items():
+                if weight.role in wanted:
+                    at, bias = f"{inner}.{name.removesuffix('.weight')}", name.replace(".weight", ".bias")
+                    flags = bias in own, weight.role != "router"
+                    yield Linear(at, f"{inner}.{name}", f"{inner}.{bias}", *flags, norm, slot)
+
+
+def readers(block: Block, path: str) -> tuple[Linear, ...]:
+    """The linears of a block (at `path`, as "blocks.3") that read the stream, each behind a norm."""
+    return tuple(linears(block, path, "reads", "router"))
+
+
+def writers(block: Block, path: str) -> tuple[Linear, ...]:
+    """The linears of a block whose outputs are added to the stream. (Those of experts are weighted before.)"""
+    return tuple(linears(block, path, "writes"))
+
+
+class Inner(NamedTuple):
+    """A feed-forward or an expert: its path, record and layer; the linears that read its input, of which the first is
+    what is activated; the tensors with a row a unit (up) and with a column a unit (down), the name of the bias behind
+    it, whether there is one or not, and how many units there are.
+    """
+
+    path: str
+    record: FeedForward | GatedFeedForward
+    layer: int
+    inputs: list[str]
+    up: list[str]
+    down: str
+    down_bias: str
+    units: int
+
+
+def experts(block: Block, layer: int) -> Iterator[Inner]:
+    """The feed-forwards of a block, one or as many as there are experts."""
+    mixer, whole = block.feed_forward, f"blocks.{layer}.feed_forward"
+    inside: list[Any] = [(f"{whole}.{name}", expert) for name, expert in mixer.children()]
+    for path, record in inside or [(whole, mixer)]:
+        inputs = [name.removesuffix(".weight") for name, each in record.weights().items() if each.role == "reads"]
+        names = tensors_of(path, record, *inputs), f"{path}.down_proj.weight", f"{path}.down_proj.bias"
+        yield Inner(path, record, layer, inputs, *names, record.intermediate_size)
+
+
+def largest(score: Wide, size: int) -> Index:
+    """The units of the largest scores, in order."""
+    return np.sort(np.argsort(-score, kind="stable")[:size])
+
+
+def by_weights(model: Model, inner: Inner) -> Wide:
+    """For each unit the product of the norms of its rows and its column."""
+    score: Wide = np.linalg.norm(model.wide(inner.down), axis=0)
+    for name in inner.inputs:
+        score = score * np.linalg.norm(model.wide(f"{inner.path}.{name}.weight"), axis=1)
+    return score
+
+
+def tables(spec: ModelSpec) -> tuple[str, ...]:
+    """The tables [rows, hidden] whose rows are the stream's beginning."""
+    return ("embedding.weight", *(["positions.weight"] if spec.positions is not None else []))
+
+
+def head_weight(spec: ModelSpec) -> str:
+    """The tensor [vocabulary, hidden] that reads the last norm."""
+    return "embedding.weight" if spec.head.tied else "head.weight"
+
+
+def written(spec: ModelSpec) -> list[tuple[str, int]]:
+    """What writes into the stream: (tensor, the axis that is the stream's)."""
+    found = [(name, 1) for name in tables(spec)]
+    for layer, block in enumerate(spec.blocks):
+        found += [(name, 0) for each in writers(block, f"blocks.{layer}") for name in each.names]
+    return found
+
+
+def read_weights(spec: ModelSpec) -> list[str]:
+    """What reads it, [out, hidden]; not a tied head, whose matrix is a table."""
+    found = [each.weight for layer, block in enumerate(spec.blocks) for each in readers(block, f"blocks.{layer}")]
+    return found + ([] if spec.head.tied else ["head.weight"])
+
+
+# --- heads ------------------------------------------------------------------------------------------------------------
+
+
+Grouped = Attention | LatentAttention
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor that holds heads side by side along an axis: query heads, or key-value heads."""
+
+    name: str
+    size: int
+    keys: bool = False
+    axis: int = 0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The old query head and the old key-value head that each new one is, and which query heads are to be silent."""
+
+    heads: Index
+    keys: Index
+    silent: np.ndarray
+
+
+def key_heads(attention: Grouped) -> int:
+    """Key-value heads; a latent is made into one for every query head."""
+    found: int = getattr(attention, "kv_heads", attention.heads)
+    return found
+
+
+def parts(path: str, attention: Grouped) -> tuple[Part, ...]:
+    """The tensors of an attention (at `path`) that have heads; o_proj's weight is the last."""
+    shared = {"k_proj", "v_proj"}
+    found = []
+    for name, shape in attention.shapes().items():
+        linear = name.partition(".")[0]
+        if linear in {"q_proj", "k_up_proj", "v_up_proj", *shared}:
+            heads = key_heads(attention) if linear in shared else attention.heads
+            found.append(Part(f"{path}.{name}", shape[0] // heads, linear in shared))
+    width = attention.shapes()["o_proj.weight"][1] // attention.heads
+    return (*found, Part(f"{path}.o_proj.weight", width, axis=1))
+
+
+def slopes(attention: Grouped, heads: int) -> list[float] | None:
+    """The slope of each of so many heads, as it enters the scores, or None without ALiBi."""
+    position: Any = attention.position
+    if position is None or not position.biases:
+        return None
+    import torch
+
+    from ..modules.registry import module_of
+
+    bias = module_of(position).bias(position, heads, torch.ones(1, 2, dtype=torch.long), torch.float64)
+    return [float(each) for each in bias[0, :, 0, 1]]
+
+
+def kept(attention: Grouped, heads: Sequence[int]) -> Choice:
+    """The choice of some old heads, in the order that their slopes want."""
+    old, keys = attention.heads, key_heads(attention)
+    before, after = slopes(attention, old), slopes(attention, len(heads))
+    if before is not None and after is not None:
+        heads = [before.index(slope) for slope in after]
+    index, group = np.array(heads), old // keys
+    key_index = index if keys == old else np.array(sorted({head // group for head in heads}))
+    return Choice(index, key_index, np.zeros(len(index), dtype=bool))
+
+
+def remaining(
+    attention: Grouped,
+    units: Sequence[Index],
+    new: int,
+    new_keys: int,
+    costs: Callable[[list[int]], Callable[[Index], float]] | Wide,
+) -> list[int]:
+    """The heads that stay when the unit of the least cost goes, until there are `new`: of each group as many as leave
+    it as large as it is to be.
+
+    `costs` gets the heads that are left, and gives what it costs to take off a unit of them; or it is each head's.
+    """
+    old, keys, gone = attention.heads, key_heads(attention), set[int]()
+    group = old // keys
+    while old - len(gone) > new:
+        left = [head for head in range(old) if head not in gone]
+        cost = costs(left) if callable(costs) else lambda unit: float(costs[unit].sum())
+        allowed = [unit for unit in units if not gone & set(unit.tolist())]
+        if keys not in (old, 1) and new_keys == keys:
+            lost = [sum(head // group == key for head in gone) for key in range(keys)]
+            allowed = [unit for unit in allowed if lost[unit[0] // group] < group - new // keys]
+        gone |= set(min(allowed, key=cost).tolist())
+    return [head for head in range(old) if head not in gone]

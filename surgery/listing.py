@@ -115,9 +115,7 @@ def listing(source: Checkpoint) -> Listing:
 
 
 def _tried(model: Stored, swap: Swap, value: str, text: Calibration | None, before: Costs) -> Listed:
-    """What a swap says of the model. Where it would be fitted on a text and there is none, that is all that is said of
-    it but for its costs, where the tree is known without.
-    """
+    """What a swap says of the model; without a text that it would be fitted on, its costs alone, as far as known."""
     from .shapes import without_text
 
     source, step = model.checkpoint, Step(swap.option, value)
@@ -128,10 +126,9 @@ def _tried(model: Stored, swap: Swap, value: str, text: Calibration | None, befo
     else:
         found, fitted, chosen = without_text(partial(apply, model, **given), step)
     after = None if chosen and len(set(source.spec.blocks)) > 1 else costs(found.spec, before.context)
-    limits = limits_of(found.promise, source.spec)
-    if fitted:
-        return Listed(swap, value, "needs a text", "fitted on a text: --calibrate FILE", limits=limits, costs=after)
-    return Listed(swap, value, found.guarantee, " ".join(found.notes), limits=limits, costs=after)
+    said: tuple[Verdict, str] = (found.guarantee, " ".join(found.notes))
+    said = ("needs a text", "fitted on a text: --calibrate FILE") if fitted else said
+    return Listed(swap, value, *said, limits=limits_of(found.promise, source.spec), costs=after)
 
 
 def limits_of(promise: Promise, before: ModelSpec) -> str:

@@ -15,6 +15,7 @@ from ..components import ModelSpec
 
 NORMS, ATTENTION, POSITIONS = "Norms and layers", "Attention", "Positions"
 FEED_FORWARD, VOCABULARY, WEIGHTS = "Feed-forward", "Vocabulary and head", "Weights"
+Parts = Mapping[str, tuple[str, Callable[[ModelSpec], set[int | None]]]]
 GROUPS = (NORMS, ATTENTION, POSITIONS, FEED_FORWARD, VOCABULARY, WEIGHTS)
 """The headings of the help, in order; those of plugins come after them."""
 
@@ -38,7 +39,7 @@ class Option:
     metavar: str = ""
     words: str = ""
     two: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
-    parts: Mapping[str, tuple[str, Callable[[ModelSpec], set[int | None]]]] = field(default_factory=dict)
+    parts: Parts = field(default_factory=dict)
     settings: Mapping[str, type] = field(default_factory=dict)
 
     @property

@@ -32,19 +32,16 @@ from typing import Any
 
 from ..components import ModelSpec
 from ..converter.manifest import MANIFEST, read_manifest
-from ..converter.names import CONFIG, LOCAL_CONFIG
+from ..converter.names import LOCAL_CONFIG
 from ..errors import GptkitError, InvalidInput, SwapRefused, UsageError
 from .registry import Step, all_options, option_of, parts
 
 FOLDER = Path(__file__).parent / "recipes"
 """The recipes that come along."""
-
 PLAY = "the bundled play"
 """What records call the text that comes along."""
-
 MOST_BYTES = 10**6
 """A larger file is no recipe."""
-
 HEAD_KEYS = ("name", "description", "as", "step")
 CALIBRATION = {"text": str, "sha256": str, "tokens": int}
 STEP_KEYS: Mapping[str, tuple[type, object]] = {
@@ -88,20 +85,16 @@ class Recipe:
         if not isinstance(name, str) or name == PLAY:
             return None
         if not Path(name).is_file():
-            raise self.another_text(name)
+            raise self.another_text()
         return Path(name)
 
-    def another_text(self, name: str) -> UsageError:
+    def another_text(self) -> UsageError:
         """What to say where the text is not the one that steps were fitted on."""
-        digest = str(self.calibration.get("sha256"))
+        name, digest = self.calibration.get("text"), str(self.calibration.get("sha256"))
         return UsageError(
             f"{self.where}: it was fitted on {name}, which is not there as it was (sha256 {digest[:16]}…)",
             "--calibrate FILE: the same text for the same bytes, or another.",
         )
-
-    def labels(self) -> tuple[str, ...]:
-        """What messages call each step."""
-        return tuple(f"{self.where}, step {number}" for number in range(1, len(self.steps) + 1))
 
 
 def step_json(step: Step) -> dict[str, Any]:
@@ -131,14 +124,12 @@ def _find_recipe(reference: str | Path) -> Path:
         return folder / MANIFEST
     if path.is_file():
         return path
-    known = shipped()
-    if str(reference) in known:
-        return known[str(reference)]
-    near = get_close_matches(str(reference), known, 1)
-    raise UsageError(
-        f"there is no recipe {str(reference)!r}",
-        f"Did you mean {near[0]}?" if near else f"Name a file, or one of {', '.join(known)}.",
-    )
+    name, known = str(reference), shipped()
+    if name in known:
+        return known[name]
+    near = get_close_matches(name, known, 1)
+    hint = f"Did you mean {near[0]}?" if near else f"Name a file, or one of {', '.join(known)}."
+    raise UsageError(f"there is no recipe {name!r}", hint)
 
 
 def read_recipe(reference: str | Path) -> Recipe:
@@ -153,7 +144,7 @@ def _toml(path: Path, where: str) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
+        if len(data) > MOST_BYTES:  # a manifest may be longer: it has an entry a tensor
             raise InvalidInput(f"{where}: more than {MOST_BYTES:,} bytes are no recipe")
         return tomllib.loads(data.decode())
     except OSError as error:
@@ -167,7 +158,6 @@ def _toml(path: Path, where: str) -> dict[str, Any]:
 def _manifest(path: Path, where: str) -> dict[str, Any]:
     """The recipe in a manifest.json."""
     try:
-        # A manifest may be long: it has an entry a tensor.
         data = read_manifest(path)
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidInput(f"{where}: its {MANIFEST} is damaged") from error
@@ -179,9 +169,7 @@ def _manifest(path: Path, where: str) -> dict[str, Any]:
 
 
 def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
-    """A recipe from TOML's or JSON's values. Raises InvalidInput for an unknown key, a value of the wrong type, no
-    step, or two options in one.
-    """
+    """A recipe from TOML's or JSON's values. Raises InvalidInput, with the place, for what is none."""
     written = "sources" in data  # by gptkit
     known = (*HEAD_KEYS, "dtype", "calibration", "sources") if written else HEAD_KEYS
     for key in data:
@@ -227,19 +215,18 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
             raise InvalidInput(f"{where}: {part} is to be {WORDS[kind]}, not {table[part]!r:.40}")
     given = {part: table.get(part, default) for part, (_, default) in STEP_KEYS.items()}
     for part, setting in given["settings"].items():
-        allowed = option.settings
-        if part not in allowed:
-            known_settings = f"known: {', '.join(allowed)}" if allowed else None
+        if (wanted := option.settings.get(part)) is None:
+            known_settings = f"known: {', '.join(option.settings)}" if option.settings else None
             raise InvalidInput(f"{where}: {key} has no setting {part!r}", known_settings)
-        if type(setting) is not allowed[part]:
-            raise InvalidInput(f"{where}: the setting {part} is to be {WORDS[allowed[part]]}, not {setting!r:.40}")
+        if type(setting) is not wanted:
+            raise InvalidInput(f"{where}: the setting {part} is to be {WORDS[wanted]}, not {setting!r:.40}")
     # VALUE as the registry wants it: text; whole numbers may stand without quotes, a flag is true.
     value = table[key]
     if type(value) is int and not option.flag:
         value = str(value)
     if (value is not True) if option.flag else not (isinstance(value, str) and value):
-        wanted = "a flag: true" if option.flag else "to be text or a whole number"
-        raise InvalidInput(f"{where}: {key} is {wanted}, not {value!r:.40}")
+        expected = "a flag: true" if option.flag else "to be text or a whole number"
+        raise InvalidInput(f"{where}: {key} is {expected}, not {value!r:.40}")
     return Step(name, "" if option.flag else value, **given)
 
 
@@ -270,10 +257,9 @@ def plain(step: Step, spec: ModelSpec) -> Step:
         wanted = Fraction(max(int(wanted + Fraction(1, 2)), 1))
     if wanted.denominator != 1 or wanted < 1:
         fit = [size // n for n in range(size, 0, -1) if size % n == 0]
-        raise SwapRefused(
-            f"{f'{match[2]}%' if match[2] else f'{match[3]}/{match[4]}'} of {size} {what} is {float(wanted):g}",
-            f"Possible: a part that gives a whole number; {', '.join(map(str, fit[-8:]))} divide it.",
-        )
+        reason = f"{f'{match[2]}%' if match[2] else f'{match[3]}/{match[4]}'} of {size} {what} is {float(wanted):g}"
+        hint = f"Possible: a part that gives a whole number; {', '.join(map(str, fit[-8:]))} divide it."
+        raise SwapRefused(reason, hint)
     return replace(step, value=f"{match[1]}{int(wanted)}")
 
 
@@ -295,9 +281,3 @@ def called(steps: Sequence[Step], number: int) -> str | None:
     if step.written and all(each.written == step.written for each in steps):
         return f"{step.written} (its step {step})"
     return f"step {number + 1} ({step.written or step})" if len(steps) > 1 else None
-
-
-def described(path: Path) -> list[Path]:
-    """The files that say what a checkpoint's tree is."""
-    folder = path if path.is_dir() else path.parent
-    return [folder / name for name in (LOCAL_CONFIG, CONFIG) if (folder / name).is_file()][:1]

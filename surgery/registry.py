@@ -42,7 +42,8 @@ LARGEST = 1_000_000
 def register(module: str) -> None:
     """Make the swaps of a plugin's module known, by its full name; it is made as our own are."""
     PLUGINS.append(module)
-    all_swaps.cache_clear()
+    for each in (_modules, all_swaps, all_options):
+        each.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -160,8 +161,8 @@ class Clears:
         def alike(value: Any, wanted: Any) -> bool:
             return wanted is ANY or (isinstance(value, wanted) if isinstance(wanted, type) else bool(value == wanted))
 
-        both = alike(obstacle.ours, self.ours) and alike(obstacle.theirs, self.theirs)
-        if not both or not fnmatchcase(obstacle.path, self.path):
+        here = fnmatchcase(obstacle.path, self.path) and alike(obstacle.ours, self.ours)
+        if not here or not alike(obstacle.theirs, self.theirs):
             return ()
         steps = self.steps or (f"{swap.option}={swap.form}",)
         pairs = [each.format(theirs=obstacle.theirs).partition("=") for each in steps]
@@ -196,68 +197,55 @@ class Swap:
     exact_where: str = ""
     clears: tuple[Clears, ...] = ()
 
-    @property
-    def title(self) -> str:
-        return f"{self.takes} -> {self.gives}"
-
     def gives_for(self, value: str) -> str:
         """What it gives, with the numbers of a value in place of the words that stand for them."""
-        match, words = _pattern(self.form).fullmatch(value), re.findall("[A-Z]+", self.form)
+        match, words = self.matches(value), re.findall("[A-Z]+", self.form)
         if match is None or not words:
             return self.gives
         known = dict(zip(words, (each.rpartition(":")[2] for each in match.groups()), strict=True))
         return re.sub(r"\b[A-Z]+\b", lambda word: known.get(word[0], word[0]), self.gives)
 
-    def matches(self, value: str) -> bool:
-        """Whether the value has this form."""
-        return _pattern(self.form).fullmatch(value) is not None
-
-
-@cache
-def _pattern(form: str) -> re.Pattern[str]:
-    parts = re.split(r"([A-Z]+)", form)
-    return re.compile("".join("(.+)" if part.isupper() else re.escape(part) for part in parts), re.DOTALL)
+    def matches(self, value: str) -> re.Match[str] | None:
+        """The value, where it has this form, with a group for each word that stands for anything."""
+        parts = re.split(r"([A-Z]+)", self.form)
+        pattern = "".join("(.+)" if part.isupper() else re.escape(part) for part in parts)
+        return re.fullmatch(pattern, value, re.DOTALL)
 
 
 # --- what there is ----------------------------------------------------------------------------------------------------
 
 
 @cache
-def _modules(plugins: tuple[str, ...]) -> list[ModuleType]:
+def _modules() -> list[ModuleType]:
     """The files of swaps, our own and those of plugins, in the order of execution."""
     own = [f"{swaps.__name__}.{module.name}" for module in iter_modules(swaps.__path__)]
-    found = [module for module in map(import_module, [*own, *plugins]) if hasattr(module, "SWAPS")]
+    found = [module for module in map(import_module, [*own, *PLUGINS]) if hasattr(module, "SWAPS")]
     return sorted(found, key=lambda module: module.ORDER)
 
 
 @cache
 def all_swaps() -> tuple[Swap, ...]:
     """Every swap, in the order of execution: what an earlier one leaves is what a later one finds."""
-    return tuple(swap for module in _modules(tuple(PLUGINS)) for swap in module.SWAPS)
-
-
-def all_options() -> tuple[Option, ...]:
-    """Every option that asks for swaps, in the order of the help."""
-    return _all_options(tuple(PLUGINS))
+    return tuple(swap for module in _modules() for swap in module.SWAPS)
 
 
 @cache
-def _all_options(plugins: tuple[str, ...]) -> tuple[Option, ...]:
-    """Our own are read without an import, so that a help waits for nothing."""
+def all_options() -> tuple[Option, ...]:
+    """Every option that asks for swaps, in the order of the help. Our own are read without an import."""
     files = (file for folder in swaps.__path__ for file in sorted(Path(folder).glob("*.py")))
     found = [option for file in files for option in declared(file)]
-    for module in map(import_module, plugins):
+    for module in map(import_module, PLUGINS):
         found += getattr(module, "OPTIONS", ())
         names = {option.name for option in found}
         bare = (swap for swap in module.SWAPS if swap.option not in names)
-        found += [Option(swap.option, "Other swaps", 0, f"{swap.title}.", swap.form) for swap in bare]
+        found += [Option(s.option, "Other swaps", 0, f"{s.takes} -> {s.gives}.", s.form) for s in bare]
     groups = list(dict.fromkeys((*GROUPS, *(option.group for option in found))))
     return tuple(sorted(found, key=lambda option: (groups.index(option.group), option.place)))
 
 
 def parts() -> dict[tuple[str, str], tuple[str, Callable[[ModelSpec], set[int | None]]]]:
     """What a part ("auto:75%") is a part of, by option and what stands before the number."""
-    every = (option for module in _modules(tuple(PLUGINS)) for option in getattr(module, "OPTIONS", ()))
+    every = (option for module in _modules() for option in getattr(module, "OPTIONS", ()))
     return {(option.name, before): part for option in every for before, part in option.parts.items()}
 
 
@@ -273,9 +261,7 @@ def option_of(name: str) -> Option | None:
 
 
 def understood(option: str, value: str) -> str:
-    """The value in gptkit's words; as it is where none of them is meant. What is behind a colon loses its capitals,
-    unless it is a file's name.
-    """
+    """The value in gptkit's words, where it has one; small letters behind a colon, but in a file's name."""
     own = option_of(option)
     word, colon, rest = value.partition(":")
     ours = None if own is None else own.known().get(squashed(word))
@@ -314,7 +300,7 @@ def swap_for(option: str, value: str) -> Swap:
 def steps_named(option: str, value: str, blocks: str | None = None, approximate: bool = False) -> list[Step]:
     """What one OPTION = VALUE asks for: a step, or two (SwiGLU). Raises UsageError where either is unknown."""
     own = option_of(option)
-    several = None if own is None else own.two.get(understood(option, value))
+    several = own and own.two.get(understood(option, value))
     written = f"{spelled(option)} {value}" if several else ""
     found = [Step(name, to, blocks, approximate, written=written) for name, to in several or ((option, value),)]
     for step in found:
@@ -324,8 +310,7 @@ def steps_named(option: str, value: str, blocks: str | None = None, approximate:
 
 def in_order(steps: Iterable[Step]) -> list[Step]:
     """Steps in the order of execution."""
-    order = list(options())
-    return sorted(steps, key=lambda step: order.index(step.option))
+    return sorted(steps, key=lambda step: list(options()).index(step.option))
 
 
 def steps_of(asked: Mapping[str, str | None], blocks: str | None = None, approximate: bool = False) -> list[Step]:
@@ -349,10 +334,8 @@ def layers_in(text: str, layers: int) -> tuple[int, ...]:
         last = first if match[2] is None else int(match[3]) if match[3] else layers - 1
         for each in (first, last):
             if each >= layers:
-                raise SwapRefused(
-                    f"{text!r} names layer {each}, the model has {layers}: 0 to {layers - 1}",
-                    f"Possible here: 0-{layers - 1}, or a part of it.",
-                )
+                hint = f"Possible here: 0-{layers - 1}, or a part of it."
+                raise SwapRefused(f"{text!r} names layer {each}, the model has {layers}: 0 to {layers - 1}", hint)
         if last < first:
             raise UsageError(f"{text!r}: {first}-{last} runs backwards")
         found += range(first, last + 1)

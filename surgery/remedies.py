@@ -118,13 +118,6 @@ class Way:
     def steps(self) -> Remedy:
         return tuple(step for remedy in self.remedies for step in remedy)
 
-    @property
-    def one_command(self) -> bool:
-        """Whether one command line does it: it carries out options in the registry's order, each once."""
-        order = list(options())
-        places = [order.index(step.option) for step in self.steps]
-        return places == sorted(set(places))
-
     def __str__(self) -> str:
         return " ".join(str(step) for step in self.steps)
 
@@ -180,7 +173,7 @@ def in_the_way(model: Model, tried: Sequence[Architecture], refused: Sequence[Ex
     ways = [way_to(each, after) for each in near]
     arriving = [way for way in ways if way.arrived]
     best = min(arriving, key=lambda way: (ORDER.index(way.end.guarantee), len(way.steps)), default=None)
-    hint = "\n".join(_told_left(ways) if best is None else _told_way(best))
+    hint = "\n".join([*_told_left(ways), OWN_FORMAT] if best is None else _told_way(best))
     if len(tried) == 1:
         return refused[0].refusal(hint)
     lines = []
@@ -197,39 +190,33 @@ def _told_way(way: Way) -> list[str]:
     name, end = way.start.target.owner, way.end
     costs = []
     for number, (step, guarantee) in enumerate(zip(way.steps, end.guarantees, strict=True)):
-        measured = None
+        price = "changes nothing" if guarantee == "exact" else "costs something: swap it and see"
         if guarantee != "exact" and end.done:
             before, after = (Exactly(end.models[place]) for place in (number, number + 1))
-            measured = measure(before, after, promise=end.done[number].promise, dtypes=("float32",)).kl
-        costs.append((str(step), _price(guarantee, measured)))
+            kl = measure(before, after, promise=end.done[number].promise, dtypes=("float32",)).kl
+            price = f"costs KL {kl:.2g} on the probe"
+        costs.append((str(step), price + ", and is to be trained" * (guarantee == "retrained")))
     short_of = f"It falls short of {name} by {_some(way.start, most=2)}"
     if len(costs) == 1:
         return wrap(f"{short_of}: {' '.join(costs[0])}.", WIDTH)
     width = max(len(step) for step, _ in costs)
     lines = wrap(f"{short_of}. What would clear the way:", WIDTH)
     lines += [f"  {step:{width}}  {price}" for step, price in costs]
-    how = "all at once" if way.one_command else "one after the other, as the steps of a recipe"
+    # One command line carries out options in the registry's order, each once.
+    places = [list(options()).index(step.option) for step in way.steps]
+    how = "all at once" if places == sorted(set(places)) else "one after the other, as the steps of a recipe"
     return [*lines, f"{how.capitalize()}, with --as hf:{name}."]
-
-
-def _price(guarantee: Guarantee, kl: float | None) -> str:
-    """What a step costs, in words; `kl` in nats per token on the probe."""
-    if guarantee == "exact":
-        return "changes nothing"
-    cost = "costs something: swap it and see" if kl is None else f"costs KL {kl:.2g} on the probe"
-    return cost if guarantee == "approximate" else f"{cost}, and is to be trained"
 
 
 def _told_left(ways: Sequence[Way]) -> list[str]:
     """What no swap clears, on the way that comes nearest."""
     if not ways:
-        return [OWN_FORMAT]
+        return []
     way = min(ways, key=lambda way: way.left.weight)
     if not way.left.standing:
-        return [*wrap(f"After {way}: {way.left.reason}", WIDTH), OWN_FORMAT]
-    said = f"No swap clears {_some(way.left, FEW)} on the way to {way.start.target.owner}"
-    said += f"; {way} would clear the rest" if way.remedies else ""
-    return [*wrap(f"{said}.", WIDTH), OWN_FORMAT]
+        return wrap(f"After {way}: {way.left.reason}", WIDTH)
+    rest = f"; {way} would clear the rest" if way.remedies else ""
+    return wrap(f"No swap clears {_some(way.left, FEW)} on the way to {way.start.target.owner}{rest}.", WIDTH)
 
 
 def _some(expression: Expression, most: int) -> str:

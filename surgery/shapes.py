@@ -9,6 +9,7 @@ depends on them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -111,14 +112,15 @@ class Reshaped:
 
 @dataclass
 class _Chain:
-    """A chain as far as it has come. known: what is known of the tensors; given: what `reshape` takes beside."""
+    """A chain as far as it has come. known: what is known of the tensors; given: what `reshape` takes beside; promised:
+    what each step guarantees on trained weights, and whether on all.
+    """
 
     spec: ModelSpec
     known: Mapping[str, Value]
     given: dict[str, Any]
     done: list[Step] = field(default_factory=list)
-    usual: list[Guarantee] = field(default_factory=list)
-    certain: list[bool] = field(default_factory=list)
+    promised: list[tuple[Guarantee, bool]] = field(default_factory=list)
     settled: bool = True
     notes: list[str] = field(default_factory=list)
 
@@ -135,41 +137,38 @@ class _Chain:
             raise
         zeros: Swapped | SwapRefused = usual
         if trained.made:
-            best = partial(reshape, self.spec, weights=Assumed(self.known, zeros=True), **self.given)
+            of_zeros = partial(reshape, self.spec, weights=Assumed(self.known, zeros=True), **self.given)
             try:
-                zeros = without_text(best, step)[0]
+                zeros = without_text(of_zeros, step)[0]
             except SwapRefused as error:
                 zeros = error
-        self._tell(step, usual, zeros, fitted, chosen and len(set(self.spec.blocks)) > 1)
+        # A text would decide which of several kinds of layers stay.
+        chosen = chosen and len(set(self.spec.blocks)) > 1
+        best = zeros.guarantee if isinstance(zeros, Swapped) else usual.guarantee
+        other = isinstance(zeros, Swapped) and zeros.spec != usual.spec
+        swap, name = swap_for(step.option, step.value), spelled(step.option).removeprefix("--")
+        name += f"={step.value}" if step.value else ""
+        words, text = [], "fitted on a text (--calibrate)" if fitted else ""
+        if best != usual.guarantee:
+            where = f"only where {swap.exact_where}" if swap.exact_where else f"on some (needs {swap.needs})"
+            trained_on = f"on trained weights {guarantee_in_words(usual.guarantee)}{': ' if fitted else ''}{text}"
+            words.append(f"{trained_on}; {best} {where}")
+        elif fitted:
+            words.append(text)
+        if chosen:
+            words.append("a text decides which layers stay, and they differ")
+        if isinstance(zeros, SwapRefused):
+            words.append(f"refused on some weights ({zeros.message})")
+        if other:
+            words.append(f"the weights decide the tree, and this is that of trained weights (needs {swap.needs})")
+        self.notes += [note for note in usual.notes if note in getattr(zeros, "notes", ())]
+        self.notes += [f"{name}: {each}" for each in words]
+        self.settled = self.settled and not chosen and not other
         self.done.append(step)
-        self.usual.append(usual.guarantee)
+        self.promised.append((usual.guarantee, best == usual.guarantee))
         changed = {name: text for name, text in usual.texts.items() if text is not None}
         self.given = {**self.given, "texts": {**self.given["texts"], **changed}}
         self.spec, self.known = usual.spec, values_after(usual, self.known)
-
-    def _tell(self, step: Step, usual: Swapped, zeros: Swapped | SwapRefused, fitted: bool, chosen: bool) -> None:
-        """Note what hangs on the weights; `chosen`: a text would decide which of several kinds of layers stay."""
-        swap, name = swap_for(step.option, step.value), spelled(step.option).removeprefix("--")
-        name += f"={step.value}" if step.value else ""
-        self.notes += [note for note in usual.notes if note in getattr(zeros, "notes", ())]
-        best = zeros.guarantee if isinstance(zeros, Swapped) else usual.guarantee
-        self.certain.append(best == usual.guarantee)
-        text = "fitted on a text (--calibrate)" if fitted else ""
-        if best != usual.guarantee:
-            where = f"only where {swap.exact_where}" if swap.exact_where else f"on some (needs {swap.needs})"
-            words = f"on trained weights {guarantee_in_words(usual.guarantee)}{': ' if fitted else ''}{text}"
-            self.notes.append(f"{name}: {words}; {best} {where}")
-        elif fitted:
-            self.notes.append(f"{name}: {text}")
-        if chosen:
-            self.notes.append(f"{name}: a text decides which layers stay, and they differ")
-        if isinstance(zeros, SwapRefused):
-            self.notes.append(f"{name}: refused on some weights ({zeros.message})")
-        other = isinstance(zeros, Swapped) and zeros.spec != usual.spec
-        if other:
-            told = f"the weights decide the tree, and this is that of trained weights (needs {swap.needs})"
-            self.notes.append(f"{name}: {told}")
-        self.settled = self.settled and not chosen and not other
 
 
 def swapped(
@@ -191,27 +190,23 @@ def swapped(
     """
     if not steps:
         raise UsageError("nothing to swap", "say what: attention=gqa:4, norm=rmsnorm, …")
-    origin = replace(_origin_of(files), family=family, reference=reference)
+    origin = Origin()
+    if files is not None:  # a config.json names tokens that cannot go
+        with suppress(InvalidInput):  # a folder that says nothing by itself: the tree is known all the same
+            origin = read_spec(files)[1]
+    origin = replace(origin, family=family, reference=reference)
     given = {"origin": origin, "files": files, "texts": dict(texts or {}), "offline": offline}
     # Of weights that nobody has looked at each tensor is itself.
     chain = _Chain(spec, {parameter.name: parameter.name for parameter in spec.parameters()}, given)
     for number, step in enumerate(steps):
         with told_as(called(steps, number)):
             chain.carry_out(step)
-    usual = weakest(chain.usual)
+    usual = weakest(guarantee for guarantee, _ in chain.promised)
     # What is not known is at best exact: it decides nothing where another step is as weak for certain.
-    certain = weakest(g for g, known in zip(chain.usual, chain.certain, strict=True) if known)
+    certain = weakest(guarantee for guarantee, known in chain.promised if known)
     surely = usual == "exact" or certain == usual
     notes = tuple(dict.fromkeys(chain.notes))
     return Reshaped(chain.spec, usual if surely else DEPENDS, notes, usual, chain.settled, spec, tuple(chain.done))
-
-
-def _origin_of(files: Path | None) -> Origin:
-    """Where the files say that they come from: a config.json names tokens that cannot go."""
-    try:
-        return Origin() if files is None else read_spec(files)[1]
-    except InvalidInput:  # a folder that says nothing by itself: the tree is known all the same
-        return Origin()
 
 
 AS_FAR = ", as far as shapes tell"

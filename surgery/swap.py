@@ -17,7 +17,7 @@ from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.convert import companions, plan_output
 from ..converter.dtypes import HF_NAMES, parse_dtype, widest
 from ..converter.files import sha256_file
-from ..converter.names import CONFIG
+from ..converter.names import CONFIG, LOCAL_CONFIG
 from ..converter.publish import Staging
 from ..converter.targets import FOLDERS, target
 from ..converter.threads import as_before, suit
@@ -25,13 +25,14 @@ from ..converter.tokenizer import token_files
 from ..converter.write import Plan, execute
 from ..display import Shown
 from ..errors import UsageError
+from ..parity.damage import Damage, damage
 from ..version import __version__
-from .base import Guarantee, Model
+from .base import Guarantee, Model, Moved, Stored
 from .chain import Chain, chain, leaving
 from .fits.calibration import TOKENS, read_text
 from .guarantee import SMALL, each_alone, hold_to_transformers, measured_from_files, plain_form
 from .measure import Measurement
-from .recipe import Recipe, described, read_recipe
+from .recipe import Recipe, read_recipe
 from .registry import Step, steps_of
 
 
@@ -153,10 +154,11 @@ def swap(
     if not dry_run and Path(out).resolve() in (source.path.resolve(), source.folder.resolve()):
         raise UsageError(f"{out} is the model itself: what it was would be lost", "Name another folder.")
     text = cache(lambda: read_text(source, calibrate, calibrate_tokens or TOKENS))
-    labels, leaves = told.labels() if told else (), form.kind != "local"
+    labels = [f"{told.where}, step {number}" for number in range(1, len(told.steps) + 1)] if told else ()
+    leaves = form.kind != "local"
     done = chain(source, wanted, stored=stored, text=text, offline=offline, names=labels, leaves=leaves)
     if repeated and told is not None and told.calibration and done.calibration != told.calibration:
-        raise told.another_text(str(told.calibration.get("text")))
+        raise told.another_text()
     base = told or Recipe("", "", (), "the call")
     carried = replace(base, steps=tuple(wanted), to=asked_to, dtype=dtype, calibration=done.calibration, sources={})
     architecture, done = leaving(done, source, form) if leaves else (None, done)
@@ -167,7 +169,9 @@ def swap(
     found, naive = None, None
     each: tuple[Measurement, ...] = ()
     if not dry_run:
-        sources = {path.name: sha256_file(path) for path in (*source.files, *described(source.path))}
+        folder = source.path if source.path.is_dir() else source.path.parent
+        trees = [folder / name for name in (LOCAL_CONFIG, CONFIG) if (folder / name).is_file()][:1]
+        sources = {path.name: sha256_file(path) for path in (*source.files, *trees)}
         carried = replace(carried, sources=sources)
         with Staging(Path(out), force) as staging:
             files = execute(plan, _tensors(done.models[-1]), staging, progress)
@@ -225,3 +229,45 @@ def _tensors(model: Model) -> Iterator[tuple[str, np.ndarray, str]]:
     for parameter in model.spec.parameters():
         yield parameter.name, *model.tensor(parameter.name)
         model.release()
+
+
+@as_before()
+def assess(result: SwapResult, text: Sequence[int] | None, progress: Callable[[str], None] | None = None) -> Damage:
+    """The damage of a published swap, from its files, on token ids of the old vocabulary or on none."""
+    done = result.chain
+    suit(done.spec)
+    return damage(
+        done.against,
+        Stored(open_checkpoint(result.target)),
+        text=text,
+        tokens=done.promise.tokens,
+        most=done.promise.length,
+        layers=_layers_of(done),
+        progress=progress,
+    )
+
+
+def held_out(result: SwapResult, calibrate: str | Path | None, tokens: int | None) -> tuple[int, ...] | None:
+    """The text that a swap is measured on: the end of the one it was or could be fitted on, where there is one."""
+    recipe, source = result.recipe, result.source
+    file = calibrate or (None if recipe is None else recipe.text())
+    if file is None and not (source.origin.reference or "").startswith("sample:"):
+        return None
+    known = None if recipe is None else recipe.calibration.get("tokens")
+    return read_text(source, file, tokens or known or TOKENS).held_out
+
+
+def _layers_of(done: Chain) -> list[tuple[int, int]]:
+    """The layers that stand for one another before and after, each at most once: their tensors were moved there."""
+    pairs = [(layer, layer) for layer in range(len(done.models[0].spec.blocks))]
+    for swapped in done.swapped:
+        origins: dict[int, set[int]] = {layer: set() for layer in range(len(swapped.spec.blocks))}
+        for parameter in swapped.spec.parameters():
+            made = swapped.tensors.get(parameter.name, Moved(parameter.name))
+            if parameter.layer is not None and isinstance(made, Moved):
+                names = (name for name in made.names if name.startswith("blocks."))
+                origins[parameter.layer] |= {int(name.split(".")[1]) for name in names}
+        step = {layer: min(own, default=layer) for layer, own in origins.items() if len(own) <= 1}
+        renamed = {before: after for after, before in reversed(step.items())}  # of copies the first
+        pairs = [(first, renamed[before]) for first, before in pairs if before in renamed]
+    return pairs

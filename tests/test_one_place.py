@@ -18,7 +18,7 @@ ROOT = Path(gptkit.__file__).parent
 EVERYWHERE = {"ModelSpec", "Block", "SubLayer", "Embedding", "Head"}
 """What every tree has: who asks for one asks for a place."""
 OURS = {name: kind for name, kind in KINDS.items() if kind.__module__.startswith("gptkit.components.")}
-FREE = ("components", "modules", "surgery", "architectures/families")
+FREE = ("components", "modules", "surgery/swaps", "architectures/families")
 """Where kinds are asked for: their own places, what exchanges one for another, and the families that have them."""
 NO_PRODUCT = ("tests", "docs", "benchmarks", "examples", "build")
 

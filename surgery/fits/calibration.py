@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from ...errors import InvalidInput, UsageError
 from ...modules.context import Context
 from ...modules.decoder import BlockModule, Front
 from ...modules.load import filled, tensor_of
+from ...parity.passes import hooked
 from ..base import Exactly, Model, Promise
 
 Run = tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]
@@ -66,10 +67,8 @@ def read_text(checkpoint: Checkpoint, file: str | Path | None, tokens: int = TOK
     if file is None:
         reference = checkpoint.origin.reference or ""
         if not reference.startswith("sample:"):
-            raise UsageError(
-                "this swap is fitted on a text, and none was given",
-                "--calibrate FILE: some pages of plain text like what the model is for; --approximate needs none.",
-            )
+            hint = "--calibrate FILE: some pages of plain text like what the model is for; --approximate needs none."
+            raise UsageError("this swap is fitted on a text, and none was given", hint)
         path, name = PLAY, "the bundled play"
     else:
         path, name = Path(file), str(file)
@@ -115,7 +114,10 @@ class Calibration:
         The weights of one layer are in memory. Who gets a layer alters nothing of the walk: the next one gets the
         output of this one as it is.
         """
-        x, (rows, steps) = embed(model, self.ids), self.ids.shape
+        rows, steps = self.ids.shape
+        front = filled(partial(Front, model.spec), partial(tensor_of, Exactly(model)), torch.float32)
+        with torch.no_grad():
+            x: Tensor = front(self.ids, torch.arange(steps)[None])
         context = Context(rows, steps, 0, False, torch.arange(steps)[None], None, x.dtype)
         for index in range(len(model.spec.blocks) if layers is None else max(layers) + 1):
             layer = Layer(index, block_of(model, index), context, x)
@@ -125,53 +127,41 @@ class Calibration:
             model.release()
 
 
+@dataclass
 class Layer:
     """One layer while a text runs through it: its number, its block as a module that is filled, the context of the
     pass, and x, what comes to it, (rows, tokens, hidden).
     """
 
-    def __init__(self, index: int, module: BlockModule, context: Context, x: Tensor) -> None:
-        self.index, self.module, self.context, self.x = index, module, context, x
+    index: int
+    module: BlockModule
+    context: Context
+    x: Tensor
 
     @cached_property
     def output(self) -> Tensor:
         """What leaves it."""
-        return self.run()[0]
+        return run_block(self.module, self.x, self.context)[0]
 
-    def run(self, watched: Sequence[str] = ()) -> Run:
+    def run(self, *watched: str) -> Run:
         """As `run_block`."""
-        output, seen = run_block(self.module, self.x, self.context, watched)
+        output, seen = run_block(self.module, self.x, self.context, *watched)
         self.__dict__.setdefault("output", output)
         return output, seen
 
 
-def run_block(block: BlockModule, x: Tensor, context: Context, watched: Sequence[str] = ()) -> Run:
+def run_block(block: BlockModule, x: Tensor, context: Context, *watched: str) -> Run:
     """A block's output, and the (input, output) of the modules in it that are named ("attention.o_proj")."""
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            # Copies: a gated feed-forward multiplies its gate in place.
-            seen[name] = (inputs[0].detach().clone(), output.detach().clone())
+    def watch(name: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        # Copies: a gated feed-forward multiplies its gate in place.
+        seen[name] = (inputs[0].detach().clone(), output.detach().clone())
 
-        return hook
-
-    hooks = [block.get_submodule(name).register_forward_hook(watch(name)) for name in watched]
-    try:
-        with torch.no_grad():
-            output: Tensor = block(x, context)
-    finally:
-        for each in hooks:
-            each.remove()
+    hooks = [block.get_submodule(name).register_forward_hook(partial(watch, name)) for name in watched]
+    with hooked(hooks), torch.no_grad():
+        output: Tensor = block(x, context)
     return output, seen
-
-
-def embed(model: Model, ids: Tensor) -> Tensor:
-    """What comes to the first layer, (rows, tokens, hidden)."""
-    front = filled(partial(Front, model.spec), partial(tensor_of, Exactly(model)), torch.float32)
-    with torch.no_grad():
-        x: Tensor = front(ids, torch.arange(ids.shape[1])[None])
-    return x
 
 
 def block_of(model: Model, index: int) -> BlockModule:

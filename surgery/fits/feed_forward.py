@@ -41,7 +41,7 @@ def pre_activations(layer: Layer, dense: Dense, down: torch.Tensor) -> torch.Ten
     times the square of its other factor, times that of its column of `down`; `SAMPLES` of them.
     """
     gated = "gate_proj.weight" in dense.shapes()
-    _, seen = layer.run((GATE, UP) if gated else (UP,))
+    _, seen = layer.run(*((GATE, UP) if gated else (UP,)))
     x = seen[GATE if gated else UP][1].to(torch.float64)
     weight = down.square().sum(dim=0).expand_as(x)
     if gated:
@@ -58,7 +58,7 @@ def downs(model: Model, calibration: Calibration, layers: set[int]) -> Iterator[
     for layer in calibration.walk(model, layers):
         name = f"blocks.{layer.index}.feed_forward.down_proj.weight"
         down = torch.from_numpy(model.wide(name).copy())
-        _, seen = layer.run((GATE, UP))
+        _, seen = layer.run(GATE, UP)
         gate, up = (seen[part][1].flatten(0, 1).to(torch.float64) for part in (GATE, UP))
         gate = layer.module.feed_forward.activation(gate)
         power = gate.square().sum(dim=0).clamp_min(torch.finfo(gate.dtype).tiny)
@@ -71,7 +71,7 @@ def shares(model: Model, calibration: Calibration, layers: set[int]) -> Iterator
     for layer in calibration.walk(model, layers):
         module = layer.module.feed_forward
         assert isinstance(module, MixtureOfExpertsModule)
-        x = layer.run(("feed_forward",))[1]["feed_forward"][0].flatten(0, 1)
+        x = layer.run("feed_forward")[1]["feed_forward"][0].flatten(0, 1)
         with torch.no_grad():
             weights, chosen = module.route(x)
         total = torch.zeros(module.spec.experts, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Fewer key-value heads fitted on a text, layer after layer.
+"""Fewer key-value heads, or a latent in their place, fitted on a text, layer after layer.
 
 Two models run side by side: the original, and the one that is made, whose fitted layers feed the next ones. In each
 layer, for every group of old heads that becomes one:
@@ -10,35 +10,51 @@ layer, for every group of old heads that becomes one:
    apart by,
 5. the feed-forward's down projection likewise, to the original's stream after the layer.
 
+Of a latent, rotary keys become one as in 1 and 2. Its directions are the leading ones of what attention makes of the
+input, the values' part [O_h V_h] Σ^½ stacked over the query heads and, of keys without rotary positions,
+[(E q qᵀ)^½ K_h] Σ^½, each counted as much as the other; then come 4 and 5.
+
 Memory is one layer of each model, the activations of the text, and one layer's attention patterns. What is fitted on is
 the text alone: there are no gradients through the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...components import ALiBi, Attention, Block, Rotary
+from ...components import Attention, Block
 from ...modules.attention import AttentionModule
 from ...modules.context import Context
 from ...modules.decoder import BlockModule
 from ...modules.feed_forward import MixtureOfExpertsModule
 from ...modules.layers import Linear, capped
-from ...modules.positions import apply_rotary, inverse_frequencies
+from ...modules.registry import module_of
 from ..base import Model, Wide
-from .calibration import Calibration, run_block
-from .grouping import Groups, contiguous_groups, group_similar, head_similarity, query_order
-from .regression import Moment, augment, fit_keys, fit_values, mix_inputs, pool_mean, ridge
+from ..layerwise import unknown
+from .calibration import Calibration, block_of, run_block
+from .regression import (
+    Groups,
+    Moment,
+    augment,
+    contiguous_groups,
+    fit_keys,
+    fit_values,
+    gram_of,
+    group_similar,
+    head_similarity,
+    leading,
+    mix_inputs,
+    pool_mean,
+    query_order,
+    ridge,
+    square_roots,
+)
 from .scores import refit_scores
-
-Fit = Callable[[BlockModule, Block, Tensor, Tensor, Context], dict[str, Tensor]]
-"""The new tensors of a layer's attention, of the block as it was, the record that it is to have, what comes to it in
-the original and in the new model, and their context."""
 
 ROUNDS, STEPS, STRENGTH = 2, 10, 1e-3
 """Of `refit_scores`: how often it linearises, conjugate gradients each time, and its ridge."""
@@ -49,41 +65,35 @@ GROUPING_WORK = 10**11
 DOWN = "feed_forward.down_proj"
 
 
-@dataclass(frozen=True)
-class Heads:
-    """The projections of one attention by head, biases as a last column where there are any: queries (H, d, e), keys
-    and values (KV, d, e), outputs (H, hidden, d).
-    """
-
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    outputs: Tensor
-    bias: bool
-
-
-def fitted_layers(
-    model: Model, changed: Mapping[int, Any], calibration: Calibration, fit: Fit | None = None
-) -> Iterator[dict[str, Wide]]:
-    """The new tensors of each of the layers `changed` (layer -> its new attention), in order of the layers.
-
-    `fit` gives those of one layer's attention, by their names in it; here q, k, v and o of fewer key-value heads.
-    """
+def fitted_layers(model: Model, changed: Mapping[int, Any], calibration: Calibration) -> Iterator[dict[str, Wide]]:
+    """The new tensors of each of the layers `changed` (layer -> its new attention), in order of the layers."""
     student: Tensor | None = None  # the original's stream, until a layer is fitted
     for layer in calibration.walk(model, range(max(changed) + 1)):
         old, context, here = layer.module, layer.context, layer.x if student is None else student
         if layer.index not in changed:
             student = None if student is None else run_block(old, here, context)[0]
             continue
+        attention = changed[layer.index]
+        record = model.spec.blocks[layer.index].replaced(attention=attention)
         with torch.no_grad():
-            spec = model.spec.blocks[layer.index].replaced(attention=changed[layer.index])
-            tensors = (fit or _fit)(old, spec, layer.x, here, context)
-            new = block_with(old, spec, tensors)
+            fit = _LayerFit(old, record, layer.x, here, context)
+            tensors = fit.fewer_heads(attention) if hasattr(attention, "kv_heads") else fit.latent(attention)
+            new = block_with(old, record, tensors)
         found = {f"blocks.{layer.index}.attention.{name}": value for name, value in tensors.items()}
         student, down = _refit_down(new, here, layer.output, context)
         if down is not None:
             found[f"blocks.{layer.index}.{DOWN}.weight"] = down
         yield {name: value.numpy() for name, value in found.items()}
+
+
+def averaged_layers(model: Model, changed: Mapping[int, Any]) -> Iterator[dict[str, Wide]]:
+    """A latent without a text: the rotary keys' mean, and the leading directions of the weights alone."""
+    for index, new in changed.items():
+        heads = Heads.of(block_of(model, index))
+        dim, identity = _turning(heads.spec), torch.eye(heads.queries.shape[-1], dtype=torch.float64)
+        tensors = heads.with_latent(new, heads.queries[:, :dim], pool_mean(heads.keys)[:dim], identity)
+        yield {f"blocks.{index}.attention.{name}": value.numpy() for name, value in tensors.items()}
+        model.release()
 
 
 def block_with(old: BlockModule, spec: Block, tensors: dict[str, Tensor]) -> BlockModule:
@@ -95,90 +105,189 @@ def block_with(old: BlockModule, spec: Block, tensors: dict[str, Tensor]) -> Blo
     return new
 
 
-def _fit(block: BlockModule, record: Block, teacher: Tensor, student: Tensor, context: Context) -> dict[str, Tensor]:
-    """One layer's new q, k, v and o, by their names in the attention, in fp64."""
-    attention, new = block.attention, record.attention
-    assert isinstance(attention, AttentionModule) and isinstance(new, Attention)
-    spec = attention.spec
-    before, after = block.attention_norm(teacher), block.attention_norm(student)
-    scores, pattern = patterns(attention, before, context)
-    heads = by_head(attention)
-    if len(heads.keys) % new.kv_heads:  # groups that cut through the readers of one head: every reader gets its own
-        keys, values = (each.repeat_interleave(spec.group, dim=0) for each in (heads.keys, heads.values))
-        heads = replace(heads, keys=keys, values=values)
-    inputs = augmented(after, heads.bias)
-    covariance = Moment.of(inputs).covariance
-    fitted: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # queries, key, value, outputs of each group
-    mixed: list[Tensor] = []
-    for group in _groups(spec, new, heads, covariance):
-        readers = query_order((group,), spec.heads // len(heads.keys))
-        theirs = scores[:, readers], pattern[:, readers]
-        q, k = shared_key(spec, heads, group, readers, covariance, inputs, *theirs, context)
-        asking = inputs[:, None] @ q.to(inputs).transpose(-1, -2)  # (B, n, T, d)
-        asked = (inputs @ k.to(inputs).T)[:, None].expand_as(asking)
-        seen = mix_inputs(_weights(attention, asking, asked, readers, context)[1], inputs)  # (B, n, T, e)
-        own = heads.values[list(group)], heads.outputs[readers]
-        value, outputs = fit_values(*own, Moment.of(seen).covariance)
-        fitted.append((q, k, value, outputs))
-        mixed.append(seen @ value.to(seen).T)
-    q = torch.cat([each[0] for each in fitted]).flatten(0, 1).double()  # (H·d, e), in the new order
-    k, v = (torch.cat([each[which] for each in fitted]).double() for which in (1, 2))
-    o = torch.cat([each[3] for each in fitted]).transpose(0, 1).flatten(1)  # (hidden, H·d)
-    o = refit_output(attention, o, torch.cat(mixed, dim=1), before, teacher, student, context)
-    return projections({"q_proj": q, "k_proj": k, "v_proj": v}, spec, heads.bias) | {"o_proj.weight": o}
+# --- heads ------------------------------------------------------------------------------------------------------------
 
 
-def projections(found: Mapping[str, Tensor], spec: Attention, bias: bool) -> dict[str, Tensor]:
-    """Weights, and biases where their last column is one, by name."""
-    tensors = {f"{name}.weight": each[:, : spec.hidden_size].contiguous() for name, each in found.items()}
-    return tensors | ({f"{name}.bias": each[:, -1].contiguous() for name, each in found.items()} if bias else {})
+@dataclass(frozen=True)
+class Heads:
+    """The projections of one attention by head in fp64, biases as a last column where there are any: queries (H, d, e),
+    keys and values (KV, d, e), outputs (H, hidden, d).
+    """
+
+    attention: AttentionModule
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    outputs: Tensor
+
+    @classmethod
+    def of(cls, block: BlockModule) -> Heads:
+        """Those of a block."""
+        attention = block.attention
+        assert isinstance(attention, AttentionModule)
+        spec = attention.spec
+
+        def heads(linear: Linear) -> Tensor:
+            weight: Tensor = linear.weight.detach().double()
+            if linear.bias is not None:
+                weight = augment(weight, linear.bias.detach().double())
+            return torch.unflatten(weight, 0, (-1, spec.head_dim))
+
+        outputs = torch.unflatten(attention.o_proj.weight.detach().double(), 1, (spec.heads, -1)).transpose(0, 1)
+        return cls(attention, heads(attention.q_proj), heads(attention.k_proj), heads(attention.v_proj), outputs)
+
+    @property
+    def spec(self) -> Attention:
+        return self.attention.spec
+
+    def projections(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weights, and biases where their last column is one, by name."""
+        width, bias = self.spec.hidden_size, self.spec.qkv_bias
+        tensors = {f"{name}.weight": each[:, :width].contiguous() for name, each in found.items()}
+        return tensors | ({f"{name}.bias": each[:, -1].contiguous() for name, each in found.items()} if bias else {})
+
+    def with_latent(self, new: Any, queries: Tensor, key: Tensor, covariance: Tensor) -> dict[str, Tensor]:
+        """All tensors with a latent, of rotary queries (H, dim, e) and their key (dim, e); o_proj's as it was."""
+        spec, dim = self.spec, key.shape[0]
+        readers = spec.heads // len(self.keys)
+        plain_q, plain_k = self.queries[:, dim:], self.keys[:, dim:].repeat_interleave(readers, dim=0)
+        if (
+            spec.qkv_bias
+        ):  # of keys without positions: it shifts all scores of a query alike, which softmax does not see
+            plain_k = plain_k * torch.cat((torch.ones(spec.hidden_size), torch.zeros(1))).double()
+        values = self.values.repeat_interleave(readers, dim=0)  # (H, d, e)
+        root, inverse = square_roots(covariance)
+        grams = [gram_of(self.outputs @ values @ root)]
+        if plain_k.shape[1]:
+            factors = plain_q @ root  # a root of E q qᵀ is enough: its Gram stands between
+            grams.append(gram_of(plain_k @ root, factors @ factors.transpose(-1, -2)))
+        # Each part as much as the other, whatever the sizes of values and scores.
+        total = torch.stack([gram / gram.trace().clamp_min(1e-300) for gram in grams]).sum(dim=0)
+        basis = leading(total, new.kv_rank)  # (e, rank)
+        found = {"q_proj": torch.cat((plain_q, queries), dim=1).flatten(0, 1), "kv_down_proj": basis.T @ inverse}
+        tensors = self.projections(found | ({"k_rope_proj": key} if dim else {}))
+        if plain_k.shape[1]:
+            tensors["k_up_proj.weight"] = (plain_k @ root @ basis).flatten(0, 1)
+        tensors["v_up_proj.weight"] = (values @ root @ basis).flatten(0, 1)
+        return tensors | {"o_proj.weight": self.attention.o_proj.weight.detach().double()}
 
 
-def shared_key(
-    spec: Attention,
-    heads: Heads,
-    group: Sequence[int],
-    readers: Sequence[int],
-    covariance: Tensor,
-    inputs: Tensor,
-    scores: Tensor,
-    pattern: Tensor,
-    context: Context,
-) -> tuple[Tensor, Tensor]:
-    """The queries (n, d, e) and the key (d, e) of one group."""
-    queries, keys = heads.queries[list(readers)], heads.keys[list(group)]
-    if spec.q_norm is not None or spec.k_norm is not None:
-        return queries, pool_mean(keys)  # what a norm follows is not bilinear in the inputs
-    rotary, scale = _rotary(spec), spec.scale
-    angles: Tensor | None = None
-    if rotary is not None:
-        # The rotary tables have a factor of their own (YaRN, longrope).
-        scale *= float(getattr(rotary.scaling, "attention_factor", 1.0)) ** 2
-        steps = context.position_ids.shape[-1]
-        turns = inverse_frequencies(rotary, steps, inputs.dtype)
-        angles = torch.arange(steps, dtype=inputs.dtype)[:, None] * turns  # (T, dim/2)
-    rows = _as_halves(rotary, spec.head_dim)
-    queries, key = fit_keys(queries[:, rows], keys[:, rows], covariance, 0 if rotary is None else rotary.dim)
-    start = queries.to(inputs), key.to(inputs)
-    given = (*start, inputs, pattern, scores, scale, angles)
-    found = refit_scores(*given, rounds=ROUNDS, steps=STEPS, strength=STRENGTH)
-    back = torch.argsort(rows)
-    return found.queries[:, back], found.key[back]
+# --- one layer's attention --------------------------------------------------------------------------------------------
 
 
-def refit_output(
-    attention: AttentionModule,
-    start: Tensor,
-    mixed: Tensor,
-    before: Tensor,
-    teacher: Tensor,
-    student: Tensor,
-    context: Context,
-) -> Tensor:
-    """The output projection (hidden, H·d) from what is mixed now, (B, H, T, d), to the original stream."""
-    wanted: Tensor = attention(before, context)
-    bias = 0 if attention.o_proj.bias is None else attention.o_proj.bias
-    return _refit(start, mixed.transpose(1, 2).flatten(2), wanted - bias + (teacher - student), teacher + wanted)
+class _LayerFit:
+    """What is fitted of one layer's attention, in fp64: of the block as it was and the record that it is to have, what
+    comes to it in the original (teacher) and in the new model (student), and their context.
+    """
+
+    def __init__(self, block: BlockModule, record: Block, teacher: Tensor, student: Tensor, context: Context) -> None:
+        self.block, self.record, self.teacher, self.student, self.context = block, record, teacher, student, context
+        self.heads = Heads.of(block)
+        self.attention, self.spec = self.heads.attention, self.heads.spec
+        self.before, after = block.attention_norm(teacher), block.attention_norm(student)
+        ones = [torch.ones_like(after[..., :1])] * self.spec.qkv_bias
+        self.inputs = torch.cat((after, *ones), dim=-1)  # (B, T, e)
+        self.covariance = Moment.of(self.inputs).covariance
+        # The original's scores q·k · scale without biases of positions, and its weights: (B, H, T, T) each.
+        q, k = (
+            torch.unflatten(each, -1, (-1, self.spec.head_dim)).transpose(1, 2)
+            for each in (self.attention.q_proj(self.before), self.attention.k_proj(self.before))
+        )  # (B, heads, T, d)
+        self.scores, self.pattern = self._weights(q, k.repeat_interleave(self.spec.group, dim=1), None)
+
+    def fewer_heads(self, new: Attention) -> dict[str, Tensor]:
+        """New q, k, v and o, by their names in the attention."""
+        spec, heads, inputs = self.spec, self.heads, self.inputs
+        if len(heads.keys) % new.kv_heads:  # groups that cut through the readers of one head: every reader gets its own
+            keys, values = (each.repeat_interleave(spec.group, dim=0) for each in (heads.keys, heads.values))
+            heads = self.heads = replace(heads, keys=keys, values=values)
+        fitted: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # queries, key, value, outputs of each group
+        mixed: list[Tensor] = []
+        for group in self._groups(new.kv_heads):
+            readers = query_order((group,), spec.heads // len(heads.keys))
+            q, k = self._shared_key(group, readers)
+            asking = inputs[:, None] @ q.to(inputs).transpose(-1, -2)  # (B, n, T, d)
+            asked = (inputs @ k.to(inputs).T)[:, None].expand_as(asking)
+            seen = mix_inputs(self._weights(asking, asked, readers)[1], inputs)  # (B, n, T, e)
+            own = heads.values[list(group)], heads.outputs[readers]
+            value, outputs = fit_values(*own, Moment.of(seen).covariance)
+            fitted.append((q, k, value, outputs))
+            mixed.append(seen @ value.to(seen).T)
+        q = torch.cat([each[0] for each in fitted]).flatten(0, 1).double()  # (H·d, e), in the new order
+        k, v = (torch.cat([each[which] for each in fitted]).double() for which in (1, 2))
+        o = torch.cat([each[3] for each in fitted]).transpose(0, 1).flatten(1)  # (hidden, H·d)
+        found = heads.projections({"q_proj": q, "k_proj": k, "v_proj": v})
+        return found | {"o_proj.weight": self._refit_output(o, torch.cat(mixed, dim=1))}
+
+    def latent(self, new: Any) -> dict[str, Tensor]:
+        """All tensors of a latent attention, by their names in it."""
+        heads, dim = self.heads, _turning(self.spec)
+        queries, key = heads.queries, heads.keys[0]
+        if dim:
+            queries, key = self._shared_key(range(len(heads.keys)), range(self.spec.heads))
+        tensors = heads.with_latent(new, queries[:, :dim], key[:dim], self.covariance)
+        made = block_with(self.block, self.record, tensors)
+        mixed = run_block(made, self.student, self.context, "attention.o_proj")[1]["attention.o_proj"][0]
+        by_heads = torch.unflatten(mixed, -1, (self.spec.heads, -1)).transpose(1, 2)
+        return tensors | {"o_proj.weight": self._refit_output(tensors["o_proj.weight"], by_heads)}
+
+    def _shared_key(self, group: Sequence[int], readers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The queries (n, d, e) and the key (d, e) of one group."""
+        spec, inputs = self.spec, self.inputs
+        queries, keys = self.heads.queries[list(readers)], self.heads.keys[list(group)]
+        if spec.q_norm is not None or spec.k_norm is not None:
+            return queries, pool_mean(keys)  # what a norm follows is not bilinear in the inputs
+        scale, dim, rows = spec.scale, _turning(spec), _as_halves(spec)
+        angles: Tensor | None = None
+        if dim:
+            rotary: Any = spec.position
+            # The rotary tables have a factor of their own (YaRN, longrope).
+            scale *= float(getattr(rotary.scaling, "attention_factor", 1.0)) ** 2
+            steps = self.context.position_ids.shape[-1]
+            turns = module_of(rotary).frequencies(rotary, steps, inputs.dtype)
+            angles = torch.arange(steps, dtype=inputs.dtype)[:, None] * turns  # (T, dim/2)
+        queries, key = fit_keys(queries[:, rows], keys[:, rows], self.covariance, dim)
+        theirs = self.pattern[:, list(readers)], self.scores[:, list(readers)]
+        given = (queries.to(inputs), key.to(inputs), inputs, *theirs, scale, angles)
+        found = refit_scores(*given, rounds=ROUNDS, steps=STEPS, strength=STRENGTH)
+        back = torch.argsort(rows)
+        return found.queries[:, back], found.key[back]
+
+    def _refit_output(self, start: Tensor, mixed: Tensor) -> Tensor:
+        """The output projection (hidden, H·d) from what is mixed now, (B, H, T, d), to the original stream."""
+        made: Tensor = self.attention(self.before, self.context)
+        bias = 0 if self.attention.o_proj.bias is None else self.attention.o_proj.bias
+        wanted = made - bias + (self.teacher - self.student)
+        return _refit(start, mixed.transpose(1, 2).flatten(2), wanted, self.teacher + made)
+
+    def _weights(self, q: Tensor, k: Tensor, readers: Sequence[int] | None) -> tuple[Tensor, Tensor]:
+        """Scores and softmax of q and k, (B, n, T, d) each, before norms and positions, of the heads `readers`."""
+        attention, spec, context = self.attention, self.spec, self.context
+        position: Any = spec.position
+        q = q if attention.q_norm is None else attention.q_norm(q)
+        k = k if attention.k_norm is None else attention.k_norm(k)
+        if _turning(spec):
+            tables, turn = context.tables(position), module_of(position).turn
+            q, k = turn(q, tables), turn(k, tables)
+        scores = q @ k.transpose(-1, -2) * spec.scale
+        biased = scores  # and then capped, which the fit of scores themselves is not
+        if _biased(spec):
+            bias = context.bias(position, spec.heads, spec.window)
+            bias = bias if readers is None else bias[:, list(readers)]
+            biased = scores + (bias * spec.scale if position.scaled else bias)
+        biased = capped(biased, spec.cap)
+        mask = context.additive_mask(spec.window, spec.window)
+        return scores, torch.softmax(biased if mask is None else biased + mask, dim=-1)
+
+    def _groups(self, new: int) -> Groups:
+        """Which old heads become one: neighbours where a slope belongs to its place, or the search is too long."""
+        heads, spec, dim, rows = self.heads, self.spec, _turning(self.spec), _as_halves(self.spec)
+        old = len(heads.keys)
+        work = old * (old - 1) // 2 * self.covariance.shape[0] ** 3
+        if _biased(spec) or new == 1 or spec.q_norm is not None or work > GROUPING_WORK:
+            return contiguous_groups(old, new)
+        own = heads.queries[:, rows], heads.keys[:, rows], heads.values, heads.outputs
+        return group_similar(head_similarity(*own, self.covariance, dim), new)
 
 
 def _refit(start: Tensor, inputs: Tensor, wanted: Tensor, stream: Tensor) -> Tensor:
@@ -195,10 +304,9 @@ def _refit_down(
     """The stream after a new block, and the down projection fitted to the original stream; none of experts."""
     if isinstance(block.feed_forward, MixtureOfExpertsModule):
         return run_block(block, student, context)[0], None
-    output, seen = run_block(block, student, context, [DOWN])
+    output, seen = run_block(block, student, context, DOWN)
     inner, made = seen[DOWN]
-    linear = block.feed_forward.down_proj
-    assert isinstance(linear, Linear)
+    linear: Any = block.feed_forward.down_proj
     bias = 0 if linear.bias is None else linear.bias.detach()
     wanted = teacher_output - (output - made) - bias
     fitted = _refit(linear.weight.detach().double(), inner, wanted, teacher_output)
@@ -207,83 +315,24 @@ def _refit_down(
     return run_block(block, student, context)[0], fitted
 
 
-# --- what a layer computes on the way ---------------------------------------------------------------------------------
+def _turning(spec: Attention) -> int:
+    """Elements of a head that positions turn, pair by pair. Raises SwapRefused where they turn them in another way."""
+    position: Any = spec.position
+    if position is None or not position.turns:
+        return 0
+    if not hasattr(position, "pairs"):
+        raise unknown("an attention", position, "rotary positions")
+    return int(position.dim)
 
 
-def patterns(attention: AttentionModule, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-    """An attention's scores q·k · scale without biases of positions, and its weights: (B, H, T, T) each."""
-    spec = attention.spec
-    q, k = (
-        torch.unflatten(each, -1, (-1, spec.head_dim)).transpose(1, 2)
-        for each in (attention.q_proj(x), attention.k_proj(x))
-    )  # (B, heads, T, d)
-    return _weights(attention, q, k.repeat_interleave(spec.group, dim=1), None, context)
+def _biased(spec: Attention) -> bool:
+    """Whether positions add to its scores."""
+    return spec.position is not None and spec.position.biases
 
 
-def _weights(
-    attention: AttentionModule, q: Tensor, k: Tensor, readers: Sequence[int] | None, context: Context
-) -> tuple[Tensor, Tensor]:
-    """Scores and softmax of q and k, (B, n, T, d) each, before norms and positions, of the heads `readers`."""
-    spec, position = attention.spec, attention.spec.position
-    q = q if attention.q_norm is None else attention.q_norm(q)
-    k = k if attention.k_norm is None else attention.k_norm(k)
-    if isinstance(position, Rotary):
-        tables = context.tables(position)
-        q, k = apply_rotary(q, tables), apply_rotary(k, tables)
-    scores = q @ k.transpose(-1, -2) * spec.scale
-    biased = scores  # and then capped, which the fit of scores themselves is not
-    if isinstance(position, ALiBi):
-        bias = context.bias(position, spec.heads, spec.window)
-        bias = bias if readers is None else bias[:, list(readers)]
-        biased = scores + (bias * spec.scale if position.scaled else bias)
-    biased = capped(biased, spec.cap)
-    mask = context.additive_mask(spec.window, spec.window)
-    return scores, torch.softmax(biased if mask is None else biased + mask, dim=-1)
-
-
-def _rotary(spec: Attention) -> Rotary | None:
-    return spec.position if isinstance(spec.position, Rotary) else None
-
-
-def _as_halves(rotary: Rotary | None, head_dim: int) -> Tensor:
+def _as_halves(spec: Attention) -> Tensor:
     """The order in which a head's elements have their rotary pairs at i and i + dim/2."""
-    order = torch.arange(head_dim)
-    if rotary is None or rotary.pairs == "halves":
+    order, dim, position = torch.arange(spec.head_dim), _turning(spec), spec.position
+    if not dim or getattr(position, "pairs", "halves") == "halves":
         return order
-    turned = order[: rotary.dim].reshape(-1, 2).T.reshape(-1)
-    return torch.cat((turned, order[rotary.dim :]))
-
-
-# --- heads ------------------------------------------------------------------------------------------------------------
-
-
-def by_head(attention: AttentionModule) -> Heads:
-    """The projections by head, in fp64."""
-    spec = attention.spec
-
-    def heads(linear: Linear) -> Tensor:
-        weight: Tensor = linear.weight.detach().double()
-        if linear.bias is not None:
-            weight = augment(weight, linear.bias.detach().double())
-        return torch.unflatten(weight, 0, (-1, spec.head_dim))
-
-    outputs = torch.unflatten(attention.o_proj.weight.detach().double(), 1, (spec.heads, -1)).transpose(0, 1)
-    return Heads(heads(attention.q_proj), heads(attention.k_proj), heads(attention.v_proj), outputs, spec.qkv_bias)
-
-
-def augmented(x: Tensor, bias: bool) -> Tensor:
-    """Inputs (B, T, hidden) with a column of ones where there are biases."""
-    return torch.cat((x, torch.ones_like(x[..., :1])), dim=-1) if bias else x
-
-
-def _groups(spec: Attention, new: Attention, heads: Heads, covariance: Tensor) -> Groups:
-    """Which old heads become one: neighbours where a slope of ALiBi belongs to its place, or the search is too long."""
-    old, rotary = len(heads.keys), _rotary(spec)
-    work = old * (old - 1) // 2 * covariance.shape[0] ** 3
-    in_place = isinstance(spec.position, ALiBi) or new.kv_heads == 1 or spec.q_norm is not None
-    if in_place or work > GROUPING_WORK:
-        return contiguous_groups(old, new.kv_heads)
-    rows = _as_halves(rotary, spec.head_dim)
-    queries, keys = heads.queries[:, rows], heads.keys[:, rows]
-    dim = 0 if rotary is None else rotary.dim
-    return group_similar(head_similarity(queries, keys, heads.values, heads.outputs, covariance, dim), new.kv_heads)
+    return torch.cat((order[:dim].reshape(-1, 2).T.reshape(-1), order[dim:]))

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..base import Model, Wide
-from ..gather import Index, by_head, gather
-from ..heads import Grouped, kept, parts, remaining
-from ..stream import Inner, by_weights, largest
+from ..base import Index, Model, Wide, by_head, gather
+from ..layerwise import Grouped, Inner, by_weights, kept, largest, parts, remaining
 
 if TYPE_CHECKING:
     from .calibration import Calibration
@@ -31,8 +29,7 @@ def refit(old: Wide, moments: Wide, kept: Index) -> Wide:
     """
     gram = with_ridge(moments, kept)
     target = old @ moments[:, kept] + old[:, kept] * (gram - moments[np.ix_(kept, kept)]).diagonal()
-    found: Wide = np.asarray(np.linalg.solve(gram, target.T).T, dtype=np.float64)
-    return found
+    return np.asarray(np.linalg.solve(gram, target.T).T, dtype=np.float64)
 
 
 def with_ridge(moments: Wide, kept: Index) -> Wide:
@@ -43,9 +40,7 @@ def with_ridge(moments: Wide, kept: Index) -> Wide:
 
 
 def reads(model: Model, weight: str, bias: str, activations: Wide) -> tuple[Wide, Wide]:
-    """A projection's matrix and what it reads on the text. A bias, where there is one, is the weight of an input that
-    is always 1, and always stays.
-    """
+    """A projection's matrix and what it reads; a bias is the weight of one more input, which is always 1."""
     if not bias:
         return model.wide(weight), activations
     old = np.concatenate([model.wide(weight), model.wide(bias)[:, None]], axis=1)
@@ -75,15 +70,15 @@ def units(model: Model, calibration: Calibration, inner: Sequence[Inner], size: 
     """The tensors of one feed-forward after the other: the units that are needed most, and down_proj fitted to them."""
     for layer in calibration.walk(model, {each.layer for each in inner}):
         own = {each.down.split(".", 2)[2].removesuffix(".weight"): each for each in inner if each.layer == layer.index}
-        _, seen = layer.run(list(own))
+        _, seen = layer.run(*own)
         for name, each in own.items():
             # An expert that got no token has none.
             rows = seen[name][0].reshape(-1, each.units).double().numpy() if name in seen else np.zeros((0, each.units))
             bias = each.down_bias if each.record.down_bias else ""
             old, rows = reads(model, each.down, bias, rows)
-            moments = rows.T @ rows / len(rows) if len(rows) else np.zeros((0, 0))
             rest = np.arange(each.units, old.shape[1])
             if len(rows):
+                moments = rows.T @ rows / len(rows)
                 index = least_needed(old, moments, each.units, size)
                 new = refit(old, moments, np.append(index, rest))
             else:
@@ -128,7 +123,7 @@ def heads(
 ) -> Iterator[dict[str, Wide]]:
     """The tensors of one layer's attention after the other: the heads needed most, and o_proj fitted to them."""
     for layer in calibration.walk(model, fitting):
-        rows = layer.run(["attention.o_proj"])[1]["attention.o_proj"][0]
+        rows = layer.run("attention.o_proj")[1]["attention.o_proj"][0]
         path, (keys, candidates) = f"blocks.{layer.index}.attention", fitting[layer.index]
         attention: Grouped = model.spec.blocks[layer.index].attention
         *before, output = parts(path, attention)

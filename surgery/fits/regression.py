@@ -23,38 +23,21 @@ import torch
 from torch import Tensor
 
 
-@dataclass
+@dataclass(frozen=True)
 class Moment:
-    """Sums over tokens, from which a linear can be fitted: of x xᵀ (e, e), and of y xᵀ (out, e) where there is a
-    target. Fed in pieces, so that no activations are kept.
-    """
+    """Sums over tokens in fp64, to fit a linear: of x xᵀ (e, e), and of y xᵀ (out, e) where there is a target."""
 
     gram: Tensor
-    cross: Tensor | None = None
-    count: int = 0
-
-    @classmethod
-    def zeros(cls, width: int, out: int | None = None, dtype: torch.dtype = torch.float64) -> Moment:
-        """Nothing seen yet, for inputs of `width` and targets of `out`."""
-        cross = None if out is None else torch.zeros(out, width, dtype=dtype)
-        return cls(torch.zeros(width, width, dtype=dtype), cross)
+    cross: Tensor | None
+    count: int
 
     @classmethod
     def of(cls, x: Tensor, y: Tensor | None = None, weight: Tensor | None = None) -> Moment:
-        """Of these tokens and targets; see `add`."""
-        found = cls.zeros(x.shape[-1], None if y is None else y.shape[-1])
-        found.add(x, y, weight)
-        return found
-
-    def add(self, x: Tensor, y: Tensor | None = None, weight: Tensor | None = None) -> None:
-        """Take in tokens x (..., e), targets y (..., out), each token counted `weight` (...) times."""
-        flat = x.reshape(-1, x.shape[-1]).to(self.gram)
+        """Of tokens x (..., e) and targets y (..., out), each token counted `weight` (...) times."""
+        flat = x.reshape(-1, x.shape[-1]).double()
         scaled = flat if weight is None else flat * weight.reshape(-1, 1).to(flat)
-        self.gram += flat.T @ scaled
-        self.count += len(flat)
-        if self.cross is not None:
-            assert y is not None, "a moment with targets was given none"
-            self.cross += y.reshape(-1, y.shape[-1]).to(flat).T @ scaled
+        cross = None if y is None else y.reshape(-1, y.shape[-1]).to(flat).T @ scaled
+        return cls(flat.T @ scaled, cross, len(flat))
 
     @property
     def covariance(self) -> Tensor:
@@ -246,10 +229,8 @@ def ridge(start: Tensor, moment: Moment, strength: float) -> Tensor:
     What the text says nothing of stays as in `start` (out, e). `strength` is λ over the mean of x's squares' sums (the
     mean of the Gram matrix's diagonal). Raises ValueError where it is not positive, or the moment has no targets.
     """
-    if not strength > 0:
-        raise ValueError(f"the strength of a ridge is {strength}, expected more than 0")
-    if moment.cross is None:
-        raise ValueError("a ridge fit needs a moment with targets")
+    if not strength > 0 or moment.cross is None:
+        raise ValueError(f"a ridge of strength {strength} needs more than 0, and a moment with targets")
     gram = moment.gram
     penalty = strength * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
     missing = moment.cross - start @ gram
@@ -299,4 +280,76 @@ def block_influence(before: Tensor, after: Tensor) -> Tensor:
     """
     one, two = before.to(torch.float64), after.to(torch.float64)
     result: Tensor = 1 - torch.nn.functional.cosine_similarity(one, two, dim=-1)
+    return result
+
+
+# --- which heads become one -------------------------------------------------------------------------------------------
+
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def contiguous_groups(heads: int, groups: int) -> Groups:
+    """Old heads 0 … heads-1 dealt out in order, as many to each group. Raises ValueError where they do not go up."""
+    if groups < 1 or heads % groups:
+        raise ValueError(f"{heads} heads cannot be dealt out to {groups} groups of one size")
+    size = heads // groups
+    return tuple(tuple(range(start, start + size)) for start in range(0, heads, size))
+
+
+def group_similar(similarity: Tensor, groups: int) -> Groups:
+    """Old heads in groups of one size, so that the similarities (heads, heads) within groups add up to much.
+
+    From the contiguous groups, the best exchange of two heads is made until none helps: a local optimum, never worse
+    than where it starts from, and the same every time. Heads in a group, and groups, are in order.
+    """
+    heads = len(similarity)
+    found = [list(group) for group in contiguous_groups(heads, groups)]
+    table: list[list[float]] = ((similarity + similarity.T) / 2).tolist()
+
+    def gain(one: list[int], i: int, two: list[int], j: int) -> float:
+        a, b = one[i], two[j]
+        lost = sum(table[a][x] for x in one if x != a) + sum(table[b][x] for x in two if x != b)
+        return sum(table[b][x] for x in one if x != a) + sum(table[a][x] for x in two if x != b) - lost
+
+    size, margin = heads // groups, 1e-12 * (1 + float(similarity.abs().max()))
+    while True:
+        pairs = (
+            (gain(one, i, two, j), one, i, two, j)
+            for one, two in itertools.combinations(found, 2)
+            for i in range(size)
+            for j in range(size)
+        )
+        best = max(pairs, key=lambda found: found[0], default=None)
+        if best is None or best[0] <= margin:
+            return tuple(sorted(tuple(sorted(group)) for group in found))
+        _, one, i, two, j = best
+        one[i], two[j] = two[j], one[i]
+
+
+def query_order(groups: Groups, per_head: int) -> list[int]:
+    """Old indices of the query heads, of W_q's rows and W_o's columns, in their new order: group by group."""
+    return [old * per_head + each for group in groups for old in group for each in range(per_head)]
+
+
+def head_similarity(
+    queries: Tensor, keys: Tensor, values: Tensor, outputs: Tensor, covariance: Tensor, rotary_dim: int = 0
+) -> Tensor:
+    """How much of two old heads' work one head in their place can do, for every two: (m, m), 1 on the diagonal.
+
+    The share of the squared products q·k and O·v that `fit_keys` and `fit_values` keep of a pair, the mean of both.
+    Queries (n, d, e), keys and values (m, d, e), outputs (n, hidden, d), covariance (e, e) of the layer's input.
+    """
+    heads = len(keys)
+    readers = len(queries) // heads
+    q, o = (each.reshape(heads, readers, *each.shape[1:]) for each in (queries, outputs))
+    result = torch.eye(heads, dtype=keys.dtype)
+    for a, b in itertools.combinations(range(heads), 2):
+        pair = [a, b]
+        both_q, both_o = q[pair].flatten(0, 1), o[pair].flatten(0, 1)
+        new_q, new_k = fit_keys(both_q, keys[pair], covariance, rotary_dim)
+        kept = 1 - score_error(both_q, keys[pair], new_q, new_k, covariance, rotary_dim)
+        new_v, new_o = fit_values(values[pair], both_o, covariance)
+        kept += 1 - value_error(values[pair], both_o, new_v, new_o, covariance)
+        result[a, b] = result[b, a] = kept / 2
     return result

@@ -16,7 +16,7 @@ from torch import Tensor
 from .regression import rotate
 
 
-class ScoreFit(NamedTuple):
+class _ScoreFit(NamedTuple):
     """Queries (n, d, e), the key head (d, e), and the error per token and query head before and after the refit."""
 
     queries: Tensor
@@ -37,7 +37,7 @@ def refit_scores(
     rounds: int = 2,
     steps: int = 10,
     strength: float = 1e-3,
-) -> ScoreFit:
+) -> _ScoreFit:
     """Queries and the key head of a group, fitted together to the original's scores on the inputs they will see.
 
     The error is Σ_j p_ij (Δ_ij - Σ_k p_ik Δ_ik)², Δ the difference of scores and p the original's attention: twice the
@@ -65,7 +65,7 @@ def refit_scores(
         else:
             break
     tokens = inputs.shape[0] * inputs.shape[1] * queries.shape[0]
-    return ScoreFit(queries, key, before / tokens, after / tokens)
+    return _ScoreFit(queries, key, before / tokens, after / tokens)
 
 
 @dataclass

@@ -29,9 +29,7 @@ class Scratch:
 
     @classmethod
     def by(cls, name: str, *given: Any) -> Scratch:
-        """What a function of this folder ("feed_forward.downs") fits, given the model and what is given here; its
-        module, and torch with it, is imported when there is something to fit.
-        """
+        """What a function of this folder ("feed_forward.downs") fits of the model; imported when needed."""
         module, _, function = name.partition(".")
         return cls(lambda model: getattr(import_module(f".{module}", __package__), function)(model, *given))
 

@@ -39,17 +39,26 @@ LIMIT = 2.0**50
 """The slope at which the others are ReLU: what is left, 0.28/s, is less than fp64 rounds a number of size 1 by. A
 power of two, so that weights keep their digits; and a fourth power, in a gradient of the tanh form, stays finite."""
 
-TARGETS: tuple[Activation, ...] = ("gelu", "gelu_new", "gelu_tanh", "gelu_bloom", "quick_gelu", "relu", "silu")
+NEEDS: dict[Activation, str] = {
+    "gelu": "exact from relu; near from the tanh forms, silu and quick_gelu",
+    "gelu_new": "exact from gelu_tanh and relu; near from the others",
+    "gelu_tanh": "exact from gelu_new and relu; near from the others",
+    "gelu_bloom": "exact from relu; to 1e-9 from gelu_new and gelu_tanh; near from the others",
+    "quick_gelu": "exact from silu and relu; near from the others",
+    "relu": "training: nothing else is near it",
+    "silu": "exact from quick_gelu and relu; near from the others",
+}
+TARGETS = tuple(NEEDS)
 """What may be asked for."""
+FITTED: tuple[Activation, ...] = ("silu", "gelu", "gelu_new", "gelu_tanh", "quick_gelu")
+DOUBLED: tuple[Activation, ...] = FITTED[:4]
 TANH: tuple[Activation, ...] = ("gelu_new", "gelu_tanh")
 """One function. gelu_bloom's is another in the tenth digit: it has √(2/π) as 0.79788456; gelu_fast's in the twelfth."""
 PHI: tuple[Activation, ...] = ("gelu", "gelu_python")
 """One function."""
 GELUS: tuple[Activation, ...] = (*PHI, *TANH, "gelu_bloom", "gelu_fast")
-
 NEAR = (*GELUS, "silu", "quick_gelu", "relu")
 """What another activation can stand for, at some slope."""
-
 FROM: dict[str, tuple[Activation, ...]] = {"silu": GELUS, "gelu": ("silu", "quick_gelu")}
 """What two units of an activation stand for one of."""
 
@@ -82,15 +91,11 @@ def how(old: Activation, new: Activation) -> Guarantee:
 # --- the formulas -----------------------------------------------------------------------------------------------------
 
 
-def entering(path: str, dense: Dense) -> list[str]:
-    """What makes the activation's input: a weight, and a bias where there is one."""
-    return tensors_of(path, dense, "gate_proj" if isinstance(dense, GatedFeedForward) else "up_proj")
-
-
-def leaving(path: str, dense: Dense) -> list[str]:
-    """What its output is multiplied by: the other factor, or the projection behind."""
-    gated = isinstance(dense, GatedFeedForward)
-    return tensors_of(path, dense, "up_proj") if gated else [f"{path}.down_proj.weight"]
+def around(path: str, dense: Dense) -> tuple[list[str], list[str]]:
+    """What makes the activation's input, and what its output is multiplied by: the other factor, or what is behind."""
+    if isinstance(dense, GatedFeedForward):
+        return tensors_of(path, dense, "gate_proj"), tensors_of(path, dense, "up_proj")
+    return tensors_of(path, dense, "up_proj"), [f"{path}.down_proj.weight"]
 
 
 def one_unit(path: str, dense: Dense, s: Slope) -> dict[str, Tensor]:
@@ -99,8 +104,8 @@ def one_unit(path: str, dense: Dense, s: Slope) -> dict[str, Tensor]:
     def scaled(name: str, power: int) -> Computed:
         return Computed(lambda model: model.wide(name) * s(model) ** power)
 
-    before = {name: scaled(name, 1) for name in entering(path, dense)}
-    return {**before, **{name: scaled(name, -1) for name in leaving(path, dense)}}
+    before, behind = around(path, dense)
+    return {name: scaled(name, 1 if name in before else -1) for name in (*before, *behind)}
 
 
 def _two_units(path: str, dense: Dense, b: tuple[float, float], a: tuple[float, float]) -> dict[str, Tensor]:
@@ -109,10 +114,9 @@ def _two_units(path: str, dense: Dense, b: tuple[float, float], a: tuple[float, 
     def stacked(name: str, factors: tuple[float, float], axis: int) -> Computed:
         return Computed(lambda model: np.concatenate([model.wide(name) * factor for factor in factors], axis=axis))
 
-    tensors: dict[str, Tensor] = {name: stacked(name, b, axis=0) for name in entering(path, dense)}
-    if isinstance(dense, GatedFeedForward):
-        tensors |= {name: Moved(name, lambda rows: np.concatenate([rows, rows])) for name in leaving(path, dense)}
-    down = f"{path}.down_proj.weight"
+    (before, behind), down = around(path, dense), f"{path}.down_proj.weight"
+    tensors: dict[str, Tensor] = {name: stacked(name, b, axis=0) for name in before}
+    tensors |= {name: Moved(name, lambda rows: np.concatenate([rows, rows])) for name in behind}
     return tensors | {down: stacked(down, a, axis=1)}
 
 
@@ -163,8 +167,7 @@ def _to_two_units(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
         raise SwapRefused(
             f"two {new} units stand for one of {' or '.join(FROM[kind])}: {reason}", f"--activation {new}"
         )
-    make = lambda _, path, old: _two_units(path, old, *pair(old.activation, kind))  # noqa: E731
-    return swapped(spec, found, new, make, width=2)
+    return swapped(spec, found, new, lambda _, path, old: _two_units(path, old, *pair(old.activation, kind)), width=2)
 
 
 def different(spec: ModelSpec, asked: Asked, new: Activation) -> dict[int, Dense]:
@@ -175,10 +178,8 @@ def different(spec: ModelSpec, asked: Asked, new: Activation) -> dict[int, Dense
     found = {i: dense_of(spec.blocks[i]) for i in layers}
     far = [i for i, dense in found.items() if dense.activation not in NEAR]
     if far:
-        raise SwapRefused(
-            f"no slope brings {new} near to {found[far[0]].activation}, which layer {far[0]} has",
-            f"Possible from: {', '.join(NEAR)}.",
-        )
+        hint = f"Possible from: {', '.join(NEAR)}."
+        raise SwapRefused(f"no slope brings {new} near to {found[far[0]].activation}, which layer {far[0]} has", hint)
     return found
 
 
@@ -257,18 +258,6 @@ def entry(new: Activation, form: str, reshape: Callable[..., Swapped], needs: st
     )
 
 
-EXACT_FROM: dict[Activation, str] = {
-    "gelu": "exact from relu; near from the tanh forms, silu and quick_gelu",
-    "gelu_new": "exact from gelu_tanh and relu; near from the others",
-    "gelu_tanh": "exact from gelu_new and relu; near from the others",
-    "gelu_bloom": "exact from relu; to 1e-9 from gelu_new and gelu_tanh; near from the others",
-    "quick_gelu": "exact from silu and relu; near from the others",
-    "relu": "training: nothing else is near it",
-    "silu": "exact from quick_gelu and relu; near from the others",
-}
-FITTED: tuple[Activation, ...] = ("silu", "gelu", "gelu_new", "gelu_tanh", "quick_gelu")
-DOUBLED: tuple[Activation, ...] = ("silu", "gelu", "gelu_new", "gelu_tanh")
-
 ORDER = 140
 OPTIONS = (
     Option(
@@ -282,7 +271,7 @@ OPTIONS = (
     ),
 )
 SWAPS = (
-    *(entry(name, name, _to_other, EXACT_FROM[name]) for name in TARGETS),
+    *(entry(name, name, _to_other, needs) for name, needs in NEEDS.items()),
     *(entry(name, f"{name}:2", _to_two_units, "a feed-forward of twice the width") for name in DOUBLED),
     *(entry(name, f"{name}:fit", _to_fitted, "a calibration text") for name in FITTED),
 )

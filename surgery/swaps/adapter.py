@@ -53,7 +53,7 @@ _SAVED = re.compile(r"(?P<module>.+?)(\.modules_to_save(\.[^.]+)?)?\.(?P<kind>we
 
 
 @dataclass
-class Lora:
+class _Lora:
     """The tensors of one module, by their names in the file: A (rank, in), B (out, rank), the bias of B, and DoRA's
     magnitude (out). Of an embedding A is (rank, tokens) and B (hidden, rank).
     """
@@ -76,7 +76,7 @@ class Adapter:
     reference: str
     config: Mapping[str, Any]
     sha256: str
-    lora: Mapping[str, Lora]
+    lora: Mapping[str, _Lora]
     saved: Mapping[str, str]
     base: Mapping[str, str]
     rows: Mapping[str, str]
@@ -135,13 +135,12 @@ def read_adapter(reference: str, *, offline: bool = False) -> Adapter:
     config = read_config_file(config_path)[0]
     _require_understood(reference, config)
     file = Weights.of(single(path, read_header(path)))
-    lora: dict[str, Lora] = {}
-    saved, base, rows = dict[str, str](), dict[str, str](), dict[str, str]()
-    unknown = []
+    lora: dict[str, _Lora] = {}
+    saved, base, rows, unknown = dict[str, str](), dict[str, str](), dict[str, str](), []
     for full in file.info:
         name = full.removeprefix("base_model.model.")
         if match := _LORA.fullmatch(name):
-            own, part = lora.setdefault(match["module"], Lora()), match["part"]
+            own, part = lora.setdefault(match["module"], _Lora()), match["part"]
             if part == "lora_magnitude_vector":
                 own.magnitude = full
             elif match["kind"] == "bias":
@@ -151,10 +150,8 @@ def read_adapter(reference: str, *, offline: bool = False) -> Adapter:
                 setattr(own, part[-1].lower(), full)
         elif match := _ROWS.fullmatch(name):
             rows[match["module"]] = full
-        elif match := _BASE.fullmatch(name):
-            base[f"{match['module']}.{match['kind']}"] = full
-        elif match := _SAVED.fullmatch(name):
-            saved[f"{match['module']}.{match['kind']}"] = full
+        elif match := _BASE.fullmatch(name) or _SAVED.fullmatch(name):
+            (base if match.re is _BASE else saved)[f"{match['module']}.{match['kind']}"] = full
         else:
             unknown.append(name)
     halves = [module for module, each in lora.items() if not each.a or not each.b]
@@ -167,10 +164,8 @@ def read_adapter(reference: str, *, offline: bool = False) -> Adapter:
 def _require_understood(reference: str, config: Mapping[str, Any]) -> None:
     method = config.get("peft_type")
     if method != "LORA":
-        raise SwapRefused(
-            f"{reference} is an adapter of the kind {method!r:.40}, which is not merged here",
-            "LoRA adapters are: also with rslora, DoRA, patterns, trained biases, modules_to_save.",
-        )
+        hint = "LoRA adapters are: also with rslora, DoRA, patterns, trained biases, modules_to_save."
+        raise SwapRefused(f"{reference} is an adapter of the kind {method!r:.40}, which is not merged here", hint)
     for name, why in REFUSED.items():
         if config.get(name):
             raise SwapRefused(f"{reference} is trained with {name}: {why}")
@@ -201,10 +196,8 @@ def _files(reference: str, offline: bool) -> tuple[Path, Path]:
     if weights is not None:
         return config, weights
     if path_of(PICKLE) is not None:
-        raise UntrustedInput(
-            f"{reference} has its weights as {PICKLE}, a pickle, which can run code",
-            f"peft writes {WEIGHTS} where it loads and saves it again.",
-        )
+        hint = f"peft writes {WEIGHTS} where it loads and saves it again."
+        raise UntrustedInput(f"{reference} has its weights as {PICKLE}, a pickle, which can run code", hint)
     raise InvalidInput(f"{reference} has no {WEIGHTS}")
 
 

@@ -14,7 +14,7 @@ heads move to where theirs is, and where one is missing there is no exact form.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,12 +23,10 @@ from msgspec.structs import replace
 
 from ...components import ALiBi, ModelSpec
 from ...errors import SwapRefused
-from ..base import Model, Swapped, Tensor, Wide
+from ..base import Index, Model, Swapped, Tensor, Wide, by_head, taken
 from ..fits.scratch import Scratch
-from ..gather import Index, by_head, taken
-from ..heads import Choice, Grouped, kept, key_heads, parts, remaining, slopes
-from ..layerwise import one_or_all, with_mixers
-from ..options import ATTENTION, Option
+from ..layerwise import Choice, Grouped, kept, key_heads, one_or_all, parts, remaining, slopes, with_mixers
+from ..options import ATTENTION, Option, Parts
 from ..registry import Asked, Clears, Swap
 
 
@@ -43,9 +41,9 @@ def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
     for layer in layers:
         path, attention = f"blocks.{layer}.attention", spec.blocks[layer].attention
         if new > attention.heads:
-            choice: Choice | None = more(attention, new)
+            choice: Choice | None = _more(attention, new)
         else:
-            tried = [(keys, units_of(attention, new, keys)) for keys in _key_counts(attention, new)]
+            tried = [(keys, _units_of(attention, new, keys)) for keys in _key_counts(attention, new)]
             found = (_without_dead(asked, path, attention, new, keys, units) for keys, units in tried)
             choice = next((each for each in found if each is not None), None)
             exact = exact and choice is not None
@@ -53,7 +51,7 @@ def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
                 alike = np.ones(attention.heads)
                 score = asked.weights.ask(partial(by_weights, path=path, attention=attention), alike, alike)
                 (keys, units), *_ = tried
-                choice = kept(attention, remaining(attention, units, new, keys, _by_score(score)))
+                choice = kept(attention, remaining(attention, units, new, keys, score))
             elif choice is None:
                 fitting[layer] = tried[0]
         keys = fitting[layer][0] if choice is None else len(choice.keys)
@@ -90,9 +88,7 @@ def _chosen_heads(path: str, attention: Grouped, choice: Choice) -> dict[str, Te
 
 
 def _key_counts(attention: Grouped, new: int) -> list[int]:
-    """How many key-value heads so many query heads may have, the number to prefer first: in grouped attention as many
-    as there are, with groups of another size, or groups of the size they have.
-    """
+    """How many key-value heads so many query heads may have: first as many as there are, or as large groups."""
     keys = key_heads(attention)
     group = attention.heads // keys
     if group == 1:
@@ -100,21 +96,25 @@ def _key_counts(attention: Grouped, new: int) -> list[int]:
     found = [keys] * (new % keys == 0) + [new // group] * (new % group == 0)
     if not found:
         near = [n for n in range(1, 2 * attention.heads + 1) if n % keys == 0 or n % group == 0]
-        raise SwapRefused(
-            f"{new} query heads cannot be shared out over {keys} key-value heads, nor in groups of {group}",
-            f"Possible: {', '.join(map(str, near))}, …",
-        )
+        reason = f"{new} query heads cannot be shared out over {keys} key-value heads, nor in groups of {group}"
+        raise SwapRefused(reason, f"Possible: {', '.join(map(str, near))}, …")
     return list(dict.fromkeys(found))
 
 
-def more(attention: Grouped, new: int) -> Choice:
-    """More heads, the old ones where their positions, if ALiBi gives them some, are what they were."""
+def _more(attention: Grouped, new: int) -> Choice:
+    """More heads, the old ones one after the other, or to where ALiBi has the slope that each had."""
     old, keys = attention.heads, key_heads(attention)
     group = old // keys
     if keys in (old, 1):
-        heads, silent = np.arange(new) % old, np.ones(new, dtype=bool)
-        for head, place in enumerate(_places_of(attention, new)):
-            heads[place], silent[place] = head, False
+        heads, silent, places = np.arange(new) % old, np.ones(new, dtype=bool), list(range(old))
+        before, after = slopes(attention, old), slopes(attention, new)
+        if before is not None and after is not None:
+            if not set(before) <= set(after):
+                fit = [str(n) for n in range(old + 1, 4 * old) if set(before) <= set(slopes(attention, n) or [])]
+                hint = f"Possible: {', '.join(fit)}." if fit else "Possible: other positions first (--position)."
+                raise SwapRefused(f"ALiBi's slopes for {new} heads leave out some of those for {old}", hint)
+            places = [after.index(each) for each in before]
+        heads[places], silent[places] = np.arange(old), False
         return Choice(heads, heads if keys == old else np.zeros(1, dtype=np.int64), silent)
     _refuse_grouped_alibi(attention, new)
     new_keys = _key_counts(attention, new)[0]
@@ -123,21 +123,6 @@ def more(attention: Grouped, new: int) -> Choice:
     heads = (key_index[:, None] * group + within[None, :] % group).reshape(-1)
     silent = ((np.arange(new_keys) >= keys)[:, None] | (within >= group)[None, :]).reshape(-1)
     return Choice(heads, key_index, silent)
-
-
-def _places_of(attention: Grouped, new: int) -> list[int]:
-    """Where each old head goes among `new`: one after the other, or to where ALiBi has its slope."""
-    old = attention.heads
-    before, after = slopes(attention, old), slopes(attention, new)
-    if before is None or after is None:
-        return list(range(old))
-    if not set(before) <= set(after):
-        fit = [str(n) for n in range(old + 1, 4 * old) if set(before) <= set(slopes(attention, n) or [])]
-        raise SwapRefused(
-            f"ALiBi's slopes for {new} heads leave out some of those for {old}",
-            f"Possible: {', '.join(fit)}." if fit else "Possible: other positions first (--position).",
-        )
-    return [after.index(each) for each in before]
 
 
 def _refuse_grouped_alibi(attention: Grouped, new: int) -> None:
@@ -150,7 +135,7 @@ def _refuse_grouped_alibi(attention: Grouped, new: int) -> None:
         )
 
 
-def units_of(attention: Grouped, new: int, new_keys: int) -> tuple[Index, ...]:
+def _units_of(attention: Grouped, new: int, new_keys: int) -> tuple[Index, ...]:
     """What may go as a whole: single heads, groups of them, or, with ALiBi, the heads whose slopes will be no more."""
     old, keys = attention.heads, key_heads(attention)
     single = tuple(np.array([head]) for head in range(old))
@@ -169,11 +154,6 @@ def units_of(attention: Grouped, new: int, new_keys: int) -> tuple[Index, ...]:
 
 
 # --- which go ---------------------------------------------------------------------------------------------------------
-
-
-def _by_score(score: Wide) -> Callable[[list[int]], Callable[[Index], float]]:
-    """Costs that do not depend on what is left."""
-    return lambda left: lambda unit: float(score[unit].sum())
 
 
 def outputs(model: Model, path: str, attention: Grouped) -> Wide:
@@ -214,7 +194,7 @@ def _without_dead(
     nothing = asked.weights.ask(lambda model: dead(model, path, attention), ~every, every)
     # The last go first, so that what was added is what is taken away.
     order = np.where(nothing, -np.arange(attention.heads, dtype=np.float64), 1e9)
-    stay = remaining(attention, units, new, new_keys, _by_score(order))
+    stay = remaining(attention, units, new, new_keys, order)
     gone = np.setdiff1d(np.arange(attention.heads), stay)
     return kept(attention, stay) if nothing[gone].all() else None
 
@@ -228,16 +208,8 @@ def examples(spec: ModelSpec) -> tuple[str, ...]:
 
 
 ORDER = 80
-OPTIONS = (
-    Option(
-        "heads",
-        ATTENTION,
-        2,
-        "The number of query heads.",
-        "N",
-        parts={"": ("heads", lambda spec: {block.attention.heads for block in spec.blocks})},
-    ),
-)
+PARTS: Parts = {"": ("heads", lambda spec: {block.attention.heads for block in spec.blocks})}
+OPTIONS = (Option("heads", ATTENTION, 2, "The number of query heads.", "N", parts=PARTS),)
 SWAPS = (
     Swap(
         option="heads",

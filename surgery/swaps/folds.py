@@ -5,32 +5,35 @@ of a key-value head for every query head of its group (TransformerLens, `fold_va
 scale: the scale of the scores goes into the queries, and becomes 1, or 1/√head_dim with "scale:head", which is what
 most families have. Where a norm follows the projection its weight takes the factor.
 norm: γ goes into the weights that read the norm, β into their biases (TransformerLens, `fold_ln`).
+
+Biases may also go. Leaving out a bias that is zero is exact. So is leaving out the bias of the keys where no positions
+are turned into them and no norm follows: it adds the same to all of a query's scores, and softmax does not see a shift.
+Any other is missed; what that costs is measured.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
 from msgspec.structs import replace
 
-from ...components import ALiBi, Attention, ModelSpec, Norm
-from ...errors import SwapRefused
+from ...architectures.obstacles import without_biases
+from ...components import ALiBi, Attention, ModelSpec, Norm, Rotary
+from ...errors import SwapRefused, UsageError
 from ..base import Computed, Filled, Model, Swapped, Tensor, Wide
-from ..basis import with_norms
-from ..layerwise import attentions, tensors_of, weighed, with_blocks, with_mixers
+from ..layerwise import attentions, head_weight, readers, tensors_of, weighed, with_blocks, with_mixers
 from ..options import WEIGHTS, Option
-from ..registry import Asked, Clears, Step, Swap
-from ..stream import head_weight, norms, readers, require_weights
-from .norm import has_bias, shifted, with_read_biases
+from ..registry import Asked, Clears, Step, Swap, nearest
+from .basis import Compute, norms, require_weights, with_norms
+from .norm import has_bias, shifts_taken
 
 
 def output_of_value_bias(output: Wide, bias: Wide, group: int, head_dim: int) -> Wide:
     """W_o b_v: output [hidden, heads · head_dim], bias [kv_heads · head_dim], which `group` query heads share."""
-    every_head = np.repeat(bias.reshape(-1, head_dim), group, axis=0).reshape(-1)
-    result: Wide = output @ every_head
-    return result
+    return np.asarray(output @ np.repeat(bias.reshape(-1, head_dim), group, axis=0).reshape(-1))
 
 
 def _fold_value_bias(spec: ModelSpec, asked: Asked) -> Swapped:
@@ -70,10 +73,9 @@ def _fold_scale(spec: ModelSpec, asked: Asked) -> Swapped:
         if math.isclose(attention.scale, wanted, rel_tol=1e-14):  # families write 1/√d in several ways
             continue
         if isinstance(attention.position, ALiBi) and attention.position.scaled:
-            raise SwapRefused(
-                f"layer {layer} multiplies its ALiBi bias by the scale too, which no weight can take over",
-                "Possible here: the layers without (--blocks), or other positions first (--position).",
-            )
+            reason = f"layer {layer} multiplies its ALiBi bias by the scale too, which no weight can take over"
+            hint = "Possible here: the layers without (--blocks), or other positions first (--position)."
+            raise SwapRefused(reason, hint)
         path, factor = f"blocks.{layer}.attention", attention.scale / wanted
         weighed(f"{path}.q_norm", attention.q_norm)
         normed = attention.q_norm is not None
@@ -92,46 +94,37 @@ def unscaled(before: ModelSpec, asked: Asked) -> Step | None:
     return Step("fold", "scale:head") if usual and asked.argument is None else None
 
 
-def scaled_inputs(weight: str, gamma: str) -> Computed:
+def scaled_inputs(weight: str, gamma: str) -> Compute:
     """A reader [out, in] of a norm whose weight has become 1: R·diag(γ)."""
-    return Computed(lambda model: model.wide(weight) * model.wide(gamma))
+    return lambda model: model.wide(weight) * model.wide(gamma)
 
 
 def _fold_norm(spec: ModelSpec, asked: Asked) -> Swapped:
     """γ and β of the norms before attention and feed-forward, and of the last one, into what reads them."""
     require_weights(spec)
-    tensors: dict[str, Tensor] = {}
-    blocks = {}
+    made, whole = dict[str, Compute](), asked.layers is None
     for layer in asked.chosen(spec):
-        block, path = spec.blocks[layer], f"blocks.{layer}"
-        if block.residual == "normed":
+        if spec.blocks[layer].residual == "normed":
             raise SwapRefused(f"layer {layer} takes its residual from its norms' outputs, not from what they read")
-        own = dict(norms(block, path))
-        biased = {name for name, norm in own.items() if has_bias(norm)}
-        for reader in readers(block, path):
-            tensors[reader.weight] = scaled_inputs(reader.weight, f"{reader.norm}.weight")
-            if reader.norm in biased:
-                if not reader.may_have_bias:
-                    raise SwapRefused(f"{reader.path} has no bias to take over that of {reader.norm}")
-                old = reader.bias_name if reader.bias else None
-                tensors[reader.bias_name] = Computed(shifted(reader.weight, old, f"{reader.norm}.bias"))
-        plain = {name: _without_bias(norm) for name, norm in own.items()}
-        blocks[layer] = with_norms(with_read_biases(block, path, biased), path, plain)
-        for name, norm in own.items():
-            clear(norm, name, tensors)
-    head, final = spec.head, spec.final_norm
-    if asked.layers is None:
-        weight = head_weight(spec)
-        tensors["head.weight"] = scaled_inputs(weight, "final_norm.weight")
-        if has_bias(final):
-            tensors["head.bias"] = Computed(shifted(weight, "head.bias" if head.bias else None, "final_norm.bias"))
-        head = replace(head, tied=False, bias=head.bias or has_bias(final))
-        clear(final, "final_norm", tensors)
-        final = _without_bias(final)
-    untied = asked.layers is None and spec.head.tied
-    notes = ("the head was untied from the embedding: it takes the last norm's weight",) if untied else ()
-    summary = {"layers": list(asked.chosen(spec)), "head": asked.layers is None}
-    return Swapped(with_blocks(spec, blocks, head=head, final_norm=final), "exact", tensors, summary, notes)
+    blocks, head = shifts_taken(spec, asked.layers, made)
+    cleared: dict[str, Norm] = {}
+    for layer, block in blocks.items():
+        path = f"blocks.{layer}"
+        made |= {each.weight: scaled_inputs(each.weight, f"{each.norm}.weight") for each in readers(block, path)}
+        cleared |= norms(block, path)
+        plain = {name: _without_bias(norm) for name, norm in norms(block, path)}
+        blocks[layer] = with_norms(block, path, plain)
+    if whole:
+        made["head.weight"] = scaled_inputs(head_weight(spec), "final_norm.weight")
+        cleared["final_norm"] = spec.final_norm
+    tensors: dict[str, Tensor] = {name: Computed(make) for name, make in made.items()}
+    for path, norm in cleared.items():
+        clear(norm, path, tensors)
+    final = _without_bias(spec.final_norm) if whole else spec.final_norm
+    new = with_blocks(spec, blocks, head=replace(head, tied=head.tied and not whole), final_norm=final)
+    notes = ("the head was untied from the embedding: it takes the last norm's weight",)
+    summary = {"layers": list(asked.chosen(spec)), "head": whole}
+    return Swapped(new, "exact", tensors, summary, notes if whole and spec.head.tied else ())
 
 
 def _without_bias(norm: Norm) -> Norm:
@@ -147,8 +140,90 @@ def clear(norm: Norm, path: str, tensors: dict[str, Tensor]) -> None:
 entry = partial(Swap, option="fold", source="TransformerLens", by_layer=True)
 UNSCALED = "an ALiBi bias, where there is one, outside the scale"
 
-ORDER = 190
+
+# --- biases that go ---------------------------------------------------------------------------------------------------
+
+
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "head.bias": ("bias",),
+    "norm.bias": ("bias",),
+    "query.bias": ("q_proj.bias",),
+    "key.bias": ("k_proj.bias", "k_rope_proj.bias"),
+    "value.bias": ("v_proj.bias",),
+    "latent.bias": ("kv_down_proj.bias",),
+    "output.bias": ("o_proj.bias",),
+    "up.bias": ("up_proj.bias", "gate_proj.bias"),
+    "down.bias": ("down_proj.bias",),
+    "biases": (),
+}
+"""What can be dropped, and what it is called in its component; "biases" are all of them."""
+
+
+def biases_of(spec: ModelSpec, what: str, layers: tuple[int, ...] | None = None) -> list[str]:
+    """The bias tensors that a name of `NAMES` stands for, in some layers or in all of the model."""
+    own = {path: node for path, node in spec.nodes() if what != "norm.bias" or isinstance(node, Norm)}
+    if what == "head.bias":
+        own = {"head": spec.head}
+    found = {f"{path}.{name}" for path, node in own.items() for name in node.weights() if name in NAMES[what]}
+    return [
+        p.name
+        for p in spec.parameters()
+        if p.role == "bias" and (what == "biases" or p.name in found) and (layers is None or p.layer in layers)
+    ]
+
+
+def shift_of_scores(spec: ModelSpec, name: str) -> bool:
+    """Whether a bias adds the same to all of a query's scores, whatever its values."""
+    parts = name.split(".")
+    if parts[0] != "blocks" or parts[-2] != "k_proj":
+        return False
+    attention = spec.blocks[int(parts[1])].attention
+    return isinstance(attention, Attention) and attention.k_norm is None and not isinstance(attention.position, Rotary)
+
+
+def drop(spec: ModelSpec, asked: Asked) -> Swapped:
+    """Leave out biases; the flags of components where nothing is left, zeros where others of its kind stay."""
+    what = asked.value
+    if what not in NAMES:
+        near = nearest("drop", what)
+        hint = f"{f'did you mean {near}? ' if near else ''}known: {', '.join(NAMES)}"
+        raise UsageError(f"--drop {what!r} is unknown", hint)
+    gone = biases_of(spec, what, asked.layers)
+    if not gone:
+        has = [name for name in NAMES if biases_of(spec, name, asked.layers)]
+        known = f"Possible here: {', '.join(has)}." if has else "This model has no biases."
+        raise SwapRefused(f"there is no bias of this kind to drop: {what}", known)
+    missed = [name for name in gone if not shift_of_scores(spec, name) and not asked.weights.zero(name)]
+    zero = {name for name in biases_of(spec, "biases") if name not in gone and asked.weights.zero(name)}
+    new = without_biases(spec, {*gone, *zero})
+    # Zero biases of other kinds stay where they are, unless the same flag is theirs: q, k and v have one.
+    left = {parameter.name for parameter in new.parameters()}
+    owners = {name.rsplit(".", 2)[0] for name in gone if name not in left}
+    new = without_biases(spec, {*gone, *(name for name in zero if name.rsplit(".", 2)[0] in owners)})
+    left = {parameter.name for parameter in new.parameters()}
+    shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
+    tensors: dict[str, Tensor] = {name: Filled(shapes[name], 0.0, name) for name in gone if name in left}
+    notes: tuple[str, ...] = ()
+    if missed:
+        folded = {"value.bias": "--fold value-bias", "norm.bias": "--fold norm"}.get(what)
+        keeps = f"; {folded} moves them elsewhere, exactly" if folded else ""
+        notes = (f"{len(missed)} of {len(gone)} biases dropped are not zero, {missed[0]} the first{keeps}",)
+    summary = {"dropped": len(gone), "nonzero": len(missed)}
+    return Swapped(new, "approximate" if missed else "exact", tensors, summary, notes)
+
+
+ORDER = 180
 OPTIONS = (
+    Option(
+        "drop",
+        WEIGHTS,
+        2,
+        "Leave out biases: head.bias, key.bias, …",
+        "BIASES",
+        words="head.bias = lm_head.bias; norm.bias = norms.bias; query.bias = q.bias, q_proj.bias; key.bias = k.bias, "
+        "k_proj.bias; value.bias = v.bias, v_proj.bias; latent.bias = kv_down_proj.bias; output.bias = o.bias, "
+        "o_proj.bias; up.bias = up_proj.bias; down.bias = down_proj.bias; biases = bias, all biases",
+    ),
     Option(
         "fold",
         WEIGHTS,
@@ -159,6 +234,25 @@ OPTIONS = (
     ),
 )
 SWAPS = (
+    Swap(
+        option="drop",
+        form="BIASES",
+        takes="biases",
+        gives="none",
+        needs="biases that are zero, or of keys that no positions are turned into",
+        source="TransformerLens; adding a constant to all scores of a softmax",
+        reshape=drop,
+        examples=lambda spec: [name for name in NAMES if name != "biases" and biases_of(spec, name)],
+        by_layer=True,
+        clears=(
+            *(Clears(f"*.{part}_bias", f"drop={part}.bias") for part in ("output", "up", "down")),
+            Clears("head.bias", "drop=head.bias"),
+            Clears("*norm.bias", "drop=norm.bias"),
+            # q, k and v have one flag.
+            Clears("*.qkv_bias", "drop=key.bias", "drop=query.bias", "fold=value-bias"),
+            Clears("*.qkv_bias", "drop=key.bias", "drop=query.bias", "drop=value.bias"),
+        ),
+    ),
     entry(
         form="norm",
         takes="γ and β of norms",

@@ -19,21 +19,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 
-from ...components import ALiBi, Attention, DynamicScaling, LongRopeScaling, ModelSpec, Norm, Rotary, YarnScaling
+from ...components import ALiBi, Attention, DynamicScaling, LongRopeScaling, ModelSpec, Rotary, YarnScaling
 from ...errors import SwapRefused, UsageError
-from ..base import Model, Swapped, Tensor
-from ..basis import eps_for, length_ratio
-from ..gather import Index, by_head, padded, scaled, taken
+from ..base import Index, Model, Swapped, Tensor, by_head, padded, scaled, taken
 from ..layerwise import attentions, tensors_of, weighed, with_mixers
 from ..options import ATTENTION, Option
 from ..registry import Asked, Clears, Swap
-from ..rotation import for_width
+from .basis import eps_for, length_ratio
+from .rotation import for_width
 
 SAME = 1e-13
 """How near, relative, frequencies in fp64 are to be called the same."""
@@ -108,7 +108,7 @@ def choose(spec: ModelSpec, asked: Asked, path: str, attention: Attention, size:
     if size > old:
         return plans[0]
     for plan in plans:
-        if not asked.weights.ask(partial(in_use, path=path, attention=attention, within=plan.within), True, False):
+        if not asked.weights.ask(partial(_in_use, path=path, attention=attention, within=plan.within), True, False):
             return plan
     raise SwapRefused(
         f"heads of {old} cannot become {size} wide: elements that would go are in use in {path}"
@@ -128,13 +128,11 @@ def spread(rotary: Rotary, size: int) -> Index:
 
 def refit_base(rotary: Rotary, size: int) -> Rotary | None:
     """The rotary over `size` elements whose first pairs turn as the old ones do, or None where there is none."""
-    try:
+    base = 0.0
+    with suppress(OverflowError):
         base = rotary.base ** (size / rotary.dim)
-    except OverflowError:
-        return None
-    if not 0 < base < math.inf:
-        return None
-    return replace(rotary, dim=size, base=base, scaling=for_width(rotary.scaling, size))
+    there = 0 < base < math.inf
+    return replace(rotary, dim=size, base=base, scaling=for_width(rotary.scaling, size)) if there else None
 
 
 def why_not_same(old: Rotary, new: Rotary, spec: ModelSpec, strict: bool = True) -> str:
@@ -159,7 +157,7 @@ def why_not_same(old: Rotary, new: Rotary, spec: ModelSpec, strict: bool = True)
     return ""
 
 
-def in_use(model: Model, path: str, attention: Attention, within: Index) -> bool:
+def _in_use(model: Model, path: str, attention: Attention, within: Index) -> bool:
     """Whether elements of a head that go reach a score or an output."""
     gone = np.setdiff1d(np.arange(attention.head_dim), within)
 
@@ -185,17 +183,13 @@ def in_use(model: Model, path: str, attention: Attention, within: Index) -> bool
 
 
 def resized(attention: Attention, size: int, plan: Plan) -> Attention:
-    """The record with heads of another width. The scale is 1/√N where it was 1/√d, and otherwise as much of it as it
-    was; as it was where a bias is multiplied by it too.
-    """
+    """The record with heads of another width, and the scale that goes with it unless a bias has it too."""
     old, scale = attention.head_dim, attention.scale
     if not (isinstance(attention.position, ALiBi) and attention.position.scaled):
         scale = float(size**-0.5 if scale == old**-0.5 else scale * (size**-0.5 / old**-0.5))
 
-    def norm(record: Norm | None) -> Norm | None:
-        return None if record is None else replace(record, size=size, eps=eps_for(record.eps, old, size))
-
-    norms = {"q_norm": norm(attention.q_norm), "k_norm": norm(attention.k_norm)}
+    own = {"q_norm": attention.q_norm, "k_norm": attention.k_norm}
+    norms = {n: each and replace(each, size=size, eps=eps_for(each.eps, old, size)) for n, each in own.items()}
     return replace(attention, head_dim=size, scale=scale, position=plan.position, **norms)
 
 

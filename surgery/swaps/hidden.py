@@ -17,20 +17,32 @@ RMSNorm: a rotation puts most of what the norms see into the first coordinates, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec.structs import replace
 
-from ...components import ModelSpec, Norm
+from ...components import ModelSpec
 from ...errors import SwapRefused
-from ..base import Computed, Model, Swapped, Tensor, Wide
-from ..basis import Compute, eps_for, exchanged, in_basis, length_ratio, normed_row, resized
+from ..base import Computed, Index, Model, Swapped, Tensor, Wide, gather, padded, scaled, taken
 from ..fits.scratch import Scratch
-from ..gather import Index, gather, padded, scaled, taken
-from ..options import NORMS, Option
+from ..layerwise import read_weights, written
+from ..options import NORMS, Option, Parts
 from ..registry import Asked, Swap
-from ..stream import every_norm, norms, read_weights, require_weights, stream_norms, written
+from .basis import (
+    Compute,
+    eps_for,
+    every_norm,
+    exchanged,
+    in_basis,
+    length_ratio,
+    normed_row,
+    norms,
+    require_weights,
+    resized,
+    stream_norms,
+    table_rows,
+)
 
 if TYPE_CHECKING:
     from ..fits.calibration import Calibration
@@ -45,7 +57,7 @@ def _resize_hidden(spec: ModelSpec, asked: Asked) -> Swapped:
     if new == old:
         raise SwapRefused(f"the residual stream is {old} wide already", f"Possible: more than {old}, or less.")
     require_weights(spec)
-    done = wider(spec, new) if new > old else narrower(spec, new, asked)
+    done = _wider(spec, new) if new > old else _narrower(spec, new, asked)
     heads, notes = max((getattr(block.mixer("attention"), "heads", 1) for block in spec.blocks), default=1), done.notes
     if new % heads and not spec.final_norm.centred:
         notes += (f"transformers' llama takes no width that its {heads} heads do not divide, even beside a head_dim",)
@@ -73,11 +85,16 @@ def rescaled(spec: ModelSpec, new: int) -> ModelSpec:
 # --- wider ------------------------------------------------------------------------------------------------------------
 
 
-def wider(spec: ModelSpec, new: int) -> Swapped:
+def _wider(spec: ModelSpec, new: int) -> Swapped:
     """Exact; see the module's text."""
     old = spec.hidden_size
-    if new % old == 0:
-        return repeated(spec, new)
+    appended, again = padded(old, new), padded(old, new, repeat=True)
+    if new % old == 0:  # copies side by side
+        tensors = mapped(spec, again, appended)
+        for path, name in vectors(spec):
+            # A tied head multiplies by every copy of the table.
+            tensors[name] = taken(name, appended if path == "final_norm" and spec.head.tied else again)
+        return Swapped(resized(spec, new), "exact", tensors, {"method": "copies"})
     centred = {norm.centred for _, norm in every_norm(spec)}
     multiples = f"Possible: multiples of {old}, as {2 * old}"
     if len(centred) > 1:
@@ -87,7 +104,9 @@ def wider(spec: ModelSpec, new: int) -> Swapped:
             f"{multiples}; or any width after --norm rmsnorm, where that is possible.",
         )
     if centred == {False}:
-        return with_zeros(spec, new)
+        # What new coordinates are read as is free; as the old ones, so that training reaches what is to write them.
+        gains = {name: gamma(name, old, new) for _, name in vectors(spec)}
+        return Swapped(rescaled(spec, new), "exact", mapped(spec, appended, again) | gains, {"method": "zeros"})
     if any(block.residual == "normed" for block in spec.blocks):
         raise SwapRefused(
             f"a stream that is a LayerNorm's output cannot become {new} wide: the norm's bias and weight are in it, and"
@@ -97,36 +116,16 @@ def wider(spec: ModelSpec, new: int) -> Swapped:
     return _with_means(spec, new)
 
 
-def repeated(spec: ModelSpec, new: int) -> Swapped:
-    """k copies of the stream side by side."""
-    write, read = padded(spec.hidden_size, new, repeat=True), padded(spec.hidden_size, new)
-    tensors = mapped(spec, write, read)
-    for path, name in vectors(spec):
-        # A tied head multiplies by every copy of the table.
-        tensors[name] = taken(name, read if path == "final_norm" and spec.head.tied else write)
-    return Swapped(resized(spec, new), "exact", tensors, {"method": "copies"})
-
-
 def gamma(name: str, old: int, new: int) -> Tensor:
     """A norm's weight for another width: γ·√(d/d'), and the same for a weight of 1 in coordinates that are new."""
     ratio = length_ratio(old, new)
     return Computed(lambda model: np.append(model.wide(name), np.ones(new - old)) * ratio)
 
 
-def with_zeros(spec: ModelSpec, new: int) -> Swapped:
-    """RMSNorm: new coordinates that are always zero."""
-    old = spec.hidden_size
-    # What new coordinates would be read as is free; as the old ones, so that training reaches what is to write them.
-    tensors = mapped(spec, padded(old, new), padded(old, new, repeat=True))
-    tensors |= {name: gamma(name, old, new) for _, name in vectors(spec)}
-    return Swapped(rescaled(spec, new), "exact", tensors, {"method": "zeros"})
-
-
 def _with_mean(array: Wide, new: int, axis: int) -> Wide:
     """An array with its mean along an axis appended until it is `new` long."""
     mean = array.mean(axis=axis, keepdims=True)
-    found: Wide = np.concatenate([array, np.repeat(mean, new - array.shape[axis], axis=axis)], axis=axis)
-    return found
+    return np.concatenate([array, np.repeat(mean, new - array.shape[axis], axis=axis)], axis=axis)
 
 
 def append_mean(name: str, new: int, axis: int) -> Compute:
@@ -146,14 +145,7 @@ def _with_means(spec: ModelSpec, new: int) -> Swapped:
     notes: tuple[str, ...] = ()
     if norm is not None:
         # Its output has a mean of its own, so it is worked into the table, which a tied head cannot then share.
-        eps, biased = norm.eps, "bias" in norm.shapes()
-
-        def rows_with_mean(model: Model) -> Wide:
-            rows = model.wide("embedding.weight")
-            rows = normed_row(rows - rows.mean(axis=1, keepdims=True), eps) * model.wide("embedding.norm.weight")
-            return _with_mean(rows + model.wide("embedding.norm.bias") if biased else rows, new, 1)
-
-        tensors["embedding.weight"] = Computed(rows_with_mean)
+        tensors["embedding.weight"] = Computed(lambda model: _with_mean(table_rows(model, norm), new, 1))
         if spec.head.tied:
             tensors["head.weight"] = taken("embedding.weight", padded(old, new, repeat=True), 1)
             notes = ("the head was untied from the embedding, which took in its norm",)
@@ -165,7 +157,7 @@ def _with_means(spec: ModelSpec, new: int) -> Swapped:
 # --- narrower, where nothing is lost ----------------------------------------------------------------------------------
 
 
-def narrower(spec: ModelSpec, new: int, asked: Asked) -> Swapped:
+def _narrower(spec: ModelSpec, new: int, asked: Asked) -> Swapped:
     """Exact where the last coordinates say nothing new, else a rotation, or the largest coordinates."""
     old = spec.hidden_size
     if asked.approximate:
@@ -264,18 +256,12 @@ def directions(model: Model, calibration: Calibration) -> Wide:
     """
     spec = model.spec
     total = np.zeros((spec.hidden_size, spec.hidden_size))
-
-    def add(rows: Any) -> None:
-        normed = normed_row(rows.reshape(-1, spec.hidden_size).double().numpy(), 1e-30)
-        np.add(total, normed.T @ normed, out=total)
-
     for layer in calibration.walk(model):
-        names = [path.rpartition(".")[2] for path, _ in norms(spec.blocks[layer.index], "")]
-        output, seen = layer.run(names)
-        for inputs, _ in seen.values():
-            add(inputs)
-        if layer.index == len(spec.blocks) - 1:
-            add(output)
+        output, seen = layer.run(*(path.rpartition(".")[2] for path, _ in norms(spec.blocks[layer.index], "")))
+        last = [output] * (layer.index == len(spec.blocks) - 1)
+        for inputs in (*(before for before, _ in seen.values()), *last):
+            normed = normed_row(inputs.reshape(-1, spec.hidden_size).double().numpy(), 1e-30)
+            total += normed.T @ normed
     return np.ascontiguousarray(np.linalg.eigh(total)[1][:, ::-1])
 
 
@@ -284,28 +270,16 @@ def _sliced(spec: ModelSpec, new: int, calibration: Calibration) -> Swapped:
     fitted, old = Scratch(lambda model: iter([{"directions": directions(model, calibration)}])), spec.hidden_size
 
     def into(model: Model, rows: Wide) -> Wide:
-        found: Wide = rows @ fitted.of(model, "directions")[:, :new]
-        return found
+        return np.asarray(rows @ fitted.of(model, "directions")[:, :new])
 
-    def norm_of(_: str, norm: Norm) -> Norm:
-        return replace(norm, eps=eps_for(norm.eps, old, new))
-
-    found, tensors = in_basis(spec, new, into, norm_of)
+    found, tensors = in_basis(spec, new, into, lambda _, norm: replace(norm, eps=eps_for(norm.eps, old, new)))
     notes = ("the head was untied from the embedding: it reads behind the last norm's weight",)
     return Swapped(found, "approximate", tensors, {"method": "principal directions"}, notes if spec.head.tied else ())
 
 
 ORDER = 170
-OPTIONS = (
-    Option(
-        "hidden",
-        NORMS,
-        4,
-        "The width of the residual stream.",
-        "N",
-        parts={"": ("dimensions", lambda spec: {spec.hidden_size})},
-    ),
-)
+PARTS: Parts = {"": ("dimensions", lambda spec: {spec.hidden_size})}
+OPTIONS = (Option("hidden", NORMS, 4, "The width of the residual stream.", "N", parts=PARTS),)
 SWAPS = (
     Swap(
         option="hidden",

@@ -3,10 +3,19 @@
 More is exact: every head is repeated for its share of the query heads. Fewer is exact where the heads that become one
 are equal bit for bit, as after a repetition. Otherwise they are fitted on a text (`regression`), or, plainly, averaged
 (the GQA paper's mean-pooling).
+
+Or multi-head latent attention in place of keys and values a head (DeepSeek-V2 2405.04434; TransMLA 2502.07864).
+"mla:full" changes nothing: the latent is all values (and what of the keys is not rotated), and every rotary key head
+stays a shared one, which queries of other heads multiply by zero. The cache is as large as before; it is where training
+may start from. "mla:R" keeps a latent of R numbers per token; where keys and values have no more than R, it is
+"mla:full". Values come out of it by the best linear map of that rank on a text; keys without rotary positions too.
+Rotary keys become one that all heads share. Lossless where R is as much as there is to hold and there is one rotary key
+head.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -15,9 +24,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from ...analysis.costs import work_of
-from ...components import Attention, LatentAttention, ModelSpec
+from ...components import Attention, LatentAttention, ModelSpec, Rotary, recast
 from ...errors import SwapRefused
-from ..base import Array, Computed, Model, Moved, Swapped, Tensor, Wide
+from ..base import Array, Computed, Filled, Model, Moved, Swapped, Tensor, Wide
 from ..fits.scratch import Scratch
 from ..layerwise import attentions, tensors_of, with_mixers
 from ..options import ATTENTION, Option
@@ -40,8 +49,7 @@ def mean_of_groups(tensor: Wide, own: int, new: int, heads: int, head_dim: int) 
     """Rows of `own` heads -> `new` heads: the mean over the query heads of a group (Ainslie et al., section 2.1)."""
     every = repeated_heads(tensor, heads // own, head_dim)  # one a query head, so that groups need not divide the old
     grouped = every.reshape(new, heads // new, head_dim, *tensor.shape[1:])
-    result: Wide = grouped.mean(axis=1).reshape(-1, *tensor.shape[1:])
-    return result
+    return np.asarray(grouped.mean(axis=1).reshape(-1, *tensor.shape[1:]))
 
 
 def _wanted_heads(spec: ModelSpec, asked: Asked) -> dict[int, tuple[Attention, int]]:
@@ -68,10 +76,9 @@ def equal_in_groups(model: Model, path: str, attention: Attention, wanted: int) 
         return False
     for name in tensors_of(path, attention, "k_proj", "v_proj"):
         heads = model.tensor(name)[0].reshape(wanted, attention.kv_heads // wanted, -1)
-        equal = bool((heads == heads[:, :1]).all())
-        model.release()
-        if not equal:
+        if not (heads == heads[:, :1]).all():
             return False
+        model.release()
     return True
 
 
@@ -105,14 +112,12 @@ def change(spec: ModelSpec, asked: Asked) -> Swapped:
         summary["by"] = "mean" if asked.approximate else "regression"
     if merged and not asked.approximate:
         fitted = Scratch.by("kv_fit.fitted_layers", merged, asked.text("fewer key-value heads are fitted"))
-        tensors |= fitted.waiting(fitted_names(spec, merged))
+        tensors |= fitted.waiting(_fitted_names(spec, merged))
     return Swapped(with_mixers(spec, changed), "approximate" if merged else "exact", tensors, summary)
 
 
-def fitted_names(spec: ModelSpec, changed: Mapping[int, Attention | LatentAttention], down: bool = True) -> list[str]:
-    """What a fit of these layers makes: their new attention, but for the bias of its output, and with `down` what
-    leaves the feed-forward, where there is one such projection.
-    """
+def _fitted_names(spec: ModelSpec, changed: Mapping[int, Attention | LatentAttention], down: bool = True) -> list[str]:
+    """What a fit of these layers makes: their attention but for its output bias, and with `down` one down_proj."""
     found = [f"blocks.{i}.attention.{name}" for i, new in changed.items() for name in new.shapes()]
     downs = {f"blocks.{layer}.feed_forward.down_proj.weight" for layer in changed if down}
     downs &= {parameter.name for parameter in spec.parameters()}
@@ -133,6 +138,141 @@ def fewer(spec: ModelSpec) -> list[str]:
     return [f"gqa:{count}" for count in counts if count != attention.heads]
 
 
+# --- a latent in place of heads ---------------------------------------------------------------------------------------
+
+
+def _latent_of(attention: Attention, rank: int, rope_heads: int) -> LatentAttention:
+    """The record in a grouped attention's place."""
+    rotary, dims = isinstance(attention.position, Rotary), (_plain_dim(attention), attention.head_dim)
+    sizes = {"kv_rank": rank, "nope_dim": dims[0], "value_dim": dims[1], "rope_heads": rope_heads if rotary else 0}
+    found: LatentAttention = recast(attention, LatentAttention, **sizes)
+    return found
+
+
+def _plain_dim(attention: Attention) -> int:
+    """Elements of a key head that no position is turned into."""
+    return attention.head_dim - (attention.position.dim if isinstance(attention.position, Rotary) else 0)
+
+
+def whole(attention: Attention) -> int:
+    """The rank that holds all there is of values, and of keys without rotary positions."""
+    return attention.kv_heads * (attention.head_dim + _plain_dim(attention))
+
+
+def grouped(spec: ModelSpec, asked: Asked) -> dict[int, Attention]:
+    """The attentions that change."""
+    found = attentions(spec, asked.chosen(spec), " already")
+    for layer, attention in found.items():
+        if attention.q_norm is not None or attention.k_norm is not None:
+            reason = f"layer {layer} normalises queries and keys head by head, which a shared key has no heads for"
+            raise SwapRefused(reason, "Possible here: fewer key-value heads, --attention gqa:N or mqa.")
+        if attention.cap is not None:
+            raise SwapRefused(
+                f"layer {layer} has a cap on its scores ({attention.cap:g}), which latent attention has not"
+            )
+    return found
+
+
+# --- all of it --------------------------------------------------------------------------------------------------------
+
+
+def spread_queries(tensor: Array, attention: Attention) -> Array:
+    """[heads · head_dim, …] -> [heads · (plain + kv_heads · rotary), …]: zero but for its own key head."""
+    plain = _plain_dim(attention)
+    dim = attention.head_dim - plain
+    heads = tensor.reshape(attention.heads, attention.head_dim, *tensor.shape[1:])
+    new = np.zeros((attention.heads, plain + attention.kv_heads * dim, *tensor.shape[1:]), tensor.dtype)
+    for head in range(attention.heads):
+        new[head, :plain] = heads[head, dim:]
+        start = plain + (head // attention.group) * dim
+        new[head, start : start + dim] = heads[head, :dim]
+    return new.reshape(-1, *tensor.shape[1:])
+
+
+def key_rows(tensor: Array, attention: Attention, rotary: bool) -> Array:
+    """The rows of the keys [kv_heads · head_dim, …] that are rotated, or those that are not, heads in order."""
+    dim = attention.head_dim - _plain_dim(attention)
+    heads = tensor.reshape(attention.kv_heads, attention.head_dim, *tensor.shape[1:])
+    part = heads[:, :dim] if rotary else heads[:, dim:]
+    return np.ascontiguousarray(part).reshape(-1, *tensor.shape[1:])
+
+
+def picking(attention: Attention, width: int, start: int, rank: int) -> Array:
+    """The map [heads · width, rank] by which query heads take their group's part out of the latent at `start`."""
+    found = np.zeros((attention.heads, width, rank))
+    for head in range(attention.heads):
+        first = start + (head // attention.group) * width
+        found[head, np.arange(width), first + np.arange(width)] = 1
+    return found.reshape(-1, rank)
+
+
+def _lossless(path: str, attention: Attention) -> dict[str, Tensor]:
+    """Every tensor of "mla:full", nothing of it computed."""
+    plain, rank = _plain_dim(attention), whole(attention)
+    made: dict[str, Tensor] = {}
+    for part in ("weight", "bias") if attention.qkv_bias else ("weight",):
+        q, k, v = (f"{path}.{name}_proj.{part}" for name in "qkv")
+        made[q] = Moved(q, lambda tensor: spread_queries(tensor, attention))
+        made[f"{path}.kv_down_proj.{part}"] = Moved(
+            (k, v), lambda key, value: np.concatenate([key_rows(key, attention, False), value])
+        )
+        if plain < attention.head_dim:
+            made[f"{path}.k_rope_proj.{part}"] = Moved(k, lambda key: key_rows(key, attention, True))
+    ups = (("k_up_proj", plain, 0), ("v_up_proj", attention.head_dim, attention.kv_heads * plain))
+    for name, width, start in ups if plain else ups[1:]:
+        maps = partial(picking, attention, width, start, rank)
+        made[f"{path}.{name}.weight"] = Filled((attention.heads * width, rank), maps, f"{path}.v_proj.weight")
+    return made
+
+
+def _to_whole(spec: ModelSpec, asked: Asked) -> Swapped:
+    """Latent attention that computes what was there."""
+    old = grouped(spec, asked)
+    tensors: dict[str, Tensor] = {}
+    for layer, attention in old.items():
+        tensors |= _lossless(f"blocks.{layer}.attention", attention)
+    changed = {layer: _latent_of(each, whole(each), each.kv_heads) for layer, each in old.items()}
+    summary = {"layers": sorted(changed), "rank": sorted({each.kv_rank for each in changed.values()})}
+    return Swapped(with_mixers(spec, changed), "exact", tensors, summary)
+
+
+# --- some of it -------------------------------------------------------------------------------------------------------
+
+
+def _to_rank(spec: ModelSpec, asked: Asked) -> Swapped:
+    """A latent of R numbers, and one rotary key."""
+    rank = asked.number("numbers per token in the latent")
+    old = grouped(spec, asked)
+    most = max(2 * each.kv_heads * each.head_dim for each in old.values())
+    if rank >= most:
+        note = f"keys and values have {most} numbers per token, which a latent and rotary keys hold: none is left out"
+        return dataclasses.replace(_to_whole(spec, asked), notes=(note,))
+    for layer, each in old.items():
+        if rank > whole(each):
+            reason = f"layer {layer} has {whole(each)} numbers per token for a latent to hold, not {rank}"
+            hint = f"Possible here: mla:{whole(each)} or less, or mla:full ({most} with keys), which changes nothing."
+            raise SwapRefused(reason, hint)
+    several = any(isinstance(each.position, Rotary) and each.kv_heads > 1 for each in old.values())
+    if not several and all(rank == whole(each) for each in old.values()):
+        return _to_whole(spec, asked)
+    changed = {layer: _latent_of(each, rank, 1) for layer, each in old.items()}
+    if asked.approximate:
+        scratch = Scratch.by("kv_fit.averaged_layers", changed)
+    else:
+        scratch = Scratch.by("kv_fit.fitted_layers", changed, asked.text("a latent is fitted"))
+    names = _fitted_names(spec, changed, down=not asked.approximate)
+    summary = {"layers": sorted(changed), "rank": rank, "by": "weights alone" if asked.approximate else "regression"}
+    return Swapped(with_mixers(spec, changed), "approximate", scratch.waiting(names), summary)
+
+
+def half(spec: ModelSpec) -> list[str]:
+    """Half of what there is to hold."""
+    attention = spec.blocks[0].attention
+    if not isinstance(attention, Attention) or attention.q_norm is not None:
+        return []
+    return [f"mla:{max(whole(attention) // 2, 1)}"]
+
+
 entry = partial(
     Swap,
     option="attention",
@@ -144,6 +284,13 @@ entry = partial(
     calibrated=True,
     inverse=back,
     exact_where="the heads of a group are equal",
+)
+latent = partial(
+    Swap,
+    option="attention",
+    takes="keys and values by head",
+    source="DeepSeek-V2 2405.04434; TransMLA 2502.07864",
+    by_layer=True,
 )
 LATENT = Clears("*.attention", ours=LatentAttention, theirs=Attention)
 
@@ -175,5 +322,21 @@ SWAPS = (
         gives="N, each for a group of query heads (GQA)",
         examples=fewer,
         clears=(Clears("*.kv_heads", "attention=gqa:{theirs}"),),
+    ),
+    latent(
+        form="mla:full",
+        gives="a latent that holds all of them",
+        needs="no norm of queries and keys",
+        reshape=_to_whole,
+        examples=lambda spec: ("mla:full",),
+    ),
+    latent(
+        form="mla:R",
+        gives="a latent of R numbers, one rotary key",
+        guarantee="approximate",
+        needs="no norm of queries and keys and a calibration text",
+        reshape=_to_rank,
+        examples=half,
+        calibrated=True,
     ),
 )

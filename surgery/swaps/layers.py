@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from ...architectures.obstacles import ranges
 from ...components import ModelSpec
 from ...errors import SwapRefused, UsageError
 from ..base import Filled, Guarantee, Model, Moved, Swapped, Tensor
+from ..layerwise import writers
 from ..options import NORMS, Option
 from ..registry import Asked, Step, Swap, layers_in
-from ..stream import writers
 
 if TYPE_CHECKING:
     from ..fits.calibration import Calibration
 
 
-def arranged(spec: ModelSpec, order: Sequence[int]) -> tuple[ModelSpec, dict[str, Tensor]]:
+def _arranged(spec: ModelSpec, order: Sequence[int]) -> tuple[ModelSpec, dict[str, Tensor]]:
     """The tree with these of its layers, in this order, and where their tensors are copied from."""
     new = replace(spec, blocks=tuple(spec.blocks[old] for old in order))
     tensors: dict[str, Tensor] = {}
@@ -48,28 +49,17 @@ def silent(spec: ModelSpec, asked: Asked, layer: int) -> bool:
 def kept(spec: ModelSpec, asked: Asked, order: Sequence[int], summary: dict[str, object]) -> Swapped:
     """These layers, in this order."""
     layers = len(spec.blocks)
-    new, tensors = arranged(spec, order)
+    new, tensors = _arranged(spec, order)
     gone = [layer for layer in range(layers) if layer not in order]
-    in_order = list(order) == sorted(set(order))
+    gone_words, in_order = ranges(gone).replace(",", ", "), list(order) == sorted(set(order))
     record = {**summary, "from": layers, "to": len(order), "kept": list(order)}
     if in_order and all(silent(spec, asked, layer) for layer in gone):
-        notes = (f"the layers dropped write nothing into the residual stream: {listed(gone)}",) if gone else ()
+        notes = (f"the layers dropped write nothing into the residual stream: {gone_words}",) if gone else ()
         return Swapped(new, "exact", tensors, record, notes)
-    note = f"dropped: {listed(gone)}" if gone else "no layer is dropped; they are repeated or change places"
+    note = f"dropped: {gone_words}" if gone else "no layer is dropped; they are repeated or change places"
     # A model survives the loss of some layers, not of most of them, nor their change of places.
     guarantee: Guarantee = "approximate" if in_order and len(gone) * 2 <= layers else "retrained"
     return Swapped(new, guarantee, tensors, record, (note,))
-
-
-def listed(layers: Sequence[int]) -> str:
-    """0-3, 7 of [0, 1, 2, 3, 7]."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 # --- more of them -----------------------------------------------------------------------------------------------------
@@ -96,12 +86,11 @@ def add(spec: ModelSpec, asked: Asked) -> Swapped:
             " changes the residual stream",
             "Possible here: a list that repeats layers, --layers 0-1,1-, which has to be trained.",
         )
-    new, tensors = arranged(spec, [old for old, _ in order])
+    new, tensors = _arranged(spec, [old for old, _ in order])
     added = [index for index, (_, copy) in enumerate(order) if copy]
     tensors.update(silenced(new, added, order))
-    note = f"layer {added[0]} is a copy that adds nothing yet"
-    if len(added) > 1:
-        note = f"layers {listed(added)} are copies that add nothing yet"
+    one = f"layer {added[0]} is a copy that adds nothing yet"
+    note = f"layers {ranges(added).replace(',', ', ')} are copies that add nothing yet" if len(added) > 1 else one
     return Swapped(new, "exact", tensors, {"from": len(spec.blocks), "to": len(order), "added": added}, (note,))
 
 
@@ -111,8 +100,8 @@ def silenced(new: ModelSpec, layers: Sequence[int], order: Sequence[tuple[int, b
     found: dict[str, Tensor] = {}
     for layer in layers:
         path, old = f"blocks.{layer}", f"blocks.{order[layer][0]}"
-        for name in (name for each in writers(new.blocks[layer], path) for name in each.names):
-            found[name] = Filled(shapes[name], 0.0, old + name.removeprefix(path))
+        names = (name for each in writers(new.blocks[layer], path) for name in each.names)
+        found |= {name: Filled(shapes[name], 0.0, old + name.removeprefix(path)) for name in names}
     return found
 
 
@@ -129,10 +118,7 @@ def influences(model: Model, calibration: Calibration) -> list[float]:
     """1 - E[cos(x_in, x_out)] of every layer, over the tokens of a text: 0 where a layer changes no direction."""
     from ..fits.regression import block_influence
 
-    found = []
-    for layer in calibration.walk(model):
-        found.append(block_influence(layer.x, layer.run()[0]).mean().item())
-    return found
+    return [block_influence(layer.x, layer.output).mean().item() for layer in calibration.walk(model)]
 
 
 def drop(spec: ModelSpec, asked: Asked) -> Swapped:

@@ -8,7 +8,7 @@ modules that were saved whole take the place of the base model's. Names are thos
 q-k-v has one A and one B, whose product goes through the leaf's layout as the weight itself does.
 
 What it is held against is made another way: in the checkpoint's own layout, by the formulas with which peft computes
-base and adapter side by side (`Unmerged`). What both share, the reading of the adapter's files, the tests hold against
+base and adapter side by side (`_Unmerged`). What both share, the reading of the adapter's files, the tests hold against
 peft itself.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -36,10 +36,6 @@ from ..options import WEIGHTS, Option
 from ..registry import Asked, Swap
 from .adapter import Adapter, read_adapter
 from .vocabulary import TOLD, some_of
-
-if TYPE_CHECKING:
-    import torch
-
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
 SAME = 1e-14
@@ -94,13 +90,11 @@ def merged(adapter: Adapter, change: Change, part: int) -> Callable[[Model], Wid
             return whole
         magnitude = adapter.read(lora.magnitude)
         if lora.embedding:
-            scaled: Wide = whole * (magnitude / norms(whole.T))
-            return scaled
+            return np.asarray(whole * (magnitude / norms(whole.T)))
         columns = 1 if change.leaf.layout.is_identity else whole.shape[1]
         spread = np.broadcast_to(magnitude[:, None], (len(magnitude), columns))
         own: Wide = change.leaf.to_shared(oriented(change, spread))[part][:, :1]
-        result: Wide = whole * (own / norms(whole)[:, None])
-        return result
+        return np.asarray(whole * (own / norms(whole)[:, None]))
 
     return compute
 
@@ -114,19 +108,15 @@ def delta(adapter: Adapter, module: str) -> Wide:
 
 def bias_of(adapter: Adapter, module: str) -> Wide:
     """s·b, where B has a bias b."""
-    name = adapter.lora[module].bias
-    assert name is not None
-    result: Wide = adapter.read(name) * adapter.scale(module)
-    return result
+    return adapter.read(adapter.lora[module].bias or "") * adapter.scale(module)
 
 
-def norms(rows: NDArray[np.float64]) -> Wide:
+def norms(rows: Wide) -> Wide:
     """The length of each row."""
-    result: Wide = np.sqrt((rows**2).sum(axis=1))
-    return result
+    return np.asarray(np.sqrt((rows**2).sum(axis=1)))
 
 
-def oriented(change: Change, matrix: NDArray[np.float64]) -> NDArray[np.float64]:
+def oriented(change: Change, matrix: Wide) -> Wide:
     """A matrix (out, in) as the checkpoint has it."""
     return matrix.T if change.inputs_first else matrix
 
@@ -134,7 +124,7 @@ def oriented(change: Change, matrix: NDArray[np.float64]) -> NDArray[np.float64]
 # --- unmerged ---------------------------------------------------------------------------------------------------------
 
 
-class Unmerged:
+class _Unmerged:
     """Base and adapter as peft computes them side by side: base(x) + s·B(A(x)), with DoRA
     base(x) + (f - 1)·base(x) + f·s·B(A(x)), where f = m / |W + s·B·A|. For all unit vectors x together that is a matrix
     (in, out), which takes the place of the checkpoint's tensor and then goes through its layout.
@@ -158,38 +148,30 @@ class Unmerged:
             known = any(parameter.name == name for parameter in self.before.spec.parameters())
             return self.before.wide(name if known else EMBEDDING)
         if self._last[0] != change.leaf.checkpoint:
-            made = change.leaf.to_shared(self._checkpoint_tensor(change).numpy())
-            self._last = (change.leaf.checkpoint, made)
+            self._last = (change.leaf.checkpoint, change.leaf.to_shared(self._checkpoint_tensor(change)))
         return self._last[1][change.leaf.shared.index(name)]
 
-    def _checkpoint_tensor(self, change: Change) -> torch.Tensor:
-        import torch
-
-        adapter = self.adapter
+    def _checkpoint_tensor(self, change: Change) -> Wide:
+        adapter, read = self.adapter, self.adapter.read
         if change.stands_in is not None:
-            found = torch.from_numpy(np.array(adapter.read(change.stands_in)))
+            found = np.array(read(change.stands_in))
         else:
-            sources = [self.before.wide(name) for name in change.sources]
-            found = torch.from_numpy(np.array(change.leaf.to_checkpoint(sources)))
+            found = np.array(change.leaf.to_checkpoint([self.before.wide(name) for name in change.sources]))
         if change.rows is not None:
-            new = torch.from_numpy(adapter.read(adapter.rows[change.rows]))
-            found = found.index_copy(0, torch.tensor(adapter.indices(change.rows)), new)
+            found[adapter.indices(change.rows)] = read(adapter.rows[change.rows])
         if change.bias is not None:
-            name = adapter.lora[change.bias].bias
-            assert name is not None
-            found = found + torch.from_numpy(adapter.read(name)) * adapter.scale(change.bias)
+            found = found + read(adapter.lora[change.bias].bias or "") * adapter.scale(change.bias)
         if change.module is None:
             return found
-        lora, scale = adapter.lora[change.module], adapter.scale(change.module)
-        a, b = (torch.from_numpy(np.array(adapter.read(name))) for name in (lora.a, lora.b))
+        lora = adapter.lora[change.module]
         # (in, out): a row is what comes of a unit vector.
-        result = found if lora.embedding or change.inputs_first else found.T
-        added = a.T @ b.T * scale
+        turned = not lora.embedding and not change.inputs_first
+        result = found.T if turned else found
+        added = read(lora.a).T @ read(lora.b).T * adapter.scale(change.module)
         if lora.magnitude is not None:
-            factor = torch.from_numpy(adapter.read(lora.magnitude)) / torch.linalg.norm(result + added, dim=0)
+            factor = read(lora.magnitude) / np.linalg.norm(result + added, axis=0)
             added = (factor - 1) * result + factor * added
-        result = result + added
-        return result if lora.embedding or change.inputs_first else result.T
+        return (result + added).T if turned else result + added
 
 
 # --- which tensor is which --------------------------------------------------------------------------------------------
@@ -220,7 +202,7 @@ def merge_lora(spec: ModelSpec, asked: Asked) -> Swapped:
         "base_model": config.get("base_model_name_or_path"),
         "sha256": adapter.sha256,
     }
-    against = partial(Unmerged, spec=new, adapter=adapter, changes=changes)
+    against = partial(_Unmerged, spec=new, adapter=adapter, changes=changes)
     return Swapped(new, "exact", made, summary, tuple(notes), against=against)
 
 
@@ -265,10 +247,8 @@ def _changes(
     for module in adapter.rows:
         note(f"{module}.weight", module, rows=module)
     if unknown:
-        raise SwapRefused(
-            f"{adapter.reference} changes {len(unknown)} modules that this model does not have: {some_of(unknown)}",
-            _hint_of_base(adapter),
-        )
+        reason = f"{adapter.reference} changes {len(unknown)} modules that this model does not have: {some_of(unknown)}"
+        raise SwapRefused(reason, _hint(adapter))
     if not found:
         raise SwapRefused(f"{adapter.reference} changes nothing: there is no tensor in it")
     tied = architecture.head if spec.head.tied else ""
@@ -304,7 +284,7 @@ def _require_fitting(adapter: Adapter, changes: Mapping[str, Change], layers: in
         raise SwapRefused(
             f"{adapter.reference} was trained on another model: {'; '.join(wrong[:TOLD])}"
             + (f"; {len(wrong) - TOLD} more" if len(wrong) > TOLD else ""),
-            _hint_of_tokens(adapter, changes) or _hint_of_base(adapter),
+            _hint(adapter, changes),
         )
     targets = adapter.config.get("target_modules")
     partly = adapter.config.get("layers_to_transform") is not None or adapter.config.get("exclude_modules")
@@ -319,7 +299,7 @@ def _require_fitting(adapter: Adapter, changes: Mapping[str, Change], layers: in
             raise SwapRefused(
                 f"{adapter.reference} was trained on another model: it changes {kind} in {len(own)} layers, here are"
                 f" {layers}",
-                _hint_of_base(adapter),
+                _hint(adapter),
             )
 
 
@@ -381,19 +361,15 @@ def _about_base(adapter: Adapter, origin: Origin | None) -> list[str]:
     return [f"the adapter says that it was trained on {named_base:.80}; this model comes from {here:.80}"]
 
 
-def _hint_of_base(adapter: Adapter) -> str | None:
+def _hint(adapter: Adapter, changes: Mapping[str, Change] | None = None) -> str | None:
+    """How the model gets rows for the tokens of its own that the adapter came with, or else which model it names."""
     base = adapter.config.get("base_model_name_or_path")
-    return f"It says that it was trained on {base:.80}." if isinstance(base, str) and base else None
-
-
-def _hint_of_tokens(adapter: Adapter, changes: Mapping[str, Change]) -> str | None:
-    """Where the adapter came with tokens of its own, how the model gets rows for them."""
-    for change in changes.values():
+    for change in (changes or {}).values():
         if change.leaf.shared[0] in (EMBEDDING, HEAD) and change.stands_in is not None:
             tokens, now = adapter.shape(change.stands_in)[0], change.leaf.shape[0]
             if tokens != now:
                 return f"It has {tokens:,} tokens: swap --vocab {tokens} first, and merge it into the result."
-    return None
+    return f"It says that it was trained on {base:.80}." if isinstance(base, str) and base else None
 
 
 ORDER = 10

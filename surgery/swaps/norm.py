@@ -19,7 +19,6 @@ reason both ways hold for some layers alone: in a centred stream either kind of 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from functools import partial
 from typing import Any
@@ -27,14 +26,26 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from ...components import Block, LayerNorm, MixtureOfExperts, ModelSpec, Norm, RMSNorm
+from ...components import Block, Head, LayerNorm, MixtureOfExperts, ModelSpec, Norm, RMSNorm
 from ...errors import SwapRefused
 from ..base import Computed, Model, Moved, Swapped, Tensor, Wide
-from ..basis import CENTRED, Compute, chosen_norms, eps_for, exchanged, in_basis, normed_row, with_norms
-from ..layerwise import weighed, with_blocks
+from ..layerwise import head_weight, readers, weighed, with_blocks, writers, written
 from ..options import NORMS, Option
 from ..registry import Asked, Clears, Step, Swap
-from ..stream import every_norm, head_weight, known, norms, readers, stream_norms, writers, written
+from .basis import (
+    CENTRED,
+    Compute,
+    chosen_norms,
+    eps_for,
+    every_norm,
+    exchanged,
+    in_basis,
+    known,
+    norms,
+    stream_norms,
+    table_rows,
+    with_norms,
+)
 from .mlp import dense_of, with_dense
 
 
@@ -45,20 +56,22 @@ def _require_exact(way: str, reason: str | None) -> None:
         raise SwapRefused(f"{way} cannot be exact here: {reason}", hint)
 
 
-def in_layers(path: str, layers: tuple[int, ...]) -> bool:
-    """Whether a path is in one of these layers."""
-    return path.startswith("blocks.") and int(path.split(".")[1]) in layers
+def _asked_for(path: str, layers: tuple[int, ...] | None) -> bool:
+    """Whether the norm at a path is one of those of some layers, or all are asked for."""
+    return layers is None or (path.startswith("blocks.") and int(path.split(".")[1]) in layers)
 
 
-def _layer_norms(spec: ModelSpec) -> list[str]:
-    """The paths of the LayerNorms in a tree."""
-    return [path for path, node in spec.nodes() if isinstance(node, LayerNorm)]
+def _of_layer_norms(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> dict[str, Any]:
+    """What the output's record says of LayerNorms that become RMSNorms. Raises SwapRefused where there are none."""
+    found = [path for path, node in spec.nodes() if isinstance(node, LayerNorm)]
+    if not found:
+        raise SwapRefused("this model has no LayerNorm: its norms are RMSNorm already")
+    return {"from": "layernorm", "to": "rmsnorm", "norms": sum(_asked_for(path, layers) for path in found)}
 
 
 def why_not_exact(spec: ModelSpec) -> str | None:
     """The reason why LayerNorm -> RMSNorm cannot be exact for this tree, or None."""
-    if not _layer_norms(spec):
-        raise SwapRefused("this model has no LayerNorm: its norms are RMSNorm already")
+    _of_layer_norms(spec)
     if any(block.residual == "normed" for block in spec.blocks):
         return (
             "its residual is taken from the norm's output (apply_residual_connection_post_layernorm), so the mean that"
@@ -77,8 +90,7 @@ def to_rms(norm: Norm) -> Norm:
 
 def _without_mean(values: Wide, axis: int) -> Wide:
     """Values less their mean along an axis."""
-    result: Wide = values - values.mean(axis=axis, keepdims=True)
-    return result
+    return np.asarray(values - values.mean(axis=axis, keepdims=True))
 
 
 def centred(name: str) -> Compute:
@@ -91,16 +103,6 @@ def centred_rows(name: str) -> Compute:
     return lambda model: _without_mean(model.wide(name), 1)
 
 
-def normed_rows(table: str, norm: str, eps: float, bias: bool) -> Compute:
-    """centre(LayerNorm(row)) for every row of a table."""
-
-    def compute(model: Model) -> Wide:
-        rows = normed_row(_without_mean(model.wide(table), 1), eps) * model.wide(f"{norm}.weight")
-        return _without_mean(rows + model.wide(f"{norm}.bias") if bias else rows, 1)
-
-    return compute
-
-
 def shifted(weight: str, bias: str | None, beta: str) -> Compute:
     """A reader's bias after β moved into it: bias + W·β."""
     if bias is None:
@@ -108,68 +110,38 @@ def shifted(weight: str, bias: str | None, beta: str) -> Compute:
     return lambda model: model.wide(weight) @ model.wide(beta) + model.wide(bias)
 
 
-# --- LayerNorm -> RMSNorm ---------------------------------------------------------------------------------------------
+def shifts_taken(
+    spec: ModelSpec, layers: tuple[int, ...] | None, made: dict[str, Compute], routers: bool = True
+) -> tuple[dict[int, Block], Head]:
+    """The blocks of some layers, or of all with the head, whose linears have biases that take up those of the norms
+    that they read; the tensors go into `made`. Raises SwapRefused where a router would have to, but for `routers`.
+    """
+    blocks, head = {}, spec.head
+    for layer in range(len(spec.blocks)) if layers is None else layers:
+        block, path = spec.blocks[layer], f"blocks.{layer}"
+        shifting = {name for name, norm in norms(block, path) if has_bias(norm)}
+        for each in readers(block, path):
+            if each.norm in shifting and each.may_have_bias:
+                old = each.bias_name if each.bias else None
+                made[each.bias_name] = shifted(each.weight, old, f"{each.norm}.bias")
+            elif each.norm in shifting and routers:
+                raise SwapRefused(f"{each.path} has no bias to take over that of {each.norm}")
+        blocks[layer] = _with_read_biases(block, path, shifting)
+    if layers is None and has_bias(spec.final_norm):
+        made["head.bias"] = shifted(head_weight(spec), "head.bias" if head.bias else None, "final_norm.bias")
+        head = replace(head, bias=True)
+    return blocks, head
 
 
-def layernorm_to_rmsnorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
-    """The exact swap, for all norms or those of some layers."""
-    _require_exact("LayerNorm -> RMSNorm", why_not_exact(spec))
-    new, tensors = centred_tree(spec, layers)
-    notes = ("the head was untied from the embedding: it needs the table uncentred",) if spec.head.tied else ()
-    return Swapped(new, "exact", tensors, summary(spec, layers), notes)
-
-
-def centred_tree(spec: ModelSpec, layers: tuple[int, ...] | None) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """A tree with a stream of mean zero, as far as it is not a norm's output, and RMSNorms for LayerNorms."""
-    computed: dict[str, Compute] = {}
-    moved: dict[str, Tensor] = {}
-    blocks = {
-        layer: _block(block, f"blocks.{layer}", layers is None or layer in layers, computed)
-        for layer, block in enumerate(spec.blocks)
-    }
-    head, final, embedding = spec.head, spec.final_norm, spec.embedding
-    if layers is None:
-        if has_bias(final):
-            old = "head.bias" if head.bias else None
-            computed["head.bias"] = shifted(head_weight(spec), old, "final_norm.bias")
-            head = replace(head, bias=True)
-        final = to_rms(known("final_norm", final)[1])
-    if head.tied:
-        head = replace(head, tied=False)
-        moved["head.weight"] = Moved("embedding.weight")
-    if embedding.norm is None:
-        computed["embedding.weight"] = centred_rows("embedding.weight")
-    else:
-        norm = embedding.norm
-        assert norm.centred
-        weighed("embedding.norm", norm)
-        computed["embedding.weight"] = normed_rows("embedding.weight", "embedding.norm", norm.eps, has_bias(norm))
-        embedding = replace(embedding, norm=None)
-    if spec.positions is not None:
-        computed["positions.weight"] = centred_rows("positions.weight")
-    new = with_blocks(spec, blocks, embedding=embedding, final_norm=final, head=head)
-    return new, {name: Computed(make) for name, make in computed.items()} | moved
-
-
-def _block(block: Block, path: str, chosen: bool, computed: dict[str, Compute]) -> Block:
-    """The block with its writers centred and, where chosen, its norms exchanged; tensors go into `computed`."""
-    gone = dict(norms(block, path)) if chosen else {}
-    shifting = {name for name, norm in gone.items() if has_bias(norm)}
-    for each in readers(block, path):
-        if each.norm in shifting and each.may_have_bias:
-            old = each.bias_name if each.bias else None
-            computed[each.bias_name] = shifted(each.weight, old, f"{each.norm}.bias")
-    for each in writers(block, path):
-        computed |= {name: centred(name) for name in each.names}
-        beta = f"{path}.{each.slot}_norm"
-        if block.residual == "normed" and beta in shifting:  # β is part of the residual too
-
-            def with_beta(model: Model, name: str = each.bias_name, there: bool = each.bias, beta: str = beta) -> Wide:
-                return _without_mean(model.wide(f"{beta}.bias") + (model.wide(name) if there else 0), 0)
-
-            computed[each.bias_name] = with_beta
-    new = with_read_biases(block, path, shifting, out=block.residual == "normed")
-    return with_norms(new, path, {name: to_rms(norm) for name, norm in gone.items()})
+def _with_read_biases(block: Block, path: str, shifting: set[str]) -> Block:
+    """A block with biases for those of some norms: in what reads them, and in what is added to a norm's output."""
+    attention, dense, out = block.attention, dense_of(block), block.residual == "normed"
+    if f"{path}.attention_norm" in shifting:
+        attention = replace(attention, qkv_bias=True, output_bias=attention.output_bias or out)
+    if _inner_norm(block, path) in shifting:
+        own = out and f"{path}.feed_forward_norm" in shifting
+        dense = replace(dense, up_bias=True, down_bias=dense.down_bias or own)
+    return with_dense(block.replaced(attention=attention), dense)
 
 
 def has_bias(norm: Norm) -> bool:
@@ -182,30 +154,59 @@ def _inner_norm(block: Block, path: str) -> str:
     return f"{path}.attention_norm" if block.feed_forward_norm is None else f"{path}.feed_forward_norm"
 
 
-def with_read_biases(block: Block, path: str, shifting: set[str], out: bool = False) -> Block:
-    """A block with biases that take up those of some norms: in what reads them, and with `out` in what follows them."""
-    attention, dense, own = block.attention, dense_of(block), f"{path}.feed_forward_norm" in shifting
-    if f"{path}.attention_norm" in shifting:
-        attention = replace(attention, qkv_bias=True, output_bias=attention.output_bias or out)
-    if _inner_norm(block, path) in shifting:
-        dense = replace(dense, up_bias=True, down_bias=dense.down_bias or (out and own))
-    return with_dense(block.replaced(attention=attention), dense)
+# --- LayerNorm -> RMSNorm ---------------------------------------------------------------------------------------------
+
+
+def layernorm_to_rmsnorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
+    """The exact swap, for all norms or those of some layers."""
+    _require_exact("LayerNorm -> RMSNorm", why_not_exact(spec))
+    new, tensors = centred_tree(spec, layers)
+    notes = ("the head was untied from the embedding: it needs the table uncentred",) if spec.head.tied else ()
+    return Swapped(new, "exact", tensors, _of_layer_norms(spec, layers), notes)
+
+
+def centred_tree(spec: ModelSpec, layers: tuple[int, ...] | None) -> tuple[ModelSpec, dict[str, Tensor]]:
+    """A tree with a stream of mean zero, as far as it is not a norm's output, and RMSNorms for LayerNorms."""
+    made: dict[str, Compute] = {}
+    blocks, head = shifts_taken(spec, layers, made, routers=False)
+    for layer, block in enumerate(spec.blocks):
+        path = f"blocks.{layer}"
+        gone = dict(norms(block, path)) if layer in blocks else {}
+        for each in writers(block, path):
+            made |= {name: centred(name) for name in each.names}
+            norm = f"{path}.{each.slot}_norm"
+            if block.residual == "normed" and norm in gone and has_bias(gone[norm]):  # β is part of the residual too
+
+                def with_beta(
+                    model: Model, name: str = each.bias_name, there: bool = each.bias, at: str = norm
+                ) -> Wide:
+                    return _without_mean(model.wide(f"{at}.bias") + (model.wide(name) if there else 0), 0)
+
+                made[each.bias_name] = with_beta
+        blocks[layer] = with_norms(blocks.get(layer, block), path, {name: to_rms(norm) for name, norm in gone.items()})
+    final, table = spec.final_norm, spec.embedding.norm
+    if layers is None:
+        final = to_rms(known("final_norm", final)[1])
+    if table is None:
+        made["embedding.weight"] = centred_rows("embedding.weight")
+    else:
+        assert table.centred
+        weighed("embedding.norm", table)
+        made["embedding.weight"] = lambda model: _without_mean(table_rows(model, table), 1)
+    if spec.positions is not None:
+        made["positions.weight"] = centred_rows("positions.weight")
+    untied: dict[str, Tensor] = {"head.weight": Moved("embedding.weight")} if head.tied else {}
+    ends = {"embedding": replace(spec.embedding, norm=None), "final_norm": final, "head": replace(head, tied=False)}
+    return with_blocks(spec, blocks, **ends), {name: Computed(make) for name, make in made.items()} | untied
 
 
 def replace_layernorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
     """The plain replacement: γ and eps kept, β and the centring dropped. Approximate at best."""
-    why_not_exact(spec)
-    old = chosen_norms(spec, layers)
+    record, old = _of_layer_norms(spec, layers), chosen_norms(spec, layers)
     if spec.embedding.norm is not None and layers is None:
         old["embedding.norm"] = spec.embedding.norm
     new = exchanged(spec, {path: to_rms(known(path, each)[1]) for path, each in old.items()})
-    return Swapped(new, "approximate", {}, summary(spec, layers))
-
-
-def summary(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> dict[str, Any]:
-    """What the output's record says of it."""
-    inside = [path for path in _layer_norms(spec) if layers is None or in_layers(path, layers)]
-    return {"from": "layernorm", "to": "rmsnorm", "norms": len(inside)}
+    return Swapped(new, "approximate", {}, record)
 
 
 def _steered(model: Model, router: str, beta: str) -> bool:
@@ -227,15 +228,16 @@ def _off_centre(spec: ModelSpec, asked: Asked) -> str | None:
 
 def _to_rmsnorm(spec: ModelSpec, asked: Asked) -> Swapped:
     """LayerNorm -> RMSNorm, as exactly as is asked."""
+    reason = why_not_exact(spec)
     if asked.approximate:
         mixture = any(isinstance(block.feed_forward, MixtureOfExperts) for block in spec.blocks)
         normed = all(block.residual == "normed" for block in spec.blocks)
-        if why_not_exact(spec) is None or mixture or not normed or asked.layers is not None:
+        if reason is None or mixture or not normed or asked.layers is not None:
             return replace_layernorm(spec, asked.layers)
         new, tensors = centred_tree(spec, None)
         notes = ("all but the mean of each norm's own output was taken care of",)
-        return Swapped(new, "approximate", tensors, summary(spec), notes)
-    router = _off_centre(spec, asked) if why_not_exact(spec) is None else None
+        return Swapped(new, "approximate", tensors, _of_layer_norms(spec), notes)
+    router = _off_centre(spec, asked) if reason is None else None
     if router is not None:
         raise SwapRefused(
             f"LayerNorm -> RMSNorm cannot be exact here: the bias of the norm steers {router}, which has none",
@@ -274,60 +276,41 @@ def off_the_mean(rows: Wide) -> Wide:
     v = np.full(size, -1 / math.sqrt(size))
     v[-1] += 1
     wide = np.concatenate([rows, np.zeros((len(rows), 1))], axis=1)
-    found: Wide = wide - np.outer(wide @ v, v * (2 / (v @ v)))
-    return found
+    return np.asarray(wide - np.outer(wide @ v, v * (2 / (v @ v))))
 
 
-def _rmsnorm_to_layernorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
-    """The exact swap, for all norms or those of some layers: one dimension wider, the head untied."""
-    _require_exact("RMSNorm -> LayerNorm", why_not_layernorm(spec))
-    old, size = spec.hidden_size, spec.hidden_size + 1
+def _to_layernorm(spec: ModelSpec, asked: Asked) -> Swapped:
+    """RMSNorm -> LayerNorm, as exactly as is asked: one dimension wider and the head untied, unless the stream has no
+    mean. The plain replacement keeps γ and eps and drops the mean.
+    """
+    reason, layers, old = why_not_layernorm(spec), asked.layers, spec.hidden_size
+    record = {"from": "rmsnorm", "to": "layernorm", "norms": sum(not n.centred for _, n in stream_norms(spec))}
+    normed = any(block.residual == "normed" for block in spec.blocks)
+    bare = not normed and spec.embedding.norm is None
+    centred = not asked.approximate and bare and asked.weights.ask(_stream_is_centred, False, True)
+    if asked.approximate or centred:
+        new = exchanged(spec, {path: _to_layer_norm(norm) for path, norm in chosen_norms(spec, layers).items()})
+        why = "nothing that writes into the residual stream has a mean, so the norms were exchanged where they stand"
+        record |= {"hidden_size": [old, old]}
+        return Swapped(new, "exact" if centred else "approximate", {}, record, (why,) if centred else ())
+    _require_exact("RMSNorm -> LayerNorm", reason)
+    size = old + 1
 
     def norm_of(path: str, norm: Norm) -> Norm:
         other = replace(norm, eps=eps_for(norm.eps, old, size))
-        return _to_layer_norm(other) if layers is None or in_layers(path, layers) else other
+        return _to_layer_norm(other) if _asked_for(path, layers) else other
 
     new, tensors = in_basis(spec, size, lambda _, rows: off_the_mean(rows), norm_of)
     notes = [f"the residual stream is {size} wide instead of {old}: with one more dimension its mean can be zero"]
     if spec.head.tied:
         notes.append("the head was untied from the embedding: it reads behind the last norm's weight")
-    return Swapped(new, "exact", tensors, widened(spec, size), tuple(notes))
-
-
-def _replace_rmsnorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
-    """The plain replacement: γ and eps kept, the mean dropped. Exact where the stream has none."""
-    why_not_layernorm(spec)
-    new = exchanged(spec, {path: _to_layer_norm(norm) for path, norm in chosen_norms(spec, layers).items()})
-    return Swapped(new, "approximate", {}, widened(spec, spec.hidden_size))
-
-
-def widened(spec: ModelSpec, size: int) -> dict[str, Any]:
-    """What the output's record says of it."""
-    number = sum(not norm.centred for _, norm in stream_norms(spec))
-    return {"from": "rmsnorm", "to": "layernorm", "norms": number, "hidden_size": [spec.hidden_size, size]}
+    return Swapped(new, "exact", tensors, record | {"hidden_size": [old, size]}, tuple(notes))
 
 
 def _stream_is_centred(model: Model) -> bool:
     """Whether nothing that writes into the stream has a mean."""
-
-    def has_none(name: str, axis: int) -> bool:
-        values = model.wide(name)
-        return bool(np.abs(values.mean(axis=axis)).max() <= CENTRED * np.abs(values).max())
-
-    return model.spec.embedding.norm is None and all(has_none(name, axis) for name, axis in written(model.spec))
-
-
-def _to_layernorm(spec: ModelSpec, asked: Asked) -> Swapped:
-    """RMSNorm -> LayerNorm, as exactly as is asked."""
-    if asked.approximate:
-        return _replace_rmsnorm(spec, asked.layers)
-    normed = why_not_layernorm(spec) is not None and any(block.residual == "normed" for block in spec.blocks)
-    if not normed and spec.embedding.norm is None and asked.weights.ask(_stream_is_centred, False, True):
-        notes = (
-            "nothing that writes into the residual stream has a mean, so the norms were exchanged where they stand",
-        )
-        return dataclasses.replace(_replace_rmsnorm(spec, asked.layers), guarantee="exact", notes=notes)
-    return _rmsnorm_to_layernorm(spec, asked.layers)
+    every = ((model.wide(name), axis) for name, axis in written(model.spec))
+    return all(bool(np.abs(each.mean(axis=axis)).max() <= CENTRED * np.abs(each).max()) for each, axis in every)
 
 
 def _back_to_rmsnorm(_: ModelSpec, asked: Asked) -> Step | None:

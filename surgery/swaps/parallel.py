@@ -20,10 +20,9 @@ from functools import partial
 from ...components import Block, ModelSpec
 from ...errors import SwapRefused
 from ..base import Moved, Swapped, Tensor
-from ..layerwise import guarantee_of, in_words, with_blocks
+from ..layerwise import guarantee_of, in_words, with_blocks, writers
 from ..options import NORMS, Option
 from ..registry import Asked, Clears, Step, Swap
-from ..stream import writers
 
 
 def same_either_way(spec: ModelSpec, asked: Asked, layer: int) -> bool:
@@ -39,13 +38,10 @@ def same_either_way(spec: ModelSpec, asked: Asked, layer: int) -> bool:
 
 def _norms_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
     """Whether the feed-forward's norm is the attention's, by kind and by every value."""
-    block = spec.blocks[layer]
-    if block.feed_forward_norm != block.attention_norm:
-        return False
-    path = f"blocks.{layer}"
+    block, one, other = spec.blocks[layer], *(f"blocks.{layer}.{slot}_norm" for slot in ("attention", "feed_forward"))
     names = block.attention_norm.shapes()
-    pairs = ((f"{path}.attention_norm.{name}", f"{path}.feed_forward_norm.{name}") for name in names)
-    return all(asked.weights.same(a, b) for a, b in pairs)
+    same = (asked.weights.same(f"{one}.{name}", f"{other}.{name}") for name in names)
+    return block.feed_forward_norm == block.attention_norm and all(same)
 
 
 def _to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:
@@ -63,10 +59,8 @@ def _to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:
         )
     differing = [layer for layer in two if not _norms_alike(spec, asked, layer)]
     if shared and differing:
-        raise SwapRefused(
-            f"the norms before attention and feed-forward differ in {in_words(differing)}: they cannot be shared",
-            "--block parallel keeps both.",
-        )
+        reason = f"the norms before attention and feed-forward differ in {in_words(differing)}: they cannot be shared"
+        raise SwapRefused(reason, "--block parallel keeps both.")
     blocks = {layer: spec.blocks[layer].replaced(parallel=True) for layer in serial}
     for layer in two if shared else ():
         blocks[layer] = blocks.get(layer, spec.blocks[layer]).replaced(feed_forward_norm=None)
@@ -113,20 +107,16 @@ def rearranged(
     return Swapped(with_blocks(spec, blocks), guarantee, tensors, summary, notes)
 
 
-def _serial_again(before: ModelSpec, asked: Asked) -> Step | None:
-    """The way back from "parallel", where all were serial."""
-    return None if asked.those(before, lambda block: block.parallel) else asked.again("block", "serial")
-
-
-def _parallel_again(before: ModelSpec, asked: Asked) -> Step | None:
-    """The way back from "serial", where all were parallel and of one kind."""
-    kinds = {before.blocks[i].feed_forward_norm is None for i in asked.chosen(before)}
-    if len(kinds) > 1 or asked.those(before, lambda block: not block.parallel):
+def _back(before: ModelSpec, asked: Asked) -> Step | None:
+    """The way back, where all were serial, or all parallel and of one kind."""
+    to_serial, blocks = asked.value != "serial", [before.blocks[layer] for layer in asked.chosen(before)]
+    shared = {block.feed_forward_norm is None for block in blocks}
+    if any(block.parallel == to_serial for block in blocks) or (len(shared) > 1 and not to_serial):
         return None
-    return asked.again("block", "parallel:shared" if kinds.pop() else "parallel")
+    return asked.again("block", "serial" if to_serial else "parallel:shared" if shared.pop() else "parallel")
 
 
-entry = partial(Swap, option="block", by_layer=True)
+entry = partial(Swap, option="block", by_layer=True, inverse=_back)
 
 ORDER = 160
 OPTIONS = (
@@ -148,7 +138,6 @@ SWAPS = (
         source="PaLM 2204.02311, section 2; Falcon 7b",
         reshape=partial(_to_parallel, True),
         clears=(Clears("*.feed_forward_norm", theirs=None),),
-        inverse=_serial_again,
     ),
     entry(
         form="parallel",
@@ -158,7 +147,6 @@ SWAPS = (
         source="PaLM 2204.02311, section 2",
         reshape=partial(_to_parallel, False),
         clears=(Clears("*.parallel", theirs=True),),
-        inverse=_serial_again,
     ),
     entry(
         form="serial",
@@ -168,6 +156,5 @@ SWAPS = (
         source="PaLM 2204.02311, section 2",
         reshape=_to_serial,
         clears=(Clears("*.feed_forward_norm", ours=None), Clears("*.parallel", theirs=False)),
-        inverse=_parallel_again,
     ),
 )

@@ -1,4 +1,5 @@
-"""What tells positions apart: rotary, ALiBi, a learned table, nothing. `context_length` has the length of the table.
+"""What tells positions apart: rotary, ALiBi, a learned table, nothing; and the context that a tree is for: the number,
+and the rows of a table of positions.
 
 From one to another is a start for training but where nothing was told apart before and after. The starts:
 
@@ -14,29 +15,31 @@ From one to another is a start for training but where nothing was told apart bef
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 from msgspec.structs import replace
 
-from ...components import ALiBi, Attention, LatentAttention, LayerNorm, LearnedPositions, ModelSpec, Position, Rotary
+from ...analysis.costs import usual_context
+from ...components import ALiBi, LatentAttention, LayerNorm, LearnedPositions, ModelSpec, Position, Rotary
 from ...errors import SwapRefused, UsageError
-from ..base import Computed, Filled, Model, Moved, Promise, Swapped, Tensor, Wide
+from ..base import Array, Computed, Filled, Moved, Promise, Swapped, Tensor, Wide
 from ..layerwise import unknown, with_mixers
-from ..options import POSITIONS, Option
+from ..options import POSITIONS, Option, Parts
 from ..registry import Asked, Clears, Step, Swap
-from ..rotation import NEUTRAL, is_neutral, mean_rotation, turned_queries
+from .rotation import NEUTRAL, is_neutral, mean_rotation, turned_queries
 
 BASE = 10_000.0
 """RoPE's base (2104.09864)."""
+TABLE = "positions.weight"
 
 
 def kind(spec: ModelSpec) -> str:
-    """What tells positions apart in a tree: learned, rope, alibi, none; "mixed" where layers differ or there is a table
-    besides. Neutral rotary positions tell nothing apart.
-    """
-    found = {kind_of(each) for each in _positions_in(spec, range(len(spec.blocks)))}
+    """What tells positions apart: learned, rope (not neutral), alibi, none; "mixed" where layers differ."""
+    found = {kind_of(block.attention.position) for block in spec.blocks}
     if spec.positions is not None:
         return "learned" if found == {"none"} else "mixed"
     return found.pop() if len(found) == 1 else "mixed"
@@ -55,11 +58,6 @@ def kind_of(position: Position | None) -> Literal["rope", "alibi", "none"]:
             raise unknown("a layer", position, "positions that it knows")
 
 
-def _positions_in(spec: ModelSpec, layers: Iterable[int]) -> set[Position | None]:
-    """The positions of some layers."""
-    return {spec.blocks[layer].attention.position for layer in layers}
-
-
 # --- from one to another ----------------------------------------------------------------------------------------------
 
 
@@ -70,26 +68,21 @@ def _to_rope(spec: ModelSpec, asked: Asked) -> Swapped:
     """
     neutral, base = asked.argument == "neutral", None
     if asked.argument is not None and not neutral:
-        try:
+        with suppress(ValueError):
             base = float(asked.argument)
-        except ValueError:
-            base = math.nan
-        if not 1 < base < math.inf:
+        if base is None or not 1 < base < math.inf:
             text = f"--position rope:{asked.argument}"
             raise UsageError(f"{text}: expected a base above 1, as in rope:500000, or rope:neutral")
 
     def position(layer: int) -> Position:
         attention = spec.blocks[layer].attention
         now = attention.position
-        if isinstance(now, Rotary) and neutral:
-            return replace(now, scaling=NEUTRAL)
         if isinstance(now, Rotary):
-            return replace(now, base=base or now.base, scaling=None if is_neutral(now) else now.scaling)
+            turning = replace(now, base=base or now.base, scaling=None if is_neutral(now) else now.scaling)
+            return replace(now, scaling=NEUTRAL) if neutral else turning
         if isinstance(attention, LatentAttention):
-            raise SwapRefused(
-                f"the keys of layer {layer} come from a latent and have no place for rotary positions",
-                "--position rope goes before --attention mla.",
-            )
+            reason = f"the keys of layer {layer} come from a latent and have no place for rotary positions"
+            raise SwapRefused(reason, "--position rope goes before --attention mla.")
         if attention.head_dim % 2:
             raise SwapRefused(
                 f"rotary positions turn pairs of elements, and the heads of layer {layer} have {attention.head_dim}",
@@ -107,11 +100,6 @@ def _to_alibi(spec: ModelSpec, asked: Asked) -> Swapped:
     others = (block.attention.position for block in spec.blocks)
     alibi = next((each for each in others if isinstance(each, ALiBi)), ALiBi())
     return _repositioned(spec, asked, dict.fromkeys(asked.chosen(spec), alibi), "alibi")
-
-
-def _to_none(spec: ModelSpec, asked: Asked) -> Swapped:
-    """No positions: causal attention alone tells them apart."""
-    return _repositioned(spec, asked, dict.fromkeys(asked.chosen(spec)), "none")
 
 
 def _to_learned(spec: ModelSpec, asked: Asked) -> Swapped:
@@ -149,10 +137,10 @@ def _repositioned(
             "the table of positions is added to the token embeddings and reaches every layer",
             f"Leave --blocks out, or first --position none and then --position {to} in the layers that need it.",
         )
-    attention = {layer: _with_position(layer, spec.blocks[layer].attention, each) for layer, each in changed.items()}
-    tensors: dict[str, Tensor] = {}
-    for layer in changed if not asked.approximate else ():
-        tensors |= _without_rotation(spec, layer, changed[layer])
+    attention, tensors = dict[int, Any](), dict[str, Tensor]()
+    for layer, position in changed.items():
+        attention[layer], turned = _with_position(spec, layer, position)
+        tensors |= {} if asked.approximate else turned
     after, notes = with_mixers(spec, attention), list[str]()
     if spec.positions is not None:
         after = without_table(after, asked, tensors, notes)
@@ -163,8 +151,8 @@ def _repositioned(
     kinds = {kind_of(each) for layer, new in changed.items() for each in (spec.blocks[layer].attention.position, new)}
     exact = kinds <= {"none"} and (
         spec.positions is None
-        or asked.weights.zero("positions.weight")
-        or (not asked.approximate and asked.weights.ask(_rows_alike, False, True))
+        or asked.weights.zero(TABLE)
+        or (not asked.approximate and asked.weights.ask(lambda model: _alike(model.wide(TABLE)), False, True))
     )
     another_base = spec.positions is None and kinds == {"rope"}
     guarantee: Any = "exact" if exact else "approximate" if another_base else "retrained"
@@ -172,45 +160,36 @@ def _repositioned(
     return Swapped(after, guarantee, tensors, summary, tuple(notes), Promise(length=table.length if table else None))
 
 
-def _with_position(layer: int, attention: Attention | LatentAttention, position: Position | None) -> Any:
-    """An attention with other positions, and what of its rounding does not go with them as they need it."""
-    if isinstance(attention, LatentAttention):
-        if isinstance(attention.position, Rotary) != isinstance(position, Rotary):
-            raise SwapRefused(
-                f"layer {layer} has keys of their own for rotary positions, apart from its latent",
-                "--position rope:neutral turns the rotation off and keeps them.",
-            )
-    elif isinstance(position, ALiBi):
-        wide = "repeat" if attention.kv_expansion == "broadcast" else attention.kv_expansion
-        return replace(attention, position=position, scores="input", kv_expansion=wide)
-    return replace(attention, position=position)
-
-
-def _without_rotation(spec: ModelSpec, layer: int, after: Position | None) -> dict[str, Tensor]:
-    """The queries of a layer whose rotary positions go, turned by their mean rotation. Where ALiBi comes instead it
-    draws attention nearer, and so does the mean.
+def _with_position(spec: ModelSpec, layer: int, position: Position | None) -> tuple[Any, dict[str, Tensor]]:
+    """A layer's attention with other positions, and what of its rounding does not go with them as they need it; and its
+    queries, turned by the mean rotation where rotary positions go. ALiBi draws attention nearer, and so does the mean.
     """
-    attention = spec.blocks[layer].attention
-    before = attention.position
-    if not isinstance(before, Rotary) or is_neutral(before) or kind_of(after) == "rope":
-        return {}
+    attention, comes = spec.blocks[layer].attention, isinstance(position, ALiBi)
+    before, more = attention.position, dict[str, Any]()
     if isinstance(attention, LatentAttention):
-        return {}
-    factors = mean_rotation(before, spec.context_length, attention.window, 1.0 if isinstance(after, ALiBi) else 0.5)
-    made = turned_queries(f"blocks.{layer}.attention", attention, before, factors)
-    return {name: Computed(make) for name, make in made.items()}
+        if isinstance(before, Rotary) != isinstance(position, Rotary):
+            hint = "--position rope:neutral turns the rotation off and keeps them."
+            raise SwapRefused(f"layer {layer} has keys of their own for rotary positions, apart from its latent", hint)
+        return replace(attention, position=position), {}
+    if comes:
+        several = attention.kv_expansion == "broadcast"
+        more = {"scores": "input", "kv_expansion": "repeat" if several else attention.kv_expansion}
+    turned: dict[str, Tensor] = {}
+    if isinstance(before, Rotary) and not is_neutral(before) and kind_of(position) != "rope":
+        factors = mean_rotation(before, spec.context_length, attention.window, 1.0 if comes else 0.5)
+        made = turned_queries(f"blocks.{layer}.attention", attention, before, factors)
+        turned = {name: Computed(make) for name, make in made.items()}
+    return replace(attention, position=position, **more), turned
 
 
-def _rows_alike(model: Model) -> bool:
-    """Whether the table of positions has one row over and over."""
-    rows = model.wide("positions.weight")
+def _alike(rows: Wide) -> bool:
+    """Whether a table has one row over and over."""
     return bool((rows == rows[0]).all())
 
 
 def mean_row(rows: Wide) -> Wide:
     """The mean of a table's rows, and that row itself where all are alike: their sum may round."""
-    mean: Wide = rows[0] if (rows == rows[0]).all() else rows.mean(axis=0)
-    return mean
+    return np.asarray(rows[0] if _alike(rows) else rows.mean(axis=0))
 
 
 def without_table(spec: ModelSpec, asked: Asked, tensors: dict[str, Tensor], notes: list[str]) -> ModelSpec:
@@ -218,15 +197,11 @@ def without_table(spec: ModelSpec, asked: Asked, tensors: dict[str, Tensor], not
     after = replace(spec, positions=None)
 
     def joining(name: str, there: bool = True) -> Computed:
-        def make(model: Model) -> Wide:
-            mean = mean_row(model.wide("positions.weight"))
-            return model.wide(name) + mean if there else mean
+        return Computed(lambda model: mean_row(model.wide(TABLE)) + (model.wide(name) if there else 0))
 
-        return Computed(make)
-
-    if asked.approximate or asked.weights.zero("positions.weight"):
+    if asked.approximate or asked.weights.zero(TABLE):
         return after
-    if asked.weights.ask(lambda model: not mean_row(model.wide("positions.weight")).any(), False, True):
+    if asked.weights.ask(lambda model: not mean_row(model.wide(TABLE)).any(), False, True):
         return after
     norm = spec.embedding.norm
     if norm is None:
@@ -237,10 +212,8 @@ def without_table(spec: ModelSpec, asked: Asked, tensors: dict[str, Tensor], not
             notes.append("the head was untied from the embedding: it needs the table without the mean position")
         return after
     if not isinstance(norm, LayerNorm):
-        raise SwapRefused(
-            "the mean position joins the token embeddings behind their RMSNorm, which has no bias to hold it",
-            "--approximate leaves it out.",
-        )
+        reason = "the mean position joins the token embeddings behind their RMSNorm, which has no bias to hold it"
+        raise SwapRefused(reason, "--approximate leaves it out.")
     tensors["embedding.norm.bias"] = joining("embedding.norm.bias", norm.bias)
     return replace(after, embedding=replace(spec.embedding, norm=replace(norm, bias=True)))
 
@@ -250,11 +223,10 @@ def without_table(spec: ModelSpec, asked: Asked, tensors: dict[str, Tensor], not
 
 def _back_to_none(before: ModelSpec, asked: Asked) -> Step | None:
     """Of neutral rotary positions or a table of zeros, where there were none."""
-    if before.positions is not None or _positions_in(before, asked.chosen(before)) != {None}:
-        return None
+    there = any(before.blocks[layer].attention.position for layer in asked.chosen(before))
     table = asked.value.startswith("learned") and asked.argument is not None
     other_length = table and int(asked.argument or 0) != before.context_length
-    return None if other_length else asked.again("position", "none")
+    return None if there or before.positions is not None or other_length else asked.again("position", "none")
 
 
 def _back_to_neutral(before: ModelSpec, asked: Asked) -> Step | None:
@@ -269,9 +241,9 @@ def _back_to_neutral(before: ModelSpec, asked: Asked) -> Step | None:
 
 def examples(spec: ModelSpec, form: str) -> tuple[str, ...]:
     """Neutral RoPE where nothing is told apart; a table whose length is said for trees that know none."""
-    bare = _positions_in(spec, range(len(spec.blocks))) == {None}
     if form == "rope:neutral":
-        return (form,) if kind(spec) == "none" and bare else ()
+        bare = all(block.attention.position is None for block in spec.blocks)
+        return (form,) if bare and spec.positions is None else ()
     return ("learned:64",) if spec.positions is None and spec.context_length is None else ()
 
 
@@ -304,7 +276,67 @@ TO_LEARNED = (
     Clears("positions", theirs=LearnedPositions),
 )
 
+
+# --- the context ------------------------------------------------------------------------------------------------------
+
+
+def longer_table(table: Array, length: int) -> Array:
+    """A table with rows appended: the same rows backwards, then forwards again, and so on. The seam is smooth, and
+    every row is one that the model knows (own; Longformer, 2004.05150, starts over from the first row).
+    """
+    there = np.concatenate((table, table[::-1]))
+    return there[np.arange(length) % len(there)]
+
+
+def first_rows(table: Array, length: int) -> Array:
+    """A table cut."""
+    return table[:length]
+
+
+def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
+    """Another context length; of a table of positions, other rows: exact up to the shorter of the two."""
+    length = asked.number("a context length", most=10**9)
+    table, now = spec.positions, spec.context_length
+    if now == length and (table is None or table.length == length):
+        raise SwapRefused(f"its context is {length:,} tokens already")
+    new, summary = replace(spec, context_length=length), {"from": now, "to": length}
+    notes: tuple[str, ...] = ()
+    if table is None or table.length == length:
+        rotary = any(isinstance(block.attention.position, Rotary) for block in spec.blocks)
+        if rotary and now is not None and length > now:
+            notes = ("nothing but the number changes: --rope-scaling makes rotary positions for a longer context",)
+        return Swapped(new, "exact", {}, summary, notes)
+    move: Callable[..., Array]
+    if length < table.length:
+        move, rows = first_rows, "cut"
+    elif asked.approximate:
+        move, rows = lambda table, length: table[np.minimum(np.arange(length), len(table) - 1)], "copies of the last"
+    else:
+        move, rows = longer_table, "the table backwards and forwards"
+    if length > table.length:
+        notes = (f"exact up to {table.length:,} tokens; the rows after them, {rows}, are to be trained",)
+    moved = {"positions.weight": Moved("positions.weight", partial(move, length=length))}
+    new, promise = replace(new, positions=replace(table, length=length)), Promise(length=min(length, table.length))
+    return Swapped(new, "exact", moved, {**summary, "rows": rows}, notes, promise)
+
+
+def _back_to_context(before: ModelSpec, asked: Asked) -> Step | None:
+    """The context as it was; rows that were cut do not come back."""
+    old, table = before.context_length, before.positions
+    length = asked.number("a context length", most=10**9)
+    if old is None or (table is not None and (table.length != old or length < old)):
+        return None
+    return Step("context", str(old))
+
+
+def lengths(spec: ModelSpec) -> tuple[str, ...]:
+    """Twice and half of what there is."""
+    length = spec.context_length or (spec.positions.length if spec.positions is not None else None)
+    return () if length is None or length > 2**20 else (str(2 * length), str(max(length // 2, 1)))
+
+
 ORDER = 60
+PARTS: Parts = {"": ("positions", lambda spec: {usual_context(spec)})}
 OPTIONS = (
     Option(
         "position",
@@ -315,6 +347,7 @@ OPTIONS = (
         words="rope = rotary, rotary embeddings, roformer; alibi = linear biases; learned = absolute, learned "
         "absolute, table; none = nope",
     ),
+    Option("context", POSITIONS, 5, "The length of the position table, or of the context.", "N", parts=PARTS),
 )
 SWAPS = (
     entry(
@@ -344,11 +377,23 @@ SWAPS = (
         gives="no positions",
         needs=f"{TRAINED}: a table whose rows are alike, neutral RoPE",
         source=DROPE,
-        reshape=_to_none,
+        reshape=lambda spec, asked: _repositioned(spec, asked, dict.fromkeys(asked.chosen(spec)), "none"),
         clears=(Clears("*.position", theirs=None), Clears("positions", theirs=None)),
         by_layer=True,
         inverse=_back_to_neutral,
     ),
     entry("learned", **LEARNED, clears=TO_LEARNED),
     entry("learned:LENGTH", **LEARNED, examples=partial(examples, form="learned:LENGTH")),
+    Swap(
+        option="context",
+        form="N",
+        takes="context",
+        gives="a longer or shorter context",
+        needs="nothing; with a table of positions, exact up to the shorter length",
+        source="derived for gptkit, after Beltagy et al. 2004.05150",
+        reshape=_to_context,
+        examples=lengths,
+        clears=tuple(Clears(path, "context={theirs}") for path in ("context_length", "positions.length")),
+        inverse=_back_to_context,
+    ),
 )

@@ -14,9 +14,9 @@ import numpy as np
 from ...components import ModelSpec
 from ...errors import SwapRefused
 from ..base import Computed, Swapped, Wide
+from ..layerwise import linears
 from ..options import WEIGHTS, Option
 from ..registry import Asked, Swap
-from ..stream import linears
 
 
 def by_row(weight: Wide, bits: int) -> Wide:
@@ -24,8 +24,7 @@ def by_row(weight: Wide, bits: int) -> Wide:
     top = 2 ** (bits - 1) - 1
     scale = np.abs(weight).max(axis=1, keepdims=True) / top
     scale[scale == 0] = 1.0
-    result: Wide = np.clip(np.rint(weight / scale), -top, top) * scale
-    return result
+    return np.asarray(np.clip(np.rint(weight / scale), -top, top) * scale)
 
 
 def by_group(weight: Wide, bits: int, size: int) -> Wide:
@@ -34,8 +33,7 @@ def by_group(weight: Wide, bits: int, size: int) -> Wide:
     low, high = groups.min(axis=2, keepdims=True), groups.max(axis=2, keepdims=True)
     scale = (high - low) / (2**bits - 1)
     scale[scale == 0] = 1.0
-    result: Wide = (np.rint((groups - low) / scale) * scale + low).reshape(weight.shape)
-    return result
+    return np.asarray((np.rint((groups - low) / scale) * scale + low).reshape(weight.shape))
 
 
 def quantise(spec: ModelSpec, asked: Asked) -> Swapped:
@@ -52,10 +50,8 @@ def quantise(spec: ModelSpec, asked: Asked) -> Swapped:
             each, inputs = linear.weight, shapes[linear.weight][1]
             if size is not None and inputs % size:
                 fits = [n for n in (16, 32, 64, 128, 256, inputs) if inputs % n == 0]
-                raise SwapRefused(
-                    f"{each} has {inputs} inputs, which groups of {size} do not share out",
-                    f"Possible for it: {', '.join(f'int{bits}:{n}' for n in fits)}.",
-                )
+                hint = f"Possible for it: {', '.join(f'int{bits}:{n}' for n in fits)}."
+                raise SwapRefused(f"{each} has {inputs} inputs, which groups of {size} do not share out", hint)
             rounded = partial(by_row, bits=bits) if size is None else partial(by_group, bits=bits, size=size)
             tensors[each] = Computed(lambda model, name=each, rounded=rounded: rounded(model.wide(name)))  # type: ignore[misc]
     return Swapped(spec, "approximate", tensors, {"bits": bits, "group": size, "tensors": len(tensors)})

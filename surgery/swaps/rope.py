@@ -1,4 +1,6 @@
-"""Rotary positions: scaling for a longer context, how pairs lie; `rotary_dim` has those on part of each head."""
+"""Rotary positions: scaling for a longer context, how pairs lie, and RoPE on part of each head, where some pairs go on
+turning as they did and the others no longer turn.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +8,45 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 
-from ...components import Attention, DynamicScaling, LinearScaling, Llama3Scaling, ModelSpec, Rotary, YarnScaling
+from ...components import (
+    Attention,
+    DynamicScaling,
+    LatentAttention,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ModelSpec,
+    Rotary,
+    YarnScaling,
+)
 from ...errors import SwapRefused, UsageError
-from ..base import Guarantee, Moved, Promise, Swapped, Tensor
-from ..heads import Grouped
-from ..layerwise import tensors_of
-from ..options import POSITIONS, Option
+from ..base import Computed, Guarantee, Model, Moved, Promise, Swapped, Tensor
+from ..layerwise import Grouped, tensors_of, with_mixers
+from ..options import POSITIONS, Option, Parts
 from ..registry import Asked, Clears, Step, Swap
-from ..rotation import (
+from .rotation import (
     Elements,
     Pairs,
+    amplitude,
+    for_width,
+    frequencies,
     is_neutral,
+    mean_rotation,
     original_context,
     pair_elements,
     reordered,
     require_rotary,
     rotary_layers,
     row_tensors,
+    turned_queries,
     turns_alike,
     with_rotary,
 )
-from .rotary_dim import SWAP as PART_OF_A_HEAD
-from .rotary_dim import dims
 
 # --- scaling ----------------------------------------------------------------------------------------------------------
 
@@ -90,17 +104,15 @@ def rope_scaling(spec: ModelSpec, asked: Asked, kind: Kind) -> Swapped:
         raise UsageError(f"--rope-scaling {asked.value!r}: expected a factor above 1 behind the colon, as in yarn:4")
     factor, layers, context = float(text), require_rotary(spec, asked), spec.context_length
     if context is None:
-        raise SwapRefused(
-            "nothing says for which context this model was trained, which scaling starts from",
-            "Say it first: --context N.",
-        )
+        hint = "Say it first: --context N."
+        raise SwapRefused("nothing says for which context this model was trained, which scaling starts from", hint)
     for layer, rotary in layers.items():
         _require_unscaled(layer, rotary, kind.name)
     name, scale = (kind.name, kind.scale) if not asked.approximate else ("linear", linear)
     after = {layer: scale(rotary, factor, context) for layer, rotary in layers.items()}
     if asked.approximate and kind.name == "linear":
         name, after = "nothing", dict(layers)
-    whole = everywhere(spec, layers)
+    whole = layers.keys() == rotary_layers(spec, range(len(spec.blocks))).keys()
     longer = math.floor(context * factor) if whole and name != "dynamic" else context
     notes: tuple[str, ...] = ()
     if name == "dynamic":
@@ -108,11 +120,6 @@ def rope_scaling(spec: ModelSpec, asked: Asked, kind: Kind) -> Swapped:
     elif not whole:
         notes = (f"other layers turn as they did: the context stays {context:,} tokens",)
     return rescaled(spec, layers, after, longer, {"scaling": name, "factor": factor}, notes)
-
-
-def everywhere(spec: ModelSpec, layers: Mapping[int, Rotary]) -> bool:
-    """Whether these are all the layers that have rotary positions."""
-    return set(layers) == set(rotary_layers(spec, range(len(spec.blocks))))
 
 
 def rescaled(
@@ -130,9 +137,7 @@ def rescaled(
 
 
 def held(before: Mapping[int, Rotary], after: Mapping[int, Rotary]) -> tuple[Guarantee, Promise]:
-    """What can be said of the logits when only the angles change: the same where the angles are, and those of dynamic
-    scaling are up to the original context.
-    """
+    """What can be said of the logits when the angles change: the same where these are, perhaps up to a context."""
     lengths: list[int] = []
     for layer, rotary in before.items():
         scalings = [rotary.scaling, after[layer].scaling]
@@ -157,19 +162,16 @@ def _require_unscaled(layer: int, rotary: Rotary, name: str) -> None:
             "First --rope-scaling none. Only linear on linear composes: their factors multiply.",
         )
     if name in ("ntk", "dynamic") and rotary.dim == 2:
-        raise SwapRefused(
-            f"{name} divides by the rotary dimension less 2, which is 0 in layer {layer}",
-            "Possible here: linear, yarn, llama3.",
-        )
+        hint = "Possible here: linear, yarn, llama3."
+        raise SwapRefused(f"{name} divides by the rotary dimension less 2, which is 0 in layer {layer}", hint)
 
 
 def _no_scaling(spec: ModelSpec, asked: Asked) -> Swapped:
     """Without scaling, and the context as it was before, where it is known."""
     layers = {layer: rotary for layer, rotary in require_rotary(spec, asked).items() if rotary.scaling is not None}
     if not layers:
-        raise SwapRefused(
-            "its rotary positions are not scaled", "A larger base (ntk) leaves no record: --position rope:BASE."
-        )
+        hint = "A larger base (ntk) leaves no record: --position rope:BASE."
+        raise SwapRefused("its rotary positions are not scaled", hint)
     if any(is_neutral(rotary) for rotary in layers.values()):
         raise SwapRefused("its rotary positions are neutral, not scaled", "--position rope turns them on.")
 
@@ -181,7 +183,7 @@ def _no_scaling(spec: ModelSpec, asked: Asked) -> Swapped:
 
     after = {layer: replace(rotary, scaling=None) for layer, rotary in layers.items()}
     context = spec.context_length
-    if context is not None and everywhere(spec, layers):
+    if context is not None and layers.keys() == rotary_layers(spec, range(len(spec.blocks))).keys():
         context = min(shorter(rotary, context) for rotary in layers.values())
     kinds = sorted({type(rotary.scaling).__name__ for rotary in layers.values()})
     return rescaled(spec, layers, after, context, {"scaling": "none", "from": kinds})
@@ -231,6 +233,153 @@ def _other_pairs(before: ModelSpec, asked: Asked) -> Step | None:
     return asked.again("rope_pairs", found.pop()) if len(found) == 1 else None
 
 
+# --- RoPE on part of each head ----------------------------------------------------------------------------------------
+
+
+def rotary_dim(spec: ModelSpec, asked: Asked) -> Swapped:
+    """RoPE on part of each head. The pairs that go are replaced by their mean rotation, and lie behind those that
+    stay; with --approximate the first elements of each head go on turning, at the frequencies that dim gives, as
+    partial_rotary_factor in a config has it.
+    """
+    match = re.fullmatch(r"(\d{1,9})(?::(slowest|fastest))?", asked.value)
+    if match is None:
+        raise UsageError(f"--rotary-dim {asked.value!r}: expected a number, or 16:fastest to drop the fastest pairs")
+    size, drop = int(match[1]), match[2] or "slowest"
+    layers = require_rotary(spec, asked)
+    after, tensors, exact = dict[int, Attention](), dict[str, Tensor](), not asked.approximate
+    for layer, rotary in layers.items():
+        attention, path = spec.blocks[layer].attention, f"blocks.{layer}.attention"
+        if isinstance(attention, LatentAttention):
+            hint = "--rotary-dim goes before --attention mla."
+            raise SwapRefused(f"the keys of layer {layer} come from a latent, and its rotary keys are apart", hint)
+        _require_part(layer, rotary, size)
+        if asked.approximate:
+            plain = replace(rotary, dim=size, scaling=for_width(rotary.scaling, size))
+            after[layer] = replace(attention, position=plain)
+            continue
+        after[layer] = replace(attention, position=kept_rotary(rotary, size, drop))
+        kept = kept_pairs(rotary.dim, size, drop)
+        matter = partial(_dropped_matter, path=path, attention=attention, rotary=rotary, kept=kept)
+        exact = exact and (is_neutral(rotary) or not asked.weights.ask(matter, True, False))
+        tensors |= part_tensors(path, attention, rotary, kept, spec.context_length)
+    summary = {
+        "dropped": "in place" if asked.approximate else f"{drop} pairs",
+        "dims": sorted({rotary.dim for rotary in layers.values()}),
+        "to": size,
+        "layers": list(layers),
+    }
+    grows = [rotary.scaling for rotary in layers.values() if isinstance(rotary.scaling, DynamicScaling)]
+    # Beyond its original context a base that grows does so by the dimension, which has changed.
+    promise = Promise(length=min((each.original_context for each in grows), default=None) if exact else None)
+    new = with_mixers(spec, after)
+    return Swapped(new, "exact" if exact else "approximate", tensors, summary, promise=promise)
+
+
+def _require_part(layer: int, rotary: Rotary, size: int) -> None:
+    """Raise SwapRefused where a rotary of this dimension has no part of that one."""
+    widest, has = rotary.dim - 2, f"layer {layer} turns {rotary.dim} elements of each head"
+    possible = f"Possible here: the even numbers from 2 to {widest}." if widest >= 2 else "There is no smaller part."
+    if size % 2 or size < 2:
+        raise SwapRefused(f"rotary positions turn pairs of elements: {size} is not an even number from 2", possible)
+    if size >= rotary.dim:
+        raise SwapRefused(f"{has} already" if size == rotary.dim else f"{has}, which is less than {size}", possible)
+    if isinstance(rotary.scaling, DynamicScaling) and size == 2:
+        raise SwapRefused("dynamic scaling divides by the rotary dimension less 2", "Possible here: from 4.")
+
+
+def kept_pairs(dim: int, size: int, drop: str) -> Elements:
+    """The pairs that stay: the first are the fastest."""
+    return np.arange(size // 2) if drop == "slowest" else np.arange((dim - size) // 2, dim // 2)
+
+
+def kept_rotary(rotary: Rotary, size: int, drop: str) -> Rotary:
+    """Rotary positions of `size` elements that turn them as the pairs that stay turned.
+
+    base^(-2i/dim) = (base^(size/dim))^(-2i/size), so the base changes alone; where a scaling depends on more than the
+    frequency, the divisor of every pair is written down.
+    """
+    kept = kept_pairs(rotary.dim, size, drop)
+    original = original_context(rotary.scaling)
+    dynamic_scaling = isinstance(rotary.scaling, DynamicScaling)
+    lengths = [1] if original is None or dynamic_scaling else [1, original + 1]
+    wanted = [frequencies(rotary, length)[kept] for length in lengths]
+    first = rotary.base ** (2 * kept[0] / rotary.dim)  # how much slower the first one that stays is
+    part = replace(rotary, dim=size, base=rotary.base ** (size / rotary.dim), scaling=None)
+    by_pair = isinstance(rotary.scaling, LongRopeScaling)
+    candidates = [] if by_pair else [replace(part, scaling=for_width(rotary.scaling, size))]
+    if rotary.scaling is None or isinstance(rotary.scaling, LinearScaling):
+        divided = getattr(rotary.scaling, "factor", 1.0)
+        candidates.append(replace(part, scaling=LinearScaling(factor=divided * float(first))))
+    for each in candidates:
+        pairs = zip((frequencies(each, length) for length in lengths), wanted, strict=True)
+        if all(np.allclose(one, other, rtol=1e-13, atol=0) for one, other in pairs):
+            return each
+    if dynamic_scaling or original is None:
+        raise SwapRefused("its scaling turns all pairs together", "Only the slowest pairs can be dropped here.")
+    plain = frequencies(part)
+    short, long = (tuple(map(float, plain / each)) for each in wanted)
+    scaling = LongRopeScaling(
+        short_factor=short, long_factor=long, original_context=original, attention_factor=amplitude(rotary)
+    )
+    return replace(part, scaling=scaling)
+
+
+def part_order(rotary: Rotary, kept: Elements, head_dim: int) -> Elements:
+    """The elements of a head, those of the pairs that stay first, as pairs lie; then the others as they lay."""
+    first, second = (elements[kept] for elements in pair_elements(rotary.dim, rotary.pairs))
+    together = np.concatenate((first, second)) if rotary.pairs == "halves" else np.stack((first, second), 1).ravel()
+    rest = np.setdiff1d(np.arange(head_dim), together)
+    return np.concatenate((together, rest))
+
+
+def _dropped_matter(model: Model, path: str, attention: Attention, rotary: Rotary, kept: Elements) -> bool:
+    """Whether any score holds anything of the pairs that go: neither their queries nor their keys are zero."""
+    first, second = pair_elements(rotary.dim, rotary.pairs)
+
+    def sizes(side: Literal["q", "k"]) -> np.ndarray:
+        """The largest weight of each pair, by key-value head."""
+        total = np.zeros(1)
+        for name in row_tensors(path, attention, side):
+            rows = np.abs(model.wide(name))
+            each = rows.reshape(len(rows) // attention.head_dim, attention.head_dim, -1).max(axis=2)
+            total = total * each if name.endswith("norm.weight") else total + each
+        by_group = total.reshape(attention.kv_heads, -1, attention.head_dim).max(axis=1)
+        largest: np.ndarray = np.maximum(by_group[:, first], by_group[:, second])
+        return largest
+
+    dropped = np.setdiff1d(np.arange(rotary.dim // 2), kept)
+    return bool((sizes("q") * sizes("k"))[:, dropped].any())
+
+
+def part_tensors(
+    path: str, attention: Attention, rotary: Rotary, kept: Elements, context: int | None
+) -> dict[str, Tensor]:
+    """The rows of q and k in their new order, those of the pairs that go turned by their mean on the side of q."""
+    order = part_order(rotary, kept, attention.head_dim)
+    names = row_tensors(path, attention, "q") + row_tensors(path, attention, "k")
+    tensors: dict[str, Tensor] = {}
+    if not np.array_equal(order, np.arange(attention.head_dim)):
+        tensors = {name: Moved(name, partial(reordered, order=order)) for name in names}
+    factors = mean_rotation(rotary, context, attention.window, near=1.0)
+    factors[kept] = 1
+    for name, make in turned_queries(path, attention, rotary, factors).items():
+        tensors[name] = Computed(lambda model, make=make: reordered(make(model), order))  # type: ignore[misc]
+    return tensors
+
+
+def examples(spec: ModelSpec) -> tuple[str, ...]:
+    """Half of the least that turns."""
+    dims = [rotary.dim for rotary in rotary_layers(spec, range(len(spec.blocks))).values()]
+    half = min(dims, default=0) // 4 * 2
+    return (f"{half}", f"{half}:fastest") if half else ()
+
+
+def dims(spec: ModelSpec) -> set[int | None]:
+    """How many dimensions turn; None where there are no rotary positions."""
+    found = (block.attention.position for block in spec.blocks)
+    return {each.dim if isinstance(each, Rotary) else None for each in found}
+
+
 entry = partial(Swap, by_layer=True)
 
 
@@ -261,6 +410,7 @@ def scaled(kind: Kind) -> Swap:
 
 
 ORDER = 70
+PARTS: Parts = {"": ("rotary dimensions", dims)}
 OPTIONS = (
     Option(
         "rope_scaling",
@@ -271,14 +421,7 @@ OPTIONS = (
         words="yarn; llama3; ntk = ntk-aware; linear = pi, position interpolation; dynamic = dynamic ntk; none "
         "= default",
     ),
-    Option(
-        "rotary_dim",
-        POSITIONS,
-        3,
-        "How many dimensions of a head RoPE turns.",
-        "N",
-        parts={"": ("rotary dimensions", dims)},
-    ),
+    Option("rotary_dim", POSITIONS, 3, "How many dimensions of a head RoPE turns.", "N", parts=PARTS),
     Option(
         "rope_pairs",
         POSITIONS,
@@ -300,7 +443,17 @@ SWAPS = (
         reshape=_no_scaling,
         clears=(Clears("*.scaling", theirs=None),),
     ),
-    PART_OF_A_HEAD,
+    entry(
+        option="rotary_dim",
+        form="N",
+        takes="RoPE",
+        gives="RoPE on part of each head",
+        needs="an even number less than what turns now; exact where the pairs that go do not turn or are zero",
+        source="derived for gptkit, after GPT-NeoX' partial rotary and DroPE 2512.12167",
+        reshape=rotary_dim,
+        examples=examples,
+        clears=(Clears("*.dim", "rotary_dim={theirs}"),),
+    ),
     *(
         entry(
             option="rope_pairs",

@@ -20,13 +20,11 @@ from msgspec.structs import replace
 
 from ...components import FACTS, ModelSpec
 from ...errors import SwapRefused
-from ..base import Guarantee, Model, Swapped, Tensor
+from ..base import Guarantee, Index, Model, Swapped, Tensor, padded, taken
 from ..fits.scratch import Scratch
-from ..gather import Index, padded, taken
-from ..layerwise import one_or_all, with_blocks
+from ..layerwise import Inner, by_weights, experts, largest, one_or_all, with_blocks
 from ..options import FEED_FORWARD, Option
 from ..registry import Asked, Clears, Swap
-from ..stream import Inner, by_weights, experts, largest
 from .mlp import dense_of, with_dense
 
 
@@ -42,7 +40,7 @@ def _resize_feed_forward(spec: ModelSpec, asked: Asked) -> Swapped:
     layers = asked.those(
         spec, lambda block: dense_of(block).intermediate_size != size, none, "Possible: another width."
     )
-    inner = [Inner(*each, layer) for layer in layers for each in experts(spec.blocks[layer], f"blocks.{layer}")]
+    inner = [each for layer in layers for each in experts(spec.blocks[layer], layer)]
     changed = {layer: replace(dense_of(spec.blocks[layer]), intermediate_size=size) for layer in layers}
     new = with_blocks(spec, {layer: with_dense(spec.blocks[layer], dense) for layer, dense in changed.items()})
     summary: dict[str, Any] = {"intermediate_size": [one_or_all(each.units for each in inner), size]}
@@ -54,16 +52,19 @@ def _resize_feed_forward(spec: ModelSpec, asked: Asked) -> Swapped:
     shrinking = [each for each in inner if each.units > size]
     if not shrinking:
         return Swapped(new, "exact", tensors, summary)
-    guarantee, narrow, method = narrowed(shrinking, size, asked)
+    guarantee, narrow, method = _narrowed(shrinking, size, asked)
     return Swapped(new, guarantee, tensors | narrow, {**summary, "method": method})
 
 
 # --- narrower ---------------------------------------------------------------------------------------------------------
 
 
-def narrowed(inner: Sequence[Inner], size: int, asked: Asked) -> tuple[Guarantee, dict[str, Tensor], str]:
+def _narrowed(inner: Sequence[Inner], size: int, asked: Asked) -> tuple[Guarantee, dict[str, Tensor], str]:
     """Fewer units: the dead ones go first, and exactly. (What is guaranteed, the tensors, the method.)"""
-    silent = {each.path: _silent_units(each, asked) for each in inner}
+    silent = {}
+    for each in inner:
+        every = np.ones(each.units, dtype=bool)
+        silent[each.path] = asked.weights.ask(partial(dead, inner=each), ~every, every)
     alive = {each.path: each.units - int(silent[each.path].sum()) for each in inner}
     short = [each for each in inner if alive[each.path] > size]
     tensors: dict[str, Tensor] = {}
@@ -79,20 +80,13 @@ def narrowed(inner: Sequence[Inner], size: int, asked: Asked) -> tuple[Guarantee
         return "approximate", tensors, "norms of weights"
     if asked.calibration is None:
         first = short[0].path
-        raise SwapRefused(
-            f"{first} has {alive[first]} units in use, and which of them matter least shows on a text alone",
-            f"Possible: {alive[first]} or more; --calibrate FILE; --approximate, which goes by the weights.",
-        )
+        reason = f"{first} has {alive[first]} units in use, and which of them matter least shows on a text alone"
+        hint = f"Possible: {alive[first]} or more; --calibrate FILE; --approximate, which goes by the weights."
+        raise SwapRefused(reason, hint)
     scratch = Scratch.by("pruning.units", asked.calibration(), inner, size)
     for each in inner:
         tensors |= scratch.waiting((*each.up, each.down, *([each.down_bias] if each.record.down_bias else [])))
     return "approximate", tensors, "activations, ridge refit"
-
-
-def _silent_units(inner: Inner, asked: Asked) -> np.ndarray:
-    """For each unit whether nothing comes out of it, as far as is known."""
-    every = np.ones(inner.units, dtype=bool)
-    return asked.weights.ask(lambda model: dead(model, inner), ~every, every)
 
 
 def dead(model: Model, inner: Inner) -> np.ndarray:

@@ -337,7 +337,7 @@ def test_a_tree_of_another_family_is_refused_by_its_components(source, target, n
 def test_a_refusal_tells_a_difference_once_for_all_layers():
     message = refusal("llama", spec_of(CONFIGS["mistral"]))
     assert message.count("window") == 1
-    assert "blocks.*.attention.window (16): llama has none" in message
+    assert "llama has no blocks.*.attention.window (16)" in message
 
 
 def test_a_tree_that_another_family_has_too_is_expressed():

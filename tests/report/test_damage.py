@@ -17,8 +17,7 @@ from gptkit.parity.damage import Bin, Damage, Layer, Place, damage
 from gptkit.report.damage import damage_lines, damage_sections, swap_page
 from gptkit.report.pages import Figure, Lines, Page, Table, render
 from gptkit.report.surgery import steps_cells
-from gptkit.surgery.damage import assess
-from gptkit.surgery.swap import swap
+from gptkit.surgery.swap import assess, swap
 
 pytest.importorskip("plotly", reason='the pages need pip install "gptkit[html]"')
 

@@ -228,7 +228,7 @@ def test_slopes_are_fitted_on_what_matters() -> None:
         def __init__(self, x: torch.Tensor, up: torch.Tensor) -> None:
             self.seen = {"feed_forward.gate_proj": (x, x), "feed_forward.up_proj": (up, up)}
 
-        def run(self, names: tuple[str, ...]) -> Any:
+        def run(self, *names: str) -> Any:
             return None, self.seen
 
     x, up = torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[1.0, 2.0]]])
@@ -281,12 +281,16 @@ def test_examples() -> None:
 # --- a wrong formula does not get through -----------------------------------------------------------------------------
 
 
-def forgetting(which: str, ending: str = "") -> Callable[[pytest.MonkeyPatch], None]:
+def forgetting(place: int, ending: str = "") -> Callable[[pytest.MonkeyPatch], None]:
     """Leave some of what comes before or behind the activation as it was."""
-    right = getattr(module, which)
-    return lambda patch: patch.setattr(
-        module, which, lambda path, dense: [n for n in right(path, dense) if ending and not n.endswith(ending)]
-    )
+    right = module.around
+
+    def some(path: str, dense: Any) -> list[list[str]]:
+        found = [list(each) for each in right(path, dense)]
+        found[place] = [name for name in found[place] if ending and not name.endswith(ending)]
+        return found
+
+    return lambda patch: patch.setattr(module, "around", some)
 
 
 def one_way(patch: pytest.MonkeyPatch) -> None:
@@ -299,10 +303,10 @@ def another_slope(patch: pytest.MonkeyPatch) -> None:
 
 
 MUTATIONS: dict[str, Mutation] = {
-    "nothing before": (forgetting("entering"), ("gpt2-silu", "llama")),
-    "nothing behind": (forgetting("leaving"), ("gpt2-silu", "llama")),
-    "the bias before": (forgetting("entering", ".bias"), ("gpt2-silu", "llama")),
-    "the bias behind": (forgetting("leaving", ".bias"), ("llama",)),
+    "nothing before": (forgetting(0), ("gpt2-silu", "llama")),
+    "nothing behind": (forgetting(1), ("gpt2-silu", "llama")),
+    "the bias before": (forgetting(0, ".bias"), ("gpt2-silu", "llama")),
+    "the bias behind": (forgetting(1, ".bias"), ("llama",)),
     "the slope upside down": (one_way, ("gpt2-silu", "llama")),
     "the slope rounded": (another_slope, ("gpt2-silu", "llama")),
 }

@@ -11,7 +11,7 @@ from helpers.families import CONFIGS, save_hf, zeroed
 import gptkit
 from gptkit.components import Attention
 from gptkit.errors import SwapRefused, UsageError
-from gptkit.surgery.swaps import biases as module
+from gptkit.surgery.swaps import folds as module
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "falcon-rw"])

@@ -21,7 +21,7 @@ from gptkit.components import MixtureOfExperts
 from gptkit.errors import GptkitError, SwapRefused, UsageError
 from gptkit.surgery.fits.calibration import PLAY
 from gptkit.surgery.registry import Asked, Step, swap_for
-from gptkit.surgery.swaps import experts as module
+from gptkit.surgery.swaps import mlp as module
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -12,9 +12,11 @@ from helpers.families import CONFIGS, save_hf, spec_of
 import gptkit
 from gptkit.components import Attention, without_rounding
 from gptkit.errors import SwapRefused
-from gptkit.surgery.base import Computed, Filled
+from gptkit.surgery.base import Filled
 from gptkit.surgery.registry import Asked
 from gptkit.surgery.swaps import folds as module
+from gptkit.surgery.swaps import norm as norm_swaps
+from gptkit.surgery.swaps.basis import Compute
 
 ALL = ["gpt2", "gpt2-by-layer", "llama", "qwen2", "qwen3", "bloom", "falcon-7b", "falcon-40b", "falcon-rw"]
 
@@ -101,8 +103,8 @@ def gamma_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_for_columns(patch: pytest.MonkeyPatch) -> None:
-    def wrong(weight: str, gamma: str) -> Computed:
-        return Computed(lambda model: model.wide(weight) * model.wide(gamma)[::-1])
+    def wrong(weight: str, gamma: str) -> Compute:
+        return lambda model: model.wide(weight) * model.wide(gamma)[::-1]
 
     patch.setattr(module, "scaled_inputs", wrong)
 
@@ -111,7 +113,7 @@ def beta_lost(patch: pytest.MonkeyPatch) -> None:
     def wrong(weight: str, bias: str | None, beta: str) -> object:
         return lambda model: model.wide(bias) if bias else 0 * model.wide(weight)[:, 0]
 
-    patch.setattr(module, "shifted", wrong)
+    patch.setattr(norm_swaps, "shifted", wrong)
 
 
 def ones_forgotten(patch: pytest.MonkeyPatch) -> None:

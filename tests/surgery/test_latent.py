@@ -13,7 +13,7 @@ import gptkit
 from gptkit.components import Attention, LatentAttention
 from gptkit.errors import SwapRefused, UsageError
 from gptkit.surgery.base import Filled
-from gptkit.surgery.swaps import latent as module
+from gptkit.surgery.swaps import kv_heads as module
 
 ALL = ["gpt2", "llama", "mistral", "qwen2", "bloom", "falcon-7b", "falcon-40b", "falcon-rw"]
 

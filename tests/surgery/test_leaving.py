@@ -270,7 +270,7 @@ def test_the_whole_way_is_told_and_is_a_way(folder: Path, tmp_path: Path) -> Non
         "blocks.*.attention_norm: LayerNorm, llama has RMSNorm",
         "blocks.*.feed_forward: FeedForward, llama has GatedFeedForward",
         "blocks.*.attention.position: none, llama has Rotary",
-        "positions (LearnedPositions): llama has none",
+        "llama has no positions (LearnedPositions)",
     ):
         assert f"  {line}\n" in f"{message}\n"
     steps = [line.split()[:2] for line in hint.splitlines() if line.startswith("  --")]
@@ -286,7 +286,7 @@ def test_a_little_that_is_missing(folder: Path, tmp_path: Path) -> None:
     asked = {"norm": "rmsnorm", "mlp": "gated", "position": "rope"}
     message, hint = refused("gpt2", folder, tmp_path / "out", "auto", **asked)
     assert "no transformers architecture can hold this tree" in message
-    assert "  head.bias: llama has none" in message
+    assert "  llama has no head.bias" in message
     words = " ".join(hint.split())
     assert words.startswith("It falls short of llama by head.bias: --drop head.bias costs KL 0.")
     assert words.endswith("on the probe.")
@@ -360,7 +360,7 @@ def test_obstacles_in_words() -> None:
     assert by_layers(found, 6) == [Obstacle("blocks.0-2,5.parallel", True, False)]
     assert by_layers(found, 4) == [Obstacle("blocks.*.parallel", True, False)]
     assert found[0].told("llama") == "blocks.0.parallel: true, llama has false"
-    assert Obstacle("head.bias", True, False).told("llama") == "head.bias: llama has none"
+    assert Obstacle("head.bias", True, False).told("llama") == "llama has no head.bias"
     assert Obstacle("head.bias", False, True).told("llama") == "head.bias: false, llama has true"
 
 

@@ -125,8 +125,7 @@ def test_the_fit_is_the_least_squares_one() -> None:
     """Where the text determines it: no other projection is nearer, and what can be made up for is."""
     rng = np.random.default_rng(0)
     gate, mix = torch.tensor(rng.normal(size=(400, 6))), torch.tensor(rng.normal(size=(5, 6)))
-    moment = Moment.zeros(6, 5)
-    moment.add(gate, gate @ mix.T)
+    moment = Moment.of(gate, gate @ mix.T)
     assert torch.allclose(ridge(torch.zeros(5, 6, dtype=torch.float64), moment, 1e-12), mix, atol=1e-8)
 
 

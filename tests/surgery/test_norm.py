@@ -20,9 +20,9 @@ from gptkit.components import Head, LayerNorm, ModelSpec, RMSNorm
 from gptkit.errors import GptkitError, SwapRefused
 from gptkit.modules import Decoder
 from gptkit.parity.probe import probe
-from gptkit.surgery import basis
 from gptkit.surgery.base import Model
 from gptkit.surgery.guarantee import EXACT_FP32, EXACT_FP64
+from gptkit.surgery.swaps import basis
 from gptkit.surgery.swaps import norm as module
 from gptkit.surgery.swaps.norm import layernorm_to_rmsnorm, replace_layernorm, why_not_exact
 
@@ -150,15 +150,15 @@ def test_beta_moves_into_the_reader() -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_normed_table_is_layernorm_centred(bias: bool) -> None:
+def test_the_rows_of_a_normed_table(bias: bool) -> None:
     rng = np.random.default_rng(0)
     table, weight, beta = rng.normal(size=(7, 4)), rng.normal(size=4), rng.normal(size=4)
-    reader = Tensors(table=table, norm__weight=weight, norm__bias=beta)
+    reader = Tensors(embedding__weight=table, embedding__norm__weight=weight, embedding__norm__bias=beta)
     expected = torch.nn.functional.layer_norm(
         torch.tensor(table), (4,), torch.tensor(weight), torch.tensor(beta) if bias else None, 1e-3
     )
-    found = module.normed_rows("table", "norm", 1e-3, bias)(reader)
-    np.testing.assert_allclose(found, (expected - expected.mean(1, keepdim=True)).numpy(), atol=1e-14)
+    found = basis.table_rows(reader, LayerNorm(size=4, eps=1e-3, bias=bias))
+    np.testing.assert_allclose(found, expected.numpy(), atol=1e-14)
 
 
 def test_the_tree_that_comes_out() -> None:

@@ -19,14 +19,14 @@ import gptkit
 from gptkit.components import ALiBi, LayerNorm, LearnedPositions, ModelSpec, RMSNorm, Rotary
 from gptkit.converter.resolve import SAMPLES_DIR
 from gptkit.errors import GptkitError, SwapRefused, UsageError
-from gptkit.surgery import rotation
 from gptkit.surgery.base import Exactly, Stored
 from gptkit.surgery.chain import chain
 from gptkit.surgery.fits.calibration import read_text
 from gptkit.surgery.measure import Measurement, measure
 from gptkit.surgery.registry import Asked, Step, apply, swap_for
-from gptkit.surgery.swaps import context_length
+from gptkit.surgery.swaps import positions as context_length
 from gptkit.surgery.swaps import positions as module
+from gptkit.surgery.swaps import rotation
 from gptkit.surgery.swaps.positions import kind
 
 replace = msgspec.structs.replace

@@ -111,7 +111,7 @@ SWAPS = (
 def test_a_new_swap_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And CONTRIBUTING.md says so: with it there are its option, its help, its synonyms and its step of a recipe."""
     (tmp_path / "mirror_of_nothing.py").write_text(MIRROR)
-    caches = (registry._modules, registry._all_options, registry.all_swaps)
+    caches = (registry._modules, registry.all_options, registry.all_swaps)
     try:
         with monkeypatch.context() as patch:
             patch.setattr(registry.swaps, "__path__", [*registry.swaps.__path__, str(tmp_path)])

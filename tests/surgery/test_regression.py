@@ -15,16 +15,19 @@ from gptkit.components import ALiBi, Attention, Rotary
 from gptkit.modules.attention import AttentionModule
 from gptkit.modules.context import Context
 from gptkit.modules.positions import apply_rotary, inverse_frequencies, rotary_tables
-from gptkit.surgery.fits.grouping import contiguous_groups, group_similar, head_similarity, query_order
 from gptkit.surgery.fits.regression import (
     Moment,
     augment,
     best_slope,
     block_influence,
+    contiguous_groups,
     fit_keys,
     fit_values,
+    group_similar,
+    head_similarity,
     mix_inputs,
     pool_mean,
+    query_order,
     ridge,
     rotate,
     score_error,
@@ -211,8 +214,7 @@ def test_equivalent_heads_are_merged_exactly_found_by_similarity_biases_included
     q, k, v, o, dim = equivalent_heads(6, position)
     x = normal(7)(2, 9, WIDTH)
     text = torch.cat((normal(8)(400, WIDTH), torch.ones(400, 1, dtype=torch.float64)), 1)
-    moment = Moment.zeros(WIDTH + 1)
-    moment.add(text)
+    moment = Moment.of(text)
     groups = group_similar(head_similarity(q, k, v, o, moment.covariance, dim), 2)
     assert groups == ((0, 2), (1, 3))
     if isinstance(position, ALiBi):  # its slopes belong to the heads' places, so that heads must keep theirs
@@ -335,9 +337,7 @@ def test_conjugate_gradients_solve():
 def test_a_ridge_goes_from_where_it_starts_to_least_squares():
     new = normal(12)
     x, y, start = new(50, 6), new(50, 3), new(3, 6)
-    moment = Moment.zeros(6, 3)
-    for part in range(0, 50, 7):
-        moment.add(x[part : part + 7], y[part : part + 7])
+    moment = Moment.of(x, y)
     assert moment.count == 50 and torch.allclose(moment.covariance, x.T @ x / 50)
     least = torch.linalg.lstsq(x, y).solution.T
     assert torch.allclose(ridge(start, moment, 1e-12), least)
@@ -351,17 +351,16 @@ def test_a_ridge_goes_from_where_it_starts_to_least_squares():
 
 def test_a_ridge_without_targets_or_strength_is_refused():
     with pytest.raises(ValueError, match="targets"):
-        ridge(torch.zeros(1, 2), Moment.zeros(2), 1.0)
+        ridge(torch.zeros(1, 2), Moment.of(torch.zeros(1, 2)), 1.0)
     with pytest.raises(ValueError, match="strength"):
-        ridge(torch.zeros(1, 2), Moment.zeros(2, 1), 0.0)
+        ridge(torch.zeros(1, 2), Moment.of(torch.zeros(1, 2), torch.zeros(1, 1)), 0.0)
 
 
 def test_a_weight_of_two_counts_a_token_twice():
     new = normal(13)
     x, y = new(4, 5), new(4, 2)
-    once, twice = Moment.zeros(5, 2), Moment.zeros(5, 2)
-    once.add(x, y, torch.tensor([1.0, 2, 1, 1]))
-    twice.add(torch.cat((x, x[1:2])), torch.cat((y, y[1:2])))
+    once = Moment.of(x, y, torch.tensor([1.0, 2, 1, 1]))
+    twice = Moment.of(torch.cat((x, x[1:2])), torch.cat((y, y[1:2])))
     assert torch.allclose(once.gram, twice.gram) and torch.allclose(once.cross, twice.cross)
 
 

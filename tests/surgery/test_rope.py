@@ -31,14 +31,14 @@ from gptkit.components import (
 )
 from gptkit.converter.resolve import SAMPLES_DIR
 from gptkit.errors import GptkitError, SwapRefused, UsageError
-from gptkit.surgery import rotation
 from gptkit.surgery.base import Computed, Exactly, Stored
 from gptkit.surgery.chain import chain
 from gptkit.surgery.fits.calibration import read_text
 from gptkit.surgery.measure import measure
 from gptkit.surgery.registry import Asked, Step, apply, swap_for
 from gptkit.surgery.swaps import rope as module
-from gptkit.surgery.swaps import rotary_dim
+from gptkit.surgery.swaps import rope as rotary_dim
+from gptkit.surgery.swaps import rotation
 
 replace = msgspec.structs.replace
 ROPE = ["llama", "llama-yarn", "mistral", "qwen2", "qwen3", "mixtral", "falcon-7b", "falcon-40b"]

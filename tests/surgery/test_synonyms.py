@@ -9,7 +9,7 @@ from gptkit.errors import UsageError
 from gptkit.surgery.recipe import read_recipe
 from gptkit.surgery.registry import Step, all_options, options, steps_of, swap_for
 from gptkit.surgery.shapes import steps_from
-from gptkit.surgery.swaps.biases import NAMES
+from gptkit.surgery.swaps.folds import NAMES
 
 
 def words_of(option: str) -> set[str]:

@@ -13,7 +13,7 @@ import gptkit
 from gptkit.errors import GptkitError, SwapRefused
 from gptkit.surgery import registry
 from gptkit.surgery.base import Filled, Read, Swapped
-from gptkit.surgery.swaps import tying
+from gptkit.surgery.swaps import vocabulary as tying
 
 TIED = ("gpt2", "bloom", "qwen2")
 

@@ -10,9 +10,9 @@ from helpers.families import CONFIGS, spec_of
 from gptkit.components import Component, Mixer, ModelSpec, SubLayer, Weight
 from gptkit.components.base import Size
 from gptkit.errors import SwapRefused
+from gptkit.surgery.layerwise import readers, writers
 from gptkit.surgery.registry import Step, all_options, all_swaps, swap_for
 from gptkit.surgery.shapes import Reshaped, steps_from, swapped
-from gptkit.surgery.stream import readers, writers
 
 
 class StrangeRecurrence(Mixer, Component, frozen=True):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from gptkit.components import ModelSpec
-from gptkit.surgery.base import Swapped
-from gptkit.surgery.gather import padded, taken
+from gptkit.surgery.base import Swapped, padded, taken
 from gptkit.surgery.options import Option
 from gptkit.surgery.registry import Asked, Swap
 

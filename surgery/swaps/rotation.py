@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from ..components import Attention, LinearScaling, LongRopeScaling, ModelSpec, ProportionalScaling, RopeScaling, Rotary
-from ..errors import SwapRefused
-from .base import Array, Model, Wide
-from .layerwise import tensors_of, weighed, with_mixers
-from .registry import Asked
+from ...components import Attention, LinearScaling, LongRopeScaling, ModelSpec, ProportionalScaling, RopeScaling, Rotary
+from ...errors import SwapRefused
+from ..base import Array, Model, Wide
+from ..layerwise import tensors_of, weighed, with_mixers
+from ..registry import Asked
 
 Elements = NDArray[np.int64]
 Pairs = Literal["halves", "adjacent"]
@@ -58,10 +59,9 @@ def frequencies(rotary: Rotary, length: int = 1) -> Wide:
     """The angle by which each pair turns from one position to the next, (dim/2,), in sequences of `length` tokens."""
     import torch
 
-    from ..modules.positions import inverse_frequencies
+    from ...modules.positions import inverse_frequencies
 
-    found: Wide = inverse_frequencies(rotary, length, torch.float64).numpy()
-    return found
+    return np.asarray(inverse_frequencies(rotary, length, torch.float64).numpy())
 
 
 def amplitude(rotary: Rotary) -> float:
@@ -81,9 +81,7 @@ def original_context(scaling: RopeScaling | None) -> int | None:
 
 
 def for_width(scaling: RopeScaling | None, dim: int) -> RopeScaling | None:
-    """The scaling of a rotary as it is for another dimension: the first divisors, or all and the last one as often as
-    is needed; no more pairs that turn than there are.
-    """
+    """A rotary's scaling for another dimension: the first divisors, the last one repeated; no more pairs that turn."""
     half = dim // 2
     if isinstance(scaling, LongRopeScaling):
         short, long = ((*each, *(each[-1:] * half))[:half] for each in (scaling.short_factor, scaling.long_factor))
@@ -109,8 +107,7 @@ def mean_rotation(rotary: Rotary, context: int | None, window: int | None = None
     distances = np.arange(length)
     weights = (length - distances) / (1 + distances) ** near
     turned = np.exp(1j * np.outer(frequencies(rotary, context or 1), distances))
-    mean: Array = turned @ weights / weights.sum() * amplitude(rotary) ** 2
-    return mean
+    return np.asarray(turned @ weights / weights.sum() * amplitude(rotary) ** 2)
 
 
 def turn_rows(rows: Wide, factors: Array, rotary: Rotary, head_dim: int) -> Wide:
@@ -146,10 +143,10 @@ def turned_queries(path: str, attention: Attention, rotary: Rotary, factors: Arr
     if attention.q_norm is not None:
         names, factors = names[-1:], np.abs(factors)
 
-    def turned(name: str) -> Callable[[Model], Wide]:
-        return lambda model: turn_rows(model.wide(name), factors, rotary, attention.head_dim)
+    def turned(name: str, model: Model) -> Wide:
+        return turn_rows(model.wide(name), factors, rotary, attention.head_dim)
 
-    return {name: turned(name) for name in names}
+    return {name: partial(turned, name) for name in names}
 
 
 def with_rotary(spec: ModelSpec, positions: Mapping[int, Rotary], **fields: Any) -> ModelSpec:

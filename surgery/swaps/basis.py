@@ -10,16 +10,15 @@ becomes eps·d/d' and readers are multiplied by √(d/d').
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
-from ..components import Block, ModelSpec, Norm
-from .base import Computed, Filled, Model, Tensor, Wide
-from .layerwise import with_blocks
-from .stream import head_weight, norms, readers, require_weights, stream_norms, writers
+from ...components import Block, LayerNorm, ModelSpec, Norm, RMSNorm
+from ..base import Computed, Filled, Model, Tensor, Wide
+from ..layerwise import head_weight, readers, unknown, weighed, with_blocks, writers
 
 Compute = Callable[[Model], Wide]
 Into = Callable[[Model, Wide], Wide]
@@ -55,21 +54,21 @@ def shift(bias: str, into: Into) -> Compute:
 
 
 def rows_in(table: str, into: Into, norm: Norm | None = None) -> Compute:
-    """A table's rows in new coordinates, behind its RMSNorm where it has one."""
+    """A table's rows in new coordinates, of the token table behind its norm where it has one."""
+    return lambda model: into(model, table_rows(model, norm) if norm is not None else model.wide(table))
 
-    def compute(model: Model) -> Wide:
-        rows = model.wide(table)
-        if norm is not None:
-            rows = normed_row(rows, norm.eps) * model.wide("embedding.norm.weight")
-        return into(model, rows)
 
-    return compute
+def table_rows(model: Model, norm: Norm) -> Wide:
+    """The rows of the token table, behind the norm that sits on it."""
+    rows = model.wide("embedding.weight")
+    rows = normed_row(rows - rows.mean(axis=1, keepdims=True) if norm.centred else rows, norm.eps)
+    rows = rows * model.wide("embedding.norm.weight")
+    return rows + model.wide("embedding.norm.bias") if "bias" in norm.shapes() else rows
 
 
 def normed_row(rows: Wide, eps: float) -> Wide:
     """Each row over its root mean square."""
-    found: Wide = rows / np.sqrt((rows**2).mean(axis=1, keepdims=True) + eps)
-    return found
+    return np.asarray(rows / np.sqrt((rows**2).mean(axis=1, keepdims=True) + eps))
 
 
 def in_basis(
@@ -144,3 +143,37 @@ def resized(spec: ModelSpec, size: int) -> ModelSpec:
         head=part(spec.head),
         positions=part(spec.positions),
     )
+
+
+# --- the norms that meet it -------------------------------------------------------------------------------------------
+
+
+def norms(block: Block, path: str) -> Iterator[tuple[str, Norm]]:
+    """The norms of a block that look at the stream, each of a kind that swaps know: (path, record)."""
+    block.plain()
+    return (known(f"{path}.{name}_norm", norm) for name, norm in block.norms().items())
+
+
+def known(path: str, norm: Norm) -> tuple[str, Norm]:
+    """A norm and its path; raises SwapRefused where it is of a kind that swaps do not know."""
+    if not isinstance(norm, LayerNorm | RMSNorm):
+        raise unknown(path, norm, "LayerNorm or RMSNorm")
+    return path, norm
+
+
+def stream_norms(spec: ModelSpec) -> list[tuple[str, Norm]]:
+    """Every norm that looks at the stream, from the first layer to the last norm (not one on the token table)."""
+    found = [each for layer, block in enumerate(spec.blocks) for each in norms(block, f"blocks.{layer}")]
+    return [*found, known("final_norm", spec.final_norm)]
+
+
+def every_norm(spec: ModelSpec) -> list[tuple[str, Norm]]:
+    """The norms on the stream, and the one on the token table."""
+    table = spec.embedding.norm
+    return [*([known("embedding.norm", table)] if table is not None else []), *stream_norms(spec)]
+
+
+def require_weights(spec: ModelSpec) -> None:
+    """Raise SwapRefused where a norm that a stream meets does not multiply by its weight as it is."""
+    for path, norm in every_norm(spec):
+        weighed(path, norm)
